@@ -1,0 +1,107 @@
+"""Top-1 and top-5 of artifacts on the same labelled images, with counts, and whether a difference is real."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vitcompress.data import DataOptions, open_test
+from vitcompress.distributed import Runtime
+from vitcompress.errors import ArtifactError, InputError
+from vitcompress.evaluate import correct_mask, evaluate, mcnemar
+from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
+from vitcompress.loaders import Images, eval_loader
+from vitcompress.progress import Progress
+from vitcompress.recipe import load_recipe
+
+DIGITS = "digits"
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """data: a folder of images (PATH/val/CLASS), `digits`, or None for that of the run folder. workers: processes that
+    load images.
+    """
+
+    data: str | None = None
+    split: str | None = None
+    batch: int = 64
+    workers: int = 0
+    runner: RunnerOptions = field(default_factory=RunnerOptions)
+
+
+def run(
+    artifacts: Sequence[str], options: EvaluateOptions | None = None, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Accuracy of .onnx files, run folders and `timm:NAME`s on one test set; several are compared with the first.
+
+    Raises:
+        ArtifactError, DeviceError: one of them cannot be run, or has another number of classes than the data.
+        DataError: images that are missing or cannot be used.
+        InputError: no data is named and no run folder says which it was.
+    """
+    options, progress = options or EvaluateOptions(), progress or Progress()
+    classes, images = open_test(data_of(artifacts, options))
+    rows, right = [], []
+    for artifact in artifacts:
+        progress.stage(f"Evaluate {artifact}")
+        row, mask = _judge(artifact, classes, images, options, compared=len(artifacts) > 1)
+        rows.append(row)
+        right.append(mask)
+        progress.note(f"{row['correct']} of {row['total']} right")
+    tests = [
+        {"a": rows[0]["artifact"], "b": row["artifact"], **asdict(mcnemar(right[0], mask))}
+        for row, mask in zip(rows[1:], right[1:], strict=True)
+    ]
+    return {"images": len(images), "classes": len(classes), "rows": rows, "mcnemar": tests}
+
+
+def data_of(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptions:
+    """The test data: what was asked for, else what the first run folder among the artifacts was made with."""
+    if options.data == DIGITS:
+        return DataOptions()
+    if options.data is not None:
+        return DataOptions("imagefolder", options.data, test_split=options.split, workers=options.workers)
+    for artifact in map(Path, artifacts):
+        recipe = (artifact if artifact.is_dir() else artifact.parent) / "recipe.toml"
+        if recipe.is_file():
+            return load_recipe(str(recipe)).data
+    raise InputError("no data to evaluate on", hint="give --data PATH with PATH/val/CLASS, or --data digits")
+
+
+def _judge(
+    artifact: str, classes: Sequence[str], images: Images, options: EvaluateOptions, *, compared: bool
+) -> tuple[dict[str, Any], np.ndarray]:
+    """One row, and which images were right (empty unless it is compared)."""
+    runner = open_runner(artifact, options.runner)
+    try:
+        loader = _loader(runner, classes, images, options)
+        runtime = Runtime(torch.device("cpu"), workers=options.workers)
+        found = evaluate(runner, loader, runtime)
+        mask = correct_mask(runner, loader, runtime) if compared else np.empty(0, bool)
+        return {"artifact": runner.name, **found.to_dict(), **_about(runner)}, mask
+    finally:
+        runner.close()
+
+
+def _loader(runner: Runner, classes: Sequence[str], images: Images, options: EvaluateOptions) -> Any:
+    if runner.input is None:
+        raise ArtifactError(
+            f"{runner.name} does not say how its images are prepared (mean, std, crop)",
+            hint="export it with vitcompress, or evaluate the run folder",
+        )
+    told = runner(torch.zeros(2, *runner.input_size)).shape[1]
+    if told != len(classes):
+        raise ArtifactError(
+            f"{runner.name} tells {told} classes apart, the data has {len(classes)}",
+            hint="evaluate it on data with its own classes",
+        )
+    return eval_loader(images, runner.input, options.batch, Runtime(torch.device("cpu"), workers=options.workers))
+
+
+def _about(runner: Runner) -> dict[str, Any]:
+    known = runner.describe()
+    return {key: known.get(key) for key in ("sha256", "runtime", "device", "precision")}

@@ -1,0 +1,89 @@
+"""Several runs side by side: one table, and accuracy against speed as a plot."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vitcompress import checkpoint
+from vitcompress.bench import report as reports
+from vitcompress.bench.report import NOTHING, Table, big, change, counted, interval
+from vitcompress.errors import InputError, MissingExtraError
+
+COLUMNS = ("run", "accuracy", "parameters", "MACs", "speed", "checks")
+FORMATS = (".png", ".svg", ".pdf")
+
+
+def run(folders: Sequence[str | Path], plot_to: str | Path | None = None) -> dict[str, Any]:
+    """The reports of run folders as data: `runs`, one `table`, and the `plot` file where one was asked for.
+
+    Raises:
+        ArtifactError: a folder without a report.
+        MissingExtraError: a plot was asked for and matplotlib is not installed.
+    """
+    found = {str(folder): reports.read(folder) for folder in folders}
+    shown = table(found)
+    written = str(plot(found, Path(plot_to))) if plot_to is not None else None
+    return {
+        "runs": found,
+        "table": {"columns": list(shown.columns), "rows": list(map(list, shown.rows))},
+        "plot": written,
+    }
+
+
+def table(found: Mapping[str, Mapping[str, Any]]) -> Table:
+    """One row per run: what it costs, against its own dense model."""
+    return Table("", COLUMNS, tuple((Path(name).name, *_cells(report)) for name, report in found.items()))
+
+
+def _cells(report: Mapping[str, Any]) -> tuple[str, ...]:
+    accuracy, cost = report.get("accuracy") or {}, report["cost"]
+    sizes = [
+        f"{big(cost['compressed'][k])} ({change(cost['dense'][k], cost['compressed'][k])})" for k in ("params", "macs")
+    ]
+    ratio = _ratio(report)
+    speed = f"{ratio['median']:.2f}x ({interval(ratio)})" if ratio else NOTHING
+    verify = report.get("verify")
+    verdict = "not run" if not verify else "passed" if verify["passed"] else "failed"
+    return counted(accuracy["compressed"]) if "compressed" in accuracy else NOTHING, *sizes, speed, verdict
+
+
+def _ratio(report: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Compressed against dense in the first runtime that was measured."""
+    entries = report.get("bench") or ()
+    return entries[0]["ratios"][0] if entries and entries[0]["ratios"] else None
+
+
+def points(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the plot shows: speed against the run's own dense model and accuracy, both with 95 % intervals."""
+    shown = []
+    for name, report in found.items():
+        ratio, accuracy = _ratio(report), (report.get("accuracy") or {}).get("compressed")
+        if ratio and accuracy:
+            figures = {"speedup": ratio["median"], "speedup_ci95": ratio["ci95"]}
+            shown.append({"run": Path(name).name, **figures, **{k: accuracy[k] for k in ("top1", "top1_ci95")}})
+    return shown
+
+
+def plot(found: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
+    """Accuracy against speed-up with both intervals, one point per run, as an image at `path` (.png, .svg, .pdf)."""
+    if path.suffix not in FORMATS:
+        raise InputError(f"a plot cannot be written to {path}", hint=f"use a file ending in {', '.join(FORMATS)}")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError("matplotlib", "plots", need="a plot") from None
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for point in points(found):
+        x, y = point["speedup"], 100 * point["top1"]
+        (left, right), (low, high) = point["speedup_ci95"], [100 * end for end in point["top1_ci95"]]
+        across = [[x - left], [(x if right is None else right) - x]]
+        axes.errorbar([x], [y], xerr=across, yerr=[[y - low], [high - y]], fmt="o", capsize=3, label=point["run"])
+    for name, report in list(found.items())[:1]:
+        if dense := (report.get("accuracy") or {}).get("dense"):
+            axes.axhline(100 * dense["top1"], linestyle=":", color="grey", label=f"dense of {Path(name).name}")
+    axes.axvline(1.0, linestyle=":", color="lightgrey")
+    axes.set(xlabel="times as fast as its dense model", ylabel="top-1 on the test images, %")
+    axes.legend(fontsize="small")
+    checkpoint.write(path, lambda beside: figure.savefig(beside, format=path.suffix[1:], dpi=150))
+    return path

@@ -1,0 +1,235 @@
+"""What a run found, for people: one table, one page of Markdown, and the JSON behind both.
+
+The input is plain data, the content of report.json. Every key but `recipe` and `cost` may be missing or None.
+
+    recipe, summary        name and sentence of the recipe
+    model                  {arch, arch_args, input: InputConfig as data, classes: [names]}
+    plan                   the plan as data, `plan_sha256` its digest
+    cost                   {dense, compressed}: {params, macs (attention products counted), macs_linear (not counted)}
+    accuracy               {dense, compressed, FILE}: Accuracy.to_dict(); mcnemar: {only_a, only_b, p_value}
+    bench                  [Bench.as_data()]: dense first, compressed second, one entry per runtime
+    files                  {"dense.onnx": bytes, "model.onnx": bytes}
+    verify                 {passed, checks}
+    folding                one record per module that was or could have been folded
+    searched               which network the layers were chosen on; `layers`: "search" or "published"
+    teacher                what taught during recovery, None when nothing did
+    references             [{name, top1 (percent), note}]: dense models that the result should be held against
+    published              figures of others, quoted as they were published: top1, params_m, macs_g, images_per_second,
+                           speedup, hardware, source, note
+    notes                  sentences that a reader should know
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vitcompress.bench.snippet import snippet
+from vitcompress.checkpoint import read_json, write_json, write_text
+from vitcompress.errors import ArtifactError
+
+JSON, MARKDOWN = "report.json", "report.md"
+NOTHING = "not measured"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Text in rows and columns, to be drawn by whoever shows it."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def markdown(self) -> str:
+        head = [self.columns, tuple("---" if i == 0 else "---:" for i in range(len(self.columns)))]
+        return "\n".join(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in [*head, *self.rows]
+        )
+
+
+def write(folder: Path, report: Mapping[str, Any]) -> None:
+    """report.json and report.md of a run folder."""
+    write_text(folder / MARKDOWN, markdown(report))
+    write_json(folder / JSON, dict(report))
+
+
+def read(folder: str | Path) -> dict[str, Any]:
+    """The report of a run folder. Raises ArtifactError where there is none."""
+    path = Path(folder) / JSON
+    if not path.is_file():
+        raise ArtifactError(
+            f"{folder} has no {JSON}",
+            hint="give folders of finished runs; `vitcompress recipe` continues an unfinished one",
+        )
+    report: dict[str, Any] = read_json(path)
+    return report
+
+
+# -------------------------------------------------------------------------------------------------------------- figures
+
+
+def big(number: float) -> str:
+    """54867152 -> 54.87 M"""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:g}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def change(before: float, after: float) -> str:
+    return f"{100 * (after / before - 1):+.1f} %" if before else ""
+
+
+def counted(accuracy: Mapping[str, Any]) -> str:
+    return f"{percent(accuracy['top1'])} ({accuracy['correct']} of {accuracy['total']})"
+
+
+def interval(ratio: Mapping[str, Any]) -> str:
+    low, high = ratio["ci95"]
+    return f"95 % interval {low:.2f} to {'open' if high is None else f'{high:.2f}'}"
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+
+def summary_table(report: Mapping[str, Any]) -> Table:
+    """What a manager wants to know: before, after, change."""
+    rows = [_accuracy_row(report.get("accuracy") or {})]
+    cost = report["cost"]
+    for name, key in (("parameters", "params"), ("MACs per image", "macs")):
+        before, after = cost["dense"][key], cost["compressed"][key]
+        rows.append((name, big(before), big(after), change(before, after)))
+    rows += [row for entry in report.get("bench") or () for row in _speed_rows(entry)]
+    if not report.get("bench"):
+        rows += [("latency", NOTHING, NOTHING, ""), ("throughput", NOTHING, NOTHING, "")]
+    rows += _file_rows(report.get("files") or {})
+    return Table("", ("", "before", "after", "change"), tuple(rows))
+
+
+def _accuracy_row(accuracy: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    if not {"dense", "compressed"} <= set(accuracy):
+        return "accuracy", NOTHING, NOTHING, ""
+    dense, compressed = accuracy["dense"], accuracy["compressed"]
+    points = f"{100 * (compressed['top1'] - dense['top1']):+.1f} points"
+    if test := accuracy.get("mcnemar"):
+        points += f" (p = {test['p_value']:.2g})"
+    return "accuracy, test images", counted(dense), counted(compressed), points
+
+
+def _speed_rows(entry: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]:
+    """Latency and throughput of one interleaved measurement of two artifacts."""
+    dense, compressed = entry["rows"][:2]
+    ratio = entry["ratios"][0]
+    where = f"{dense['runtime']} {dense['device']} {dense['precision']}, batch {dense['batch']}"
+    before, after = dense["latency_ms"]["p50"], compressed["latency_ms"]["p50"]
+    yield f"latency, median ({where})", f"{before:.2f} ms", f"{after:.2f} ms", change(before, after)
+    faster = f"{ratio['median']:.2f}x ({interval(ratio)}): {ratio['verdict']}"
+    rates = [f"{row['images_per_second']:,.0f} images/s" for row in (dense, compressed)]
+    yield f"throughput ({where})", rates[0], rates[1], faster
+
+
+def _file_rows(files: Mapping[str, int]) -> Iterable[tuple[str, str, str, str]]:
+    for name, after in files.items():
+        before = files.get(f"dense{Path(name).suffix}")
+        if name.startswith("model.") and before:
+            yield f"file size ({Path(name).suffix[1:]})", f"{big(before)}B", f"{big(after)}B", change(before, after)
+
+
+def cost_table(report: Mapping[str, Any]) -> Table:
+    """Exact counts, in both conventions for MACs."""
+    names = {"params": "parameters", "macs": "MACs", "macs_linear": "MACs without attention products"}
+    dense, compressed = report["cost"]["dense"], report["cost"]["compressed"]
+    rows = [(names[k], f"{dense[k]:,}", f"{compressed[k]:,}", change(dense[k], compressed[k])) for k in names]
+    return Table("Cost", ("", "dense", "compressed", "change"), tuple(rows))
+
+
+def bench_table(entries: Sequence[Mapping[str, Any]]) -> Table:
+    """One row per artifact and runtime."""
+    columns = ("artifact", "runtime", "precision", "threads", "protocol", "images/s", "p50 ms", "p90 ms", "max ms")
+    rows = []
+    for row in (row for entry in entries for row in entry["rows"]):
+        latency = [row["latency_ms"].get(key) for key in ("p50", "p90", "max")]
+        times = ["" if value is None else f"{value:.3f}" for value in latency]
+        about = (Path(row["artifact"]).name, f"{row['runtime']} {row['device']}", row["precision"], str(row["threads"]))
+        rows.append((*about, row["protocol"], f"{row['images_per_second']:,.1f}", *times))
+    return Table("Speed", columns, tuple(rows))
+
+
+def verify_table(verify: Mapping[str, Any]) -> Table:
+    """Each verdict with value and tolerance."""
+    figures = [(c, *("" if c[k] is None else f"{c[k]:.2g}" for k in ("value", "tolerance"))) for c in verify["checks"]]
+    rows = [(c["name"], c["verdict"].replace("_", " "), value, limit, c["detail"]) for c, value, limit in figures]
+    return Table("Checks", ("check", "verdict", "value", "tolerance", ""), tuple(rows))
+
+
+# ------------------------------------------------------------------------------------------------------------- Markdown
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The report as one page."""
+    head = [f"# {report['recipe']}", report.get("summary") or "", summary_table(report).markdown()]
+    parts = [*head, *_removed(report), "## Cost", cost_table(report).markdown()]
+    if report.get("bench"):
+        parts += ["## Speed", bench_table(report["bench"]).markdown(), *_measured_on(report["bench"])]
+    if report.get("verify"):
+        parts += ["## Checks", verify_table(report["verify"]).markdown()]
+    parts += [*_references(report), *_notes(report)]
+    if (report.get("model") or {}).get("input") and "model.onnx" in (report.get("files") or {}):
+        parts += ["## Use it without vitcompress", f"```python\n{snippet(report['model']['input'])}```"]
+    if classes := (report.get("model") or {}).get("classes"):
+        parts += ["## Classes", ", ".join(classes)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _removed(report: Mapping[str, Any]) -> list[str]:
+    """Which layers went, what stands in their place, and how they were chosen."""
+    plan = report.get("plan")
+    if not plan:
+        return []
+    lines = [f"- {name}: {stand}" for name, stand in plan.get("removed", {}).items()]
+    lines += [f"- {name}: followed by {act}" for name, act in plan.get("appended", {}).items()]
+    lines += [f"- folded into one linear layer: {', '.join(plan['folded'])}"] if plan.get("folded") else []
+    told = {
+        "searched": "Layers chosen on: {}.",
+        "layers": "Layers taken from: {}.",
+        "teacher": "Teacher during recovery: {}.",
+    }
+    facts = [text.format(report[key]) for key, text in told.items() if report.get(key)]
+    return ["## What was removed", "\n".join(lines) or "nothing", " ".join(facts)]
+
+
+def _measured_on(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The machine, the settings, the ratios and the warnings."""
+    machine, row = entries[0]["machine"], entries[0]["rows"][0]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    where = ", ".join([machine["cpu"], f"{machine['cpu_cores_usable']} cores", *machine["gpus"]])
+    ratios = [
+        f"- {e['rows'][0]['runtime']}: {r['median']:.3f} times as fast ({interval(r)}), {r['verdict']}"
+        for e in entries
+        for r in e["ratios"]
+    ]
+    warnings = [f"- note: {warning}" for entry in entries for warning in entry["warnings"]]
+    settings = f"Measured on {where}; {versions}. Artifacts took turns; input: {row['input']}."
+    tf32 = "; ".join(f"{e['rows'][0]['runtime']}: TF32 {'on' if e['rows'][0]['tf32'] else 'off'}" for e in entries)
+    return [f"{settings} {tf32}.", "\n".join([*ratios, *warnings])]
+
+
+def _references(report: Mapping[str, Any]) -> list[str]:
+    lines = [
+        f"- {r['name']}: {r['top1']:g} % top-1{', ' + r['note'] if r.get('note') else ''}"
+        for r in report.get("references") or ()
+    ]
+    parts = ["## Dense references", "\n".join(lines)] if lines else []
+    if published := report.get("published"):
+        figures = [f"- {key.replace('_', ' ')}: {value}" for key, value in published.items() if value not in (None, "")]
+        parts += ["## As published by others, not measured here", "\n".join(figures)]
+    return parts
+
+
+def _notes(report: Mapping[str, Any]) -> list[str]:
+    notes = report.get("notes") or ()
+    return ["## Notes", "\n".join(f"- {note}" for note in notes)] if notes else []

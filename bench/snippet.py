@@ -1,0 +1,50 @@
+"""Ten lines of Python that classify one JPEG with an exported file, without vitcompress."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+LINES = """\
+import json, numpy as np, onnxruntime as ort
+from PIL import Image
+session = ort.InferenceSession({model!r}, providers=["CPUExecutionProvider"])
+classes = json.loads(session.get_modelmeta().custom_metadata_map["classes"])
+image = Image.open({image!r}).convert({mode!r})
+image = image.resize({size}, Image.Resampling.{filter})
+left, top = round((image.width - {width}) / 2), round((image.height - {height}) / 2)
+pixels = np.asarray(image.crop((left, top, left + {width}, top + {height})), np.float32).reshape({height}, {width}, -1)
+images = ((pixels / 255 - {mean}) / {std}).astype(np.float32).transpose(2, 0, 1)[None]
+print(classes[session.run(None, {{"images": images}})[0].argmax()])
+"""
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+
+
+def snippet(input: Mapping[str, Any], model: str = "model.onnx", image: str = "photo.jpg") -> str:
+    """The ten lines for a model that takes `input` (an InputConfig as data). They prepare images as timm evaluates."""
+    channels, height, width = input["size"]
+    scaled = [math.floor(side / input["crop_pct"]) for side in (width, height)]
+    return LINES.format(
+        model=model,
+        image=image,
+        mode=MODES.get(channels, "RGB"),
+        size=_size(input["crop_mode"], scaled),
+        filter=str(input["interpolation"] if input["interpolation"] != "random" else "bilinear").upper(),
+        width=width,
+        height=height,
+        mean=_values(input["mean"]),
+        std=_values(input["std"]),
+    )
+
+
+def _size(crop_mode: str, scaled: list[int]) -> str:
+    """The expression for the size to resize to: squashed, or the shorter side (for unequal sides: both) filled."""
+    width, height = scaled
+    if crop_mode == "squash":
+        return f"({width}, {height})"
+    if width == height:
+        return f"[int(side * {width} / min(image.size)) for side in image.size]"
+    return f"[round(side / min(image.width / {width}, image.height / {height})) for side in image.size]"
+
+
+def _values(values: Any) -> str:
+    return str([float(value) for value in values])

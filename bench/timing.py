@@ -1,0 +1,261 @@
+"""Samples: how long each run of each target took, taken in turns, none thrown away.
+
+Targets alternate in short blocks (A B A B ...), so that a machine that becomes slower slows all of them. Latency is the
+distribution of single runs; throughput is images over the wall-clock time of the blocks: neither is computed from the
+other.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from vitcompress.errors import InputError
+from vitcompress.progress import Progress
+
+ROUNDS = 20  # blocks per target: what the bootstrap draws from
+WINDOW = 10  # runs in one look at whether the warm-up has settled
+SETTLED = 0.05  # medians of three windows in a row this close together
+DRIFT = 0.05  # last third against first third: more than this is said
+TAIL = 10  # samples that must lie above a percentile before it is printed
+RESAMPLES = 4000
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How long is warmed up and measured, per target.
+
+    Warm-up ends after `warmup` runs and `warmup_seconds`, and with `settle` also not before the times have settled (or
+    `patience_seconds` have passed, which is recorded). Measuring ends after `runs` runs and `min_seconds`.
+    """
+
+    name: str
+    batch: int = 256
+    warmup: int = 10
+    runs: int = 100
+    warmup_seconds: float = 0.0
+    min_seconds: float = 0.0
+    settle: bool = False
+    patience_seconds: float = 30.0
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}-{self.warmup}/{self.runs}/{self.batch}"
+
+
+PROTOCOLS = {
+    # 10 warm-up and 100 timed runs at batch 256: the published protocol (HetDPT), synchronised.
+    "paper": Protocol("paper"),
+    "robust": Protocol("robust", warmup_seconds=2.0, min_seconds=10.0, settle=True),
+}
+
+
+def protocol(name: str, **changes: int | None) -> Protocol:
+    """A protocol by name with other `batch`, `warmup` or `runs`. Raises InputError for what cannot be measured."""
+    if name not in PROTOCOLS:
+        raise InputError(f"no protocol {name!r}", hint=f"use one of {', '.join(PROTOCOLS)}")
+    given = {key: value for key, value in changes.items() if value is not None}
+    least = {"batch": 1, "warmup": 0, "runs": 1}
+    for key, value in given.items():
+        if value < least[key]:
+            raise InputError(f"{key} must be {least[key]} or more, got {value}")
+    return replace(PROTOCOLS[name], **given)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something to time: `step` starts one run, `synchronize` waits for what was started.
+
+    With `events` the runs are queued on torch's current CUDA stream and timed by CUDA events there.
+    """
+
+    name: str
+    step: Callable[[], object]
+    synchronize: Callable[[], None] = lambda: None
+    events: bool = False
+
+
+@dataclass
+class Samples:
+    """All times of one target, in milliseconds: every run by block, and the wall-clock time of each block."""
+
+    name: str
+    batch: int
+    clock: Literal["wall", "cuda events"]
+    warmup_runs: int = 0
+    warmup_seconds: float = 0.0
+    warmup_ms: float = math.inf
+    settled: bool | None = None
+    blocks_ms: list[list[float]] = field(default_factory=list)
+    wall_ms: list[float] = field(default_factory=list)
+
+    @property
+    def runs_ms(self) -> np.ndarray:
+        """Every run, in order: (runs,)."""
+        return np.concatenate([np.asarray(block) for block in self.blocks_ms])
+
+    @property
+    def images_per_second(self) -> float:
+        return 1000.0 * self.batch * len(self.runs_ms) / sum(self.wall_ms)
+
+    def latency_ms(self) -> dict[str, float | None]:
+        """Mean, extremes, and the percentiles that ten samples or more lie above: p90 from 100 runs, p99 from 1000."""
+        runs = self.runs_ms
+        found: dict[str, float | None] = {"mean": float(runs.mean()), "min": float(runs.min())}
+        for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+            carried = name == "p50" or len(runs) * (1 - share) >= TAIL - 1e-9
+            found[name] = float(np.quantile(runs, share)) if carried else None
+        return {**found, "max": float(runs.max())}
+
+    @property
+    def drift(self) -> float | None:
+        """Median of the last third of the runs over that of the first third, minus 1; None below nine runs."""
+        runs, third = self.runs_ms, len(self.runs_ms) // 3
+        return float(np.median(runs[-third:]) / np.median(runs[:third]) - 1) if third >= 3 else None
+
+    @property
+    def drifted(self) -> bool:
+        return abs(self.drift or 0.0) > DRIFT
+
+
+def measure(targets: Sequence[Target], protocol: Protocol, progress: Progress | None = None) -> list[Samples]:
+    """Time all targets in turns; one Samples per target, with equally many blocks in each.
+
+    Each block begins with one untimed run, as the target before left its own data in the caches.
+    """
+    progress = progress or Progress()
+    found = [Samples(t.name, protocol.batch, "cuda events" if t.events else "wall") for t in targets]
+    for target, samples in zip(targets, found, strict=True):
+        progress.update(f"warm-up {target.name}", 0, 1)
+        _warm_up(target, samples, protocol)
+        progress.update(f"warm-up {target.name}", 1, 1)
+    while not _enough(found, protocol):
+        for target, samples in zip(targets, found, strict=True):
+            times, wall = _block(target, _block_runs(samples, protocol))
+            samples.blocks_ms.append(times)
+            samples.wall_ms.append(wall)
+        done, total = len(found[0].blocks_ms), max(ROUNDS, len(found[0].blocks_ms))
+        progress.update("rounds", done, total, f"{np.median(found[0].runs_ms):.2f} ms")
+    return found
+
+
+def _block_runs(samples: Samples, protocol: Protocol) -> int:
+    """Runs in the next block: an equal share of what the protocol asks for, in runs and in seconds."""
+    runs = math.ceil(protocol.runs / ROUNDS)
+    if protocol.min_seconds:
+        return max(runs, math.ceil(1000 * protocol.min_seconds / ROUNDS / samples.warmup_ms))
+    left = protocol.runs - sum(map(len, samples.blocks_ms))
+    return min(runs, left) if left > 0 else runs
+
+
+def _enough(found: Sequence[Samples], protocol: Protocol) -> bool:
+    return all(
+        sum(map(len, s.blocks_ms)) >= protocol.runs and sum(s.wall_ms) >= 1000 * protocol.min_seconds for s in found
+    )
+
+
+def _warm_up(target: Target, samples: Samples, protocol: Protocol) -> None:
+    start, runs = time.perf_counter(), list[float]()
+    while True:
+        seconds = time.perf_counter() - start
+        settled = _settled(runs) if protocol.settle else None
+        if len(runs) >= protocol.warmup and seconds >= protocol.warmup_seconds and settled is not False:
+            break
+        if protocol.settle and seconds >= protocol.patience_seconds:
+            break
+        began = time.perf_counter()
+        target.step()
+        target.synchronize()
+        runs.append(time.perf_counter() - began)
+    samples.warmup_runs, samples.warmup_seconds, samples.settled = len(runs), seconds, settled
+    samples.warmup_ms = 1000 * float(np.median(runs[-WINDOW:])) if runs else math.inf
+
+
+def _settled(runs: Sequence[float]) -> bool:
+    """Whether the medians of the last three windows lie within 5 %."""
+    if len(runs) < 3 * WINDOW:
+        return False
+    medians = [float(np.median(runs[len(runs) - (k + 1) * WINDOW : len(runs) - k * WINDOW])) for k in range(3)]
+    return max(medians) <= (1 + SETTLED) * min(medians)
+
+
+def _block(target: Target, runs: int) -> tuple[list[float], float]:
+    """Times of `runs` runs and of the whole block, in milliseconds."""
+    target.step()
+    target.synchronize()
+    return _block_by_events(target, runs) if target.events else _block_by_wall(target, runs)
+
+
+def _block_by_wall(target: Target, runs: int) -> tuple[list[float], float]:
+    step, synchronize, clock = target.step, target.synchronize, time.perf_counter
+    marks = [clock()]
+    for _ in range(runs):
+        step()
+        synchronize()
+        marks.append(clock())
+    return [1000.0 * (b - a) for a, b in pairwise(marks)], 1000.0 * (marks[-1] - marks[0])
+
+
+def _block_by_events(target: Target, runs: int) -> tuple[list[float], float]:
+    """CUDA events around each run, queued without waiting, and one synchronisation at the end."""
+    event: Any = torch.cuda.Event
+    marks = [event(enable_timing=True) for _ in range(runs + 1)]
+    began = time.perf_counter()
+    marks[0].record()
+    for mark in marks[1:]:
+        target.step()
+        mark.record()
+    target.synchronize()
+    wall = 1000.0 * (time.perf_counter() - began)
+    return [float(a.elapsed_time(b)) for a, b in pairwise(marks)], wall
+
+
+# ------------------------------------------------------------------------------------------------------------ comparing
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as fast the second target is as the first, with its 95 % interval.
+
+    `verdict` speaks of the second target; it is `not distinguishable` when the interval holds 1.
+    """
+
+    a: str
+    b: str
+    median: float
+    ci95: tuple[float, float]
+    verdict: Literal["faster", "slower", "not distinguishable"]
+
+
+def ratio(a: Samples, b: Samples, seed: int = 0) -> Ratio:
+    """Time of `a` over time of `b` (medians of the blocks' medians), from interleaved blocks.
+
+    The interval is the percentile bootstrap over rounds: a round is a block of `a` and the block of `b` next to it,
+    drawn together, as neither the runs of one block nor two blocks side by side are independent (Efron & Tibshirani
+    1993, chapter 8). From a single round no interval can be had: it is 0 to infinity.
+    """
+    times = np.array([[np.median(block) for block in s.blocks_ms] for s in (a, b)])  # (2, rounds)
+    rounds = times.shape[1]
+    middle = _ratio_of(times[:, None])[0]
+    low, high = 0.0, math.inf
+    if rounds > 1:
+        drawn = np.random.default_rng(seed).integers(0, rounds, (RESAMPLES, rounds))
+        low, high = np.quantile(_ratio_of(times[:, drawn]), (0.025, 0.975))
+    verdict: Literal["faster", "slower", "not distinguishable"] = "not distinguishable"
+    if low > 1:
+        verdict = "faster"
+    elif high < 1:
+        verdict = "slower"
+    return Ratio(a.name, b.name, float(middle), (float(low), float(high)), verdict)
+
+
+def _ratio_of(times: np.ndarray) -> np.ndarray:
+    """times: (2, resamples, rounds) -> (resamples,)"""
+    first, second = np.median(times, axis=-1)
+    found: np.ndarray = first / second
+    return found

@@ -1,0 +1,59 @@
+"""What is known about an exported file: a record, and the sidecar `<file>.json` beside it that carries it."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vitcompress.checkpoint import read_json, write_json
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file that a runtime can run. `bytes` counts all of `files`, `sha256` is that of the main file."""
+
+    path: Path
+    format: str
+    precision: str
+    sha256: str
+    bytes: int
+    files: tuple[str, ...]
+    opset: int
+    opset_reason: str
+    metadata: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "path": self.path.name, "files": list(self.files)}
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """One target format. `unavailable()` says why this machine cannot write it, None when it can."""
+
+    name: str
+    suffix: str
+    unavailable: Callable[[], str | None]
+    export: Callable[..., Exported]
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sidecar_path(path: Path) -> Path:
+    """`model.onnx` -> `model.onnx.json`"""
+    return path.with_name(f"{path.name}.json")
+
+
+def write_sidecar(exported: Exported) -> None:
+    write_json(sidecar_path(exported.path), {"sidecar_format": FORMAT, **exported.to_dict()})
+
+
+def read_sidecar(path: Path) -> dict[str, Any] | None:
+    """What was recorded about the exported file `path`, None when nothing was."""
+    sidecar = sidecar_path(path)
+    return dict(read_json(sidecar)) if sidecar.is_file() else None

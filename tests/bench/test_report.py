@@ -1,0 +1,195 @@
+"""What a report says is what was measured, and the ten lines in it work without vitcompress."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from contracts import build
+from PIL import Image
+
+from vitcompress import cost
+from vitcompress.bench import compare, report, suite
+from vitcompress.errors import ArtifactError, InputError
+from vitcompress.evaluate import calibration_images
+from vitcompress.exporters.onnx_graph import export
+from vitcompress.exporters.runtimes import open_runner
+from vitcompress.models import InputConfig, input_config
+
+CLASSES = ("ant", "bee", "cat", "dog", "eel")
+COST = {
+    "dense": {"params": 87338192, "macs": 17656811520, "macs_linear": 16934203392},
+    "compressed": {"params": 54867152, "macs": 10932541440, "macs_linear": 10511020032},
+}
+
+
+def accuracy(correct: int) -> dict[str, object]:
+    return {
+        "correct": correct,
+        "total": 540,
+        "top1": correct / 540,
+        "top1_ci95": [correct / 540 - 0.01, correct / 540 + 0.01],
+    }
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
+    """A folder with a dense and a compressed file (here the same model), and its report."""
+    folder = tmp_path_factory.mktemp("digits_hetdpt")
+    model = build("plain", dtype=torch.float32)
+    for name in ("dense.onnx", "model.onnx"):
+        export(model, folder / name, input=input_config(model), classes=CLASSES)
+    bench = suite.run([folder / "dense.onnx", folder / "model.onnx"], protocol="paper", batch=2, warmup=1, runs=20)
+    plan = {
+        "arch": "x",
+        "removed": {"blocks.1.attn": "norm_identity"},
+        "appended": {"blocks.1": "gelu"},
+        "folded": ["blocks.1.mlp"],
+    }
+    data = {
+        "recipe": "digits_hetdpt",
+        "model": {"arch": "x", "input": input_config(model).to_dict(), "classes": list(CLASSES)},
+        "plan": plan,
+        "cost": COST,
+        "accuracy": {
+            "dense": accuracy(524),
+            "compressed": accuracy(521),
+            "mcnemar": {"only_a": 5, "only_b": 2, "p_value": 0.45},
+        },
+        "bench": [bench.as_data()],
+        "files": {name: (folder / name).stat().st_size for name in ("dense.onnx", "model.onnx")},
+        "verify": {
+            "passed": True,
+            "checks": [{"name": "fold", "verdict": "passed", "value": 0.5, "tolerance": 1.0, "detail": "a|b"}],
+        },
+        "searched": "the dense model",
+        "teacher": None,
+        "references": [{"name": "DeiT-B", "top1": 81.8, "note": "plain"}],
+        "published": {"source": "HetDPT, Table 1", "hardware": "H800", "top1": 81.8, "speedup": 1.58, "note": ""},
+        "notes": ["short training"],
+    }
+    report.write(folder, data)
+    return folder, data
+
+
+def test_the_manager_sees_before_after_and_change(measured: tuple[Path, dict[str, object]]) -> None:
+    rows = {row[0].split(" (")[0]: row[1:] for row in report.summary_table(measured[1]).rows}
+    assert rows["accuracy, test images"] == ("97.0 % (524 of 540)", "96.5 % (521 of 540)", "-0.6 points (p = 0.45)")
+    assert rows["parameters"] == ("87.34 M", "54.87 M", "-37.2 %")
+    assert rows["MACs per image"] == ("17.66 G", "10.93 G", "-38.1 %")
+    assert {"latency, median", "throughput", "file size"} <= set(rows)
+
+
+def test_the_page_names_what_was_removed_measured_and_published(measured: tuple[Path, dict[str, object]]) -> None:
+    page = (measured[0] / "report.md").read_text()
+    for text in (
+        "blocks.1.attn: norm_identity",
+        "blocks.1: followed by gelu",
+        "54,867,152",
+        "As published by others",
+        "H800",
+        "DeiT-B: 81.8 %",
+        "short training",
+        "Layers chosen on: the dense model.",
+        "ant, bee, cat, dog, eel",
+        "a\\|b",
+    ):
+        assert text in page
+    assert report.read(measured[0]) == json.loads(json.dumps(measured[1]))
+
+
+def test_a_run_without_data_has_a_report_too() -> None:
+    page = report.markdown({"recipe": "deit_b_hetdpt", "cost": COST})
+    assert page.count(report.NOTHING) == 6
+
+
+def test_the_ten_lines_classify_a_jpeg_without_vitcompress(
+    measured: tuple[Path, dict[str, object]], tmp_path: Path
+) -> None:
+    folder, _ = measured
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "report.md").read_text(), re.DOTALL)
+    assert len(code.splitlines()) == 10
+    assert "vitcompress" not in code
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (30, 40, 3), np.uint8).astype(np.uint8))
+    image.save(tmp_path / "photo.jpg")
+    (tmp_path / "model.onnx").write_bytes((folder / "model.onnx").read_bytes())
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == best(folder / "model.onnx", tmp_path / "photo.jpg")
+
+
+class OnePhoto:
+    """A data set of one image."""
+
+    labels = np.zeros(1, int)
+
+    def __init__(self, path: Path, mode: str = "RGB") -> None:
+        self.path, self.mode = path, mode
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        return Image.open(self.path).convert(self.mode), 0
+
+
+def best(onnx: Path, photo: Path) -> str:
+    runner = open_runner(onnx)
+    assert runner.input is not None
+    return CLASSES[int(runner(calibration_images(OnePhoto(photo), runner.input, 1, 0)).argmax())]
+
+
+@pytest.mark.parametrize("size", [(40, 30), (30, 40), (33, 33), (97, 50)])
+@pytest.mark.parametrize(
+    "input",
+    [
+        InputConfig((3, 8, 8), (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "bicubic", 0.9, "center"),
+        InputConfig((3, 8, 8), (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "bilinear", 1.0, "squash"),
+        InputConfig((3, 16, 24), (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), "bicubic", 0.8, "center"),
+        InputConfig((1, 8, 8), (0.5,), (0.5,), "bicubic", 1.0, "center"),
+    ],
+    ids=["center", "squash", "wide", "grey"],
+)
+def test_the_ten_lines_prepare_images_as_the_evaluation_does(
+    input: InputConfig, size: tuple[int, int], tmp_path: Path
+) -> None:
+    noise = np.random.default_rng(1).integers(0, 255, (size[1], size[0], 3)).astype(np.uint8)
+    Image.fromarray(noise).save(tmp_path / "photo.png")
+    lines = report.snippet(input.to_dict(), image=str(tmp_path / "photo.png")).splitlines()
+    scope: dict[str, object] = {}
+    exec("\n".join([*lines[:2], *lines[4:9]]), scope)  # the session and the answer left out
+    photo = OnePhoto(tmp_path / "photo.png", "L" if input.size[0] == 1 else "RGB")
+    expected = calibration_images(photo, input, 1, 0).numpy()
+    # timm scales by 255 and normalises in float32, the lines in float64: four roundings of values up to 1 / std.
+    atol = 4 * np.finfo(np.float32).eps * 2 / min(input.std)
+    np.testing.assert_allclose(scope["images"], expected, rtol=0, atol=atol)
+
+
+def test_runs_side_by_side(measured: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder, _ = measured
+    found = compare.run([folder], tmp_path / "plot.png")
+    assert found["table"]["rows"][0][:2] == [folder.name, "96.5 % (521 of 540)"]
+    assert found["table"]["rows"][0][-1] == "passed"
+    with Image.open(tmp_path / "plot.png") as image:
+        assert image.width > 500
+    with pytest.raises(InputError):
+        compare.run([folder], tmp_path / "plot.exe")
+    with pytest.raises(ArtifactError):
+        compare.run([tmp_path])
+
+
+def test_what_the_plot_shows(measured: tuple[Path, dict[str, object]]) -> None:
+    (point,) = compare.points({"run": measured[1]})
+    assert point["top1"] == 521 / 540
+    assert point["speedup_ci95"][0] <= point["speedup"]
+    assert compare.points({"run": {"recipe": "x", "cost": COST}}) == []
+
+
+def test_the_cost_of_a_model_fits_the_report() -> None:
+    counted = cost.measure(build("plain", dtype=torch.float32), (3, 8, 8)).to_dict()
+    rows = report.cost_table({"recipe": "x", "cost": {"dense": counted, "compressed": counted}}).rows
+    assert rows[0] == ("parameters", f"{counted['params']:,}", f"{counted['params']:,}", "+0.0 %")

@@ -1,0 +1,145 @@
+"""One table of the smallest models that every contract is driven from: (family, variant) -> timm name and arguments.
+
+A new family adds its rows here and gets the tests of test_families, test_surgery, test_gates, test_cost and
+test_checkpoint with them.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from vitcompress.families import Space, family_of
+from vitcompress.plan import Plan
+from vitcompress.surgery import applied
+
+
+@dataclass(frozen=True)
+class Contract:
+    """A model of two blocks, width 16 and 8x8 images, unless its arguments say otherwise."""
+
+    arch: str
+    args: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def arch_args(self) -> dict[str, Any]:
+        small = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0}
+        return {**small, "num_classes": 5, **self.args}
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(self.arch, self.arch_args)
+
+
+VIT, DISTILLED = "vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"
+CONTRACTS = {
+    ("vit", "plain"): Contract(VIT),
+    ("vit", "distilled"): Contract(DISTILLED),
+    ("vit", "registers"): Contract("vit_small_patch14_reg4_dinov2"),
+    ("vit", "layer_scale"): Contract(VIT, {"init_values": 0.5}),
+    ("vit", "no_qkv_bias"): Contract(VIT, {"qkv_bias": False}),
+    ("vit", "avg_pooled"): Contract(VIT, {"global_pool": "avg"}),
+    ("vit", "no_class_token"): Contract(VIT, {"class_token": False, "global_pool": "avg", "qkv_bias": False}),
+    ("vit", "pre_norm"): Contract("vit_base_patch32_clip_224"),
+    ("vit", "non_square"): Contract(VIT, {"img_size": [8, 12]}),
+    ("vit", "dynamic_size"): Contract(VIT, {"dynamic_img_size": True}),
+    ("vit", "deit3"): Contract("deit3_small_patch16_224"),
+    ("vit", "no_proj_bias"): Contract(VIT, {"proj_bias": False, "init_values": 0.5}),
+    ("vit", "no_position"): Contract(VIT, {"pos_embed": "none", "fc_norm": True}),
+}
+VARIANTS = [variant for _, variant in CONTRACTS]
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+# A wrong result must differ by more than this share of the output, or the test could not have failed.
+MOVED = 1e-4
+# Two float64 computations of the same function differ by rounding only. Longest chain of roundings on the way to one
+# logit: 4 blocks of 7 sums of up to 64 terms, under 2**11; times 2**5 for LayerNorms that divide by a small deviation.
+SAME = 2.0**-53 * 2**16
+
+
+def contract(variant: str, **args: Any) -> Contract:
+    """The row of the only family that has this variant, with changed arguments."""
+    row = next(row for (_, name), row in CONTRACTS.items() if name == variant)
+    return Contract(row.arch, {**row.args, **args})
+
+
+def build(variant: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, **args: Any) -> nn.Module:
+    """The model in eval mode with every parameter drawn at random, so that none is without effect."""
+    row = contract(variant, **args)
+    model: nn.Module = timm.create_model(row.arch, **row.arch_args).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        scale = 0.5 if parameter.ndim < 2 or "token" in name or "pos_embed" in name else parameter[0].numel() ** -0.5
+        centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data = (centre + scale * drawn).to(dtype)
+    return model.eval()
+
+
+def images(variant: str, *, count: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Random images, (count, 3, height, width)."""
+    size = contract(variant).arch_args["img_size"]
+    height, width = size if isinstance(size, list) else (size, size)
+    return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(dtype)
+
+
+@torch.no_grad()
+def logits(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """Largest difference, relative to the largest value of `b`."""
+    return float((a - b).abs().max() / b.abs().max())
+
+
+def assert_same(a: Tensor, b: Tensor) -> None:
+    assert difference(a, b) <= SAME
+
+
+def assert_moved(a: Tensor, b: Tensor) -> None:
+    assert difference(a, b) > MOVED
+
+
+def spaces_of(model: nn.Module) -> dict[str, Space]:
+    return {space.name: space for space in family_of(model).spaces(model)}
+
+
+def kept_channels(model: nn.Module, kinds: set[str], *, whole_heads: bool = False, seed: int = 0) -> dict[str, tuple]:
+    """Random channels to keep of every space of these kinds: as many in each head; with `whole_heads` two heads go."""
+    generator = torch.Generator().manual_seed(seed)
+    kept: dict[str, tuple] = {}
+    alive: dict[str, list[int]] = {}
+    for space in spaces_of(model).values():
+        if space.kind not in kinds:
+            continue
+        per = space.size // space.heads
+        share = {"qk": per // 2, "v": per - 1, "mlp": per * 5 // 8, "residual": per * 3 // 4}[space.kind]
+        heads = list(range(space.heads))
+        if whole_heads and space.attention:
+            heads = alive.setdefault(space.attention, sorted(torch.randperm(space.heads, generator=generator)[:2].tolist()))
+        drawn = [sorted(torch.randperm(per, generator=generator)[:share].tolist()) for _ in heads]
+        kept[space.name] = tuple(h * per + c for h, channels in zip(heads, drawn, strict=True) for c in channels)
+    return kept
+
+
+def masks(model: nn.Module, kept: dict[str, tuple]) -> dict[str, Tensor]:
+    """Gates of ones and zeros that say the same as `kept`."""
+    found = {}
+    for name, channels in kept.items():
+        found[name] = torch.zeros(spaces_of(model)[name].size, dtype=torch.float64)
+        found[name][list(channels)] = 1.0
+    return found
+
+
+def assert_composed(model: nn.Module, plan: Plan, expected: nn.Module, x: Tensor) -> None:
+    """`plan` applied to `model` gives `expected`: the same function, and parameters of the same names and shapes."""
+    found = applied(model, plan)
+    shapes = [{name: tuple(t.shape) for name, t in m.state_dict().items()} for m in (found, expected)]
+    assert shapes[0] == shapes[1]
+    assert_same(logits(found, x), logits(expected, x))
+    assert_moved(logits(expected, x), logits(model, x))

@@ -1,0 +1,110 @@
+"""A script for test_distributed: one job whose result must not depend on how many processes share it.
+
+    [torchrun --nproc-per-node N] distributed_training.py FOLDER
+
+Rank 0 writes FOLDER/tensors.safetensors and FOLDER/facts.json. Everything is computed in float64, and augmentation,
+mixup and drop-path are off, so that what is left of a difference is the order of additions.
+"""
+
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from killed_training import ARCH, ARGS, images
+from torch import Tensor
+from torch.nn import functional
+
+from vitcompress import models
+from vitcompress.checkpoint import save_tensors, write_json
+from vitcompress.data import Augmentation, eval_loader, train_loader
+from vitcompress.distributed import Runtime, start, stop
+from vitcompress.evaluate import correct_mask, evaluate
+from vitcompress.families import family_of
+from vitcompress.gates import GatedModel
+from vitcompress.models import input_config
+from vitcompress.progress import Progress
+from vitcompress.train import TrainOptions, train
+
+OPTIONS = TrainOptions(epochs=3, batch_size=8, accumulate=2, ema=0.9, weight_decay=0.05)
+LR = {"sgd": 0.05, "adamw": 1e-3}
+
+
+class Wide(GatedModel):
+    """Gates and scores in float64."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.double())
+
+
+def gated() -> Wide:
+    model = models.create(ARCH, ARGS, seed=0)
+    family = family_of(model)
+    return Wide(model, family, [s for s in family.sites(model) if s.kind in ("attention", "activation")]).double()
+
+
+def gradients(runtime: Runtime) -> dict[str, Tensor]:
+    """Of one global batch, with one attention already removed; by parameter."""
+    module = gated()
+    module.set_gate("blocks.0.attn", 0.0)
+    network, input = runtime.wrap(module), input_config(module.model)
+    loader = train_loader(images(), input, Augmentation(), runtime.share_of(8), 0, runtime)
+    loader.set_epoch(0)
+    pixels, targets = next(iter(loader))
+    functional.cross_entropy(network(pixels), targets).backward()  # type: ignore[no-untyped-call]
+    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+
+
+def trained(runtime: Runtime, optimizer: str, folder: Path) -> tuple[Wide, dict[str, Any]]:
+    """A search in small: rank 0 chooses which activation goes, by score."""
+    module = gated()
+
+    def prune(epoch: int) -> None:
+        scores = {name: score for name, score in module.scores_of().items() if name.endswith("act")}
+        if epoch == 1:
+            module.set_gate(runtime.broadcast(min(scores, key=scores.__getitem__)), 0.0)
+
+    options = replace(OPTIONS, optimizer=optimizer, lr=LR[optimizer])
+    result = train(
+        module,
+        images(),
+        images(),
+        options,
+        input=input_config(module.model),
+        runtime=runtime,
+        folder=folder / optimizer,
+        label="search",
+        seed=0,
+        progress=Progress(),
+        after_epoch=prune,
+    )
+    history = [{name: value for name, value in record.items() if name != "seconds"} for record in result.history]
+    return module, {"history": history, "gates": module.gate_values(), "chosen": result.chosen}
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    runtime = start("cpu")
+    tensors = {f"gradient.{name}": value for name, value in gradients(runtime).items()}
+    facts: dict[str, Any] = {"world": runtime.world_size}
+    for optimizer in LR:
+        module, facts[optimizer] = trained(runtime, optimizer, folder)
+        tensors |= {f"{optimizer}.{name}": value for name, value in module.state_dict().items()}
+    tensors |= {f"start.{name}": value for name, value in gated().state_dict().items()}
+    loader = eval_loader(images(), input_config(module.model), 5, runtime)
+    facts["accuracy"] = asdict(evaluate(module, loader, runtime))
+    facts["correct"] = correct_mask(module, loader, runtime).tolist()
+    with torch.no_grad():
+        answers = [functional.log_softmax(module(pixels), 1) for pixels, _ in loader]
+    tensors["entropy"] = runtime.all_sum(-sum((p.exp() * p).sum() for p in answers))  # type: ignore[arg-type]
+    facts["from_rank_0"] = runtime.broadcast({"rank": runtime.rank})
+    runtime.barrier()
+    if runtime.is_main:
+        save_tensors(folder / "tensors.safetensors", tensors)
+        write_json(folder / "facts.json", facts)
+    stop()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

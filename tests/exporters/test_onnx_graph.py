@@ -1,0 +1,147 @@
+"""torch == ONNX at batches 1, 2 and 5 for every variant of every family, and nothing left behind when it cannot be."""
+
+import json
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from contracts import build, every_variant, images
+from torch import nn
+
+from vitcompress import surgery
+from vitcompress.errors import CheckFailedError, InputError, OutputError
+from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.onnx_graph import export
+from vitcompress.models import input_config
+from vitcompress.onnx_file import facts
+from vitcompress.plan import Plan
+from vitcompress.verify import onnx_checks
+
+CLASSES = ("ant", "bee", "cat", "dog", "eel")
+
+
+def pruned(variant: str, bypass: str = "norm_identity") -> nn.Module:
+    """Block 0 without its activation, block 1 without both, folded."""
+    model = build(variant, dtype=torch.float32)
+    plan = surgery.depth_plan(
+        model, Plan("vit", {}), [1], [0, 1], attention_bypass=bypass, both_pruned_output_act="gelu"
+    )
+    surgery.apply(model, plan)
+    surgery.fold(model, plan)
+    return model
+
+
+def exported(model: nn.Module, folder: Path, **options: object) -> Path:
+    return export(model, folder / "model.onnx", input=input_config(model), classes=CLASSES, **options).path
+
+
+def failed(model: nn.Module, path: Path, variant: str = "plain") -> list[str]:
+    x = images(variant, count=5, dtype=torch.float32)
+    return [check.name for check in onnx_checks(model, path, x) if check.verdict != "passed"]
+
+
+@every_variant
+def test_every_variant_answers_as_in_torch(variant: str, tmp_path: Path) -> None:
+    model = pruned(variant)
+    assert failed(model, exported(model, tmp_path), variant) == []
+
+
+@pytest.mark.parametrize("opset", [20, 23])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("external", [False, True])
+def test_every_setting_answers_as_in_torch(opset: int, precision: str, external: bool, tmp_path: Path) -> None:
+    model = build("layer_scale", dtype=torch.float32)
+    path = exported(model, tmp_path, opset=opset, precision=precision, external_data=external)
+    found = facts(path)
+    assert (found.opset, found.operators.get("Attention", 0)) == (opset, 2 if opset == 23 else 0)
+    assert (tmp_path / "model.onnx.data").is_file() == external
+    assert failed(model, path) == []
+
+
+@pytest.mark.parametrize("bypass", ["drop", "norm_identity", "double"])
+def test_no_idle_node_is_left_by_any_bypass(bypass: str, tmp_path: Path) -> None:
+    model = pruned("plain", bypass)
+    path = exported(model, tmp_path)
+    assert failed(model, path) == []
+    found = facts(path)
+    assert (found.operators["Softmax"], found.operators["Gelu"]) == (1, 1)
+
+
+def test_a_wrong_weight_is_noticed(tmp_path: Path) -> None:
+    model = pruned("plain")
+    path = exported(model, tmp_path)
+    with torch.no_grad():
+        model.get_submodule("blocks.0.attn.qkv").weight[0, 0] += 0.01
+    assert set(failed(model, path)) >= {"onnx.batch1", "onnx.batch2", "onnx.batch5"}
+
+
+def test_the_dense_file_is_not_the_pruned_model(tmp_path: Path) -> None:
+    path = exported(build("plain", dtype=torch.float32), tmp_path)
+    assert set(failed(pruned("plain"), path)) >= {"onnx.batch1", "onnx.shapes", "onnx.layers"}
+
+
+def test_sliced_attention_with_unequal_widths(tmp_path: Path) -> None:
+    model = build("plain", dtype=torch.float32)
+    kept = {"blocks.0.qk": (0, 1, 4, 5, 8, 9, 12, 13), "blocks.0.v": tuple(c for c in range(16) if c % 4 != 1)}
+    surgery.apply(model, Plan("vit", {}, kept=kept))
+    assert failed(model, exported(model, tmp_path)) == []
+
+
+def test_the_file_says_what_it_is(tmp_path: Path) -> None:
+    model = build("plain", dtype=torch.float32)
+    done = export(
+        model, tmp_path / "m.onnx", input=input_config(model), classes=CLASSES, plan_digest="ab12", extra={"by": 1}
+    )
+    stored = {key: json.loads(value) for key, value in facts(done.path).metadata.items()}
+    assert stored["classes"] == list(CLASSES)
+    assert stored["size"] == [3, 8, 8]
+    assert (stored["plan_sha256"], stored["precision"], stored["by"]) == ("ab12", "fp32", 1)
+    assert set(stored) >= {"mean", "std", "interpolation", "crop_pct", "crop_mode", "versions", "opset_reason"}
+    sidecar = json.loads((tmp_path / "m.onnx.json").read_text())
+    assert (sidecar["sha256"], sidecar["bytes"]) == (done.sha256, done.path.stat().st_size)
+    assert str(Path.cwd()) not in done.path.read_bytes().decode(errors="ignore")
+
+
+def test_without_class_names_their_numbers_stand(tmp_path: Path) -> None:
+    model = build("plain", dtype=torch.float32)
+    path = export(model, tmp_path / "m.onnx", input=input_config(model)).path
+    assert json.loads(facts(path).metadata["classes"]) == ["0", "1", "2", "3", "4"]
+
+
+def test_the_same_model_gives_the_same_bytes_and_is_left_as_it_was(tmp_path: Path) -> None:
+    model = build("plain", dtype=torch.float32).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first = export(model, tmp_path / "a.onnx", input=input_config(model), precision="fp16")
+    assert first.sha256 == export(model, tmp_path / "b.onnx", input=input_config(model), precision="fp16").sha256
+    assert model.training
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("wrong", [{"precision": "fp8"}, {"opset": 17}])
+def test_settings_that_are_not_offered_are_refused(wrong: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=str(next(iter(wrong.values())))):
+        exported(build("plain", dtype=torch.float32), tmp_path, **wrong)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_beyond_half_precision_are_refused(tmp_path: Path) -> None:
+    model = build("plain", dtype=torch.float32)
+    with torch.no_grad():
+        model.get_submodule("head").weight[0, 0] = 1e6
+    with pytest.raises(CheckFailedError, match=r"head\.weight"):
+        exported(model, tmp_path, precision="fp16")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_target_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").mkdir()  # a folder stands where the file should go
+    with pytest.raises(OutputError):
+        exported(build("plain", dtype=torch.float32), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_the_table_of_exporters_is_usable() -> None:
+    assert {name: exporter.unavailable() for name, exporter in EXPORTERS.items()} == {"onnx": None}
+    assert EXPORTERS["onnx"].suffix == ".onnx"
+    assert onnx.defs.onnx_opset_version() >= 23

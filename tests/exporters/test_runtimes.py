@@ -1,0 +1,209 @@
+"""Runners answer as the model does, on exactly what was asked for, and refuse files that are not what they seem."""
+
+import json
+from pathlib import Path
+
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from contracts import build, contract, images
+from onnx import TensorProto, helper
+
+from vitcompress import checkpoint
+from vitcompress.errors import ArtifactError, DeviceError, InputError
+from vitcompress.evaluate import evaluate
+from vitcompress.exporters.onnx_graph import export
+from vitcompress.exporters.onnx_session import heavy_elsewhere
+from vitcompress.exporters.runtimes import RunnerOptions, TorchRunner, open_runner
+from vitcompress.models import input_config
+
+X = images("plain", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with an ONNX file."""
+    made = tmp_path_factory.mktemp("run")
+    model = build("plain", dtype=torch.float32)
+    checkpoint.save_model(made, model, contract("plain").plan)
+    export(model, made / "model.onnx", input=input_config(model))
+    return made
+
+
+@torch.no_grad()
+def expected(x: torch.Tensor = X) -> torch.Tensor:
+    return build("plain", dtype=torch.float32)(x)
+
+
+@pytest.mark.parametrize("name", ["model.onnx", ""])
+def test_file_and_folder_answer_as_the_model(folder: Path, name: str) -> None:
+    runner = open_runner(folder / name if name else folder)
+    torch.testing.assert_close(runner(X), expected())
+    assert runner.input_size == (3, 8, 8)
+    assert runner.input == input_config(build("plain"))
+    runner.bind(X)()
+    runner.synchronize()
+    about = runner.describe()
+    assert about["sha256"]
+    assert (about["device"], about["precision"], about["tf32"]) == ("cpu", "fp32", False)
+    json.dumps(about)
+    runner.close()
+
+
+def test_a_timm_name_is_a_runner() -> None:
+    runner = open_runner("timm:test_vit")
+    assert runner(torch.zeros(1, *runner.input_size)).shape == (1, 1000)
+    assert runner.describe()["weights"] == "random"
+
+
+def test_a_runner_can_be_evaluated(folder: Path) -> None:
+    from vitcompress.distributed import Runtime
+
+    best = expected().argmax(1)
+    runner = open_runner(folder / "model.onnx")
+    batch = [(X, best)]
+    assert evaluate(runner, batch, Runtime(torch.device("cpu"))).top1 == 1.0
+
+
+def test_threads_are_set_for_each_call_and_restored() -> None:
+    before = torch.get_num_threads()
+    runner = TorchRunner(build("plain", dtype=torch.float32), RunnerOptions(threads=before + 1), name="model")
+    runner(X)
+    assert torch.get_num_threads() == before + 1 == runner.describe()["threads"]
+    runner.close()
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_torch_in_half_precision(precision: str) -> None:
+    runner = TorchRunner(build("plain", dtype=torch.float32), RunnerOptions(precision=precision), name="model")
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+    with torch.inference_mode():
+        own = build("plain", dtype=torch.float32).to(dtype)(X.to(dtype)).float()
+    assert torch.equal(runner(X), own)
+    assert not torch.equal(own, expected())
+
+
+def test_another_attention_kernel_answers_the_same() -> None:
+    runner = TorchRunner(build("plain", dtype=torch.float32), RunnerOptions(sdpa="math"), name="model")
+    torch.testing.assert_close(runner(X), expected())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("artifact", "options"),
+    [
+        ("model.onnx", {"device": "cuda"}),
+        ("model.onnx", {"device": "cuda", "provider": "TensorrtExecutionProvider"}),
+        ("model.onnx", {"provider": "NoSuchExecutionProvider"}),
+        ("model.onnx", {"device": "quantum"}),
+        ("model.onnx", {"precision": "fp16"}),
+        ("model.onnx", {"precision": "tf32"}),
+        ("", {"device": "cuda"}),
+        ("", {"device": "quantum"}),
+        ("", {"precision": "tf32"}),
+    ],
+)
+def test_nothing_falls_back_in_silence(folder: Path, artifact: str, options: dict[str, str]) -> None:
+    with pytest.raises(DeviceError) as caught:
+        open_runner(folder / artifact if artifact else folder, **options)
+    assert next(iter(reversed(options.values()))) in caught.value.message or "cuda" in caught.value.message.lower()
+
+
+@pytest.mark.parametrize(
+    ("artifact", "options"),
+    [
+        ("model.onnx", {"compile": True}),
+        ("model.onnx", {"sdpa": "math"}),
+        ("model.onnx", {"threads": 0}),
+        ("", {"provider": "CPUExecutionProvider"}),
+        ("", {"precision": "fp8"}),
+        ("", {"sdpa": "quick"}),
+        ("", {"threads": -1}),
+    ],
+)
+def test_settings_of_another_runtime_are_refused(folder: Path, artifact: str, options: dict[str, object]) -> None:
+    with pytest.raises(InputError):
+        open_runner(folder / artifact if artifact else folder, **options)
+
+
+def test_a_provider_that_did_not_take_the_work_is_seen(folder: Path) -> None:
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    session = ort.InferenceSession(folder / "model.onnx", options, providers=["CPUExecutionProvider"])
+    assert heavy_elsewhere(session, "CPUExecutionProvider") == []
+    assert {"MatMul", "Conv"} <= set(heavy_elsewhere(session, "CUDAExecutionProvider"))
+
+
+@pytest.mark.parametrize("content", [b"", b"not a model", b"\x08", bytes(range(256))])
+def test_a_file_that_is_not_onnx(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.onnx").write_bytes(content)
+    with pytest.raises(ArtifactError, match="not an ONNX file"):
+        open_runner(tmp_path / "x.onnx")
+
+
+def test_a_truncated_file(folder: Path, tmp_path: Path) -> None:
+    data = (folder / "model.onnx").read_bytes()
+    (tmp_path / "x.onnx").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ArtifactError):
+        open_runner(tmp_path / "x.onnx")
+
+
+def test_a_file_that_is_not_the_one_its_sidecar_describes(folder: Path, tmp_path: Path) -> None:
+    data = (folder / "model.onnx").read_bytes()
+    (tmp_path / "x.onnx").write_bytes(data)
+    (tmp_path / "x.onnx.json").write_text(json.dumps({"sha256": "0" * 64}))
+    with pytest.raises(ArtifactError, match=r"x\.onnx\.json"):
+        open_runner(tmp_path / "x.onnx")
+
+
+@pytest.mark.parametrize("name", ["model.engine", "model.xml", "model.txt", "nothing.onnx", "nowhere"])
+def test_what_cannot_be_run_is_said(name: str, tmp_path: Path) -> None:
+    if name == "model.txt":
+        (tmp_path / name).write_text("x")
+    with pytest.raises(ArtifactError) as caught:
+        open_runner(tmp_path / name)
+    assert caught.value.hint
+
+
+def outside(location: str, tmp_path: Path) -> Path:
+    """A small model whose weight lies at `location`."""
+    weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", location), ("offset", "0"), ("length", "16")):
+        weight.external_data.add(key=key, value=value)
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [1, 1, 2, 4]) for n in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("Mul", ["x", "w"], ["y"])], "g", ends[:1], ends[1:], [weight])
+    path = tmp_path / "models" / "x.onnx"
+    path.parent.mkdir()
+    path.write_bytes(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10).SerializeToString()
+    )
+    return path
+
+
+@pytest.mark.parametrize("location", ["../secret", "/etc/hostname", "a/../../secret", "link", "missing", ""])
+def test_external_data_outside_the_folder_is_refused(location: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(bytes(16))
+    path = outside(location, tmp_path)
+    if location == "link":
+        (path.parent / "link").symlink_to(tmp_path / "secret")
+    with pytest.raises(ArtifactError, match=r"outside its own folder|missing"):
+        open_runner(path)
+
+
+def test_external_data_inside_the_folder_is_read(tmp_path: Path) -> None:
+    path = outside("w.data", tmp_path)
+    (path.parent / "w.data").write_bytes(torch.full((4,), 2.0).numpy().tobytes())
+    x = torch.ones(1, 1, 2, 4)
+    assert torch.equal(open_runner(path)(x), 2 * x)
+    with pytest.raises(InputError, match="batches of 1"):
+        open_runner(path)(torch.ones(2, 1, 2, 4))
+
+
+def test_a_model_without_an_image_input_is_refused(tmp_path: Path) -> None:
+    ends = [helper.make_tensor_value_info(n, TensorProto.INT64, [3]) for n in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "g", ends[:1], ends[1:])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "x.onnx")
+    with pytest.raises(ArtifactError, match="image tensor"):
+        open_runner(tmp_path / "x.onnx")

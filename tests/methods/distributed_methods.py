@@ -1,0 +1,43 @@
+"""A script for test_methods_distributed: stage 1 of HetDPT, alone or under torchrun.
+
+[torchrun --nproc-per-node N] distributed_methods.py FOLDER
+
+The model computes in float64, and augmentation, mixup and drop-path are off, so that what is left of a difference is the
+order of additions.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from method_world import context, model
+
+from vitcompress.distributed import start, stop
+from vitcompress.methods import METHODS, hetdpt
+from vitcompress.methods.hetdpt.collection import CollectionOptions
+from vitcompress.methods.hetdpt.search import SearchOptions
+from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions
+
+LR = 5e-3
+OPTIONS = hetdpt.Options(
+    pruned_layers=2,
+    te=EntropyOptions(images=30, resamples=4),
+    collection=CollectionOptions(epochs=1, images_per_class=8, interleaved=2, lr=LR),
+    search=SearchOptions(factor=0.5, images_per_class=16, lr=LR, schedule="constant"),
+    candidates="all",
+)
+
+
+def widened(module: Any, args: Any) -> Any:
+    return (args[0].double(),)
+
+
+def main(folder: Path) -> None:
+    made = model().double()
+    made.register_forward_pre_hook(widened)
+    METHODS["hetdpt"].plan(made, context(folder, made, runtime=start("cpu")), OPTIONS)
+    stop()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

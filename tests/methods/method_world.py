@@ -1,0 +1,86 @@
+"""A tiny model, tiny images and a context for running methods for real, in seconds and without any download."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from vitcompress import models
+from vitcompress.data import ArrayImages, Splits
+from vitcompress.distributed import Runtime
+from vitcompress.families import family_of
+from vitcompress.loaders import Images
+from vitcompress.plan import Plan
+from vitcompress.progress import Progress
+from vitcompress.train import TrainOptions
+from vitcompress.workspace import Context
+
+ARCH = "vit_tiny_patch16_224"
+CLASSES = 3
+
+
+class Untouchable:
+    """The test split: looking at one of its images is what a method must never do."""
+
+    labels = np.arange(CLASSES)
+
+    def __len__(self) -> int:
+        return CLASSES
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("a method looked at the test split")
+
+
+def arguments(depth: int = 3, width: int = 16) -> dict[str, Any]:
+    return {
+        "img_size": 8,
+        "patch_size": 4,
+        "in_chans": 1,
+        "embed_dim": width,
+        "depth": depth,
+        "num_heads": 2,
+        "num_classes": CLASSES,
+    }
+
+
+def model(depth: int = 3, width: int = 16, **more: Any) -> nn.Module:
+    """Random weights, larger than timm's so that every layer matters."""
+    made = models.create(ARCH, arguments(depth, width) | more, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15)
+    return made
+
+
+def images(per_class: int, seed: int) -> ArrayImages:
+    """Noise around one pattern per class, 8x8 grey."""
+    draw = np.random.default_rng(seed)
+    patterns = np.random.default_rng(0).integers(0, 256, (CLASSES, 8, 8))
+    labels = np.repeat(np.arange(CLASSES), per_class)
+    pixels = np.clip(patterns[labels] * 0.4 + draw.normal(60, 40, (len(labels), 8, 8)), 0, 255)
+    return ArrayImages(pixels.astype(np.uint8), labels)
+
+
+def context(folder: Path, made: nn.Module, **changes: Any) -> Context:
+    """Everything on one CPU process; `changes` replace fields."""
+    untouchable: Images = Untouchable()
+    splits = Splits("noise", ("a", "b", "c"), images(16, 3), images(8, 4), untouchable)
+    args = arguments(len(family_of(made).blocks(made)))
+    found = Context(
+        ARCH,
+        args,
+        Plan(ARCH, args),
+        family_of(made),
+        splits,
+        models.input_config(made),
+        Runtime(torch.device("cpu")),
+        folder,
+        0,
+        Progress(),
+        TrainOptions(epochs=2, batch_size=16, lr=1e-3),
+    )
+    return replace(found, **changes)

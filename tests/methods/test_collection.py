@@ -1,0 +1,86 @@
+"""Step 1: which models are measured, in which order, and that a killed collection ends where an unbroken one does."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from method_world import context, model
+from test_search import Stop
+
+from vitcompress.checkpoint import read_json
+from vitcompress.methods.depth import DepthOptions
+from vitcompress.methods.hetdpt.collection import CollectionOptions, Record, collect, removal_orders, rows
+from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions
+
+TE = EntropyOptions(images=12, resamples=2)
+FAST = CollectionOptions(epochs=1, images_per_class=8, lr=1e-3, interleaved=3)
+
+
+def run(
+    folder: Path, options: CollectionOptions = FAST, budget: int = 2, depth: int = 3, **changes: Any
+) -> list[Record]:
+    made = model(depth)
+    return collect(made, context(folder, made, **changes), DepthOptions(pruned_layers=budget), TE, options)
+
+
+def test_the_published_points(tmp_path: Path) -> None:
+    """12 blocks, budget 8, 3 + 3 interleaved: the 22 retained ratios of Table 10, from 21 rounds."""
+    found = run(tmp_path, CollectionOptions(epochs=0), budget=8, depth=12)
+    points = Counter((12 - len(r["attention"]), 12 - len(r["activation"])) for r in found)
+    single = [(12 - n, 12) for n in range(9)] + [(12, 12 - n) for n in range(1, 9)]
+    assert points == Counter([*single, (11, 11), (11, 10), (10, 10), (10, 9), (9, 9)])
+    assert len(found) == 22
+    first = next(r for r in found if r["key"] == "activation_01")
+    second = next(r for r in found if r["key"] == "interleaved_02")
+    assert second["activation"] == first["activation"], "the first interleaved round is not repeated"
+    exact = rows(found, {"attention": 12, "activation": 12})
+    assert {(round(r.attention * 12, 9), round(r.activation * 12, 9)) for r in exact} == set(points)
+
+
+def test_attention_first(tmp_path: Path) -> None:
+    found = run(tmp_path, CollectionOptions(epochs=0, interleaved=2, order="attention_first"))
+    assert [r["key"] for r in found if r["chain"] == "interleaved"] == ["interleaved_02"]
+    (mixed,) = (r for r in found if r["chain"] == "interleaved")
+    assert mixed["removed"].endswith("mlp.act")
+    assert mixed["attention"] == next(r for r in found if r["key"] == "attention_01")["attention"]
+
+
+def test_each_round_removes_the_lowest_transfer_entropy(tmp_path: Path) -> None:
+    found = run(tmp_path)
+    for record in found[1:]:
+        table = read_json(tmp_path / f"te_{record['key']}.json")
+        assert record["removed"] == min(table["rows"], key=lambda row: row["transfer_entropy"])["site"]
+    orders = removal_orders(found)
+    for kind in ("attention", "activation"):
+        chain = [r for r in found if r["chain"] == kind]
+        assert [r[kind] for r in chain] == [orders[kind][: n + 1] for n in range(len(chain))]
+        assert len(orders[kind]) == 2, "one layer of a type stays"
+    assert found[0]["chain"] == "dense"
+    assert all(0 <= r["accuracy"] <= 100 for r in found)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()], "no resume state is left"
+
+
+def test_training_changes_what_is_measured(tmp_path: Path) -> None:
+    trained, untrained = run(tmp_path / "a"), run(tmp_path / "b", CollectionOptions(epochs=0, interleaved=3))
+    assert [r["accuracy_before"] for r in untrained] == [r["accuracy"] for r in untrained]
+    entropies = [read_json(tmp_path / name / "te_attention_02.json")["entropy"] for name in "ab"]
+    assert entropies[0] != entropies[1], "the second round measures the fine-tuned model"
+    assert len(trained) == len(untrained)
+
+
+@pytest.mark.parametrize("after", [1, 4, 7, 10, 13])
+def test_a_killed_collection_ends_where_an_unbroken_one_does(tmp_path: Path, after: int) -> None:
+    whole = run(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "killed", progress=Stop(after))
+    assert run(tmp_path / "killed") == whole
+    tables = {path.name: read_json(path) for path in (tmp_path / "whole").glob("te_*.json")}
+    assert {path.name: read_json(path) for path in (tmp_path / "killed").glob("te_*.json")} == tables
+
+
+def test_run_again_computes_nothing(tmp_path: Path) -> None:
+    whole = run(tmp_path)
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert run(tmp_path, progress=Stop(12)) == whole
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before

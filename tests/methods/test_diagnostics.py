@@ -1,0 +1,73 @@
+"""Gradient disparity and recovery asymmetry, as rows and as a plot."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from method_world import context, model
+from torch.nn import functional
+
+from vitcompress.methods import METHODS, depth, hetdpt
+from vitcompress.methods.depth import DepthOptions
+from vitcompress.methods.hetdpt import diagnostics
+from vitcompress.methods.hetdpt.collection import CollectionOptions
+from vitcompress.methods.hetdpt.search import SearchOptions
+from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions
+
+BUDGET = DepthOptions(pruned_layers=1)
+FAST = CollectionOptions(epochs=1, images_per_class=8)
+
+
+def test_gradient_is_what_closing_the_gate_a_little_does(tmp_path: Path) -> None:
+    made = model()
+    about = context(tmp_path, made)
+    rows = diagnostics.gradient_disparity(made, about, BUDGET, images=30)
+    assert [(row["kind"], row["index"]) for row in rows] == [
+        (k, i) for k in ("attention", "activation") for i in range(3)
+    ]
+    assert all(row["rms"] >= row["magnitude"] * (1 - 1e-9) >= abs(row["mean"]) * (1 - 1e-9) for row in rows)
+    ((pixels, targets),) = depth.training_views(about, 30)
+    sites = [site for group in depth.layers(made, about.family).values() for site in group]
+    probe = depth.gated(made.double(), about, sites, BUDGET).eval()
+    step = 1e-5
+    for row in rows:
+        losses = []
+        for gate in (1.0, 1 - step, 1 - 2 * step):
+            probe.set_gate(row["site"], gate)
+            losses.append(float(functional.cross_entropy(probe(pixels.double()), targets).detach()))
+        probe.set_gate(row["site"], 1.0)
+        slope = (3 * losses[0] - 4 * losses[1] + losses[2]) / (2 * step)
+        # The rows are computed in float32.
+        assert row["mean"] == pytest.approx(slope, rel=1e-3, abs=1e-5)
+
+
+def test_recovery_rows_and_plot(tmp_path: Path) -> None:
+    made = model()
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    about = context(tmp_path, made)
+    rows = diagnostics.recovery_asymmetry(made, about, BUDGET, FAST, blocks=[0, 2])
+    assert [(row["kind"], row["index"]) for row in rows] == [
+        (k, i) for k in ("attention", "activation") for i in (0, 2)
+    ]
+    assert all(0 <= row[state] <= 100 for row in rows for state in ("dense", "before", "after"))
+    assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
+    gradients = diagnostics.gradient_disparity(made, about, BUDGET, images=12)
+    diagnostics.plot(gradients, rows, tmp_path / "plots" / "both.png")
+    assert (tmp_path / "plots" / "both.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_part_of_a_run_when_asked_for(tmp_path: Path) -> None:
+    made = model()
+    options = hetdpt.Options(
+        pruned_layers=2,
+        te=EntropyOptions(images=12, resamples=2),
+        collection=FAST,
+        diagnostics=True,
+        search=SearchOptions(factor=0.25, images_per_class=8),
+    )
+    METHODS["hetdpt"].plan(made, context(tmp_path, made), options)
+    assert {"gradient_disparity.json", "recovery_asymmetry.json", "diagnostics.png"} <= {
+        p.name for p in tmp_path.iterdir()
+    }
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert any(stage.rounds == 6 for stage in METHODS["hetdpt"].stages(options, 6))

@@ -1,0 +1,70 @@
+"""Two processes score, search and choose what one does."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed_methods import LR
+
+from vitcompress.checkpoint import read_json
+
+SCRIPT = Path(__file__).parent / "distributed_methods.py"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """What one process and what two processes left."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    found = []
+    for world in (1, 2):
+        folder = tmp_path_factory.mktemp(f"world{world}")
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"] if world > 1 else []
+        command = [sys.executable, *torchrun, str(SCRIPT), str(folder)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found.append(folder)
+    return found[0], found[1]
+
+
+def both(folders: tuple[Path, Path], name: str) -> tuple[Any, Any]:
+    return read_json(folders[0] / name), read_json(folders[1] / name)
+
+
+def test_entropy_sums_agree(folders: tuple[Path, Path]) -> None:
+    """On the dense model: float64 sums over 30 images of terms of order 1 to 10, bootstrap included."""
+    for name in ("te_activation_01.json", "te_attention_01.json"):
+        one, two = both(folders, name)
+        assert (one["images"], one["accuracy"], one["chosen"]) == (two["images"], two["accuracy"], two["chosen"])
+        assert one["entropy"] == pytest.approx(two["entropy"], abs=1e-11)
+        for a, b in zip(one["rows"], two["rows"], strict=True):
+            assert a["transfer_entropy"] == pytest.approx(b["transfer_entropy"], abs=1e-11)
+            assert a["deviation"] == pytest.approx(b["deviation"], abs=1e-11)
+            assert a["lowest_share"] == b["lowest_share"]
+
+
+def test_scores_and_gradients_agree(folders: tuple[Path, Path]) -> None:
+    """Scores are float32 and AdamW moves them by about LR a step, 3 steps an epoch: a thousandth of that way is allowed."""
+    one, two = both(folders, "search_epochs.json")
+    assert len(one) == len(two) == 4
+    for a, b in zip(one, two, strict=True):
+        allowed = 1e-3 * LR * 3 * (a["epoch"] + 1)
+        assert a["scores"] == pytest.approx(b["scores"], abs=allowed)
+        assert max(map(abs, a["scores"].values())) > 100 * allowed
+        assert a["gradient"] == pytest.approx(b["gradient"], rel=1e-3)
+        assert a["positive_share"] == b["positive_share"]
+        assert a["removed"] == b["removed"]
+
+
+def test_chosen_layers_and_measured_rows_agree(folders: tuple[Path, Path]) -> None:
+    one, two = both(folders, "choice.json")
+    assert one == two
+    assert len(one["attention"]) + len(one["activation"]) == 2
+    names = sorted(path.name for path in folders[0].glob("*.json"))
+    assert names == sorted(path.name for path in folders[1].glob("*.json"))
+    for name in names:
+        if name.startswith(("attention_", "activation_", "interleaved_")):
+            one, two = both(folders, name)
+            assert one == two

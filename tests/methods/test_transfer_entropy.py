@@ -1,0 +1,143 @@
+"""Transfer entropy against its definition, computed from all features at once."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from method_world import context, model
+from torch import Tensor, nn
+
+from vitcompress import surgery
+from vitcompress.gates import GatedModel
+from vitcompress.methods import depth
+from vitcompress.methods.depth import DepthOptions
+from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions, Moments, entropies, greedy, table
+from vitcompress.workspace import Context
+
+BUDGET = DepthOptions(pruned_layers=2)
+OPTIONS = EntropyOptions(images=30, resamples=8)
+# Both sides add the same few hundred terms of order 1 to 10 in float64, in another order.
+EXACT = 1e-10
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> tuple[nn.Module, Context]:
+    made = model()
+    return made, context(tmp_path, made)
+
+
+def logits_of(made: nn.Module, about: Context) -> Tensor:
+    """(images, classes) of the same images, one batch after the other."""
+    loader = depth.training_views(about, OPTIONS.images)
+    with torch.no_grad():
+        return torch.cat([made.eval()(batch) for batch, _ in loader])
+
+
+def entropy_of(made: nn.Module, about: Context) -> float:
+    """The definition: one standard deviation per channel over all images."""
+    return float(np.log(np.std(logits_of(made, about).double().numpy(), axis=0)).sum())
+
+
+def without(made: nn.Module, about: Context, attentions: list[int], activations: list[int]) -> nn.Module:
+    removed: dict[depth.Kind, list[int]] = {"attention": attentions, "activation": activations}
+    return surgery.applied(made, depth.delta(made, about.plan, removed, BUDGET))
+
+
+def gated(made: nn.Module, about: Context) -> GatedModel:
+    return depth.gated(made, about, [s for group in depth.layers(made, about.family).values() for s in group], BUDGET)
+
+
+def test_streaming_equals_all_features_at_once(world: tuple[nn.Module, Context]) -> None:
+    made, about = world
+    loader = depth.training_views(about, OPTIONS.images)
+    (found,) = entropies(gated(made, about), [()], loader, OPTIONS, about.runtime, 0)
+    assert found.value == pytest.approx(entropy_of(made, about), abs=EXACT)
+    assert (found.images, found.clamped, len(found.resampled)) == (30, 0, OPTIONS.resamples)
+    right = logits_of(made, about).argmax(dim=1).numpy() == depth.training_part(about, 10).labels
+    assert found.accuracy == pytest.approx(100 * right.mean())
+
+
+@pytest.mark.parametrize("sizes", [(7, 1, 40, 2), (50,), (1,) * 50])
+def test_moments_do_not_depend_on_batches_and_survive_a_large_mean(sizes: tuple[int, ...]) -> None:
+    features = 1e6 + 1e-2 * np.random.default_rng(0).normal(size=(50, 4))
+    weights = np.concatenate([np.ones((1, 50)), np.random.default_rng(1).poisson(1.0, (3, 50))]).astype(np.float64)
+    parts, start = [], 0
+    for size in sizes:
+        rows = slice(start, start + size)
+        parts.append(Moments.of(torch.from_numpy(features[rows]), torch.from_numpy(weights[:, rows])))
+        start += size
+    total = parts[0]
+    for part in parts[1:]:
+        total = total.merge(part)
+    expected = [np.sqrt(np.cov(features.T, fweights=w.astype(int), ddof=0).diagonal()) for w in weights]
+    # Each feature carries a rounding of 1e6 * 2^-53, which is 1e-8 of its deviation; a sum of squares about zero would
+    # lose 1e12 * 2^-53 = 1e-4 against a variance of 1e-4.
+    np.testing.assert_allclose(total.deviation().numpy(), np.stack(expected), rtol=1e-6)
+
+
+def test_transfer_entropy_is_the_difference_that_surgery_makes(world: tuple[nn.Module, Context]) -> None:
+    made, about = world
+    sites = [site for group in depth.layers(made, about.family).values() for site in group]
+    found = table(gated(made, about), (), (), sites, depth.training_views(about, 30), OPTIONS, about.runtime, 0)
+    dense = entropy_of(made, about)
+    for row in found["rows"]:
+        lists = ([row["index"]], []) if row["kind"] == "attention" else ([], [row["index"]])
+        expected = dense - entropy_of(without(made, about, *lists), about)
+        # The edited model adds the same float32 numbers, some in another order: 1e-5 of a logit, over its deviation.
+        assert row["transfer_entropy"] == pytest.approx(expected, abs=1e-4)
+        assert abs(expected) > 1e-3, "the layer changes the entropy"
+    lowest = min(found["rows"], key=lambda row: row["transfer_entropy"])
+    assert found["chosen"] == lowest["site"]
+    assert sum(row["lowest_share"] for row in found["rows"]) == pytest.approx(1)
+
+
+def test_sign(world: tuple[nn.Module, Context]) -> None:
+    made, about = world
+    sites = depth.layers(made, about.family)["attention"]
+    both = {
+        sign: table(
+            gated(made, about),
+            (),
+            (),
+            sites,
+            depth.training_views(about, 30),
+            EntropyOptions(30, sign, 4),
+            about.runtime,
+            0,
+        )["rows"]
+        for sign in ("signed", "abs")
+    }
+    assert [row["score"] for row in both["abs"]] == [abs(row["score"]) for row in both["signed"]]
+
+
+def test_greedy_skips_the_whole_set_together(world: tuple[nn.Module, Context]) -> None:
+    made, about = world
+    sites = depth.layers(made, about.family)["attention"]
+    tables = greedy(gated(made, about), sites, 2, depth.training_views(about, 30), OPTIONS, about.runtime, 0)
+    first = next(site.index for site in sites if site.name == tables[0]["chosen"])
+    assert [len(one["rows"]) for one in tables] == [3, 2]
+    assert tables[0]["entropy"] == tables[1]["entropy"], "always against the dense model"
+    dense = entropy_of(made, about)
+    for row in tables[1]["rows"]:
+        joint = dense - entropy_of(without(made, about, [first, row["index"]], []), about)
+        assert row["transfer_entropy"] == pytest.approx(joint, abs=1e-4)
+
+
+def test_a_channel_that_never_varies_is_clamped_and_counted(world: tuple[nn.Module, Context]) -> None:
+    made, about = world
+    with torch.no_grad():
+        made.get_parameter("head.weight")[1] = 0
+    (found,) = entropies(gated(made, about), [()], depth.training_views(about, 30), OPTIONS, about.runtime, 0)
+    assert found.clamped == 1
+    assert np.isfinite(found.value)
+
+
+def test_gates_and_mode_are_as_before(world: tuple[nn.Module, Context]) -> None:
+    made, about = world
+    probe = gated(made, about).train()
+    probe.set_gate("blocks.1.attn", 0.0)
+    before = probe.gate_values()
+    entropies(probe, [(), ("blocks.0.attn",)], depth.training_views(about, 30), OPTIONS, about.runtime, 0)
+    assert probe.gate_values() == before
+    assert probe.training

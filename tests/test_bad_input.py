@@ -1,0 +1,377 @@
+"""Whatever a user gets wrong: one sentence on what it is and what is allowed, exit code 2, and nothing written."""
+
+import json
+import pickle
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+
+from vitcompress import checkpoint, cli, console, models
+from vitcompress.plan import Plan
+
+MODEL = "vit_tiny_patch16_224"
+ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 3, "num_heads": 2}
+RECIPE = """
+[model]
+name = "vit_tiny_patch16_224"
+args = { img_size = 8, patch_size = 4, in_chans = 1, embed_dim = 16, depth = 3, num_heads = 2 }
+weights = "train"
+
+[data]
+source = "digits"
+
+[dense]
+epochs = 1
+
+[[step]]
+method = "random"
+pruned_layers = 2
+
+[finetune]
+epochs = 1
+distillation = "soft"
+teacher = "dense"
+
+[bench]
+protocol = "paper"
+batch = 2
+warmup = 1
+runs = 2
+runtimes = ["onnxruntime"]
+
+[run]
+device = "cpu"
+"""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a recipe `small.toml`; `made` is what a test puts beside it."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    (folder / "small.toml").write_text(RECIPE)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(*arguments: str, code: int = 2) -> str:
+    """The error of a command that must fail with `code` and leave the working folder as it was."""
+    before = tree(Path())
+    result = CliRunner().invoke(cli.main, [*arguments, "--json"])
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.stderr and "unexpected" not in result.stdout
+    assert tree(Path()) == before, "something was written"
+    data = json.loads(result.stdout)
+    return f"{data['error']}\n{data['hint'] or ''}"
+
+
+def recipe_with(old: str, new: str) -> str:
+    assert old in RECIPE
+    Path("changed.toml").write_text(RECIPE.replace(old, new))
+    return "changed.toml"
+
+
+# ------------------------------------------------------------------------------------------------------------- recipes
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    said = refused("recipe", "digits_hetdp")
+    assert "digits_hetdp" in said and "digits_hetdpt" in said and "vitcompress recipes" in said
+
+
+def test_several_mistakes_are_shown_together() -> None:
+    path = recipe_with("pruned_layers = 2", "pruned_layer = 2\n[finetun]\nepochs = 2")
+    said = refused("recipe", path)
+    assert "did you mean pruned_layers?" in said and "did you mean finetune?" in said and "3 problems" in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("finetune.epochs=-3", "got -3, expected 0 or more"),
+        ("finetune.epochs=many", "got 'many', expected a whole number"),
+        ("data.heldout=1.0", "got 1.0, expected less than 1"),
+        ("bench.protocol=papers", "did you mean paper?"),
+        ("step.0.pruned_layers=0", "got 0, expected 1 or more"),
+        ("run.amp=fp8", "expected one of none, fp16, bf16"),
+        ("model.args.depth=none", "timm cannot build"),
+        ("finetune.optimizer=adamq", "adamq"),
+        ("export.opset=3", "opset 3"),
+    ],
+)
+def test_wrong_types_and_ranges(setting: str, sentence: str) -> None:
+    assert sentence in refused("recipe", "small.toml", "--set", setting)
+
+
+def test_a_budget_larger_than_the_model() -> None:
+    said = refused("recipe", "small.toml", "--set", "step.0.pruned_layers=9")
+    assert "9" in said and "3 attention" in said
+
+
+def test_published_layers_that_the_model_does_not_have() -> None:
+    sets = ["step.0.method=fixed", "step.0.attention=[1, 7]"]
+    path = recipe_with("pruned_layers = 2\n", "")
+    said = refused("recipe", path, *(word for one in sets for word in ("--set", one)))
+    assert "7" in said
+
+
+@pytest.mark.parametrize("name", ["resnet18", "swin_tiny_patch4_window7_224", "vit_tinny_patch16_224"])
+def test_a_model_of_another_kind(name: str) -> None:
+    path = recipe_with(
+        RECIPE[RECIPE.index('name = "') : RECIPE.index("[dense]\nepochs = 1\n") + len("[dense]\nepochs = 1\n")],
+        f'name = "{name}"\nweights = "random"\nclasses = 10\n',
+    )
+    said = refused("recipe", path, "--structure-only")
+    assert ("vit_tiny" in said) if "tinny" in name else ("supported" in said or "ViT" in said)
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+
+
+def saved(path: str, **changes: Any) -> str:
+    model = models.create(MODEL, {**ARGS, "num_classes": 10, **changes})
+    checkpoint.save_tensors(Path(path), model.state_dict())
+    return path
+
+
+def wrong_architecture() -> str:
+    return saved("other.safetensors", embed_dim=32)
+
+
+def wrong_classes() -> str:
+    return saved("seven.safetensors", num_classes=7)
+
+
+def truncated() -> str:
+    whole = Path(saved("whole.safetensors")).read_bytes()
+    Path("half.safetensors").write_bytes(whole[: len(whole) // 2])
+    return "half.safetensors"
+
+
+class Code:
+    """What a pickle can do to whoever loads it."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, ...]]:
+        return Path.touch, (Path("executed"),)  # type: ignore[return-value]
+
+
+def pickled() -> str:
+    Path("code.pth").write_bytes(pickle.dumps({"model": Code()}))
+    return "code.pth"
+
+
+def truncated_pth() -> str:
+    torch.save({"head.weight": torch.zeros(4000)}, "whole.pth")
+    Path("half.pth").write_bytes(Path("whole.pth").read_bytes()[:3000])
+    return "half.pth"
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: "nowhere.safetensors", "no weights at nowhere.safetensors"),
+        (wrong_architecture, "another model"),
+        (wrong_classes, "7 classes"),
+        (truncated, "not a whole safetensors file"),
+        (pickled, "would run code"),
+        (truncated_pth, "not a whole PyTorch checkpoint"),
+    ],
+    ids=["missing", "architecture", "classes", "truncated", "pickled", "truncated_pth"],
+)
+def test_weights_that_cannot_be_used(make: Callable[[], str], sentence: str) -> None:
+    path = make()
+    assert sentence in refused("recipe", "small.toml", "--weights", path)
+    assert not Path("executed").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------- data
+
+
+def images(folder: str, classes: int = 2, each: int = 6) -> None:
+    for split in ("train", "val"):
+        for label in range(classes):
+            place = Path(folder, split, f"class{label}")
+            place.mkdir(parents=True)
+            for number in range(each):
+                pixels = np.full((8, 8), 20 * number + label, np.uint8)
+                Image.fromarray(pixels).save(place / f"{number}.png")
+
+
+def test_a_missing_data_folder() -> None:
+    assert "nowhere" in refused("recipe", "small.toml", "--data", "nowhere")
+
+
+def test_empty_class_folders() -> None:
+    images("pictures")
+    Path("pictures/train/class_empty").mkdir()
+    assert "class_empty" in refused("recipe", "small.toml", "--data", "pictures")
+
+
+def test_broken_images() -> None:
+    images("pictures")
+    Path("pictures/train/class1/3.png").write_bytes(b"\x89PNG but not really")
+    assert "3.png" in refused("recipe", "small.toml", "--data", "pictures")
+
+
+def test_one_class_only() -> None:
+    images("pictures", classes=1)
+    said = refused("recipe", "small.toml", "--data", "pictures")
+    assert "1 class" in said and "at least 2" in said
+
+
+def test_good_images_are_taken() -> None:
+    images("pictures", each=10)
+    result = CliRunner().invoke(cli.main, ["recipe", "small.toml", "--data", "pictures", "--dry-run", "--json"])
+    assert result.exit_code == 0 and json.loads(result.stdout)["missing"] == []
+
+
+# -------------------------------------------------------------------------------------------------------------- folders
+
+
+def test_an_output_folder_of_another_recipe() -> None:
+    Path("out").mkdir()
+    Path("out/recipe.toml").write_text("name = 'other'\n")
+    said = refused("recipe", "small.toml", "--out", "out")
+    assert "another recipe" in said and "--out" in said and "--fresh" in said
+
+
+def test_an_output_folder_that_is_something_else() -> None:
+    Path("out").mkdir()
+    Path("out/thesis.txt").write_text("years of work")
+    assert "not a run folder" in refused("recipe", "small.toml", "--out", "out")
+    assert "not a run folder" in refused("recipe", "small.toml", "--out", "out", "--fresh")
+    assert "thesis.txt" in refused("recipe", "small.toml", "--out", "out/thesis.txt")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/sys is Linux's read-only file system")
+def test_a_read_only_folder() -> None:
+    assert "/sys" in refused("recipe", "small.toml", "--out", "/sys/run")
+
+
+def test_too_little_room_is_seen_before_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type(shutil.disk_usage("/"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 10**5, 10**5))
+    assert "free" in refused("recipe", "small.toml")
+
+
+def test_a_disk_that_fills_up_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    result = CliRunner().invoke(cli.main, ["recipe", "small.toml", "--structure-only", "--json"])
+    assert result.exit_code == 2 and "disk is full" in json.loads(result.stdout)["error"]
+    assert not [path for path in Path().rglob("*") if ".part" in path.name]
+
+
+# ------------------------------------------------------------------------------------------------ machine and artifacts
+
+
+def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "sklearn"] + ["sklearn"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    said = refused("recipe", "small.toml")
+    assert "scikit-learn" in said and "vitcompress[demo]" in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("command", [("recipe", "small.toml"), ("bench", f"timm:{MODEL}"), ("bench", "model.onnx")])
+def test_a_gpu_where_there_is_none(command: tuple[str, ...]) -> None:
+    if command[-1] == "model.onnx":
+        folder = run_folder()
+        command = ("bench", str(folder / "model.onnx"))
+    said = refused(*command, "--device", "cuda")
+    assert "cuda" in said.lower() and "cpu" in said.lower()
+
+
+def test_an_unknown_device() -> None:
+    assert "tpu" in refused("recipe", "small.toml", "--device", "tpu")
+
+
+@pytest.mark.parametrize("command", [("bench",), ("evaluate", "--data", "digits")], ids=["bench", "evaluate"])
+def test_an_onnx_file_that_is_not_one(command: tuple[str, ...]) -> None:
+    Path("model.onnx").write_text("this is not a graph")
+    assert "model.onnx" in refused(command[0], "model.onnx", *command[1:])
+    Path("model.engine").write_text("neither is this")
+    assert "engine" in refused(command[0], "model.engine", *command[1:])
+
+
+def run_folder() -> Path:
+    """A finished run without training."""
+    result = CliRunner().invoke(cli.main, ["recipe", "small.toml", "--structure-only", "--out", "run", "--json"])
+    assert result.exit_code == 0, result.output
+    return Path("run")
+
+
+def edited(folder: Path, **changes: Any) -> None:
+    path = folder / "plan.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"removed": {"blocks.0.attn": "droop"}}, "droop"),
+        ({"remove": {}}, "did you mean removed?"),
+        ({"removed": {"blocks.0.attn": "drop", "blocks.1.attn": "drop", "blocks.2.attn": "drop"}}, "plan"),
+        ({"arch": "resnet18"}, "plan"),
+        ({"format": 2}, "format"),
+    ],
+    ids=["stand-in", "key", "other layers", "architecture", "format"],
+)
+def test_a_plan_edited_by_hand(changes: dict[str, Any], sentence: str) -> None:
+    folder = run_folder()
+    edited(folder, **changes)
+    for command in (("verify", "run"), ("bench", "run"), ("evaluate", "run", "--data", "digits"), ("export", "run")):
+        assert sentence in refused(*command), command
+
+
+def test_an_evaluation_on_images_of_other_classes() -> None:
+    folder = run_folder()
+    images("pictures")
+    said = refused("evaluate", str(folder), "--data", "pictures")
+    assert "1000 classes" in said and "the data has 2" in said
+
+
+def test_a_folder_that_is_no_run_folder() -> None:
+    Path("empty").mkdir()
+    for command in ("verify", "export", "report", "bench"):
+        assert "empty" in refused(command, "empty")
+
+
+# --------------------------------------------------------------------------------------------------------------- Ctrl-C
+
+
+def test_ctrl_c_at_each_stage_and_the_same_command_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    announce = console.ConsoleProgress.stage
+
+    def stage(self: console.ConsoleProgress, title: str) -> None:
+        announce(self, title)
+        if title not in seen:
+            seen.append(title)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(console.ConsoleProgress, "stage", stage)
+    for _ in range(40):
+        result = CliRunner().invoke(cli.main, ["recipe", "small.toml", "--out", "run"])
+        if result.exit_code != 130:
+            break
+        assert result.stderr.splitlines()[-1] == "stopped; the same command continues" and result.stdout == ""
+        assert "Traceback" not in result.stderr and "╭" not in result.stderr
+        assert not [path for path in Path().rglob("*") if ".part" in path.name]
+    assert result.exit_code == 0, result.output
+    assert len(seen) >= 6, seen
+    assert checkpoint.load("run").plan == Plan.from_json(Path("run/plan.json").read_text())

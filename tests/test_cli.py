@@ -1,0 +1,205 @@
+"""The command line: exit codes, one panel per error, JSON alone on standard output, and help without torch."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from vitcompress import cli, recipes
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("torch", "timm", "numpy", "onnx", "onnxruntime", "pydantic", "PIL")
+
+
+def commands(group: click.Group = cli.main, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, command in group.commands.items():
+        yield (*path, name)
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+
+
+ALL = list(commands())
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, list(arguments))
+
+
+def loaded_by(*arguments: str, **environment: str) -> set[str]:
+    """Which heavy packages the program imports when it is called like this."""
+    code = (
+        "import sys, atexit; atexit.register(lambda: print('\\n', *sys.modules, file=sys.stderr));"
+        "from vitcompress.cli import main; main(sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    return set(HEAVY) & set(done.stderr.split())
+
+
+@pytest.mark.parametrize("path", [(), *ALL], ids=" ".join)
+def test_help_answers_without_torch(path: tuple[str, ...]) -> None:
+    assert loaded_by(*path, "--help") == set()
+
+
+def test_the_import_check_sees_an_import() -> None:
+    assert "torch" in loaded_by("verify", "nowhere")
+
+
+def test_completion_and_listing_answer_without_torch() -> None:
+    completion = {
+        "_VITCOMPRESS_COMPLETE": "bash_complete",
+        "COMP_WORDS": "vitcompress recipe digits_",
+        "COMP_CWORD": "2",
+    }
+    assert loaded_by(**completion) == set()
+    assert loaded_by("recipes") == loaded_by("recipes", "show", "digits_hetdpt") == loaded_by("--version") == set()
+
+
+def test_completion_knows_the_recipes() -> None:
+    environment = {
+        **os.environ,
+        "_VITCOMPRESS_COMPLETE": "bash_complete",
+        "COMP_WORDS": "vitcompress recipe digits_he",
+        "COMP_CWORD": "2",
+    }
+    code = "from vitcompress.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert "digits_hetdpt" in done.stdout and "deit" not in done.stdout
+
+
+@pytest.mark.parametrize("path", ALL, ids=" ".join)
+def test_every_command_explains_itself_and_takes_json_and_debug(path: tuple[str, ...]) -> None:
+    result = invoke(*path, "--help")
+    assert result.exit_code == 0 and "--json" in result.output and "--debug" in result.output
+    assert len(result.output.split("\n")[2].strip()) > 10, "no sentence on what it does"
+
+
+def test_without_a_command_there_is_help() -> None:
+    assert "Usage" in invoke().stdout and invoke().exit_code == 0
+    assert invoke("--help").stdout == invoke().stdout
+
+
+def test_recipes_are_listed_and_shown() -> None:
+    assert json.loads(invoke("recipes", "--json").stdout) == recipes.summaries()
+    assert all(name in invoke("recipes").stdout for name in recipes.names())
+    assert invoke("recipes", "show", "digits_nose").stdout == recipes.text("digits_nose")
+    shown = json.loads(invoke("recipes", "show", "digits_nose", "--json").stdout)
+    assert shown == {"name": "digits_nose", "toml": recipes.text("digits_nose")}
+
+
+WRONG: list[tuple[tuple[str, ...], str]] = [
+    (("recip",), "recipe"),
+    (("--nope",), "--nope"),
+    (("recipe",), "Missing argument"),
+    (("recipe", "digits_hetdtp"), "digits_hetdpt"),
+    (("recipe", "digits_hetdpt", "--set", "finetune.epochs=-1"), "expected 0 or more"),
+    (("recipe", "digits_hetdpt", "--export", "onxx"), "onxx"),
+    (("recipes", "show", "digits_nos"), "digits_nose"),
+    (("bench", "model.onnx", "--batch", "0"), "--batch"),
+    (("bench", "nowhere.onnx"), "nowhere.onnx"),
+    (("evaluate", "nowhere.onnx", "--data", "digits"), "nowhere.onnx"),
+    (("evaluate", "nowhere.onnx"), "--data"),
+    (("export", "nowhere"), "nowhere"),
+    (("verify", "nowhere"), "nowhere"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"), WRONG, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
+)
+def test_wrong_input_is_one_panel_and_exit_2(
+    arguments: tuple[str, ...], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == "" and result.stderr.count("╭") == 1 and "Traceback" not in result.stderr
+    assert sentence in " ".join(result.stderr.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"), WRONG, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
+)
+def test_wrong_input_with_json_is_json_alone(
+    arguments: tuple[str, ...], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*arguments, "--json")
+    data = json.loads(result.stdout)
+    assert result.exit_code == 2 and set(data) >= {"error", "hint", "kind"}
+    assert sentence in f"{data['error']} {data['hint']}" and "╭" not in result.stderr
+
+
+def add_command(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -> None:
+    """A command that does what a test needs, among the others for as long as the test runs."""
+    command = click.Command("act", callback=cli._common(lambda as_json, debug: behaviour()))
+    command.params = getattr(command.callback, "__click_params__", [])
+    monkeypatch.setitem(cli.main.commands, "act", command)
+
+
+def test_a_surprise_is_one_panel_and_a_traceback_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_command(monkeypatch, lambda: {}["gone"])
+    result = invoke("act")
+    assert result.exit_code == 1 and result.stderr.count("╭") == 1 and "Traceback" not in result.stderr
+    assert "KeyError" in result.stderr and "--debug" in result.stderr
+    assert "Traceback" in invoke("act", "--debug").stderr
+
+
+def test_only_one_process_of_a_host_complains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    result = invoke("recipe", "digits_hetdtp")
+    assert result.exit_code == 2 and result.stderr == ""
+
+
+def test_only_the_first_process_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert invoke("recipes", "--json").stdout == ""
+
+
+def test_what_libraries_print_stays_out_of_the_results(capsys: pytest.CaptureFixture[str]) -> None:
+    with cli._working(debug=False) as progress:
+        print("library chatter")  # noqa: T201
+        progress.note("ours")
+    out, err = capsys.readouterr()
+    assert out == "" and "library chatter" in err and "ours" in err
+
+
+def stopped(tmp_path: Path, *arguments: str, when: str) -> subprocess.CompletedProcess[str]:
+    """Run the program and press Ctrl-C as soon as it says `when`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vitcompress", *arguments],
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stderr is not None
+    said = ""
+    while when not in said:
+        line = process.stderr.readline()
+        assert line, f"ended before it said {when!r}: {said}"
+        said += line
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, said + err)
+
+
+def test_ctrl_c_is_one_line_and_exit_130(tmp_path: Path) -> None:
+    done = stopped(tmp_path, "recipe", "digits_random", when="Train the dense model")
+    assert done.returncode == 130 and done.stdout == "" and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1] == "stopped; the same command continues"

@@ -1,0 +1,125 @@
+"""The terminal: results on standard output, everything else on standard error, text never read as markup."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from vitcompress import console
+from vitcompress.errors import CheckFailedError, InputError, RecipeError, VitcompressError
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def panels(text: str) -> int:
+    return text.count("╭")
+
+
+def test_an_error_is_one_panel_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_error(InputError("step[0].lr [bold]is[/bold] wrong: [/]", hint="try [0.1, 0.2]"))
+    out, err = capsys.readouterr()
+    assert out == "" and panels(err) == 1
+    assert "step[0].lr [bold]is[/bold] wrong: [/]" in err and "try [0.1, 0.2]" in err and "cannot be used" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "title"),
+    [
+        (InputError("x"), "cannot be used"),
+        (CheckFailedError("x"), "not good enough"),
+        (VitcompressError("x"), "failed"),
+    ],
+)
+def test_the_panel_says_what_kind_of_error(
+    error: VitcompressError, title: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console.print_error(error)
+    assert title in capsys.readouterr().err
+
+
+def test_an_error_as_data_keeps_the_problems_apart() -> None:
+    data = console.error_as_data(RecipeError("my.toml", ["a   unknown key", "b   is missing"], hint="look"))
+    assert data["problems"] == ["a   unknown key", "b   is missing"] and data["hint"] == "look"
+    assert "2 problems" in data["error"] and data["kind"] == "RecipeError"
+
+
+def test_json_is_all_there_is_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_json({"a": [1, 2.5], "b": None})
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"a": [1, 2.5], "b": None} and err == ""
+
+
+def test_a_table_keeps_brackets_and_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_table("before and after", ["figure", "dense"], [["top-1 [%]", 97.5], ["file", None]])
+    out, err = capsys.readouterr()
+    assert "top-1 [%]" in out and "97.5" in out and "before and after" in out and "None" not in out and err == ""
+
+
+def test_checks_show_verdict_value_and_the_command_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_checks(
+        [
+            {"name": "fold", "verdict": "passed", "value": 1.23456e-7, "tolerance": 1e-5, "detail": ""},
+            {"name": "trt", "verdict": "not_run", "value": None, "tolerance": None, "command": "vitcompress verify X"},
+        ]
+    )
+    out = capsys.readouterr().out
+    assert "1.23e-07" in out and "passed" in out and "not run" in out and "vitcompress verify X" in out
+
+
+def test_progress_in_a_pipe_is_lines_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with console.ConsoleProgress() as progress:
+        progress.stage("Train [dense]")
+        progress.update("epochs", 1, 2, "loss 1.0")
+        progress.update("epochs", 2, 2, "loss 0.5")
+        progress.note("kept [3, 4]")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [line.split("  (")[0].rstrip() for line in err.splitlines()] == [
+        "Train [dense]",
+        "  epochs  2/2  loss 0.5",
+        "  kept [3, 4]",
+    ]
+
+
+def test_progress_in_a_terminal_draws_a_bar_and_leaves_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with console.ConsoleProgress() as progress:
+        progress.stage("Train")
+        progress.update("epochs", 1, 2, "loss [1.0]")
+        progress.update("epochs", 2, 2, "loss [0.5]")
+    assert "1/2" in terminal.getvalue() and "loss [1.0]" in terminal.getvalue()
+    assert "epochs  2/2  loss [0.5]" in terminal.getvalue()
+
+
+def test_a_new_stage_takes_away_unfinished_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with console.ConsoleProgress() as progress:
+        progress.update("first", 1, 9)
+        progress.stage("Next")
+        progress.update("second", 1, 9)
+        before = len(terminal.getvalue())
+    assert "first" not in terminal.getvalue()[before:]
+
+
+def test_an_outlook_names_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    cost = {"params": 87338192, "macs": 17656811520, "macs_linear": 16934203392}
+    outlook = {
+        "recipe": "r",
+        "folder": "runs/r",
+        "stages": [{"stage": "recover", "epochs": 400, "images": None}],
+        "cost": {"dense": cost, "compressed": cost},
+        "missing": ["data: no folder [x]"],
+    }
+    console.print_outlook(outlook)
+    out = capsys.readouterr().out
+    assert "87,338,192" in out and "recover" in out and "400" in out and "data: no folder [x]" in out
+    console.print_outlook({**outlook, "missing": []})
+    assert "nothing is missing" in capsys.readouterr().out

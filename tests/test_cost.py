@@ -1,0 +1,148 @@
+"""Counted parameters and multiply-accumulates are the exact integers of the closed form, in both conventions."""
+
+import pytest
+import timm
+import torch
+from contracts import CONTRACTS, build, contract, every_variant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from vitcompress.cost import Cost, measure
+from vitcompress.plan import Plan
+from vitcompress.surgery import applied, apply, depth_plan, fold
+
+IMAGENET = (3, 224, 224)
+B, S, T = "deit_base_distilled_patch16_224", "deit_small_distilled_patch16_224", "deit_tiny_distilled_patch16_224"
+LAYERS = {  # HetDPT: attentions and activations removed
+    "B-8": ([0, 3, 7, 11], [2, 7, 8, 11]),
+    "B-10": ([0, 3, 7, 8, 11], [2, 7, 8, 10, 11]),
+    "S-6": ([1, 10, 11], [8, 10, 11]),
+    "S-8": ([1, 7, 10, 11], [7, 8, 10, 11]),
+}
+
+
+def meta(arch: str, **args: int) -> nn.Module:
+    """The model without memory for its weights."""
+    with torch.device("meta"):
+        return timm.create_model(arch, **args).eval()
+
+
+@pytest.fixture(scope="module")
+def dense() -> dict[str, nn.Module]:
+    plain = [B.replace("_distilled", ""), S.replace("_distilled", "")]
+    return {arch: meta(arch) for arch in (B, S, T, *plain)}
+
+
+def pruned(model: nn.Module, arch: str, attentions: list, activations: list, bypass: str, *, folded: bool) -> nn.Module:
+    plan = depth_plan(model, Plan(arch), attentions, activations, attention_bypass=bypass)
+    small = applied(model, plan)
+    if folded:
+        fold(small, plan)
+    return small
+
+
+@pytest.mark.parametrize(
+    ("arch", "cost"),
+    [
+        (B, Cost(87338192, 17656811520, 16934203392)),
+        (S, Cost(22436432, 4624140288, 4262836224)),
+        (T, Cost(5910800, 1261003776, 1080351744)),
+        ("deit_base_patch16_224", Cost(86567656, 17563828224, 16848500736)),
+        ("deit_small_patch16_224", Cost(22050664, 4598882304, 4241218560)),
+    ],
+)
+def test_dense_models(dense: dict[str, nn.Module], arch: str, cost: Cost) -> None:
+    assert measure(dense[arch], IMAGENET) == cost
+
+
+@pytest.mark.parametrize(
+    ("arch", "layers", "cost"),
+    [
+        (B, "B-8", Cost(61361360, 12277395456, 11795656704)),
+        (B, "B-10", Cost(54867152, 10932541440, 10511020032)),
+        (S, "S-6", Cost(17561168, 3570336768, 3299358720)),
+        (S, "S-8", Cost(15936080, 3219068928, 2978199552)),
+        ("deit_base_patch16_224", "B-10", Cost(54096616, 10875032064, 10457757696)),
+        ("deit_small_patch16_224", "S-8", Cost(15550312, 3201512448, 2963069952)),
+    ],
+)
+def test_hetdpt_models(dense: dict[str, nn.Module], arch: str, layers: str, cost: Cost) -> None:
+    """The published mode keeps norm1 of a removed attention; dropping the branch saves its 2 D parameters as well."""
+    attentions, activations = LAYERS[layers]
+    assert measure(pruned(dense[arch], arch, attentions, activations, "norm_identity", folded=True), IMAGENET) == cost
+    dropped = measure(pruned(dense[arch], arch, attentions, activations, "drop", folded=True), IMAGENET)
+    width = dense[arch].embed_dim
+    assert dropped == Cost(cost.params - 2 * width * len(attentions), cost.macs, cost.macs_linear)
+
+
+def test_removing_alone_saves_nothing_in_ffns(dense: dict[str, nn.Module]) -> None:
+    """The trainable parameters that HetDPT's training log of DeiT-B without 10 layers shows."""
+    assert measure(pruned(dense[B], B, *LAYERS["B-10"], "norm_identity", folded=False), IMAGENET).params == 75526352
+
+
+def test_the_published_dropped_count(dense: dict[str, nn.Module]) -> None:
+    assert measure(pruned(dense[B], B, *LAYERS["B-10"], "drop", folded=True), IMAGENET).params == 54859472
+
+
+DEPTH = 5
+sets = st.lists(st.integers(0, DEPTH - 1), unique=True)
+
+
+@settings(max_examples=20, deadline=None)
+@given(sets, sets, st.sampled_from(["drop", "norm_identity", "double"]))
+def test_the_closed_form_holds_for_any_layers(attentions: list[int], activations: list[int], bypass: str) -> None:
+    width, tokens, patches = 192, 198, 196
+    found = measure(pruned(TINY, T, attentions, activations, bypass, folded=True), IMAGENET)
+    params = 769 * width + 2 * width + tokens * width + 2 * width + 2 * (1000 * width + 1000)
+    linear, matmuls = patches * 768 * width + 2 * 1000 * width, 0
+    for index in range(DEPTH):
+        kept = index not in attentions
+        params += 2 * width + (2 * width if kept or bypass == "norm_identity" else 0)
+        params += (4 * width**2 + 4 * width) * kept
+        params += width**2 + width if index in activations else 8 * width**2 + 5 * width
+        linear += tokens * (4 * width**2 * kept + (width**2 if index in activations else 8 * width**2))
+        matmuls += 2 * tokens**2 * width * kept
+    assert found == Cost(params, linear + matmuls, linear)
+
+
+TINY = meta(T, depth=DEPTH)
+
+
+def expected_macs(variant: str) -> tuple[int, int]:
+    """Linear work and attention products of the dense model of one row."""
+    args, model = contract(variant).arch_args, build(variant)
+    height, width = args["img_size"] if isinstance(args["img_size"], list) else (args["img_size"],) * 2
+    patches, depth = (height // 4) * (width // 4), args["depth"]
+    tokens, heads = patches + model.num_prefix_tokens, 2 if hasattr(model, "head_dist") else 1
+    linear = patches * 48 * 16 + depth * tokens * (4 + 4) * 16 * 16 + heads * 16 * 5
+    return linear, depth * 2 * tokens * tokens * 16
+
+
+@every_variant
+def test_every_variant_is_counted_by_the_closed_form(variant: str) -> None:
+    model = build(variant)
+    size = contract(variant).arch_args["img_size"]
+    linear, products = expected_macs(variant)
+    found = measure(model, (3, *size) if isinstance(size, list) else (3, size, size))
+    assert found == Cost(sum(p.numel() for p in model.parameters()), linear + products, linear)
+
+
+def test_sliced_widths_are_counted() -> None:
+    """4 patches and a class token: 5 tokens; q and k 8 wide, v 12, hidden 10, stream 6."""
+    model = build("plain", depth=1)
+    kept = {"blocks.0.qk": tuple(range(8)), "blocks.0.v": tuple(range(12)), "blocks.0.mlp": tuple(range(10))}
+    plan = Plan(*CONTRACTS["vit", "plain"].__dict__.values(), kept={**kept, "residual": tuple(range(6))})
+    linear = 4 * 48 * 6 + 5 * (6 * (8 + 8 + 12) + 12 * 6 + 2 * 6 * 10) + 6 * 5
+    products = 5 * 5 * (8 + 12)
+    found = measure(apply(model, plan), (3, 8, 8))
+    assert (found.macs_linear, found.macs) == (linear, linear + products)
+
+
+def test_measuring_leaves_the_model_alone() -> None:
+    model = build("plain").train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    measure(model, (3, 8, 8))
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert Cost(1, 2, 3).to_dict() == {"params": 1, "macs": 2, "macs_linear": 3}

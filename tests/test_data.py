@@ -1,0 +1,277 @@
+"""Splits do not overlap, every process gets its share and no more, and every bad data set is refused at once."""
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vitcompress.data import (
+    Augmentation,
+    DataOptions,
+    eval_loader,
+    open_data,
+    open_test,
+    subset,
+    train_loader,
+)
+from vitcompress.distributed import Runtime
+from vitcompress.errors import DataError, InputError
+from vitcompress.loaders import DEIT
+from vitcompress.models import InputConfig
+from vitcompress.sources import ArrayImages
+
+CPU = Runtime(torch.device("cpu"))
+RANKS = [Runtime(torch.device("cpu"), rank=rank, world_size=2) for rank in (0, 1)]
+INPUT = InputConfig((1, 4, 4), (0.0,), (1.0,), "bicubic", 1.0, "center")
+
+
+def numbered(count: int, classes: int = 2) -> ArrayImages:
+    """Image i is uniformly grey i, its class is i modulo `classes`."""
+    pixels = np.repeat(np.arange(count, dtype=np.uint8), 16).reshape(count, 4, 4)
+    return ArrayImages(pixels, np.arange(count) % classes)
+
+
+def numbers(images: torch.Tensor) -> list[int]:
+    return [round(float(image[0, 0, 0]) * 255) for image in images]
+
+
+def flat(batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[int]:
+    return [number for images, _ in batches for number in numbers(images)]
+
+
+def image_folder(root: Path, splits: dict[str, dict[str, int]]) -> Path:
+    """PNG images: {split: {class: count}}."""
+    for split, classes in splits.items():
+        for name, count in classes.items():
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (6, 5), (number, 0, 0)).save(root / split / name / f"{number}.png")
+    return root
+
+
+# ------------------------------------------------------------------------------------------------------------- digits
+
+
+def test_digits_are_cut_into_three_parts_that_share_nothing() -> None:
+    splits = open_data(DataOptions(heldout=0.2), seed=0)
+    parts = [
+        {image.tobytes() for image, _ in (part[i] for i in range(len(part)))}
+        for part in (splits.train, splits.heldout, splits.test)
+    ]
+    assert len(splits.test) == 540 and sum(map(len, (splits.train, splits.heldout, splits.test))) == 1797
+    assert not parts[0] & parts[1] and not parts[0] & parts[2] and not parts[1] & parts[2]
+    assert splits.classes == tuple("0123456789")
+    shares = np.bincount(splits.heldout.labels) / np.bincount(
+        np.concatenate([splits.train.labels, splits.heldout.labels])
+    )
+    assert np.all(np.abs(shares - 0.2) < 1 / 125)  # every class to within one of its 125 images or more
+
+
+def test_the_seed_chooses_what_is_held_out_and_never_what_is_tested() -> None:
+    first, again, other = (open_data(DataOptions(heldout=0.1), seed) for seed in (0, 0, 1))
+    pixels = [
+        [part[i][0].tobytes() for i in range(len(part))] for part in (first.heldout, again.heldout, other.heldout)
+    ]
+    assert pixels[0] == pixels[1] != pixels[2]
+    assert [first.test[i][0].tobytes() for i in range(540)] == [other.test[i][0].tobytes() for i in range(540)]
+
+
+def test_nothing_held_out_when_none_is_wanted() -> None:
+    splits = open_data(DataOptions(heldout=0.0), seed=0)
+    assert len(splits.heldout) == 0 and len(splits.train) == 1257
+
+
+def test_subset_is_balanced_and_drawn_by_the_seed() -> None:
+    data = ArrayImages(np.zeros((30, 4, 4), np.uint8), np.array([0] * 20 + [1] * 8 + [2] * 2))
+    assert np.bincount(subset(data, 5, 0).labels).tolist() == [5, 5, 2]
+    big = numbered(60, 3)
+    drawn = [[part[i][0].getpixel((0, 0)) for i in range(len(part))] for part in (subset(big, 4, s) for s in (0, 0, 1))]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+# ------------------------------------------------------------------------------------------------------------ folders
+
+
+def test_image_folder_numbers_classes_in_natural_order(tmp_path: Path) -> None:
+    root = image_folder(tmp_path, {"train": {"c10": 4, "c2": 6}, "val": {"c10": 2, "c2": 1}})
+    splits = open_data(DataOptions("imagefolder", str(root), heldout=0.25), seed=0)
+    assert splits.classes == ("c2", "c10")
+    assert np.bincount(splits.train.labels).tolist() == [4, 3] and np.bincount(splits.heldout.labels).tolist() == [2, 1]
+    assert np.bincount(splits.test.labels).tolist() == [1, 2]
+    assert splits.test[0][0].size == (6, 5)
+
+
+def test_test_images_need_no_training_images(tmp_path: Path) -> None:
+    root = image_folder(tmp_path, {"validation": {"a": 1, "b": 2}})
+    classes, test = open_test(DataOptions("imagefolder", str(root)))
+    assert classes == ("a", "b") and len(test) == 3
+    with pytest.raises(DataError, match="no folder train"):
+        open_data(DataOptions("imagefolder", str(root)), seed=0)
+
+
+def break_one(root: Path) -> None:
+    (root / "train/a/1.png").write_bytes(b"not an image")
+
+
+def truncate_one(root: Path) -> None:
+    path = root / "val/b/0.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)).save(path)
+    path.write_bytes(path.read_bytes()[:1500])  # its header is whole, its pixels are not
+
+
+def remove(*names: str) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        for name in names:
+            for file in sorted((root / name).rglob("*"), reverse=True):
+                file.rmdir() if file.is_dir() else file.unlink()
+            (root / name).rmdir()
+
+    return change
+
+
+def empty(name: str) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        for file in (root / name).iterdir():
+            file.unlink()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (remove("train", "val"), "no folder train"),
+        (remove("val"), "no folder val or validation or test"),
+        (remove("train/a", "val/a"), "has 1 class, at least 2"),
+        (remove("val/a"), "has no class a"),
+        (remove("train/a"), "1 class"),
+        (empty("train/b"), "class folders without images: b"),
+        (empty("val/a"), "class folders without images: a"),
+        (break_one, r"1 image cannot be read: .*1\.png"),
+        (truncate_one, r"1 image cannot be read: .*0\.png"),
+        (lambda root: (root / "val/zz").mkdir(), "unknown class zz"),
+    ],
+)
+def test_bad_folders_are_refused_when_opened(tmp_path: Path, spoil: Callable[[Path], None], message: str) -> None:
+    root = image_folder(tmp_path, {"train": {"a": 3, "b": 3}, "val": {"a": 2, "b": 2}})
+    open_data(DataOptions("imagefolder", str(root)), seed=0)  # it is good before it is spoiled
+    spoil(root)
+    with pytest.raises(DataError, match=message) as caught:
+        open_data(DataOptions("imagefolder", str(root)), seed=0)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (DataOptions("imagefolder"), "no data folder"),
+        (DataOptions("imagefolder", "/nowhere/at/all"), "/nowhere/at/all does not exist"),
+        (DataOptions("imagenet"), "'imagenet' is not known"),
+        (
+            DataOptions("timm:torch/cifar10", "/nowhere"),
+            "timm:torch/cifar10 split 'train' at /nowhere cannot be opened",
+        ),
+        (DataOptions("timm:torch/nonsense", "/nowhere"), "Unknown torchvision dataset nonsense"),
+    ],
+)
+def test_bad_sources_are_refused(options: DataOptions, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        open_data(options, seed=0)
+
+
+def test_a_timm_data_set_is_read_through_timm(tmp_path: Path) -> None:
+    root = image_folder(tmp_path, {"train": {"a": 3, "b": 3}, "val": {"a": 2, "b": 1}})
+    splits = open_data(DataOptions("timm:torch/image_folder", str(root), heldout=0.0, test_split="val"), seed=0)
+    assert splits.classes == ("a", "b") and splits.test.labels.tolist() == [0, 0, 1]
+    assert splits.train[5][0].getpixel((0, 0)) == (2, 0, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_image_that_breaks_later_is_named_in_one_sentence(tmp_path: Path, workers: int) -> None:
+    root = image_folder(tmp_path, {"train": {"a": 2, "b": 2}, "val": {"a": 1, "b": 1}})
+    splits = open_data(DataOptions("imagefolder", str(root), heldout=0.0), seed=0)
+    break_one(root)
+    runtime = Runtime(torch.device("cpu"), workers=workers)
+    with pytest.raises(DataError) as caught:
+        list(eval_loader(splits.train, INPUT, 2, runtime))
+    assert caught.value.message.startswith(f"image {root / 'train/a/1.png'} cannot be read")
+    assert "Traceback" not in caught.value.message
+
+
+# ------------------------------------------------------------------------------------------------------------- loaders
+
+
+@pytest.mark.parametrize("augmentation", [Augmentation(), Augmentation(repeats=3)])
+def test_two_processes_see_the_batches_of_one(augmentation: Augmentation) -> None:
+    data = numbered(250)
+    loaders = [
+        train_loader(data, INPUT, augmentation, size, 0, runtime)
+        for size, runtime in ((8, CPU), (4, RANKS[0]), (4, RANKS[1]))
+    ]
+    for loader in loaders:
+        loader.set_epoch(3)
+    one, first, second = ([numbers(images) for images, _ in loader] for loader in loaders)
+    assert len(one) == len(first) == len(second) == 31
+    assert [sorted(batch) for batch in one] == [sorted(a + b) for a, b in zip(first, second, strict=True)]
+    seen = np.bincount(list(chain.from_iterable(one)), minlength=250)
+    assert seen.max() == max(1, augmentation.repeats)  # repeated views are in the epoch, others once
+
+
+def test_the_order_depends_on_seed_and_epoch_only() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        loader = train_loader(numbered(40), INPUT, Augmentation(), 8, seed, CPU)
+        loader.set_epoch(epoch)
+        return flat(loader)
+
+    assert order(0, 1) == order(0, 1)
+    assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+
+
+@pytest.mark.parametrize("count", [7, 8, 9])
+def test_evaluation_gives_every_image_to_one_process(count: int) -> None:
+    shares = [flat(eval_loader(numbered(count), INPUT, 2, runtime)) for runtime in RANKS]
+    assert shares[0] == list(range(0, count, 2)) and shares[1] == list(range(1, count, 2))
+
+
+def test_the_default_augmentation_changes_nothing() -> None:
+    images, targets = next(iter(train_loader(numbered(8), INPUT, Augmentation(), 8, 0, CPU)))
+    assert images.dtype == torch.float32 and targets.tolist() == [n % 2 for n in numbers(images)]
+    assert torch.equal(images, images[:, :, :1, :1].expand_as(images))
+
+
+def test_noise_has_the_asked_standard_deviation() -> None:
+    torch.manual_seed(0)
+    data = ArrayImages(np.full((256, 4, 4), 51, np.uint8), np.arange(256) % 2)
+    images, _ = next(iter(train_loader(data, INPUT, Augmentation(noise=0.5), 256, 0, CPU)))
+    count = images.numel()
+    # mean and variance of `count` normal draws, to five standard errors
+    assert abs(float(images.mean()) - 0.2) < 5 * 0.5 / count**0.5
+    assert abs(float(images.var()) - 0.25) < 5 * 0.25 * (2 / count) ** 0.5
+
+
+def test_mixed_targets_are_probabilities_over_all_classes() -> None:
+    loader = train_loader(numbered(8), INPUT, Augmentation(mixup=0.8, cutmix=1.0, smoothing=0.1), 4, 0, CPU)
+    loader.set_classes(5)
+    _, targets = next(iter(loader))
+    assert targets.shape == (4, 5)
+    assert torch.allclose(targets.sum(dim=1), torch.ones(4)) and float(targets.min()) == pytest.approx(0.02)
+
+
+def test_deits_recipe_runs_on_colour_images_of_any_shape(tmp_path: Path) -> None:
+    root = image_folder(tmp_path, {"train": {"a": 4, "b": 4}, "val": {"a": 1, "b": 1}})
+    data = open_data(DataOptions("imagefolder", str(root), heldout=0.0), seed=0)
+    wide = InputConfig((3, 16, 24), (0.5,) * 3, (0.5,) * 3, "bicubic", 0.9, "center")
+    images, targets = next(iter(train_loader(data.train, wide, DEIT, 4, 0, CPU)))
+    assert images.shape == (4, 3, 16, 24) and targets.shape == (4, 2)
+    assert next(iter(eval_loader(data.test, wide, 2, CPU)))[0].shape == (2, 3, 16, 24)
+
+
+def test_a_batch_that_cannot_be_made_is_refused() -> None:
+    with pytest.raises(InputError, match=r"batch of 9 images .* 8 are there"):
+        train_loader(numbered(8), INPUT, Augmentation(), 9, 0, CPU)
+    with pytest.raises(InputError, match="mix pairs"):
+        train_loader(numbered(8), INPUT, Augmentation(mixup=0.8), 3, 0, CPU)

@@ -1,0 +1,87 @@
+"""Each head learns from its own source, teachers stay frozen, and no untrained head is ever averaged."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_training import CPU, INPUT, OPTIONS, fit, same, stripes, two_headed, vit, weights
+from torch.nn import functional
+
+from vitcompress.distill import Objective, both_heads, hard_loss, objective, soft_loss
+from vitcompress.errors import InputError
+from vitcompress.models import input_config
+
+
+def test_hard_and_soft_losses_are_deits() -> None:
+    student = torch.tensor([[1.0, 0.0, -1.0], [0.0, 2.0, 0.0]])
+    teacher = torch.tensor([[0.0, 3.0, 0.0], [0.0, 1.0, 4.0]])
+    hard = -torch.log_softmax(student, 1)[[0, 1], [1, 2]].mean()
+    assert float(hard_loss(student, teacher)) == pytest.approx(float(hard))
+    p, q = torch.softmax(teacher / 3, 1), torch.softmax(student / 3, 1)
+    soft = 9 * (p * (p.log() - q.log())).sum() / 2  # the mean over the two images
+    assert float(soft_loss(student, teacher, 3.0)) == pytest.approx(float(soft), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["hard", "soft"])
+def test_each_head_learns_from_its_own_source(kind: Any) -> None:
+    student, teacher = two_headed().train(), vit(seed=1)
+    images, targets = torch.randn(6, 1, 4, 4), torch.arange(6) % 3
+    loss = objective(student, kind, 0.25, 2.0, 0.1, teacher=teacher, input=INPUT, device=CPU.device)
+    with both_heads(student):
+        first, second = student(images)
+        value = loss(student, images, targets)
+    labels = functional.cross_entropy(first, targets, label_smoothing=0.1)
+    answers = teacher(images)
+    distilled = hard_loss(second, answers) if kind == "hard" else soft_loss(second, answers, 2.0)
+    assert value.item() == pytest.approx(float(0.75 * labels + 0.25 * distilled), rel=1e-5)
+
+
+def test_one_head_learns_from_both_sources() -> None:
+    student, teacher = vit(), vit(seed=1)
+    images, targets = torch.randn(6, 1, 4, 4), torch.arange(6) % 3
+    loss = objective(student, "hard", 0.5, 1.0, 0.0, teacher=teacher, input=INPUT, device=CPU.device)
+    expected = (functional.cross_entropy(student(images), targets) + hard_loss(student(images), teacher(images))) / 2
+    assert float(loss(student, images, targets)) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_no_untrained_head_is_averaged(tmp_path: Path) -> None:
+    """Without a teacher both heads learn the labels: each of them alone is right about the images afterwards."""
+    model: Any = two_headed()
+    result = fit(model, tmp_path, dataclasses.replace(OPTIONS, epochs=12))
+    images = torch.stack([torch.tensor(np.asarray(stripes()[i][0])) for i in range(48)])[:, None] / 127.5 - 1
+    with torch.no_grad(), both_heads(model):
+        answers = model.train()(images)
+    shares = [float((head.argmax(1).numpy() == stripes().labels).mean()) for head in answers]
+    assert min(shares) > 0.9 and result.accuracy is not None and result.accuracy.top1 > 0.9
+    assert model.distilled_training is False  # as it was found
+    for alpha in (0.0, 1.0):
+        with pytest.raises(InputError, match="one of the two heads untrained"):
+            fit(model, tmp_path / "x", dataclasses.replace(OPTIONS, distillation="hard", alpha=alpha), teacher=vit())
+
+
+def test_a_teacher_is_frozen_and_must_fit(tmp_path: Path) -> None:
+    options = dataclasses.replace(OPTIONS, distillation="soft")
+    teacher = vit(seed=1)
+    before = weights(teacher)
+    fit(two_headed(), tmp_path / "a", options, teacher=teacher)
+    assert same(before, weights(teacher)) and all(p.grad is None for p in teacher.parameters())
+    with pytest.raises(InputError, match="needs a teacher"):
+        fit(vit(), tmp_path / "b", options)
+    with pytest.raises(InputError, match="teacher takes images of"):
+        fit(vit(), tmp_path / "b", options, teacher=vit(img_size=6))
+    with pytest.raises(InputError, match="teacher knows 5 classes, the student 3"):
+        fit(vit(), tmp_path / "b", options, teacher=vit(num_classes=5))
+
+
+def test_a_teacher_sees_pixels_normalised_its_own_way() -> None:
+    student, teacher = vit(), vit(seed=1)
+    other = dataclasses.replace(INPUT, mean=(0.2,), std=(0.7,))
+    pixels = torch.rand(3, 1, 4, 4)
+    loss: Objective = objective(student, "hard", 0.5, 1.0, 0.0, teacher=teacher, input=other, device=CPU.device)
+    assert loss.teacher is not None
+    own = input_config(teacher)
+    expected = teacher((pixels - own.mean[0]) / own.std[0])
+    assert torch.allclose(loss.teacher((pixels - 0.2) / 0.7), expected, atol=1e-5)

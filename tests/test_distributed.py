@@ -1,0 +1,159 @@
+"""Two processes compute what one computes; devices and precisions that are not there are refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vitcompress.checkpoint import load_tensors, read_json
+from vitcompress.distributed import Runtime, derived_seed, seed_everything, start
+from vitcompress.errors import DeviceError, InputError
+
+SCRIPT = Path(__file__).parent / "distributed_training.py"
+ROUNDING = 2.0**-53  # float64
+# One gradient entry adds up at most 8 images x 5 tokens x 64 channels, some ten times over through two blocks.
+ADDITIONS = 8 * 5 * 64 * 10
+GRADIENT = 1.0  # no entry of a gradient is larger here
+STEPS = 9  # 3 epochs of 3
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[dict[str, Tensor], Any]]:
+    """Tensors and facts by number of processes."""
+    found = {}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    for world in (1, 2):
+        folder = tmp_path_factory.mktemp(f"world{world}")
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"] if world > 1 else []
+        done = subprocess.run(
+            [sys.executable, *torchrun, str(SCRIPT), str(folder)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        found[world] = load_tensors(folder / "tensors.safetensors"), read_json(folder / "facts.json")
+    return found
+
+
+def largest_difference(runs: dict[int, tuple[dict[str, Tensor], Any]], prefix: str) -> float:
+    one, two = (runs[world][0] for world in (1, 2))
+    return max(float((one[name] - two[name]).abs().max()) for name in one if name.startswith(prefix))
+
+
+def test_gradients_of_weights_and_scores_agree(runs: Any) -> None:
+    found = {name: value for name, value in runs[1][0].items() if name.startswith("gradient.")}
+    scores = [float(value) for name, value in found.items() if name.startswith("gradient.scores")]
+    assert len(scores) == 4 and min(map(abs, scores)) > 1e-6
+    assert max(float(value.abs().max()) for value in found.values()) < GRADIENT
+    assert largest_difference(runs, "gradient.") <= ADDITIONS * ROUNDING * GRADIENT
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_weights_and_scores_agree(runs: Any, optimizer: str) -> None:
+    tensors, error = runs[1][0], ADDITIONS * ROUNDING * GRADIENT
+    # SGD with momentum 0.9: a gradient's error enters up to 1 / (1 - 0.9) times, and every later step amplifies it by
+    # 1 + lr * curvature, 10 over all steps. AdamW divides by sqrt(v) + 1e-8 at least, which magnifies the error of a
+    # gradient near 0 by up to 1e8.
+    allowed = {"sgd": STEPS * 0.05 * error * 10 * 10, "adamw": STEPS * 1e-3 * error * 1e8}[optimizer]
+    assert largest_difference(runs, f"{optimizer}.") <= allowed
+    moved = [
+        float((tensors[f"{optimizer}.{name[6:]}"] - tensors[name]).abs().max())
+        for name in tensors
+        if name.startswith("start.") and "_extra_state" not in name
+    ]
+    assert min(moved) > 10 * allowed, "weights that hardly move cannot disagree"
+
+
+def test_choices_and_history_agree(runs: Any) -> None:
+    for optimizer in ("sgd", "adamw"):
+        one, two = runs[1][1][optimizer], runs[2][1][optimizer]
+        assert one["gates"] == two["gates"] and 0.0 in one["gates"].values() and one["chosen"] == two["chosen"]
+        for a, b in zip(one["history"], two["history"], strict=True):
+            assert a["heldout"]["correct"] == b["heldout"]["correct"] and a["ema"]["correct"] == b["ema"]["correct"]
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)  # losses are added up in float32
+
+
+def test_sums_over_images_agree(runs: Any) -> None:
+    (one, facts), (two, shared) = runs[1], runs[2]
+    assert shared["world"] == 2 and shared["from_rank_0"] == {"rank": 0}
+    assert facts["correct"] == shared["correct"] and 0 < sum(facts["correct"]) < 24
+    assert {k: v for k, v in facts["accuracy"].items() if k != "loss"} == {
+        k: v for k, v in shared["accuracy"].items() if k != "loss"
+    }
+    assert facts["accuracy"]["total"] == 24
+    # The weights behind the 24 images' sum of entropies differ by what AdamW allowed above, times the sum's slope.
+    assert float((one["entropy"] - two["entropy"]).abs()) <= 24 * 1e3 * largest_difference(runs, "adamw.") + 1e-12
+    assert float(one["entropy"]) > 0
+
+
+# --------------------------------------------------------------------------------------------------------- one process
+
+
+def test_a_single_process_is_a_world_of_one() -> None:
+    runtime, module = start("cpu"), nn.Linear(2, 2)
+    assert (runtime.rank, runtime.world_size, runtime.is_main) == (0, 1, True)
+    assert runtime.wrap(module) is module and runtime.broadcast([1]) == [1]
+    assert runtime.all_sum(torch.ones(2)).dtype == torch.float64
+    runtime.barrier()
+
+
+def test_a_batch_is_shared_equally_or_not_at_all() -> None:
+    runtime = Runtime(torch.device("cpu"), world_size=4)
+    assert runtime.share_of(12) == 3
+    with pytest.raises(InputError, match="batch_size 10 cannot be shared equally by 4 processes"):
+        runtime.share_of(10)
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("tpu", "'tpu' is not known"),
+        ("cpu:1", "'cpu:1' is not known"),
+        ("cuda:99", "torch sees"),
+        ("cuda:x", "not known"),
+    ],
+)
+def test_devices_that_are_not_there_are_refused(device: str, message: str) -> None:
+    with pytest.raises(DeviceError, match=message) as caught:
+        start(device)
+    assert caught.value.hint
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(DeviceError, match="0 CUDA devices"):
+        start("cuda")
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has an Apple GPU")
+def test_an_apple_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(DeviceError, match="no Apple GPU"):
+        start("mps")
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    with pytest.raises(DeviceError, match="'fp8' is not known"):
+        start("cpu", amp="fp8")  # type: ignore[arg-type]
+
+
+def test_autocast_follows_the_precision() -> None:
+    linear, x = nn.Linear(2, 2), torch.ones(1, 2)
+    for amp, dtype in (("none", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        with Runtime(torch.device("cpu"), amp).autocast():  # type: ignore[arg-type]
+            assert linear(x).dtype == dtype
+
+
+def test_seeds_depend_on_every_part() -> None:
+    seeds = {derived_seed(*parts) for parts in ((0, "a", 1), (1, "a", 1), (0, "b", 1), (0, "a", 2), ("0", "a", 1))}
+    assert len(seeds) == 5 and derived_seed(0, "a", 1) in seeds
+    seed_everything(3, "x")
+    first = torch.rand(2)
+    seed_everything(3, "x")
+    assert torch.equal(first, torch.rand(2))

@@ -1,0 +1,123 @@
+"""The documentation runs: commands are there and parse, README's Python is executed, recipes explain themselves."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import click
+import pytest
+import torch
+
+from vitcompress import checkpoint, cli, models, recipes
+from vitcompress.errors import VitcompressError
+from vitcompress.plan import Plan
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+TESTED = "pip install -e '.[test,dev]' && pytest"
+FIRST = "pip install '.[demo]' && vitcompress recipe digits_hetdpt --export onnx"
+
+
+def comment(name: str) -> str:
+    """The comment a recipe opens with."""
+    lines = recipes.text(name).splitlines()
+    end = next(number for number, line in enumerate(lines) if not line.startswith("#"))
+    return "\n".join(lines[:end])
+
+
+def parses(line: str) -> None:
+    """Let click parse a command line as a shell would give it, without running it."""
+    words = shlex.split(line)
+    command: click.Command = cli.main
+    while isinstance(command, click.Group) and words and words[0] in command.commands:
+        command = command.commands[words.pop(0)]
+    assert command is not cli.main, f"unknown command: {line}"
+    with command.make_context("vitcompress", words):
+        pass
+
+
+def shell_lines(text: str) -> list[str]:
+    """The `vitcompress ...` commands of indented blocks, without what a shell takes away."""
+    lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    return [
+        re.split(r" [>&|]", part.split("vitcompress ", 1)[1])[0]
+        for line in lines
+        for part in line.split("&&")
+        if part.strip().startswith(("vitcompress ", "torchrun "))
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(cli.main.commands))
+def test_every_command_is_documented(name: str) -> None:
+    assert f"`vitcompress {name}" in README
+
+
+@pytest.mark.parametrize("line", shell_lines(README))
+def test_every_command_line_of_the_readme_parses(line: str) -> None:
+    parses(line)
+
+
+def test_the_check_of_command_lines_sees_mistakes() -> None:
+    assert len(shell_lines(README)) >= 6
+    for wrong in ("recip digits_hetdpt", "recipe digits_hetdpt --exprot onnx", "recipe"):
+        with pytest.raises((AssertionError, click.UsageError, VitcompressError)):
+            parses(wrong)
+
+
+def test_the_two_commands_stand_in_the_readme_and_the_second_is_what_ci_runs() -> None:
+    assert f"    {FIRST}\n" in README and f"    {TESTED}\n" in README and TESTED in CONTRIBUTING
+    assert TESTED in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert blocks
+    table = tomllib.loads(recipes.text("digits_hetdpt"))["model"]
+    args = {**table["args"], "num_classes": 10}
+    plan = Plan(table["name"], args)
+    checkpoint.save_model(tmp_path / "runs" / "digits_hetdpt", models.create(table["name"], args), plan)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    assert isinstance(names["logits"], torch.Tensor) and names["logits"].shape == (1, 10)
+
+
+@pytest.mark.parametrize("text", [README, CONTRIBUTING], ids=["README", "CONTRIBUTING"])
+def test_links_to_files_lead_somewhere(text: str) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
+        assert (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_begins_with_a_comment_that_holds_its_command(name: str) -> None:
+    lines = [line.removeprefix("#").strip() for line in comment(name).splitlines()]
+    own = [line for line in lines if re.match(rf"vitcompress recipe {name}( |$)", line)]
+    assert own, f"{name} does not say how it is run"
+    for line in own:
+        parses(line.removeprefix("vitcompress "))
+
+
+@pytest.mark.parametrize("name", [name for name in recipes.names() if not name.startswith("digits_")])
+def test_published_figures_are_quoted_with_their_hardware(name: str) -> None:
+    table = tomllib.loads(recipes.text(name))["published"]
+    assert table["hardware"] and table["source"]
+    for key in ("top1", "params_m", "macs_g", "images_per_second", "speedup"):
+        assert str(table[key]) in comment(name), f"{key} of {name} differs from the comment"
+    assert table["hardware"].split()[1] in comment(name)
+
+
+def test_all_recipe_files_are_seen() -> None:
+    assert {path.stem for path in (ROOT / "recipes").rglob("*.toml")} == set(recipes.names())
+
+
+def test_the_changelog_speaks_of_this_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_no_path_of_a_developers_machine_is_in_the_documentation() -> None:
+    for path in [*ROOT.glob("*.md"), *(ROOT / "recipes").glob("*.toml")]:
+        assert not re.search(r"(^|[\s(\"'])/(work|tmp|home|root|opt)/", path.read_text()), path.name

@@ -1,0 +1,115 @@
+"""Counts, intervals and the exact test, against values that can be worked out by hand or by scipy."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats  # type: ignore[import-untyped]
+from torch import Tensor
+
+from vitcompress.data import eval_loader
+from vitcompress.distributed import Runtime
+from vitcompress.errors import DataError, VitcompressError
+from vitcompress.evaluate import Accuracy, calibration_images, correct_mask, evaluate, mcnemar, wilson
+from vitcompress.models import InputConfig
+from vitcompress.sources import ArrayImages
+
+Predict = Callable[[Tensor], Tensor]
+CPU = Runtime(torch.device("cpu"))
+INPUT = InputConfig((1, 4, 4), (0.0,), (1.0,), "bicubic", 1.0, "center")
+
+
+def numbered(count: int, classes: int) -> ArrayImages:
+    """Image i is uniformly grey i, its class is i modulo `classes`."""
+    pixels = np.repeat(np.arange(count, dtype=np.uint8), 16).reshape(count, 4, 4)
+    return ArrayImages(pixels, np.arange(count) % classes)
+
+
+def oracle(classes: int, wrong: set[int], second: set[int] | None = None) -> Predict:
+    """Knows every image by its grey value; `wrong` ones get the next class first, `second` of those theirs next."""
+
+    def predict(images: Tensor) -> Tensor:
+        numbers = (images[:, 0, 0, 0] * 255).round().long()
+        logits = torch.zeros(len(images), classes)
+        for row, number in enumerate(numbers.tolist()):
+            right = number % classes
+            logits[row] = -torch.arange(classes, dtype=torch.float32)  # otherwise low classes come first
+            logits[row, (right + 1) % classes if number in wrong else right] = 9.0
+            logits[row, right] = 8.0 if number in (second or ()) else (-99.0 if number in wrong else 9.0)
+        return logits
+
+    return predict
+
+
+def test_counts_top1_and_top5() -> None:
+    loader = eval_loader(numbered(20, 7), INPUT, 6, CPU)
+    found = evaluate(oracle(7, wrong={1, 2, 3}, second={2}), loader, CPU)
+    assert (found.correct, found.correct5, found.total) == (17, 18, 20)
+    assert found.top1 == 17 / 20 and found.top5 == 18 / 20
+
+
+def test_top5_of_fewer_classes_is_everything() -> None:
+    found = evaluate(oracle(3, wrong={0}), eval_loader(numbered(6, 3), INPUT, 4, CPU), CPU)
+    assert (found.correct, found.correct5) == (5, 6)
+
+
+def test_loss_is_the_mean_over_images_not_batches() -> None:
+    loader = eval_loader(numbered(5, 2), INPUT, 4, CPU)
+    known = {number: torch.tensor([float(number), 0.0]) for number in range(5)}
+
+    def predict(images: Tensor) -> Tensor:
+        return torch.stack([known[round(float(image[0, 0, 0]) * 255)] for image in images])
+
+    expected = np.mean([np.log(np.exp(n) + 1) - (n if n % 2 == 0 else 0) for n in range(5)])
+    assert evaluate(predict, loader, CPU).loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_correct_mask_is_in_the_order_of_the_data() -> None:
+    mask = correct_mask(oracle(5, wrong={0, 4, 9}), eval_loader(numbered(11, 5), INPUT, 3, CPU), CPU)
+    assert mask.dtype == bool and np.flatnonzero(~mask).tolist() == [0, 4, 9]
+
+
+def test_numbers_that_are_not_finite_are_not_counted_as_answers() -> None:
+    loader = eval_loader(numbered(4, 2), INPUT, 4, CPU)
+    with pytest.raises(VitcompressError, match="not finite"):
+        evaluate(lambda images: torch.full((len(images), 2), float("nan")), loader, CPU)
+
+
+def test_nothing_to_evaluate_is_an_error() -> None:
+    with pytest.raises(DataError, match="no image"):
+        evaluate(lambda images: images, eval_loader(numbered(0, 2), INPUT, 4, CPU), CPU)
+
+
+def test_wilson_against_the_published_example() -> None:
+    # Newcombe, Statistics in Medicine 17 (1998), table I: 81/263 -> 0.2553 to 0.3662; 0/20 -> 0 to 0.1611
+    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    assert Accuracy(20, 20, 20, 0.0).interval[1] == 1.0
+    with pytest.raises(ValueError, match="not a share"):
+        wilson(3, 2)
+
+
+@pytest.mark.parametrize(("only_a", "only_b"), [(0, 0), (1, 5), (7, 7), (0, 6), (40, 20)])
+def test_mcnemar_is_the_exact_binomial_test(only_a: int, only_b: int) -> None:
+    both = 10
+    a = np.array([True] * (both + only_a) + [False] * only_b)
+    b = np.array([True] * both + [False] * only_a + [True] * only_b)
+    found = mcnemar(a, b)
+    expected = stats.binomtest(only_a, only_a + only_b).pvalue if only_a + only_b else 1.0
+    assert (found.only_a, found.only_b) == (only_a, only_b)
+    assert found.p_value == pytest.approx(expected, rel=1e-12)
+
+
+def test_mcnemar_wants_the_same_images() -> None:
+    with pytest.raises(ValueError, match="different images"):
+        mcnemar(np.ones(3, bool), np.ones(4, bool))
+
+
+def test_calibration_images_are_drawn_once_each_by_the_seed() -> None:
+    data = numbered(30, 3)
+    first, again, other = (calibration_images(data, INPUT, 8, seed) for seed in (0, 0, 1))
+    assert first.shape == (8, 1, 4, 4) and torch.equal(first, again) and not torch.equal(first, other)
+    assert len(set(first[:, 0, 0, 0].tolist())) == 8
+    with pytest.raises(DataError, match="31 images"):
+        calibration_images(data, INPUT, 31, 0)

@@ -1,0 +1,148 @@
+"""Sites and spaces say the truth about timm's models, and models that no family covers are refused with a reason."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import timm
+import torch
+from contracts import (
+    CONTRACTS,
+    MOVED,
+    assert_moved,
+    assert_same,
+    build,
+    difference,
+    every_variant,
+    images,
+    logits,
+    spaces_of,
+)
+from torch import nn
+
+from vitcompress.errors import UnsupportedModelError
+from vitcompress.families import FAMILIES, Space, family_of
+from vitcompress.surgery import sliced_state
+
+
+def test_every_family_has_a_row() -> None:
+    assert {family for family, _ in CONTRACTS} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(("family", "variant"), CONTRACTS)
+def test_models_are_found_by_structure(family: str, variant: str) -> None:
+    assert family_of(build(variant)).name == family
+
+
+@every_variant
+def test_sites_are_in_forward_order_with_paths_that_exist(variant: str) -> None:
+    model = build(variant)
+    sites = family_of(model).sites(model)
+    kinds = ("attention", "activation", "ffn", "block")
+    assert [(site.index, site.kind) for site in sites] == [(i, kind) for i in range(2) for kind in kinds]
+    for site in sites:
+        assert model.get_submodule(site.name) is not None
+        assert site.name.startswith(site.block)
+        if site.branch_end:
+            assert model.get_submodule(site.branch_end) is not None
+
+
+@every_variant
+def test_every_parameter_is_in_a_space(variant: str) -> None:
+    """Except the class axis of the heads: what no space names could not be sliced."""
+    model = build(variant)
+    named = {(axis.tensor, axis.dim) for space in spaces_of(model).values() for axis in space.axes}
+    for name, parameter in model.named_parameters():
+        dims = [0] if parameter.ndim == 1 else [2] if parameter.ndim == 3 else [0] if parameter.ndim == 4 else [0, 1]
+        for dim in dims:
+            assert (name, dim) in named or name.startswith("head"), (name, dim)
+
+
+@every_variant
+def test_axes_tile_their_tensors(variant: str) -> None:
+    """All spaces along one dimension of one tensor cover it without gap or overlap."""
+    model = build(variant)
+    parts: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for space in spaces_of(model).values():
+        for axis in space.axes:
+            end = axis.offset + axis.copies * space.size
+            parts.setdefault((axis.tensor, axis.dim), []).append((axis.offset, end))
+    for (tensor, dim), found in parts.items():
+        found.sort()
+        assert found[0][0] == 0
+        assert found[-1][1] == model.get_parameter(tensor).shape[dim]
+        assert all(one[1] == other[0] for one, other in pairwise(found))
+
+
+def permutation(space: Space, seed: int = 0) -> tuple[int, ...]:
+    """Channels of each head in another order: none stays where it was in the first head."""
+    per = space.size // space.heads
+    generator = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(per, generator=generator).roll(1).tolist() for _ in range(space.heads)]
+    if orders[0] == sorted(orders[0]):
+        orders[0] = orders[0][::-1]
+    return tuple(h * per + c for h, order in enumerate(orders) for c in order)
+
+
+@every_variant
+def test_permuted_equals_unchanged_and_forgetting_any_axis_is_noticed(variant: str) -> None:
+    model, x = build(variant), images(variant)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = logits(model, x)
+    for space in spaces_of(model).values():
+        order = {space.name: permutation(space)}
+        model.load_state_dict(sliced_state(state, [space], order))
+        assert_same(logits(model, x), expected)
+        for number, axis in enumerate(space.axes):
+            forgotten = [space.axes[:number] + space.axes[number + 1 :]]
+            if axis.copies > 1 and not axis.tensor.endswith("bias"):  # a bias of the keys shifts all scores alike
+                forgotten.append((*forgotten[0], replace(axis, copies=1)))
+            for axes in filter(None, forgotten):  # with none left, nothing was permuted
+                model.load_state_dict(sliced_state(state, [replace(space, axes=axes)], order))
+                assert difference(logits(model, x), expected) > MOVED, (space.name, axis)
+
+
+@every_variant
+def test_whole_heads_can_change_places_if_queries_and_values_move_together(variant: str) -> None:
+    model, x = build(variant), images(variant)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = logits(model, x)
+    qk, v = (spaces_of(model)[f"blocks.0.{kind}"] for kind in ("qk", "v"))
+    order = tuple(h * 4 + c for h in (2, 0, 3, 1) for c in range(4))
+    model.load_state_dict(sliced_state(state, [qk, v], {qk.name: order, v.name: order}))
+    assert_same(logits(model, x), expected)
+    model.load_state_dict(sliced_state(state, [qk], {qk.name: order}))
+    assert_moved(logits(model, x), expected)
+
+
+SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("arch", "args", "reason"),
+    [
+        ("resnet18", {}, "it is a ResNet"),
+        ("swin_tiny_patch4_window7_224", {"depths": (1, 1), "embed_dim": 16, "num_heads": (2, 2)}, "SwinTransformer"),
+        ("vit_tiny_patch16_224", {**SMALL, "global_pool": "map", "class_token": False}, "it pools by attention"),
+        ("vit_tiny_patch16_224", {**SMALL, "qk_norm": True}, "normalises q, k"),
+        ("vit_tiny_patch16_224", {**SMALL, "scale_attn_norm": True}, "normalises q, k or its output"),
+        ("vit_tiny_patch16_224", {**SMALL, "scale_mlp_norm": True}, "normalises its hidden channels"),
+        ("vit_tiny_patch16_224", {**SMALL, "norm_layer": "rmsnorm"}, "its norm is a RmsNorm"),
+        ("vit_tiny_patch16_224", {**SMALL, "embed_norm_layer": "rmsnorm"}, "its norm is a RmsNorm"),
+        ("vit_tiny_patch16_224", {**SMALL, "attn_layer": "diff"}, "its attention is a DiffAttention"),
+        ("vit_giant_patch14_dinov2", {**SMALL, "mlp_ratio": 4.0}, "its FFN is a GluMlp"),
+        ("vit_base_patch16_rpn_224", SMALL, "its blocks are ResPostBlock"),
+        ("vit_tiny_r_s16_p8_224", {"img_size": 64, "embed_dim": 16, "depth": 1, "num_heads": 4}, "its stem is a HybridEmbed"),
+    ],
+)
+def test_other_models_are_refused_with_the_reason(arch: str, args: dict, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+        family_of(timm.create_model(arch, **args))
+    assert "supported" in (caught.value.hint or "")
+
+
+def test_a_norm_without_weights_is_refused() -> None:
+    model = build("plain")
+    model.blocks[1].norm2 = nn.LayerNorm(16, elementwise_affine=False)
+    with pytest.raises(UnsupportedModelError, match="LayerNorm has no weights"):
+        family_of(model)

@@ -1,0 +1,353 @@
+"""Gates compute what surgery deploys, give scores the true derivative, and leave no trace."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from itertools import chain, combinations
+
+import pytest
+import torch
+from contracts import (
+    assert_moved,
+    assert_same,
+    build,
+    contract,
+    every_variant,
+    images,
+    kept_channels,
+    logits,
+    masks,
+    spaces_of,
+)
+from torch import Tensor, nn
+
+from vitcompress.errors import PlanError
+from vitcompress.families import Site, family_of
+from vitcompress.gates import GatedModel, channel_gates
+from vitcompress.surgery import applied, apply, depth_plan
+
+BYPASSES = ["drop", "norm_identity", "double"]
+OUTPUT_ACTS = ["none", "gelu"]
+
+
+def layers(model: nn.Module) -> list[Site]:
+    return [site for site in family_of(model).sites(model) if site.kind in ("attention", "activation")]
+
+
+def gated(model: nn.Module, **modes: str) -> GatedModel:
+    return GatedModel(model, family_of(model), layers(model), **modes).double()
+
+
+def subsets(sites: list[Site]) -> Iterator[tuple[Site, ...]]:
+    return chain.from_iterable(combinations(sites, count) for count in range(len(sites) + 1))
+
+
+# -------------------------------------------------------------------------------------------------------- layer gates
+
+
+@pytest.mark.parametrize("output_act", OUTPUT_ACTS)
+@pytest.mark.parametrize("bypass", BYPASSES)
+@pytest.mark.parametrize("variant", ["plain", "layer_scale", "distilled"])
+def test_closed_gates_compute_what_surgery_deploys(variant: str, bypass: str, output_act: str) -> None:
+    """For every subset of the four layers of two blocks; the search model is the deployed model."""
+    model, x = build(variant), images(variant)
+    dense = logits(model, x)
+    modes = {"attention_bypass": bypass, "both_pruned_output_act": output_act}
+    open_model = gated(deepcopy(model), **modes)
+    for removed in subsets(layers(model)):
+        for site in open_model.sites:
+            open_model.set_gate(site.name, 0.0 if site in removed else 1.0)
+        blocks = {kind: [s.index for s in removed if s.kind == kind] for kind in ("attention", "activation")}
+        plan = depth_plan(model, contract(variant).plan, blocks["attention"], blocks["activation"], **modes)
+        deployed = applied(model, plan)
+        for training in (False, True):  # no drop path, no dropout: the same function in both modes
+            assert_same(logits(open_model.train(training), x), logits(deployed.train(training), x))
+        if removed:
+            assert_moved(logits(deployed.eval(), x), dense)
+
+
+@pytest.mark.parametrize("bypass", BYPASSES)
+def test_gates_on_a_model_that_lost_layers_before(bypass: str) -> None:
+    model, x = build("plain"), images("plain")
+    base = contract("plain").plan
+    apply(model, depth_plan(model, base, [0], [1], attention_bypass=bypass))
+    modes = {"attention_bypass": bypass, "both_pruned_output_act": "gelu"}
+    open_model = gated(deepcopy(model), **modes)
+    assert [site.name for site in open_model.sites] == ["blocks.0.mlp.act", "blocks.1.attn"]
+    for removed in subsets(layers(model)):
+        for site in open_model.sites:
+            open_model.set_gate(site.name, 0.0 if site in removed else 1.0)
+        blocks = {kind: [s.index for s in removed if s.kind == kind] for kind in ("attention", "activation")}
+        deployed = applied(model, depth_plan(model, base, blocks["attention"], blocks["activation"], **modes))
+        assert_same(logits(open_model, x), logits(deployed, x))
+
+
+def test_output_activation_only_where_every_layer_of_the_block_is_gone() -> None:
+    model, x = build("plain"), images("plain")
+    with_act = GatedModel(
+        deepcopy(model), family_of(model), layers(model)[:3], both_pruned_output_act="gelu"
+    )  # attention and activation of block 0, attention of block 1
+    without = GatedModel(deepcopy(model), family_of(model), layers(model)[:3])
+    for one in (with_act, without):
+        one.set_gate("blocks.1.attn", 0.0)
+        one.set_gate("blocks.0.attn", 0.0)
+    assert_same(logits(with_act, x), logits(without, x))
+    for one in (with_act, without):
+        one.set_gate("blocks.0.mlp.act", 0.0)
+    assert_moved(logits(with_act, x), logits(without, x))
+
+
+@pytest.mark.parametrize("bypass", BYPASSES)
+@pytest.mark.parametrize("variant", ["plain", "layer_scale"])
+def test_half_open_gates_interpolate(variant: str, bypass: str) -> None:
+    """NOSE's dilution: (2 - g) x + g f(x) when it doubles, else x + g f(x) + (1 - g) stand-in."""
+    model, x = build(variant, depth=1), torch.randn(2, 5, 16, dtype=torch.float64)
+    block = model.blocks[0]
+    with torch.no_grad():
+        normed = block.norm1(x)
+        branch = block.ls1(block.attn(normed))
+        stand = {"drop": torch.zeros_like(x), "norm_identity": block.ls1(normed), "double": x}[bypass]
+        mixed = x + 0.3 * branch + 0.7 * stand
+        hidden = block.mlp.fc1(block.norm2(mixed))
+        act = 0.6 * nn.functional.gelu(hidden) + 0.4 * hidden
+        expected = mixed + block.ls2(block.mlp.fc2(act))
+    before = logits(block, x)
+    open_model = gated(model, attention_bypass=bypass)
+    assert torch.equal(logits(block, x), before)
+    open_model.set_gate("blocks.0.attn", 0.3)
+    open_model.set_gate("blocks.0.mlp.act", 0.6)
+    assert_same(logits(block, x), expected)
+    assert_moved(expected, before)
+
+
+@contextmanager
+def interpolated(model: nn.Module, site: Site, bypass: str, scalar: Tensor) -> Iterator[None]:
+    """The same interpolation written for autograd: nothing straight-through, `scalar` is a part of the graph."""
+    stream: list[Tensor] = []
+
+    def keep(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        stream[:] = [args[0]]
+
+    def mix(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        stand = args[0]
+        if site.kind == "attention":
+            stand = {"drop": 0 * out, "norm_identity": args[0], "double": stream[0]}[bypass]
+        return scalar * out + (1 - scalar) * stand
+
+    doubles = bypass == "double" and site.kind == "attention"
+    block = model.get_submodule(site.block)
+    target = block.drop_path1 if doubles else model.get_submodule(site.name)
+    handles = [block.register_forward_pre_hook(keep), target.register_forward_hook(mix)]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("bypass", BYPASSES)
+@pytest.mark.parametrize("variant", ["plain", "layer_scale"])
+def test_a_score_receives_the_derivative_with_respect_to_its_gate(variant: str, bypass: str) -> None:
+    model, x = build(variant), images(variant)
+    target = torch.tensor([0, 3, 1])
+    open_model = gated(deepcopy(model), attention_bypass=bypass)
+    for number, site in enumerate(open_model.sites):
+        for gate in (1.0, 0.0, 0.25):
+            open_model.zero_grad()
+            open_model.set_gate(site.name, gate)
+            nn.functional.cross_entropy(open_model(x), target).backward()
+            found = open_model.scores[number].grad
+            scalar = torch.tensor(gate, dtype=torch.float64, requires_grad=True)
+            with interpolated(model, site, bypass, scalar):
+                (expected,) = torch.autograd.grad(nn.functional.cross_entropy(model(x), target), scalar)
+            assert abs(expected) > 1e-6
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+        open_model.set_gate(site.name, 1.0)
+
+
+@pytest.mark.parametrize("gate", [1.0, 0.0])
+def test_score_gradients_agree_with_finite_differences(gate: float) -> None:
+    """One-sided, of second order, into the range of gates: off by about h**2 f''' / 3, f''' far below 1e4."""
+    model, x = build("plain"), images("plain")
+    target, step = torch.tensor([0, 3, 1]), 1e-4 if gate == 0.0 else -1e-4
+    open_model = gated(model)
+    for number, site in enumerate(open_model.sites):
+        losses = []
+        for distance in (0, 1, 2):
+            open_model.set_gate(site.name, gate + distance * step)
+            with torch.no_grad():
+                losses.append(float(nn.functional.cross_entropy(open_model(x), target)))
+        slope = (-3 * losses[0] + 4 * losses[1] - losses[2]) / (2 * step)
+        open_model.zero_grad()
+        open_model.set_gate(site.name, gate)
+        nn.functional.cross_entropy(open_model(x), target).backward()
+        assert float(open_model.scores[number].grad) == pytest.approx(slope, abs=1e-4, rel=1e-4)
+        assert abs(slope) > 1e-3
+        open_model.set_gate(site.name, 1.0)
+
+
+def test_scores_do_not_change_the_output_and_every_parameter_always_gets_a_gradient() -> None:
+    model, x = build("plain"), images("plain")
+    open_model = gated(model)
+    before = logits(open_model, x)
+    with torch.no_grad():
+        for number, score in enumerate(open_model.score_parameters()):
+            score.fill_(number - 1.5)
+    assert torch.equal(logits(open_model, x), before)
+    assert list(open_model.scores_of().values()) == [-1.5, -0.5, 0.5, 1.5]
+    open_model.set_gate("blocks.0.attn", 0.0)
+    open_model(x).sum().backward()
+    assert all(p.grad is not None for p in open_model.parameters())
+    assert float(model.blocks[0].attn.qkv.weight.grad.abs().max()) == 0.0
+    assert float(model.blocks[1].attn.qkv.weight.grad.abs().max()) > 0.0
+
+
+def test_saving_a_gated_model_keeps_scores_and_gates_apart_from_the_weights() -> None:
+    model, x = build("plain"), images("plain")
+    names = list(model.state_dict())
+    one = gated(model)
+    assert list(model.state_dict()) == names
+    assert {f"model.{name}" for name in names} < set(one.state_dict())
+    one.set_gate("blocks.1.mlp.act", 0.0)
+    one.set_gate("blocks.0.attn", 0.5)
+    with torch.no_grad():
+        one.scores[2].fill_(3.0)
+    other = gated(build("plain", seed=1))
+    assert_moved(logits(other, x), logits(one, x))
+    other.load_state_dict(one.state_dict(), strict=True)
+    assert other.gate_values() == one.gate_values()
+    assert other.scores_of() == one.scores_of()
+    assert torch.equal(logits(other, x), logits(one, x))
+
+
+@pytest.mark.parametrize("bypass", BYPASSES)
+def test_a_deep_copy_has_gates_scores_and_hooks_of_its_own(bypass: str) -> None:
+    model, x = build("plain"), images("plain")
+    one = gated(model, attention_bypass=bypass, both_pruned_output_act="gelu")
+    copy = deepcopy(one)
+    before = logits(one, x)
+    for site in copy.sites:
+        copy.set_gate(site.name, 0.0)
+    assert set(one.gate_values().values()) == {1.0}
+    assert torch.equal(logits(one, x), before)
+    assert_moved(logits(copy, x), before)
+    copy(x).sum().backward()
+    assert all(score.grad is None for score in one.scores)
+    assert all(score.grad is not None for score in copy.scores)
+    deployed = applied(build("plain"), depth_plan(build("plain"), contract("plain").plan, [0, 1], [0, 1],
+                                                  attention_bypass=bypass, both_pruned_output_act="gelu"))
+    assert_same(logits(copy, x), logits(deployed, x))
+
+
+def test_a_gated_model_takes_over_mode_and_names_without_weight_decay() -> None:
+    model = build("distilled")
+    one = GatedModel(model, family_of(model), layers(model))
+    assert not one.training
+    assert one.no_weight_decay() == {f"model.{name}" for name in model.no_weight_decay()} != set()
+    assert {id(p) for p in one.parameters()} == {id(p) for p in (*one.score_parameters(), *one.weight_parameters())}
+    assert len(one.score_parameters()) == 4
+
+
+@pytest.mark.parametrize(
+    ("modes", "told"),
+    [
+        ({"attention_bypass": "identity"}, "attention_bypass must be one of drop, norm_identity, double, got 'identity'"),
+        ({"both_pruned_output_act": "relu"}, "both_pruned_output_act must be one of gelu, none; got 'relu'"),
+    ],
+)
+def test_unknown_modes(modes: dict[str, str], told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        gated(build("plain"), **modes)
+
+
+def test_layers_without_a_gate() -> None:
+    model = build("plain")
+    sites = family_of(model).sites(model)
+    for site in (sites[2], sites[3], Site("blocks.7.attn", "attention", "blocks.7", 7, "blocks.7.drop_path1")):
+        with pytest.raises(PlanError, match=rf"no gate for {site.name}; layers that take one: blocks.0.attn"):
+            GatedModel(model, family_of(model), [site])
+    open_model = gated(model)
+    with pytest.raises(PlanError, match="no gated layer blocks.0.mlp; gated: blocks.0.attn"):
+        open_model.set_gate("blocks.0.mlp", 0.0)
+    for value in (-0.1, 1.1, float("nan")):
+        with pytest.raises(PlanError, match="must lie in 0..1"):
+            open_model.set_gate("blocks.0.attn", value)
+
+
+# ------------------------------------------------------------------------------------------------------- channel gates
+
+
+def trace(model: nn.Module) -> list:
+    """Everything that gates could leave behind."""
+    hooks = [(n, type(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()]
+    return [hooks, list(model.state_dict()), [(n, id(p)) for n, p in model.named_parameters()]]
+
+
+@every_variant
+def test_channel_gates_leave_no_trace(variant: str) -> None:
+    model, x = build(variant), images(variant)
+    before, expected = trace(model), logits(model, x)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    kept = kept_channels(model, {"qk", "v", "mlp", "residual"})
+    with channel_gates(model, family_of(model), masks(model, kept)):
+        assert trace(model) != before
+        assert_moved(logits(model, x), expected)
+    assert trace(model) == before
+    assert torch.equal(logits(model, x), expected)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+def test_channel_gates_leave_no_trace_of_a_failure() -> None:
+    model = build("distilled")
+    before = trace(model)
+    gates = masks(model, kept_channels(model, {"mlp", "residual"}))
+    with pytest.raises(KeyError), channel_gates(model, family_of(model), gates):
+        raise KeyError
+    assert trace(model) == before
+    with channel_gates(model, family_of(model), gates):
+        inside = trace(model)
+        with (
+            pytest.raises(PlanError, match="gated already"),
+            channel_gates(model, family_of(model), {"residual": gates["residual"]}),
+        ):
+            pass
+        assert trace(model) == inside
+    assert trace(model) == before
+
+
+@every_variant
+def test_open_channel_gates_change_nothing_and_have_gradients(variant: str) -> None:
+    """The derivative at 1 is the loss's first-order change when a channel goes (Taylor score): sum of w dL/dw."""
+    model, x = build(variant), images(variant)
+    expected = logits(model, x)
+    gates = {
+        name: torch.ones(space.size, dtype=torch.float64, requires_grad=True)
+        for name, space in spaces_of(model).items()
+    }
+    with channel_gates(model, family_of(model), gates):
+        out = model(x)
+        out.square().sum().backward()
+    assert_same(out.detach(), expected)
+    mlp = model.blocks[1].mlp.fc1
+    rows = (mlp.weight * mlp.weight.grad).sum(1) + (0 if mlp.bias is None else mlp.bias * mlp.bias.grad)
+    assert_same(gates["blocks.1.mlp"].grad, rows.detach())
+    assert all(float(gate.grad.abs().max()) > 0 for gate in gates.values())
+
+
+def test_channel_gates_work_in_half_precision() -> None:
+    model = build("layer_scale", dtype=torch.bfloat16)
+    x = images("layer_scale", dtype=torch.bfloat16)
+    gates = {name: gate.float() for name, gate in masks(model, kept_channels(model, {"qk", "v", "residual"})).items()}
+    with channel_gates(model, family_of(model), gates):
+        assert logits(model, x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("gates", "told"),
+    [
+        ({"blocks.0.kq": torch.ones(16)}, "no such space: blocks.0.kq"),
+        ({"blocks.0.qk": torch.ones(15)}, r"blocks.0.qk has 16 channels, its gate has the shape \(15,\)"),
+    ],
+)
+def test_gates_that_do_not_fit(gates: dict[str, Tensor], told: str) -> None:
+    model = build("plain")
+    with pytest.raises(PlanError, match=told), channel_gates(model, family_of(model), gates):
+        pass

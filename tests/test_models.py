@@ -1,0 +1,157 @@
+"""Dense models: what cannot be built or loaded is told with the next step, and position embeddings follow the size."""
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from contracts import build, contract, difference, every_variant, images, logits
+from safetensors.torch import save_file
+from timm.layers import resample_abs_pos_embed
+
+from vitcompress.errors import InputError, WeightsError
+from vitcompress.models import create, input_config
+
+ARCH = "vit_tiny_patch16_224"
+SMALL = contract("plain").arch_args
+
+
+def saved(tmp_path: Path, variant: str = "plain", suffix: str = "safetensors", **args: object) -> tuple:
+    model = build(variant, dtype=torch.float32, **args)
+    path = tmp_path / f"weights.{suffix}"
+    if suffix == "safetensors":
+        save_file(model.state_dict(), path)
+    else:
+        torch.save({"model": model.state_dict()}, path)
+    return model, path
+
+
+def test_random_weights_depend_on_the_seed_alone() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    one, same, other = (create(ARCH, SMALL, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), before), "the caller's random state stays"
+    assert not one.training
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(one.patch_embed.proj.weight, other.patch_embed.proj.weight)
+
+
+def test_an_unknown_architecture_gives_the_nearest_names() -> None:
+    with pytest.raises(InputError, match="timm has no model 'diet_small_patch16_224'") as caught:
+        create("diet_small_patch16_224")
+    assert "deit_small_patch16_224" in (caught.value.hint or "")
+    with pytest.raises(InputError) as caught:
+        create("qqqqqqqqqqqqqqqq")
+    assert caught.value.hint == "see timm.list_models()"
+
+
+@pytest.mark.parametrize(
+    ("arch", "args"),
+    [
+        (ARCH, {"embed_dmi": 3}),
+        (ARCH, {**SMALL, "num_heads": 3}),
+        (ARCH, {**SMALL, "num_heads": 0}),
+        (ARCH, {**SMALL, "global_pool": "best"}),
+        (ARCH, {**SMALL, "img_size": "big"}),
+        (ARCH, {**SMALL, "patch_size": 0}),
+        (f"{ARCH}.no_such_tag", {}),
+    ],
+)
+def test_arguments_that_timm_refuses(arch: str, args: dict) -> None:
+    with pytest.raises(InputError, match="timm cannot build vit_tiny") as caught:
+        create(arch, args)
+    assert not isinstance(caught.value, WeightsError)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pth"])
+@every_variant
+def test_weights_from_a_file(variant: str, suffix: str, tmp_path: Path) -> None:
+    model, path = saved(tmp_path, variant, suffix)
+    row, x = contract(variant), images(variant, dtype=torch.float32)
+    loaded = create(row.arch, row.arch_args, path)
+    assert torch.equal(logits(loaded, x), logits(model, x))
+    assert not torch.equal(logits(create(row.arch, row.arch_args), x), logits(model, x))
+
+
+@pytest.mark.parametrize("variant", ["plain", "distilled", "registers", "deit3", "no_class_token"])
+def test_position_embeddings_are_resampled_to_the_input_size(variant: str, tmp_path: Path) -> None:
+    """From a model for 224 to one for 8 x 12; prefix tokens keep their embeddings."""
+    model, path = saved(tmp_path, variant, img_size=224, patch_size=16)
+    row = contract(variant, img_size=[32, 48], patch_size=16)
+    loaded = create(row.arch, row.arch_args, path)
+    prefix = 0 if model.no_embed_class else model.num_prefix_tokens
+    expected = resample_abs_pos_embed(model.pos_embed, (2, 3), (14, 14), num_prefix_tokens=prefix)
+    assert torch.equal(loaded.pos_embed, expected)
+    assert torch.equal(loaded.pos_embed[:, :prefix], model.pos_embed[:, :prefix])
+    assert logits(loaded, torch.randn(2, 3, 32, 48)).shape == (2, 5)
+    assert input_config(loaded).size == (3, 32, 48)
+
+
+def test_layer_scales_of_original_deit3_checkpoints_are_renamed(tmp_path: Path) -> None:
+    model, _ = saved(tmp_path, "deit3")
+    old = {name.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): t for name, t in model.state_dict().items()}
+    assert set(old) != set(model.state_dict())
+    torch.save({"model": old}, tmp_path / "old.pth")
+    row = contract("deit3")
+    loaded = create(row.arch, row.arch_args, tmp_path / "old.pth")
+    x = images("deit3", dtype=torch.float32)
+    assert torch.equal(logits(loaded, x), logits(model, x))
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ({"depth": 3}, "12 unknown \\(blocks.2"),
+        ({"depth": 1}, "12 tensors missing \\(blocks.1"),
+        ({"embed_dim": 32}, "of another shape"),
+        ({"init_values": 0.1}, "4 unknown \\(blocks.0.ls1.gamma"),
+    ],
+)
+def test_weights_of_another_architecture(args: dict, told: str, tmp_path: Path) -> None:
+    _, path = saved(tmp_path, **args)
+    with pytest.raises(WeightsError, match=f"holds the weights of another model: .*{told}") as caught:
+        create(ARCH, SMALL, path)
+    assert caught.value.hint
+
+
+def test_weights_of_something_else_altogether(tmp_path: Path) -> None:
+    torch.save(timm.create_model("test_resnet").state_dict(), tmp_path / "resnet.pth")
+    with pytest.raises(WeightsError, match="holds the weights of another model"):
+        create(ARCH, SMALL, tmp_path / "resnet.pth")
+    with pytest.raises(WeightsError, match="no weights at"):
+        create(ARCH, SMALL, tmp_path / "none.pth")
+
+
+@pytest.mark.parametrize("variant", ["plain", "distilled"])
+def test_another_class_count_needs_a_new_head(variant: str, tmp_path: Path) -> None:
+    model, path = saved(tmp_path, variant, num_classes=9)
+    row = contract(variant)
+    with pytest.raises(WeightsError, match="tell 9 classes apart, the data has 5") as caught:
+        create(row.arch, row.arch_args, path)
+    assert "new_head" in (caught.value.hint or "")
+    loaded = create(row.arch, row.arch_args, path, new_head=True)
+    assert loaded.head.weight.shape == (5, 16)
+    body = {name: tensor for name, tensor in loaded.state_dict().items() if not name.startswith("head")}
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in body.items())
+    fitting = create(row.arch, {**row.arch_args, "num_classes": 9}, path, new_head=True)
+    assert torch.equal(fitting.head.weight, model.head.weight), "a head that fits is kept"
+
+
+def test_the_input_is_what_the_model_was_built_for() -> None:
+    config = input_config(create(ARCH, {**SMALL, "img_size": [8, 12], "in_chans": 1}))
+    assert config.size == (1, 8, 12)
+    assert (config.mean, config.std) == ((0.5,), (0.5,))
+    deit = input_config(create("deit_tiny_patch16_224", SMALL))
+    assert len(set(deit.mean)) == 3
+    grey = input_config(create("deit_tiny_patch16_224", {**SMALL, "in_chans": 1}))
+    assert grey.mean == pytest.approx((sum(deit.mean) / 3,))
+    assert grey.to_dict()["interpolation"] == "bicubic"
+
+
+def test_float16_files_give_float32_models(tmp_path: Path) -> None:
+    model, _ = saved(tmp_path)
+    save_file({name: tensor.half() for name, tensor in model.state_dict().items()}, tmp_path / "half.safetensors")
+    loaded = create(ARCH, SMALL, tmp_path / "half.safetensors")
+    x = images("plain", dtype=torch.float32)
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+    assert 0 < difference(logits(loaded, x), logits(model, x)) < 0.05

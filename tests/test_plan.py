@@ -1,0 +1,196 @@
+"""Plans: plain data that comes back from its file as it was, and that tells every mistake at once."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from contracts import assert_composed, build, contract, images
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitcompress.errors import PlanError
+from vitcompress.plan import Plan
+from vitcompress.surgery import applied
+
+WHOLE = Plan(
+    "deit_tiny_patch16_224",
+    {"img_size": (8, 12), "num_classes": 5},
+    removed={"blocks.3.attn": "double", "blocks.1.mlp.act": "identity"},
+    appended={"blocks.3": "gelu"},
+    folded=("blocks.1.mlp", "blocks.1.ls2"),
+    kept={"residual": (3, 1, 2), "blocks.0.mlp": (0,)},
+    heads={"blocks.0.attn": 2},
+)
+
+
+def test_a_plan_equals_what_its_file_gives_back() -> None:
+    again = Plan.from_json(WHOLE.to_json())
+    assert again == WHOLE
+    assert again.digest == WHOLE.digest
+    assert again.kept["residual"] == (3, 1, 2), "the order of kept channels must not change"
+
+
+def test_the_digest_depends_on_content_alone() -> None:
+    reordered = replace(WHOLE, removed=dict(reversed(WHOLE.removed.items())))
+    assert reordered.digest == WHOLE.digest
+    for change in ({"folded": ()}, {"heads": {}}, {"kept": {"residual": (1, 2, 3)}}, {"appended": {}}):
+        assert replace(WHOLE, **change).digest != WHOLE.digest
+
+
+def test_arguments_that_json_cannot_hold_are_refused() -> None:
+    with pytest.raises(PlanError, match="plain data"):
+        Plan("deit_tiny_patch16_224", {"norm_layer": object()})
+
+
+def test_every_problem_of_a_file_is_told_at_once() -> None:
+    data = json.loads(WHOLE.to_json())
+    data["removed"] = {"blocks.0.attn": "dropp", "blocks.1.attn": ["drop"]}
+    data["appended"] = {"blocks.0": "relu"}
+    data["kept"] = {"a": [1, 1], "b": [-1], "c": "123", "d": [True], "e": []}
+    data["heads"] = {"f": 0, "g": True, "h": 1.5}
+    data["folded"] = ["blocks.1.mlp", "blocks.1.mlp"]
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(json.dumps(data))
+    named = [f"removed.blocks.{i}.attn" for i in (0, 1)] + ["appended.blocks.0", "named twice"]
+    named += [f"kept.{name}" for name in "abcde"] + [f"heads.{name}" for name in "fgh"]
+    assert [name for name in named if name not in caught.value.message] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "expected an object, got list"),
+        ("null", "expected an object"),
+        ('{"arch": "x", "format": 2}', "format: got 2, this version reads 1"),
+        ('{"arch": "x"}', "format: got None"),
+        ('{"format": 1}', "arch: expected a timm model name"),
+        ('{"arch": "x", "format": 1, "remvoed": {}}', "remvoed: unknown key, did you mean removed?"),
+        ('{"arch": "x", "format": 1, "kept": []}', "kept: expected an object, got list"),
+        ('{"arch": "x", "format": 1, "kept": null}', "kept: expected an object"),
+        ('{"arch": "x", "format": 1, "folded": [1]}', "folded: expected a list"),
+    ],
+)
+def test_damaged_files(text: str, told: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(text)
+    assert told in caught.value.message
+
+
+def test_later_channels_count_in_what_is_left() -> None:
+    base = Plan("x")
+    first = replace(base, kept={"residual": (9, 4, 7), "blocks.0.mlp": (1, 2)}, heads={"blocks.0.attn": 4})
+    second = replace(base, kept={"residual": (2, 0), "blocks.0.v": (5,)}, heads={"blocks.0.attn": 2})
+    both = first.then(second)
+    assert both.kept == {"residual": (7, 9), "blocks.0.mlp": (1, 2), "blocks.0.v": (5,)}
+    assert both.heads == {"blocks.0.attn": 2}
+
+
+@given(st.permutations(range(9)), st.permutations(range(6)), st.permutations(range(4)))
+def test_then_is_associative(one: list[int], two: list[int], three: list[int]) -> None:
+    base = Plan("x")
+    plans = [replace(base, kept={"s": tuple(k)}) for k in (one[:6], two[:4], three[:2])]
+    left = plans[0].then(plans[1]).then(plans[2])
+    assert left == plans[0].then(plans[1].then(plans[2]))
+    assert left.kept["s"] == tuple(one[two[c]] for c in three[:2])
+
+
+def test_what_a_later_removal_swallows_is_forgotten() -> None:
+    first = Plan(
+        "x",
+        removed={"blocks.1.attn": "drop", "blocks.1.mlp.act": "identity", "blocks.10.attn": "drop"},
+        appended={"blocks.1": "gelu"},
+        folded=("blocks.1.mlp", "blocks.10.mlp"),
+        kept={"blocks.1.mlp": (0,), "residual": (0, 1)},
+        heads={"blocks.1.attn": 1},
+    )
+    both = first.then(Plan("x", removed={"blocks.1": "drop"}))
+    assert both == Plan(
+        "x",
+        removed={"blocks.1": "drop", "blocks.10.attn": "drop"},
+        folded=("blocks.10.mlp",),
+        kept={"residual": (0, 1)},
+    )
+    ffn = first.then(Plan("x", removed={"blocks.1.mlp": "drop"}))
+    assert set(ffn.removed) == {"blocks.1.attn", "blocks.1.mlp", "blocks.10.attn"}
+    assert ffn.appended == {"blocks.1": "gelu"}
+
+
+@pytest.mark.parametrize(
+    ("later", "told"),
+    [
+        (Plan("y"), "cannot follow"),
+        (Plan("x", {"depth": 3}), "cannot follow"),
+        (Plan("x", removed={"blocks.1.attn": "drop"}), "names what the first removed: blocks.1.attn"),
+        (Plan("x", removed={"blocks.2.attn": "drop"}), "names what the first removed: blocks.2.attn"),
+        (Plan("x", kept={"blocks.2.mlp": (0,)}), "names what the first removed: blocks.2.mlp"),
+        (Plan("x", appended={"blocks.2": "gelu"}), "names what the first removed: blocks.2"),
+        (Plan("x", folded=("blocks.0.mlp",)), "folds what the first folded"),
+        (Plan("x", kept={"residual": (3,)}), "counts beyond"),
+        (Plan("x", kept={"residual": (-1,)}), "counts beyond"),
+    ],
+)
+def test_plans_that_cannot_follow(later: Plan, told: str) -> None:
+    first = Plan(
+        "x",
+        removed={"blocks.1.attn": "drop", "blocks.2": "drop"},
+        folded=("blocks.0.mlp",),
+        kept={"residual": (4, 5, 6)},
+    )
+    with pytest.raises(PlanError, match=told):
+        first.then(later)
+
+
+DROPPED = {"removed": {"blocks.0.attn": "drop", "blocks.1.mlp.act": "identity"}}
+ONE_AFTER_THE_OTHER = {
+    "depth, fold, residual (HetDPT+)": [
+        DROPPED,
+        {"folded": ("blocks.1.mlp", "blocks.1.ls1", "blocks.1.ls2", "blocks.0.ls2")},
+        {"kept": {"residual": tuple(range(0, 16, 2)), "blocks.0.mlp": (5, 3, 1)}},
+    ],
+    "slice twice": [
+        {"kept": {"residual": (15, *range(12)), "blocks.0.mlp": tuple(range(20, 0, -2))}},
+        {"kept": {"residual": (0, 1, 2, 3, 5, 12), "blocks.0.mlp": (0, 1, 9)}},
+    ],
+    "heads, then widths": [
+        {
+            "kept": {"blocks.0.qk": tuple(range(8)), "blocks.0.v": tuple(range(4, 12))},
+            "heads": {"blocks.0.attn": 2},
+        },
+        {"kept": {"blocks.0.qk": (0, 2, 4, 6)}},
+    ],
+    "attention, then its block": [DROPPED, {"removed": {"blocks.0": "drop"}}],
+    "activation, then its FFN": [
+        DROPPED,
+        {"folded": ("blocks.1.mlp", "blocks.1.ls2")},
+        {"removed": {"blocks.1.mlp": "drop"}},
+    ],
+    "folded scale, then its attention": [
+        {"folded": ("blocks.0.ls1", "blocks.0.ls2")},
+        {"removed": {"blocks.0.attn": "norm_identity"}},
+    ],
+    "sliced, then removed": [
+        {"kept": {"blocks.0.qk": (0, 4, 8, 12), "blocks.0.v": (1, 5, 9, 13), "blocks.0.mlp": (1,)}},
+        {"removed": {"blocks.0.attn": "double", "blocks.0.mlp": "drop"}},
+    ],
+    "one branch, then the other": [
+        {"removed": {"blocks.0.attn": "drop"}, "appended": {"blocks.0": "gelu"}},
+        {"removed": {"blocks.0.mlp": "drop"}},
+    ],
+}
+
+
+@pytest.mark.parametrize("variant", ["plain", "no_proj_bias"])
+@pytest.mark.parametrize("steps", ONE_AFTER_THE_OTHER.values(), ids=list(ONE_AFTER_THE_OTHER))
+def test_plans_one_after_the_other_equal_their_composition(variant: str, steps: list[dict]) -> None:
+    base, model = contract(variant).plan, build(variant)
+    composed, step_by_step = base, model
+    for step in steps:
+        names = dict(step_by_step.named_modules())
+        fields = dict(step)
+        fields["folded"] = tuple(n for n in step.get("folded", ()) if "ls" not in n or hasattr(names[n], "gamma"))
+        delta = replace(base, **fields)
+        composed, step_by_step = composed.then(delta), applied(step_by_step, delta)
+    assert_composed(model, composed, step_by_step, images(variant))

@@ -1,0 +1,230 @@
+"""Recipes: every mistake at once, with what was seen, what is allowed, and the nearest name."""
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vitcompress import recipes
+from vitcompress.errors import InputError, RecipeError
+from vitcompress.methods import METHODS
+from vitcompress.recipe import Recipe, dense_key, load_recipe
+
+SMALL = """
+[model]
+name = "vit_tiny_patch16_224"
+weights = "random"
+
+[[step]]
+method = "hetdpt"
+pruned_layers = 4
+
+[finetune]
+epochs = 3
+lr = 1
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    return path
+
+
+def problems(path: Path, text: str = SMALL, *sets: str) -> list[str]:
+    path.write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(str(path), sets)
+    return list(caught.value.problems)
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_is_valid_and_survives_its_own_text(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name and recipe.summary
+    copy = tmp_path / "recipe.toml"
+    copy.write_text(recipe.to_toml())
+    again = load_recipe(str(copy))
+    assert again == recipe and again.to_toml() == recipe.to_toml()
+
+
+def test_a_file_is_named_after_itself_and_defaults_are_filled(file: Path) -> None:
+    recipe = load_recipe(str(file))
+    assert recipe.name == "small" and recipe.steps[0].method == "hetdpt"
+    assert isinstance(recipe.steps[0].options, METHODS["hetdpt"].options)
+    assert recipe.finetune.lr == 1.0 and recipe.finetune.epochs == 3 and recipe.run.seed == 0
+    assert recipe.export.formats == ("onnx",)
+
+
+def test_all_mistakes_are_shown_at_once(file: Path) -> None:
+    text = """
+[model]
+name = "vit_tiny_patch16_224"
+weight = "random"
+
+[[step]]
+method = "hetdpt"
+pruned_layer = 4
+
+[[step]]
+method = "hetdtp"
+
+[finetune]
+epochs = -3
+lr = "fast"
+schedule = "cosin"
+
+[finetune.augmentation]
+mixp = 0.8
+
+[benc]
+batch = 1
+"""
+    found = {line.split("   ")[0].strip(): line for line in problems(file, text)}
+    assert "unknown key, did you mean weights?" in found["model.weight"]
+    assert "unknown key, did you mean pruned_layers?" in found["step[0].pruned_layer"]
+    assert "is missing" in found["step[0].pruned_layers"]
+    assert "got 'hetdtp'" in found["step[1].method"] and "did you mean hetdpt?" in found["step[1].method"]
+    assert "got -3, expected 0 or more" in found["finetune.epochs"]
+    assert "got 'fast', expected a number" in found["finetune.lr"]
+    assert "got 'cosin', expected one of cosine, constant, did you mean cosine?" in found["finetune.schedule"]
+    assert "unknown key, did you mean mixup?" in found["finetune.augmentation.mixp"]
+    assert "unknown key, did you mean bench?" in found["benc"]
+    assert len(found) == 9
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('epochs = "30"', "got '30', expected a whole number"),
+        ("epochs = 2.5", "got 2.5, expected a whole number"),
+        ("epochs = true", "got true, expected a whole number"),
+        ("epochs = [1]", "got [1], expected a whole number"),
+        ("lr = nan", "got nan, expected a finite number"),
+        ("lr = 2024-01-01", "got '2024-01-01', expected a number"),
+        ("alpha = 1.5", "got 1.5, expected 1 or less"),
+        ("augmentation = 3", "got 3, expected a table"),
+        ("optimizer = 3", "got 3, expected text"),
+        ("betas = [0.9]", "is missing"),
+        ("betas = 0.9", "got 0.9, expected a list"),
+    ],
+)
+def test_wrong_types_and_ranges(file: Path, line: str, sentence: str) -> None:
+    found = problems(file, SMALL.replace("epochs = 3\nlr = 1", line))
+    assert len(found) == 1 and found[0].startswith("finetune.") and found[0].endswith(sentence), found
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (("[model]", "[modle]"), "model"),
+        (('[[step]]\nmethod = "hetdpt"\npruned_layers = 4', ""), "step"),
+        (("[[step]]", "[step]"), "step"),
+        (('method = "hetdpt"\n', ""), "step[0].method"),
+        (('weights = "random"', 'weights = "train"'), "dense"),
+        (("lr = 1", 'distillation = "soft"'), "finetune.teacher"),
+        (("lr = 1", "[dense]\nepochs = 1"), "dense"),
+    ],
+)
+def test_what_the_tables_need_of_each_other(file: Path, change: tuple[str, str], place: str) -> None:
+    assert change[0] in SMALL
+    found = problems(file, SMALL.replace(*change))
+    assert any(line.split("   ")[0].strip() == place for line in found), found
+
+
+def test_unknown_export_formats_are_mistakes_when_formats_are_given(file: Path) -> None:
+    file.write_text(SMALL + '[export]\nformats = ["onxx"]\n')
+    with pytest.raises(RecipeError, match="did you mean onnx"):
+        load_recipe(str(file), formats=("onnx", "trt"))
+
+
+def test_not_toml(file: Path) -> None:
+    assert "not valid TOML" in problems(file, "[model\n")[0] and "line 1" in problems(file, "[model\n")[0]
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(RecipeError, match="UTF-8"):
+        load_recipe(str(file))
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(InputError, match="digits_hetdpt"):
+        load_recipe("digits_hetdtp")
+
+
+def test_a_missing_or_unreadable_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="No such file"):
+        load_recipe(str(tmp_path / "none.toml"))
+    with pytest.raises(InputError, match="directory"):
+        load_recipe(str(tmp_path))
+
+
+def test_set_changes_values_of_every_kind(file: Path) -> None:
+    recipe = load_recipe(
+        str(file),
+        [
+            "finetune.epochs=7",
+            "step[0].pruned_layers=2",
+            "step.0.attention_bypass=norm_identity",
+            "run.device=cuda:1",
+            "finetune.betas=[0.9, 0.95]",
+            "model.args.img_size=[64, 32]",
+            'finetune.teacher="dense"',
+            "finetune.distillation=hard",
+            "bench.runs=3",
+        ],
+    )
+    assert (recipe.finetune.epochs, recipe.run.device, recipe.finetune.betas) == (7, "cuda:1", (0.9, 0.95))
+    assert recipe.steps[0].options.pruned_layers == 2 and recipe.steps[0].options.attention_bypass == "norm_identity"
+    assert recipe.model.args == {"img_size": [64, 32]} and recipe.bench.runs == 3
+
+
+@pytest.mark.parametrize(
+    ("assignment", "sentence"),
+    [
+        ("finetune.epochs", "expected table.key=value"),
+        ("=3", "expected table.key=value"),
+        ("finetune.epochs=3 4", "is not a TOML value"),
+        ("finetune.epochs=1\nmodel.name = 2", "is not a TOML value"),
+        ("step.pruned_layers=3", "write its number"),
+        ("step[4].pruned_layers=3", "no such place"),
+        ("finetune.epochs.more=3", "no such place"),
+        ("finetune.epoch=3", "unknown key, did you mean epochs?"),
+        ("finetune.epochs=many", "got 'many', expected a whole number"),
+    ],
+)
+def test_a_wrong_set_is_a_mistake_of_the_recipe(file: Path, assignment: str, sentence: str) -> None:
+    assert any(sentence in line for line in problems(file, SMALL, assignment))
+
+
+def test_equal_recipes_have_equal_text_and_key(file: Path) -> None:
+    one, other = load_recipe(str(file)), load_recipe(str(file), ["finetune.epochs=3"])
+    assert one.to_toml() == other.to_toml() and dense_key(one) == dense_key(other)
+    assert one.to_toml() != load_recipe(str(file), ["finetune.epochs=4"]).to_toml()
+    assert tomllib.loads(one.to_toml())["step"][0]["method"] == "hetdpt"
+
+
+def test_the_dense_key_follows_what_the_dense_model_depends_on_and_nothing_else() -> None:
+    recipe = load_recipe("digits_hetdpt")
+    assert recipe.dense is not None
+    same = [
+        replace(recipe, name="other"),
+        replace(recipe, finetune=replace(recipe.finetune, epochs=1)),
+        replace(recipe, data=replace(recipe.data, workers=2)),
+        replace(recipe, steps=()),
+    ]
+    other = [
+        replace(recipe, dense=replace(recipe.dense, epochs=1)),
+        replace(recipe, run=replace(recipe.run, seed=1)),
+        replace(recipe, model=replace(recipe.model, args={})),
+        replace(recipe, data=replace(recipe.data, heldout=0.5)),
+    ]
+    assert {dense_key(one) for one in same} == {dense_key(recipe)}
+    assert dense_key(recipe) not in {dense_key(one) for one in other} and len({dense_key(one) for one in other}) == len(
+        other
+    )
+
+
+def test_the_digits_recipes_share_one_dense_model() -> None:
+    found: list[Recipe] = [load_recipe(name) for name in recipes.names() if name.startswith("digits_")]
+    assert len(found) == 7 and len({dense_key(recipe) for recipe in found}) == 1

@@ -1,0 +1,127 @@
+"""A killed training ends, bit for bit, where an uninterrupted one ends; nothing on disk is ever half-written."""
+
+import copy
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import killed_training as killed
+import pytest
+import torch
+from tiny_training import OPTIONS, fit, same, vit, weights
+
+from vitcompress.checkpoint import load_state, load_tensors
+from vitcompress.data import Augmentation
+from vitcompress.distributed import Runtime
+from vitcompress.errors import InputError, OutputError
+from vitcompress.runlog import RunLog
+
+
+@pytest.fixture(scope="module")
+def killed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("killed")
+    script, environment = Path(killed.__file__), {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("case", killed.CASES)
+def test_killed_and_resumed_is_never_killed(killed_runs: Path, case: str) -> None:
+    whole, resumed = (load_tensors(killed_runs / f"{name}.safetensors") for name in ("whole", case))
+    assert same(whole, resumed)
+    start = vit().state_dict()
+    assert not same({name: whole[f"model.{name}"] for name in start}, start)
+    logs = [
+        [
+            {k: v for k, v in record.items() if k != "seconds"}
+            for record in RunLog(killed_runs / name / "log.jsonl").records()
+        ]
+        for name in ("whole", case)
+    ]
+    assert logs[0] == logs[1] and [record["epoch"] for record in logs[0]] == [0, 1, 2, 3]
+    assert {record["stage"] for record in logs[0]} == {"search"}
+
+
+def test_a_finished_training_is_only_loaded(tmp_path: Path) -> None:
+    model, again = vit(), vit(seed=1)
+    calls: list[int] = []
+    first = fit(model, tmp_path)
+    second = fit(again, tmp_path, after_epoch=calls.append)
+    assert first == second and calls == [] and same(weights(model), weights(again))
+
+
+def test_ctrl_c_loses_the_epoch_and_nothing_else(tmp_path: Path) -> None:
+    def stop(epoch: int) -> None:
+        if epoch == 1:
+            raise KeyboardInterrupt
+
+    options, whole, broken = dataclasses.replace(OPTIONS, epochs=3), vit(), vit()
+    fit(whole, tmp_path / "whole", options)
+    with pytest.raises(KeyboardInterrupt):
+        fit(broken, tmp_path / "broken", options, after_epoch=stop)
+    state = load_state(tmp_path / "broken")
+    assert state is not None and state.epoch == 0
+    resumed = vit(seed=5)
+    fit(resumed, tmp_path / "broken", options)
+    assert same(weights(whole), weights(resumed))
+
+
+def test_random_augmentation_in_worker_processes_resumes_too(tmp_path: Path) -> None:
+    def stop(epoch: int) -> None:
+        if epoch == 1:
+            raise KeyboardInterrupt
+
+    augmentation = Augmentation(no_aug=False, scale=(0.3, 1.0), reprob=0.5, repeats=2)
+    options = dataclasses.replace(OPTIONS, augmentation=augmentation)
+    runtime, whole, resumed = Runtime(torch.device("cpu"), workers=1), vit(), vit()
+    fit(whole, tmp_path / "whole", options, runtime=runtime)
+    with pytest.raises(KeyboardInterrupt):
+        fit(vit(), tmp_path / "broken", options, runtime=runtime, after_epoch=stop)
+    fit(resumed, tmp_path / "broken", options, runtime=runtime)
+    assert same(weights(whole), weights(resumed))
+
+
+def test_a_folder_of_another_training_is_refused(tmp_path: Path) -> None:
+    fit(vit(), tmp_path)
+    with pytest.raises(OutputError, match="other settings"):
+        fit(vit(), tmp_path, dataclasses.replace(OPTIONS, lr=2e-2))
+
+
+def test_states_hold_plain_data_only(tmp_path: Path) -> None:
+    fit(vit(), tmp_path)
+    files = sorted(path.name for path in tmp_path.rglob("*") if path.is_file() and "tensorboard" not in path.parts)
+    assert files == ["data.json", "log.jsonl", "tensors.safetensors"]
+
+
+def test_the_log_is_repaired_from_the_state(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "log.jsonl")
+    log.append("other", {"epoch": 0})
+    log.append("mine", {"epoch": 0})
+    with log.path.open("a") as file:
+        file.write('{"stage": "mine", "ep')  # torn by a kill
+    log.sync("mine", [{"epoch": 0}, {"epoch": 1}])
+    lines = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert lines == [{"stage": "other", "epoch": 0}, {"stage": "mine", "epoch": 0}, {"stage": "mine", "epoch": 1}]
+
+
+def test_optimisers_with_other_state_resume_too(tmp_path: Path) -> None:
+    def stop(epoch: int) -> None:
+        if epoch == 1:
+            raise KeyboardInterrupt
+
+    for name in ("sgd", "lamb", "adam", "nadamw"):
+        options = dataclasses.replace(OPTIONS, epochs=3, optimizer=name, lr=1e-3)
+        whole, resumed = vit(), vit()
+        fit(whole, tmp_path / name / "whole", options)
+        with pytest.raises(KeyboardInterrupt):
+            fit(copy.deepcopy(resumed), tmp_path / name / "broken", options, after_epoch=stop)
+        fit(resumed, tmp_path / name / "broken", options)
+        assert same(weights(whole), weights(resumed)), name
+    with pytest.raises(InputError, match="optimizer 'adamx' cannot be made"):
+        fit(vit(), tmp_path / "x", dataclasses.replace(OPTIONS, optimizer="adamx"))

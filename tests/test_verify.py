@@ -1,0 +1,188 @@
+"""Checks pass for what is right, fail for what is wrong by as little as it takes, and are recorded as they were."""
+
+import json
+import shutil
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from contracts import build, contract, every_variant, images
+from torch import nn
+
+from vitcompress import checkpoint, surgery
+from vitcompress.errors import ArtifactError, WeightsError
+from vitcompress.exporters.onnx_graph import export
+from vitcompress.models import input_config
+from vitcompress.plan import Plan
+from vitcompress.verdicts import Check, Verification, agreement, compared
+from vitcompress.verify import fold_checks, reload_check, verify_folder
+
+
+def folding(variant: str) -> tuple[nn.Module, nn.Module, Plan, Plan]:
+    """Unfolded and folded model in float32, with their plans."""
+    model = build(variant, dtype=torch.float32)
+    base = contract(variant).plan
+    plan = base.then(surgery.depth_plan(model, base, [1], [0, 1]))
+    unfolded = surgery.apply(model, plan)
+    folded = deepcopy(unfolded)
+    return unfolded, folded, plan, surgery.fold(folded, plan).plan
+
+
+def verdicts(checks: list[Check]) -> dict[str, str]:
+    return {check.name: check.verdict for check in checks}
+
+
+@every_variant
+def test_every_fold_is_within_its_bound(variant: str) -> None:
+    unfolded, folded, plan, after = folding(variant)
+    checks = fold_checks(unfolded, folded, set(after.folded) - set(plan.folded), images(variant, dtype=torch.float32))
+    assert {c.name: c.value for c in checks if c.verdict != "passed"} == {}
+    assert {"fold", "fold.agreement", "fold.blocks.0.mlp", "fold.blocks.1.mlp"} <= set(verdicts(checks))
+
+
+def test_layer_scales_are_checked_with_the_layer_they_went_into() -> None:
+    unfolded, folded, _, after = folding("layer_scale")
+    names = [c.name for c in fold_checks(unfolded, folded, after.folded, images("layer_scale", dtype=torch.float32))]
+    assert "fold.blocks.0.attn.proj" in names
+    assert "fold.blocks.0.mlp" in names
+
+
+def test_a_fold_that_is_off_by_a_few_units_in_the_last_place_is_noticed() -> None:
+    """Far too small a change for the end-to-end check, but 64 times what rounding explains."""
+    unfolded, folded, _, after = folding("plain")
+    with torch.no_grad():
+        folded.get_submodule("blocks.0.mlp").weight[0] *= 1 + 64 * torch.finfo(torch.float32).eps
+    found = verdicts(fold_checks(unfolded, folded, after.folded, images("plain", dtype=torch.float32)))
+    assert (found["fold.blocks.0.mlp"], found["fold.blocks.1.mlp"]) == ("failed", "passed")
+
+
+def test_a_missing_bias_is_noticed() -> None:
+    unfolded, folded, _, after = folding("plain")
+    with torch.no_grad():
+        folded.get_submodule("blocks.1.mlp").bias.zero_()
+    found = verdicts(fold_checks(unfolded, folded, after.folded, images("plain", dtype=torch.float32)))
+    assert (found["fold.blocks.1.mlp"], found["fold"]) == ("failed", "failed")
+
+
+def test_reload_sees_one_bit() -> None:
+    model = build("plain", dtype=torch.float32)
+    other = deepcopy(model)
+    x = images("plain", dtype=torch.float32)
+    assert reload_check(model, other, x).verdict == "passed"
+    with torch.no_grad():
+        bias = other.get_submodule("head").bias
+        bias[0] = torch.nextafter(bias[0], torch.tensor(torch.inf))
+    check = reload_check(model, other, x)
+    assert (check.verdict, "head.bias" in check.detail) == ("failed", True)
+
+
+def test_reload_sees_another_function_of_the_same_tensors() -> None:
+    model = build("plain", dtype=torch.float32)
+    other = deepcopy(model)
+    other.get_submodule("blocks.0.attn").scale *= 1.01
+    other.get_submodule("norm").eps = 0.1
+    assert "answers" in reload_check(model, other, images("plain", dtype=torch.float32)).detail
+
+
+def test_a_changed_answer_passes_only_within_rounding() -> None:
+    logits = torch.tensor([[1.0, 0.0], [0.0, 1e-6]])
+    flipped = torch.tensor([[1.0, 0.0], [1e-6, 0.0]])
+    assert agreement("a", logits, flipped, 1e-6).verdict == "passed"
+    assert "1 of 2" in agreement("a", logits, flipped, 1e-6).detail
+    assert agreement("a", logits, flipped, 1e-7).verdict == "failed"
+    assert agreement("a", logits, logits * torch.nan, 1.0).verdict == "failed"
+
+
+def test_nan_never_passes_and_is_written_as_json() -> None:
+    check = compared("x", float("nan"), 1.0)
+    assert check.verdict == "failed"
+    assert json.loads(json.dumps(check.as_data(), allow_nan=False))["value"] is None
+
+
+def test_nothing_run_is_not_passed() -> None:
+    not_run = Check("a", "not_run", command="there")
+    assert not Verification((not_run,)).passed
+    assert not Verification(()).passed
+    assert Verification((not_run, compared("b", 0.0, 0.0))).passed
+    assert not_run.as_data()["passed"] is False
+
+
+# -------------------------------------------------------------------------------------------------------------- folders
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder as a recipe leaves it."""
+    folder = tmp_path_factory.mktemp("run")
+    unfolded, folded, plan, after = folding("layer_scale")
+    checkpoint.save_tensors(folder / "state/unfolded.safetensors", unfolded.state_dict(), {"plan": plan.digest})
+    checkpoint.write_text(folder / "state/unfolded_plan.json", plan.to_json())
+    checkpoint.save_model(folder, folded, after)
+    for name, model, of in (("dense", build("layer_scale", dtype=torch.float32), plan), ("model", folded, after)):
+        export(model, folder / f"{name}.onnx", input=input_config(model), plan_digest=of.digest)
+    return folder
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def test_a_finished_folder_passes_and_says_so(folder: Path) -> None:
+    found = verify_folder(folder, images("layer_scale", dtype=torch.float32))
+    assert {c.name for c in found.checks if c.verdict == "failed"} == set()
+    assert found.passed
+    written = json.loads((folder / "verify.json").read_text())
+    assert written == found.as_data()
+    names = [check["name"] for check in written["checks"]]
+    assert all(any(topic in name for name in names) for topic in ("fold", "slice", "reload", "onnx"))
+    assert {"value", "tolerance", "verdict", "passed"} <= set(written["checks"][0])
+
+
+def test_a_second_look_uses_the_images_and_answers_of_the_first(folder: Path) -> None:
+    verify_folder(folder, images("layer_scale", dtype=torch.float32))
+    again = verify_folder(folder)
+    assert verdicts(list(again.checks))["reload.recorded"] == "passed"
+    tensors = checkpoint.load_tensors(folder / "state/verify.safetensors")
+    checkpoint.save_tensors(folder / "state/verify.safetensors", {**tensors, "logits": tensors["logits"] + 0.1})
+    assert verdicts(list(verify_folder(folder).checks))["reload.recorded"] == "failed"
+
+
+def test_without_images_noise_is_used(folder: Path) -> None:
+    assert verify_folder(folder).passed
+
+
+def test_another_model_in_the_place_of_the_onnx_file_fails(folder: Path) -> None:
+    (folder / "dense.onnx").replace(folder / "model.onnx")
+    found = verdicts(list(verify_folder(folder).checks))
+    failing = {name for name, verdict in found.items() if verdict == "failed"}
+    assert failing >= {"onnx.batch1", "onnx.shapes", "onnx.layers", "onnx.file", "onnx.plan"}
+
+
+def test_weights_of_another_training_fail_the_fold_check(folder: Path) -> None:
+    tensors = checkpoint.load_tensors(folder / "model.safetensors")
+    plan = Plan.from_json((folder / "plan.json").read_text())
+    tensors["blocks.0.mlp.weight"] *= 1.001
+    checkpoint.save_tensors(folder / "model.safetensors", tensors, {"plan": plan.digest})
+    found = verdicts(list(verify_folder(folder).checks))
+    assert (found["fold.blocks.0.mlp"], found["fold"], found["onnx.batch1"]) == ("failed", "failed", "failed")
+
+
+def test_what_cannot_run_here_is_not_run(folder: Path) -> None:
+    for name in ("model.onnx", "dense.onnx"):
+        (folder / name).unlink()
+    (folder / "model.engine").write_bytes(b"x")
+    found = {check.name: check for check in verify_folder(folder).checks}
+    for name in ("onnx", "model.engine"):
+        assert found[name].verdict == "not_run"
+        assert found[name].command
+
+
+def test_a_damaged_folder_is_an_input_error(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError):
+        verify_folder(tmp_path / "nowhere")
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:100])
+    with pytest.raises(WeightsError):
+        verify_folder(folder)

@@ -1,0 +1,38 @@
+"""Prune, prove, export and measure timm Vision Transformers for deployment.
+
+Public names are imported on first use, so that `vitcompress --help` answers without torch.
+"""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Plan", "__version__", "apply", "family_of", "fold", "load", "load_recipe", "measure", "run"]
+
+_HOMES = {
+    "Plan": "plan",
+    "apply": "surgery",
+    "family_of": "families",
+    "fold": "surgery",
+    "load": "checkpoint",
+    "load_recipe": "recipe",
+    "measure": "cost",
+    "run": "pipeline",
+}
+
+# In a checkout, exporters, bench and recipes lie beside this folder; the installed package holds them inside.
+_CHECKOUT = Path(__file__).resolve().parent.parent
+if (_CHECKOUT / "pyproject.toml").is_file() and (_CHECKOUT / "recipes" / "__init__.py").is_file():
+    __path__.append(str(_CHECKOUT))
+
+try:
+    __version__ = version("vitcompress")
+except PackageNotFoundError:  # a checkout that was never installed
+    __version__ = "0+checkout"
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"vitcompress.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'vitcompress' has no attribute {name!r}")

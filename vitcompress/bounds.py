@@ -1,0 +1,100 @@
+"""How far two evaluations of the same function may be apart, derived from the arithmetic and not from experience.
+
+Unit roundoff u: half the distance from 1 to the next number of a type. gamma(n) = n u / (1 - n u) bounds the relative
+error of n roundings in a row (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1).
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+# Two runtimes that order the same operations differently make errors of the same size, but not the same errors. One
+# decimal order between them is allowed; a wrong weight, scale or layer is off by many.
+ORDER = 10.0
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+def gamma(count: int, dtype: torch.dtype) -> float:
+    """The bound on `count` roundings in a row."""
+    error = count * unit_roundoff(dtype)
+    return error / (1 - error)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The exact answers of a model with the weights as stored, and how far from them its own precision may lead.
+
+    `tolerance` is ten times the distance at which torch itself ends up on the same images in the same precision (at
+    least ten units of roundoff of the largest logit): that distance shows how this model amplifies rounding.
+    """
+
+    exact: Tensor
+    tolerance: float
+
+
+@torch.no_grad()
+def reference(model: nn.Module, images: Tensor) -> Reference:
+    """Answers in float64 to `images` (batch, channels, height, width), and the tolerance of `model`'s own precision."""
+    own_type = next(model.parameters()).dtype
+    exact: Tensor = deepcopy(model).double()(images.double())
+    own = model(images.to(own_type)).double()
+    least = unit_roundoff(own_type) * float(exact.abs().max())
+    return Reference(exact, ORDER * max(float((own - exact).abs().max()), least))
+
+
+@torch.no_grad()
+def fold_excess(layers: Sequence[nn.Module], folded: nn.Linear, x: Tensor, folds: int = 1) -> tuple[float, float]:
+    """How `folded` compares with the chain `layers` that it stands for, on inputs `x`, (rows, channels).
+
+    Both are evaluated in float64, so what remains is that the folded weights were rounded to their type once per fold.
+    For every output, with W, b the exact product of the chain and |.| taken element by element,
+
+        |folded(x) - chain(x)| <= ((1 + u)^folds - 1) (|W| |x| + |b|) + gamma_64 (chain of |weights|)(|x|).
+
+    Returns the largest difference, and the largest quotient of difference and bound: at most 1 for a correct fold.
+    """
+    x = x.double()
+    weight, bias = _exact(layers)
+    difference = (_affine(x, *_stored(folded)) - _chain(layers, x)).abs()
+    size = x.abs()
+    once = unit_roundoff(folded.weight.dtype)
+    stored = ((1 + once) ** folds - 1) * _affine(size, weight.abs(), bias.abs())
+    steps = 2 * (sum(_stored(layer)[0].shape[-1] for layer in layers) + len(layers) + 1)
+    arithmetic = gamma(steps, torch.float64) * _chain(layers, size, absolute=True)
+    underflow = torch.finfo(folded.weight.dtype).smallest_normal * (size.sum(-1, keepdim=True) + 1)
+    return float(difference.max()), float((difference / (stored + arithmetic + underflow)).max())
+
+
+def _stored(layer: nn.Module) -> tuple[Tensor, Tensor]:
+    """Weight and bias in float64 of a linear layer, or of a LayerScale as the diagonal that it is."""
+    if isinstance(layer, nn.Linear):
+        weight = layer.weight.detach().double()
+        return weight, weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach().double()
+    scale = next(layer.parameters()).detach().double()
+    return torch.diag(scale), torch.zeros_like(scale)
+
+
+def _affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x @ weight.T + bias
+
+
+def _chain(layers: Sequence[nn.Module], x: Tensor, *, absolute: bool = False) -> Tensor:
+    for layer in layers:
+        weight, bias = _stored(layer)
+        x = _affine(x, weight.abs(), bias.abs()) if absolute else _affine(x, weight, bias)
+    return x
+
+
+def _exact(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
+    """Weight and bias of the whole chain, in float64."""
+    weight, bias = _stored(layers[0])
+    for layer in layers[1:]:
+        following, offset = _stored(layer)
+        weight, bias = following @ weight, following @ bias + offset
+    return weight, bias

@@ -1,0 +1,359 @@
+"""The command line: parse, call one public function, print. The only module that knows click.
+
+Torch and everything that needs it is imported inside the commands: `--help` and shell completion answer at once.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+from click.shell_completion import CompletionItem
+
+from vitcompress import __version__, console, recipes
+from vitcompress.errors import CheckFailedError, InputError, MissingExtraError, VitcompressError
+from vitcompress.progress import Progress
+
+STOPPED = 130  # what a shell reports of a program that Ctrl-C ended
+
+
+class Stopped(Exception):
+    """Ctrl-C while a command worked."""
+
+
+class Commands(click.Group):
+    """The commands, and the one place where an error becomes a panel (or JSON) and an exit code."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> NoReturn:
+        """As click's, but every way out is one of the exit codes 0, 1, 2, 130."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        call = functools.partial(
+            super().main, arguments, prog_name or "vitcompress", complete_var, standalone_mode=False, **extra
+        )
+        sys.exit(_exit_code(call, arguments))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Stopped from None
+
+
+def _exit_code(call: Callable[[], Any], arguments: Sequence[str]) -> int:
+    as_json, debug = "--json" in arguments, "--debug" in arguments
+    try:
+        return int(call() or 0)
+    except (Stopped, click.Abort):
+        console.print_line("stopped; the same command continues" if arguments[:1] == ["recipe"] else "stopped")
+        return STOPPED
+    except click.ClickException as error:
+        return _fail(InputError(error.format_message(), hint=_usage_hint(error)), as_json, debug=False)
+    except VitcompressError as error:
+        return _fail(error, as_json, debug)
+    except Exception as error:  # noqa: BLE001 - the last line of defence: a person never sees a traceback unasked
+        surprise = VitcompressError(
+            f"unexpected {type(error).__name__}: {error}",
+            hint="this is a mistake in vitcompress; --debug shows where it happened",
+        )
+        return _fail(surprise, as_json, debug)
+
+
+def _fail(error: VitcompressError, as_json: bool, debug: bool) -> int:
+    """Say what is wrong, once, however many processes torchrun has started."""
+    if debug:
+        traceback.print_exc()
+    if isinstance(error, InputError) and not _first_of_host():
+        return error.exit_code
+    if as_json:
+        console.print_json(console.error_as_data(error))
+    else:
+        console.print_error(error)
+    return error.exit_code
+
+
+def _usage_hint(error: click.ClickException) -> str | None:
+    context = getattr(error, "ctx", None)
+    return f"`{context.command_path} --help` explains it" if context else None
+
+
+def _first_of_host() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _first() -> bool:
+    """Whether this process speaks for all that torchrun has started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def _working(debug: bool) -> Iterator[Progress]:
+    """Progress for the duration of the work; what libraries print goes to standard error, results alone to output."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if not debug:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            logging.basicConfig(level=logging.ERROR)
+        yield stack.enter_context(console.ConsoleProgress()) if _first() else Progress()
+
+
+def _common(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that every command takes."""
+    command = click.option("--debug", is_flag=True, help="Show tracebacks and the warnings of libraries.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="Print machine-readable output alone.")(command)
+
+
+@click.group(cls=Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "--version", message="vitcompress %(version)s")
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Prune, prove, export and measure timm Vision Transformers."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def _recipe_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    found = [CompletionItem(name) for name in recipes.names() if name.startswith(incomplete)]
+    return found or [CompletionItem(incomplete, type="file")]
+
+
+def _words(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """`onnx,trt` as a tuple."""
+    return tuple(word.strip() for word in (value or "").split(",") if word.strip())
+
+
+@main.command()
+@click.argument("source", metavar="NAME|FILE", shell_complete=_recipe_names)
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Run folder (default: runs/NAME).")
+@click.option("--export", callback=_words, metavar="FORMATS", help="Formats to export, as in onnx,trt.")
+@click.option("--data", metavar="PATH", help="Folder of images (PATH/train/CLASS, PATH/val/CLASS).")
+@click.option("--weights", metavar="PATH|random|hub", help="Weights of the dense model, instead of the recipe's.")
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Change a setting: --set finetune.epochs=10")
+@click.option(
+    "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, mps (default: the recipe's, else the best there is)."
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be done and what is missing here; write nothing.")
+@click.option(
+    "--structure-only", is_flag=True, help="No training and no scoring: what would the result cost and how fast is it?"
+)
+@click.option("--fresh", is_flag=True, help="Start over instead of continuing.")
+@_common
+def recipe(source: str, sets: tuple[str, ...], dry_run: bool, as_json: bool, debug: bool, **options: Any) -> int:
+    """Run a recipe: train, prune, recover, fold, verify, export, measure, report.
+
+    The same command continues a run that was stopped, and says so when all is done.
+    """
+    with _working(debug) as progress:
+        from vitcompress import pipeline
+        from vitcompress.bench import report as reports
+        from vitcompress.exporters import EXPORTERS
+        from vitcompress.recipe import load_recipe
+
+        loaded = load_recipe(source, sets, formats=EXPORTERS)
+        wishes = pipeline.RunOptions(dry_run=dry_run, **options)
+        if dry_run:
+            outlook = pipeline.dry_run(loaded, wishes)
+        else:
+            result = pipeline.run(loaded, wishes, progress)
+    if dry_run:
+        return _print(outlook, as_json, console.print_outlook)
+    answer = {"folder": str(result.folder), "passed": result.passed, **result.report}
+    _print(answer, as_json, lambda _: console.print_result(reports.summary_table(result.report), result.folder))
+    return 0 if result.passed else _short("a check fell short", f"vitcompress verify {result.folder}", as_json)
+
+
+def _print(data: Any, as_json: bool, draw: Callable[[Any], None]) -> int:
+    """The result of a command: as JSON, or drawn; on one of several processes only."""
+    if _first():
+        (console.print_json if as_json else draw)(data)
+    return 0
+
+
+def _short(what: str, command: str | None, as_json: bool) -> int:
+    """Exit code 1, with a panel unless the JSON already says it."""
+    if not as_json and _first():
+        console.print_error(CheckFailedError(what, hint=f"`{command}` shows which" if command else None))
+    return CheckFailedError.exit_code
+
+
+@main.group("recipes", invoke_without_command=True)
+@_common
+@click.pass_context
+def recipes_(ctx: click.Context, as_json: bool, debug: bool) -> int:
+    """List the recipes; `recipes show NAME` prints one."""
+    if ctx.invoked_subcommand is None:
+        _print(recipes.summaries(), as_json, console.print_recipes)
+    return 0
+
+
+@recipes_.command()
+@click.argument("name", shell_complete=_recipe_names)
+@_common
+def show(name: str, as_json: bool, debug: bool) -> int:
+    """Print a recipe's TOML, to read or to save and change."""
+    text = recipes.text(name)
+    return _print({"name": name, "toml": text}, as_json, lambda _: console.print_toml(text))
+
+
+@main.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@_common
+def verify(folder: Path, as_json: bool, debug: bool) -> int:
+    """Check again everything that a run folder claims, here."""
+    with _working(debug):
+        from vitcompress.verify import verify_folder
+
+        found = verify_folder(folder)
+    _print(found.as_data(), as_json, lambda data: console.print_checks(data["checks"]))
+    return 0 if found.passed else 1
+
+
+@main.command()
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--format", "name", default="onnx", show_default=True, metavar="FORMAT", help="Format to export to.")
+@click.option("--precision", default="fp32", show_default=True, metavar="PRECISION", help="fp32 or fp16.")
+@click.option("--opset", type=int, help="ONNX operator set (default: chosen and recorded with the reason).")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File to write (default: in DIR).")
+@_common
+def export(folder: Path, as_json: bool, debug: bool, **options: Any) -> int:
+    """Export a finished run folder, in another format or precision or on the target machine."""
+    with _working(debug):
+        from vitcompress.exporters.folder import export_folder
+
+        done = export_folder(folder, **options)
+    return _print({"folder": str(done.path.parent), **done.to_dict()}, as_json, console.print_export)
+
+
+_device = click.option("--device", default="cpu", show_default=True, metavar="DEVICE", help="cpu, cuda, cuda:1, mps.")
+_provider = click.option("--provider", metavar="NAME", help="ONNX Runtime execution provider, by its full name.")
+_threads = click.option("--threads", type=click.IntRange(1), help="CPU threads of one call (default: the runtime's).")
+
+
+@main.command()
+@click.argument("artifacts", nargs=-1, required=True, metavar="ARTIFACT...")
+@click.option(
+    "--protocol", default="robust", show_default=True, help="paper (10 warm-up, 100 runs, batch 256) or robust."
+)
+@click.option("--batch", type=click.IntRange(1), help="Images per run (default: the protocol's).")
+@click.option("--warmup", type=click.IntRange(0), help="Runs before the measurement (default: the protocol's).")
+@click.option("--runs", type=click.IntRange(1), help="Timed runs per artifact (default: the protocol's).")
+@click.option(
+    "--fail-under", type=float, metavar="R", help="Exit 1 unless every artifact is R times as fast as the first."
+)
+@click.option("--precision", metavar="PRECISION", help="fp32, tf32, fp16, bf16 (default: the file's, fp32 in torch).")
+@click.option("--compile", is_flag=True, help="torch.compile (run folders and timm models).")
+@_device
+@_provider
+@_threads
+@_common
+def bench(
+    artifacts: tuple[str, ...],
+    as_json: bool,
+    debug: bool,
+    device: str,
+    provider: str | None,
+    precision: str | None,
+    threads: int | None,
+    compile: bool,
+    **options: Any,
+) -> int:
+    """Measure run folders, .onnx files and timm:NAME in turns; the first is the base of all ratios."""
+    with _working(debug) as progress:
+        from vitcompress.bench import report as reports
+        from vitcompress.bench import suite
+        from vitcompress.exporters.runtimes import RunnerOptions
+
+        runner = RunnerOptions(device=device, provider=provider, precision=precision, threads=threads, compile=compile)
+        found = suite.run(artifacts, suite.BenchOptions(runner=runner, **options), progress=progress)
+        short = suite.gated(found)
+    measured = found.as_data()
+    _print(measured, as_json, lambda _: console.print_bench(measured, reports.bench_table([measured])))
+    return 0 if short is None else _short(short, None, as_json)
+
+
+@main.command()
+@click.argument("artifacts", nargs=-1, required=True, metavar="ARTIFACT...")
+@click.option("--data", metavar="PATH|digits", help="Images (PATH/val/CLASS); default: the run folder's own test data.")
+@click.option("--split", metavar="NAME", help="Folder below PATH (default: val, validation or test).")
+@click.option("--batch", type=click.IntRange(1), default=64, show_default=True, help="Images per call.")
+@click.option("--workers", type=click.IntRange(0), default=0, show_default=True, help="Processes that load images.")
+@_device
+@_provider
+@_threads
+@_common
+def evaluate(
+    artifacts: tuple[str, ...],
+    as_json: bool,
+    debug: bool,
+    device: str,
+    provider: str | None,
+    threads: int | None,
+    **options: Any,
+) -> int:
+    """Top-1 and top-5 with counts; several artifacts are compared with the first on the same images."""
+    with _working(debug) as progress:
+        from vitcompress.bench import accuracy
+        from vitcompress.exporters.runtimes import RunnerOptions
+
+        runner = RunnerOptions(device=device, provider=provider, threads=threads)
+        found = accuracy.run(artifacts, accuracy.EvaluateOptions(runner=runner, **options), progress)
+    return _print(found, as_json, console.print_accuracy)
+
+
+@main.command()
+@click.argument("folders", nargs=-1, required=True, metavar="DIR...")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Plot accuracy against speed here (default with several folders: comparison.png).",
+)
+@_common
+def report(folders: tuple[str, ...], plot: Path | None, as_json: bool, debug: bool) -> int:
+    """Show what a run found; with several run folders, side by side and as a plot."""
+    with _working(debug) as progress:
+        from vitcompress.bench import compare
+        from vitcompress.bench import report as reports
+
+        found = compare.run(folders)
+        if plot or len(folders) > 1:
+            found["plot"] = _plotted(lambda path: compare.plot(found["runs"], path), plot, progress)
+        page = reports.markdown(found["runs"][folders[0]])
+    draw = console.print_comparison if len(folders) > 1 else lambda _: console.print_markdown(page)
+    return _print(found, as_json, draw)
+
+
+def _plotted(draw: Callable[[Path], Path], wanted: Path | None, progress: Progress) -> str | None:
+    """The plot's file. A plot that nobody asked for is left out where matplotlib is missing."""
+    try:
+        return str(draw(wanted or Path("comparison.png")))
+    except MissingExtraError as error:
+        if wanted:
+            raise
+        progress.note(f"{error.message}: {error.hint}")
+        return None
+
+
+@main.command()
+@_common
+def doctor(as_json: bool, debug: bool) -> int:
+    """Say what this machine can export, run and measure, and what is missing for the rest."""
+    with _working(debug):
+        from vitcompress.exporters.doctor import examine
+
+        found = examine()
+    return _print(found, as_json, console.print_doctor)

@@ -1,0 +1,210 @@
+"""Labelled images in three parts: train, held-out (cut from train, for every choice) and test (for the report only).
+
+Everything that can be wrong with a data set is looked for when it is opened, before any training.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from annotated_types import Ge, Lt
+from timm.data import create_dataset
+
+from vitcompress.distributed import derived_seed
+from vitcompress.errors import DataError, MissingExtraError
+from vitcompress.loaders import DEIT, Augmentation, Images, eval_loader, train_loader, views
+from vitcompress.sources import ArrayImages, FolderImages, TimmImages, class_names
+
+__all__ = [
+    "DEIT",
+    "Augmentation",
+    "DataOptions",
+    "Images",
+    "Splits",
+    "eval_loader",
+    "open_data",
+    "open_test",
+    "subset",
+    "train_loader",
+    "views",
+]
+
+_TEST_FOLDERS = ("val", "validation", "test")
+_DIGITS_TEST = 540  # of 1797 images; the same ones for every seed, so that results compare
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Where images come from.
+
+    `source`: "digits" (scikit-learn's 8x8 handwritten digits), "imagefolder" (`path`/<split>/<class>/<image>), or
+    "timm:NAME", any map-style data set of `timm.data.create_dataset`, rooted at `path`. Without split names, a folder's
+    are train and val, validation or test. `heldout` is the share of the training images cut off for choices.
+    """
+
+    source: str = "digits"
+    path: str | None = None
+    train_split: str | None = None
+    test_split: str | None = None
+    heldout: Annotated[float, Ge(0), Lt(1)] = 0.1
+    workers: Annotated[int, Ge(0)] = 0
+
+
+@dataclass(frozen=True)
+class Splits:
+    """A data set's parts; images are (PIL image, class index) before any transform."""
+
+    name: str
+    classes: tuple[str, ...]
+    train: Images
+    heldout: Images
+    test: Images
+
+    def subset(self, dataset: Images, per_class: int, seed: int) -> Images:
+        """At most `per_class` images of every class of `dataset`, drawn by `seed`."""
+        return subset(dataset, per_class, seed)
+
+
+def open_data(options: DataOptions, seed: int) -> Splits:
+    """All parts of the data set; `seed` decides which training images are held out, never what is tested.
+
+    Raises:
+        DataError: missing folders, empty class folders, one class only, broken images, too few images.
+        MissingExtraError: the digits without scikit-learn.
+    """
+    name, classes, train, test = _open(options)
+    _check_classes(name, classes, train)
+    kept, held = _stratified(train.labels, options.heldout, seed)
+    return Splits(name, classes, views(train, kept), views(train, held), test)
+
+
+def open_test(options: DataOptions) -> tuple[tuple[str, ...], Images]:
+    """Class names and test images alone; a folder needs no training images for it.
+
+    Raises:
+        DataError: as `open_data`.
+    """
+    if options.source != "imagefolder":
+        _, classes, _, test = _open(options)
+        return classes, test
+    folder = _test_folder(_root(options), options.test_split)
+    test = FolderImages(folder, class_names(folder))
+    _check_classes(str(folder), test.classes, test)
+    return test.classes, test
+
+
+def subset(dataset: Images, per_class: int, seed: int) -> Images:
+    """At most `per_class` images of every class of `dataset`, drawn by `seed`, in the order of the data set."""
+    order = np.random.default_rng(derived_seed("subset", seed)).permutation(len(dataset))
+    labels = dataset.labels[order]
+    chosen = [order[labels == label][:per_class] for label in np.unique(labels)]
+    return views(dataset, np.sort(np.concatenate(chosen)).tolist())
+
+
+def _open(options: DataOptions) -> tuple[str, tuple[str, ...], Images, Images]:
+    """Name, class names, all training images, test images."""
+    if options.source == "digits":
+        return _digits()
+    if options.source == "imagefolder":
+        return _image_folder(options)
+    if options.source.startswith("timm:"):
+        return _timm(options)
+    raise DataError(f"data source {options.source!r} is not known", hint="use digits, imagefolder or timm:NAME")
+
+
+def _digits() -> tuple[str, tuple[str, ...], Images, Images]:
+    """scikit-learn's 1797 handwritten digits (8x8, 17 grey levels), 540 of them for the test, stratified."""
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ImportError as error:
+        raise MissingExtraError("scikit-learn", "demo", need="the digits data set") from error
+    digits = load_digits()
+    pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)
+    train, test = train_test_split(
+        np.arange(len(pixels)), test_size=_DIGITS_TEST, stratify=digits.target, random_state=0
+    )
+    parts = [ArrayImages(pixels[part], digits.target[part]) for part in (np.sort(train), np.sort(test))]
+    return "digits", tuple(str(name) for name in digits.target_names), parts[0], parts[1]
+
+
+def _image_folder(options: DataOptions) -> tuple[str, tuple[str, ...], Images, Images]:
+    """An ImageNet-like folder; the training folder's class names, in natural order, number the classes."""
+    root = _root(options)
+    folder = root / (options.train_split or "train")
+    if not folder.is_dir():
+        raise DataError(f"data folder {root} has no folder {folder.name}", hint="expected PATH/train/<class>/<image>")
+    classes = class_names(folder)
+    _check_classes(str(folder), classes, None)
+    return (
+        str(root),
+        classes,
+        FolderImages(folder, classes),
+        FolderImages(_test_folder(root, options.test_split), classes),
+    )
+
+
+def _root(options: DataOptions) -> Path:
+    """The data folder that the user named."""
+    if options.path is None:
+        raise DataError("no data folder was given", hint="give it with --data PATH")
+    root = Path(options.path).expanduser()
+    if not root.is_dir():
+        raise DataError(f"data folder {root} does not exist", hint="expected PATH/train/<class>/<image> and PATH/val")
+    return root
+
+
+def _test_folder(root: Path, name: str | None) -> Path:
+    """The folder of test images below `root`."""
+    names = (name,) if name else _TEST_FOLDERS
+    for candidate in names:
+        if (root / candidate).is_dir():
+            return root / candidate
+    raise DataError(f"data folder {root} has no folder {' or '.join(names)}", hint="expected PATH/val/<class>/<image>")
+
+
+def _check_classes(name: str, classes: tuple[str, ...], train: Images | None) -> None:
+    """Classification needs two classes, and two images of each: one to train on, one to hold out."""
+    if len(classes) < 2:
+        raise DataError(
+            f"{name} has {len(classes)} class{'es' if len(classes) != 1 else ''}, at least 2 are needed",
+            hint="give one folder of images per class",
+        )
+    if train is not None and len(np.unique(train.labels)) < 2:
+        raise DataError(f"{name} has images of one class only", hint="give images of at least 2 classes")
+
+
+def _timm(options: DataOptions) -> tuple[str, tuple[str, ...], Images, Images]:
+    """Any map-style data set that timm can build; nothing is downloaded."""
+    name = options.source.removeprefix("timm:")
+    parts = [
+        _timm_part(name, options.path, split)
+        for split in (options.train_split or "train", options.test_split or "validation")
+    ]
+    names = getattr(parts[0].dataset, "classes", None) or range(int(parts[0].labels.max()) + 1)
+    return name, tuple(str(one) for one in names), parts[0], parts[1]
+
+
+def _timm_part(name: str, path: str | None, split: str) -> TimmImages:
+    try:
+        return TimmImages(create_dataset(name, root=path, split=split), name)
+    except (RuntimeError, OSError, ValueError, TypeError, AssertionError, ImportError) as error:
+        reason = str(error).strip().splitlines()
+        raise DataError(
+            f"data source timm:{name} split {split!r} at {path} cannot be opened: "
+            f"{reason[0] if reason else type(error).__name__}",
+            hint="check the name, --data and the splits",
+        ) from error
+
+
+def _stratified(labels: np.ndarray, share: float, seed: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Indices kept and indices held out: the same share of every class, at least one image of each on both sides."""
+    order = np.random.default_rng(derived_seed("heldout", seed)).permutation(len(labels))
+    held: list[int] = []
+    for label in np.unique(labels):
+        members = order[labels[order] == label]
+        count = min(max(1, round(share * len(members))), len(members) - 1) if share else 0
+        held += members[:count].tolist()
+    return np.setdiff1d(np.arange(len(labels)), held).tolist(), sorted(held)

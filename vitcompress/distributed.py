@@ -1,0 +1,164 @@
+"""Where training runs: the device, the precision, and the processes that share the work.
+
+One process is a world of one: the same code runs alone, under `torchrun` on one machine, and on many hosts. Every
+process sees its own share of each global batch, and sums are taken over all of them, so results do not depend on
+how many there are, up to the order of floating-point additions.
+"""
+
+import contextlib
+import hashlib
+import os
+import random
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from vitcompress.errors import DeviceError, InputError
+
+Amp = Literal["none", "fp16", "bf16"]
+_AMP_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One process of a training: `rank` of `world_size`, computing on `device`.
+
+    `amp` is the precision of the autocast regions; `workers` is the number of loader processes of this rank.
+    """
+
+    device: torch.device
+    amp: Amp = "none"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    workers: int = 0
+
+    @property
+    def is_main(self) -> bool:
+        """True in the one process that writes files and shows progress."""
+        return self.rank == 0
+
+    def all_sum(self, tensor: Tensor) -> Tensor:
+        """The sum of `tensor` over all ranks, in float64 where the device has it; the same on every rank."""
+        wide = tensor.detach().to(torch.float32 if self.device.type == "mps" else torch.float64, copy=True)
+        if self.world_size > 1:
+            distributed.all_reduce(wide)
+        return wide
+
+    def broadcast(self, value: Any) -> Any:
+        """What rank 0 passes as `value`, on every rank."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        distributed.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world_size > 1:
+            distributed.barrier()
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """`module` itself for one process, else its DistributedDataParallel, which averages gradients over ranks."""
+        if self.world_size == 1:
+            return module
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        return DistributedDataParallel(module, device_ids=ids)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The mixed-precision region that `amp` asks for."""
+        if self.amp == "none":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=_AMP_TYPES[self.amp])
+
+    def share_of(self, batch: int, what: str = "batch_size") -> int:
+        """The part of a global `batch` that one process computes.
+
+        Raises:
+            InputError: when the batch cannot be cut into equal parts.
+        """
+        if batch % self.world_size:
+            raise InputError(
+                f"{what} {batch} cannot be shared equally by {self.world_size} processes",
+                hint=f"use a multiple of {self.world_size}",
+            )
+        return batch // self.world_size
+
+
+def start(device: str = "auto", amp: Amp = "none", workers: int = 0) -> Runtime:
+    """The runtime of this process, joining the others where `torchrun` started several.
+
+    Args:
+        device: "auto" (CUDA, else MPS, else CPU), "cpu", "cuda", "cuda:N" or "mps".
+
+    Raises:
+        DeviceError: for a device or a precision that this machine does not have.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    chosen = check_device(device, amp, local_rank)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1 and not distributed.is_initialized():
+        distributed.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    return Runtime(chosen, amp, int(os.environ.get("RANK", "0")), world_size, local_rank, workers)
+
+
+def stop() -> None:
+    """Leave the group that `start` joined; without one nothing happens."""
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def derived_seed(*parts: object) -> int:
+    """A 32-bit seed that depends on every one of `parts` and on nothing else."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")
+
+
+def seed_everything(*parts: object) -> None:
+    """Set the generators of python, numpy and torch (all devices) to a stream of their own for these `parts`."""
+    seed = derived_seed(*parts)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def check_device(device: str, amp: str, local_rank: int = 0) -> torch.device:
+    """The device that `device` means here. Raises DeviceError like `start`, which calls this first."""
+    chosen = _device(device, local_rank)
+    _check_amp(chosen, amp)
+    return chosen
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    """The device called `name`, with this process's number where there are several."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (index and not (kind == "cuda" and index.isdecimal())):
+        raise DeviceError(f"device {name!r} is not known", hint="use auto, cpu, cuda, cuda:N or mps")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise DeviceError(
+            "device 'mps' was asked for, but this machine has no Apple GPU", hint="use --set run.device=cpu"
+        )
+    if kind != "cuda":
+        return torch.device(kind)
+    number, count = int(index or local_rank), torch.cuda.device_count()
+    if number >= count:
+        found = f"{count} CUDA device{'s' if count != 1 else ''}"
+        raise DeviceError(
+            f"device 'cuda:{number}' was asked for, but torch sees {found}", hint="use run.device=cpu or auto"
+        )
+    return torch.device("cuda", number)
+
+
+def _check_amp(device: torch.device, amp: str) -> None:
+    """Refuse a mixed precision that `device` cannot compute in."""
+    if amp not in ("none", *_AMP_TYPES):
+        raise DeviceError(f"amp {amp!r} is not known", hint="use none, fp16 or bf16")
+    if amp == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise DeviceError(f"amp bf16 was asked for, but {torch.cuda.get_device_name(device)} has none", hint="use fp16")

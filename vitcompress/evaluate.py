@@ -1,0 +1,150 @@
+"""Accuracy with its counts, and the two questions asked about it: how sure is it, and is a difference real.
+
+Sums are taken over all processes in float64, every image is counted exactly once.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vitcompress.distributed import Runtime
+from vitcompress.errors import DataError, VitcompressError
+from vitcompress.loaders import EvalLoader, Images, eval_loader, views
+
+if TYPE_CHECKING:
+    from vitcompress.models import InputConfig
+
+_Z95 = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How many of `total` images were right first (`correct`) or among the first five; `loss` is the mean CE."""
+
+    correct: int
+    correct5: int
+    total: int
+    loss: float
+
+    @property
+    def top1(self) -> float:
+        """Share of right answers, 0 to 1."""
+        return self.correct / self.total
+
+    @property
+    def top5(self) -> float:
+        """Share of images whose class is among the five best answers, 0 to 1."""
+        return self.correct5 / self.total
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's 95 % interval of `top1`."""
+        return wilson(self.correct, self.total)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counts, shares and the interval as plain data."""
+        return {**asdict(self), "top1": self.top1, "top5": self.top5, "top1_ci95": list(self.interval)}
+
+
+@dataclass(frozen=True)
+class McNemar:
+    """Images that only one of two models gets right, and the exact two-sided p-value of that imbalance."""
+
+    only_a: int
+    only_b: int
+    p_value: float
+
+
+def evaluate(predict: Callable[[Tensor], Tensor], loader: EvalLoader, runtime: Runtime) -> Accuracy:
+    """Accuracy of `predict` (images (batch, C, H, W) -> logits (batch, classes)) over all ranks' shares of `loader`.
+
+    Raises:
+        VitcompressError: when a logit is not finite, as no accuracy can be read from it.
+    """
+    sums = torch.zeros(4, dtype=torch.float64)
+    for logits, targets in _answers(predict, loader):
+        hits = _hits(logits, targets)
+        loss = functional.cross_entropy(logits, targets, reduction="none").double().sum()
+        sums += torch.tensor([hits[:, :1].sum(), hits.sum(), len(targets), loss], dtype=torch.float64)
+    correct, correct5, total, loss_sum = runtime.all_sum(sums.to(runtime.device, _wide(runtime))).tolist()
+    if not total:
+        raise DataError("there is no image to evaluate", hint="give a data set with test images")
+    return Accuracy(round(correct), round(correct5), round(total), loss_sum / total)
+
+
+def correct_mask(predict: Callable[[Tensor], Tensor], loader: EvalLoader, runtime: Runtime) -> np.ndarray:
+    """Which images `predict` gets right: booleans in the order of the data set, the same on every rank."""
+    mask = torch.zeros(loader.total, dtype=_wide(runtime))
+    parts = [_hits(logits, targets)[:, 0] for logits, targets in _answers(predict, loader)]
+    if parts:
+        mask[runtime.rank :: runtime.world_size] = torch.cat(parts).to(mask.dtype)
+    return runtime.all_sum(mask.to(runtime.device)).cpu().numpy() > 0.5
+
+
+def mcnemar(a_correct: np.ndarray, b_correct: np.ndarray) -> McNemar:
+    """McNemar's exact test (1947; binomial form) on two models' answers to the same images.
+
+    Under "both are equally good" each image that only one of them gets right is a fair coin, so the p-value is the
+    binomial probability of a split at least this uneven.
+    """
+    a, b = np.asarray(a_correct, bool), np.asarray(b_correct, bool)
+    if a.shape != b.shape:
+        raise ValueError(f"the masks are of different images: {a.shape} and {b.shape}")
+    only_a, only_b = int((a & ~b).sum()), int((b & ~a).sum())
+    coins = only_a + only_b
+    tail = sum(math.comb(coins, k) for k in range(min(only_a, only_b) + 1))
+    return McNemar(only_a, only_b, min(1.0, 2 * tail / 2**coins))
+
+
+def wilson(successes: int, trials: int) -> tuple[float, float]:
+    """Wilson's 95 % score interval (1927, JASA 22) of a share; it stays within 0 and 1 also at the ends."""
+    if trials < 1 or not 0 <= successes <= trials:
+        raise ValueError(f"{successes} of {trials} is not a share")
+    share, weight = successes / trials, _Z95**2 / trials
+    centre = (share + weight / 2) / (1 + weight)
+    half = _Z95 / (1 + weight) * math.sqrt(share * (1 - share) / trials + weight / (4 * trials))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def calibration_images(dataset: Images, input: "InputConfig", count: int, seed: int) -> Tensor:
+    """`count` images of `dataset` drawn without replacement, prepared as for evaluation: (count, C, H, W), on the CPU.
+
+    Raises:
+        DataError: when the data set is smaller than `count`.
+    """
+    if count > len(dataset):
+        raise DataError(f"{count} images were asked for, the data set has {len(dataset)}", hint="ask for fewer")
+    chosen = np.random.default_rng(seed).permutation(len(dataset))[:count]
+    loader = eval_loader(views(dataset, sorted(chosen.tolist())), input, count, Runtime(torch.device("cpu")))
+    return next(iter(loader))[0]
+
+
+@torch.inference_mode()
+def _answers(
+    predict: Callable[[Tensor], Tensor], loader: Iterable[tuple[Tensor, Tensor]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits in float32 and targets of every batch, on the CPU."""
+    for images, targets in loader:
+        logits = predict(images).float().cpu()
+        if not torch.isfinite(logits).all():
+            raise VitcompressError(
+                "the model answers with numbers that are not finite", hint="was it trained with fp16?"
+            )
+        yield logits, targets.cpu()
+
+
+def _hits(logits: Tensor, targets: Tensor) -> Tensor:
+    """Is the k-th best answer right: booleans (batch, up to 5)."""
+    best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+    return best == targets[:, None]
+
+
+def _wide(runtime: Runtime) -> torch.dtype:
+    """The widest float of the runtime's device."""
+    return torch.float32 if runtime.device.type == "mps" else torch.float64

@@ -1,0 +1,28 @@
+"""Families of timm models. To add one: a file beside this one, and a line in `FAMILIES`."""
+
+from torch import nn
+
+from vitcompress.errors import UnsupportedModelError
+from vitcompress.families.anatomy import Axis, Family, Site, Space
+from vitcompress.families.vit import VIT
+
+FAMILIES: dict[str, Family] = {"vit": VIT}
+
+__all__ = ["FAMILIES", "Axis", "Family", "Site", "Space", "family_of"]
+
+
+def family_of(model: nn.Module) -> Family:
+    """The family that covers `model`, found by its structure.
+
+    Raises:
+        UnsupportedModelError: with the reason, and a list of what is supported.
+    """
+    reasons = {name: family.refuses(model) for name, family in FAMILIES.items()}
+    for name, reason in reasons.items():
+        if reason is None:
+            return FAMILIES[name]
+    why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    supported = "; ".join(family.supported for family in FAMILIES.values())
+    raise UnsupportedModelError(
+        f"this model is of a kind that cannot be pruned ({why})", hint=f"supported: {supported}"
+    )

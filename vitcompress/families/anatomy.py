@@ -1,0 +1,124 @@
+"""What a family says about a model: which channels go together, and which modules can go.
+
+A **space** is a set of channels that are kept or dropped together, with every tensor axis that runs over it.
+A **site** is a module that can be removed whole. Both are plain data: slicing, masking and counting are one rule each,
+and no method knows one architecture from another.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+SpaceKind = Literal["qk", "v", "mlp", "residual"]
+SiteKind = Literal["attention", "activation", "ffn", "block"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of one tensor that runs over a space.
+
+    The space's channel c lies at `offset + copy * size + c` for each of `copies` (a layer that reads the space several
+    times over). With `per_head` the dimension counts heads instead of channels.
+    """
+
+    tensor: str
+    dim: int
+    offset: int = 0
+    copies: int = 1
+    per_head: bool = False
+
+
+@dataclass(frozen=True)
+class Space:
+    """Channels that are kept or dropped together, in `heads` equal groups of `size / heads`.
+
+    attention: the attention whose heads those are; empty where the space is not one of an attention.
+    """
+
+    name: str
+    kind: SpaceKind
+    size: int
+    axes: tuple[Axis, ...]
+    heads: int = 1
+    attention: str = ""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A module that can be removed whole.
+
+    name: its path in the dense model; numbers of blocks never change. block, index: the block it lies in, and that
+    block's dense number. branch_end: the last module of its residual branch, just before the sum.
+    """
+
+    name: str
+    kind: SiteKind
+    block: str
+    index: int
+    branch_end: str = ""
+
+
+@dataclass(frozen=True)
+class LinearPair:
+    """The two linear layers of an FFN by path, in order of use, and the LayerScale that follows them."""
+
+    first: str
+    second: str
+    scale: str
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """How a family wires a block: its residual branches in order, each a chain of child names.
+
+    `takes_arguments` names the children that receive the block's extra arguments (an attention mask, say).
+    """
+
+    branches: tuple[tuple[str, ...], ...]
+    attention: str
+    ffn: str
+    takes_arguments: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Family:
+    """The only place that knows a timm model's modules. Every function reads the model as it is now.
+
+    refuses(model): None, or why this family does not cover the model, as the end of a sentence.
+    blocks(model): the blocks that are left, by path, in forward order.
+    linear_pair(model, ffn): the layers that `surgery.fold` multiplies, None when the FFN is not two linears.
+    scales(model): LayerScale path -> path of the linear layer just before it.
+    slice_attention(module, qk, v, heads): the attention to run after slicing, over the same parameters.
+    resized(model, width): store a new residual width wherever timm reads it.
+    """
+
+    name: str
+    supported: str
+    wiring: Wiring
+    refuses: Callable[[nn.Module], str | None]
+    blocks: Callable[[nn.Module], dict[str, nn.Module]]
+    sites: Callable[[nn.Module], tuple[Site, ...]]
+    spaces: Callable[[nn.Module], tuple[Space, ...]]
+    linear_pair: Callable[[nn.Module, str], LinearPair | None]
+    scales: Callable[[nn.Module], dict[str, str]]
+    slice_attention: Callable[[nn.Module, int, int, int], nn.Module]
+    resized: Callable[[nn.Module, int], None]
+
+
+def linear_axes(model: nn.Module, name: str, *, offset: int = 0, copies: int = 1) -> tuple[Axis, ...]:
+    """The output axes of a linear or convolution layer: weight rows, and the bias where there is one."""
+    layer = model.get_submodule(name)
+    tensors = [f"{name}.weight"] + ([f"{name}.bias"] if getattr(layer, "bias", None) is not None else [])
+    return tuple(Axis(tensor, 0, offset, copies) for tensor in tensors)
+
+
+def norm_axes(model: nn.Module, name: str) -> tuple[Axis, ...]:
+    """The axes of a LayerNorm or LayerScale: every parameter that it owns."""
+    return tuple(Axis(f"{name}.{leaf}", 0) for leaf, _ in model.get_submodule(name).named_parameters(recurse=False))
+
+
+def input_axis(name: str) -> Axis:
+    """The input axis of a linear layer: weight columns."""
+    return Axis(f"{name}.weight", 1)

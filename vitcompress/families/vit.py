@@ -1,0 +1,209 @@
+"""timm's VisionTransformer: ViT, DeiT (one or two heads), DeiT-III, DINOv2 with MLPs; found by structure."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from timm.layers import Attention, LayerScale, Mlp, PatchEmbed
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+
+from vitcompress.families.anatomy import (
+    Axis,
+    Family,
+    LinearPair,
+    Site,
+    Space,
+    Wiring,
+    input_axis,
+    linear_axes,
+    norm_axes,
+)
+from vitcompress.families.edited import EditedBlock
+
+SUPPORTED = (
+    "timm VisionTransformers with pre-norm blocks of multi-head attention (with or without qkv bias) and a two-layer "
+    "MLP, LayerNorm, with or without LayerScale, register tokens, pre-norm, distillation head, class token or pooled"
+)
+WIRING = Wiring(
+    branches=(("norm1", "attn", "ls1", "drop_path1"), ("norm2", "mlp", "ls2", "drop_path2")),
+    attention="attn",
+    ffn="mlp",
+    takes_arguments=frozenset({"attn"}),
+)
+HEADS = ("head", "head_dist")
+TOKENS = ("cls_token", "reg_token", "dist_token", "pos_embed")
+
+
+class SlicedAttention(nn.Module):
+    """Multi-head self-attention with any widths of q/k and v, over timm's `qkv` and `proj`, at the dense softmax scale.
+
+    Keeping the scale of the dense model is what makes a sliced attention equal to the masked one.
+    """
+
+    def __init__(self, dense: Any, qk_dim: int, v_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.qkv, self.proj = dense.qkv, dense.proj
+        self.attn_drop, self.proj_drop = dense.attn_drop, dense.proj_drop
+        self.qk_dim, self.v_dim, self.num_heads = qk_dim, v_dim, num_heads
+        self.head_dim, self.attn_dim = v_dim // num_heads, v_dim
+        self.scale = dense.scale
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """x: normalised tokens, (batch, tokens, channels) -> the same shape."""
+        batch, tokens, _ = x.shape
+        parts = self.qkv(x).split((self.qk_dim, self.qk_dim, self.v_dim), dim=-1)
+        q, k, v = (part.reshape(batch, tokens, self.num_heads, -1).transpose(1, 2) for part in parts)
+        drop = self.attn_drop.p if self.training else 0.0
+        x = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=attn_mask, dropout_p=drop, is_causal=is_causal, scale=self.scale
+        )
+        out: Tensor = self.proj_drop(self.proj(x.transpose(1, 2).reshape(batch, tokens, self.v_dim)))
+        return out
+
+
+def refuses(model: nn.Module) -> str | None:
+    """None, or the first thing about `model` that the family does not cover."""
+    if not isinstance(model, VisionTransformer):
+        return f"it is a {type(model).__name__}"
+    if model.attn_pool is not None:
+        return "it pools by attention"
+    if not isinstance(model.patch_embed, PatchEmbed):
+        return f"its stem is a {type(model.patch_embed).__name__}"
+    reasons = (_block_refusal(block) for block in model.blocks)
+    norms = [module for name, module in model.named_modules() if "norm" in name.rpartition(".")[2]]
+    return next((reason for reason in (*reasons, *map(_norm_refusal, norms)) if reason), None)
+
+
+def _block_refusal(block: Any) -> str | None:
+    if not isinstance(block, Block | EditedBlock):
+        return f"its blocks are {type(block).__name__}"
+    attn: Any
+    mlp: Any
+    attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
+    if attn is not None and type(attn) not in (Attention, SlicedAttention):
+        return f"its attention is a {type(attn).__name__}"
+    if type(attn) is Attention and not _plain(attn.q_norm, attn.k_norm, attn.norm, attn.gate):
+        return "its attention normalises q, k or its output, or is gated"
+    if mlp is not None and type(mlp) not in (Mlp, nn.Linear):
+        return f"its FFN is a {type(mlp).__name__}"
+    if type(mlp) is Mlp and not (_plain(mlp.norm) and isinstance(mlp.fc1, nn.Linear)):
+        return "its FFN normalises its hidden channels or is convolutional"
+    return None
+
+
+def _norm_refusal(norm: nn.Module) -> str | None:
+    if _plain(norm):
+        return None
+    if not isinstance(norm, nn.LayerNorm):
+        return f"its norm is a {type(norm).__name__}"
+    return None if norm.elementwise_affine else "its LayerNorm has no weights"
+
+
+def _plain(*parts: nn.Module | None) -> bool:
+    return all(part is None or isinstance(part, nn.Identity) for part in parts)
+
+
+def blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks that are left, by path."""
+    return {f"blocks.{name}": block for name, block in model.get_submodule("blocks").named_children()}
+
+
+def sites(model: nn.Module) -> tuple[Site, ...]:
+    """Per block: attention, activation, FFN and the block itself, as far as they are there."""
+    found: list[Site] = []
+    for path, block in blocks(model).items():
+        index = int(path.rsplit(".", 1)[1])
+        if hasattr(block, "attn"):
+            found.append(Site(f"{path}.attn", "attention", path, index, f"{path}.drop_path1"))
+        act = getattr(getattr(block, "mlp", None), "act", None)
+        if act is not None and not isinstance(act, nn.Identity):
+            found.append(Site(f"{path}.mlp.act", "activation", path, index, f"{path}.drop_path2"))
+        if hasattr(block, "mlp"):
+            found.append(Site(f"{path}.mlp", "ffn", path, index, f"{path}.drop_path2"))
+        found.append(Site(path, "block", path, index))
+    return tuple(found)
+
+
+def spaces(model: Any) -> tuple[Space, ...]:
+    """q/k, v and FFN hidden channels of every block, then the residual stream they all read and write."""
+    inner: list[Space] = []
+    residual: list[Axis] = list(_stem_axes(model))
+    block: Any
+    for path, block in blocks(model).items():
+        residual += [
+            axis
+            for name in ("norm1", "ls1", "norm2", "ls2")
+            if hasattr(block, name)
+            for axis in norm_axes(model, f"{path}.{name}")
+        ]
+        if hasattr(block, "attn"):
+            inner += _attention_spaces(model, path, block.attn)
+            residual += [input_axis(f"{path}.attn.qkv"), *linear_axes(model, f"{path}.attn.proj")]
+        if isinstance(getattr(block, "mlp", None), nn.Linear):  # folded
+            residual += [input_axis(f"{path}.mlp"), *linear_axes(model, f"{path}.mlp")]
+        elif hasattr(block, "mlp"):
+            axes = (*linear_axes(model, f"{path}.mlp.fc1"), input_axis(f"{path}.mlp.fc2"))
+            inner.append(Space(f"{path}.mlp", "mlp", block.mlp.fc1.out_features, axes))
+            residual += [input_axis(f"{path}.mlp.fc1"), *linear_axes(model, f"{path}.mlp.fc2")]
+    residual += [axis for name in ("norm", "fc_norm") for axis in norm_axes(model, name)]
+    residual += [input_axis(name) for name in HEADS if isinstance(getattr(model, name, None), nn.Linear)]
+    return (*inner, Space("residual", "residual", _width(model), tuple(residual)))
+
+
+def _stem_axes(model: nn.Module) -> tuple[Axis, ...]:
+    tokens = tuple(Axis(name, 2) for name in TOKENS if getattr(model, name, None) is not None)
+    return (
+        *tokens,
+        *linear_axes(model, "patch_embed.proj"),
+        *norm_axes(model, "patch_embed.norm"),
+        *norm_axes(model, "norm_pre"),
+    )
+
+
+def _attention_spaces(model: nn.Module, path: str, attn: Any) -> list[Space]:
+    name, heads = f"{path}.attn", attn.num_heads
+    v_dim = attn.proj.in_features
+    qk_dim = (attn.qkv.out_features - v_dim) // 2
+    qk = linear_axes(model, f"{name}.qkv", copies=2)
+    v = (*linear_axes(model, f"{name}.qkv", offset=2 * qk_dim), input_axis(f"{name}.proj"))
+    return [Space(f"{path}.qk", "qk", qk_dim, qk, heads, name), Space(f"{path}.v", "v", v_dim, v, heads, name)]
+
+
+def _width(model: Any) -> int:
+    return int(model.patch_embed.proj.out_channels)
+
+
+def linear_pair(model: nn.Module, ffn: str) -> LinearPair | None:
+    """fc1 and fc2 of a timm Mlp; None when it is folded already."""
+    block = ffn.rsplit(".", 1)[0]
+    return LinearPair(f"{ffn}.fc1", f"{ffn}.fc2", f"{block}.ls2") if isinstance(model.get_submodule(ffn), Mlp) else None
+
+
+def scales(model: nn.Module) -> dict[str, str]:
+    """LayerScales that directly follow a linear layer. Without its attention, a LayerScale follows a norm and stays."""
+    found: dict[str, str] = {}
+    for path, block in blocks(model).items():
+        if isinstance(getattr(block, "ls1", None), LayerScale) and hasattr(block, "attn"):
+            found[f"{path}.ls1"] = f"{path}.attn.proj"
+        if isinstance(getattr(block, "ls2", None), LayerScale) and hasattr(block, "mlp"):
+            found[f"{path}.ls2"] = f"{path}.mlp" if isinstance(block.mlp, nn.Linear) else f"{path}.mlp.fc2"
+    return found
+
+
+def resized(model: Any, width: int) -> None:
+    """Store the residual width where timm reads it."""
+    model.embed_dim = model.num_features = model.head_hidden_size = width
+    for entry in model.feature_info:
+        entry["num_chs"] = width
+
+
+def slice_attention(attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
+    """timm's own attention while heads keep their width, else SlicedAttention."""
+    if type(attn) is Attention and qk_dim == v_dim and v_dim == num_heads * attn.head_dim:
+        attn.num_heads, attn.attn_dim = num_heads, v_dim
+        dense: nn.Module = attn
+        return dense
+    return SlicedAttention(attn, qk_dim, v_dim, num_heads)
+
+
+VIT = Family("vit", SUPPORTED, WIRING, refuses, blocks, sites, spaces, linear_pair, scales, slice_attention, resized)

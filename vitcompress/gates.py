@@ -1,0 +1,276 @@
+"""Changes of a model's function that leave its weights alone: forward hooks, no new modules, no masks in the weights.
+
+`channel_gates` masks channels of spaces. `GatedModel` holds one gate and one learnable score per removable layer, for
+HetDPT's importance search (straight-through) and for NOSE's dilution (gates between 0 and 1).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from vitcompress.errors import PlanError
+from vitcompress.families import Family, Site
+from vitcompress.families.anatomy import Space
+from vitcompress.plan import check_bypasses
+
+# -------------------------------------------------------------------------------------------------------- channel gates
+
+
+@contextmanager
+def channel_gates(model: nn.Module, family: Family, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Multiply every writer of each named space by its gate, shape (channels,), while the context is open.
+
+    In the residual space the token and position parameters are gated too, and every LayerNorm that reads it takes its
+    statistics over the channels whose gate is not zero, so that a mask of zeros and ones computes what slicing will.
+    Gates may require gradients. Afterwards modules, hooks, parameters and their order are what they were; until then
+    the state dict of a model with a gated residual space names its token parameters otherwise.
+
+    Raises:
+        PlanError: no such space, a gate of another length, or a residual space that is gated already.
+    """
+    spaces = {space.name: space for space in family.spaces(model)}
+    for name, gate in values.items():
+        if name not in spaces:
+            raise PlanError(f"no such space: {name}; the model has {', '.join(spaces)}")
+        if gate.shape != (spaces[name].size,):
+            raise PlanError(f"{name} has {spaces[name].size} channels, its gate has the shape {tuple(gate.shape)}")
+    with ExitStack() as stack:
+        for name, gate in values.items():
+            for undo in _gate_space(model, spaces[name], gate):
+                stack.callback(undo)
+        yield
+
+
+def _gate_space(model: nn.Module, space: Space, gate: Tensor) -> Iterator[Callable[[], None]]:
+    for axis in space.axes:
+        path, _, leaf = axis.tensor.rpartition(".")
+        module = model.get_submodule(path)
+        if isinstance(module, nn.LayerNorm):
+            if leaf == "weight":
+                yield module.register_forward_hook(_MaskedNorm(gate)).remove
+        elif isinstance(module, nn.Linear | nn.Conv2d):
+            if leaf == "weight" and axis.dim == 0:
+                full = torch.ones(module.weight.shape[0], dtype=gate.dtype, device=gate.device)
+                full = _with_segment(full, gate, axis.offset, axis.copies)
+                yield module.register_forward_hook(_ChannelGate(full)).remove
+        elif module is model:
+            yield _gate_parameter(module, leaf, gate)
+
+
+def _with_segment(full: Tensor, gate: Tensor, offset: int, copies: int) -> Tensor:
+    end = offset + copies * gate.numel()
+    return torch.cat([full[:offset], gate.repeat(copies), full[end:]])
+
+
+def _gate_parameter(module: nn.Module, leaf: str, gate: Tensor) -> Callable[[], None]:
+    """Gate a parameter of the model itself, which no hook sees."""
+    if parametrize.is_parametrized(module, leaf):
+        raise PlanError(f"{leaf} is gated already; give all gates of a model to one context")
+    order = list(module._parameters)
+    parametrize.register_parametrization(module, leaf, _ParameterGate(gate))
+
+    def undo() -> None:
+        parametrize.remove_parametrizations(module, leaf, leave_parametrized=False)
+        for name in order:  # the parameter came back as the last one; optimisers count on the order
+            module._parameters[name] = module._parameters.pop(name)
+
+    return undo
+
+
+class _ChannelGate:
+    def __init__(self, gate: Tensor) -> None:
+        self.gate = gate
+
+    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        gate = self.gate.to(out.dtype)
+        return out * (gate[:, None, None] if isinstance(module, nn.Conv2d) else gate)
+
+
+class _MaskedNorm:
+    def __init__(self, gate: Tensor) -> None:
+        self.gate = gate
+
+    def __call__(self, module: nn.LayerNorm, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        x, gate = args[0], self.gate.to(out.dtype)
+        alive = (self.gate != 0).to(x.dtype)
+        count = alive.sum()
+        centred = (x - (x * alive).sum(-1, keepdim=True) / count) * alive
+        variance = centred.square().sum(-1, keepdim=True) / count
+        normal = centred * (variance + module.eps).rsqrt() * module.weight
+        return (normal if module.bias is None else normal + module.bias).to(out.dtype) * gate
+
+
+class _ParameterGate(nn.Module):
+    def __init__(self, gate: Tensor) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def forward(self, parameter: Tensor) -> Tensor:
+        return parameter * self.gate.to(parameter.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------- layer gates
+
+
+GATED_KINDS = ("attention", "activation")
+STAND_INS = {"drop": "zero", "norm_identity": "input", "double": "stream"}
+
+
+class _StraightThrough(torch.autograd.Function):
+    """gate * branch + (1 - gate) * stand-in; the score receives d loss / d gate = sum(delta * (branch - stand-in)).
+
+    HetDPT, learnable importance search: the forward pass sees only the gate, never the score.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, branch: Tensor, stand: Tensor, score: Tensor, gate: float) -> Tensor:
+        ctx.save_for_backward(branch, stand)
+        ctx.gate = gate
+        if gate == 1.0:
+            return branch.view_as(branch)
+        return stand.view_as(stand) if gate == 0.0 else gate * branch + (1.0 - gate) * stand
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        delta = grads[0]
+        branch, stand = ctx.saved_tensors
+        change = (branch - stand).float() if delta.dtype != torch.float64 else branch - stand
+        score = torch.dot(delta.reshape(-1).to(change.dtype), change.reshape(-1))
+        return ctx.gate * delta, (1.0 - ctx.gate) * delta, score, None
+
+
+class GatedModel(nn.Module):
+    """A model whose removable layers each pass through a gate: 1 the layer, 0 what stands in its place.
+
+    With every gate at 0 or 1 it computes what `surgery.apply` deploys for the same layers and bypass. Both branches are
+    computed throughout, so the set of parameters with gradients never changes (DDP needs that). Scores and gates are in
+    this module's state dict, never in the model's. A deep copy has gates of its own.
+
+    Args:
+        model: the dense (or already edited) model; trained in place. It keeps the gates' hooks for good.
+        family: its family.
+        sites: attentions and activations to gate.
+        attention_bypass: `drop`, `norm_identity` or `double` (see Plan).
+        both_pruned_output_act: `gelu` applies a GELU to the output of blocks that have lost both, as the released
+            HetDPT code does; `none` leaves it out.
+
+    Raises:
+        PlanError: a bypass that is not one, or a site that the model does not have or that has no gate.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        family: Family,
+        sites: Sequence[Site],
+        *,
+        attention_bypass: str = "drop",
+        both_pruned_output_act: str = "none",
+    ) -> None:
+        super().__init__()
+        check_bypasses(attention_bypass, both_pruned_output_act)
+        own = [site for site in family.sites(model) if site.kind in GATED_KINDS]
+        if unknown := [site.name for site in sites if site not in own]:
+            raise PlanError(f"no gate for {unknown[0]}; layers that take one: {', '.join(site.name for site in own)}")
+        self.training = model.training
+        self.model = model
+        self.sites = tuple(sites)
+        device = next(model.parameters()).device
+        self.scores = nn.ParameterList([nn.Parameter(torch.zeros((), device=device)) for _ in self.sites])
+        self._gates = {site.name: 1.0 for site in self.sites}
+        self._inputs: dict[str, Tensor] = {}
+        for number, site in enumerate(self.sites):
+            self._hook(site, number, attention_bypass)
+        if both_pruned_output_act == "gelu":
+            self._hook_outputs(own)
+
+    def _hook(self, site: Site, number: int, bypass: str) -> None:
+        stand = STAND_INS[bypass] if site.kind == "attention" else "input"
+        if stand == "stream":
+            self.model.get_submodule(site.block).register_forward_pre_hook(_Remember(self, site.name))
+        # Doubling replaces the whole branch, drop path included; the others stand where the layer stands.
+        target = site.branch_end if stand == "stream" else site.name
+        self.model.get_submodule(target).register_forward_hook(_LayerGate(self, site.name, number, stand))
+
+    def _hook_outputs(self, own: Sequence[Site]) -> None:
+        """Where every layer that a block still has is gated, its output passes a GELU once all of them are removed."""
+        for block in dict.fromkeys(site.block for site in self.sites):
+            names = [site.name for site in own if site.block == block]
+            if set(names) <= set(self._gates):
+                self.model.get_submodule(block).register_forward_hook(_OutputAct(self, names))
+
+    def forward(self, x: Tensor) -> Any:
+        """x: images, (batch, channels, height, width) -> whatever the model returns."""
+        return self.model(x)
+
+    def gate_of(self, site: str) -> float:
+        return self._gates[site]
+
+    def set_gate(self, site: str, value: float) -> None:
+        """Set one gate: 1 keeps the layer, 0 removes it, values between blend (NOSE dilution)."""
+        if site not in self._gates:
+            raise PlanError(f"no gated layer {site}; gated: {', '.join(self._gates)}")
+        if not 0.0 <= value <= 1.0:
+            raise PlanError(f"the gate of {site} must lie in 0..1, got {value}")
+        self._gates[site] = float(value)
+
+    def gate_values(self) -> dict[str, float]:
+        return dict(self._gates)
+
+    def scores_of(self) -> dict[str, float]:
+        return {site.name: float(score.detach()) for site, score in zip(self.sites, self.scores, strict=True)}
+
+    def score_parameters(self) -> list[nn.Parameter]:
+        return list(self.scores)
+
+    def weight_parameters(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+    def no_weight_decay(self) -> set[str]:
+        """Names that timm's optimisers leave without weight decay."""
+        own: Any = getattr(self.model, "no_weight_decay", set)
+        return {f"model.{name}" for name in own()}
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([self._gates[site.name] for site in self.sites], dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self._gates = {site.name: float(value) for site, value in zip(self.sites, state, strict=True)}
+
+
+class _Remember:
+    """Keeps the input of a block for the gate at the end of its attention branch."""
+
+    def __init__(self, owner: GatedModel, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self.owner._inputs[self.name] = args[0]
+
+
+class _LayerGate:
+    def __init__(self, owner: GatedModel, name: str, number: int, stand: str) -> None:
+        self.owner, self.name, self.number, self.stand = owner, name, number, stand
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        owner = self.owner
+        if self.stand == "stream":
+            stand = owner._inputs.pop(self.name)
+        else:
+            stand = args[0] if self.stand == "input" else torch.zeros_like(out)
+        score = owner.scores[self.number]
+        gated: Tensor = _StraightThrough.apply(out, stand, score, owner.gate_of(self.name))
+        return gated
+
+
+class _OutputAct:
+    def __init__(self, owner: GatedModel, names: list[str]) -> None:
+        self.owner, self.names = owner, names
+
+    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return F.gelu(out) if all(self.owner.gate_of(name) == 0.0 for name in self.names) else out

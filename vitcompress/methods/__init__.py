@@ -1,0 +1,92 @@
+"""Methods: what to remove. To add one: a file beside this one, and a line in `METHODS`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from vitcompress.families import Family
+from vitcompress.methods import baselines, hetdpt, nose
+from vitcompress.methods.depth import Stage
+from vitcompress.plan import Plan
+from vitcompress.workspace import Context
+
+__all__ = ["METHODS", "Method", "Stage"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to choose what goes.
+
+    options: dataclass of what a recipe may set. plan(model, context, options): the plan to carry out after the
+    model's own; may train copies, leaves the model as it is, keeps what it measured in the context's folder.
+    structure(model, family, base, options): a plan of the same size without data or scoring; raises PlanError when
+    the options ask for more than the model has. stages(options, prunable): the work ahead on a model with so many
+    attentions and activations, for a dry run. dilute(options, epochs): gate value of the removed layers at each epoch
+    of the recovery, for methods that fade them out; None removes them at once.
+    """
+
+    summary: str
+    options: type[Any]
+    plan: Callable[[nn.Module, Context, Any], Plan]
+    structure: Callable[[nn.Module, Family, Plan, Any], Plan]
+    stages: Callable[[Any, int], list[Stage]] = lambda options, prunable: []
+    dilute: Callable[[Any, int], Callable[[int], float]] | None = None
+
+
+METHODS: dict[str, Method] = {
+    "hetdpt": Method(
+        "attentions and activations: budget split by prediction, layers by learnable importance",
+        hetdpt.Options,
+        hetdpt.plan,
+        hetdpt.structure,
+        hetdpt.stages,
+    ),
+    "nose": Method(
+        "attentions only: greedy transfer entropy, faded out while recovering",
+        nose.Options,
+        nose.plan,
+        nose.structure,
+        nose.stages,
+        nose.dilute,
+    ),
+    "activation_only": Method(
+        "activations only: greedy transfer entropy, faded out while recovering",
+        nose.ActivationOptions,
+        nose.plan_activations,
+        nose.structure_activations,
+        nose.stages,
+        nose.dilute,
+    ),
+    "te_static": Method(
+        "attentions and activations with the lowest transfer entropy, measured once",
+        baselines.StaticOptions,
+        baselines.te_static,
+        baselines.structure,
+        baselines.stages_te_static,
+    ),
+    "hetdpt_no_step2": Method(
+        "HetDPT's split of the budget, layers in the order that collection removed them",
+        hetdpt.AllocationOptions,
+        baselines.no_step2,
+        baselines.structure_no_step2,
+        hetdpt.allocation_stages,
+    ),
+    "hetdpt_no_step1": Method(
+        "learnable importance of both types pooled, without a split of the budget",
+        baselines.DirectOptions,
+        baselines.no_step1,
+        baselines.structure,
+        baselines.stages_no_step1,
+    ),
+    "random": Method(
+        "layers drawn by the seed, or the first or last ones",
+        baselines.RandomOptions,
+        baselines.random,
+        baselines.structure_random,
+    ),
+    "fixed": Method(
+        "the layers that the recipe names", baselines.FixedOptions, baselines.fixed, baselines.structure_fixed
+    ),
+}

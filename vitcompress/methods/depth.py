@@ -1,0 +1,198 @@
+"""What the depth-pruning methods share: options, budget, and the steps from layers to a plan."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, cast
+
+from annotated_types import Ge, Gt
+from torch import nn
+
+from vitcompress import cost, surgery
+from vitcompress.data import Images
+from vitcompress.errors import PlanError
+from vitcompress.evaluate import evaluate
+from vitcompress.families import Family, Site
+from vitcompress.gates import GatedModel
+from vitcompress.loaders import EvalLoader, eval_loader
+from vitcompress.plan import Plan
+from vitcompress.train import TrainOptions
+from vitcompress.workspace import Context
+
+Kind = Literal["attention", "activation"]
+KINDS: tuple[Kind, ...] = ("attention", "activation")
+Bypass = Literal["drop", "norm_identity", "double"]
+OutputAct = Literal["none", "gelu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthOptions:
+    """pruned_layers: how many of the attentions and activations go, both types together.
+
+    attention_bypass: what stands where an attention was: nothing (`drop`), the block's norm (`norm_identity`,
+    released HetDPT code) or the stream once more (`double`, released NOSE code). both_pruned_output_act: `gelu` puts
+    a GELU behind each block that lost both, as the released HetDPT code does.
+    """
+
+    pruned_layers: Annotated[int, Ge(1)]
+    attention_bypass: Bypass = "drop"
+    both_pruned_output_act: OutputAct = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastTraining:
+    """A short training on a class-balanced part of the training set; everything else follows the recipe's [finetune].
+
+    images_per_class: 0 takes all. lr: peak; without it 5e-5 per 512 images of the global batch, as HetDPT's code has
+    it.
+    """
+
+    images_per_class: Annotated[int, Ge(0)] = 100
+    lr: Annotated[float, Gt(0)] | None = None
+    min_lr: Annotated[float, Ge(0)] = 1e-5
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a method's work, for a dry run: `rounds` trainings or measurements of `epochs` passes over images.
+
+    images_per_class: of the training set, 0 for all of it. images: the total instead, where that is what is set.
+    """
+
+    title: str
+    rounds: int
+    epochs: int
+    images_per_class: int = 0
+    images: int = 0
+
+
+def layers(model: nn.Module, family: Family) -> dict[Kind, tuple[Site, ...]]:
+    """The attentions and the activations that `model` still has, in forward order."""
+    sites = family.sites(model)
+    return {kind: tuple(site for site in sites if site.kind == kind) for kind in KINDS}
+
+
+def any_layers(model: nn.Module, family: Family, count: int, kinds: Sequence[Kind] = KINDS) -> dict[Kind, list[int]]:
+    """`count` layers for looking at size and speed before anything is scored: the last ones, shared among the types.
+
+    Activations get the larger half, and each type keeps a layer. Raises PlanError when `count` is more than there is.
+    """
+    found = layers(model, family)
+    room = {kind: max(0, len(found[kind]) - 1) for kind in kinds}
+    if count > sum(room.values()):
+        counts = " and ".join(f"{len(found[kind])} {kind} layers" for kind in kinds)
+        raise PlanError(
+            f"pruned_layers is {count}, but the model has {counts}, of which {sum(room.values())} may go",
+            hint=f"choose pruned_layers from 1 to {sum(room.values())}",
+        )
+    taken = dict.fromkeys(kinds, 0)
+    for _ in range(count):
+        turn = [kind for kind in kinds if taken[kind] < room[kind]]
+        fewest = min(taken[kind] for kind in turn)
+        # The last of the equal ones: activations come after attentions.
+        taken[[kind for kind in turn if taken[kind] == fewest][-1]] += 1
+    return {kind: [site.index for site in found[kind][len(found[kind]) - taken[kind] :]] for kind in kinds}
+
+
+def delta(model: nn.Module, base: Plan, removed: Mapping[Kind, Iterable[int]], options: DepthOptions) -> Plan:
+    """The plan that removes, on top of `base`, the layers of these blocks with the bypass of `options`."""
+    return surgery.depth_plan(
+        model,
+        base,
+        removed.get("attention", ()),
+        removed.get("activation", ()),
+        attention_bypass=options.attention_bypass,
+        both_pruned_output_act=options.both_pruned_output_act,
+    )
+
+
+def decided(model: nn.Module, context: Context, chosen: Mapping[Kind, Iterable[int]], options: DepthOptions) -> Plan:
+    """Record the choice, say it to the person who waits, and return its plan."""
+    removed = {kind: sorted(chosen.get(kind, ())) for kind in KINDS}
+    both = sorted(set(removed["attention"]) & set(removed["activation"]))
+    # A block that lost both is affine up to its norms: which ones did changes the network, so it is written down.
+    context.memo("choice", lambda: {**removed, "both": both})
+    context.progress.note(
+        f"removed: attention of blocks {removed['attention']}, activation of blocks {removed['activation']}"
+        + (f" (both in {both})" if both else "")
+    )
+    return delta(model, context.plan, removed, options)
+
+
+def gated(
+    model: nn.Module, context: Context, sites: Iterable[Site], options: DepthOptions, bypass: Bypass | None = None
+) -> GatedModel:
+    """A copy of `model` on the run's device with a gate on each of `sites`, bypassed as it will be deployed."""
+    copy = deepcopy(model).to(context.runtime.device)
+    return GatedModel(
+        copy,
+        context.family,
+        tuple(sites),
+        attention_bypass=bypass or options.attention_bypass,
+        both_pruned_output_act=options.both_pruned_output_act,
+    )
+
+
+def accuracy(model: nn.Module, context: Context) -> float:
+    """Top-1 in percent on the held-out split, which is cut from the training set; never on the test split."""
+    loader = eval_loader(context.data.heldout, context.input, eval_batch(context), context.runtime)
+    training = model.training
+    try:
+        return 100 * evaluate(model.eval(), loader, context.runtime).top1
+    finally:
+        model.train(training)
+
+
+def training_part(context: Context, images_per_class: int) -> Images:
+    """A class-balanced part of the training set, always the same one for a seed; all of it for 0."""
+    data = context.data
+    return data.subset(data.train, images_per_class, context.seed) if images_per_class else data.train
+
+
+def training_views(context: Context, images: int) -> EvalLoader:
+    """About `images` training images, class-balanced, seen through the evaluation transforms."""
+    per_class = -(-images // len(context.data.classes))
+    return eval_loader(training_part(context, per_class), context.input, eval_batch(context), context.runtime)
+
+
+def eval_batch(context: Context) -> int:
+    """Images per process and pass when nothing is trained; more than a small training batch, as it is faster."""
+    return max(128, context.train.batch_size // context.runtime.world_size)
+
+
+def fast_options(context: Context, options: FastTraining, epochs: int, images: int) -> TrainOptions:
+    """The recipe's training options, shortened: labels only, no warm-up, no average of weights, last epoch kept."""
+    # Whole batches for every process, and pairs for mixup.
+    step = 2 * context.runtime.world_size * context.train.accumulate
+    batch = max(step, min(context.train.batch_size, images) // step * step)
+    lr = options.lr or 5e-5 * batch / 512
+    return replace(
+        context.train,
+        epochs=epochs,
+        batch_size=batch,
+        lr=lr,
+        lr_base=None,
+        min_lr=min(options.min_lr, lr),
+        warmup_epochs=0,
+        schedule="cosine",
+        ema=None,
+        distillation="none",
+        select="last",
+    )
+
+
+def macs_after(model: nn.Module, context: Context, options: DepthOptions, attentions: int, activations: int) -> float:
+    """Multiply-accumulates of the folded model after removing so many layers of each type, from the first on."""
+    found = layers(model, context.family)
+    removed: dict[Kind, list[int]] = {
+        kind: [site.index for site in found[kind][:count]]
+        for kind, count in zip(KINDS, (attentions, activations), strict=True)
+    }
+    copy = surgery.applied(model, delta(model, context.plan, removed, options))
+    surgery.fold(copy, context.plan)
+    return float(cost.measure(copy, context.input.size).macs)
+
+
+def kind_of(site: Site) -> Kind:
+    """The kind of a site that `layers` gave."""
+    return cast(Kind, site.kind)

@@ -1,0 +1,220 @@
+"""MAP, HetDPT's model accuracy predictor: which split of the budget between the two types promises most.
+
+"Rethinking Depth Pruning for Vision Transformers" (HetDPT), section on the budget allocation, Algorithm 3 and the
+listing of its appendix. A polynomial of the retained ratios a (attention) and t (activation), of total degree at most
+kappa, is fitted by least squares to the rows of step 1; leave-two-out cross-validation chooses kappa; the best of all
+splits of the budget wins. Ratios are exact counts over layers; the paper's listing used ratios rounded to two decimals.
+
+Differs from the listing: degrees whose design matrix loses rank in a fold are not eligible, near-ties are reported, and
+a tie (closer than a tenth of the cross-validation error) goes to the faster model.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitcompress.errors import PlanError
+
+DEGREES = (1, 2, 3, 4)
+TIE_SHARE = 0.1
+TieBreak = Literal["faster", "none"]
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured point: retained ratios in 0..1 and accuracy in percent."""
+
+    attention: float
+    activation: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """Coefficients in the order 1, a, t, a^2, a*t, t^2, ... of a polynomial of total degree `degree`."""
+
+    degree: int
+    coefficients: tuple[float, ...]
+
+    def __call__(self, attention: float, activation: float) -> float:
+        """The accuracy in percent predicted at two retained ratios."""
+        return float(_features(np.array([[attention, activation]]), self.degree)[0] @ np.array(self.coefficients))
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What leave-two-out says about a degree, in percent of accuracy; `full_rank`: in every fold."""
+
+    degree: int
+    mae: float
+    rmse: float
+    full_rank: bool
+
+
+@dataclass(frozen=True)
+class Split:
+    """How many layers of each type go, the accuracy predicted, and how far that is below the best.
+
+    near_tie: within the cross-validation RMSE of the best. jackknife: share of the leave-two-out refits it wins.
+    """
+
+    attention: int
+    activation: int
+    prediction: float
+    gap: float
+    near_tie: bool
+    jackknife: float
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The chosen split (pruned attention, pruned activation), and everything that says how sure it is.
+
+    best: the split predicted best. margin: its lead over the runner-up (None with a single split). tie: the lead is
+    below a tenth of the RMSE. chosen differs from best only where `tie_break` decided.
+    """
+
+    chosen: tuple[int, int]
+    best: tuple[int, int]
+    margin: float | None
+    tie: bool
+    tie_break: TieBreak
+    polynomial: Polynomial
+    rmse: float
+    degrees: tuple[Validation, ...]
+    splits: tuple[Split, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for the run folder and the report."""
+        return asdict(self)
+
+
+def fit(rows: Sequence[Row], degree: int) -> Polynomial:
+    """Ordinary least squares in percent, unscaled and unweighted; minimum norm where the rows leave it open."""
+    points, truth = _arrays(rows)
+    return Polynomial(degree, tuple(float(c) for c in _solve(points, truth, degree)[0]))
+
+
+def validate(rows: Sequence[Row], degree: int) -> Validation:
+    """Leave-two-out error: each point's predictions are averaged over its folds before the error is taken."""
+    points, truth = _arrays(rows)
+    total, full_rank = np.zeros(len(rows)), True
+    for left_out, coefficients, rank in _folds(points, truth, degree):
+        total[left_out] += _features(points[left_out], degree) @ coefficients
+        full_rank &= rank == coefficients.size
+    errors = total / (len(rows) - 1) - truth
+    return Validation(degree, float(np.abs(errors).mean()), float(np.sqrt((errors**2).mean())), full_rank)
+
+
+def choose_degree(rows: Sequence[Row]) -> tuple[Validation, tuple[Validation, ...]]:
+    """The degree with the lowest RMSE among those with full rank in every fold (the first degree if there is none)."""
+    degrees = tuple(validate(rows, degree) for degree in DEGREES)
+    eligible = [v for v in degrees if v.full_rank]
+    return min(eligible, key=lambda v: v.rmse) if eligible else degrees[0], degrees
+
+
+def feasible_splits(layers: tuple[int, int], budget: int, min_pruned_per_type: int = 0) -> list[tuple[int, int]]:
+    """All (pruned attention, pruned activation) that spend `budget` and leave at least one layer of each type.
+
+    Most pruned attention first, the order of the paper's listing. Raises PlanError when there is none.
+    """
+    least, (attentions, activations) = min_pruned_per_type, layers
+    splits = [
+        (n, budget - n)
+        for n in range(min(attentions - 1, budget - least), least - 1, -1)
+        if least <= budget - n <= activations - 1
+    ]
+    if not splits:
+        raise PlanError(
+            f"no split of {budget} pruned layers over {attentions} attentions and {activations} activations "
+            f"prunes at least {least} and keeps at least 1 of each type",
+            hint=f"choose pruned_layers between {max(1, 2 * least)} and {max(1, attentions + activations - 2)}",
+        )
+    return splits
+
+
+def allocate(
+    rows: Sequence[Row],
+    layers: tuple[int, int],
+    budget: int,
+    *,
+    min_pruned_per_type: int = 1,
+    tie_break: TieBreak = "faster",
+    cost: Callable[[int, int], float] | None = None,
+) -> Allocation:
+    """Fit, choose the degree, search the budget line, break ties.
+
+    layers: number of attention and activation layers that the ratios count in. cost: of the model with (pruned
+    attention, pruned activation), in any unit (MACs, milliseconds); without it `faster` prefers pruned activations,
+    which take more multiplications with them (7 D^2 against 4 D^2 + 2 N D per token and ratio 4). Raises PlanError
+    for fewer than 4 rows.
+    """
+    if len(rows) < 4:
+        raise PlanError(f"the accuracy predictor needs at least 4 measured rows, got {len(rows)}")
+    validation, degrees = choose_degree(rows)
+    polynomial = fit(rows, validation.degree)
+    candidates = feasible_splits(layers, budget, min_pruned_per_type)
+    predicted = _predictions(polynomial, candidates, layers)
+    best = int(predicted.argmax())
+    gaps = predicted[best] - predicted
+    tied = [s for s, gap in zip(candidates, gaps, strict=True) if gap < TIE_SHARE * validation.rmse] or candidates[:1]
+    by_cost = cost or (lambda attention, activation: -float(activation))
+    chosen = min(tied, key=lambda s: by_cost(*s)) if tie_break == "faster" and len(tied) > 1 else candidates[best]
+    wins = winners(rows, layers, candidates, validation.degree)
+    splits = tuple(
+        Split(*s, float(p), float(gap), bool(gap <= validation.rmse), wins[s] / max(1, wins.total()))
+        for s, p, gap in zip(candidates, predicted, gaps, strict=True)
+    )
+    margin = float(np.sort(gaps)[1]) if len(gaps) > 1 else None
+    return Allocation(
+        chosen, candidates[best], margin, len(tied) > 1, tie_break, polynomial, validation.rmse, degrees, splits
+    )
+
+
+def winners(
+    rows: Sequence[Row], layers: tuple[int, int], candidates: Sequence[tuple[int, int]], degree: int
+) -> Counter[tuple[int, int]]:
+    """How often each split wins when two rows at a time are left out and the polynomial is fitted again."""
+    points, truth = _arrays(rows)
+    counts: Counter[tuple[int, int]] = Counter()
+    for _, coefficients, _ in _folds(points, truth, degree):
+        polynomial = Polynomial(degree, tuple(float(c) for c in coefficients))
+        counts[candidates[int(_predictions(polynomial, candidates, layers).argmax())]] += 1
+    return counts
+
+
+def _predictions(polynomial: Polynomial, splits: Sequence[tuple[int, int]], layers: tuple[int, int]) -> Array:
+    return np.array(
+        [polynomial(1 - attention / layers[0], 1 - activation / layers[1]) for attention, activation in splits]
+    )
+
+
+def _features(points: Array, degree: int) -> Array:
+    """Monomials a^i t^j with i + j <= degree, (rows, monomials): the paper's appendix and listing, not a full grid."""
+    a, t = points.T
+    return np.stack([a ** (total - j) * t**j for total in range(degree + 1) for j in range(total + 1)], axis=1)
+
+
+def _arrays(rows: Sequence[Row]) -> tuple[Array, Array]:
+    return (
+        np.array([[r.attention, r.activation] for r in rows], dtype=np.float64),
+        np.array([r.accuracy for r in rows], dtype=np.float64),
+    )
+
+
+def _solve(points: Array, truth: Array, degree: int) -> tuple[Array, int]:
+    coefficients, _, rank, _ = np.linalg.lstsq(_features(points, degree), truth, rcond=None)
+    return np.asarray(coefficients, np.float64), int(rank)
+
+
+def _folds(points: Array, truth: Array, degree: int) -> Iterator[tuple[list[int], Array, int]]:
+    """Every pair of rows left out, with the coefficients and the rank of the fit to all others."""
+    for pair in combinations(range(len(truth)), 2):
+        left_out = list(pair)
+        yield left_out, *_solve(np.delete(points, left_out, axis=0), np.delete(truth, left_out), degree)

@@ -1,0 +1,228 @@
+"""HetDPT, stage 1, step 1: measured points for the accuracy predictor, and the order in which layers of a type go.
+
+Algorithm 1 (single type) and Algorithm 2 (interleaved) of the paper. A chain starts from the dense weights; each
+round removes the layer of the wanted type with the lowest transfer entropy on the current weights, fine-tunes fast,
+and records the held-out accuracy. Both single-type chains start anew from the dense weights. The interleaved chain
+alternates types; its first round is the first round of a single-type chain and is not trained twice, so that 8 + 8 +
+5 trainings and the dense point give the 22 rows of the paper's Table 10 at the default of 3 + 3 layers.
+
+Differs from the paper: accuracy is that of the last epoch on a split held out from the training set, not of the test
+set.
+"""
+
+import shutil
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
+from torch import nn
+
+from vitcompress import surgery
+from vitcompress.families import Site
+from vitcompress.methods.depth import (
+    KINDS,
+    DepthOptions,
+    FastTraining,
+    Kind,
+    accuracy,
+    delta,
+    fast_options,
+    gated,
+    layers,
+    training_part,
+    training_views,
+)
+from vitcompress.methods.hetdpt import transfer_entropy
+from vitcompress.methods.hetdpt.accuracy_map import Row
+from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions
+from vitcompress.train import train
+from vitcompress.workspace import Context
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectionOptions(FastTraining):
+    """epochs: of the fast fine-tuning after each removal. rounds: layers removed by a single-type chain, None: as many
+    as the budget. interleaved: layers removed by the interleaved chain. order: which type it starts with (Algorithm 2
+    says attention, the points of Table 10 say activation).
+    """
+
+    epochs: Annotated[int, Ge(0)] = 10
+    rounds: Annotated[int, Ge(1)] | None = None
+    interleaved: Annotated[int, Ge(0)] = 6
+    order: Literal["activation_first", "attention_first"] = "activation_first"
+
+
+Record = dict[str, Any]
+
+
+def collect(
+    model: nn.Module, context: Context, budget: DepthOptions, te: EntropyOptions, options: CollectionOptions
+) -> list[Record]:
+    """All rows of step 1, the dense point first; a killed run goes on with the round it was in.
+
+    A row holds the chain, the dense block numbers removed so far per type in order of removal, and the held-out
+    accuracy in percent before and after fine-tuning.
+    """
+    return _Collector(model, context, budget, te, options).run()
+
+
+def removal_orders(records: Sequence[Record]) -> dict[Kind, list[int]]:
+    """Block numbers in the order in which the single-type chains removed them: the candidates of step 2."""
+    return {kind: max((r[kind] for r in records if r["chain"] == kind), key=len, default=[]) for kind in KINDS}
+
+
+def rows(records: Sequence[Record], counts: dict[Kind, int]) -> list[Row]:
+    """The points of the accuracy predictor; `counts` is the number of layers of each type before any was removed."""
+    return [
+        Row(
+            1 - len(r["attention"]) / counts["attention"],
+            1 - len(r["activation"]) / counts["activation"],
+            r["accuracy"],
+        )
+        for r in records
+    ]
+
+
+class _Collector:
+    """The chains of one collection; holds the model of the round that was last trained."""
+
+    def __init__(
+        self, model: nn.Module, context: Context, budget: DepthOptions, te: EntropyOptions, options: CollectionOptions
+    ) -> None:
+        self.dense, self.context, self.budget, self.te, self.options = model, context, budget, te, options
+        self.sites = layers(model, context.family)
+        self.latest: tuple[str, nn.Module] | None = None
+        self.shared = ""  # the round that two chains start from
+
+    def run(self) -> list[Record]:
+        first: Kind = "activation" if self.options.order == "activation_first" else "attention"
+        second: Kind = "attention" if first == "activation" else "activation"
+        mixed = ([first, second] * self.options.interleaved)[: self.options.interleaved]
+        self.shared = f"{first}_01" if mixed else ""
+        single = {kind: self._chain(kind, [kind] * self._rounds(kind), []) for kind in (first, second)}
+        start = single[first][: len(mixed[:1])]
+        interleaved = self._chain("interleaved", mixed, start)
+        self.shared = ""
+        for record in start:
+            self._forget(record)
+        return [self._dense_record(), *single["attention"], *single["activation"], *interleaved[len(start) :]]
+
+    def _rounds(self, kind: Kind) -> int:
+        """As many as asked for, but one layer of the type stays."""
+        return min(self.options.rounds or self.budget.pruned_layers, len(self.sites[kind]) - 1)
+
+    def _chain(self, name: str, kinds: Sequence[Kind], start: Sequence[Record]) -> list[Record]:
+        """Carry a chain on from `start` until it has removed one layer for each of `kinds`."""
+        records = list(start)
+        for number in range(len(records), len(kinds)):
+            if not self._left(records, kinds[number]):
+                break
+            self.context.progress.update(f"step 1, {name}", number, len(kinds))
+            key = f"{name}_{number + 1:02d}"
+            records.append(self.context.memo(key, partial(self._round, key, name, tuple(records), kinds[number])))
+            for earlier in records[-2:-1]:
+                self._forget(earlier)
+        self.context.progress.update(f"step 1, {name}", len(kinds), len(kinds))
+        for last in records[-1:]:
+            self._forget(last)
+        return records
+
+    def _left(self, records: Sequence[Record], kind: Kind) -> list[Site]:
+        """Layers of a type that may still go; the last one stays."""
+        gone = records[-1][kind] if records else []
+        left = [site for site in self.sites[kind] if site.index not in gone]
+        return left if len(left) > 1 else []
+
+    def _round(self, key: str, chain: str, records: Sequence[Record], kind: Kind) -> Record:
+        """Remove the layer of `kind` with the lowest transfer entropy, fine-tune, measure."""
+        before = self._model(records)
+        table = self.context.memo(f"te_{key}", lambda: self._entropies(before, self._left(records, kind)))
+        index = next(site.index for site in self.sites[kind] if site.name == table["chosen"])
+        removed: Record = {k: [*(records[-1][k] if records else []), *([index] if k == kind else [])] for k in KINDS}
+        record: Record = {
+            "key": key,
+            "chain": chain,
+            "removed": table["chosen"],
+            **removed,
+            "epochs": self.options.epochs,
+            "seed": self.context.seed,
+        }
+        pruned = self._edited(before, record)
+        at_once = accuracy(pruned, self.context)
+        self._train(pruned, record)
+        self.latest = key, pruned
+        record |= {"accuracy_before": at_once, "accuracy": accuracy(pruned, self.context)}
+        self.context.progress.note(
+            f"{key}: {table['chosen']} gone, held-out {at_once:.1f} -> {record['accuracy']:.1f} %"
+        )
+        return record
+
+    def _entropies(self, model: nn.Module, candidates: Sequence[Site]) -> Record:
+        loader = training_views(self.context, self.te.images)
+        open_model = gated(model, self.context, candidates, self.budget)
+        return transfer_entropy.table(
+            open_model, (), (), candidates, loader, self.te, self.context.runtime, self.context.seed
+        )
+
+    def _dense_record(self) -> Record:
+        def measure() -> Record:
+            value = accuracy(deepcopy(self.dense).to(self.context.runtime.device), self.context)
+            return {
+                "key": "dense",
+                "chain": "dense",
+                "removed": None,
+                "attention": [],
+                "activation": [],
+                "epochs": 0,
+                "seed": self.context.seed,
+                "accuracy_before": value,
+                "accuracy": value,
+            }
+
+        record: Record = self.context.memo("dense", measure)
+        return record
+
+    def _model(self, records: Sequence[Record]) -> nn.Module:
+        """The fine-tuned model after the last of `records`, from memory or from what its training saved."""
+        if not records:
+            return deepcopy(self.dense).to(self.context.runtime.device)
+        if self.latest is None or self.latest[0] != records[-1]["key"]:
+            model = self._edited(self.dense, records[-1])
+            self._train(model, records[-1])
+            self.latest = records[-1]["key"], model
+        return self.latest[1]
+
+    def _edited(self, source: nn.Module, record: Record) -> nn.Module:
+        """The dense model without the layers of `record`, with the weights of `source` where it has them."""
+        model = surgery.applied(
+            self.dense, delta(self.dense, self.context.plan, {k: record[k] for k in KINDS}, self.budget)
+        )
+        given = source.state_dict()
+        model.load_state_dict({name: given[name] for name in model.state_dict()})
+        return model.to(self.context.runtime.device)
+
+    def _train(self, model: nn.Module, record: Record) -> None:
+        """Fine-tune in place; a finished training only loads its weights."""
+        if not self.options.epochs:
+            return
+        images = training_part(self.context, self.options.images_per_class)
+        train(
+            model,
+            images,
+            None,
+            fast_options(self.context, self.options, self.options.epochs, len(images)),
+            input=self.context.input,
+            runtime=self.context.runtime,
+            folder=self.context.folder / record["key"],
+            label=f"step 1, {record['key']}",
+            seed=self.context.seed,
+            progress=self.context.progress,
+        )
+
+    def _forget(self, record: Record) -> None:
+        """Drop the resume state of a round that no later one starts from."""
+        if record["key"] != self.shared and self.context.runtime.is_main:
+            shutil.rmtree(self.context.folder / record["key"], ignore_errors=True)

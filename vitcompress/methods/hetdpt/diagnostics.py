@@ -1,0 +1,161 @@
+"""The two observations that HetDPT starts from, as measurements: gradient disparity and recovery asymmetry.
+
+Gradient disparity (Observation 1; BoundaryDPT, appendix I): with one interpolation scalar m per layer at 1, |d loss /
+d m| of activations exceeds that of attentions. d loss / d m = sum(delta * (branch - what stands in its place)).
+Recovery asymmetry (Observation 2): removing one activation costs far more accuracy at once than removing one
+attention, and a short fine-tuning brings both back to much the same. Neither is needed to prune.
+"""
+
+import shutil
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vitcompress import surgery
+from vitcompress.errors import MissingExtraError
+from vitcompress.families import Site
+from vitcompress.methods.depth import (
+    KINDS,
+    DepthOptions,
+    accuracy,
+    delta,
+    fast_options,
+    gated,
+    layers,
+    training_part,
+    training_views,
+)
+from vitcompress.methods.hetdpt.collection import CollectionOptions
+from vitcompress.train import train
+from vitcompress.workspace import Context
+
+Record = dict[str, Any]
+COLOURS = {"attention": "tab:blue", "activation": "tab:orange"}
+
+
+def gradient_disparity(model: nn.Module, context: Context, budget: DepthOptions, images: int = 10_240) -> list[Record]:
+    """Mean and root mean square of d loss / d m over batches, one row per layer; plain cross entropy, nothing
+    trained.
+    """
+    sites = [site for group in layers(model, context.family).values() for site in group]
+    probe = gated(model, context, sites, budget).eval()
+    sums = torch.zeros(3, len(sites), dtype=torch.float64)
+    batches = torch.zeros((), dtype=torch.float64)
+    for inputs, targets in training_views(context, images):
+        loss = functional.cross_entropy(probe(inputs), targets)
+        now = torch.stack(torch.autograd.grad(loss, probe.score_parameters())).detach().cpu().double()
+        sums += torch.stack([now.abs(), now, now**2])
+        batches += 1
+    magnitude, mean, square = (_total(sums, context) / _total(batches, context)).tolist()
+    return [
+        {
+            "site": site.name,
+            "kind": site.kind,
+            "index": site.index,
+            "magnitude": magnitude[i],
+            "mean": mean[i],
+            "rms": square[i] ** 0.5,
+        }
+        for i, site in enumerate(sites)
+    ]
+
+
+def recovery_asymmetry(
+    model: nn.Module,
+    context: Context,
+    budget: DepthOptions,
+    options: CollectionOptions,
+    blocks: Iterable[int] | None = None,
+) -> list[Record]:
+    """Held-out accuracy in percent with one layer gone, before and after fast fine-tuning, one row per layer.
+
+    blocks: dense block numbers to look at, all by default. Each row is kept, so a killed run goes on.
+    """
+    wanted = None if blocks is None else set(blocks)
+    sites = [site for group in layers(model, context.family).values() for site in group]
+    dense = context.memo("recovery_dense", lambda: accuracy(deepcopy(model).to(context.runtime.device), context))
+    rows = []
+    for site in sites:
+        if wanted is None or site.index in wanted:
+            rows.append(context.memo(_key(site), partial(_recovery, model, context, budget, options, site, dense)))
+            if context.runtime.is_main:
+                shutil.rmtree(context.folder / _key(site), ignore_errors=True)
+    return rows
+
+
+def _recovery(
+    model: nn.Module, context: Context, budget: DepthOptions, options: CollectionOptions, site: Site, dense: float
+) -> Record:
+    removed = {kind: [site.index] if site.kind == kind else [] for kind in KINDS}
+    pruned = surgery.applied(model, delta(model, context.plan, removed, budget)).to(context.runtime.device)
+    before = accuracy(pruned, context)
+    images = training_part(context, options.images_per_class)
+    if options.epochs:
+        train(
+            pruned,
+            images,
+            None,
+            fast_options(context, options, options.epochs, len(images)),
+            input=context.input,
+            runtime=context.runtime,
+            folder=context.folder / _key(site),
+            label=f"recovery of {site.name}",
+            seed=context.seed,
+            progress=context.progress,
+        )
+    return {
+        "site": site.name,
+        "kind": site.kind,
+        "index": site.index,
+        "dense": dense,
+        "before": before,
+        "after": accuracy(pruned, context),
+    }
+
+
+def _key(site: Site) -> str:
+    return f"recovery_{site.kind}_{site.index:02d}"
+
+
+def plot(gradients: Sequence[Record], recovery: Sequence[Record], path: Path) -> None:
+    """Draw what was measured: gradients per block on a log scale, accuracy before and after recovery. Raises
+    MissingExtraError without matplotlib.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError("matplotlib", "plots", need="the plot of the diagnostics") from None
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    for kind in KINDS:
+        rows = [row for row in gradients if row["kind"] == kind]
+        left.semilogy([r["index"] for r in rows], [r["magnitude"] for r in rows], "o-", color=COLOURS[kind], label=kind)
+        rows = [row for row in recovery if row["kind"] == kind]
+        for state, style in (("before", "x:"), ("after", "o-")):
+            right.plot(
+                [r["index"] for r in rows],
+                [r[state] for r in rows],
+                style,
+                color=COLOURS[kind],
+                label=f"{kind}, {state} fine-tuning",
+            )
+    left.set(xlabel="block", ylabel="mean |d loss / d m|", title="gradient disparity")
+    right.set(xlabel="block without its layer", ylabel="held-out top-1, %", title="recovery asymmetry")
+    left.legend()
+    right.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _total(tensor: Tensor, context: Context) -> Tensor:
+    """Summed over all processes."""
+    runtime = context.runtime
+    return tensor if runtime.world_size == 1 else runtime.all_sum(tensor.to(runtime.device)).cpu()

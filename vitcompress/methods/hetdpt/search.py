@@ -1,0 +1,259 @@
+"""HetDPT, stage 1, step 2: learnable importance search.
+
+From the dense weights, weights and one score per layer are trained together. The forward pass sees only a gate per
+layer, 1 at first; the score receives d loss / d gate (straight-through). A low score means that the loss falls when the
+layer is weakened. At scheduled epochs the layer with the lowest score among the candidates of the scheduled type is
+gated to 0 for good. The result is the layers; the weights of the search are discarded.
+
+Differs from the released script: gates do what deployment will (the script puts a GELU behind every block without
+activation while searching, the deployed model only behind blocks that lost both), and the restarts of the learning rate
+work (the script's stay at the minimum from the first epoch on).
+"""
+
+import math
+import shutil
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Gt
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from vitcompress.checkpoint import read_json, write_json
+from vitcompress.families import Site
+from vitcompress.gates import GatedModel
+from vitcompress.methods.depth import (
+    KINDS,
+    DepthOptions,
+    FastTraining,
+    Kind,
+    fast_options,
+    gated,
+    kind_of,
+    layers,
+    training_part,
+)
+from vitcompress.train import TrainOptions, train
+from vitcompress.workspace import Context
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(FastTraining):
+    """factor: stretches the schedule of (k + 1)^2 epochs. score_lr: of the scores, as a multiple of the weights'.
+    schedule: of the learning rate; `restarts` goes back to the peak at each removal and falls to the minimum until the
+    next one (before the first: minimum), `constant` is the peak.
+    """
+
+    factor: Annotated[float, Gt(0)] = 1.0
+    schedule: Literal["restarts", "constant"] = "restarts"
+    score_lr: Annotated[float, Gt(0)] = 1.0
+
+
+Event = frozenset[Kind]
+Record = dict[str, Any]
+
+
+def removal_epochs(count: int, factor: float = 1.0) -> list[int]:
+    """After how many epochs the layers go, one each: 4, 9, 16, ..., (count + 1)^2, stretched by `factor`."""
+    epochs: list[int] = []
+    for i in range(1, count + 1):
+        epochs.append(max(epochs[-1] + 1 if epochs else 1, round(factor * (i + 1) ** 2)))
+    return epochs
+
+
+def alternating(attentions: int, activations: int) -> list[Event]:
+    """Which type goes when: in turn, the larger target first (activation on ties), then what is left of it."""
+    left: dict[Kind, int] = {"attention": attentions, "activation": activations}
+    turn: Kind = "attention" if attentions > activations else "activation"
+    events: list[Event] = []
+    while any(left.values()):
+        kind: Kind = turn if left[turn] else ("attention" if turn == "activation" else "activation")
+        left[kind] -= 1
+        events.append(frozenset({kind}))
+        turn = "attention" if kind == "activation" else "activation"
+    return events
+
+
+def either(count: int) -> list[Event]:
+    """`count` removals from both types pooled: direct importance, the paper's ablation without a budget per type."""
+    return [frozenset(KINDS)] * count
+
+
+def lr_scale(epoch: float, removals: Sequence[int], lowest: float) -> float:
+    """The learning rate at a fractional epoch as a share of its peak: cosine from 1 to `lowest` after each removal."""
+    done = [0, *[e for e in removals if e <= epoch]]
+    if len(done) == 1:
+        return lowest
+    end = next((e for e in removals if e > epoch), removals[-1])
+    share = min(1.0, (epoch - done[-1]) / max(1e-9, end - done[-1]))
+    return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def search(
+    model: nn.Module,
+    context: Context,
+    budget: DepthOptions,
+    options: SearchOptions,
+    events: Sequence[Event],
+    candidates: Collection[str],
+) -> dict[Kind, list[int]]:
+    """Train weights and scores; the dense block numbers removed per type, in order of removal.
+
+    events: which types may lose a layer at each scheduled removal. candidates: sites that may go. A killed search
+    goes on after its last finished epoch. Scores, gradients and removals of every epoch are kept in
+    `search_epochs.json`.
+    """
+    sites = [site for group in layers(model, context.family).values() for site in group]
+    names = [site.name for site in sorted(sites, key=lambda s: (s.index, s.kind != "attention"))]
+    ordered = [next(site for site in sites if site.name == name) for name in names]
+
+    def run() -> Record:
+        return _Search(gated(model, context, ordered, budget), context, options, events, candidates).run()
+
+    found: dict[Kind, list[int]] = context.memo("search", run)
+    if context.runtime.is_main:
+        shutil.rmtree(context.folder / "search", ignore_errors=True)  # the weights have done their work
+    return found
+
+
+class _Search:
+    """One search: the gated model, its schedule, and what each epoch saw."""
+
+    def __init__(
+        self,
+        model: GatedModel,
+        context: Context,
+        options: SearchOptions,
+        events: Sequence[Event],
+        candidates: Collection[str],
+    ) -> None:
+        self.model, self.context, self.options, self.events = model, context, options, events
+        self.candidates = [site for site in model.sites if site.name in candidates]
+        self.removals = removal_epochs(len(events), options.factor)
+        self.path = context.folder / "search_epochs.json"
+        self.watch = _GradientWatch(model)
+
+    def run(self) -> Record:
+        images = training_part(self.context, self.options.images_per_class)
+        settings = fast_options(self.context, self.options, self.removals[-1], len(images))
+        lowest = settings.min_lr / settings.lr
+        restarts = self.options.schedule == "restarts"
+        with self.watch.attached():
+            train(
+                self.model,
+                images,
+                None,
+                settings,
+                input=self.context.input,
+                runtime=self.context.runtime,
+                folder=self.context.folder / "search",
+                label="step 2, importance search",
+                seed=self.context.seed,
+                progress=self.context.progress,
+                after_epoch=self._after_epoch,
+                lr_scale=lambda epoch: lr_scale(epoch, self.removals, lowest) if restarts else 1.0,
+                parameter_groups=parameter_groups(self.model, settings, self.options.score_lr),
+            )
+        return self._result()
+
+    def _after_epoch(self, epoch: int) -> None:
+        """Write down what the epoch saw, and remove a layer when one is due. epoch: number from 0, just over."""
+        record: Record = {"epoch": epoch, "scores": self.model.scores_of(), **self.watch.take(), "removed": None}
+        if epoch + 1 in self.removals:
+            site = self._lowest(self.events[self.removals.index(epoch + 1)])
+            self.model.set_gate(site.name, 0.0)
+            record["removed"] = site.name
+            self.context.progress.note(f"step 2, after epoch {epoch + 1}: {site.name} goes")
+        if self.context.runtime.is_main:
+            earlier = read_json(self.path) if self.path.is_file() else []
+            write_json(self.path, [*(r for r in earlier if r["epoch"] < epoch), record])
+
+    def _lowest(self, kinds: Event) -> Site:
+        """The candidate of `kinds` that is left with the lowest score; decided on rank 0."""
+        scores = self.model.scores_of()
+        left = [site for site in self.candidates if kind_of(site) in kinds and self.model.gate_of(site.name) == 1.0]
+        name = self.context.runtime.broadcast(min(left, key=lambda site: scores[site.name]).name)
+        return next(site for site in left if site.name == name)
+
+    def _result(self) -> Record:
+        """Block numbers per type; the order is that of the epochs' records."""
+        order = [r["removed"] for r in read_json(self.path) if r["removed"]] if self.context.runtime.is_main else []
+        order = self.context.runtime.broadcast(order)
+        index = {site.name: site.index for site in self.model.sites}
+        gone = sorted(
+            (site for site in self.model.sites if self.model.gate_of(site.name) == 0.0),
+            key=lambda site: order.index(site.name),
+        )
+        return {
+            **{kind: [index[site.name] for site in gone if site.kind == kind] for kind in KINDS},
+            "order": order,
+            "removal_epochs": self.removals,
+        }
+
+
+def parameter_groups(model: GatedModel, options: TrainOptions, score_lr: float) -> list[dict[str, Any]]:
+    """Scores in a group of their own without decay; weights without decay where they are vectors or timm says so."""
+    plain = model.no_weight_decay()
+    decay: list[nn.Parameter] = []
+    bare: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if name.startswith("scores."):
+            continue
+        (bare if parameter.ndim <= 1 or name in plain else decay).append(parameter)
+    return [
+        {"params": decay, "weight_decay": options.weight_decay},
+        {"params": bare, "weight_decay": 0.0},
+        {"params": model.score_parameters(), "weight_decay": 0.0, "lr": options.lr * score_lr},
+    ]
+
+
+class _GradientWatch:
+    """Adds up |gradient| of every score and how often it is positive, over the optimiser steps of one epoch.
+
+    Read just before a step, where gradients are summed over processes and accumulation, and without fp16's loss scale.
+    """
+
+    def __init__(self, model: GatedModel) -> None:
+        self.names = [site.name for site in model.sites]
+        self.parameters = model.score_parameters()
+        self._clear()
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Watch every optimiser step in this block."""
+        handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._add(optimizer))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """Mean |gradient| and the share of steps with a positive one, per layer; starts anew."""
+        steps = max(1, self.steps)
+        found = {
+            "gradient": dict(zip(self.names, (self.magnitude / steps).tolist(), strict=True)),
+            "positive_share": dict(zip(self.names, (self.positive / steps).tolist(), strict=True)),
+        }
+        self._clear()
+        return found
+
+    def _clear(self) -> None:
+        self.steps = 0
+        self.magnitude = torch.zeros(len(self.names))
+        self.positive = torch.zeros(len(self.names))
+
+    def _add(self, optimizer: torch.optim.Optimizer) -> None:
+        gradients = [p.grad.detach().float() for p in self.parameters if p.grad is not None]
+        if len(gradients) < len(self.names):
+            return
+        # Fused optimisers take fp16's loss scale out of the gradients themselves, inside the step.
+        scale = getattr(optimizer, "grad_scale", None)
+        now = (torch.stack(gradients) / (1.0 if scale is None else scale)).cpu()
+        if not torch.isfinite(now).all():
+            return
+        self.steps += 1
+        self.magnitude += now.abs()
+        self.positive += now > 0

@@ -1,0 +1,251 @@
+"""Transfer entropy: how much of the spread of a model's answers a layer carries.
+
+NOSE ("MLP Can Be A Good Transformer Learner", https://arxiv.org/abs/2404.05657) and HetDPT. With F the logits of n
+images, one row each, and sigma_j the standard deviation of channel j over all of them (population, natural
+logarithm),
+
+    H(F) = sum_j log sigma_j        TE(S) = H(complete model) - H(model without the layers S)
+
+The Gaussian's constants cancel. A layer with a small TE is unimportant. TE is signed: it is negative where skipping a
+layer raises the spread, and such a layer ranks as least important; `sign = "abs"` ranks by magnitude instead.
+
+One pass over the images measures every candidate set, in float64, without keeping any feature. The statistics are
+those of all images together (not a mean over batches), also over several processes.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge
+from torch import Tensor, nn
+
+from vitcompress.distributed import Runtime, derived_seed
+from vitcompress.families.anatomy import Site
+from vitcompress.gates import GatedModel
+from vitcompress.loaders import EvalLoader
+
+SMALLEST_DEVIATION = 1e-12
+
+
+@dataclass(frozen=True)
+class EntropyOptions:
+    """How transfer entropy is measured.
+
+    images: of the training set, class-balanced, evaluation transforms (33 280 is what NOSE's code used). resamples:
+    bootstrap resamples over the images, which show whether a choice is a coin flip; 0 for none.
+    """
+
+    images: Annotated[int, Ge(2)] = 10_240
+    sign: Literal["signed", "abs"] = "signed"
+    resamples: Annotated[int, Ge(0)] = 20
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """H of one model on the images, in nats; once per bootstrap resample too.
+
+    clamped: channels that do not vary at all. accuracy: top-1 in percent on the same images, nothing trained.
+    """
+
+    value: float
+    resampled: tuple[float, ...]
+    clamped: int
+    images: int
+    accuracy: float
+
+
+class Moments:
+    """Mean and sum of squared deviations of each channel, for several weightings of the images at once.
+
+    Batches are merged pairwise (Chan, Golub and LeVeque), so that nothing is lost where the mean is large. weight:
+    (weightings,), mean and squares: (weightings, channels), all float64.
+    """
+
+    def __init__(self, weight: Tensor, mean: Tensor, squares: Tensor) -> None:
+        self.weight, self.mean, self.squares = weight, mean, squares
+
+    @classmethod
+    def of(cls, features: Tensor, weights: Tensor) -> "Moments":
+        """The moments of one batch. features: (images, channels), weights: (weightings, images), both float64."""
+        centre = features.mean(dim=0)
+        deviations = features - centre
+        weight = weights.sum(dim=1)
+        # A resample may hold no image of a small batch; its sums are zero and any divisor will do.
+        offset = weights @ deviations / weight.clamp(min=1.0)[:, None]
+        squares = weights @ deviations**2 - weight[:, None] * offset**2
+        return cls(weight, centre + offset, squares)
+
+    def merge(self, other: "Moments") -> "Moments":
+        """The moments of both sets of images together."""
+        weight = self.weight + other.weight
+        share = (other.weight / weight.clamp(min=1.0))[:, None]
+        difference = other.mean - self.mean
+        squares = self.squares + other.squares + difference**2 * share * self.weight[:, None]
+        return Moments(weight, self.mean + difference * share, squares)
+
+    def over_all(self, runtime: Runtime) -> "Moments":
+        """The moments of the images of all processes together."""
+        weight = _sum(self.weight, runtime)
+        mean = _sum(self.mean * self.weight[:, None], runtime) / weight.clamp(min=1.0)[:, None]
+        squares = _sum(self.squares + self.weight[:, None] * (self.mean - mean) ** 2, runtime)
+        return Moments(weight, mean, squares)
+
+    def deviation(self) -> Tensor:
+        """Population standard deviation, (weightings, channels)."""
+        return (self.squares.clamp(min=0.0) / self.weight.clamp(min=1.0)[:, None]).sqrt()
+
+
+def entropies(
+    gated: GatedModel,
+    removed: Sequence[Iterable[str]],
+    loader: EvalLoader,
+    options: EntropyOptions,
+    runtime: Runtime,
+    seed: int,
+) -> list[Entropy]:
+    """H with each of the sets `removed` of sites taken out of the otherwise open model, from one pass over `loader`.
+
+    Gates and mode are restored. The same resamples serve every set, so that differences between sets are paired.
+    """
+    sets = [frozenset(names) for names in removed]
+    moments: list[Moments | None] = [None] * len(sets)
+    correct = torch.zeros(len(sets), dtype=torch.float64)
+    weights = _weights(loader.total, options.resamples, seed)[:, runtime.rank :: runtime.world_size]
+    seen = 0
+    with _measuring(gated), torch.no_grad():
+        for images, targets in loader:
+            batch = weights[:, seen : seen + len(images)]
+            seen += len(images)
+            for i, names in enumerate(sets):
+                _open_all_but(gated, names)
+                logits = gated(images)
+                correct[i] += (logits.argmax(dim=1) == targets).sum().item()
+                moments[i] = _add(moments[i], logits, batch)
+    hits = _sum(correct, runtime)
+    return [_entropy(m.over_all(runtime), float(hit)) for m, hit in zip(moments, hits, strict=True) if m is not None]
+
+
+def table(
+    gated: GatedModel,
+    complete: Iterable[str],
+    without: Iterable[str],
+    candidates: Sequence[Site],
+    loader: EvalLoader,
+    options: EntropyOptions,
+    runtime: Runtime,
+    seed: int,
+) -> dict[str, Any]:
+    """Transfer entropy of each candidate, as plain data; `chosen` is the lowest.
+
+    complete: what is already gone in the reference model; without: what is gone besides each candidate (HetDPT
+    measures against the model as it is now, so both are the same; NOSE always against the dense one). `chosen` is
+    decided on rank 0.
+    """
+    sets = [frozenset(complete), *(frozenset(without) | {site.name} for site in candidates)]
+    reference, *found = entropies(gated, sets, loader, options, runtime, seed)
+    rows = [_row(site, reference, entropy, options) for site, entropy in zip(candidates, found, strict=True)]
+    picks = [min(range(len(rows)), key=lambda i: rows[i]["resampled"][r]) for r in range(len(reference.resampled))]
+    for i, row in enumerate(rows):
+        del row["resampled"]
+        row["lowest_share"] = picks.count(i) / len(picks) if picks else None
+    chosen = runtime.broadcast(min(rows, key=lambda row: row["score"])["site"])
+    return {
+        "images": reference.images,
+        "entropy": reference.value,
+        "accuracy": reference.accuracy,
+        "sign": options.sign,
+        "rows": rows,
+        "chosen": chosen,
+    }
+
+
+def greedy(
+    gated: GatedModel,
+    candidates: Sequence[Site],
+    count: int,
+    loader: EvalLoader,
+    options: EntropyOptions,
+    runtime: Runtime,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """NOSE's selection: `count` times the candidate whose removal with all earlier ones has the lowest TE; the tables.
+
+    Nothing is trained in between; layers that hide each other are seen because the whole set is skipped together.
+    """
+    gone: list[str] = []
+    tables = []
+    for _ in range(count):
+        left = [site for site in candidates if site.name not in gone]
+        tables.append(table(gated, (), gone, left, loader, options, runtime, seed))
+        gone.append(tables[-1]["chosen"])
+    return tables
+
+
+def _row(site: Site, reference: Entropy, entropy: Entropy, options: EntropyOptions) -> dict[str, Any]:
+    def score(difference: float) -> float:
+        return abs(difference) if options.sign == "abs" else difference
+
+    difference = reference.value - entropy.value
+    resampled = [a - b for a, b in zip(reference.resampled, entropy.resampled, strict=True)]
+    spread = float(torch.tensor(resampled, dtype=torch.float64).std()) if len(resampled) > 1 else None
+    return {
+        "site": site.name,
+        "kind": site.kind,
+        "index": site.index,
+        "entropy": entropy.value,
+        "transfer_entropy": difference,
+        "deviation": spread,
+        "score": score(difference),
+        "accuracy": entropy.accuracy,
+        "clamped": entropy.clamped,
+        "resampled": [score(d) for d in resampled],
+    }
+
+
+def _entropy(moments: Moments, correct: float) -> Entropy:
+    deviation = moments.deviation()
+    values = deviation.clamp(min=SMALLEST_DEVIATION).log().sum(dim=1).tolist()
+    images = round(float(moments.weight[0]))
+    return Entropy(
+        values[0], tuple(values[1:]), int((deviation[0] < SMALLEST_DEVIATION).sum()), images, 100 * correct / images
+    )
+
+
+def _sum(tensor: Tensor, runtime: Runtime) -> Tensor:
+    """`tensor` summed over all processes, on the device it came from and in its precision."""
+    return tensor if runtime.world_size == 1 else runtime.all_sum(tensor.to(runtime.device)).to(tensor)
+
+
+def _weights(images: int, resamples: int, seed: int) -> Tensor:
+    """Every image once, then Poisson(1) counts: a bootstrap that needs no second pass. (1 + resamples, images)."""
+    generator = torch.Generator().manual_seed(derived_seed("bootstrap", seed))
+    counts = torch.poisson(torch.ones(resamples, images, dtype=torch.float64), generator=generator)
+    return torch.cat([torch.ones(1, images, dtype=torch.float64), counts])
+
+
+def _add(moments: Moments | None, logits: Tensor, weights: Tensor) -> Moments:
+    # MPS has no float64.
+    device = torch.device("cpu") if logits.device.type == "mps" else logits.device
+    batch = Moments.of(logits.detach().to(device).double(), weights.to(device))
+    return batch if moments is None else moments.merge(batch)
+
+
+def _open_all_but(gated: GatedModel, names: frozenset[str]) -> None:
+    for site in gated.gate_values():
+        gated.set_gate(site, 0.0 if site in names else 1.0)
+
+
+@contextmanager
+def _measuring(gated: GatedModel) -> Iterator[nn.Module]:
+    """Evaluation mode; gates and mode as before afterwards."""
+    before, training = gated.gate_values(), gated.training
+    gated.eval()
+    try:
+        yield gated
+    finally:
+        gated.train(training)
+        for site, value in before.items():
+            gated.set_gate(site, value)

@@ -1,0 +1,158 @@
+"""Dense timm models by name, with weights from timm's hub, a file or none, at any input size and class count."""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.data import resolve_model_data_config
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from torch import Tensor, nn
+
+from vitcompress.checkpoint import load_tensors
+from vitcompress.errors import InputError, WeightsError, nearest
+
+# What timm raises for arguments, or for weights, that do not fit a model.
+UNBUILDABLE = (TypeError, ValueError, AssertionError, RuntimeError, LookupError, AttributeError, ArithmeticError)
+
+
+@dataclass(frozen=True)
+class InputConfig:
+    """What a model expects: size (channels, height, width) and how images are brought to it."""
+
+    size: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str
+    crop_pct: float
+    crop_mode: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def create(
+    arch: str,
+    arch_args: Mapping[str, Any] | None = None,
+    weights: str | Path = "random",
+    *,
+    seed: int = 0,
+    new_head: bool = False,
+) -> nn.Module:
+    """Build `timm.create_model(arch, **arch_args)` in eval mode.
+
+    Args:
+        weights: `random` (drawn from `seed`), `hub` (timm's pretrained weights, needs a network) or a file
+            (.safetensors, .pth). Position embeddings are resampled to the input size.
+        new_head: accept weights of another class count and start with a fresh classifier.
+
+    Raises:
+        InputError: no such architecture, or arguments that it does not take.
+        WeightsError: weights that cannot be had, or are of another model.
+    """
+    name = arch.split(".")[0]
+    if not timm.is_model(name):
+        close = ", ".join(nearest(name, timm.list_models()))
+        raise InputError(f"timm has no model {arch!r}", hint=f"nearest: {close}" if close else "see timm.list_models()")
+    args = dict(arch_args or {})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _build(arch, args, pretrained=str(weights) == "hub", new_head=new_head)
+    if str(weights) not in ("random", "hub"):
+        _load_weights(model, Path(weights), new_head)
+    return model.eval()
+
+
+def _build(arch: str, args: dict[str, Any], *, pretrained: bool, new_head: bool) -> nn.Module:
+    try:
+        model: nn.Module = timm.create_model(arch, pretrained=False, **args)
+        if not pretrained:
+            return model
+    except (*UNBUILDABLE, OSError) as error:
+        raise InputError(f"timm cannot build {arch} with {args}: {error}", hint="check [model] args") from None
+    try:
+        _check_hub_classes(arch, args.get("num_classes"), new_head)
+        model = timm.create_model(arch, pretrained=True, **args)
+    except (*UNBUILDABLE, OSError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise WeightsError(
+            f"the weights of {arch} could not be fetched: {first}",
+            hint="give a local file with --weights PATH (.safetensors or .pth)",
+        ) from None
+    return model
+
+
+def _check_hub_classes(arch: str, wanted: int | None, new_head: bool) -> None:
+    cfg = timm.get_pretrained_cfg(arch)
+    if cfg is not None and wanted not in (None, cfg.num_classes) and not new_head:
+        raise _class_mismatch(f"timm's weights of {arch}", cfg.num_classes, int(wanted or 0))
+
+
+def _class_mismatch(what: str, have: int, wanted: int) -> WeightsError:
+    return WeightsError(
+        f"{what} tell {have} classes apart, the data has {wanted}",
+        hint="fine-tune the dense model on this data first and give its weights with --weights, or set "
+        "model.new_head = true to start from a fresh classifier",
+    )
+
+
+def _load_weights(model: nn.Module, path: Path, new_head: bool) -> None:
+    tensors = load_tensors(path)
+    if isinstance(model, VisionTransformer):
+        with contextlib.suppress(*UNBUILDABLE):  # foreign weights: told below
+            tensors = checkpoint_filter_fn(tensors, model, adapt_layer_scale=True)
+    own = model.state_dict()
+    heads = [key for key in own if key.split(".")[0] in ("head", "head_dist")]
+    differing = [key for key in heads if key in tensors and tensors[key].shape[0] != own[key].shape[0]]
+    if differing and new_head:
+        tensors = {**tensors, **{key: own[key] for key in heads}}
+    elif differing:
+        raise _class_mismatch(str(path), tensors[differing[0]].shape[0], own[differing[0]].shape[0])
+    problem = _mismatch(own, tensors)
+    if problem:
+        raise WeightsError(
+            f"{path} holds the weights of another model: {problem}",
+            hint="give weights of the architecture that the recipe names, or change model.name",
+        )
+    model.load_state_dict(tensors, strict=True)
+
+
+def _mismatch(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
+    """What keeps `given` from being loaded strictly, in one line."""
+    missing, extra = sorted(set(own) - set(given)), sorted(set(given) - set(own))
+    wrong = [
+        f"{key} is {tuple(given[key].shape)}, expected {tuple(own[key].shape)}"
+        for key in own
+        if key in given and given[key].shape != own[key].shape
+    ]
+    parts = [
+        f"{len(missing)} tensors missing ({missing[0]} ...)" if missing else "",
+        f"{len(extra)} unknown ({extra[0]} ...)" if extra else "",
+        f"{len(wrong)} of another shape ({wrong[0]} ...)" if wrong else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def input_config(model: nn.Module) -> InputConfig:
+    """How images are brought to `model`: its pretrained configuration, at the size it was built for."""
+    config = resolve_model_data_config(model)
+    channels = int(getattr(model, "in_chans", config["input_size"][0]))
+    embed = getattr(model, "patch_embed", None)
+    height, width = getattr(embed, "img_size", None) or config["input_size"][1:]
+    mean, std = (_per_channel(config[key], channels) for key in ("mean", "std"))
+    return InputConfig(
+        (channels, int(height), int(width)),
+        mean,
+        std,
+        str(config["interpolation"]),
+        float(config["crop_pct"]),
+        str(config["crop_mode"]),
+    )
+
+
+def _per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    """One value per channel; their average where the images have another number of channels."""
+    return tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels

@@ -1,0 +1,143 @@
+"""Reading ONNX files without trusting them: is it one, where does its data lie, what does its graph hold.
+
+Both the runtimes and the verification read files through here. Nothing is executed.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped,unused-ignore]
+from onnx import numpy_helper
+
+from vitcompress.errors import ArtifactError
+
+NO_WORK = ("Identity", "Dropout")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a graph holds. `weights`: sorted sizes of the constant operand of every matrix product and convolution.
+
+    A linear layer counts as (smaller, larger) size, as exporters store weights either way round.
+    """
+
+    operators: dict[str, int]
+    weights: tuple[tuple[int, ...], ...]
+    no_work: tuple[str, ...]
+    zero_products: tuple[str, ...]
+    metadata: dict[str, str]
+    opset: int
+
+
+def read(path: Path) -> Any:
+    """The model protobuf of `path`, its external data left on disk.
+
+    Raises:
+        ArtifactError: missing, not ONNX, or with external data outside its own folder.
+    """
+    if not path.is_file():
+        raise ArtifactError(f"there is no file {path}", hint="`vitcompress export` writes one from a run folder")
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except (DecodeError, ValueError, OSError) as error:
+        raise _not_onnx(path, str(error)) from None
+    if not model.ir_version or not model.graph.node or not model.graph.output:
+        raise _not_onnx(path, "it holds no graph")
+    for tensor in _tensors(model.graph):
+        _check_location(path, tensor)
+    return model
+
+
+def _not_onnx(path: Path, why: str) -> ArtifactError:
+    return ArtifactError(f"{path} is not an ONNX file: {why}", hint="copy or export it again")
+
+
+def _check_location(path: Path, tensor: Any) -> None:
+    """External data may lie only in the model's own folder, else a file could read anything on this machine."""
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return
+    location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+    folder = path.resolve().parent
+    if not location or Path(location).is_absolute() or not (folder / location).resolve().is_relative_to(folder):
+        raise ArtifactError(
+            f"{path} keeps the tensor {tensor.name} at {location!r}, outside its own folder",
+            hint="do not run it; export it again from a source that you trust",
+        )
+    if not (folder / location).is_file():
+        raise ArtifactError(f"{path} needs the file {location} beside it, which is missing", hint="copy both files")
+
+
+def _tensors(graph: Any) -> Iterator[Any]:
+    """Every tensor of a graph and of the graphs inside it."""
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield from (attribute.t, *attribute.tensors)
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _tensors(inner)
+
+
+def external_files(model: Any) -> tuple[str, ...]:
+    """Names of the files that hold a model's large tensors."""
+    found = {
+        entry.value
+        for tensor in _tensors(model.graph)
+        if tensor.data_location == onnx.TensorProto.EXTERNAL
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    return tuple(sorted(found))
+
+
+def metadata(model: Any) -> dict[str, str]:
+    return {entry.key: entry.value for entry in model.metadata_props}
+
+
+def facts(path: Path) -> Facts:
+    """What the graph of `path` computes with. Raises ArtifactError like `read`."""
+    model = read(path)
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    nodes = model.graph.node
+    return Facts(
+        operators=dict(Counter(node.op_type for node in nodes)),
+        weights=tuple(sorted(_weights(nodes, constants))),
+        no_work=tuple(node.name or node.op_type for node in nodes if node.op_type in NO_WORK),
+        zero_products=tuple(_zero_products(nodes, constants, path.parent)),
+        metadata=metadata(model),
+        opset=max(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")),
+    )
+
+
+def _weights(nodes: Iterable[Any], constants: dict[str, Any]) -> Iterator[tuple[int, ...]]:
+    for node in nodes:
+        if node.op_type in ("MatMul", "Gemm", "Conv") and node.input[1] in constants:
+            sizes = tuple(constants[node.input[1]].dims)
+            yield weight_key(sizes)
+
+
+def weight_key(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes of a weight in the form of `Facts.weights`."""
+    return tuple(sorted(sizes)) if len(sizes) == 2 else sizes
+
+
+def _zero_products(nodes: Iterable[Any], constants: dict[str, Any], folder: Path) -> Iterator[str]:
+    """Products with a constant that is zero everywhere: something was masked instead of removed."""
+    for node in nodes:
+        if node.op_type in ("Mul", "MatMul", "Gemm", "Conv"):
+            for name in node.input[: 1 if node.op_type == "Mul" else 2] if node.op_type != "Mul" else node.input:
+                tensor = constants.get(name)
+                if tensor is not None and math.prod(tensor.dims) and not _values(tensor, folder).any():
+                    yield node.name or name
+
+
+def _values(tensor: Any, folder: Path) -> np.ndarray:
+    values: np.ndarray = numpy_helper.to_array(tensor, base_dir=str(folder))
+    return values

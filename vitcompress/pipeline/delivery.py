@@ -1,0 +1,223 @@
+"""From the deployed model to what is shipped and said of it: export, verify, judge, measure, report.
+
+Each stage leaves its result in the run folder and does nothing when that result stands.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from copy import deepcopy
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from vitcompress import checkpoint, cost
+from vitcompress.bench import report as reports
+from vitcompress.bench import suite
+from vitcompress.checkpoint import read_json, write_json
+from vitcompress.data import eval_loader
+from vitcompress.evaluate import calibration_images, correct_mask, evaluate, mcnemar
+from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.runtimes import RunnerOptions, open_runner
+from vitcompress.pipeline.preflight import Job
+from vitcompress.pipeline.stages import FOLDING
+from vitcompress.plan import Plan
+from vitcompress.verify import verify_folder
+
+REPORT = reports.JSON
+VERIFIED_IMAGES = 64
+
+
+def export(job: Job, dense: nn.Module, compressed: nn.Module) -> None:
+    """Both models in every format that the recipe asks for: a fair comparison needs the same exporter."""
+    table = job.recipe.export
+    for name in table.formats:
+        exporter = EXPORTERS[name]
+        for stem, model, plan in (("dense", dense, job.base), ("model", compressed, plan_of(job))):
+            path = job.folder / f"{stem}{exporter.suffix}"
+            if Path(f"{path}.json").is_file():
+                continue
+            job.progress.stage(f"Export {path.name}")
+            exporter.export(
+                deepcopy(model),
+                path,
+                input=job.input,
+                precision=table.precision,
+                opset=table.opset,
+                classes=class_names(job),
+                plan_digest=plan.digest,
+            )
+
+
+def class_names(job: Job) -> tuple[str, ...]:
+    """The data's class names, numbers where there is no data."""
+    if job.data is not None:
+        return job.data.classes
+    return tuple(str(number) for number in range(int(getattr(job.blank, "num_classes", 0))))
+
+
+def plan_of(job: Job) -> Plan:
+    return Plan.from_json((job.folder / checkpoint.PLAN).read_text())
+
+
+# ----------------------------------------------------------------------------------------------------- verify and judge
+
+
+def verify(job: Job) -> None:
+    """verify.json: everything that the run folder claims, checked on real images where there are any."""
+    path = job.folder / "verify.json"
+    if path.is_file():
+        return
+    job.progress.stage("Verify")
+    found = verify_folder(job.folder, images=_images(job))
+    for check in found.checks:
+        job.progress.note(f"{check.name}: {check.verdict.replace('_', ' ')}")
+
+
+def _images(job: Job) -> Tensor | None:
+    """A few test images, on which nothing is chosen any more."""
+    return (
+        None if job.data is None else calibration_images(job.data.test, job.input, VERIFIED_IMAGES, job.recipe.run.seed)
+    )
+
+
+def judge(job: Job, dense: nn.Module, compressed: nn.Module) -> None:
+    """accuracy.json: dense, compressed and exported on the same test images, and whether the difference is real."""
+    path = job.state / "accuracy.json"
+    if job.data is None or path.is_file():
+        return
+    job.progress.stage("Judge on the test images")
+    runtime = replace(job.runtime, rank=0, world_size=1)
+    loader = eval_loader(job.data.test, job.input, job.recipe.finetune.batch_size, runtime)
+    found: dict[str, Any] = {}
+    right: dict[str, np.ndarray] = {}
+    for name, predict in _judged(job, dense, compressed):
+        found[name] = evaluate(predict, loader, runtime).to_dict()
+        right[name] = correct_mask(predict, loader, runtime)
+        job.progress.note(f"{name}: {found[name]['correct']} of {found[name]['total']} right")
+    test = mcnemar(right["dense"], right["compressed"])
+    found["mcnemar"] = asdict(test)
+    write_json(path, found)
+
+
+def _judged(job: Job, dense: nn.Module, compressed: nn.Module) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    """One after the other, so that one at a time is on the device."""
+    for name, model in (("dense", dense), ("compressed", compressed)):
+        yield name, model.to(job.runtime.device).eval()
+        model.cpu()
+    for path in _exported(job, "model"):
+        with closing(open_runner(path)) as runner:
+            yield path.name, runner
+
+
+def _exported(job: Job, stem: str) -> list[Path]:
+    return [job.folder / f"{stem}{EXPORTERS[name].suffix}" for name in job.recipe.export.formats]
+
+
+# -------------------------------------------------------------------------------------------------------------- measure
+
+
+def bench(job: Job) -> None:
+    """bench.json: dense against compressed, interleaved, in the exported formats and in torch."""
+    path = job.folder / "bench.json"
+    if path.is_file():
+        return
+    job.progress.stage("Measure dense against compressed")
+    table = job.recipe.bench
+    pairs = (
+        list(zip(_exported(job, "dense"), _exported(job, "model"), strict=True))
+        if "onnxruntime" in table.runtimes
+        else []
+    )
+    pairs += [(job.dense_folder, job.folder)] if "torch" in table.runtimes else []
+    options = suite.BenchOptions(
+        table.protocol,
+        table.batch,
+        table.warmup,
+        table.runs,
+        RunnerOptions(device=str(job.runtime.device)),
+        seed=job.recipe.run.seed,
+    )
+    found = []
+    for pair in pairs:
+        measured = suite.run(pair, options, progress=job.progress).as_data()
+        found.append(measured)
+        for ratio in measured["ratios"]:
+            speed = f"{ratio['median']:.2f} times as fast ({reports.interval(ratio)})"
+            job.progress.note(f"{measured['rows'][1]['runtime']}: {speed}")
+    write_json(path, found)
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+
+
+def report(job: Job, dense: nn.Module, compressed: nn.Module) -> None:
+    """report.json and report.md: all of the above in one place (keys: `bench.report`)."""
+    plan = plan_of(job)
+    accuracy, before = _read(job.state / "accuracy.json"), _read(job.state / "before_recovery.json")
+    reports.write(
+        job.folder,
+        {
+            "recipe": job.recipe.name,
+            "summary": job.recipe.summary,
+            "model": {
+                "arch": plan.arch,
+                "arch_args": dict(plan.arch_args),
+                "weights": job.recipe.model.weights,
+                "input": job.input.to_dict(),
+                "classes": list(class_names(job)),
+            },
+            "plan": json.loads(plan.to_json()),
+            "plan_sha256": plan.digest,
+            "cost": {
+                name: cost.measure(model, job.input.size).to_dict()
+                for name, model in (("dense", dense), ("compressed", compressed))
+            },
+            "accuracy": accuracy,
+            "before_recovery": before,
+            "recovery": _read(job.state / "recovery.json"),
+            "bench": _read(job.folder / "bench.json"),
+            "files": {path.name: _size(path) for stem in ("dense", "model") for path in _exported(job, stem)},
+            "verify": read_json(job.folder / "verify.json"),
+            "folding": _read(job.state / FOLDING),
+            "searched": None if job.structure_only else f"{plan.arch} with the weights that recovery starts from",
+            "layers": ", ".join(_source(job, step.options) for step in job.recipe.steps),
+            "teacher": None if job.structure_only else job.recipe.finetune.teacher,
+            "published": None if job.recipe.published is None else asdict(job.recipe.published),
+            "notes": list(_remarks(job)),
+        },
+    )
+
+
+def _read(path: Path) -> Any:
+    """What an earlier stage left, None where it did not run."""
+    return read_json(path) if path.is_file() else None
+
+
+def _size(path: Path) -> int:
+    """Bytes of an exported file and the data files beside it, as its sidecar counts them."""
+    return int(read_json(Path(f"{path}.json"))["bytes"])
+
+
+def _source(job: Job, options: Any) -> str:
+    if getattr(options, "layers", "search") == "published":
+        return "published"
+    return "arbitrary, as nothing was scored" if job.structure_only else "search"
+
+
+def _remarks(job: Job) -> Iterator[str]:
+    """What a reader could otherwise misunderstand."""
+    if job.structure_only:
+        yield "Nothing was trained or scored: cost and speed are those of this structure, accuracy is not known."
+    if job.recipe.model.weights == "random":
+        yield "The weights are random."
+    if job.recipe.published is not None and not job.structure_only and job.recipe.model.weights == "hub":
+        yield (
+            "The dense weights of distilled DeiT were themselves trained with a RegNetY teacher, so no result that "
+            "starts from them was reached without an extra model."
+        )
+    if job.runtime.device.type == "cpu":
+        yield "Measured on a CPU: ratios to other hardware do not carry over."

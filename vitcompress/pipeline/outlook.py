@@ -1,0 +1,110 @@
+"""What a run would do and cost, and what this machine lacks for it. Nothing is written and nothing is trained."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitcompress import cost, distributed, surgery
+from vitcompress.data import Splits, open_data
+from vitcompress.errors import InputError
+from vitcompress.exporters import EXPORTERS
+from vitcompress.methods import METHODS
+from vitcompress.pipeline.preflight import Job, RunOptions, described, effective, structure
+from vitcompress.progress import Progress
+from vitcompress.recipe import Recipe
+
+
+def dry_run(recipe: Recipe, options: RunOptions) -> dict[str, Any]:
+    """Stages with epochs and images, cost before and after, and what is missing here.
+
+    Raises:
+        InputError: the recipe itself cannot work: no such model, or a budget larger than the model.
+    """
+    recipe = effective(recipe, options)
+    data, missing = _data(recipe, options)
+    folder = (options.out or Path("runs") / recipe.name).resolve()
+    job = described(
+        recipe,
+        folder,
+        distributed.Runtime(torch.device("cpu")),
+        Progress(),
+        data,
+        structure_only=options.structure_only,
+    )
+    plan = structure(job)
+    compressed = surgery.applied(job.blank, plan)
+    surgery.fold(compressed, plan)
+    return {
+        "recipe": recipe.name,
+        "folder": str(folder),
+        "stages": list(_stages(job)),
+        "cost": {
+            "dense": cost.measure(job.blank, job.input.size).to_dict(),
+            "compressed": cost.measure(compressed, job.input.size).to_dict(),
+        },
+        "missing": [*missing, *_missing(recipe)],
+    }
+
+
+def _data(recipe: Recipe, options: RunOptions) -> tuple[Splits | None, list[str]]:
+    if options.structure_only:
+        return None, []
+    try:
+        return open_data(recipe.data, recipe.run.seed), []
+    except InputError as error:
+        return None, [_sentence(error)]
+
+
+def _missing(recipe: Recipe) -> Iterator[str]:
+    for name in recipe.export.formats:
+        if name not in EXPORTERS:
+            yield f"export format {name}: there are {', '.join(EXPORTERS)}"
+        elif reason := EXPORTERS[name].unavailable():
+            yield f"{name}: {reason}"
+    if recipe.model.weights == "hub":
+        yield f"weights of {recipe.model.name}: fetched from timm's hub at the start, or given with --weights PATH"
+    try:
+        distributed.check_device(recipe.run.device, recipe.run.amp)
+    except InputError as error:
+        yield _sentence(error)
+
+
+def _sentence(error: InputError) -> str:
+    return f"{error.message}: {error.hint}" if error.hint else error.message
+
+
+def _stages(job: Job) -> Iterator[dict[str, Any]]:
+    """One row per part of the work; `images` is per epoch, None where the data is not there to count."""
+    train = None if job.data is None else len(job.data.train)
+    if job.recipe.dense is not None:
+        yield _row("train the dense model", 1, job.recipe.dense.epochs, train)
+    if not job.structure_only:
+        prunable = sum(site.kind in ("attention", "activation") for site in job.family.sites(job.blank))
+        for number, step in enumerate(job.recipe.steps):
+            for stage in METHODS[step.method].stages(step.options, prunable):
+                yield _row(
+                    f"step {number + 1}, {step.method}: {stage.title}",
+                    stage.rounds,
+                    stage.epochs,
+                    _images(job, stage.images, stage.images_per_class, train),
+                )
+        yield _row("recover", 1, job.recipe.finetune.epochs, train)
+    for title in ("fold", *(f"export {name}" for name in job.recipe.export.formats), "verify"):
+        yield _row(title, 1, None, None)
+    if not job.structure_only:
+        yield _row("judge on the test images", 1, None, None if job.data is None else len(job.data.test))
+    yield _row(f"measure ({job.recipe.bench.protocol}, batch {job.recipe.bench.batch})", 1, None, None)
+
+
+def _row(stage: str, rounds: int, epochs: int | None, images: int | None) -> dict[str, Any]:
+    return {"stage": stage, "rounds": rounds, "epochs": epochs, "images": images}
+
+
+def _images(job: Job, total: int, per_class: int, train: int | None) -> int | None:
+    """The size of the part of the training set that a stage looks at."""
+    wanted = total or per_class * int(getattr(job.blank, "num_classes", 0))
+    if not wanted:
+        return train
+    return wanted if train is None else min(wanted, train)

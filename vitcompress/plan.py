@@ -1,0 +1,190 @@
+"""A plan is what was removed, as plain data. timm name + plan + weights = the model, anywhere, without pickle.
+
+All names and channel numbers are those of the dense model, whatever was removed before. Order of application: remove,
+slice, fold.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+from vitcompress.errors import PlanError, did_you_mean
+
+T = TypeVar("T")
+
+FORMAT = 1
+BYPASSES = ("drop", "norm_identity", "double")
+ACTIVATION_STAND_INS = ("identity",)
+APPENDED = ("gelu",)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What stands where in a compressed model.
+
+    arch, arch_args: the dense model, as `timm.create_model(arch, **arch_args)` builds it.
+    removed: site -> what stands in its place. Attention: `drop` (x <- x), `norm_identity` (x <- x + norm(x), the
+        released HetDPT code), `double` (x <- 2x, the released NOSE code). Activation: `identity`. FFN, block: `drop`.
+    appended: block -> activation applied to the block's output (`gelu`, released HetDPT, blocks that lost both).
+    folded: modules multiplied into a neighbouring linear layer: FFNs (fc1 and fc2 into one) and LayerScales.
+    kept: space -> channels, in dense numbers, in order (never sorted: head regrouping permutes).
+    heads: attention -> number of heads, where that changed.
+    """
+
+    arch: str
+    arch_args: Mapping[str, Any] = field(default_factory=dict)
+    removed: Mapping[str, str] = field(default_factory=dict)
+    appended: Mapping[str, str] = field(default_factory=dict)
+    folded: tuple[str, ...] = ()
+    kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    heads: Mapping[str, int] = field(default_factory=dict)
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        """Bring the arguments into the form that JSON gives back, so that a plan equals what is read from its file."""
+        try:
+            arguments = json.loads(json.dumps(dict(self.arch_args)))
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"arch_args must be plain data, as JSON holds it: {error}") from None
+        object.__setattr__(self, "arch_args", arguments)
+
+    def then(self, later: "Plan") -> "Plan":
+        """The plan that does this one and then `later`, whose channel numbers count in what this one left.
+
+        What this plan did inside a module that `later` removes is forgotten.
+
+        Raises:
+            PlanError: `later` is for another model, or names what this plan removed.
+        """
+        if (later.arch, later.arch_args) != (self.arch, self.arch_args):
+            raise PlanError(f"a plan for {later.arch} cannot follow one for {self.arch} with other arguments")
+        named = {**later.removed, **later.appended, **later.kept, **later.heads, **dict.fromkeys(later.folded)}
+        if again := sorted(name for name in named if _lies_in(name, self.removed)):
+            raise PlanError(f"the second plan names what the first removed: {', '.join(again)}")
+        if again := sorted(set(later.folded) & set(self.folded)):
+            raise PlanError(f"the second plan folds what the first folded: {', '.join(again)}")
+        return replace(
+            self,
+            removed={**_outside(later.removed, self.removed), **later.removed},
+            appended={**_outside(later.removed, self.appended), **later.appended},
+            folded=(*_outside(later.removed, dict.fromkeys(self.folded)), *later.folded),
+            kept={**_outside(later.removed, self.kept), **_in_dense_numbers(self.kept, later.kept)},
+            heads={**_outside(later.removed, self.heads), **later.heads},
+        )
+
+    def to_json(self) -> str:
+        """Stable text: equal plans give equal bytes."""
+        data = {f.name: getattr(self, f.name) for f in fields(self)}
+        data["kept"] = {space: list(channels) for space, channels in self.kept.items()}
+        return json.dumps(data, indent=1, sort_keys=True, default=dict) + "\n"
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the plan's JSON, the plan hash that exported files carry."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Read and check a plan. Raises PlanError with every problem that needs no model to be seen."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"the plan is not JSON: {error}") from None
+        problems = _problems(data)
+        if problems:
+            raise PlanError(
+                "the plan cannot be used:\n  " + "\n  ".join(problems),
+                hint="restore plan.json from the run that made it, or run the recipe again",
+            )
+        data["kept"] = {space: tuple(channels) for space, channels in data.get("kept", {}).items()}
+        data["folded"] = tuple(data.get("folded", ()))
+        return cls(**data)
+
+
+def _lies_in(name: str, modules: Iterable[str]) -> bool:
+    """Whether `name` is one of `modules` or inside one of them."""
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
+
+
+def _outside(removed: Mapping[str, str], entries: Mapping[str, T]) -> dict[str, T]:
+    return {name: value for name, value in entries.items() if not _lies_in(name, removed)}
+
+
+def _in_dense_numbers(
+    before: Mapping[str, tuple[int, ...]], later: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """`later`, whose numbers count within `before`, in the numbers that `before` counts in."""
+    found: dict[str, tuple[int, ...]] = {}
+    for space, channels in later.items():
+        left = before.get(space)
+        if left is not None and not all(0 <= c < len(left) for c in channels):
+            raise PlanError(f"kept.{space}: the first plan left {len(left)} channels, the second counts beyond them")
+        found[space] = tuple(channels) if left is None else tuple(left[c] for c in channels)
+    return found
+
+
+def _problems(data: Any) -> list[str]:
+    """What is wrong with plan data, one sentence each."""
+    if not isinstance(data, dict):
+        return [f"expected an object, got {type(data).__name__}"]
+    known = {f.name: f for f in fields(Plan)}
+    found = [f"{key}: unknown key{did_you_mean(key, known)}" for key in data if key not in known]
+    if data.get("format") != FORMAT:
+        found.append(f"format: got {data.get('format')!r}, this version reads {FORMAT}")
+    if not isinstance(data.get("arch"), str):
+        found.append(f"arch: expected a timm model name, got {data.get('arch')!r}")
+    found += [
+        f"{key}: expected an object, got {type(data[key]).__name__}"
+        for key in ("arch_args", "removed", "appended", "kept", "heads")
+        if key in data and not isinstance(data[key], dict)
+    ]
+    if not _is_list_of(data.get("folded", []), str):
+        found.append("folded: expected a list of module names")
+    return found or _value_problems(data)
+
+
+def _value_problems(data: dict[str, Any]) -> list[str]:
+    allowed = (*BYPASSES, *ACTIVATION_STAND_INS)
+    found = [
+        f"removed.{site}: got {stand!r}, allowed: {', '.join(allowed)}"
+        for site, stand in data.get("removed", {}).items()
+        if stand not in allowed
+    ]
+    found += [
+        f"appended.{block}: got {act!r}, allowed: {', '.join(APPENDED)}"
+        for block, act in data.get("appended", {}).items()
+        if act not in APPENDED
+    ]
+    for space, channels in data.get("kept", {}).items():
+        if not _is_list_of(channels, int) or not are_channels(channels):
+            found.append(f"kept.{space}: expected one or more distinct channel numbers, got {str(channels)[:60]}")
+    found += [
+        f"heads.{name}: expected a whole number from 1, got {count!r}"
+        for name, count in data.get("heads", {}).items()
+        if not _is_list_of([count], int) or count < 1
+    ]
+    folded = data.get("folded", [])
+    if len(set(folded)) != len(folded):
+        found.append("folded: a module is named twice")
+    return found
+
+
+def check_bypasses(attention_bypass: str, both_pruned_output_act: str) -> None:
+    """Raise PlanError unless both name a choice that there is."""
+    if attention_bypass not in BYPASSES:
+        raise PlanError(f"attention_bypass must be one of {', '.join(BYPASSES)}, got {attention_bypass!r}")
+    if both_pruned_output_act not in (*APPENDED, "none"):
+        raise PlanError(
+            f"both_pruned_output_act must be one of {', '.join(APPENDED)}, none; got {both_pruned_output_act!r}"
+        )
+
+
+def are_channels(channels: Sequence[int]) -> bool:
+    """Whether these can be kept: at least one, none twice, none negative."""
+    return len(set(channels)) == len(channels) and min(channels, default=-1) >= 0
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)

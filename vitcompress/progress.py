@@ -1,0 +1,14 @@
+"""How long work tells what it is doing. The core calls this class; only `console` knows how it looks."""
+
+
+class Progress:
+    """Silent by default; `console.ConsoleProgress` draws it."""
+
+    def stage(self, title: str) -> None:
+        """A new part of the work begins."""
+
+    def update(self, label: str, done: int, total: int, text: str = "") -> None:
+        """`done` of `total` units of the part called `label` are finished; `text` is its newest figure."""
+
+    def note(self, text: str) -> None:
+        """One line that a person should read."""

@@ -1,0 +1,305 @@
+"""A recipe is what the user asked for: TOML, checked as a whole, all mistakes reported at once.
+
+The tables of a recipe are the options of the modules that do the work, so that a field is described in one place:
+`[data]` is `data.DataOptions`, `[dense]` and `[finetune]` are `train.TrainOptions`, each `[[step]]` the options of its
+method.
+"""
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import tomli_w
+from annotated_types import Ge, Le
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError, create_model
+from pydantic_core import to_jsonable_python
+
+from vitcompress import recipes
+from vitcompress.data import DataOptions
+from vitcompress.errors import InputError, RecipeError, did_you_mean
+from vitcompress.methods import METHODS
+from vitcompress.problems import problems_of
+from vitcompress.train import TrainOptions
+
+Table = TypeVar("Table", bound=BaseModel)
+Positive = Annotated[int, Ge(1)]
+# Strict: "30" is not 30. Unknown keys are mistakes, also in the nested options (pydantic hands this on to dataclasses).
+STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """The dense model, as `timm.create_model(name, **args)` builds it.
+
+    weights: `hub` (timm's own), `random`, `train` (trained first, as `[dense]` says), or the path of a checkpoint.
+    classes: number of classes where no data says it. new_head: take weights of another class count, with a fresh head.
+    """
+
+    name: str
+    args: dict[str, JsonValue] = field(default_factory=dict)
+    weights: str = "hub"
+    classes: Annotated[int, Ge(2)] | None = None
+    new_head: bool = False
+
+
+@dataclass(frozen=True)
+class Finetune(TrainOptions):
+    """The recovery training after all steps. teacher: `dense` (the model before pruning), a timm name, or a path."""
+
+    teacher: str | None = None
+
+
+@dataclass(frozen=True)
+class ExportTable:
+    """What is exported. opset: None lets the exporter choose and record why."""
+
+    formats: tuple[str, ...] = ("onnx",)
+    precision: Literal["fp32", "fp16"] = "fp32"
+    opset: Positive | None = None
+
+
+@dataclass(frozen=True)
+class BenchTable:
+    """How dense and compressed are measured. batch, warmup, runs: None takes the protocol's own."""
+
+    protocol: Literal["paper", "robust"] = "robust"
+    batch: Positive | None = None
+    warmup: Annotated[int, Ge(0)] | None = None
+    runs: Positive | None = None
+    runtimes: tuple[Literal["onnxruntime", "torch"], ...] = ("onnxruntime", "torch")
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """Where and how everything runs. device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`."""
+
+    seed: Annotated[int, Ge(0)] = 0
+    device: str = "auto"
+    amp: Literal["none", "fp16", "bf16"] = "none"
+
+
+@dataclass(frozen=True)
+class Published:
+    """Figures that somebody else published, quoted in the report beside our own and never mixed with them."""
+
+    source: str
+    hardware: str
+    top1: Annotated[float, Ge(0), Le(100)] | None = None
+    params_m: Annotated[float, Ge(0)] | None = None
+    macs_g: Annotated[float, Ge(0)] | None = None
+    images_per_second: Annotated[float, Ge(0)] | None = None
+    speedup: Annotated[float, Ge(0)] | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pruning step: a method of `METHODS` and its options."""
+
+    method: str
+    options: Any
+
+
+class _Tables(BaseModel):
+    """All of a recipe but its steps, whose form depends on their method."""
+
+    model_config = STRICT
+
+    model: ModelTable
+    name: str = ""
+    summary: str = ""
+    data: DataOptions = DataOptions()
+    dense: TrainOptions | None = None
+    finetune: Finetune = Finetune()
+    export: ExportTable = ExportTable()
+    bench: BenchTable = BenchTable()
+    run: RunTable = RunTable()
+    published: Published | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe that passed every check that needs neither the model nor the data."""
+
+    name: str
+    summary: str
+    model: ModelTable
+    data: DataOptions
+    dense: TrainOptions | None
+    steps: tuple[Step, ...]
+    finetune: Finetune
+    export: ExportTable
+    bench: BenchTable
+    run: RunTable
+    published: Published | None
+
+    def to_toml(self) -> str:
+        """Every setting, defaults included; equal recipes give equal text, which loads back to an equal recipe."""
+        tables = {name: value for name, value in vars(self).items() if name != "steps"}
+        steps = [{"method": step.method, **_plain(step.options)} for step in self.steps]
+        return tomli_w.dumps({**_plain(tables), "step": steps})
+
+
+def load_recipe(source: str, sets: Sequence[str] = (), *, formats: Collection[str] = ()) -> Recipe:
+    """Read a recipe by name or from a file, change what `sets` (`table.key=value`) say, and check it.
+
+    formats: the export formats there are; empty leaves them unchecked.
+
+    Raises:
+        RecipeError: with every mistake.
+        InputError: no such recipe; with the nearest names.
+    """
+    name, text = _read(source)
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(source, [f"not valid TOML: {error}"]) from None
+    problems = [problem for text in sets if (problem := _set(data, text))]
+    return _checked(source, {"name": name, **data}, problems, formats)
+
+
+def dense_key(recipe: Recipe) -> str:
+    """Twelve hex digits of all that the dense model's training depends on: recipes that agree share the model."""
+    data = {key: value for key, value in _plain(recipe.data).items() if key != "workers"}
+    parts = {"model": recipe.model, "data": data, "dense": recipe.dense, "seed": recipe.run.seed, "amp": recipe.run.amp}
+    return hashlib.sha256(json.dumps(_plain(parts), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    """Dataclasses as tables; what is None is left out, as TOML has no word for it."""
+    return {key: _without_none(inner) for key, inner in to_jsonable_python(value).items() if inner is not None}
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _read(source: str) -> tuple[str, str]:
+    """The name and the text of a recipe given by name or by path."""
+    path = Path(source)
+    if source in recipes.names() or not (path.suffix == ".toml" or path.exists()):
+        return source, recipes.text(source)
+    try:
+        return path.stem, path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise RecipeError(source, ["not a text file (UTF-8 expected)"]) from None
+    except OSError as error:
+        raise InputError(
+            f"the recipe {source} cannot be read: {error.strerror}",
+            hint="`vitcompress recipes` lists the recipes that come with vitcompress",
+        ) from None
+
+
+def _set(data: dict[str, Any], assignment: str) -> str | None:
+    """Carry out one `table.key=value` in place; the problem if it cannot be."""
+    key, equals, text = assignment.partition("=")
+    path = [int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]\s]+", key)]
+    if not equals or not path or isinstance(path[0], int):
+        return f"--set {assignment}   expected table.key=value, as in finetune.epochs=10 or step.0.pruned_layers=4"
+    try:
+        value = _value(text.strip())
+    except tomllib.TOMLDecodeError:
+        return f'--set {assignment}   {text.strip()!r} is not a TOML value, as in 3, 0.5, true, "text", [1, 2]'
+    target: Any = data
+    for part in path[:-1]:
+        target = _descend(target, part)
+    return _assign(target, path[-1], value, assignment)
+
+
+def _value(text: str) -> Any:
+    """A TOML value; a single bare word is text, as shells eat the quotes."""
+    if re.fullmatch(r"[A-Za-z_/~.][\w./:~+-]*", text) and text not in ("true", "false", "inf", "nan"):
+        return text
+    parsed = tomllib.loads(f"value = {text}")
+    if set(parsed) != {"value"}:
+        raise tomllib.TOMLDecodeError("more than one value")
+    return parsed["value"]
+
+
+def _descend(target: Any, part: int | str) -> Any:
+    """The table or list entry called `part`, made if a table does not have it yet; None where there is no way."""
+    if isinstance(target, dict) and isinstance(part, str):
+        return target.setdefault(part, {})
+    if isinstance(target, list) and isinstance(part, int) and part < len(target):
+        return target[part]
+    return None
+
+
+def _assign(target: Any, last: int | str, value: Any, assignment: str) -> str | None:
+    if isinstance(target, dict) and isinstance(last, str):
+        target[last] = value
+        return None
+    if isinstance(target, list) and isinstance(last, int) and last < len(target):
+        target[last] = value
+        return None
+    if isinstance(target, list):
+        return f"--set {assignment}   a list of {len(target)}: write its number, as in step.0.method"
+    return f"--set {assignment}   there is no such place in the recipe"
+
+
+def _checked(source: str, data: dict[str, Any], problems: list[str], formats: Collection[str]) -> Recipe:
+    """The recipe, or one RecipeError with all problems of all its tables."""
+    raw_steps = data.pop("step", [])
+    tables = _validated(_Tables, data, "", problems)
+    steps = _steps(raw_steps, problems)
+    if tables is not None:
+        problems += _contradictions(tables, formats)
+    if problems or tables is None:
+        raise RecipeError(source, problems)
+    return Recipe(steps=steps, **{name: getattr(tables, name) for name in type(tables).model_fields})
+
+
+def _validated(kind: type[Table], data: Mapping[str, Any], prefix: str, problems: list[str]) -> Table | None:
+    """`data` as `kind`; what is wrong with it goes to `problems`."""
+    try:
+        # By way of JSON: pydantic's strict mode takes tables and lists for dataclasses and tuples only there.
+        return kind.model_validate_json(json.dumps(data, default=str))
+    except ValidationError as error:
+        problems += problems_of(error, kind, prefix)
+        return None
+
+
+def _steps(raw: Any, problems: list[str]) -> tuple[Step, ...]:
+    if not isinstance(raw, list) or not raw or not all(isinstance(step, dict) for step in raw):
+        problems.append("step   at least one [[step]] with a method is needed")
+        return ()
+    found = [_step(dict(step), f"step[{number}].", problems) for number, step in enumerate(raw)]
+    return tuple(step for step in found if step is not None)
+
+
+def _step(data: dict[str, Any], prefix: str, problems: list[str]) -> Step | None:
+    method = data.pop("method", None)
+    if method not in METHODS:
+        choices = f"one of {', '.join(METHODS)}{did_you_mean(str(method), METHODS)}"
+        problems.append(
+            f"{prefix}method   "
+            + (f"is missing: {choices}" if method is None else f"got {method!r}, expected {choices}")
+        )
+        return None
+    table = create_model("StepTable", __config__=STRICT, step=(METHODS[method].options, ...))
+    checked = _validated(table, {"step": data}, prefix, problems)
+    return None if checked is None else Step(method, vars(checked)["step"])
+
+
+def _contradictions(tables: _Tables, formats: Collection[str]) -> list[str]:
+    """Mistakes that no table shows alone."""
+    found = []
+    if tables.model.weights == "train" and tables.dense is None:
+        found.append('dense   model.weights = "train" needs a [dense] table that says how to train')
+    if tables.model.weights != "train" and tables.dense is not None:
+        found.append(f'dense   is only used with model.weights = "train", got {tables.model.weights!r}')
+    if tables.finetune.distillation != "none" and tables.finetune.teacher is None:
+        found.append('finetune.teacher   distillation needs a teacher: "dense", a timm name, or a path')
+    found += [
+        f"export.formats   got {name!r}, expected one of {', '.join(formats)}{did_you_mean(name, formats)}"
+        for name in tables.export.formats
+        if formats and name not in formats
+    ]
+    return found

@@ -1,0 +1,102 @@
+"""Does a plan fit a model? Every contradiction is found before anything is edited."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+from vitcompress.errors import PlanError, did_you_mean
+from vitcompress.families import Family, Site, Space
+from vitcompress.plan import ACTIVATION_STAND_INS, APPENDED, BYPASSES, FORMAT, Plan, are_channels
+
+STAND_INS = {"attention": BYPASSES, "activation": ACTIVATION_STAND_INS, "ffn": ("drop",), "block": ("drop",)}
+
+
+def check(model: nn.Module, family: Family, plan: Plan) -> None:
+    """Raise PlanError with everything in `plan` that contradicts `model` or itself."""
+    sites = {site.name: site for site in family.sites(model)}
+    spaces = {space.name: space for space in family.spaces(model)}
+    problems = [
+        *([] if plan.format == FORMAT else [f"format: got {plan.format!r}, this version reads {FORMAT}"]),
+        *_removal_problems(sites, plan),
+        *_appended_problems(sites, plan),
+        *_kept_problems(spaces, plan),
+        *_head_problems(spaces, plan),
+        *_fold_problems(model, family, sites, plan),
+    ]
+    if problems:
+        raise PlanError(
+            "the plan does not fit the model:\n  " + "\n  ".join(problems),
+            hint="a plan fits only the model it was made for; check plan.json for edits by hand",
+        )
+
+
+def _removal_problems(sites: dict[str, Site], plan: Plan) -> Iterator[str]:
+    for name, stand in plan.removed.items():
+        if name not in sites:
+            close = did_you_mean(name, sites)
+            yield f"removed.{name}: the model has no such attention, activation, FFN or block{close}"
+        elif stand not in (allowed := STAND_INS[sites[name].kind]):
+            yield f"removed.{name}: {sites[name].kind} allows {', '.join(allowed)}, got {stand!r}"
+        elif outer := _removed_around(name, plan):
+            yield f"removed.{name}: it lies in {outer}, which is removed as well"
+
+
+def _appended_problems(sites: dict[str, Site], plan: Plan) -> Iterator[str]:
+    for name, act in plan.appended.items():
+        if name not in sites or sites[name].kind != "block":
+            yield f"appended.{name}: the model has no such block"
+        elif act not in APPENDED:
+            yield f"appended.{name}: got {act!r}, allowed: {', '.join(APPENDED)}"
+        elif name in plan.removed:
+            yield f"appended.{name}: the block is removed"
+
+
+def _kept_problems(spaces: dict[str, Space], plan: Plan) -> Iterator[str]:
+    for name, kept in plan.kept.items():
+        if name not in spaces:
+            yield f"kept.{name}: the model has no such space{did_you_mean(name, spaces)}"
+        elif not are_channels(kept) or max(kept) >= spaces[name].size:
+            yield f"kept.{name}: expected one or more distinct channels in 0..{spaces[name].size - 1}"
+        elif outer := _removed_around(name, plan):
+            yield f"kept.{name}: it lies in {outer}, which is removed"
+
+
+def _head_problems(spaces: dict[str, Space], plan: Plan) -> Iterator[str]:
+    for name, count in plan.heads.items():
+        own = [space for space in spaces.values() if space.attention and space.attention == name]
+        if not own:
+            yield f"heads.{name}: the model has no such attention"
+        elif count < 1:
+            yield f"heads.{name}: expected a whole number from 1, got {count!r}"
+        elif name in plan.removed or _removed_around(name, plan):
+            yield f"heads.{name}: the attention is removed"
+        elif not any(space.name in plan.kept for space in own):
+            yield f"heads.{name}: got {count}, but neither its q/k nor its v channels are in kept"
+    for space in spaces.values():
+        width = len(plan.kept.get(space.name, range(space.size)))
+        heads = plan.heads.get(space.attention, space.heads)
+        if heads > 0 and width % heads:
+            yield f"kept.{space.name}: {width} channels do not divide into {heads} heads"
+
+
+def _fold_problems(model: nn.Module, family: Family, sites: dict[str, Site], plan: Plan) -> Iterator[str]:
+    scales = family.scales(model)
+    for name, times in Counter(plan.folded).items():
+        site = sites.get(name)
+        is_ffn = site is not None and site.kind == "ffn" and family.linear_pair(model, name) is not None
+        inside = [s.name for s in sites.values() if s.kind == "activation" and s.name.startswith(f"{name}.")]
+        alive = [act for act in inside if act not in plan.removed]
+        if times > 1:
+            yield f"folded.{name}: named {times} times"
+        elif not is_ffn and name not in scales:
+            yield f"folded.{name}: the model has no such FFN of two linear layers, and no such LayerScale"
+        elif name in plan.removed or _removed_around(name, plan):
+            yield f"folded.{name}: it is removed"
+        elif alive:
+            yield f"folded.{name}: its activation {alive[0]} is not removed, so it is not linear"
+
+
+def _removed_around(name: str, plan: Plan) -> str | None:
+    """The removed module that `name` lies in, itself not counted."""
+    return next((outer for outer in plan.removed if name.startswith(f"{outer}.")), None)

@@ -1,0 +1,47 @@
+"""Plans from block numbers, as depth pruning papers give them."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from vitcompress.errors import PlanError
+from vitcompress.families import Site, family_of
+from vitcompress.plan import Plan, check_bypasses
+
+
+def depth_plan(
+    model: nn.Module,
+    base: Plan,
+    attentions: Iterable[int],
+    activations: Iterable[int],
+    *,
+    attention_bypass: str = "drop",
+    both_pruned_output_act: str = "none",
+) -> Plan:
+    """The plan that removes, on top of `base`, the attentions and activations of the blocks with these dense numbers.
+
+    both_pruned_output_act: `gelu` applies a GELU to the output of each block that has then lost both, as the released
+    HetDPT code does; `none` leaves it out.
+
+    Raises:
+        PlanError: a block number without such a site, or a bypass that is not one.
+    """
+    check_bypasses(attention_bypass, both_pruned_output_act)
+    sites = family_of(model).sites(model)
+    attention = _chosen(sites, "attention", attentions)
+    activation = _chosen(sites, "activation", activations)
+    removed = {site.name: attention_bypass for site in attention} | {site.name: "identity" for site in activation}
+    appended = {}
+    if both_pruned_output_act == "gelu":
+        alive = {s.block for s in sites if s.kind in ("attention", "activation") and s.name not in removed}
+        lost = sorted((site.index, site.block) for site in (*attention, *activation) if site.block not in alive)
+        appended = {block: "gelu" for _, block in lost}
+    return Plan(base.arch, base.arch_args, removed=removed, appended=appended)
+
+
+def _chosen(sites: tuple[Site, ...], kind: str, numbers: Iterable[int]) -> list[Site]:
+    by_block = {site.index: site for site in sites if site.kind == kind}
+    wanted = list(dict.fromkeys(numbers))
+    if missing := sorted(set(wanted) - set(by_block)):
+        raise PlanError(f"no {kind} to remove in block {missing[0]}; blocks that have one: {sorted(by_block)}")
+    return [by_block[number] for number in wanted]

@@ -1,0 +1,154 @@
+"""Multiply layers that follow each other without anything between them into one.
+
+y = W2 (W1 x + b1) + b2 = (W2 W1) x + (W2 b1 + b2), computed in float64 and cast once (HetDPT, merging of FFNs whose
+activation is pruned). A LayerScale behind a linear layer folds into it: diag(g) (W x + b) = (diag(g) W) x + g b.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from vitcompress.families import Family, family_of
+from vitcompress.plan import Plan
+from vitcompress.surgery.modules import linear_layer, parameter_count, replace_module
+
+
+@dataclass(frozen=True)
+class FoldRecord:
+    """What folding one module did or would have done.
+
+    params and macs (per token) count the layers it touches. `rounding` is the largest difference between the float64
+    product and the weights stored, relative to the largest weight: at most half an epsilon of the stored type.
+    """
+
+    module: str
+    folded: bool
+    reason: str
+    params_before: int
+    params_after: int
+    macs_before: int
+    macs_after: int
+    rounding: float = 0.0
+
+
+@dataclass(frozen=True)
+class Folding:
+    """The plan with what was folded, and one record per candidate."""
+
+    plan: Plan
+    records: tuple[FoldRecord, ...]
+
+
+def fold(model: nn.Module, plan: Plan) -> Folding:
+    """Fold, in place, every FFN that has lost its activation and every LayerScale behind a linear layer.
+
+    plan: what was done to `model` so far. An FFN is folded only where the product is cheaper than the pair. The output
+    does not change beyond rounding.
+    """
+    family = family_of(model)
+    records = [_fold_ffn(model, family, name) for name in _linear_ffns(model, family)]
+    records += [_fold_scale(model, family, name) for name in family.scales(model)]
+    names = tuple(record.module for record in records if record.folded)
+    return Folding(replace(plan, folded=plan.folded + names), tuple(records))
+
+
+def _linear_ffns(model: nn.Module, family: Family) -> list[str]:
+    """The FFNs of two linear layers with no activation between them."""
+    sites = family.sites(model)
+    active = [site.name for site in sites if site.kind == "activation"]
+    return [
+        site.name
+        for site in sites
+        if site.kind == "ffn"
+        and family.linear_pair(model, site.name) is not None
+        and not any(act.startswith(f"{site.name}.") for act in active)
+    ]
+
+
+def _fold_ffn(model: nn.Module, family: Family, name: str) -> FoldRecord:
+    first, second = _pair(model, family, name)
+    inputs, hidden, outputs = first.in_features, first.out_features, second.out_features
+    pair_macs, product_macs = hidden * (inputs + outputs), inputs * outputs
+    params = parameter_count(first, second)
+    if product_macs >= pair_macs:
+        reason = f"the pair is cheaper: {pair_macs} against {product_macs} multiply-accumulates per token"
+        return FoldRecord(name, False, reason, params, params, pair_macs, pair_macs)
+    rounding = fold_away(model, family, name)
+    after = parameter_count(model.get_submodule(name))
+    return FoldRecord(name, True, "cheaper than the pair", params, after, pair_macs, product_macs, rounding)
+
+
+def _fold_scale(model: nn.Module, family: Family, name: str) -> FoldRecord:
+    width = parameter_count(model.get_submodule(name))
+    layer = linear_layer(model, family.scales(model)[name])
+    size, macs = parameter_count(layer), layer.weight.numel()
+    rounding = fold_away(model, family, name)
+    return FoldRecord(name, True, "into the linear layer before it", size + width, size, macs + width, macs, rounding)
+
+
+def fold_away(model: nn.Module, family: Family, name: str) -> float:
+    """Fold one FFN or LayerScale into a linear layer; the rounding of the cast (see FoldRecord).
+
+    When the linear layer before a folded LayerScale was removed later on, the scale went with it: nothing is
+    multiplied, and what is left of the LayerScale goes.
+    """
+    scales = family.scales(model)
+    if name in scales:
+        return _fold_scale_into(model, name, linear_layer(model, scales[name]))
+    if name in {site.name for site in family.sites(model)}:
+        return _fold_pair(model, name, *_pair(model, family, name))
+    if any(name == path for path, _ in model.named_modules()):
+        replace_module(model, name, nn.Identity())
+    return 0.0
+
+
+def _fold_scale_into(model: nn.Module, name: str, layer: nn.Linear) -> float:
+    (gamma,) = (_exact(parameter) for parameter in model.get_submodule(name).parameters())
+    weight = gamma[:, None] * _exact(layer.weight)
+    bias = None if layer.bias is None else gamma * _exact(layer.bias)
+    replace_module(model, name, nn.Identity())
+    return _store(layer, weight, bias)
+
+
+def _fold_pair(model: nn.Module, name: str, first: nn.Linear, second: nn.Linear) -> float:
+    weight, bias = product(first, second)
+    like = second.weight
+    merged = nn.Linear(first.in_features, second.out_features, bias is not None, device=like.device, dtype=like.dtype)
+    merged.requires_grad_(like.requires_grad)
+    replace_module(model, name, merged)
+    return _store(merged, weight, bias)
+
+
+def product(first: nn.Linear, second: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias, in float64, of the linear map that does `first` and then `second`; either may lack a bias."""
+    w1, w2 = _exact(first.weight), _exact(second.weight)
+    bias = None if second.bias is None else _exact(second.bias)
+    if first.bias is not None:
+        through = w2 @ _exact(first.bias)
+        bias = through if bias is None else through + bias
+    return w2 @ w1, bias
+
+
+def _store(layer: nn.Linear, weight: Tensor, bias: Tensor | None) -> float:
+    """Cast float64 values into `layer`; the largest rounding relative to the largest weight."""
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        if bias is not None:
+            layer.bias.copy_(bias)
+        if weight.is_meta:
+            return 0.0
+        largest = weight.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
+        return float((_exact(layer.weight) - weight).abs().max() / largest)
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    """`tensor` in float64, on the CPU where its own device has none (MPS)."""
+    device = torch.device("cpu") if tensor.device.type == "mps" else tensor.device
+    return tensor.detach().to(device, torch.float64)
+
+
+def _pair(model: nn.Module, family: Family, name: str) -> tuple[nn.Linear, nn.Linear]:
+    pair = family.linear_pair(model, name)
+    assert pair is not None, name
+    return linear_layer(model, pair.first), linear_layer(model, pair.second)

@@ -1,0 +1,32 @@
+"""The handful of edits of a module tree that all surgery is made of."""
+
+from typing import Any
+
+from torch import nn
+
+
+def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:
+    """Put `new` where `path` points, in the training or evaluation mode of what stood there."""
+    parent, _, leaf = path.rpartition(".")
+    new.training = model.get_submodule(path).training
+    setattr(model.get_submodule(parent), leaf, new)
+
+
+def drop_block(model: Any, path: str) -> None:
+    """Delete a block. The others keep their numbers; timm's list of feature stages loses the block's entry."""
+    parent, _, leaf = path.rpartition(".")
+    delattr(model.get_submodule(parent), leaf)
+    if hasattr(model, "feature_info"):
+        model.feature_info = [entry for entry in model.feature_info if entry["module"] != path]
+
+
+def linear_layer(model: nn.Module, path: str) -> nn.Linear:
+    """The linear layer at `path`."""
+    layer = model.get_submodule(path)
+    assert isinstance(layer, nn.Linear), path
+    return layer
+
+
+def parameter_count(*modules: nn.Module) -> int:
+    """Parameters of all these modules together."""
+    return sum(p.numel() for module in modules for p in module.parameters())

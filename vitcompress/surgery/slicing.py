@@ -1,0 +1,84 @@
+"""Keep some channels of a space: index every tensor along every axis that runs over it."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from vitcompress.families import Family, Space
+from vitcompress.plan import Plan
+from vitcompress.surgery.modules import replace_module
+
+
+def sliced_state(
+    state: Mapping[str, Tensor], spaces: Iterable[Space], kept: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """`state` with every axis of every space in `kept` indexed, in the order that `kept` gives.
+
+    Tensors that no such axis touches are passed on as they are.
+    """
+    segments: dict[tuple[str, int], list[tuple[int, int, list[int]]]] = {}
+    for space in spaces:
+        if space.name not in kept:
+            continue
+        channels, size = list(kept[space.name]), space.size
+        heads = list(dict.fromkeys(c // (size // space.heads) for c in channels))
+        for axis in space.axes:
+            chosen, length = (heads, space.heads) if axis.per_head else (channels, size)
+            order = [axis.offset + copy * length + c for copy in range(axis.copies) for c in chosen]
+            segments.setdefault((axis.tensor, axis.dim), []).append((axis.offset, axis.copies * length, order))
+    out = dict(state)
+    for (tensor, dim), parts in segments.items():
+        out[tensor] = out[tensor].index_select(dim, _index(out[tensor].shape[dim], parts, out[tensor].device))
+    return out
+
+
+def _index(size: int, parts: list[tuple[int, int, list[int]]], device: torch.device) -> Tensor:
+    """Positions to keep of an axis of `size`: `parts` (start, length, kept positions), everything between untouched."""
+    index: list[int] = []
+    end = 0
+    for start, length, order in sorted(parts):
+        index += [*range(end, start), *order]
+        end = start + length
+    return torch.tensor([*index, *range(end, size)], device=device)
+
+
+def slice_channels(model: nn.Module, family: Family, plan: Plan) -> None:
+    """Slice every space in `plan.kept` that `model` still has, and correct all sizes that modules remember.
+
+    A removed module takes its spaces with it, so a composed plan may name more spaces than are left.
+    """
+    spaces = family.spaces(model)
+    _slice_parameters(model, spaces, plan)
+    sizes = {space.name: len(plan.kept.get(space.name, range(space.size))) for space in spaces}
+    for path in dict.fromkeys(space.attention for space in spaces if space.attention):
+        of = {space.kind: space for space in spaces if space.attention == path}
+        if any(space.name in plan.kept for space in of.values()):
+            heads = plan.heads.get(path, of["v"].heads)
+            widths = sizes[of["qk"].name], sizes[of["v"].name]
+            replace_module(model, path, family.slice_attention(model.get_submodule(path), *widths, heads))
+    for space in spaces:
+        if space.kind == "residual" and space.name in plan.kept:
+            family.resized(model, sizes[space.name])
+
+
+def _slice_parameters(model: nn.Module, spaces: tuple[Space, ...], plan: Plan) -> None:
+    before = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, tensor in sliced_state(before, spaces, plan.kept).items():
+        if tensor is before[name]:
+            continue
+        parent, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        learns = model.get_parameter(name).requires_grad
+        setattr(owner, leaf, nn.Parameter(tensor.contiguous(), requires_grad=learns))
+        _correct_sizes(owner)
+
+
+def _correct_sizes(module: nn.Module) -> None:
+    """Make the sizes that a module remembers agree with the tensors it now holds."""
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif isinstance(module, nn.LayerNorm):
+        module.normalized_shape = tuple(module.weight.shape)
+    elif isinstance(module, nn.Conv2d) and module.groups == 1:
+        module.out_channels, module.in_channels = module.weight.shape[:2]

@@ -1,0 +1,265 @@
+"""One training loop for everything that learns: dense models, fast fine-tunes, score searches, recovery.
+
+A training keeps its state in a folder of its own, written whole at the end of every epoch. Killed at any moment and
+started again it continues after the last finished epoch. Every epoch begins by seeding all generators from (seed,
+label, epoch, rank): an epoch's randomness depends on nothing that ran before it, so no generator's state needs to be
+kept, and on the CPU the resumed run is the uninterrupted one bit for bit.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from timm.layers import DropPath
+from timm.layers import drop_path as stochastic_depth
+from torch import Tensor, nn
+
+from vitcompress.checkpoint import State, load_state, save_state
+from vitcompress.data import Images
+from vitcompress.distill import both_heads, inner, objective
+from vitcompress.distributed import Runtime
+from vitcompress.errors import InputError, OutputError
+from vitcompress.evaluate import Accuracy, evaluate
+from vitcompress.loaders import EvalLoader, TrainLoader, eval_loader, train_loader
+from vitcompress.progress import Progress
+from vitcompress.runlog import Board, RunLog
+from vitcompress.train_options import TrainOptions, TrainResult
+from vitcompress.training import Job, Learner, part_of
+
+if TYPE_CHECKING:
+    from vitcompress.models import InputConfig
+
+__all__ = ["RunLog", "TrainOptions", "TrainResult", "drop_path", "train"]
+
+_EVAL_BATCH = 128  # images per process at least; without gradients this is small
+
+
+def train(
+    module: nn.Module,
+    train_set: Images,
+    heldout_set: Images | None,
+    options: TrainOptions,
+    *,
+    input: "InputConfig",
+    runtime: Runtime,
+    folder: Path,
+    label: str,
+    seed: int,
+    progress: Progress,
+    teacher: nn.Module | None = None,
+    lr_scale: Callable[[float], float] | None = None,
+    after_epoch: Callable[[int], None] | None = None,
+    parameter_groups: Sequence[dict[str, Any]] | None = None,
+) -> TrainResult:
+    """Train `module` in place and leave it in eval mode with the weights that were kept.
+
+    Args:
+        module: a timm model, or a wrapper that holds one as `.model` (DDP wraps the outer one).
+        heldout_set: judged after epochs; None or empty for no judgement.
+        folder: where this training keeps its state; one training per folder.
+        label: shown to people and part of the seed.
+        teacher: needed for distillation only; must take the same images.
+        lr_scale: multiplies the peak learning rate at a fractional epoch; takes the place of the schedule.
+        after_epoch: called on every rank with the number of the epoch (from 0) when it is over and judged, before its
+            state is saved. It may change gates and buffers.
+        parameter_groups: for the optimiser; by default timm's split, without decay for vectors and scalars.
+
+    Raises:
+        InputError: options that contradict the data, the model, the processes or an earlier state in `folder`.
+        VitcompressError: the loss is no longer finite.
+    """
+    _check(module, options, heldout_set, runtime)
+    module.to(runtime.device)
+    loss = objective(
+        module,
+        options.distillation,
+        options.alpha,
+        options.temperature,
+        options.augmentation.smoothing,
+        teacher=teacher,
+        input=input,
+        device=runtime.device,
+    )
+    job = Job(
+        module, options, input, runtime, folder, label, seed, progress, loss, lr_scale, after_epoch, len(train_set)
+    )
+    with both_heads(module), drop_path(module, options.drop_path):
+        result = _run(job, train_set, heldout_set, parameter_groups)
+    module.eval()
+    return result
+
+
+def _run(
+    job: Job, train_set: Images, heldout_set: Images | None, groups: Sequence[dict[str, Any]] | None
+) -> TrainResult:
+    state = job.runtime.broadcast(load_state(job.folder) if job.runtime.is_main else None)
+    if state is not None and state.data["made_with"] != job.fingerprint:
+        raise OutputError(f"{job.folder} holds the training of other settings", hint="use another folder, or --fresh")
+    if state is not None and state.data["finished"]:
+        return _finished(job, state)
+    heldout = _eval_loader(job, heldout_set)
+    if job.options.epochs == 0:
+        untrained = None if heldout is None else _judge(job, job.module, heldout)
+        return TrainResult([], untrained, None, "raw", -1)
+    loader = train_loader(train_set, job.input, job.options.augmentation, job.micro_batch, job.seed, job.runtime)
+    loader.set_classes(int(getattr(inner(job.module), "num_classes", 0)) or int(train_set.labels.max()) + 1)
+    learner = Learner(job, len(loader) // job.options.accumulate, groups)
+    if learner.steps == 0:
+        raise InputError(
+            f"batch_size {job.options.batch_size} is more than the {len(train_set)} training images",
+            hint="lower batch_size or give more images",
+        )
+    if state is not None:
+        learner.restore(state)
+    return _epochs(job, learner, loader, heldout)
+
+
+def _epochs(job: Job, learner: Learner, loader: TrainLoader, heldout: EvalLoader | None) -> TrainResult:
+    """All epochs that are left."""
+    log = RunLog.beside(job.folder)
+    stage, first = log.stage_of(job.folder, job.label), len(learner.history)
+    if job.runtime.is_main:
+        log.sync(stage, learner.history)
+    with closing(log.tensorboard(stage, first) if job.runtime.is_main else Board(None, 0)) as board:
+        for number in range(first, job.options.epochs):
+            record = _epoch(job, learner, loader, heldout, number)
+            if job.runtime.is_main:
+                log.append(stage, record)
+                board.add(record)
+    return _result(learner.history, learner.best_of)
+
+
+def _epoch(job: Job, learner: Learner, loader: TrainLoader, heldout: EvalLoader | None, number: int) -> dict[str, Any]:
+    """Train, judge and save one epoch; its record."""
+    began = time.perf_counter()
+    loss = learner.epoch(number, loader)
+    record = {"epoch": number, "loss": loss, "lr": max(group["lr"] for group in learner.optimizer.param_groups)}
+    record |= _judgement(job, learner, heldout, number)
+    record["seconds"] = round(time.perf_counter() - began, 3)
+    _end_epoch(job, learner, record)
+    return record
+
+
+def _end_epoch(job: Job, learner: Learner, record: dict[str, Any]) -> None:
+    """Let the caller change gates, remember the weights to keep, and save; the last epoch saves only those."""
+    number = record["epoch"]
+    if job.after_epoch:
+        job.after_epoch(number)
+        learner.sync_ema()
+    learner.history.append(record)
+    last = number + 1 == job.options.epochs
+    _choose(job, learner, record, last)
+    tensors, data = learner.state()
+    if last:
+        tensors = {f"module.{name}": value for name, value in learner.best.items()}
+        data |= {"finished": True, "numbers": {}, "groups": [], "scaler": {}}
+        job.module.load_state_dict(learner.best)
+    if job.runtime.is_main:
+        save_state(job.folder, number, tensors, data)
+
+
+def _choose(job: Job, learner: Learner, record: Mapping[str, Any], last: bool) -> None:
+    """Keep this epoch's weights when it is the one that `select` wants, the raw ones unless the EMA is better."""
+    ema = record.get("ema", {}).get("correct", -1)
+    raw = record.get("heldout", {}).get("correct", -1)
+    score = max(ema, raw)
+    wanted = score > learner.best_of.get("score", -1) if job.options.select == "best" else last
+    if not wanted:
+        return
+    chosen = learner.ema.module if learner.ema and ema > raw else job.module
+    learner.best = {name: value.detach().clone() for name, value in chosen.state_dict().items()}
+    learner.best_of = {"score": score, "epoch": record["epoch"], "chosen": "ema" if ema > raw else "raw"}
+
+
+def _judgement(job: Job, learner: Learner, heldout: EvalLoader | None, number: int) -> dict[str, Any]:
+    """Held-out accuracy of the raw weights, and of their average where there is one, when this epoch is due."""
+    every = job.options.evaluate_every
+    due = number + 1 == job.options.epochs or (every and (number + 1) % every == 0)
+    if heldout is None or not due:
+        return {}
+    found = {"heldout": asdict(_judge(job, job.module, heldout))}
+    if learner.ema:
+        found["ema"] = asdict(_judge(job, learner.ema.module, heldout))
+    return found
+
+
+def _judge(job: Job, module: nn.Module, heldout: EvalLoader) -> Accuracy:
+    """Accuracy of `module` in eval mode, computed in the precision of the training."""
+    module.eval()
+    with job.runtime.autocast():
+        return evaluate(module, heldout, job.runtime)
+
+
+def _finished(job: Job, state: State) -> TrainResult:
+    """Only the kept weights are left to load."""
+    job.module.load_state_dict(part_of(state.tensors, "module."))
+    if job.runtime.is_main:
+        log = RunLog.beside(job.folder)
+        log.sync(log.stage_of(job.folder, job.label), state.data["history"])
+    return _result(state.data["history"], state.data["best_of"])
+
+
+def _result(history: list[dict[str, Any]], best_of: Mapping[str, Any]) -> TrainResult:
+    record = history[best_of["epoch"]]
+    raw, ema = (Accuracy(**record[name]) if name in record else None for name in ("heldout", "ema"))
+    return TrainResult(history, raw, ema, best_of["chosen"], best_of["epoch"])
+
+
+def _check(module: nn.Module, options: TrainOptions, heldout: Images | None, runtime: Runtime) -> None:
+    """Refuse what would only fail later, or fail silently."""
+    share = runtime.share_of(options.batch_size)
+    if share % options.accumulate:
+        raise InputError(
+            f"{share} images per process cannot be computed in {options.accumulate} equal parts",
+            hint="use a batch_size that processes * accumulate divides",
+        )
+    if options.select == "best" and not heldout:
+        raise InputError("select = 'best' needs held-out images and there are none", hint="set data.heldout above 0")
+
+
+def _eval_loader(job: Job, heldout_set: Images | None) -> EvalLoader | None:
+    if not heldout_set:
+        return None
+    return eval_loader(heldout_set, job.input, max(_EVAL_BATCH, job.micro_batch), job.runtime)
+
+
+@contextmanager
+def drop_path(module: nn.Module, rate: float) -> Iterator[None]:
+    """Stochastic depth (Huang et al., 2016), `rate` in the last block and linear from 0 at the first.
+
+    The places are the modules that timm calls drop_path, in their order; they are not replaced, so hooks on them stay.
+    """
+    owners = [
+        [child for name, child in owner.named_children() if name.startswith("drop_path")] for owner in module.modules()
+    ]
+    owners = [children for children in owners if children]
+    handles: list[Any] = []
+    before = [(child, child.drop_prob) for children in owners for child in children if isinstance(child, DropPath)]
+    try:
+        for depth, children in enumerate(owners):
+            share = rate * depth / max(1, len(owners) - 1)
+            for child in children:
+                if isinstance(child, DropPath):
+                    child.drop_prob = share
+                elif share:  # before any other hook, which may stand for the whole branch
+                    handles.append(child.register_forward_hook(_DropPath(share), prepend=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for child, value in before:
+            child.drop_prob = value
+
+
+class _DropPath:
+    """A hook that drops a branch's output for a share of the images while training."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        dropped: Tensor = stochastic_depth(out, self.rate, module.training)
+        return dropped

@@ -1,0 +1,58 @@
+"""The settings of a training and what comes out of it."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from vitcompress.data import Augmentation
+from vitcompress.distill import Distillation
+from vitcompress.evaluate import Accuracy
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How a model is trained. `batch_size` counts the images of one optimiser step over all processes."""
+
+    epochs: Annotated[int, Ge(0)] = 10
+    batch_size: Annotated[int, Ge(1)] = 128
+    accumulate: Annotated[int, Ge(1)] = 1  # parts that each process computes its share of a batch in
+    optimizer: str = "adamw"  # any name of timm's optimisers
+    lr: Annotated[float, Ge(0)] = 1e-3  # peak learning rate
+    lr_base: Annotated[float, Gt(0)] | None = None  # instead of lr: the peak per 512 images of batch_size
+    min_lr: Annotated[float, Ge(0)] = 1e-5
+    warmup_epochs: Annotated[int, Ge(0)] = 0
+    warmup_lr: Annotated[float, Ge(0)] = 1e-6
+    schedule: Literal["cosine", "constant"] = "cosine"
+    weight_decay: Annotated[float, Ge(0)] = 0.05
+    betas: tuple[float, float] | None = None  # None: the optimiser's own
+    clip_grad: Annotated[float, Gt(0)] | None = None  # largest norm of the gradient
+    drop_path: Annotated[float, Ge(0), Lt(1)] = 0.0  # stochastic depth of the last block, linear from 0 at the first
+    ema: Annotated[float, Gt(0), Lt(1)] | None = None  # decay of the averaged weights, evaluated next to the raw ones
+    augmentation: Augmentation = field(default_factory=Augmentation)
+    distillation: Distillation = "none"
+    alpha: Annotated[float, Ge(0), Le(1)] = 0.5  # weight of the distillation loss
+    temperature: Annotated[float, Gt(0)] = 1.0
+    evaluate_every: Annotated[int, Ge(0)] = 1  # epochs; the last one always counts, 0 means only that one
+    select: Literal["last", "best"] = "last"  # which epoch's weights are kept; best is on the held-out images
+
+    @property
+    def peak_lr(self) -> float:
+        """The largest learning rate of the schedule."""
+        return self.lr if self.lr_base is None else self.lr_base * self.batch_size / 512
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training did: one record per epoch, held-out accuracy of the kept weights, which ones were kept."""
+
+    history: list[dict[str, Any]]
+    raw: Accuracy | None
+    ema: Accuracy | None
+    chosen: Literal["raw", "ema"]
+    epoch: int  # the epoch (from 0) whose weights were kept; -1 when nothing was trained
+
+    @property
+    def accuracy(self) -> Accuracy | None:
+        """Held-out accuracy of the weights that were kept."""
+        return self.ema if self.chosen == "ema" else self.raw

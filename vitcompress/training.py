@@ -1,0 +1,267 @@
+"""What learns during one training, and how its whole state becomes tensors and plain data and back."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from vitcompress.checkpoint import State
+from vitcompress.distill import Objective
+from vitcompress.distributed import Runtime, seed_everything
+from vitcompress.errors import InputError, VitcompressError
+from vitcompress.loaders import TrainLoader
+from vitcompress.progress import Progress
+from vitcompress.train_options import TrainOptions
+
+if TYPE_CHECKING:
+    from vitcompress.models import InputConfig
+
+_STEPS_BETWEEN_CHECKS = 50  # reading the loss makes the host wait for the device
+
+
+@dataclass(frozen=True)
+class Job:
+    """What stays the same during one training."""
+
+    module: nn.Module
+    options: TrainOptions
+    input: "InputConfig"
+    runtime: Runtime
+    folder: Path
+    label: str
+    seed: int
+    progress: Progress
+    loss: Objective
+    lr_scale: Callable[[float], float] | None
+    after_epoch: Callable[[int], None] | None
+    images: int  # in the training set
+
+    @property
+    def micro_batch(self) -> int:
+        """Images of one forward pass of one process."""
+        return self.runtime.share_of(self.options.batch_size) // self.options.accumulate
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What a state in the folder must have been made with."""
+        options: dict[str, Any] = json.loads(json.dumps(asdict(self.options)))
+        return {"label": self.label, "seed": self.seed, "images": self.images, "options": options}
+
+
+class Learner:
+    """Everything that changes during a training, and its passage to tensors and plain data and back."""
+
+    def __init__(self, job: Job, steps: int, groups: Sequence[dict[str, Any]] | None) -> None:
+        self.job, self.steps = job, steps
+        self.network = job.runtime.wrap(job.module)
+        self.optimizer = _optimizer(job, groups)
+        self.set_lr = lr_setter(job.options, self.optimizer, steps, job.lr_scale)
+        self.scaler = torch.amp.GradScaler(job.runtime.device.type, enabled=job.runtime.amp == "fp16")
+        # Buffers are copied, not averaged: they are facts (gates), not estimates.
+        self.ema = ModelEmaV3(job.module, job.options.ema, exclude_buffers=True) if job.options.ema else None
+        self.history: list[dict[str, Any]] = []
+        self.best: dict[str, Tensor] = {}
+        self.best_of: dict[str, Any] = {}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors by name and JSON data that `restore` continues from."""
+        optimizer = self.optimizer.state_dict()
+        tensors = {f"module.{name}": value for name, value in self.job.module.state_dict().items()}
+        numbers: dict[str, Any] = {}
+        for index, slots in optimizer["state"].items():
+            for slot, value in slots.items():
+                (tensors if isinstance(value, Tensor) else numbers)[f"optimizer.{index}.{slot}"] = value
+        if self.ema:
+            tensors |= {f"ema.{name}": value for name, value in self.ema.module.state_dict().items()}
+        tensors |= {f"best.{name}": value for name, value in self.best.items()}
+        groups: list[dict[str, Any]] = [{} for _ in optimizer["param_groups"]]
+        for index, group in enumerate(optimizer["param_groups"]):  # some optimisers count their steps here
+            for name, value in group.items():
+                if isinstance(value, Tensor):
+                    tensors[f"group.{index}.{name}"] = value
+                elif name != "params":
+                    groups[index][name] = value
+        data = {
+            "numbers": numbers,
+            "groups": groups,
+            "scaler": self.scaler.state_dict(),
+            "history": self.history,
+            "best_of": self.best_of,
+            "finished": False,
+            "made_with": self.job.fingerprint,
+        }
+        return tensors, data
+
+    def restore(self, state: State) -> None:
+        """Continue from `state`."""
+        self.job.module.load_state_dict(part_of(state.tensors, "module."))
+        if self.ema:
+            self.ema.module.load_state_dict(part_of(state.tensors, "ema."))
+        self.best = part_of(state.tensors, "best.")
+        self._restore_optimizer(state)
+        if self.scaler.is_enabled() and state.data["scaler"]:
+            self.scaler.load_state_dict(state.data["scaler"])
+        self.history, self.best_of = list(state.data["history"]), dict(state.data["best_of"])
+
+    def _restore_optimizer(self, state: State) -> None:
+        slots: dict[int, dict[str, Any]] = {}
+        for name, value in {
+            **part_of(state.tensors, "optimizer."),
+            **part_of(state.data["numbers"], "optimizer."),
+        }.items():
+            index, _, slot = name.partition(".")
+            slots.setdefault(int(index), {})[slot] = value
+        own = self.optimizer.state_dict()["param_groups"]
+        groups = [
+            {**saved, **part_of(state.tensors, f"group.{i}."), **_tuples(group, saved), "params": group["params"]}
+            for i, (group, saved) in enumerate(zip(own, state.data["groups"], strict=True))
+        ]
+        self.optimizer.load_state_dict({"state": slots, "param_groups": groups})
+
+    def epoch(self, number: int, loader: TrainLoader) -> float:
+        """One pass over `loader`; mean loss over all images and ranks."""
+        job, total = self.job, torch.zeros((), device=self.job.runtime.device)
+        seed_everything(job.seed, job.label, number, job.runtime.rank)
+        loader.set_epoch(number)
+        job.module.train()
+        batches = iter(loader)
+        for step in range(self.steps):
+            self.set_lr(number * self.steps + step)
+            total += self._step(batches)
+            if (step + 1) % _STEPS_BETWEEN_CHECKS == 0 or step + 1 == self.steps:
+                self._report(number, step + 1, float(total) / (step + 1))
+        return self._mean(total) / self.steps
+
+    def _step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
+        """One optimiser step on `accumulate` batches; their mean loss."""
+        job, parts, total = self.job, self.job.options.accumulate, torch.zeros((), device=self.job.runtime.device)
+        self.optimizer.zero_grad(set_to_none=True)
+        for part, (images, targets) in enumerate(islice(batches, parts)):
+            with self._without_sync(part + 1 < parts):
+                with job.runtime.autocast():
+                    loss = job.loss(self.network, images, targets) / parts
+                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        if job.options.clip_grad:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(job.module.parameters(), job.options.clip_grad)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.ema:
+            self.ema.update(job.module)
+        return total
+
+    def _without_sync(self, skip: bool) -> AbstractContextManager[Any]:
+        """Gradients travel between processes once per step, with the last part."""
+        if skip and isinstance(self.network, DistributedDataParallel):
+            quiet: AbstractContextManager[Any] = self.network.no_sync()
+            return quiet
+        return nullcontext()
+
+    def _report(self, number: int, step: int, loss: float) -> None:
+        """Show progress, and stop when the loss has become NaN or infinite."""
+        job, epochs = self.job, self.job.options.epochs
+        if not math.isfinite(loss):
+            raise VitcompressError(
+                f"{job.label}: the loss became {loss} in epoch {number + 1}",
+                hint="lower the learning rate, set clip_grad = 1.0, or use amp bf16 or none",
+            )
+        if job.runtime.is_main:
+            text = f"epoch {number + 1}/{epochs}, loss {loss:.3f}{_last_accuracy(self.history)}"
+            job.progress.update(job.label, number * self.steps + step, epochs * self.steps, text)
+
+    def _mean(self, value: Tensor) -> float:
+        return float(self.job.runtime.all_sum(value)) / self.job.runtime.world_size
+
+    def sync_ema(self) -> None:
+        """Give the averaged model the gates of the raw one after they were changed between epochs."""
+        if self.ema is None:
+            return
+        raw, facts = self.job.module.state_dict(), {name for name, _ in self.job.module.named_buffers()}
+        kept = {name: value for name, value in raw.items() if name in facts or name.endswith("_extra_state")}
+        self.ema.module.load_state_dict({**self.ema.module.state_dict(), **kept})
+
+
+def _optimizer(job: Job, groups: Sequence[dict[str, Any]] | None) -> torch.optim.Optimizer:
+    """timm's optimiser of that name; torch's Adams in their fused form, one kernel for all parameters."""
+    options = job.options
+    extra: dict[str, Any] = {"betas": options.betas} if options.betas else {}
+    if options.optimizer.lower() in ("adam", "adamw") and job.runtime.device.type in ("cpu", "cuda"):
+        extra["fused"] = True
+    try:
+        made: torch.optim.Optimizer = create_optimizer_v2(
+            job.module if groups is None else list(groups),
+            options.optimizer,
+            lr=options.peak_lr,
+            weight_decay=options.weight_decay,
+            **extra,
+        )
+    except (ValueError, TypeError, AssertionError) as error:
+        raise InputError(
+            f"optimizer {options.optimizer!r} cannot be made: {error}", hint="try adamw, sgd or lamb"
+        ) from error
+    return made
+
+
+def lr_setter(
+    options: TrainOptions, optimizer: torch.optim.Optimizer, steps: int, lr_scale: Callable[[float], float] | None
+) -> Callable[[int], None]:
+    """A function that sets all learning rates for an optimiser step, counted from the start of the training.
+
+    `steps` are those of one epoch; `lr_scale` (fractional epoch -> share of the peak) takes the schedule's place.
+    """
+    o, base = options, [group["lr"] for group in optimizer.param_groups]
+    if lr_scale is None and o.schedule == "cosine":
+        scheduler, _ = create_scheduler_v2(
+            optimizer,
+            "cosine",
+            num_epochs=o.epochs,
+            min_lr=min(o.min_lr, o.peak_lr),
+            warmup_epochs=o.warmup_epochs,
+            warmup_lr=min(o.warmup_lr, o.peak_lr),
+            step_on_epochs=False,
+            updates_per_epoch=steps,
+        )
+        cosine: Callable[[int], None] = scheduler.step_update
+        return cosine
+    scale = lr_scale or (lambda epoch: 1.0)
+
+    def set_lr(step: int) -> None:
+        for group, peak in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = peak * scale(step / steps) * _warmup(o, step / steps, peak)
+
+    return set_lr
+
+
+def _warmup(options: TrainOptions, epoch: float, peak: float) -> float:
+    """Linear from warmup_lr to the peak, as a share of the peak."""
+    if epoch >= options.warmup_epochs or not peak:
+        return 1.0
+    start = min(options.warmup_lr / peak, 1.0)
+    return start + (1.0 - start) * epoch / options.warmup_epochs
+
+
+def part_of(named: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The entries of `named` below `prefix`, without it."""
+    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+
+
+def _tuples(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries that JSON has turned into lists."""
+    return {name: tuple(saved[name]) for name, value in own.items() if isinstance(value, tuple) and name in saved}
+
+
+def _last_accuracy(history: Sequence[Mapping[str, Any]]) -> str:
+    judged = [record["heldout"] for record in history if "heldout" in record]
+    return f", held-out {100 * judged[-1]['correct'] / judged[-1]['total']:.1f} %" if judged else ""

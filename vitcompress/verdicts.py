@@ -1,0 +1,88 @@
+"""One question, its answer and the limit it is held against: what verify.json is made of."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vitcompress.checkpoint import write_json
+from vitcompress.evaluate import wilson
+
+LEDGER = "verify.json"
+Verdict = Literal["passed", "failed", "not_run"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """`value` is held against `tolerance`; `command` runs on the target what cannot run here."""
+
+    name: str
+    verdict: Verdict
+    value: float | None = None
+    tolerance: float | None = None
+    detail: str = ""
+    command: str | None = None
+
+    def as_data(self) -> dict[str, Any]:
+        data = {**asdict(self), "passed": self.verdict == "passed"}
+        if self.value is not None and not math.isfinite(self.value):  # JSON has no NaN and no infinity
+            data |= {"value": None, "detail": f"{self.detail} (value: {self.value})".strip()}
+        return data
+
+
+@dataclass(frozen=True)
+class Verification:
+    """All checks of one artifact. It passed when none failed and at least one was run."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        verdicts = {check.verdict for check in self.checks}
+        return "failed" not in verdicts and "passed" in verdicts
+
+    def as_data(self) -> dict[str, Any]:
+        return {"passed": self.passed, "checks": [check.as_data() for check in self.checks]}
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / LEDGER, self.as_data())
+
+
+def compared(name: str, value: float, tolerance: float, detail: str = "") -> Check:
+    """Passed when `value` is at most `tolerance`; NaN never is."""
+    return Check(name, "passed" if value <= tolerance else "failed", value, tolerance, detail)
+
+
+def listed(name: str, wrong: Iterable[str], detail: str) -> Check:
+    """Passed when nothing is wrong; else the first few things that are."""
+    found = list(wrong)
+    text = detail if not found else f"{len(found)} wrong: {', '.join(found[:5])}{' ...' if len(found) > 5 else ''}"
+    return Check(name, "failed" if found else "passed", float(len(found)), 0.0, text)
+
+
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    """max |a - b|, NaN when either holds one."""
+    return float((a.double() - b.double()).abs().max())
+
+
+def agreement(name: str, expected: Tensor, got: Tensor, tolerance: float) -> Check:
+    """Top-1 answers of two sets of logits, (images, classes), that may be apart by `tolerance`.
+
+    An answer may change only where the two best logits are so close that the tolerance explains it; any other change
+    fails. The detail gives the share of changed answers with Wilson's 95 % interval.
+    """
+    best = expected.double().topk(min(2, expected.shape[1])).values
+    changed = expected.argmax(1) != got.argmax(1)
+    unexplained = changed & ((best[:, 0] - best[:, -1]) > 2 * tolerance)
+    if not torch.isfinite(got).all():
+        return Check(name, "failed", float("nan"), 0.0, "answers are not finite")
+    count, total = int(changed.sum()), len(changed)
+    low, high = wilson(count, total)
+    detail = f"{count} of {total} top-1 answers differ (95 % interval {low:.1%} to {high:.1%})"
+    if count:
+        detail += f", {count - int(unexplained.sum())} of them within rounding"
+    return Check(name, "failed" if unexplained.any() else "passed", float(unexplained.sum()), 0.0, detail)

@@ -1,0 +1,188 @@
+"""Is the model that is deployed the one that was trained? Each answer with its value and its tolerance.
+
+fold: folded against unfolded, per layer against a rigorous bound and end to end in float64. reload: what is on disk
+against what was in memory, bit for bit. onnx: see verify_onnx. Tolerances are derived in `bounds`.
+"""
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from vitcompress import checkpoint
+from vitcompress.bounds import fold_excess, reference
+from vitcompress.errors import ArtifactError, OutputError
+from vitcompress.families import family_of
+from vitcompress.plan import Plan
+from vitcompress.verdicts import LEDGER, Check, Verification, agreement, compared, largest_difference, listed
+from vitcompress.verify_onnx import file_checks, onnx_checks, plan_check, structure_checks
+
+__all__ = [
+    "Check",
+    "Verification",
+    "agreement",
+    "fold_checks",
+    "onnx_checks",
+    "reload_check",
+    "structure_checks",
+    "verify_folder",
+]
+
+UNFOLDED, UNFOLDED_PLAN = "state/unfolded.safetensors", "state/unfolded_plan.json"
+SEEN = "state/verify.safetensors"  # the images that were looked at, and the answers to them
+EXACT_IMAGES = 8  # images that are evaluated in float64 too
+ENGINES = ("*.engine", "*.xml")
+
+
+def fold_checks(unfolded: nn.Module, folded: nn.Module, names: Iterable[str], images: Tensor) -> list[Check]:
+    """Folded against unfolded on `images`, (count, channels, height, width), each folded module alone and all together.
+
+    names: the folded FFNs and LayerScales, as in `Plan.folded`.
+    """
+    chains = _chains(unfolded, tuple(names))
+    few = images[:EXACT_IMAGES]
+    truth = reference(unfolded, few)
+    inputs = _inputs(unfolded, [chain[0] for chain in chains.values()], few)
+    checks = []
+    for target, chain in chains.items():
+        layers, result = [unfolded.get_submodule(name) for name in chain], folded.get_submodule(target)
+        assert isinstance(result, nn.Linear)
+        difference, quotient = fold_excess(layers, result, inputs[chain[0]], folds=len(chain) - 1)
+        detail = f"difference over its rounding bound, worst of all outputs; largest difference {difference:.1e}"
+        checks.append(compared(f"fold.{target}", quotient, 1.0, detail))
+    apart = largest_difference(_answers(deepcopy(folded).double(), few.double()), truth.exact)
+    detail = "largest difference of the logits, float64" if chains else "nothing was folded"
+    checks.append(compared("fold", apart, truth.tolerance, detail))
+    checks.append(agreement("fold.agreement", _answers(unfolded, images), _answers(folded, images), truth.tolerance))
+    return checks
+
+
+def _chains(unfolded: nn.Module, names: tuple[str, ...]) -> dict[str, list[str]]:
+    """Folded linear layer -> the layers of the unfolded model that it stands for, in order of use."""
+    family = family_of(unfolded)
+    scales = family.scales(unfolded)
+    chains: dict[str, list[str]] = {}
+    owner: dict[str, str] = {}
+    for name in names:
+        if name not in scales and (pair := family.linear_pair(unfolded, name)):
+            chains[name] = [pair.first, pair.second]
+            owner[pair.second] = name
+    for name in names:
+        if name in scales:
+            before = scales[name]
+            chains.setdefault(owner.get(before, before), [before]).append(name)
+    return chains
+
+
+@torch.no_grad()
+def _inputs(model: nn.Module, names: Iterable[str], images: Tensor) -> dict[str, Tensor]:
+    """What the named modules are given in a float64 pass: (rows, channels) each."""
+    exact, seen = deepcopy(model).double(), dict[str, Tensor]()
+    with ExitStack() as stack:
+        for name in names:
+
+            def keep(module: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
+                seen[name] = args[0].flatten(0, -2)
+
+            stack.callback(exact.get_submodule(name).register_forward_pre_hook(keep).remove)
+        exact(images.double())
+    return seen
+
+
+@torch.no_grad()
+def _answers(model: nn.Module, images: Tensor) -> Tensor:
+    model = model.eval()
+    return torch.cat([model(part.to(next(model.parameters()).dtype)) for part in torch.split(images, 16)])
+
+
+def reload_check(model: nn.Module, loaded: nn.Module, images: Tensor, name: str = "reload") -> Check:
+    """Is `loaded` the same model as `model`: the same names, the same bits, the same answers?"""
+    ours, theirs = model.state_dict(), loaded.state_dict()
+    wrong = sorted(set(ours) ^ set(theirs))
+    wrong += [key for key in ours if key in theirs and not torch.equal(ours[key], theirs[key])]
+    if not wrong and not torch.equal(_answers(model, images), _answers(loaded, images)):
+        wrong = ["the answers"]
+    return listed(name, wrong, f"{len(ours)} tensors and the answers to {len(images)} images, bit for bit")
+
+
+def saved_check(model: nn.Module, plan: Plan, images: Tensor) -> Check:
+    """`reload_check` of `model` against itself, saved to a temporary folder and loaded from there."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save_model(Path(folder), model, plan)
+        return reload_check(model, checkpoint.load(folder), images)
+
+
+# -------------------------------------------------------------------------------------------------------------- folders
+
+
+def verify_folder(folder: str | Path, images: Tensor | None = None) -> Verification:
+    """Check everything that a run folder claims, and record the verdicts in its verify.json.
+
+    images: (count, channels, height, width), normalised. They and the answers to them are kept in the folder, so that a
+    later call, here or on another machine, can do without. Without any, noise is used.
+
+    Raises:
+        ArtifactError, PlanError, WeightsError: not a run folder, or a damaged one.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ArtifactError(f"there is no folder {folder}", hint="name a run folder, as in runs/digits_hetdpt")
+    model = checkpoint.load(folder)
+    plan = Plan.from_json((folder / checkpoint.PLAN).read_text())
+    seen = checkpoint.load_tensors(folder / SEEN) if (folder / SEEN).is_file() else {}
+    given = images if images is not None else seen.get("images", _noise(model))
+    found = Verification(tuple(_checks(folder, model, plan, given, seen)))
+    with _tolerating_read_only((folder / LEDGER).is_file()):  # a read-only copy of a folder can be checked all the same
+        if images is not None:
+            checkpoint.save_tensors(folder / SEEN, {"images": images, "logits": _answers(model, images)})
+        found.write(folder)
+    return found
+
+
+def _tolerating_read_only(allowed: bool) -> AbstractContextManager[object]:
+    return suppress(OutputError) if allowed else nullcontext()
+
+
+def _noise(model: nn.Module) -> Tensor:
+    from vitcompress.models import input_config
+
+    return torch.randn(EXACT_IMAGES, *input_config(model).size, generator=torch.Generator().manual_seed(0))
+
+
+def _checks(folder: Path, model: nn.Module, plan: Plan, images: Tensor, seen: dict[str, Tensor]) -> Iterator[Check]:
+    yield from _fold(folder, model, plan, images)
+    yield Check(
+        "slice", "not_run", detail="the plan keeps every channel" if not plan.kept else "needs the dense weights"
+    )
+    yield saved_check(model, plan, images)
+    if seen and torch.equal(images, seen["images"]):
+        truth = reference(model, images[:EXACT_IMAGES])
+        apart = largest_difference(_answers(model, images), seen["logits"])
+        yield compared("reload.recorded", apart, truth.tolerance, "logits now against those recorded with the run")
+    yield from _onnx(folder, model, plan, images)
+    for pattern in ENGINES:
+        for path in sorted(folder.glob(pattern)):
+            command = f"vitcompress verify {folder}"
+            yield Check(path.name, "not_run", detail="this version cannot run it", command=command)
+
+
+def _fold(folder: Path, model: nn.Module, plan: Plan, images: Tensor) -> list[Check]:
+    if not (folder / UNFOLDED).is_file():
+        why = "the unfolded weights are not in the folder" if plan.folded else "nothing was folded"
+        return [Check("fold", "not_run", detail=why)]
+    unfolded = checkpoint.load_parts(folder / UNFOLDED_PLAN, folder / UNFOLDED)
+    before = Plan.from_json((folder / UNFOLDED_PLAN).read_text())
+    return fold_checks(unfolded, model, [name for name in plan.folded if name not in before.folded], images)
+
+
+def _onnx(folder: Path, model: nn.Module, plan: Plan, images: Tensor) -> list[Check]:
+    path, dense = folder / "model.onnx", folder / "dense.onnx"
+    if not path.is_file():
+        why = "no ONNX file was exported"
+        return [Check("onnx", "not_run", detail=why, command=f"vitcompress export {folder} --format onnx")]
+    checks = [*onnx_checks(model, path, images), plan_check(path, plan.digest)]
+    return [*checks, *(file_checks(dense, "onnx.dense") if dense.is_file() else [])]

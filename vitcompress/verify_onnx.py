@@ -1,0 +1,130 @@
+"""Is an ONNX file the model? Its answers, its graph, and the record beside it.
+
+Nothing here uses the code that exports or serves models: files are asked through ONNX Runtime directly, on the CPU.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from pathlib import Path
+
+import onnx
+import onnxruntime as ort
+import torch
+from torch import Tensor, nn
+
+from vitcompress import onnx_file
+from vitcompress.bounds import reference
+from vitcompress.checkpoint import read_json
+from vitcompress.families import family_of
+from vitcompress.verdicts import Check, agreement, compared, largest_difference, listed
+
+BATCHES = (1, 2, 5)
+
+
+def onnx_checks(
+    model: nn.Module, path: Path, images: Tensor, batches: Sequence[int] = BATCHES, name: str = "onnx"
+) -> list[Check]:
+    """Everything that can be asked about `path` being `model`, on `images`, (count, channels, height, width).
+
+    Answers are compared with float64 at each batch size; half-precision files with the model in half precision.
+
+    Raises:
+        ArtifactError: not an ONNX file, or one with unsafe external data.
+    """
+    half = onnx_file.metadata(onnx_file.read(path)).get("precision") == '"fp16"'
+    stored = deepcopy(model).half() if half else deepcopy(model).float()
+    session = _session(path)
+    images = images.repeat(-(-max(batches) // len(images)), 1, 1, 1) if len(images) < max(batches) else images
+    truth = reference(stored, images[: max(batches)])
+    checks = []
+    for batch in batches:
+        difference = largest_difference(_logits(session, images[:batch]), truth.exact[:batch])
+        detail = f"largest difference of the logits from float64, batch {batch}, {'fp16' if half else 'fp32'}"
+        checks.append(compared(f"{name}.batch{batch}", difference, truth.tolerance, detail))
+    expected = _in_parts(lambda part: _torch_logits(stored, part), images)
+    got = _in_parts(lambda part: _logits(session, part), images)
+    checks.append(agreement(f"{name}.agreement", expected, got, truth.tolerance))
+    return [*checks, *structure_checks(model, path, name), *file_checks(path, name)]
+
+
+def structure_checks(model: nn.Module, path: Path, name: str = "onnx") -> list[Check]:
+    """Nothing idle in the graph, every weight of its sliced or folded size, every removed layer gone."""
+    found = onnx_file.facts(path)
+    idle = [*found.no_work, *(f"{node} (times zero)" for node in found.zero_products)]
+    return [
+        listed(f"{name}.idle", idle, "no Identity, no Dropout, no product with zero"),
+        listed(f"{name}.shapes", _wrong_weights(model, found), "every weight has the size it has in torch"),
+        listed(f"{name}.layers", _wrong_counts(model, found), "as many attentions, GELUs and norms as in torch"),
+    ]
+
+
+def file_checks(path: Path, name: str = "onnx") -> list[Check]:
+    """Is the file whole and well-formed, and the one that its sidecar describes?"""
+    checks = [listed(f"{name}.checker", _checker_problem(path), "onnx.checker, with shape inference")]
+    sidecar = path.with_name(f"{path.name}.json")
+    if sidecar.is_file():
+        recorded = read_json(sidecar).get("sha256")
+        actual = hashlib.sha256(path.read_bytes()).hexdigest()
+        wrong = [] if recorded == actual else [f"sha256 is {actual[:12]}, {sidecar.name} says {str(recorded)[:12]}"]
+        checks.append(listed(f"{name}.file", wrong, f"sha256 {actual[:12]} as in {sidecar.name}"))
+    return checks
+
+
+def plan_check(path: Path, digest: str, name: str = "onnx") -> Check:
+    """Was the file exported from the plan with this digest?"""
+    recorded = json.loads(onnx_file.metadata(onnx_file.read(path)).get("plan_sha256", "null"))
+    wrong = [] if recorded == digest else [f"the file carries {str(recorded)[:12]}, plan.json is {digest[:12]}"]
+    return listed(f"{name}.plan", wrong, f"plan {digest[:12]}")
+
+
+def _session(path: Path) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def _logits(session: ort.InferenceSession, images: Tensor) -> Tensor:
+    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: images.float().numpy()})[0])
+
+
+@torch.no_grad()
+def _torch_logits(model: nn.Module, images: Tensor) -> Tensor:
+    out: Tensor = model(images.to(next(model.parameters()).dtype)).float()
+    return out
+
+
+def _in_parts(answer: Callable[[Tensor], Tensor], images: Tensor, size: int = 16) -> Tensor:
+    return torch.cat([answer(part) for part in torch.split(images, size)])
+
+
+def _wrong_weights(model: nn.Module, found: onnx_file.Facts) -> Iterator[str]:
+    """Sizes that one side has more often than the other."""
+    kinds = (nn.Linear, nn.Conv2d)
+    expected = Counter(onnx_file.weight_key(tuple(m.weight.shape)) for m in model.modules() if isinstance(m, kinds))
+    actual = Counter(found.weights)
+    for sizes in sorted({*expected, *actual}, key=str):
+        if expected[sizes] != actual[sizes]:
+            yield f"{'x'.join(map(str, sizes))}: {actual[sizes]} in the file, {expected[sizes]} in torch"
+
+
+def _wrong_counts(model: nn.Module, found: onnx_file.Facts) -> Iterator[str]:
+    nodes = Counter(found.operators)
+    attentions = sum(site.kind == "attention" for site in family_of(model).sites(model))
+    for what, expected, actual in (
+        ("attentions", attentions, nodes["Softmax"] + nodes["Attention"]),
+        ("GELUs", sum(isinstance(m, nn.GELU) for m in model.modules()), nodes["Gelu"]),
+        ("LayerNorms", sum(isinstance(m, nn.LayerNorm) for m in model.modules()), nodes["LayerNormalization"]),
+    ):
+        if expected != actual:
+            yield f"{what}: {actual} in the file, {expected} in torch"
+
+
+def _checker_problem(path: Path) -> list[str]:
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        return [str(error).splitlines()[0]]
+    return []
