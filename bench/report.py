@@ -7,6 +7,7 @@ The input is plain data, the content of report.json. Every key but `recipe` and 
     plan                   the plan as data, `plan_sha256` its digest
     cost                   {dense, compressed}: {params, macs (attention products counted), macs_linear (not counted)}
     accuracy               {dense, compressed, FILE}: Accuracy.to_dict(); mcnemar: {only_a, only_b, p_value}
+    before_recovery        {dense, pruned}: Accuracy.to_dict() on held-out images, right after pruning
     bench                  [Bench.as_data()]: dense first, compressed second, one entry per runtime
     files                  {"dense.onnx": bytes, "model.onnx": bytes}
     verify                 {passed, checks}
@@ -76,6 +77,11 @@ def big(number: float) -> str:
     return f"{number:g}"
 
 
+def rate(per_second: float) -> str:
+    """Three digits where that is more than whole numbers show: 2.94, 1,234."""
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
+
+
 def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
@@ -128,7 +134,7 @@ def _speed_rows(entry: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]
     before, after = dense["latency_ms"]["p50"], compressed["latency_ms"]["p50"]
     yield f"latency, median ({where})", f"{before:.2f} ms", f"{after:.2f} ms", change(before, after)
     faster = f"{ratio['median']:.2f}x ({interval(ratio)}): {ratio['verdict']}"
-    rates = [f"{row['images_per_second']:,.0f} images/s" for row in (dense, compressed)]
+    rates = [f"{rate(row['images_per_second'])} images/s" for row in (dense, compressed)]
     yield f"throughput ({where})", rates[0], rates[1], faster
 
 
@@ -199,6 +205,9 @@ def _removed(report: Mapping[str, Any]) -> list[str]:
         "teacher": "Teacher during recovery: {}.",
     }
     facts = [text.format(report[key]) for key, text in told.items() if report.get(key)]
+    if start := report.get("before_recovery"):
+        pruned, dense = counted(start["pruned"]), counted(start["dense"])
+        facts.append(f"Right after pruning, on held-out images: {pruned}; dense: {dense}.")
     return ["## What was removed", "\n".join(lines) or "nothing", " ".join(facts)]
 
 

@@ -17,12 +17,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import onnxruntime as ort
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +28,8 @@ from vitcompress import cost, models, surgery
 from vitcompress.bench import machine, suite, timing
 from vitcompress.checkpoint import write_json
 from vitcompress.exporters.onnx_graph import export
-from vitcompress.exporters.runtimes import RunnerOptions, open_runner
+from vitcompress.exporters.onnx_session import Session
+from vitcompress.exporters.runtimes import RunnerOptions
 from vitcompress.families import family_of
 from vitcompress.gates import GatedModel, channel_gates
 from vitcompress.models import input_config
@@ -84,40 +83,35 @@ def _training_step(model: nn.Module, images: Tensor) -> Callable[[], None]:
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        logits = model(images)
-        logits = sum(logits) / 2 if isinstance(logits, tuple) else logits  # two heads in training mode
-        nn.functional.cross_entropy(logits, targets).backward()
+        answers = model(images)
+        logits = torch.stack(answers).mean(0) if isinstance(answers, tuple) else answers  # two heads in training
+        loss: Any = nn.functional.cross_entropy(logits, targets)
+        loss.backward()
         optimizer.step()
 
     return step
 
 
-# --------------------------------------------------------------------------------------------------- harness and speed-up
+# ------------------------------------------------------------------------------------------------- harness and speed-up
 
 
 def harness(path: Path, batch: int, runs: int) -> dict[str, Any]:
-    """The suite's throughput over that of `session.run` in a bare loop, block by block."""
-    with ExitStack() as stack:
-        runner = open_runner(path)
-        stack.callback(runner.close)
-        images = suite.synthetic_images(runner.input_size, batch, 0)
-        session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        bare = partial(session.run, None, {"images": images.numpy()})
-        ours = timing.Target("harness", runner.bind(images), runner.synchronize, runner.uses_events)
-        harnessed, plain = timing.Samples("harness", batch, "wall"), timing.Samples("bare loop", batch, "wall")
-        per_block = max(1, runs // timing.ROUNDS)
-        for _ in range(3):
-            ours.step()
+    """The harness's throughput over that of a bare loop on the same session, block by block."""
+    session = Session(path)
+    images = suite.synthetic_images(session.input_size, batch, 0).numpy()
+    bare = partial(session.session.run, None, {"images": images})
+    protocol = timing.Protocol("block", batch, warmup=1, runs=max(1, runs // timing.ROUNDS))
+    ours, plain = timing.Samples("harness", batch, "wall"), timing.Samples("bare loop", batch, "wall")
+    target = timing.Target("harness", session.bind(images))
+    for _ in range(timing.ROUNDS):
+        (part,) = timing.measure([target], protocol)
+        ours.blocks_ms.append([1000 * batch / part.images_per_second])
+        bare()
+        began = time.perf_counter()
+        for _ in range(protocol.runs):
             bare()
-        for _ in range(timing.ROUNDS):
-            part = timing.measure([ours], timing.Protocol("block", batch, warmup=0, runs=per_block))[0]
-            harnessed.blocks_ms.append([sum(part.wall_ms) / per_block])
-            bare()
-            began = time.perf_counter()
-            for _ in range(per_block):
-                bare()
-            plain.blocks_ms.append([1000 * (time.perf_counter() - began) / per_block])
-    return _line("harness", timing.ratio(plain, harnessed))
+        plain.blocks_ms.append([1000 * (time.perf_counter() - began) / protocol.runs])
+    return _line("harness", timing.ratio(plain, ours))
 
 
 def realised(name: str, folder: Path, batch: int, runs: int, threads: int | None) -> dict[str, Any]:
@@ -252,7 +246,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _text(line: dict[str, Any]) -> str:
     if "peak_gib" in line:
-        return f"{line['what']}: {line['fold_seconds']:.1f} s + {line['export_seconds']:.1f} s, peak {line['peak_gib']:.2f} GiB"
+        seconds = f"{line['fold_seconds']:.1f} s + {line['export_seconds']:.1f} s"
+        return f"{line['what']}: {seconds}, peak {line['peak_gib']:.2f} GiB"
     low, high = line["ci95"]
     text = f"{line['what']}: {line['ratio']:.3f} (95 % interval {low:.3f} to {high:.3f})"
     if "speedup" in line:

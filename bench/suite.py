@@ -39,7 +39,10 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class Bench:
-    """`rows`: one per artifact. `ratios`: each later artifact against the first. All plain data."""
+    """`rows`: one per artifact. `ratios`: each later artifact against the first. All plain data.
+
+    `as_data` repeats the ratio of two artifacts as `ratio`.
+    """
 
     rows: tuple[dict[str, Any], ...]
     ratios: tuple[dict[str, Any], ...]
@@ -53,8 +56,10 @@ class Bench:
         return self.fail_under is None or all(r["ci95"][0] >= self.fail_under for r in self.ratios)
 
     def as_data(self) -> dict[str, Any]:
-        known = {"rows": list(self.rows), "ratios": list(self.ratios), "machine": self.machine}
+        known: dict[str, Any] = {"rows": list(self.rows), "ratios": list(self.ratios), "machine": self.machine}
         gate = {"fail_under": self.fail_under, "passed": self.passed}
+        if len(self.ratios) == 1:
+            known["ratio"] = self.ratios[0]
         return {"bench_format": FORMAT, **known, "warnings": list(self.warnings), **gate}
 
 

@@ -139,7 +139,8 @@ def measure(targets: Sequence[Target], protocol: Protocol, progress: Progress | 
             times, wall = _block(target, _block_runs(samples, protocol))
             samples.blocks_ms.append(times)
             samples.wall_ms.append(wall)
-        done, total = len(found[0].blocks_ms), max(ROUNDS, len(found[0].blocks_ms))
+        done = len(found[0].blocks_ms)
+        total = done if _enough(found, protocol) else max(ROUNDS, done + 1)
         progress.update("rounds", done, total, f"{np.median(found[0].runs_ms):.2f} ms")
     return found
 

@@ -31,12 +31,16 @@ class Exported:
 
 @dataclass(frozen=True)
 class Exporter:
-    """One target format. `unavailable()` says why this machine cannot write it, None when it can."""
+    """One target format. `unavailable()` says why this machine cannot write it, None when it can.
+
+    check(precision, opset): raises InputError for settings that the format does not offer, before any work.
+    """
 
     name: str
     suffix: str
     unavailable: Callable[[], str | None]
     export: Callable[..., Exported]
+    check: Callable[[str, int | None], None]
 
 
 def file_sha256(path: Path) -> str:

@@ -65,8 +65,8 @@ def export(
         CheckFailedError: a weight that half precision cannot hold, or a graph that onnx.checker refuses.
         OutputError: the folder cannot be written.
     """
+    check(precision, opset)
     opset = DEFAULT_OPSET if opset is None else opset
-    _check_request(precision, opset)
     program = _program(_prepared(model, precision), input.size, opset)
     about = {"plan_sha256": plan_digest, "precision": precision, "opset_reason": OPSETS[opset], **(extra or {})}
     known = {key: json.dumps(value) for key, value in {**_metadata(input, classes, program), **about}.items()}
@@ -81,10 +81,11 @@ def export(
     return done
 
 
-def _check_request(precision: str, opset: int) -> None:
+def check(precision: str, opset: int | None) -> None:
+    """Raise InputError for a precision or opset that is not offered."""
     if precision not in PRECISIONS:
         raise InputError(f"ONNX precision {precision!r} is not offered", hint=f"use {' or '.join(PRECISIONS)}")
-    if opset not in OPSETS:
+    if opset is not None and opset not in OPSETS:
         raise InputError(f"ONNX opset {opset} is not offered", hint=f"use one of {', '.join(map(str, OPSETS))}")
 
 
@@ -198,4 +199,4 @@ def _check(path: Path) -> None:
         raise CheckFailedError(f"onnx.checker refuses the exported graph: {first}") from None
 
 
-ONNX = Exporter("onnx", ".onnx", lambda: None, export)
+ONNX = Exporter("onnx", ".onnx", lambda: None, export, check)

@@ -43,8 +43,8 @@ class Session:
         self._threads, self._device = threads, device
         self.provider = _provider(device, provider)
         self.precision = _precision(path, self.metadata.get("precision"), precision, self.provider)
-        self._session = self._open(path)
-        self._input, self._output = _ends(path, self._session)
+        self.session = self._open(path)
+        self._input, self._output = _ends(path, self.session)
 
     def _open(self, path: Path) -> Any:
         options = ort.SessionOptions()
@@ -87,7 +87,7 @@ class Session:
 
     def run(self, images: np.ndarray) -> np.ndarray:
         """images: (batch, channels, height, width) -> (batch, classes), float32."""
-        out: np.ndarray = self._session.run([self._output.name], {self._input.name: self._fed(images)})[0]
+        out: np.ndarray = self.session.run([self._output.name], {self._input.name: self._fed(images)})[0]
         return out.astype(np.float32, copy=False)
 
     def _fed(self, images: np.ndarray) -> np.ndarray:
@@ -104,10 +104,10 @@ class Session:
         shape = self.run(images).shape
         dtype = INPUT_TYPES[self._output.type]
         taken = ort.OrtValue.ortvalue_from_shape_and_type(list(shape), dtype, *place)
-        binding = self._session.io_binding()
+        binding = self.session.io_binding()
         binding.bind_ortvalue_input(self._input.name, given)
         binding.bind_ortvalue_output(self._output.name, taken)
-        session = self._session
+        session = self.session
         return lambda: session.run_with_iobinding(binding)
 
     def describe(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Session:
         }
 
     def close(self) -> None:
-        del self._session
+        del self.session
 
 
 def _decoded(metadata: dict[str, str]) -> dict[str, Any]:

@@ -84,7 +84,9 @@ def images(variant: str, *, count: int = 3, dtype: torch.dtype = torch.float64) 
     """Random images, (count, 3, height, width)."""
     size = contract(variant).arch_args["img_size"]
     height, width = size if isinstance(size, list) else (size, size)
-    return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(dtype)
+    return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(
+        dtype
+    )
 
 
 @torch.no_grad()
@@ -94,7 +96,7 @@ def logits(model: nn.Module, x: Tensor) -> Tensor:
 
 def difference(a: Tensor, b: Tensor) -> float:
     """Largest difference, relative to the largest value of `b`."""
-    return float((a - b).abs().max() / b.abs().max())
+    return float((a - b).detach().abs().max() / b.detach().abs().max())
 
 
 def assert_same(a: Tensor, b: Tensor) -> None:
@@ -121,7 +123,9 @@ def kept_channels(model: nn.Module, kinds: set[str], *, whole_heads: bool = Fals
         share = {"qk": per // 2, "v": per - 1, "mlp": per * 5 // 8, "residual": per * 3 // 4}[space.kind]
         heads = list(range(space.heads))
         if whole_heads and space.attention:
-            heads = alive.setdefault(space.attention, sorted(torch.randperm(space.heads, generator=generator)[:2].tolist()))
+            heads = alive.setdefault(
+                space.attention, sorted(torch.randperm(space.heads, generator=generator)[:2].tolist())
+            )
         drawn = [sorted(torch.randperm(per, generator=generator)[:share].tolist()) for _ in heads]
         kept[space.name] = tuple(h * per + c for h, channels in zip(heads, drawn, strict=True) for c in channels)
     return kept

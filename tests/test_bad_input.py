@@ -1,7 +1,6 @@
 """Whatever a user gets wrong: one sentence on what it is and what is allowed, exit code 2, and nothing written."""
 
 import json
-import pickle
 import shutil
 import sys
 from collections.abc import Callable
@@ -168,7 +167,7 @@ class Code:
 
 
 def pickled() -> str:
-    Path("code.pth").write_bytes(pickle.dumps({"model": Code()}))
+    torch.save({"model": Code()}, "code.pth")
     return "code.pth"
 
 

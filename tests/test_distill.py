@@ -36,7 +36,7 @@ def test_each_head_learns_from_its_own_source(kind: Any) -> None:
     labels = functional.cross_entropy(first, targets, label_smoothing=0.1)
     answers = teacher(images)
     distilled = hard_loss(second, answers) if kind == "hard" else soft_loss(second, answers, 2.0)
-    assert value.item() == pytest.approx(float(0.75 * labels + 0.25 * distilled), rel=1e-5)
+    assert value.item() == pytest.approx((0.75 * labels + 0.25 * distilled).item(), rel=1e-5)
 
 
 def test_one_head_learns_from_both_sources() -> None:
@@ -44,7 +44,7 @@ def test_one_head_learns_from_both_sources() -> None:
     images, targets = torch.randn(6, 1, 4, 4), torch.arange(6) % 3
     loss = objective(student, "hard", 0.5, 1.0, 0.0, teacher=teacher, input=INPUT, device=CPU.device)
     expected = (functional.cross_entropy(student(images), targets) + hard_loss(student(images), teacher(images))) / 2
-    assert float(loss(student, images, targets)) == pytest.approx(float(expected), rel=1e-5)
+    assert loss(student, images, targets).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_no_untrained_head_is_averaged(tmp_path: Path) -> None:

@@ -132,7 +132,11 @@ SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_head
         ("vit_tiny_patch16_224", {**SMALL, "attn_layer": "diff"}, "its attention is a DiffAttention"),
         ("vit_giant_patch14_dinov2", {**SMALL, "mlp_ratio": 4.0}, "its FFN is a GluMlp"),
         ("vit_base_patch16_rpn_224", SMALL, "its blocks are ResPostBlock"),
-        ("vit_tiny_r_s16_p8_224", {"img_size": 64, "embed_dim": 16, "depth": 1, "num_heads": 4}, "its stem is a HybridEmbed"),
+        (
+            "vit_tiny_r_s16_p8_224",
+            {"img_size": 64, "embed_dim": 16, "depth": 1, "num_heads": 4},
+            "its stem is a HybridEmbed",
+        ),
     ],
 )
 def test_other_models_are_refused_with_the_reason(arch: str, args: dict, reason: str) -> None:

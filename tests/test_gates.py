@@ -8,10 +8,12 @@ from itertools import chain, combinations
 import pytest
 import torch
 from contracts import (
+    SAME,
     assert_moved,
     assert_same,
     build,
     contract,
+    difference,
     every_variant,
     images,
     kept_channels,
@@ -146,6 +148,7 @@ def interpolated(model: nn.Module, site: Site, bypass: str, scalar: Tensor) -> I
 @pytest.mark.parametrize("bypass", BYPASSES)
 @pytest.mark.parametrize("variant", ["plain", "layer_scale"])
 def test_a_score_receives_the_derivative_with_respect_to_its_gate(variant: str, bypass: str) -> None:
+    """And the weights, before the layer and in it, receive theirs through both branches."""
     model, x = build(variant), images(variant)
     target = torch.tensor([0, 3, 1])
     open_model = gated(deepcopy(model), attention_bypass=bypass)
@@ -157,10 +160,27 @@ def test_a_score_receives_the_derivative_with_respect_to_its_gate(variant: str, 
             found = open_model.scores[number].grad
             scalar = torch.tensor(gate, dtype=torch.float64, requires_grad=True)
             with interpolated(model, site, bypass, scalar):
-                (expected,) = torch.autograd.grad(nn.functional.cross_entropy(model(x), target), scalar)
+                loss = nn.functional.cross_entropy(model(x), target)
+                expected, *weights = torch.autograd.grad(loss, [scalar, *model.parameters()])
             assert abs(expected) > 1e-6
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+            for parameter, gradient in zip(open_model.weight_parameters(), weights, strict=True):
+                torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-14)
         open_model.set_gate(site.name, 1.0)
+
+
+@pytest.mark.parametrize("gate", [1.0, 0.0])
+def test_scores_in_float32_receive_the_same(gate: float) -> None:
+    model, x = build("plain"), images("plain")
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        one = GatedModel(deepcopy(model), family_of(model), layers(model)).to(dtype)
+        for site in one.sites:
+            one.set_gate(site.name, gate)
+        one(x.to(dtype)).square().sum().backward()
+        found.append(torch.stack([score.grad for score in one.scores]).double())
+    assert_moved(found[0], torch.zeros(4) + found[0].mean())
+    assert difference(found[1], found[0]) < SAME * 2.0**29  # the bound of float64, at the roundoff of float32
 
 
 @pytest.mark.parametrize("gate", [1.0, 0.0])
@@ -232,8 +252,17 @@ def test_a_deep_copy_has_gates_scores_and_hooks_of_its_own(bypass: str) -> None:
     copy(x).sum().backward()
     assert all(score.grad is None for score in one.scores)
     assert all(score.grad is not None for score in copy.scores)
-    deployed = applied(build("plain"), depth_plan(build("plain"), contract("plain").plan, [0, 1], [0, 1],
-                                                  attention_bypass=bypass, both_pruned_output_act="gelu"))
+    deployed = applied(
+        build("plain"),
+        depth_plan(
+            build("plain"),
+            contract("plain").plan,
+            [0, 1],
+            [0, 1],
+            attention_bypass=bypass,
+            both_pruned_output_act="gelu",
+        ),
+    )
     assert_same(logits(copy, x), logits(deployed, x))
 
 
@@ -249,7 +278,10 @@ def test_a_gated_model_takes_over_mode_and_names_without_weight_decay() -> None:
 @pytest.mark.parametrize(
     ("modes", "told"),
     [
-        ({"attention_bypass": "identity"}, "attention_bypass must be one of drop, norm_identity, double, got 'identity'"),
+        (
+            {"attention_bypass": "identity"},
+            "attention_bypass must be one of drop, norm_identity, double, got 'identity'",
+        ),
         ({"both_pruned_output_act": "relu"}, "both_pruned_output_act must be one of gelu, none; got 'relu'"),
     ],
 )
@@ -265,10 +297,10 @@ def test_layers_without_a_gate() -> None:
         with pytest.raises(PlanError, match=rf"no gate for {site.name}; layers that take one: blocks.0.attn"):
             GatedModel(model, family_of(model), [site])
     open_model = gated(model)
-    with pytest.raises(PlanError, match="no gated layer blocks.0.mlp; gated: blocks.0.attn"):
+    with pytest.raises(PlanError, match=r"no gated layer blocks\.0\.mlp; gated: blocks\.0\.attn"):
         open_model.set_gate("blocks.0.mlp", 0.0)
     for value in (-0.1, 1.1, float("nan")):
-        with pytest.raises(PlanError, match="must lie in 0..1"):
+        with pytest.raises(PlanError, match=r"must lie in 0\.\.1"):
             open_model.set_gate("blocks.0.attn", value)
 
 

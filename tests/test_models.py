@@ -89,7 +89,10 @@ def test_position_embeddings_are_resampled_to_the_input_size(variant: str, tmp_p
 
 def test_layer_scales_of_original_deit3_checkpoints_are_renamed(tmp_path: Path) -> None:
     model, _ = saved(tmp_path, "deit3")
-    old = {name.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): t for name, t in model.state_dict().items()}
+    old = {
+        name.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): t
+        for name, t in model.state_dict().items()
+    }
     assert set(old) != set(model.state_dict())
     torch.save({"model": old}, tmp_path / "old.pth")
     row = contract("deit3")

@@ -1,4 +1,4 @@
-"""Surgery changes what it says and nothing else: masked == sliced, folded == unfolded, and timm's own interface stays."""
+"""Surgery does what it says and nothing else: masked == sliced, and timm's own interface stays."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -21,11 +21,10 @@ from contracts import (
 )
 from torch import Tensor, nn
 
-from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.gates import channel_gates
 from vitcompress.plan import Plan
-from vitcompress.surgery import applied, apply, depth_plan, fold, product
+from vitcompress.surgery import applied, apply, depth_plan, fold
 
 
 @every_variant
@@ -37,7 +36,7 @@ def test_the_identity_plan_gives_timms_model_bit_for_bit(variant: str) -> None:
     assert all(torch.equal(same.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 
 
-# ------------------------------------------------------------------------------------------------------------- slicing
+# -------------------------------------------------------------------------------------------------------------- slicing
 
 SLICES = {
     "qk": ({"qk"}, False),
@@ -107,7 +106,7 @@ def test_attention_that_keeps_its_head_width_stays_timms_own() -> None:
     assert (sliced.blocks[0].attn.num_heads, sliced.blocks[0].attn.attn_dim) == (2, 8)
 
 
-# ------------------------------------------------------------------------------------------------------------ removing
+# ------------------------------------------------------------------------------------------------------------- removing
 
 
 @torch.no_grad()
@@ -204,202 +203,6 @@ def test_an_attention_mask_reaches_sliced_attention_and_passes_by_removed_ones()
     masked = model.forward_features(x, attn_mask=mask)
     assert_moved(masked, model.forward_features(x))
     assert_same(model.forward_features(x, is_causal=True), masked)
-
-
-# ------------------------------------------------------------------------------------------------------------- folding
-
-
-@every_variant
-def test_folded_equals_unfolded(variant: str) -> None:
-    model, x = build(variant), images(variant)
-    plan = depth_plan(model, contract(variant).plan, [0], [0, 1], attention_bypass="norm_identity")
-    unfolded = applied(model, plan)
-    folded = deepcopy(unfolded)
-    folding = fold(folded, plan)
-    scaled = ("blocks.1.ls1", "blocks.0.ls2", "blocks.1.ls2") if hasattr(model.blocks[0].ls1, "gamma") else ()
-    assert set(folding.plan.folded) == {"blocks.0.mlp", "blocks.1.mlp", *scaled}
-    assert isinstance(folded.blocks[0].mlp, nn.Linear)
-    assert_same(logits(folded, x), logits(unfolded, x))
-    assert_moved(logits(folded, x), logits(model, x))
-    assert fold(folded, folding.plan).records == (), "folding again finds nothing"
-    rebuilt = applied(build(variant, seed=1), folding.plan)
-    rebuilt.load_state_dict(folded.state_dict(), strict=True)
-    assert torch.equal(logits(rebuilt, x), logits(folded, x))
-
-
-@pytest.mark.parametrize("variant", ["plain", "layer_scale", "no_proj_bias"])
-def test_fold_records_are_the_true_counts(variant: str) -> None:
-    model = build(variant)
-    plan = depth_plan(model, contract(variant).plan, [], [0, 1])
-    apply(model, plan)
-    before = sum(p.numel() for p in model.parameters())
-    records = fold(model, plan).records
-    assert sum(r.params_before - r.params_after for r in records) == before - sum(p.numel() for p in model.parameters())
-    ffn = next(r for r in records if r.module == "blocks.0.mlp")
-    assert (ffn.macs_before, ffn.macs_after) == (2 * 16 * 32, 16 * 16)
-
-
-@pytest.mark.parametrize("first_bias", [True, False])
-@pytest.mark.parametrize("second_bias", [True, False])
-def test_the_product_of_two_linear_layers(first_bias: bool, second_bias: bool) -> None:
-    """Within the bound of Higham, Accuracy and Stability of Numerical Algorithms, eq. 3.5, for both ways to compute."""
-    torch.manual_seed(0)
-    first = nn.Linear(6, 24, bias=first_bias, dtype=torch.float64)
-    second = nn.Linear(24, 6, bias=second_bias, dtype=torch.float64)
-    x = torch.randn(50, 6, dtype=torch.float64)
-    weight, bias = product(first, second)
-    assert (bias is None) == (not first_bias and not second_bias)
-    terms = x.abs() @ first.weight.abs().T
-    terms = (terms if first.bias is None else terms + first.bias.abs()) @ second.weight.abs().T
-    terms = terms if second.bias is None else terms + second.bias.abs()
-    roundings = (6 + 24 + 2) * 2.0**-53
-    bound = 2 * roundings / (1 - roundings) * terms
-    with torch.no_grad():
-        found, expected = nn.functional.linear(x, weight, bias), second(first(x))
-        without = nn.functional.linear(x, weight)
-    assert bool(((found - expected).abs() <= bound).all())
-    if bias is not None:
-        assert_moved(without, expected)
-
-
-def test_weights_stored_in_float32_are_rounded_once() -> None:
-    model = build("layer_scale", dtype=torch.float32)
-    plan = depth_plan(model, contract("layer_scale").plan, [], [0, 1])
-    records = fold(apply(model, plan), plan).records
-    assert len(records) == 6
-    assert all(0 < record.rounding <= torch.finfo(torch.float32).eps / 2 for record in records)
-
-
-@pytest.mark.parametrize(("ratio", "folds"), [(0.25, False), (0.5, False), (0.5625, True)])
-def test_folded_only_where_the_product_is_cheaper(ratio: float, folds: bool) -> None:
-    """h (D + D) > D D, that is a hidden width above D / 2 = 8."""
-    model, x = build("plain", mlp_ratio=ratio), images("plain")
-    plan = depth_plan(model, contract("plain", mlp_ratio=ratio).plan, [], [1])
-    before = logits(apply(model, plan), x)
-    (record,) = fold(model, plan).records
-    assert record.folded is folds
-    assert isinstance(model.blocks[1].mlp, nn.Linear) is folds
-    assert (record.macs_after < record.macs_before) is folds
-    assert "cheaper" in record.reason
-    assert_same(logits(model, x), before)
-
-
-def test_folding_keeps_modes_and_frozen_parameters() -> None:
-    model = build("plain")
-    plan = depth_plan(model, contract("plain").plan, [0], [0, 1])
-    apply(model, plan).blocks[1].mlp.requires_grad_(False)
-    fold(model, plan)
-    assert not any(module.training for module in model.modules())
-    assert {p.requires_grad for p in model.blocks[1].mlp.parameters()} == {False}
-    assert {p.requires_grad for p in model.blocks[0].mlp.parameters()} == {True}
-
-
-# ------------------------------------------------------------------------------------------------------------ checking
-
-WRONG = {
-    "unknown site": ({"removed": {"blocks.9.attn": "drop"}}, "removed.blocks.9.attn: the model has no such"),
-    "misspelled site": ({"removed": {"blocks.1.atn": "drop"}}, "did you mean blocks.1.attn?"),
-    "stand-in of an attention": ({"removed": {"blocks.0.attn": "identity"}}, "attention allows drop, norm_identity"),
-    "stand-in of an activation": ({"removed": {"blocks.0.mlp.act": "drop"}}, "activation allows identity, got 'drop'"),
-    "stand-in of an FFN": ({"removed": {"blocks.0.mlp": "double"}}, "ffn allows drop, got 'double'"),
-    "stand-in of a block": ({"removed": {"blocks.0": "identity"}}, "block allows drop, got 'identity'"),
-    "in a removed block": ({"removed": {"blocks.0": "drop", "blocks.0.attn": "drop"}}, "blocks.0.attn: it lies in"),
-    "in a removed FFN": ({"removed": {"blocks.0.mlp": "drop", "blocks.0.mlp.act": "identity"}}, "it lies in blocks.0.mlp"),
-    "output of no block": ({"appended": {"blocks.7": "gelu"}}, "appended.blocks.7: the model has no such block"),
-    "output of a removed block": ({"appended": {"blocks.0": "gelu"}, "removed": {"blocks.0": "drop"}}, "appended.blocks.0"),
-    "unknown output": ({"appended": {"blocks.0": "relu"}}, "got 'relu', allowed: gelu"),
-    "unknown space": ({"kept": {"blocks.0.kq": (0,)}}, "kept.blocks.0.kq: the model has no such space"),
-    "out of range": ({"kept": {"residual": (0, 16)}}, "kept.residual: expected one or more distinct channels in 0..15"),
-    "negative": ({"kept": {"blocks.0.mlp": (-1,)}}, "kept.blocks.0.mlp: expected"),
-    "twice": ({"kept": {"blocks.0.mlp": (3, 3)}}, "kept.blocks.0.mlp: expected"),
-    "none left": ({"kept": {"blocks.0.mlp": ()}}, "kept.blocks.0.mlp: expected one or more"),
-    "in a removed part": ({"kept": {"blocks.0.mlp": (0,)}, "removed": {"blocks.0": "drop"}}, "kept.blocks.0.mlp: it lies"),
-    "does not divide": ({"kept": {"blocks.0.qk": (0, 1, 2)}}, "3 channels do not divide into 4 heads"),
-    "no such heads": ({"heads": {"blocks.9.attn": 2}}, "heads.blocks.9.attn: the model has no such attention"),
-    "heads alone": ({"heads": {"blocks.0.attn": 2}}, "neither its q/k nor its v channels are in kept"),
-    "no head": ({"heads": {"blocks.0.attn": 0}, "kept": {"blocks.0.v": (0,)}}, "expected a whole number from 1"),
-    "heads of removed": ({"heads": {"blocks.0.attn": 2}, "removed": {"blocks.0.attn": "drop"}}, "the attention is removed"),
-    "heads of one half": ({"heads": {"blocks.0.attn": 3}, "kept": {"blocks.0.v": (0, 1, 2)}}, "blocks.0.qk: 16 channels do"),
-    "fold of no module": ({"folded": ("blocks.9.mlp",)}, "folded.blocks.9.mlp: the model has no such FFN"),
-    "fold of an attention": ({"folded": ("blocks.0.attn",)}, "folded.blocks.0.attn: the model has no such FFN"),
-    "fold of no scale": ({"folded": ("blocks.0.ls1",)}, "folded.blocks.0.ls1: the model has no such FFN"),
-    "fold of a live FFN": ({"folded": ("blocks.0.mlp",)}, "its activation blocks.0.mlp.act is not removed"),
-    "fold of a removed FFN": ({"folded": ("blocks.0.mlp",), "removed": {"blocks.0.mlp": "drop"}}, "it is removed"),
-    "folded twice": (
-        {"folded": ("blocks.0.mlp",) * 2, "removed": {"blocks.0.mlp.act": "identity"}},
-        "folded.blocks.0.mlp: named 2 times",
-    ),
-    "format": ({"format": 2}, "format: got 2, this version reads 1"),
-}
-
-
-@pytest.mark.parametrize(("fields", "told"), WRONG.values(), ids=list(WRONG))
-def test_a_plan_that_contradicts_the_model_or_itself(fields: dict, told: str) -> None:
-    model, x = build("plain"), images("plain")
-    before = logits(model, x)
-    with pytest.raises(PlanError) as caught:
-        apply(model, replace(contract("plain").plan, **fields))
-    assert told in caught.value.message
-    assert caught.value.hint
-    assert torch.equal(logits(model, x), before), "nothing is edited"
-
-
-def test_all_contradictions_are_told_at_once() -> None:
-    plan = replace(
-        contract("plain").plan,
-        removed={"blocks.9.attn": "drop", "blocks.0.attn": "identity"},
-        appended={"blocks.5": "gelu"},
-        kept={"residual": (99,), "nothing": (0,)},
-        heads={"blocks.1.attn": 2},
-        folded=("blocks.0.mlp",),
-    )
-    with pytest.raises(PlanError) as caught:
-        apply(build("plain"), plan)
-    assert len(caught.value.message.splitlines()) == 1 + 7
-
-
-def test_a_plan_may_be_applied_only_once() -> None:
-    model = build("plain")
-    plan = depth_plan(model, contract("plain").plan, [0], [])
-    apply(model, plan)
-    with pytest.raises(PlanError, match="has no such attention"):
-        apply(model, plan)
-
-
-# --------------------------------------------------------------------------------------------------------- depth plans
-
-
-def test_depth_plans_are_deltas_that_append_where_a_block_has_lost_both() -> None:
-    model = build("plain", depth=4)
-    base = contract("plain", depth=4).plan
-    first = depth_plan(model, base, [3, 0], [1, 0], both_pruned_output_act="gelu")
-    assert first.removed == {
-        "blocks.3.attn": "drop",
-        "blocks.0.attn": "drop",
-        "blocks.1.mlp.act": "identity",
-        "blocks.0.mlp.act": "identity",
-    }
-    assert first.appended == {"blocks.0": "gelu"}
-    apply(model, first)
-    second = depth_plan(model, first, [1], [3, 2], attention_bypass="double", both_pruned_output_act="gelu")
-    assert second.removed == {"blocks.1.attn": "double", "blocks.3.mlp.act": "identity", "blocks.2.mlp.act": "identity"}
-    assert second.appended == {"blocks.1": "gelu", "blocks.3": "gelu"}
-    assert depth_plan(model, first, [1], [3]).appended == {}
-
-
-@pytest.mark.parametrize(
-    ("attentions", "activations", "modes", "told"),
-    [
-        ([2], [], {}, "no attention to remove in block 2; blocks that have one: \\[0, 1\\]"),
-        ([], [-1], {}, "no activation to remove in block -1"),
-        ([0], [], {"attention_bypass": "zero"}, "attention_bypass must be one of drop, norm_identity, double"),
-        ([0], [], {"both_pruned_output_act": "relu"}, "both_pruned_output_act must be one of gelu, none"),
-    ],
-)
-def test_depth_plans_that_cannot_be(attentions: list, activations: list, modes: dict, told: str) -> None:
-    model = build("plain")
-    with pytest.raises(PlanError, match=told):
-        depth_plan(model, contract("plain").plan, attentions, activations, **modes)
 
 
 def test_the_bound_for_sameness_leaves_room_to_fail() -> None:

@@ -120,7 +120,8 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 def _load_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            # Cloned: a view of the file would change with it, and its alignment makes torch's kernels round otherwise.
+            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
         raise WeightsError(
             f"{path} is not a whole safetensors file: {error}", hint="copy or download it again"
@@ -131,7 +132,7 @@ def _load_pytorch(path: Path) -> dict[str, Tensor]:
     try:
         data = torch.load(path, map_location="cpu", weights_only=True)
     except DAMAGED as error:
-        if isinstance(error, pickle.UnpicklingError) and "Unsupported" in str(error):
+        if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
             raise WeightsError(
                 f"{path} holds more than tensors: loading it would run code from the file",
                 hint="save its state_dict() alone, best as .safetensors",

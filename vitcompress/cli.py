@@ -154,9 +154,10 @@ def _words(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 @click.option("--fresh", is_flag=True, help="Start over instead of continuing.")
 @_common
 def recipe(source: str, sets: tuple[str, ...], dry_run: bool, as_json: bool, debug: bool, **options: Any) -> int:
-    """Run a recipe: train, prune, recover, fold, verify, export, measure, report.
+    """Run a recipe, or continue it.
 
-    The same command continues a run that was stopped, and says so when all is done.
+    Trains the dense model if need be, prunes, recovers, folds, verifies, exports, measures and reports. The same
+    command continues a run that was stopped, and says so when all is done.
     """
     with _working(debug) as progress:
         from vitcompress import pipeline
@@ -214,7 +215,7 @@ def show(name: str, as_json: bool, debug: bool) -> int:
 @click.argument("folder", type=click.Path(path_type=Path))
 @_common
 def verify(folder: Path, as_json: bool, debug: bool) -> int:
-    """Check again everything that a run folder claims, here."""
+    """Check again everything that a run folder claims."""
     with _working(debug):
         from vitcompress.verify import verify_folder
 
@@ -231,7 +232,10 @@ def verify(folder: Path, as_json: bool, debug: bool) -> int:
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File to write (default: in DIR).")
 @_common
 def export(folder: Path, as_json: bool, debug: bool, **options: Any) -> int:
-    """Export a finished run folder, in another format or precision or on the target machine."""
+    """Export a finished run folder again.
+
+    In another format or precision, or on the machine that the format is made for.
+    """
     with _working(debug):
         from vitcompress.exporters.folder import export_folder
 
@@ -272,7 +276,10 @@ def bench(
     compile: bool,
     **options: Any,
 ) -> int:
-    """Measure run folders, .onnx files and timm:NAME in turns; the first is the base of all ratios."""
+    """Measure artifacts in turns, dense against compressed.
+
+    Run folders, .onnx files and timm:NAME; the first one is the base of all ratios.
+    """
     with _working(debug) as progress:
         from vitcompress.bench import report as reports
         from vitcompress.bench import suite
@@ -305,7 +312,10 @@ def evaluate(
     threads: int | None,
     **options: Any,
 ) -> int:
-    """Top-1 and top-5 with counts; several artifacts are compared with the first on the same images."""
+    """Top-1 and top-5 of artifacts, with counts.
+
+    Several artifacts are compared with the first on the same images.
+    """
     with _working(debug) as progress:
         from vitcompress.bench import accuracy
         from vitcompress.exporters.runtimes import RunnerOptions
@@ -324,7 +334,10 @@ def evaluate(
 )
 @_common
 def report(folders: tuple[str, ...], plot: Path | None, as_json: bool, debug: bool) -> int:
-    """Show what a run found; with several run folders, side by side and as a plot."""
+    """Show what runs found.
+
+    One run folder as a page; several side by side and as a plot of accuracy against speed.
+    """
     with _working(debug) as progress:
         from vitcompress.bench import compare
         from vitcompress.bench import report as reports
@@ -351,7 +364,10 @@ def _plotted(draw: Callable[[Path], Path], wanted: Path | None, progress: Progre
 @main.command()
 @_common
 def doctor(as_json: bool, debug: bool) -> int:
-    """Say what this machine can export, run and measure, and what is missing for the rest."""
+    """Say what this machine can do, and what it lacks.
+
+    What it can export, run and measure, and how to get the rest.
+    """
     with _working(debug):
         from vitcompress.exporters.doctor import examine
 

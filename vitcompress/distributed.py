@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -112,6 +113,17 @@ def stop() -> None:
     """Leave the group that `start` joined; without one nothing happens."""
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """`count` threads for torch's work on the CPU inside the block; None changes nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def derived_seed(*parts: object) -> int:

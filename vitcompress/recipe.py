@@ -76,11 +76,16 @@ class BenchTable:
 
 @dataclass(frozen=True)
 class RunTable:
-    """Where and how everything runs. device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`."""
+    """Where and how everything runs. device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`.
+
+    threads: of torch on the CPU while it trains, None leaves torch's choice. Models as small as the digits' gain nothing
+    from a second thread, and lose much when something else wants that core.
+    """
 
     seed: Annotated[int, Ge(0)] = 0
     device: str = "auto"
     amp: Literal["none", "fp16", "bf16"] = "none"
+    threads: Positive | None = None
 
 
 @dataclass(frozen=True)

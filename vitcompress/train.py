@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from timm.layers import DropPath
 from timm.layers import drop_path as stochastic_depth
 from torch import Tensor, nn
@@ -27,12 +28,12 @@ from vitcompress.loaders import EvalLoader, TrainLoader, eval_loader, train_load
 from vitcompress.progress import Progress
 from vitcompress.runlog import Board, RunLog
 from vitcompress.train_options import TrainOptions, TrainResult
-from vitcompress.training import Job, Learner, part_of
+from vitcompress.training import Job, Learner, make_optimizer, part_of
 
 if TYPE_CHECKING:
     from vitcompress.models import InputConfig
 
-__all__ = ["RunLog", "TrainOptions", "TrainResult", "drop_path", "train"]
+__all__ = ["RunLog", "TrainOptions", "TrainResult", "check_options", "drop_path", "train"]
 
 _EVAL_BATCH = 128  # images per process at least; without gradients this is small
 
@@ -71,7 +72,7 @@ def train(
         InputError: options that contradict the data, the model, the processes or an earlier state in `folder`.
         VitcompressError: the loss is no longer finite.
     """
-    _check(module, options, heldout_set, runtime)
+    check_options(options, train_set, heldout_set, runtime)
     module.to(runtime.device)
     loss = objective(
         module,
@@ -208,16 +209,26 @@ def _result(history: list[dict[str, Any]], best_of: Mapping[str, Any]) -> TrainR
     return TrainResult(history, raw, ema, best_of["chosen"], best_of["epoch"])
 
 
-def _check(module: nn.Module, options: TrainOptions, heldout: Images | None, runtime: Runtime) -> None:
-    """Refuse what would only fail later, or fail silently."""
+def check_options(options: TrainOptions, train_set: Images, heldout: Images | None, runtime: Runtime) -> None:
+    """Refuse what would only fail later, or fail silently.
+
+    Raises:
+        InputError: options that contradict the data, the processes, or each other.
+    """
     share = runtime.share_of(options.batch_size)
     if share % options.accumulate:
         raise InputError(
             f"{share} images per process cannot be computed in {options.accumulate} equal parts",
             hint="use a batch_size that processes * accumulate divides",
         )
+    if options.epochs and options.batch_size > len(train_set):
+        raise InputError(
+            f"batch_size {options.batch_size} is more than the {len(train_set)} training images",
+            hint="lower batch_size or give more images",
+        )
     if options.select == "best" and not heldout:
         raise InputError("select = 'best' needs held-out images and there are none", hint="set data.heldout above 0")
+    make_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], options, torch.device("cpu"))
 
 
 def _eval_loader(job: Job, heldout_set: Images | None) -> EvalLoader | None:

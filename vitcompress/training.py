@@ -65,7 +65,7 @@ class Learner:
     def __init__(self, job: Job, steps: int, groups: Sequence[dict[str, Any]] | None) -> None:
         self.job, self.steps = job, steps
         self.network = job.runtime.wrap(job.module)
-        self.optimizer = _optimizer(job, groups)
+        self.optimizer = make_optimizer(job.module if groups is None else list(groups), job.options, job.runtime.device)
         self.set_lr = lr_setter(job.options, self.optimizer, steps, job.lr_scale)
         self.scaler = torch.amp.GradScaler(job.runtime.device.type, enabled=job.runtime.amp == "fp16")
         # Buffers are copied, not averaged: they are facts (gates), not estimates.
@@ -193,19 +193,20 @@ class Learner:
         self.ema.module.load_state_dict({**self.ema.module.state_dict(), **kept})
 
 
-def _optimizer(job: Job, groups: Sequence[dict[str, Any]] | None) -> torch.optim.Optimizer:
-    """timm's optimiser of that name; torch's Adams in their fused form, one kernel for all parameters."""
-    options = job.options
+def make_optimizer(
+    parameters: nn.Module | Sequence[dict[str, Any]], options: TrainOptions, device: torch.device
+) -> torch.optim.Optimizer:
+    """timm's optimiser of that name; torch's Adams in their fused form, one kernel for all parameters.
+
+    Raises:
+        InputError: timm has no such optimiser, or it does not take these options.
+    """
     extra: dict[str, Any] = {"betas": options.betas} if options.betas else {}
-    if options.optimizer.lower() in ("adam", "adamw") and job.runtime.device.type in ("cpu", "cuda"):
+    if options.optimizer.lower() in ("adam", "adamw") and device.type in ("cpu", "cuda"):
         extra["fused"] = True
     try:
         made: torch.optim.Optimizer = create_optimizer_v2(
-            job.module if groups is None else list(groups),
-            options.optimizer,
-            lr=options.peak_lr,
-            weight_decay=options.weight_decay,
-            **extra,
+            parameters, options.optimizer, lr=options.peak_lr, weight_decay=options.weight_decay, **extra
         )
     except (ValueError, TypeError, AssertionError) as error:
         raise InputError(

@@ -42,6 +42,7 @@ def test_onnx_and_torch_side_by_side(folder: Path) -> None:
         assert row["protocol"] == "paper-1/20/2"
         assert row["latency_ms"]["p90"] is None
     (ratio,) = data["ratios"]
+    assert data["ratio"] == ratio
     assert ratio["ci95"][0] <= ratio["median"] <= ratio["ci95"][1]
     assert data["machine"]["versions"]["torch"]
     assert found.passed

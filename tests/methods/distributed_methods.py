@@ -2,8 +2,8 @@
 
 [torchrun --nproc-per-node N] distributed_methods.py FOLDER
 
-The model computes in float64, and augmentation, mixup and drop-path are off, so that what is left of a difference is the
-order of additions.
+The model computes in float64, and augmentation, mixup and drop-path are off, so that what is left of a difference is
+the order of additions.
 """
 
 import sys

@@ -12,6 +12,7 @@ from vitcompress.checkpoint import read_json
 from vitcompress.methods.depth import DepthOptions
 from vitcompress.methods.hetdpt.collection import CollectionOptions, Record, collect, removal_orders, rows
 from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions
+from vitcompress.progress import Progress
 
 TE = EntropyOptions(images=12, resamples=2)
 FAST = CollectionOptions(epochs=1, images_per_class=8, lr=1e-3, interleaved=3)
@@ -84,3 +85,22 @@ def test_run_again_computes_nothing(tmp_path: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     assert run(tmp_path, progress=Stop(12)) == whole
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+class Looker(Progress):
+    """Notes, whenever the interleaved chain shows a sign of life, whether the round it starts from is still kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.seen = folder, list[bool]()
+
+    def update(self, label: str, done: int, total: int, text: str = "") -> None:
+        if "interleaved" in label:
+            self.seen.append(self.folder.is_dir())
+
+
+def test_the_shared_round_is_kept_until_both_chains_are_done(tmp_path: Path) -> None:
+    looker = Looker(tmp_path / "activation_01")
+    run(tmp_path, progress=looker)
+    assert len(looker.seen) > 3
+    assert all(looker.seen)
+    assert not looker.folder.exists()

@@ -41,7 +41,7 @@ def test_every_method_has_a_row_here() -> None:
 
 @every_method
 def test_plan(name: str, tmp_path: Path) -> None:
-    """The right number of layers, the model untouched, the test split unseen, and the same answer from what was kept."""
+    """The right number of layers, model untouched, test split unseen, and the same answer from what was kept."""
     made, method, options = model(), METHODS[name], OPTIONS[name]
     before = {key: value.clone() for key, value in made.state_dict().items()}
     found = method.plan(made, context(tmp_path, made), options)

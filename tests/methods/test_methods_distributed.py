@@ -11,6 +11,7 @@ from distributed_methods import LR
 
 from vitcompress.checkpoint import read_json
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "distributed_methods.py"
 
 
@@ -46,7 +47,7 @@ def test_entropy_sums_agree(folders: tuple[Path, Path]) -> None:
 
 
 def test_scores_and_gradients_agree(folders: tuple[Path, Path]) -> None:
-    """Scores are float32 and AdamW moves them by about LR a step, 3 steps an epoch: a thousandth of that way is allowed."""
+    """Scores are float32; AdamW moves them by about LR a step, 3 steps an epoch: a thousandth of that is allowed."""
     one, two = both(folders, "search_epochs.json")
     assert len(one) == len(two) == 4
     for a, b in zip(one, two, strict=True):

@@ -1,5 +1,6 @@
 """The importance search: its schedule, its choices, and that it searches the function that is deployed."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -172,4 +173,13 @@ def test_a_killed_search_ends_where_an_unbroken_one_does(tmp_path: Path, after: 
     whole = run(tmp_path / "whole", [G, A], all_sites(model()))
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "killed", [G, A], all_sites(model()), progress=Stop(after))
+    assert run(tmp_path / "killed", [G, A], all_sites(model())) == whole
+
+
+def test_epochs_that_were_written_down_but_never_saved_are_replaced(tmp_path: Path) -> None:
+    """Killed between the record of an epoch and its state, the epoch runs again."""
+    whole = run(tmp_path / "whole", [G, A], all_sites(model()))
+    (tmp_path / "killed").mkdir()
+    ahead = [{**record, "removed": "blocks.0.attn"} for record in whole[1][:2]]
+    (tmp_path / "killed" / "search_epochs.json").write_text(json.dumps(ahead))
     assert run(tmp_path / "killed", [G, A], all_sites(model())) == whole

@@ -12,7 +12,7 @@ from vitcompress import surgery
 from vitcompress.gates import GatedModel
 from vitcompress.methods import depth
 from vitcompress.methods.depth import DepthOptions
-from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions, Moments, entropies, greedy, table
+from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions, Measurement, Moments, entropies, greedy, table
 from vitcompress.workspace import Context
 
 BUDGET = DepthOptions(pruned_layers=2)
@@ -50,8 +50,7 @@ def gated(made: nn.Module, about: Context) -> GatedModel:
 
 def test_streaming_equals_all_features_at_once(world: tuple[nn.Module, Context]) -> None:
     made, about = world
-    loader = depth.training_views(about, OPTIONS.images)
-    (found,) = entropies(gated(made, about), [()], loader, OPTIONS, about.runtime, 0)
+    (found,) = entropies(gated(made, about), [()], Measurement.of(about, OPTIONS))
     assert found.value == pytest.approx(entropy_of(made, about), abs=EXACT)
     assert (found.images, found.clamped, len(found.resampled)) == (30, 0, OPTIONS.resamples)
     right = logits_of(made, about).argmax(dim=1).numpy() == depth.training_part(about, 10).labels
@@ -79,7 +78,7 @@ def test_moments_do_not_depend_on_batches_and_survive_a_large_mean(sizes: tuple[
 def test_transfer_entropy_is_the_difference_that_surgery_makes(world: tuple[nn.Module, Context]) -> None:
     made, about = world
     sites = [site for group in depth.layers(made, about.family).values() for site in group]
-    found = table(gated(made, about), (), (), sites, depth.training_views(about, 30), OPTIONS, about.runtime, 0)
+    found = table(gated(made, about), (), (), sites, Measurement.of(about, OPTIONS))
     dense = entropy_of(made, about)
     for row in found["rows"]:
         lists = ([row["index"]], []) if row["kind"] == "attention" else ([], [row["index"]])
@@ -101,10 +100,7 @@ def test_sign(world: tuple[nn.Module, Context]) -> None:
             (),
             (),
             sites,
-            depth.training_views(about, 30),
-            EntropyOptions(30, sign, 4),
-            about.runtime,
-            0,
+            Measurement.of(about, EntropyOptions(30, sign, 4)),
         )["rows"]
         for sign in ("signed", "abs")
     }
@@ -114,7 +110,7 @@ def test_sign(world: tuple[nn.Module, Context]) -> None:
 def test_greedy_skips_the_whole_set_together(world: tuple[nn.Module, Context]) -> None:
     made, about = world
     sites = depth.layers(made, about.family)["attention"]
-    tables = greedy(gated(made, about), sites, 2, depth.training_views(about, 30), OPTIONS, about.runtime, 0)
+    tables = greedy(gated(made, about), sites, 2, Measurement.of(about, OPTIONS))
     first = next(site.index for site in sites if site.name == tables[0]["chosen"])
     assert [len(one["rows"]) for one in tables] == [3, 2]
     assert tables[0]["entropy"] == tables[1]["entropy"], "always against the dense model"
@@ -128,7 +124,7 @@ def test_a_channel_that_never_varies_is_clamped_and_counted(world: tuple[nn.Modu
     made, about = world
     with torch.no_grad():
         made.get_parameter("head.weight")[1] = 0
-    (found,) = entropies(gated(made, about), [()], depth.training_views(about, 30), OPTIONS, about.runtime, 0)
+    (found,) = entropies(gated(made, about), [()], Measurement.of(about, OPTIONS))
     assert found.clamped == 1
     assert np.isfinite(found.value)
 
@@ -138,6 +134,6 @@ def test_gates_and_mode_are_as_before(world: tuple[nn.Module, Context]) -> None:
     probe = gated(made, about).train()
     probe.set_gate("blocks.1.attn", 0.0)
     before = probe.gate_values()
-    entropies(probe, [(), ("blocks.0.attn",)], depth.training_views(about, 30), OPTIONS, about.runtime, 0)
+    entropies(probe, [(), ("blocks.0.attn",)], Measurement.of(about, OPTIONS))
     assert probe.gate_values() == before
     assert probe.training

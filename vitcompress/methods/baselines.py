@@ -23,7 +23,7 @@ from vitcompress.methods import depth, hetdpt
 from vitcompress.methods.depth import KINDS, Bypass, DepthOptions, Kind, OutputAct, Stage
 from vitcompress.methods.hetdpt import collection, search, transfer_entropy
 from vitcompress.methods.hetdpt.search import SearchOptions
-from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions
+from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions, Measurement
 from vitcompress.plan import Plan
 from vitcompress.workspace import Context
 
@@ -80,16 +80,8 @@ def te_static(model: nn.Module, context: Context, options: StaticOptions) -> Pla
 
     def measure() -> dict[str, Any]:
         open_model = depth.gated(model, context, sites, options, options.te_bypass)
-        return transfer_entropy.table(
-            open_model,
-            (),
-            (),
-            sites,
-            depth.training_views(context, options.te.images),
-            options.te,
-            context.runtime,
-            context.seed,
-        )
+        on = Measurement.of(context, options.te)
+        return transfer_entropy.table(open_model, (), (), sites, on)
 
     ranked = sorted(context.memo("transfer_entropy", measure)["rows"], key=lambda row: row["score"])
     lowest = {row["site"] for row in ranked[: options.pruned_layers]}

@@ -21,7 +21,7 @@ from vitcompress.families import Family
 from vitcompress.methods import depth
 from vitcompress.methods.depth import Bypass, DepthOptions, Kind, Stage
 from vitcompress.methods.hetdpt import transfer_entropy
-from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions
+from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions, Measurement
 from vitcompress.plan import Plan
 from vitcompress.workspace import Context
 
@@ -86,10 +86,8 @@ def _greedy(model: nn.Module, context: Context, options: ActivationOptions, kind
 
     def select() -> list[dict[str, Any]]:
         open_model = depth.gated(model, context, sites, options, bypass)
-        loader = depth.training_views(context, options.te.images)
-        return transfer_entropy.greedy(
-            open_model, sites, options.pruned_layers, loader, options.te, context.runtime, context.seed
-        )
+        on = Measurement.of(context, options.te)
+        return transfer_entropy.greedy(open_model, sites, options.pruned_layers, on)
 
     chosen = {table["chosen"] for table in context.memo("transfer_entropy", select)}
     return depth.decided(model, context, {kind: [site.index for site in sites if site.name in chosen]}, options)

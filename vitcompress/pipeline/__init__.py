@@ -55,9 +55,10 @@ def run(recipe: Recipe, options: RunOptions | None = None, progress: Progress | 
 
 
 def _work(job: Job) -> None:
-    dense = stages.dense_model(job)
-    plan = stages.plan_steps(job, dense)
-    stages.recover(job, dense, plan)
+    with distributed.cpu_threads(job.recipe.run.threads):
+        dense = stages.dense_model(job)
+        plan = stages.plan_steps(job, dense)
+        stages.recover(job, dense, plan)
     if not job.runtime.is_main:
         return
     compressed = stages.fold(job, plan)

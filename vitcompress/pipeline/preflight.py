@@ -18,6 +18,7 @@ from vitcompress.models import InputConfig
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe, dense_key
+from vitcompress.train import check_options
 
 RECIPE = "recipe.toml"
 # Weights of the dense and the compressed model, their exports, and a resume state with optimiser and average, twice
@@ -107,6 +108,7 @@ def prepare(recipe: Recipe, options: RunOptions, progress: Progress) -> Job:
     data = None if options.structure_only else open_data(recipe.data, recipe.run.seed)
     job = described(recipe, folder, runtime, progress, data, structure_only=options.structure_only)
     structure(job)
+    check_training(job)
     check_disk(folder, cost.measure(job.blank, job.input.size).params)
     if not options.structure_only or recipe.model.weights != "random":
         check_weights(job)
@@ -184,6 +186,16 @@ def check_formats(recipe: Recipe) -> None:
                 f"{name} cannot be exported here: {reason}",
                 hint=f"leave it out of --export and run `vitcompress export DIR --format {name}` on the target",
             )
+        EXPORTERS[name].check(recipe.export.precision, recipe.export.opset)
+
+
+def check_training(job: Job) -> None:
+    """Raise InputError for training options that could not be carried out, before the training that comes first."""
+    if job.data is None:
+        return
+    for options in (job.recipe.dense, job.recipe.finetune):
+        if options is not None:
+            check_options(options, job.data.train, job.data.heldout, job.runtime)
 
 
 def structure(job: Job) -> Plan:

@@ -33,11 +33,10 @@ from vitcompress.methods.depth import (
     gated,
     layers,
     training_part,
-    training_views,
 )
 from vitcompress.methods.hetdpt import transfer_entropy
 from vitcompress.methods.hetdpt.accuracy_map import Row
-from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions
+from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions, Measurement
 from vitcompress.train import train
 from vitcompress.workspace import Context
 
@@ -161,11 +160,8 @@ class _Collector:
         return record
 
     def _entropies(self, model: nn.Module, candidates: Sequence[Site]) -> Record:
-        loader = training_views(self.context, self.te.images)
         open_model = gated(model, self.context, candidates, self.budget)
-        return transfer_entropy.table(
-            open_model, (), (), candidates, loader, self.te, self.context.runtime, self.context.seed
-        )
+        return transfer_entropy.table(open_model, (), (), candidates, Measurement.of(self.context, self.te))
 
     def _dense_record(self) -> Record:
         def measure() -> Record:

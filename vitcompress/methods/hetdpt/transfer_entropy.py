@@ -26,6 +26,8 @@ from vitcompress.distributed import Runtime, derived_seed
 from vitcompress.families.anatomy import Site
 from vitcompress.gates import GatedModel
 from vitcompress.loaders import EvalLoader
+from vitcompress.methods.depth import training_views
+from vitcompress.workspace import Context
 
 SMALLEST_DEVIATION = 1e-12
 
@@ -41,6 +43,21 @@ class EntropyOptions:
     images: Annotated[int, Ge(2)] = 10_240
     sign: Literal["signed", "abs"] = "signed"
     resamples: Annotated[int, Ge(0)] = 20
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The images to measure on, how, and which processes share them; `seed` draws the bootstrap resamples."""
+
+    loader: EvalLoader
+    options: EntropyOptions
+    runtime: Runtime
+    seed: int
+
+    @classmethod
+    def of(cls, context: Context, options: EntropyOptions) -> "Measurement":
+        """On training images of the run."""
+        return cls(training_views(context, options.images), options, context.runtime, context.seed)
 
 
 @dataclass(frozen=True)
@@ -98,25 +115,18 @@ class Moments:
         return (self.squares.clamp(min=0.0) / self.weight.clamp(min=1.0)[:, None]).sqrt()
 
 
-def entropies(
-    gated: GatedModel,
-    removed: Sequence[Iterable[str]],
-    loader: EvalLoader,
-    options: EntropyOptions,
-    runtime: Runtime,
-    seed: int,
-) -> list[Entropy]:
-    """H with each of the sets `removed` of sites taken out of the otherwise open model, from one pass over `loader`.
+def entropies(gated: GatedModel, removed: Sequence[Iterable[str]], on: Measurement) -> list[Entropy]:
+    """H with each of the sets `removed` of sites taken out of the otherwise open model, from one pass over the images.
 
     Gates and mode are restored. The same resamples serve every set, so that differences between sets are paired.
     """
     sets = [frozenset(names) for names in removed]
     moments: list[Moments | None] = [None] * len(sets)
     correct = torch.zeros(len(sets), dtype=torch.float64)
-    weights = _weights(loader.total, options.resamples, seed)[:, runtime.rank :: runtime.world_size]
+    weights = _weights(on.loader.total, on.options.resamples, on.seed)[:, on.runtime.rank :: on.runtime.world_size]
     seen = 0
     with _measuring(gated), torch.no_grad():
-        for images, targets in loader:
+        for images, targets in on.loader:
             batch = weights[:, seen : seen + len(images)]
             seen += len(images)
             for i, names in enumerate(sets):
@@ -124,19 +134,12 @@ def entropies(
                 logits = gated(images)
                 correct[i] += (logits.argmax(dim=1) == targets).sum().item()
                 moments[i] = _add(moments[i], logits, batch)
-    hits = _sum(correct, runtime)
-    return [_entropy(m.over_all(runtime), float(hit)) for m, hit in zip(moments, hits, strict=True) if m is not None]
+    hits = _sum(correct, on.runtime)
+    return [_entropy(m.over_all(on.runtime), float(hit)) for m, hit in zip(moments, hits, strict=True) if m is not None]
 
 
 def table(
-    gated: GatedModel,
-    complete: Iterable[str],
-    without: Iterable[str],
-    candidates: Sequence[Site],
-    loader: EvalLoader,
-    options: EntropyOptions,
-    runtime: Runtime,
-    seed: int,
+    gated: GatedModel, complete: Iterable[str], without: Iterable[str], candidates: Sequence[Site], on: Measurement
 ) -> dict[str, Any]:
     """Transfer entropy of each candidate, as plain data; `chosen` is the lowest.
 
@@ -145,32 +148,24 @@ def table(
     decided on rank 0.
     """
     sets = [frozenset(complete), *(frozenset(without) | {site.name} for site in candidates)]
-    reference, *found = entropies(gated, sets, loader, options, runtime, seed)
-    rows = [_row(site, reference, entropy, options) for site, entropy in zip(candidates, found, strict=True)]
+    reference, *found = entropies(gated, sets, on)
+    rows = [_row(site, reference, entropy, on.options) for site, entropy in zip(candidates, found, strict=True)]
     picks = [min(range(len(rows)), key=lambda i: rows[i]["resampled"][r]) for r in range(len(reference.resampled))]
     for i, row in enumerate(rows):
         del row["resampled"]
         row["lowest_share"] = picks.count(i) / len(picks) if picks else None
-    chosen = runtime.broadcast(min(rows, key=lambda row: row["score"])["site"])
+    chosen = on.runtime.broadcast(min(rows, key=lambda row: row["score"])["site"])
     return {
         "images": reference.images,
         "entropy": reference.value,
         "accuracy": reference.accuracy,
-        "sign": options.sign,
+        "sign": on.options.sign,
         "rows": rows,
         "chosen": chosen,
     }
 
 
-def greedy(
-    gated: GatedModel,
-    candidates: Sequence[Site],
-    count: int,
-    loader: EvalLoader,
-    options: EntropyOptions,
-    runtime: Runtime,
-    seed: int,
-) -> list[dict[str, Any]]:
+def greedy(gated: GatedModel, candidates: Sequence[Site], count: int, on: Measurement) -> list[dict[str, Any]]:
     """NOSE's selection: `count` times the candidate whose removal with all earlier ones has the lowest TE; the tables.
 
     Nothing is trained in between; layers that hide each other are seen because the whole set is skipped together.
@@ -179,7 +174,7 @@ def greedy(
     tables = []
     for _ in range(count):
         left = [site for site in candidates if site.name not in gone]
-        tables.append(table(gated, (), gone, left, loader, options, runtime, seed))
+        tables.append(table(gated, (), gone, left, on))
         gone.append(tables[-1]["chosen"])
     return tables
 

@@ -1,0 +1,83 @@
+"""`vitcompress evaluate`: counts that equal a count by hand, and refusals before anything is judged."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitcompress import checkpoint, models
+from vitcompress.bench import accuracy
+from vitcompress.data import DataOptions, open_test
+from vitcompress.distributed import Runtime
+from vitcompress.errors import ArtifactError, InputError
+from vitcompress.evaluate import evaluate, mcnemar
+from vitcompress.exporters import onnx_graph
+from vitcompress.loaders import eval_loader
+from vitcompress.plan import Plan
+
+ARCH = "vit_tiny_patch16_224"
+ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 10}
+
+
+def folder(path: Path, seed: int, **changes: int) -> Path:
+    args = {**ARGS, **changes}
+    checkpoint.save_model(path, models.create(ARCH, args, seed=seed), Plan(ARCH, args))
+    return path
+
+
+def test_counts_are_those_of_a_count_by_hand_in_torch_and_onnx(tmp_path: Path) -> None:
+    made = folder(tmp_path / "run", seed=1)
+    model = checkpoint.load(made)
+    config = models.input_config(model)
+    onnx_graph.export(model, made / "model.onnx", input=config)
+    _, images = open_test(DataOptions())
+    with torch.inference_mode():
+        loader = eval_loader(images, config, 100, Runtime(torch.device("cpu")))
+        by_hand = sum(int((model(x).argmax(1) == y).sum()) for x, y in loader)
+    found = accuracy.run([str(made), str(made / "model.onnx")], accuracy.EvaluateOptions(data="digits"))
+    assert found["images"] == len(images) >= 500 and found["classes"] == 10
+    assert [row["correct"] for row in found["rows"]] == [by_hand, by_hand]
+    assert [row["runtime"] for row in found["rows"]] == ["torch", "onnxruntime"]
+    assert all(row["correct"] <= row["correct5"] < row["total"] for row in found["rows"])
+    assert found["mcnemar"][0]["p_value"] == 1.0
+
+
+def test_a_difference_is_tested_on_the_same_images(tmp_path: Path) -> None:
+    made = [folder(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 2))]
+    found = accuracy.run([str(path) for path in made], accuracy.EvaluateOptions(data="digits"))
+    test, rows = found["mcnemar"][0], found["rows"]
+    assert test["only_a"] - test["only_b"] == rows[0]["correct"] - rows[1]["correct"]
+    masks = [torch.ones(test["only_a"] + test["only_b"], dtype=torch.bool) for _ in range(2)]
+    masks[1][: test["only_a"]], masks[0][test["only_a"] :] = False, False
+    assert asdict(mcnemar(masks[0].numpy(), masks[1].numpy())).items() <= test.items()
+
+
+def test_the_data_is_that_of_the_run_folder_unless_another_is_named(tmp_path: Path) -> None:
+    made = folder(tmp_path / "run", seed=1)
+    (made / "recipe.toml").write_text(
+        f'[model]\nname = "{ARCH}"\n[data]\nheldout = 0.25\n[[step]]\nmethod = "random"\npruned_layers = 1\n'
+    )
+    none, digits = accuracy.EvaluateOptions(), accuracy.EvaluateOptions(data="digits")
+    assert accuracy.data_of([str(made / "model.onnx")], none).heldout == 0.25
+    assert accuracy.data_of([str(made)], digits) == DataOptions()
+    elsewhere = accuracy.data_of([str(made)], accuracy.EvaluateOptions(data="pictures", split="val2"))
+    assert (elsewhere.source, elsewhere.path, elsewhere.test_split) == ("imagefolder", "pictures", "val2")
+    with pytest.raises(InputError, match="no data"):
+        accuracy.data_of(["timm:vit_tiny_patch16_224"], none)
+
+
+def test_another_number_of_classes_is_refused(tmp_path: Path) -> None:
+    made = folder(tmp_path / "run", seed=1, num_classes=7)
+    with pytest.raises(ArtifactError, match="7 classes apart, the data has 10"):
+        accuracy.run([str(made)], accuracy.EvaluateOptions(data="digits"))
+
+
+def test_the_figures_are_those_of_evaluate(tmp_path: Path) -> None:
+    made = folder(tmp_path / "run", seed=3)
+    model = checkpoint.load(made)
+    _, images = open_test(DataOptions())
+    runtime = Runtime(torch.device("cpu"))
+    expected = evaluate(model, eval_loader(images, models.input_config(model), 64, runtime), runtime).to_dict()
+    row = accuracy.run([str(made)], accuracy.EvaluateOptions(data="digits"))["rows"][0]
+    assert expected.items() <= row.items()

@@ -1,0 +1,70 @@
+"""Exporting a run folder again, and what `doctor` says of this machine."""
+
+import json
+from pathlib import Path
+
+import onnxruntime
+import pytest
+import torch
+
+from vitcompress import checkpoint, models
+from vitcompress.errors import ArtifactError, InputError
+from vitcompress.exporters import EXPORTERS, doctor, onnx_graph
+from vitcompress.exporters.folder import class_names, export_folder
+from vitcompress.plan import Plan
+from vitcompress.surgery import applied
+
+ARCH = "vit_tiny_patch16_224"
+ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    plan = Plan(ARCH, ARGS, removed={"blocks.1.attn": "drop"})
+    checkpoint.save_model(tmp_path / "run", applied(models.create(ARCH, ARGS), plan), plan)
+    return tmp_path / "run"
+
+
+def test_the_export_answers_as_the_folder_does(folder: Path) -> None:
+    done = export_folder(folder)
+    images = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    session = onnxruntime.InferenceSession(str(done.path), providers=["CPUExecutionProvider"])
+    got = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    with torch.inference_mode():
+        expected = checkpoint.load(folder)(images)
+    # Float32 sums of at most 64 terms in 2 blocks: under 2**9 roundings of 2**-24 each, relative to the largest logit.
+    torch.testing.assert_close(got, expected, rtol=0, atol=2.0**-15 * float(expected.abs().max()))
+    assert json.loads(done.metadata["plan_sha256"]) == Plan.from_json((folder / "plan.json").read_text()).digest
+
+
+def test_class_names_stay_and_a_precision_gets_a_file_of_its_own(folder: Path) -> None:
+    assert class_names(folder) == ()
+    model = checkpoint.load(folder)
+    onnx_graph.export(model, folder / "model.onnx", input=models.input_config(model), classes=("ant", "bee", "cow"))
+    before = (folder / "model.onnx").read_bytes()
+    done = export_folder(folder, precision="fp16")
+    assert done.path.name == "model-fp16.onnx" and (folder / "model.onnx").read_bytes() == before
+    assert json.loads(done.metadata["classes"]) == ["ant", "bee", "cow"]
+
+
+def test_what_cannot_be_exported_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="did you mean onnx"):
+        export_folder(folder, "onxx")
+    with pytest.raises(InputError, match="int3"):
+        export_folder(folder, precision="int3")
+    with pytest.raises(ArtifactError):
+        export_folder(tmp_path)
+    assert not list(folder.glob("*.onnx"))
+
+
+def test_doctor_says_what_is_true_of_this_machine() -> None:
+    found = doctor.examine()
+    assert (
+        found["versions"]["torch"] == torch.__version__.split("+")[0] or found["versions"]["torch"] == torch.__version__
+    )
+    assert found["providers"]["CPUExecutionProvider"] is True
+    if not torch.cuda.is_available():
+        assert found["devices"]["cuda"] is None and found["providers"].get("CUDAExecutionProvider", False) is False
+    assert set(found["export"]) == set(EXPORTERS)
+    assert {item["package"]: item["present"] for item in found["optional"]}["sklearn"] is True
+    json.dumps(found)

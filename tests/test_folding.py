@@ -1,0 +1,103 @@
+"""Folded == unfolded, for every combination of biases and LayerScales, and only where the product is cheaper."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from contracts import (
+    assert_moved,
+    assert_same,
+    build,
+    contract,
+    every_variant,
+    images,
+    logits,
+)
+from torch import nn
+
+from vitcompress.surgery import applied, apply, depth_plan, fold, product
+
+
+@every_variant
+def test_folded_equals_unfolded(variant: str) -> None:
+    model, x = build(variant), images(variant)
+    plan = depth_plan(model, contract(variant).plan, [0], [0, 1], attention_bypass="norm_identity")
+    unfolded = applied(model, plan)
+    folded = deepcopy(unfolded)
+    folding = fold(folded, plan)
+    scaled = ("blocks.1.ls1", "blocks.0.ls2", "blocks.1.ls2") if hasattr(model.blocks[0].ls1, "gamma") else ()
+    assert set(folding.plan.folded) == {"blocks.0.mlp", "blocks.1.mlp", *scaled}
+    assert isinstance(folded.blocks[0].mlp, nn.Linear)
+    assert_same(logits(folded, x), logits(unfolded, x))
+    assert_moved(logits(folded, x), logits(model, x))
+    assert fold(folded, folding.plan).records == (), "folding again finds nothing"
+    rebuilt = applied(build(variant, seed=1), folding.plan)
+    rebuilt.load_state_dict(folded.state_dict(), strict=True)
+    assert torch.equal(logits(rebuilt, x), logits(folded, x))
+
+
+@pytest.mark.parametrize("variant", ["plain", "layer_scale", "no_proj_bias"])
+def test_fold_records_are_the_true_counts(variant: str) -> None:
+    model = build(variant)
+    plan = depth_plan(model, contract(variant).plan, [], [0, 1])
+    apply(model, plan)
+    before = sum(p.numel() for p in model.parameters())
+    records = fold(model, plan).records
+    assert sum(r.params_before - r.params_after for r in records) == before - sum(p.numel() for p in model.parameters())
+    ffn = next(r for r in records if r.module == "blocks.0.mlp")
+    assert (ffn.macs_before, ffn.macs_after) == (2 * 16 * 32, 16 * 16)
+
+
+@pytest.mark.parametrize("first_bias", [True, False])
+@pytest.mark.parametrize("second_bias", [True, False])
+def test_the_product_of_two_linear_layers(first_bias: bool, second_bias: bool) -> None:
+    """Within the bound of Higham, Accuracy and Stability of Numerical Algorithms, eq. 3.5, for both ways to compute."""
+    torch.manual_seed(0)
+    first = nn.Linear(6, 24, bias=first_bias, dtype=torch.float64)
+    second = nn.Linear(24, 6, bias=second_bias, dtype=torch.float64)
+    x = torch.randn(50, 6, dtype=torch.float64)
+    weight, bias = product(first, second)
+    assert (bias is None) == (not first_bias and not second_bias)
+    terms = x.abs() @ first.weight.abs().T
+    terms = (terms if first.bias is None else terms + first.bias.abs()) @ second.weight.abs().T
+    terms = terms if second.bias is None else terms + second.bias.abs()
+    roundings = (6 + 24 + 2) * 2.0**-53
+    bound = 2 * roundings / (1 - roundings) * terms
+    with torch.no_grad():
+        found, expected = nn.functional.linear(x, weight, bias), second(first(x))
+        without = nn.functional.linear(x, weight)
+    assert bool(((found - expected).abs() <= bound).all())
+    if bias is not None:
+        assert_moved(without, expected)
+
+
+def test_weights_stored_in_float32_are_rounded_once() -> None:
+    model = build("layer_scale", dtype=torch.float32)
+    plan = depth_plan(model, contract("layer_scale").plan, [], [0, 1])
+    records = fold(apply(model, plan), plan).records
+    assert len(records) == 6
+    assert all(0 < record.rounding <= torch.finfo(torch.float32).eps / 2 for record in records)
+
+
+@pytest.mark.parametrize(("ratio", "folds"), [(0.25, False), (0.5, False), (0.5625, True)])
+def test_folded_only_where_the_product_is_cheaper(ratio: float, folds: bool) -> None:
+    """h (D + D) > D D, that is a hidden width above D / 2 = 8."""
+    model, x = build("plain", mlp_ratio=ratio), images("plain")
+    plan = depth_plan(model, contract("plain", mlp_ratio=ratio).plan, [], [1])
+    before = logits(apply(model, plan), x)
+    (record,) = fold(model, plan).records
+    assert record.folded is folds
+    assert isinstance(model.blocks[1].mlp, nn.Linear) is folds
+    assert (record.macs_after < record.macs_before) is folds
+    assert "cheaper" in record.reason
+    assert_same(logits(model, x), before)
+
+
+def test_folding_keeps_modes_and_frozen_parameters() -> None:
+    model = build("plain")
+    plan = depth_plan(model, contract("plain").plan, [0], [0, 1])
+    apply(model, plan).blocks[1].mlp.requires_grad_(False)
+    fold(model, plan)
+    assert not any(module.training for module in model.modules())
+    assert {p.requires_grad for p in model.blocks[1].mlp.parameters()} == {False}
+    assert {p.requires_grad for p in model.blocks[0].mlp.parameters()} == {True}

@@ -1,0 +1,127 @@
+"""Plans that do not fit are refused with every reason, before anything is edited; plans from block numbers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from contracts import build, contract, images, logits
+
+from vitcompress.errors import PlanError
+from vitcompress.surgery import apply, depth_plan
+
+WRONG = {
+    "unknown site": ({"removed": {"blocks.9.attn": "drop"}}, "removed.blocks.9.attn: the model has no such"),
+    "misspelled site": ({"removed": {"blocks.1.atn": "drop"}}, "did you mean blocks.1.attn?"),
+    "stand-in of an attention": ({"removed": {"blocks.0.attn": "identity"}}, "attention allows drop, norm_identity"),
+    "stand-in of an activation": ({"removed": {"blocks.0.mlp.act": "drop"}}, "activation allows identity, got 'drop'"),
+    "stand-in of an FFN": ({"removed": {"blocks.0.mlp": "double"}}, "ffn allows drop, got 'double'"),
+    "stand-in of a block": ({"removed": {"blocks.0": "identity"}}, "block allows drop, got 'identity'"),
+    "in a removed block": ({"removed": {"blocks.0": "drop", "blocks.0.attn": "drop"}}, "blocks.0.attn: it lies in"),
+    "in a removed FFN": (
+        {"removed": {"blocks.0.mlp": "drop", "blocks.0.mlp.act": "identity"}},
+        "it lies in blocks.0.mlp",
+    ),
+    "output of no block": ({"appended": {"blocks.7": "gelu"}}, "appended.blocks.7: the model has no such block"),
+    "output of a removed block": (
+        {"appended": {"blocks.0": "gelu"}, "removed": {"blocks.0": "drop"}},
+        "appended.blocks.0",
+    ),
+    "unknown output": ({"appended": {"blocks.0": "relu"}}, "got 'relu', allowed: gelu"),
+    "unknown space": ({"kept": {"blocks.0.kq": (0,)}}, "kept.blocks.0.kq: the model has no such space"),
+    "out of range": ({"kept": {"residual": (0, 16)}}, "kept.residual: expected one or more distinct channels in 0..15"),
+    "negative": ({"kept": {"blocks.0.mlp": (-1,)}}, "kept.blocks.0.mlp: expected"),
+    "twice": ({"kept": {"blocks.0.mlp": (3, 3)}}, "kept.blocks.0.mlp: expected"),
+    "none left": ({"kept": {"blocks.0.mlp": ()}}, "kept.blocks.0.mlp: expected one or more"),
+    "in a removed part": (
+        {"kept": {"blocks.0.mlp": (0,)}, "removed": {"blocks.0": "drop"}},
+        "kept.blocks.0.mlp: it lies",
+    ),
+    "does not divide": ({"kept": {"blocks.0.qk": (0, 1, 2)}}, "3 channels do not divide into 4 heads"),
+    "no such heads": ({"heads": {"blocks.9.attn": 2}}, "heads.blocks.9.attn: the model has no such attention"),
+    "heads alone": ({"heads": {"blocks.0.attn": 2}}, "neither its q/k nor its v channels are in kept"),
+    "no head": ({"heads": {"blocks.0.attn": 0}, "kept": {"blocks.0.v": (0,)}}, "expected a whole number from 1"),
+    "heads of removed": (
+        {"heads": {"blocks.0.attn": 2}, "removed": {"blocks.0.attn": "drop"}},
+        "the attention is removed",
+    ),
+    "heads of one half": (
+        {"heads": {"blocks.0.attn": 3}, "kept": {"blocks.0.v": (0, 1, 2)}},
+        "blocks.0.qk: 16 channels do",
+    ),
+    "fold of no module": ({"folded": ("blocks.9.mlp",)}, "folded.blocks.9.mlp: the model has no such FFN"),
+    "fold of an attention": ({"folded": ("blocks.0.attn",)}, "folded.blocks.0.attn: the model has no such FFN"),
+    "fold of no scale": ({"folded": ("blocks.0.ls1",)}, "folded.blocks.0.ls1: the model has no such FFN"),
+    "fold of a live FFN": ({"folded": ("blocks.0.mlp",)}, "its activation blocks.0.mlp.act is not removed"),
+    "fold of a removed FFN": ({"folded": ("blocks.0.mlp",), "removed": {"blocks.0.mlp": "drop"}}, "it is removed"),
+    "folded twice": (
+        {"folded": ("blocks.0.mlp",) * 2, "removed": {"blocks.0.mlp.act": "identity"}},
+        "folded.blocks.0.mlp: named 2 times",
+    ),
+    "format": ({"format": 2}, "format: got 2, this version reads 1"),
+}
+
+
+@pytest.mark.parametrize(("fields", "told"), WRONG.values(), ids=list(WRONG))
+def test_a_plan_that_contradicts_the_model_or_itself(fields: dict, told: str) -> None:
+    model, x = build("plain"), images("plain")
+    before = logits(model, x)
+    with pytest.raises(PlanError) as caught:
+        apply(model, replace(contract("plain").plan, **fields))
+    assert told in caught.value.message
+    assert caught.value.hint
+    assert torch.equal(logits(model, x), before), "nothing is edited"
+
+
+def test_all_contradictions_are_told_at_once() -> None:
+    plan = replace(
+        contract("plain").plan,
+        removed={"blocks.9.attn": "drop", "blocks.0.attn": "identity"},
+        appended={"blocks.5": "gelu"},
+        kept={"residual": (99,), "nothing": (0,)},
+        heads={"blocks.1.attn": 2},
+        folded=("blocks.0.mlp",),
+    )
+    with pytest.raises(PlanError) as caught:
+        apply(build("plain"), plan)
+    assert len(caught.value.message.splitlines()) == 1 + 7
+
+
+def test_a_plan_may_be_applied_only_once() -> None:
+    model = build("plain")
+    plan = depth_plan(model, contract("plain").plan, [0], [])
+    apply(model, plan)
+    with pytest.raises(PlanError, match="has no such attention"):
+        apply(model, plan)
+
+
+def test_depth_plans_are_deltas_that_append_where_a_block_has_lost_both() -> None:
+    model = build("plain", depth=4)
+    base = contract("plain", depth=4).plan
+    first = depth_plan(model, base, [3, 0], [1, 0], both_pruned_output_act="gelu")
+    assert first.removed == {
+        "blocks.3.attn": "drop",
+        "blocks.0.attn": "drop",
+        "blocks.1.mlp.act": "identity",
+        "blocks.0.mlp.act": "identity",
+    }
+    assert first.appended == {"blocks.0": "gelu"}
+    apply(model, first)
+    second = depth_plan(model, first, [1], [3, 2], attention_bypass="double", both_pruned_output_act="gelu")
+    assert second.removed == {"blocks.1.attn": "double", "blocks.3.mlp.act": "identity", "blocks.2.mlp.act": "identity"}
+    assert second.appended == {"blocks.1": "gelu", "blocks.3": "gelu"}
+    assert depth_plan(model, first, [1], [3]).appended == {}
+
+
+@pytest.mark.parametrize(
+    ("attentions", "activations", "modes", "told"),
+    [
+        ([2], [], {}, "no attention to remove in block 2; blocks that have one: \\[0, 1\\]"),
+        ([], [-1], {}, "no activation to remove in block -1"),
+        ([0], [], {"attention_bypass": "zero"}, "attention_bypass must be one of drop, norm_identity, double"),
+        ([0], [], {"both_pruned_output_act": "relu"}, "both_pruned_output_act must be one of gelu, none"),
+    ],
+)
+def test_depth_plans_that_cannot_be(attentions: list, activations: list, modes: dict, told: str) -> None:
+    model = build("plain")
+    with pytest.raises(PlanError, match=told):
+        depth_plan(model, contract("plain").plan, attentions, activations, **modes)
