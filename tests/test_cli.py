@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from vitcompress import cli, recipes
+from vitcompress.cli import frame
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "timm", "numpy", "onnx", "onnxruntime", "pydantic", "PIL")
@@ -146,7 +147,7 @@ def test_wrong_input_with_json_is_json_alone(
 
 def add_command(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -> None:
     """A command that does what a test needs, among the others for as long as the test runs."""
-    command = click.Command("act", callback=cli._common(lambda as_json, debug: behaviour()))
+    command = click.Command("act", callback=frame.common(lambda as_json, debug: behaviour()))
     command.params = getattr(command.callback, "__click_params__", [])
     monkeypatch.setitem(cli.main.commands, "act", command)
 
@@ -171,7 +172,7 @@ def test_only_the_first_process_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_libraries_print_stays_out_of_the_results(capsys: pytest.CaptureFixture[str]) -> None:
-    with cli._working(debug=False) as progress:
+    with frame.working(debug=False) as progress:
         print("library chatter")  # noqa: T201
         progress.note("ours")
     out, err = capsys.readouterr()

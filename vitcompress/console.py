@@ -1,7 +1,4 @@
-"""Everything that a person sees in the terminal. The only module that knows rich.
-
-Results go to standard output, progress, notes and errors to standard error, so that output can be piped.
-"""
+"""The terminal, and the only module that knows rich. Results go to standard output, all else to standard error."""
 
 import json
 import sys
@@ -23,7 +20,7 @@ from vitcompress.errors import CheckFailedError, InputError, RecipeError, Vitcom
 from vitcompress.progress import Progress
 
 WIDTH_OF_A_PIPE = 120
-SECONDS_BETWEEN_LINES = 15.0
+SECONDS_BETWEEN_LINES = 15.0  # of the same part
 TITLES = {InputError: "cannot be used", CheckFailedError: "not good enough"}
 VERDICTS = {"passed": "green", "failed": "bold red", "not_run": "yellow"}
 
@@ -130,20 +127,17 @@ def print_line(text: str) -> None:
 
 def print_toml(text: str) -> None:
     """TOML on standard output, coloured in a terminal only."""
-    console = _console(stderr=False)
-    if console.is_terminal:
-        console.print(Syntax(text, "toml", background_color="default"))
-    else:
-        print_text(text)
+    _print_drawn(Syntax(text, "toml", background_color="default"), text)
 
 
 def print_markdown(text: str) -> None:
     """Markdown on standard output, drawn in a terminal, as it is in a pipe."""
+    _print_drawn(Markdown(text), text)
+
+
+def _print_drawn(drawn: Syntax | Markdown, text: str) -> None:
     console = _console(stderr=False)
-    if console.is_terminal:
-        console.print(Markdown(text))
-    else:
-        print_text(text)
+    console.print(drawn) if console.is_terminal else print_text(text)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -182,11 +176,15 @@ def _figure(value: Any) -> Text:
 
 def print_recipes(summaries: Mapping[str, str]) -> None:
     """Names and summaries of the recipes."""
-    console = _console(stderr=False)
-    table = Table("recipe", "what it does", header_style="bold", box=None, pad_edge=False)
-    for name, summary in summaries.items():
-        table.add_row(Text(name, style="bold"), Text(summary))
-    console.print(table)
+    _print_pairs(summaries.items())
+
+
+def _print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
+    """Topics and what is said of them, without lines around."""
+    table = Table("", "", box=None, show_header=False, pad_edge=False)
+    for topic, text in pairs:
+        table.add_row(Text(topic, style="bold"), Text(text))
+    _console(stderr=False).print(table)
 
 
 def print_outlook(outlook: Mapping[str, Any]) -> None:
@@ -267,11 +265,7 @@ def print_doctor(found: Mapping[str, Any]) -> None:
         ("optional", f"{item['package']} ({item['for']}): {'yes' if item['present'] else 'no, ' + item['install']}")
         for item in found["optional"]
     ]
-    console = _console(stderr=False)
-    table = Table("", "", box=None, show_header=False, pad_edge=False)
-    for topic, text in lines:
-        table.add_row(Text(topic, style="bold"), Text(text))
-    console.print(table)
+    _print_pairs(lines)
 
 
 def print_records(title: str, records: Sequence[Mapping[str, Any]]) -> None:

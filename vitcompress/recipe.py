@@ -7,7 +7,6 @@ method.
 
 import hashlib
 import json
-import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError, create_m
 from pydantic_core import to_jsonable_python
 
 from vitcompress import recipes
+from vitcompress.assignments import assign
 from vitcompress.data import DataOptions
 from vitcompress.errors import InputError, RecipeError, did_you_mean
 from vitcompress.methods import METHODS
@@ -78,8 +78,8 @@ class BenchTable:
 class RunTable:
     """Where and how everything runs. device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`.
 
-    threads: of torch on the CPU while it trains, None leaves torch's choice. Models as small as the digits' gain nothing
-    from a second thread, and lose much when something else wants that core.
+    threads: of torch on the CPU while it trains, None leaves torch's choice. Models as small as the digits' gain
+    nothing from a second thread, and lose much when something else wants that core.
     """
 
     seed: Annotated[int, Ge(0)] = 0
@@ -164,7 +164,7 @@ def load_recipe(source: str, sets: Sequence[str] = (), *, formats: Collection[st
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(source, [f"not valid TOML: {error}"]) from None
-    problems = [problem for text in sets if (problem := _set(data, text))]
+    problems = [problem for text in sets if (problem := assign(data, text))]
     return _checked(source, {"name": name, **data}, problems, formats)
 
 
@@ -200,53 +200,6 @@ def _read(source: str) -> tuple[str, str]:
             f"the recipe {source} cannot be read: {error.strerror}",
             hint="`vitcompress recipes` lists the recipes that come with vitcompress",
         ) from None
-
-
-def _set(data: dict[str, Any], assignment: str) -> str | None:
-    """Carry out one `table.key=value` in place; the problem if it cannot be."""
-    key, equals, text = assignment.partition("=")
-    path = [int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]\s]+", key)]
-    if not equals or not path or isinstance(path[0], int):
-        return f"--set {assignment}   expected table.key=value, as in finetune.epochs=10 or step.0.pruned_layers=4"
-    try:
-        value = _value(text.strip())
-    except tomllib.TOMLDecodeError:
-        return f'--set {assignment}   {text.strip()!r} is not a TOML value, as in 3, 0.5, true, "text", [1, 2]'
-    target: Any = data
-    for part in path[:-1]:
-        target = _descend(target, part)
-    return _assign(target, path[-1], value, assignment)
-
-
-def _value(text: str) -> Any:
-    """A TOML value; a single bare word is text, as shells eat the quotes."""
-    if re.fullmatch(r"[A-Za-z_/~.][\w./:~+-]*", text) and text not in ("true", "false", "inf", "nan"):
-        return text
-    parsed = tomllib.loads(f"value = {text}")
-    if set(parsed) != {"value"}:
-        raise tomllib.TOMLDecodeError("more than one value")
-    return parsed["value"]
-
-
-def _descend(target: Any, part: int | str) -> Any:
-    """The table or list entry called `part`, made if a table does not have it yet; None where there is no way."""
-    if isinstance(target, dict) and isinstance(part, str):
-        return target.setdefault(part, {})
-    if isinstance(target, list) and isinstance(part, int) and part < len(target):
-        return target[part]
-    return None
-
-
-def _assign(target: Any, last: int | str, value: Any, assignment: str) -> str | None:
-    if isinstance(target, dict) and isinstance(last, str):
-        target[last] = value
-        return None
-    if isinstance(target, list) and isinstance(last, int) and last < len(target):
-        target[last] = value
-        return None
-    if isinstance(target, list):
-        return f"--set {assignment}   a list of {len(target)}: write its number, as in step.0.method"
-    return f"--set {assignment}   there is no such place in the recipe"
 
 
 def _checked(source: str, data: dict[str, Any], problems: list[str], formats: Collection[str]) -> Recipe:

@@ -1,121 +1,19 @@
-"""The command line: parse, call one public function, print. The only module that knows click.
+"""The command line: parse, call one public function, print. The only package that knows click.
 
 Torch and everything that needs it is imported inside the commands: `--help` and shell completion answer at once.
 """
 
-import contextlib
-import functools
-import logging
-import os
-import sys
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from vitcompress import __version__, console, recipes
-from vitcompress.errors import CheckFailedError, InputError, MissingExtraError, VitcompressError
+from vitcompress.cli.frame import Commands, answer, common, fell_short, working
+from vitcompress.errors import MissingExtraError
 from vitcompress.progress import Progress
-
-STOPPED = 130  # what a shell reports of a program that Ctrl-C ended
-
-
-class Stopped(Exception):
-    """Ctrl-C while a command worked."""
-
-
-class Commands(click.Group):
-    """The commands, and the one place where an error becomes a panel (or JSON) and an exit code."""
-
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> NoReturn:
-        """As click's, but every way out is one of the exit codes 0, 1, 2, 130."""
-        arguments = list(sys.argv[1:] if args is None else args)
-        call = functools.partial(
-            super().main, arguments, prog_name or "vitcompress", complete_var, standalone_mode=False, **extra
-        )
-        sys.exit(_exit_code(call, arguments))
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise Stopped from None
-
-
-def _exit_code(call: Callable[[], Any], arguments: Sequence[str]) -> int:
-    as_json, debug = "--json" in arguments, "--debug" in arguments
-    try:
-        return int(call() or 0)
-    except (Stopped, click.Abort):
-        console.print_line("stopped; the same command continues" if arguments[:1] == ["recipe"] else "stopped")
-        return STOPPED
-    except click.ClickException as error:
-        return _fail(InputError(error.format_message(), hint=_usage_hint(error)), as_json, debug=False)
-    except VitcompressError as error:
-        return _fail(error, as_json, debug)
-    except Exception as error:  # noqa: BLE001 - the last line of defence: a person never sees a traceback unasked
-        surprise = VitcompressError(
-            f"unexpected {type(error).__name__}: {error}",
-            hint="this is a mistake in vitcompress; --debug shows where it happened",
-        )
-        return _fail(surprise, as_json, debug)
-
-
-def _fail(error: VitcompressError, as_json: bool, debug: bool) -> int:
-    """Say what is wrong, once, however many processes torchrun has started."""
-    if debug:
-        traceback.print_exc()
-    if isinstance(error, InputError) and not _first_of_host():
-        return error.exit_code
-    if as_json:
-        console.print_json(console.error_as_data(error))
-    else:
-        console.print_error(error)
-    return error.exit_code
-
-
-def _usage_hint(error: click.ClickException) -> str | None:
-    context = getattr(error, "ctx", None)
-    return f"`{context.command_path} --help` explains it" if context else None
-
-
-def _first_of_host() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-def _first() -> bool:
-    """Whether this process speaks for all that torchrun has started."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-@contextlib.contextmanager
-def _working(debug: bool) -> Iterator[Progress]:
-    """Progress for the duration of the work; what libraries print goes to standard error, results alone to output."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        if not debug:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            logging.basicConfig(level=logging.ERROR)
-        yield stack.enter_context(console.ConsoleProgress()) if _first() else Progress()
-
-
-def _common(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that every command takes."""
-    command = click.option("--debug", is_flag=True, help="Show tracebacks and the warnings of libraries.")(command)
-    return click.option("--json", "as_json", is_flag=True, help="Print machine-readable output alone.")(command)
 
 
 @click.group(cls=Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -152,14 +50,14 @@ def _words(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     "--structure-only", is_flag=True, help="No training and no scoring: what would the result cost and how fast is it?"
 )
 @click.option("--fresh", is_flag=True, help="Start over instead of continuing.")
-@_common
+@common
 def recipe(source: str, sets: tuple[str, ...], dry_run: bool, as_json: bool, debug: bool, **options: Any) -> int:
     """Run a recipe, or continue it.
 
     Trains the dense model if need be, prunes, recovers, folds, verifies, exports, measures and reports. The same
     command continues a run that was stopped, and says so when all is done.
     """
-    with _working(debug) as progress:
+    with working(debug) as progress:
         from vitcompress import pipeline
         from vitcompress.bench import report as reports
         from vitcompress.exporters import EXPORTERS
@@ -172,55 +70,41 @@ def recipe(source: str, sets: tuple[str, ...], dry_run: bool, as_json: bool, deb
         else:
             result = pipeline.run(loaded, wishes, progress)
     if dry_run:
-        return _print(outlook, as_json, console.print_outlook)
-    answer = {"folder": str(result.folder), "passed": result.passed, **result.report}
-    _print(answer, as_json, lambda _: console.print_result(reports.summary_table(result.report), result.folder))
-    return 0 if result.passed else _short("a check fell short", f"vitcompress verify {result.folder}", as_json)
-
-
-def _print(data: Any, as_json: bool, draw: Callable[[Any], None]) -> int:
-    """The result of a command: as JSON, or drawn; on one of several processes only."""
-    if _first():
-        (console.print_json if as_json else draw)(data)
-    return 0
-
-
-def _short(what: str, command: str | None, as_json: bool) -> int:
-    """Exit code 1, with a panel unless the JSON already says it."""
-    if not as_json and _first():
-        console.print_error(CheckFailedError(what, hint=f"`{command}` shows which" if command else None))
-    return CheckFailedError.exit_code
+        return answer(outlook, as_json, console.print_outlook)
+    found = {"folder": str(result.folder), "passed": result.passed, **result.report}
+    answer(found, as_json, lambda _: console.print_result(reports.summary_table(result.report), result.folder))
+    return 0 if result.passed else fell_short("a check fell short", f"vitcompress verify {result.folder}", as_json)
 
 
 @main.group("recipes", invoke_without_command=True)
-@_common
+@common
 @click.pass_context
 def recipes_(ctx: click.Context, as_json: bool, debug: bool) -> int:
     """List the recipes; `recipes show NAME` prints one."""
     if ctx.invoked_subcommand is None:
-        _print(recipes.summaries(), as_json, console.print_recipes)
+        answer(recipes.summaries(), as_json, console.print_recipes)
     return 0
 
 
 @recipes_.command()
 @click.argument("name", shell_complete=_recipe_names)
-@_common
+@common
 def show(name: str, as_json: bool, debug: bool) -> int:
     """Print a recipe's TOML, to read or to save and change."""
     text = recipes.text(name)
-    return _print({"name": name, "toml": text}, as_json, lambda _: console.print_toml(text))
+    return answer({"name": name, "toml": text}, as_json, lambda _: console.print_toml(text))
 
 
 @main.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-@_common
+@common
 def verify(folder: Path, as_json: bool, debug: bool) -> int:
     """Check again everything that a run folder claims."""
-    with _working(debug):
+    with working(debug):
         from vitcompress.verify import verify_folder
 
         found = verify_folder(folder)
-    _print(found.as_data(), as_json, lambda data: console.print_checks(data["checks"]))
+    answer(found.as_data(), as_json, lambda data: console.print_checks(data["checks"]))
     return 0 if found.passed else 1
 
 
@@ -230,17 +114,17 @@ def verify(folder: Path, as_json: bool, debug: bool) -> int:
 @click.option("--precision", default="fp32", show_default=True, metavar="PRECISION", help="fp32 or fp16.")
 @click.option("--opset", type=int, help="ONNX operator set (default: chosen and recorded with the reason).")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File to write (default: in DIR).")
-@_common
+@common
 def export(folder: Path, as_json: bool, debug: bool, **options: Any) -> int:
     """Export a finished run folder again.
 
     In another format or precision, or on the machine that the format is made for.
     """
-    with _working(debug):
+    with working(debug):
         from vitcompress.exporters.folder import export_folder
 
         done = export_folder(folder, **options)
-    return _print({"folder": str(done.path.parent), **done.to_dict()}, as_json, console.print_export)
+    return answer({"folder": str(done.path.parent), **done.to_dict()}, as_json, console.print_export)
 
 
 _device = click.option("--device", default="cpu", show_default=True, metavar="DEVICE", help="cpu, cuda, cuda:1, mps.")
@@ -264,7 +148,7 @@ _threads = click.option("--threads", type=click.IntRange(1), help="CPU threads o
 @_device
 @_provider
 @_threads
-@_common
+@common
 def bench(
     artifacts: tuple[str, ...],
     as_json: bool,
@@ -280,7 +164,7 @@ def bench(
 
     Run folders, .onnx files and timm:NAME; the first one is the base of all ratios.
     """
-    with _working(debug) as progress:
+    with working(debug) as progress:
         from vitcompress.bench import report as reports
         from vitcompress.bench import suite
         from vitcompress.exporters.runtimes import RunnerOptions
@@ -289,8 +173,8 @@ def bench(
         found = suite.run(artifacts, suite.BenchOptions(runner=runner, **options), progress=progress)
         short = suite.gated(found)
     measured = found.as_data()
-    _print(measured, as_json, lambda _: console.print_bench(measured, reports.bench_table([measured])))
-    return 0 if short is None else _short(short, None, as_json)
+    answer(measured, as_json, lambda _: console.print_bench(measured, reports.bench_table([measured])))
+    return 0 if short is None else fell_short(short, None, as_json)
 
 
 @main.command()
@@ -302,7 +186,7 @@ def bench(
 @_device
 @_provider
 @_threads
-@_common
+@common
 def evaluate(
     artifacts: tuple[str, ...],
     as_json: bool,
@@ -316,13 +200,13 @@ def evaluate(
 
     Several artifacts are compared with the first on the same images.
     """
-    with _working(debug) as progress:
+    with working(debug) as progress:
         from vitcompress.bench import accuracy
         from vitcompress.exporters.runtimes import RunnerOptions
 
         runner = RunnerOptions(device=device, provider=provider, threads=threads)
         found = accuracy.run(artifacts, accuracy.EvaluateOptions(runner=runner, **options), progress)
-    return _print(found, as_json, console.print_accuracy)
+    return answer(found, as_json, console.print_accuracy)
 
 
 @main.command()
@@ -332,13 +216,13 @@ def evaluate(
     type=click.Path(path_type=Path, dir_okay=False),
     help="Plot accuracy against speed here (default with several folders: comparison.png).",
 )
-@_common
+@common
 def report(folders: tuple[str, ...], plot: Path | None, as_json: bool, debug: bool) -> int:
     """Show what runs found.
 
     One run folder as a page; several side by side and as a plot of accuracy against speed.
     """
-    with _working(debug) as progress:
+    with working(debug) as progress:
         from vitcompress.bench import compare
         from vitcompress.bench import report as reports
 
@@ -347,7 +231,7 @@ def report(folders: tuple[str, ...], plot: Path | None, as_json: bool, debug: bo
             found["plot"] = _plotted(lambda path: compare.plot(found["runs"], path), plot, progress)
         page = reports.markdown(found["runs"][folders[0]])
     draw = console.print_comparison if len(folders) > 1 else lambda _: console.print_markdown(page)
-    return _print(found, as_json, draw)
+    return answer(found, as_json, draw)
 
 
 def _plotted(draw: Callable[[Path], Path], wanted: Path | None, progress: Progress) -> str | None:
@@ -362,14 +246,14 @@ def _plotted(draw: Callable[[Path], Path], wanted: Path | None, progress: Progre
 
 
 @main.command()
-@_common
+@common
 def doctor(as_json: bool, debug: bool) -> int:
     """Say what this machine can do, and what it lacks.
 
     What it can export, run and measure, and how to get the rest.
     """
-    with _working(debug):
+    with working(debug):
         from vitcompress.exporters.doctor import examine
 
         found = examine()
-    return _print(found, as_json, console.print_doctor)
+    return answer(found, as_json, console.print_doctor)

@@ -1,0 +1,127 @@
+"""What all commands share: options, how they work and answer, and how an error becomes a panel and an exit code."""
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import click
+
+from vitcompress import console
+from vitcompress.errors import CheckFailedError, InputError, VitcompressError
+from vitcompress.progress import Progress
+
+STOPPED = 130  # what a shell reports of a program that Ctrl-C ended
+
+
+class Stopped(Exception):
+    """Ctrl-C while a command worked."""
+
+
+class Commands(click.Group):
+    """The commands, and the one place where an error becomes a panel (or JSON) and an exit code."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> NoReturn:
+        """As click's, but every way out is one of the exit codes 0, 1, 2, 130."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        call = functools.partial(
+            super().main, arguments, prog_name or "vitcompress", complete_var, standalone_mode=False, **extra
+        )
+        sys.exit(_exit_code(call, arguments))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Stopped from None
+
+
+def _exit_code(call: Callable[[], Any], arguments: Sequence[str]) -> int:
+    as_json, debug = "--json" in arguments, "--debug" in arguments
+    try:
+        return int(call() or 0)
+    except (Stopped, click.Abort):
+        console.print_line("stopped; the same command continues" if arguments[:1] == ["recipe"] else "stopped")
+        return STOPPED
+    except click.ClickException as error:
+        return _fail(InputError(error.format_message(), hint=_usage_hint(error)), as_json, debug=False)
+    except VitcompressError as error:
+        return _fail(error, as_json, debug)
+    except Exception as error:  # noqa: BLE001 - the last line of defence: a person never sees a traceback unasked
+        surprise = VitcompressError(
+            f"unexpected {type(error).__name__}: {error}",
+            hint="this is a mistake in vitcompress; --debug shows where it happened",
+        )
+        return _fail(surprise, as_json, debug)
+
+
+def _fail(error: VitcompressError, as_json: bool, debug: bool) -> int:
+    """Say what is wrong, once, however many processes torchrun has started."""
+    if debug:
+        traceback.print_exc()
+    if isinstance(error, InputError) and not _first_of_host():
+        return error.exit_code
+    if as_json:
+        console.print_json(console.error_as_data(error))
+    else:
+        console.print_error(error)
+    return error.exit_code
+
+
+def _usage_hint(error: click.ClickException) -> str | None:
+    context = getattr(error, "ctx", None)
+    return f"`{context.command_path} --help` explains it" if context else None
+
+
+def _first_of_host() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def first() -> bool:
+    """Whether this process speaks for all that torchrun has started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def working(debug: bool) -> Iterator[Progress]:
+    """Progress for the duration of the work; what libraries print goes to standard error, results alone to output."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if not debug:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            logging.basicConfig(level=logging.ERROR)
+        yield stack.enter_context(console.ConsoleProgress()) if first() else Progress()
+
+
+def common(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that every command takes."""
+    command = click.option("--debug", is_flag=True, help="Show tracebacks and the warnings of libraries.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="Print machine-readable output alone.")(command)
+
+
+def answer(data: Any, as_json: bool, draw: Callable[[Any], None]) -> int:
+    """The result of a command: as JSON, or drawn; on one of several processes only."""
+    if first():
+        (console.print_json if as_json else draw)(data)
+    return 0
+
+
+def fell_short(what: str, command: str | None, as_json: bool) -> int:
+    """Exit code 1, with a panel unless the JSON already says it."""
+    if not as_json and first():
+        console.print_error(CheckFailedError(what, hint=f"`{command}` shows which" if command else None))
+    return CheckFailedError.exit_code
