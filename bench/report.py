@@ -17,6 +17,7 @@ The input is plain data, the content of report.json. Every key but `recipe` and 
     references             [{name, top1 (percent), note}]: dense models that the result should be held against
     published              figures of others, quoted as they were published: top1, params_m, macs_g, images_per_second,
                            speedup, hardware, source, note
+    tables                 what the methods measured: [{title, columns, rows}], cells are text
     notes                  sentences that a reader should know
 """
 
@@ -183,6 +184,11 @@ def markdown(report: Mapping[str, Any]) -> str:
         parts += ["## Speed", bench_table(report["bench"]).markdown(), *_measured_on(report["bench"])]
     if report.get("verify"):
         parts += ["## Checks", verify_table(report["verify"]).markdown()]
+    for table in report.get("tables") or ():
+        parts += [
+            f"## {table['title']}",
+            Table("", tuple(table["columns"]), tuple(map(tuple, table["rows"]))).markdown(),
+        ]
     parts += [*_references(report), *_notes(report)]
     if (report.get("model") or {}).get("input") and "model.onnx" in (report.get("files") or {}):
         parts += ["## Use it without vitcompress", f"```python\n{snippet(report['model']['input'])}```"]

@@ -1,6 +1,5 @@
 """What is known about an exported file: a record, and the sidecar `<file>.json` beside it that carries it."""
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,20 +12,20 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Exported:
-    """A file that a runtime can run. `bytes` counts all of `files`, `sha256` is that of the main file."""
+    """A file that a runtime can run. `files`: SHA-256 of it and of its data files; `bytes` counts all of them."""
 
     path: Path
     format: str
     precision: str
     sha256: str
     bytes: int
-    files: tuple[str, ...]
+    files: dict[str, str]
     opset: int
     opset_reason: str
     metadata: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "path": self.path.name, "files": list(self.files)}
+        return {**asdict(self), "path": self.path.name}
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,6 @@ class Exporter:
     unavailable: Callable[[], str | None]
     export: Callable[..., Exported]
     check: Callable[[str, int | None], None]
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sidecar_path(path: Path) -> Path:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import vitcompress
 from vitcompress import checkpoint
 from vitcompress.errors import CheckFailedError, InputError, VitcompressError
-from vitcompress.exporters.artifact import Exported, Exporter, file_sha256, sidecar_path, write_sidecar
+from vitcompress.exporters.artifact import Exported, Exporter, sidecar_path, write_sidecar
 from vitcompress.models import InputConfig
 
 INPUT, OUTPUT = "images", "logits"
@@ -76,7 +76,8 @@ def export(
     path = Path(path)
     files = _save(program, path, external_data)
     size = sum((path.parent / name).stat().st_size for name in files)
-    done = Exported(path, "onnx", precision, file_sha256(path), size, files, opset, OPSETS[opset], known)
+    hashes = {name: checkpoint.file_sha256(path.parent / name) for name in files}
+    done = Exported(path, "onnx", precision, hashes[path.name], size, hashes, opset, OPSETS[opset], known)
     write_sidecar(done)
     return done
 

@@ -9,8 +9,9 @@ import numpy as np
 import onnxruntime as ort
 
 from vitcompress import onnx_file
+from vitcompress.checkpoint import differing, file_sha256
 from vitcompress.errors import ArtifactError, DeviceError, InputError
-from vitcompress.exporters.artifact import file_sha256, read_sidecar
+from vitcompress.exporters.artifact import sidecar_path
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 PROVIDERS = {"cpu": CPU, "cuda": CUDA, "mps": "CoreMLExecutionProvider"}
@@ -145,13 +146,13 @@ def _decoded(metadata: dict[str, str]) -> dict[str, Any]:
 
 
 def _checked_sha256(path: Path) -> str:
-    sha256, sidecar = file_sha256(path), read_sidecar(path)
-    if sidecar is not None and sidecar.get("sha256") != sha256:
+    sidecar = sidecar_path(path)
+    if sidecar.is_file() and (wrong := differing(sidecar)):
         raise ArtifactError(
-            f"{path} is not the file that {path.name}.json describes",
+            f"{path} is not the file that {sidecar.name} describes ({wrong[0]})",
             hint="one of them was replaced; export again, or remove the .json to use the file as it is",
         )
-    return sha256
+    return file_sha256(path)
 
 
 def _provider(device: str, provider: str | None) -> str:

@@ -16,7 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitcompress import checkpoint, models
 from vitcompress.errors import ArtifactError, DeviceError, InputError
-from vitcompress.exporters.artifact import file_sha256
 from vitcompress.exporters.onnx_session import Session
 from vitcompress.models import InputConfig
 
@@ -102,7 +101,7 @@ def open_runner(artifact: str | Path, options: RunnerOptions | None = None, **se
         )
     if path.is_dir():
         weights = path / checkpoint.WEIGHTS
-        return TorchRunner(checkpoint.load(path), options, name=name, sha256=file_sha256(weights))
+        return TorchRunner(checkpoint.load(path), options, name=name, sha256=checkpoint.file_sha256(weights))
     if path.suffix == ".onnx":
         return OnnxRunner(path, options)
     if not path.exists():

@@ -2,11 +2,13 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import pickle
 import re
 import shutil
+import stat
 import struct
 import uuid
 from collections.abc import Callable, Mapping
@@ -51,9 +53,12 @@ def write(path: Path, fill: Callable[[Path], object]) -> None:
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        beside.touch()
+        mode = stat.S_IMODE(beside.stat().st_mode)  # what the umask gives; safetensors leaves files that only we read
         fill(beside)
         with beside.open("r+b") as file:  # Windows syncs only what it may write
             os.fsync(file.fileno())
+        beside.chmod(mode)
         beside.replace(path)
     except (OSError, SafetensorError) as error:
         raise _output_error(path, error) from None
@@ -84,6 +89,22 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, data: Any) -> None:
     """Raises ValueError for NaN and infinity, which JSON does not have."""
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def differing(sidecar: Path) -> list[str]:
+    """The files beside `sidecar` that are missing or not what it recorded under `files`, a sentence each."""
+    wrong = []
+    for name, recorded in read_json(sidecar).get("files", {}).items():
+        path = sidecar.parent / name
+        actual = file_sha256(path) if path.is_file() else "missing"
+        if actual != recorded:
+            wrong.append(f"{name}: sha256 is {actual[:12]}, {sidecar.name} says {str(recorded)[:12]}")
+    return wrong
 
 
 def read_json(path: Path) -> Any:

@@ -3,7 +3,6 @@
 Nothing here uses the code that exports or serves models: files are asked through ONNX Runtime directly, on the CPU.
 """
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from vitcompress import onnx_file
 from vitcompress.bounds import reference
-from vitcompress.checkpoint import read_json
+from vitcompress.checkpoint import differing
 from vitcompress.families import family_of
 from vitcompress.verdicts import Check, agreement, compared, largest_difference, listed
 
@@ -66,10 +65,7 @@ def file_checks(path: Path, name: str = "onnx") -> list[Check]:
     checks = [listed(f"{name}.checker", _checker_problem(path), "onnx.checker, with shape inference")]
     sidecar = path.with_name(f"{path.name}.json")
     if sidecar.is_file():
-        recorded = read_json(sidecar).get("sha256")
-        actual = hashlib.sha256(path.read_bytes()).hexdigest()
-        wrong = [] if recorded == actual else [f"sha256 is {actual[:12]}, {sidecar.name} says {str(recorded)[:12]}"]
-        checks.append(listed(f"{name}.file", wrong, f"sha256 {actual[:12]} as in {sidecar.name}"))
+        checks.append(listed(f"{name}.file", differing(sidecar), f"sha256 of every file as in {sidecar.name}"))
     return checks
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from vitcompress.families import Family
-from vitcompress.methods import baselines, hetdpt, nose
+from vitcompress.methods import baselines, evidence, hetdpt, nose
 from vitcompress.methods.depth import Stage
 from vitcompress.plan import Plan
 from vitcompress.workspace import Context
@@ -24,7 +25,8 @@ class Method:
     structure(model, family, base, options): a plan of the same size without data or scoring; raises PlanError when
     the options ask for more than the model has. stages(options, prunable): the work ahead on a model with so many
     attentions and activations, for a dry run. dilute(options, epochs): gate value of the removed layers at each epoch
-    of the recovery, for methods that fade them out; None removes them at once.
+    of the recovery, for methods that fade them out; None removes them at once. tables(folder): what the step measured,
+    for the report.
     """
 
     summary: str
@@ -33,6 +35,7 @@ class Method:
     structure: Callable[[nn.Module, Family, Plan, Any], Plan]
     stages: Callable[[Any, int], list[Stage]] = lambda options, prunable: []
     dilute: Callable[[Any, int], Callable[[int], float]] | None = None
+    tables: Callable[[Path], list[dict[str, Any]]] = evidence.tables
 
 
 METHODS: dict[str, Method] = {

@@ -22,8 +22,9 @@ from vitcompress.data import eval_loader
 from vitcompress.evaluate import calibration_images, correct_mask, evaluate, mcnemar
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
+from vitcompress.methods import METHODS
 from vitcompress.pipeline.preflight import Job
-from vitcompress.pipeline.stages import FOLDING
+from vitcompress.pipeline.stages import FOLDING, step_folder
 from vitcompress.plan import Plan
 from vitcompress.verify import verify_folder
 
@@ -187,6 +188,7 @@ def report(job: Job, dense: nn.Module, compressed: nn.Module) -> None:
             "layers": ", ".join(_source(job, step.options) for step in job.recipe.steps),
             "teacher": None if job.structure_only else job.recipe.finetune.teacher,
             "published": None if job.recipe.published is None else asdict(job.recipe.published),
+            "tables": [table for number in range(len(job.recipe.steps)) for table in _tables(job, number)],
             "notes": list(_remarks(job)),
         },
     )
@@ -200,6 +202,10 @@ def _read(path: Path) -> Any:
 def _size(path: Path) -> int:
     """Bytes of an exported file and the data files beside it, as its sidecar counts them."""
     return int(read_json(Path(f"{path}.json"))["bytes"])
+
+
+def _tables(job: Job, number: int) -> list[dict[str, Any]]:
+    return METHODS[job.recipe.steps[number].method].tables(step_folder(job, number))
 
 
 def _source(job: Job, options: Any) -> str:

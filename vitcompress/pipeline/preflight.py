@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from vitcompress import cost, distributed, models, surgery
+from vitcompress import checkpoint, cost, distributed, models, surgery
 from vitcompress.data import Splits, open_data
 from vitcompress.distributed import Runtime
 from vitcompress.errors import InputError, OutputError
@@ -20,7 +20,7 @@ from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe, dense_key
 from vitcompress.train import check_options
 
-RECIPE = "recipe.toml"
+RECIPE, PLAN = "recipe.toml", checkpoint.PLAN
 # Weights of the dense and the compressed model, their exports, and a resume state with optimiser and average, twice
 # while one replaces the other.
 BYTES_PER_PARAMETER = 4 * 16
@@ -78,7 +78,7 @@ def effective(recipe: Recipe, options: RunOptions) -> Recipe:
         if options.data is None
         else replace(
             recipe.data,
-            path=options.data,
+            path=str(Path(options.data).resolve()),
             source="imagefolder" if recipe.data.source == "digits" else recipe.data.source,
         )
     )
@@ -110,8 +110,7 @@ def prepare(recipe: Recipe, options: RunOptions, progress: Progress) -> Job:
     structure(job)
     check_training(job)
     check_disk(folder, cost.measure(job.blank, job.input.size).params)
-    if not options.structure_only or recipe.model.weights != "random":
-        check_weights(job)
+    check_weights(job)
     if runtime.is_main:
         _open_folder(folder, recipe, fresh=options.fresh)
     runtime.barrier()
@@ -212,10 +211,22 @@ def structure(job: Job) -> Plan:
 
 
 def check_weights(job: Job) -> None:
-    """Raise WeightsError for local weights that do not fit, without waiting for the run to need them."""
-    weights = job.recipe.model.weights
-    if weights not in ("train", "hub", "random"):
-        models.create(job.recipe.model.name, job.arch_args, weights, new_head=job.recipe.model.new_head)
+    """Raise InputError for weights or a teacher that cannot be had or do not fit, before anything is trained."""
+    table = job.recipe.model
+    if table.weights not in ("train", "random") and not (job.dense_folder / PLAN).is_file():
+        models.create(table.name, job.arch_args, table.weights, new_head=table.new_head)
+    if not job.structure_only and job.recipe.finetune.distillation != "none":
+        teacher(job)
+
+
+def teacher(job: Job) -> nn.Module | None:
+    """Who teaches during recovery; None is the dense model, which is at hand then. A run folder, or a timm name."""
+    name = job.recipe.finetune.teacher
+    if name in (None, "dense"):
+        return None
+    if Path(name).is_dir():
+        return checkpoint.load(name)
+    return models.create(name, {"num_classes": job.arch_args["num_classes"]}, "hub")
 
 
 def check_disk(folder: Path, params: int) -> None:

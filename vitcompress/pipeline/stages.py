@@ -16,7 +16,7 @@ from vitcompress.data import eval_loader
 from vitcompress.evaluate import evaluate
 from vitcompress.gates import GatedModel
 from vitcompress.methods import METHODS
-from vitcompress.pipeline.preflight import Job
+from vitcompress.pipeline.preflight import Job, teacher
 from vitcompress.plan import Plan
 from vitcompress.train import TrainOptions, TrainResult, train
 from vitcompress.workspace import Context
@@ -87,12 +87,16 @@ def _training(result: TrainResult) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------------------- plan
 
 
+def step_folder(job: Job, number: int) -> Path:
+    """Where step `number` keeps what it measured."""
+    return job.state / f"step-{number}-{job.recipe.steps[number].method}"
+
+
 def plan_steps(job: Job, dense: nn.Module) -> Plan:
     """The composed plan of all steps, each step made on the model that the steps before left."""
     model, plan = dense, job.base
-    for number, step in enumerate(job.recipe.steps):
-        folder = job.state / f"step-{number}-{step.method}"
-        delta = _step_plan(job, number, model, plan, folder)
+    for number in range(len(job.recipe.steps)):
+        delta = _step_plan(job, number, model, plan, step_folder(job, number))
         model, plan = surgery.applied(model, delta), plan.then(delta)
     return plan
 
@@ -166,7 +170,7 @@ def _before(job: Job, dense: nn.Module, pruned: nn.Module) -> None:
 
 def _recovered(job: Job, dense: nn.Module, pruned: nn.Module, plan: Plan) -> nn.Module:
     options, folder = job.recipe.finetune, job.state / "recovery"
-    with_teacher = {"teacher": _teacher(job, dense)} if options.distillation != "none" else {}
+    with_teacher = {"teacher": teacher(job) or deepcopy(dense).eval()} if options.distillation != "none" else {}
     dilution = _dilution(job)
     if dilution is None:
         result = _train(job, pruned, options, folder, "recovery", **with_teacher)
@@ -210,16 +214,6 @@ def _mover(gated: GatedModel, factor: Callable[[int], float]) -> Callable[[int],
             gated.set_gate(site.name, factor(epoch + 1))
 
     return move
-
-
-def _teacher(job: Job, dense: nn.Module) -> nn.Module:
-    name = job.recipe.finetune.teacher
-    if name == "dense":
-        return deepcopy(dense).eval()
-    if name is not None and Path(name).is_dir():
-        return checkpoint.load(name)
-    assert name is not None
-    return models.create(name, {"num_classes": job.arch_args["num_classes"]}, "hub")
 
 
 # ----------------------------------------------------------------------------------------------------------------- fold

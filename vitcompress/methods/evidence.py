@@ -1,0 +1,111 @@
+"""What the depth-pruning methods measured on their way, as tables for the report.
+
+A table is plain data: {title, columns, rows}, every cell text. Each comes from JSON that a step has left in its folder.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from vitcompress.checkpoint import read_json
+
+Table = dict[str, Any]
+CHAINS = ("dense", "attention_*", "activation_*", "interleaved_*")
+
+
+def tables(folder: Path) -> list[Table]:
+    """The tables of one step, in the order of its work; none for what it did not measure."""
+    sources: tuple[tuple[str, Callable[[Any], Table]], ...] = (
+        ("gradient_disparity", _gradients),
+        ("recovery_asymmetry", _recovery),
+        ("transfer_entropy", _entropies),
+        ("allocation", _allocation),
+        ("search", _search),
+    )
+    found = [make(read_json(path)) for name, make in sources if (path := folder / f"{name}.json").is_file()]
+    collected = list(_collected(folder))
+    return found if not collected else [_collection(collected), *found]
+
+
+def _table(title: str, columns: str, rows: Sequence[Sequence[Any]]) -> Table:
+    return {"title": title, "columns": columns.split(", "), "rows": [list(map(str, row)) for row in rows]}
+
+
+def _collected(folder: Path) -> Iterator[dict[str, Any]]:
+    for pattern in CHAINS:
+        for path in sorted(folder.glob(f"{pattern}.json")):
+            yield read_json(path)
+
+
+def _collection(records: Sequence[dict[str, Any]]) -> Table:
+    columns = "chain, attentions gone, activations gone, last removed, before fine-tuning %, after %"
+    rows = [
+        (
+            r["chain"],
+            len(r["attention"]),
+            len(r["activation"]),
+            r["removed"] or "",
+            f"{r['accuracy_before']:.2f}",
+            f"{r['accuracy']:.2f}",
+        )
+        for r in records
+    ]
+    return _table("HetDPT step 1: held-out accuracy, what the predictor is fitted on", columns, rows)
+
+
+def _allocation(found: dict[str, Any]) -> Table:
+    columns = (
+        "attentions + activations, predicted accuracy, behind the best, within the error, wins with two points left out"
+    )
+    rows = [
+        (
+            _split(s, found["chosen"]),
+            f"{s['prediction']:.2f}",
+            f"{s['gap']:.2f}",
+            "yes" if s["near_tie"] else "no",
+            f"{100 * s['jackknife']:.0f} %",
+        )
+        for s in found["splits"]
+    ]
+    fit = f"degree {found['polynomial']['degree']}, cross-validation error {found['rmse']:.2f}"
+    return _table(f"HetDPT step 1: splits of the budget ({fit})", columns, rows)
+
+
+def _split(split: dict[str, Any], chosen: Sequence[int]) -> str:
+    counts = [split["attention"], split["activation"]]
+    return f"{counts[0]} + {counts[1]}{' (chosen)' if counts == list(chosen) else ''}"
+
+
+def _search(found: dict[str, Any]) -> Table:
+    rows = list(zip(found["removal_epochs"], found["order"], strict=True))
+    return _table("HetDPT step 2: which layer went when", "after epoch, layer", rows)
+
+
+def _entropies(found: Any) -> Table:
+    """The layer that each greedy round took, or all layers where they were measured once."""
+    rounds = found if isinstance(found, list) else [found]
+    chosen = [min(r["rows"], key=lambda row: row["score"]) for r in rounds] if len(rounds) > 1 else rounds[0]["rows"]
+    rows = [
+        (
+            row["site"],
+            f"{row['entropy']:.3f}",
+            f"{row['transfer_entropy']:.4f}",
+            f"{row['deviation']:.4f}",
+            f"{row['accuracy']:.1f}",
+        )
+        for row in chosen
+    ]
+    columns = "layer, entropy without it, transfer entropy, its deviation (bootstrap), top-1 without it %"
+    title = "Transfer entropy: the layer of each round" if len(rounds) > 1 else "Transfer entropy of each layer alone"
+    return _table(title, columns, rows)
+
+
+def _gradients(found: Sequence[dict[str, Any]]) -> Table:
+    rows = [(row["site"], f"{row['magnitude']:.2e}", f"{row['mean']:.2e}") for row in found]
+    return _table("Gradient disparity: d loss / d mask", "layer, mean magnitude, mean", rows)
+
+
+def _recovery(found: Sequence[dict[str, Any]]) -> Table:
+    rows = [(row["site"], *(f"{row[key]:.1f}" for key in ("dense", "before", "after"))) for row in found]
+    columns = "layer removed alone, dense %, right after removal %, after fine-tuning %"
+    return _table("Recovery asymmetry: held-out accuracy", columns, rows)

@@ -1,0 +1,149 @@
+"""The run folder: what lies in it, whether it may be used, how it is opened.
+
+Nothing is removed that a run did not leave: a folder is a run's when its recipe.toml begins with `HEADER`, and starting
+over takes away only what runs write.
+"""
+
+import shutil
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vitcompress.bench import report as reports
+from vitcompress.checkpoint import write_text
+from vitcompress.errors import OutputError
+from vitcompress.recipe import Recipe
+
+RECIPE = "recipe.toml"
+HEADER = "# The recipe of this run, every setting spelled out."
+STRUCTURE_ONLY = "# Structure only: nothing was trained or scored."
+# What a run leaves, in the order in which starting over takes it away: without a report the run is not done, and
+# without its recipe the folder would be nobody's.
+LEFT_BY_RUNS = (
+    reports.JSON,
+    reports.MARKDOWN,
+    "verify.json",
+    "bench.json",
+    "model*",
+    "dense*",
+    "plan.json",
+    "log.jsonl",
+    "tensorboard",
+    "state",
+    ".*.part",
+    RECIPE,
+)
+# Weights of the dense and the compressed model, their exports, and a resume state with optimiser and average, twice
+# while one replaces the other.
+BYTES_PER_PARAMETER = 4 * 16
+ELSEWHERE = "choose another folder with --out"
+
+
+def written_recipe(recipe: Recipe, *, structure_only: bool) -> str:
+    """recipe.toml: equal for runs that do the same."""
+    return "\n".join([HEADER, *[STRUCTURE_ONLY] * structure_only, "", recipe.to_toml()])
+
+
+def is_done(folder: Path) -> bool:
+    return (folder / reports.JSON).is_file()
+
+
+def check_folder(folder: Path, recipe: Recipe, *, structure_only: bool, fresh: bool) -> None:
+    """Raise OutputError when `folder` is taken by something else or cannot be written."""
+    try:
+        _check_free(folder, written_recipe(recipe, structure_only=structure_only), fresh)
+    except OSError as error:
+        raise OutputError(f"{folder} cannot be read: {error.strerror}", hint=ELSEWHERE) from None
+    check_writable(folder)
+
+
+def _check_free(folder: Path, wanted: str, fresh: bool) -> None:
+    path = folder / RECIPE
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder} is a file", hint=ELSEWHERE)
+    if not path.is_file():
+        if folder.is_dir() and any(folder.iterdir()):
+            raise OutputError(f"{folder} is not empty and not a run folder", hint=ELSEWHERE)
+        return
+    found = path.read_text(encoding="utf-8", errors="replace")
+    if fresh and not found.startswith(HEADER):
+        raise OutputError(f"{path} was not written by a run, so nothing here is replaced", hint=ELSEWHERE)
+    if not fresh and found != wanted:
+        raise OutputError(
+            f"{folder} holds a run of another recipe ({difference(found, wanted)})",
+            hint=f"{ELSEWHERE}, or --fresh to start over in this one",
+        )
+
+
+def difference(there: str, here: str) -> str:
+    """The first settings that differ between two recipe texts, by their full names."""
+    try:
+        before, now = dict(_settings(tomllib.loads(there))), dict(_settings(tomllib.loads(here)))
+    except tomllib.TOMLDecodeError:
+        return "its recipe.toml is not readable"
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    told = [f"{name} is {before.get(name, 'not set')} there, {now.get(name, 'not set')} here" for name in names[:3]]
+    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
+    if not names:
+        return "structure only there" if STRUCTURE_ONLY in there else "written by another version, or structure only"
+    return "; ".join([*told, *more])
+
+
+def _settings(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """`("finetune.epochs", "10")` for every leaf."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield name, repr(value)
+    for key, inner in items or ():
+        yield from _settings(inner, f"{name}.{key}" if name else str(key))
+
+
+def check_writable(folder: Path) -> None:
+    """Raise OutputError when `folder` cannot be made or written; nothing is left by looking."""
+    parent = nearest(folder)
+    if not parent.is_dir():
+        raise OutputError(f"{parent} is a file, so {folder} cannot be made", hint=ELSEWHERE)
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise OutputError(f"{parent} cannot be written: {error.strerror}", hint=ELSEWHERE) from None
+
+
+def check_disk(folder: Path, params: int) -> None:
+    """Raise OutputError when the disk has too little room for weights, exports and resume state."""
+    parent = nearest(folder)
+    need, free = params * BYTES_PER_PARAMETER, shutil.disk_usage(parent).free
+    if free < need:
+        raise OutputError(
+            f"{parent} has {_size(free)} free, this run needs about {_size(need)}",
+            hint=f"free some space, or {ELSEWHERE}",
+        )
+
+
+def nearest(folder: Path) -> Path:
+    """`folder`, or the closest of its parents that there is."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+def open_folder(folder: Path, recipe: Recipe, *, structure_only: bool, fresh: bool) -> None:
+    """Leave `folder` with the recipe of this run in it; with `fresh` also without the results of an earlier one."""
+    if fresh:
+        _clear(folder)
+    if not (folder / RECIPE).is_file():
+        write_text(folder / RECIPE, written_recipe(recipe, structure_only=structure_only))
+
+
+def _clear(folder: Path) -> None:
+    for pattern in LEFT_BY_RUNS:
+        for path in sorted(folder.glob(pattern)):
+            try:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            except OSError as error:
+                raise OutputError(f"{path} cannot be removed: {error.strerror}", hint=ELSEWHERE) from None
