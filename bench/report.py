@@ -21,6 +21,7 @@ The input is plain data, the content of report.json. Every key but `recipe` and 
     notes                  sentences that a reader should know
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +115,8 @@ def summary_table(report: Mapping[str, Any]) -> Table:
     if not report.get("bench"):
         rows += [("latency", NOTHING, NOTHING, ""), ("throughput", NOTHING, NOTHING, "")]
     rows += _file_rows(report.get("files") or {})
+    if verify := report.get("verify"):
+        rows.append(("checks (verify.json)", "", verdicts(verify), ""))
     return Table("", ("", "before", "after", "change"), tuple(rows))
 
 
@@ -144,6 +147,12 @@ def _file_rows(files: Mapping[str, int]) -> Iterable[tuple[str, str, str, str]]:
         before = files.get(f"dense{Path(name).suffix}")
         if name.startswith("model.") and before:
             yield f"file size ({Path(name).suffix[1:]})", f"{big(before)}B", f"{big(after)}B", change(before, after)
+
+
+def verdicts(verify: Mapping[str, Any]) -> str:
+    """`19 passed, 1 not run`"""
+    counts = Counter(check["verdict"].replace("_", " ") for check in verify["checks"])
+    return ", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "not run") if counts[name])
 
 
 def cost_table(report: Mapping[str, Any]) -> Table:

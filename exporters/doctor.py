@@ -50,13 +50,18 @@ def _devices() -> dict[str, str | None]:
     return {"cpu": platform.processor() or platform.machine(), **(gpus or {"cuda": None}), "mps": mps}
 
 
-def _provider_works(name: str) -> bool:
+def works_on(device: str) -> bool:
+    """Whether ONNX Runtime can work on `device` (`cpu`, `cuda`, `cuda:1`) here."""
+    return _provider_works(None, device)
+
+
+def _provider_works(name: str | None, device: str = "cpu") -> bool:
     """Whether a session really runs on the provider: that it is in the build says nothing about this machine."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "smallest.onnx"
         path.write_bytes(_smallest_model())
         try:
-            Session(path, device="cpu", provider=name).close()
+            Session(path, device=device, provider=name).close()
         except VitcompressError:
             return False
         return True

@@ -189,15 +189,23 @@ def _print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
 
 def print_outlook(outlook: Mapping[str, Any]) -> None:
     """What a recipe would do: stages, cost before and after, and what is missing here."""
-    print_text(f"{outlook['recipe']} would work in {outlook['folder']}\n")
-    print_records("stages", outlook["stages"])
-    print_records("cost", [{"model": name, **figures} for name, figures in outlook["cost"].items()])
+    print_text(f"{outlook['recipe']}, run folder {outlook['folder']}; nothing is written now\n")
+    stages = [{**row, "images": _images(row)} for row in outlook["stages"]]
+    print_records("stages (epochs of each round, images of each epoch)", stages)
+    print_records(
+        f"cost (layers: {outlook['layers']})", [{"model": name, **figures} for name, figures in outlook["cost"].items()]
+    )
     missing = outlook["missing"]
     print_text(
-        "\n".join(["missing on this machine:", *(f"  - {line}" for line in missing)])
+        "\n".join(["needed and not here yet:", *(f"  - {line}" for line in missing)])
         if missing
         else "nothing is missing on this machine"
     )
+
+
+def _images(stage: Mapping[str, Any]) -> Any:
+    """The images of a stage; a question mark where it needs some and the data is not there to count."""
+    return "?" if stage["images"] is None and stage["epochs"] is not None else stage["images"]
 
 
 def print_export(done: Mapping[str, Any]) -> None:

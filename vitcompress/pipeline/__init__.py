@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from vitcompress import distributed
 from vitcompress.checkpoint import read_json
 from vitcompress.pipeline import delivery, stages
+from vitcompress.pipeline.folder import check_folder, is_done
 from vitcompress.pipeline.outlook import dry_run
-from vitcompress.pipeline.preflight import Job, RunOptions, prepare
+from vitcompress.pipeline.preflight import Job, RunOptions, alone, check_formats, effective, folder_of, prepare
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe
 
@@ -40,28 +43,40 @@ def run(recipe: Recipe, options: RunOptions | None = None, progress: Progress | 
         InputError: what the user gave is wrong; nothing was written.
         VitcompressError: the work itself failed; the same call continues it.
     """
+    options, progress = options or RunOptions(), progress or Progress()
+    recipe = effective(recipe, options)
+    folder = folder_of(recipe, options)
+    check_folder(folder, recipe, structure_only=options.structure_only, fresh=options.fresh)
+    check_formats(recipe)
     try:
-        job = prepare(recipe, options or RunOptions(), progress or Progress())
-        if job.runtime.broadcast((job.folder / delivery.REPORT).is_file()):
-            job.progress.note(f"all is done: {job.folder}; --fresh starts over")
-        else:
-            _work(job)
+        runtime = distributed.start(recipe.run.device, recipe.run.amp, recipe.data.workers)
+        done = runtime.broadcast(is_done(folder) and not options.fresh)
+        if not done:
+            job = prepare(recipe, options, runtime, progress)
+            with distributed.cpu_threads(recipe.run.threads):
+                dense = _train(job)
     finally:
         distributed.stop()
-    if not job.runtime.is_main:
-        return RunResult(job.folder, {}, passed=True)
-    report = read_json(job.folder / delivery.REPORT)
-    return RunResult(job.folder, report, bool(report["verify"]["passed"]))
+    if not runtime.is_main:
+        return RunResult(folder, {}, passed=True)
+    if done:
+        progress.note(f"all is done: {folder}; --fresh starts over")
+    else:
+        _deliver(alone(job), dense)
+    report = read_json(folder / delivery.REPORT)
+    return RunResult(folder, report, bool(report["verify"]["passed"]))
 
 
-def _work(job: Job) -> None:
-    with distributed.cpu_threads(job.recipe.run.threads):
-        dense = stages.dense_model(job)
-        plan = stages.plan_steps(job, dense)
-        stages.recover(job, dense, plan)
-    if not job.runtime.is_main:
-        return
-    compressed = stages.fold(job, plan)
+def _train(job: Job) -> nn.Module:
+    """What processes share; the dense model."""
+    dense = stages.dense_model(job)
+    stages.recover(job, dense, stages.plan_steps(job, dense))
+    return dense
+
+
+def _deliver(job: Job, dense: nn.Module) -> None:
+    """What the first process does when the others have left."""
+    compressed = stages.fold(job)
     delivery.export(job, dense, compressed)
     delivery.verify(job)
     delivery.judge(job, dense, compressed)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from vitcompress.evaluate import calibration_images, correct_mask, evaluate, mcn
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.methods import METHODS
-from vitcompress.pipeline.preflight import Job
+from vitcompress.pipeline.preflight import Job, layers_from
 from vitcompress.pipeline.stages import FOLDING, step_folder
 from vitcompress.plan import Plan
 from vitcompress.verify import verify_folder
@@ -80,9 +80,10 @@ def verify(job: Job) -> None:
 
 def _images(job: Job) -> Tensor | None:
     """A few test images, on which nothing is chosen any more."""
-    return (
-        None if job.data is None else calibration_images(job.data.test, job.input, VERIFIED_IMAGES, job.recipe.run.seed)
-    )
+    if job.data is None:
+        return None
+    count = min(VERIFIED_IMAGES, len(job.data.test))
+    return calibration_images(job.data.test, job.input, count, job.recipe.run.seed)
 
 
 def judge(job: Job, dense: nn.Module, compressed: nn.Module) -> None:
@@ -91,13 +92,12 @@ def judge(job: Job, dense: nn.Module, compressed: nn.Module) -> None:
     if job.data is None or path.is_file():
         return
     job.progress.stage("Judge on the test images")
-    runtime = replace(job.runtime, rank=0, world_size=1)
-    loader = eval_loader(job.data.test, job.input, job.recipe.finetune.batch_size, runtime)
+    loader = eval_loader(job.data.test, job.input, job.recipe.finetune.batch_size, job.runtime)
     found: dict[str, Any] = {}
     right: dict[str, np.ndarray] = {}
     for name, predict in _judged(job, dense, compressed):
-        found[name] = evaluate(predict, loader, runtime).to_dict()
-        right[name] = correct_mask(predict, loader, runtime)
+        found[name] = evaluate(predict, loader, job.runtime).to_dict()
+        right[name] = correct_mask(predict, loader, job.runtime)
         job.progress.note(f"{name}: {found[name]['correct']} of {found[name]['total']} right")
     test = mcnemar(right["dense"], right["compressed"])
     found["mcnemar"] = asdict(test)
@@ -110,7 +110,7 @@ def _judged(job: Job, dense: nn.Module, compressed: nn.Module) -> Iterator[tuple
         yield name, model.to(job.runtime.device).eval()
         model.cpu()
     for path in _exported(job, "model"):
-        with closing(open_runner(path)) as runner:
+        with closing(open_runner(path, device=job.onnx_device)) as runner:
             yield path.name, runner
 
 
@@ -127,24 +127,18 @@ def bench(job: Job) -> None:
     if path.is_file():
         return
     job.progress.stage("Measure dense against compressed")
-    table = job.recipe.bench
-    pairs = (
-        list(zip(_exported(job, "dense"), _exported(job, "model"), strict=True))
-        if "onnxruntime" in table.runtimes
-        else []
-    )
-    pairs += [(job.dense_folder, job.folder)] if "torch" in table.runtimes else []
-    options = suite.BenchOptions(
-        table.protocol,
-        table.batch,
-        table.warmup,
-        table.runs,
-        RunnerOptions(device=str(job.runtime.device)),
-        seed=job.recipe.run.seed,
-    )
+    table, device = job.recipe.bench, str(job.runtime.device)
+    pairs: list[tuple[Path, Path, str]] = []
+    if "onnxruntime" in table.runtimes:
+        exported = zip(_exported(job, "dense"), _exported(job, "model"), strict=True)
+        pairs += [(before, after, job.onnx_device) for before, after in exported]
+    if "torch" in table.runtimes:
+        pairs.append((job.dense_folder, job.folder, device))
+    settings = {"batch": table.batch, "warmup": table.warmup, "runs": table.runs, "seed": job.recipe.run.seed}
     found = []
-    for pair in pairs:
-        measured = suite.run(pair, options, progress=job.progress).as_data()
+    for before, after, where in pairs:
+        options = suite.BenchOptions(table.protocol, runner=RunnerOptions(device=where), **settings)
+        measured = suite.run((before, after), options, progress=job.progress).as_data()
         found.append(measured)
         for ratio in measured["ratios"]:
             speed = f"{ratio['median']:.2f} times as fast ({reports.interval(ratio)})"
@@ -185,7 +179,9 @@ def report(job: Job, dense: nn.Module, compressed: nn.Module) -> None:
             "verify": read_json(job.folder / "verify.json"),
             "folding": _read(job.state / FOLDING),
             "searched": None if job.structure_only else f"{plan.arch} with the weights that recovery starts from",
-            "layers": ", ".join(_source(job, step.options) for step in job.recipe.steps),
+            "layers": ", ".join(
+                layers_from(step.options, searched=not job.structure_only) for step in job.recipe.steps
+            ),
             "teacher": None if job.structure_only else job.recipe.finetune.teacher,
             "published": None if job.recipe.published is None else asdict(job.recipe.published),
             "tables": [table for number in range(len(job.recipe.steps)) for table in _tables(job, number)],
@@ -206,12 +202,6 @@ def _size(path: Path) -> int:
 
 def _tables(job: Job, number: int) -> list[dict[str, Any]]:
     return METHODS[job.recipe.steps[number].method].tables(step_folder(job, number))
-
-
-def _source(job: Job, options: Any) -> str:
-    if getattr(options, "layers", "search") == "published":
-        return "published"
-    return "arbitrary, as nothing was scored" if job.structure_only else "search"
 
 
 def _remarks(job: Job) -> Iterator[str]:

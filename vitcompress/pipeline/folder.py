@@ -26,8 +26,9 @@ LEFT_BY_RUNS = (
     reports.MARKDOWN,
     "verify.json",
     "bench.json",
-    "model*",
-    "dense*",
+    "model.*",
+    "model-*.*",  # exported again in another precision
+    "dense.*",
     "plan.json",
     "log.jsonl",
     "tensorboard",

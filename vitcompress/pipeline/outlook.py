@@ -1,17 +1,29 @@
 """What a run would do and cost, and what this machine lacks for it. Nothing is written and nothing is trained."""
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from vitcompress import cost, distributed, surgery
+from vitcompress.bench import timing
 from vitcompress.data import Splits, open_data
 from vitcompress.errors import InputError
-from vitcompress.exporters import EXPORTERS
 from vitcompress.methods import METHODS
-from vitcompress.pipeline.preflight import Job, RunOptions, described, effective, structure
+from vitcompress.pipeline.folder import check_disk, check_folder, check_writable
+from vitcompress.pipeline.preflight import (
+    Job,
+    RunOptions,
+    check_bench,
+    check_formats,
+    check_training,
+    check_weights,
+    described,
+    effective,
+    folder_of,
+    layers_from,
+    structure,
+)
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe
 
@@ -24,7 +36,7 @@ def dry_run(recipe: Recipe, options: RunOptions) -> dict[str, Any]:
     """
     recipe = effective(recipe, options)
     data, missing = _data(recipe, options)
-    folder = (options.out or Path("runs") / recipe.name).resolve()
+    folder = folder_of(recipe, options)
     job = described(
         recipe,
         folder,
@@ -40,11 +52,12 @@ def dry_run(recipe: Recipe, options: RunOptions) -> dict[str, Any]:
         "recipe": recipe.name,
         "folder": str(folder),
         "stages": list(_stages(job)),
+        "layers": ", ".join(layers_from(step.options, searched=False) for step in recipe.steps),
         "cost": {
             "dense": cost.measure(job.blank, job.input.size).to_dict(),
             "compressed": cost.measure(compressed, job.input.size).to_dict(),
         },
-        "missing": [*missing, *_missing(recipe)],
+        "missing": [*missing, *_missing(job, options)],
     }
 
 
@@ -57,18 +70,28 @@ def _data(recipe: Recipe, options: RunOptions) -> tuple[Splits | None, list[str]
         return None, [_sentence(error)]
 
 
-def _missing(recipe: Recipe) -> Iterator[str]:
-    for name in recipe.export.formats:
-        if name not in EXPORTERS:
-            yield f"export format {name}: there are {', '.join(EXPORTERS)}"
-        elif reason := EXPORTERS[name].unavailable():
-            yield f"{name}: {reason}"
-    if recipe.model.weights == "hub":
+def _missing(job: Job, options: RunOptions) -> Iterator[str]:
+    """What `prepare` would refuse, all of it; hub weights are not fetched to see whether they can be."""
+    recipe, weights = job.recipe, job.recipe.model.weights
+    how = {"structure_only": options.structure_only, "fresh": options.fresh}
+    checks: list[Callable[[], object]] = [
+        lambda: check_folder(job.folder, recipe, **how),
+        lambda: check_writable(job.dense_folder),
+        lambda: check_disk(job.folder, cost.measure(job.blank, job.input.size).params),
+        lambda: check_formats(recipe),
+        lambda: distributed.check_device(recipe.run.device, recipe.run.amp),
+        lambda: check_training(job),
+        lambda: check_bench(job),
+    ]
+    if weights == "hub":
         yield f"weights of {recipe.model.name}: fetched from timm's hub at the start, or given with --weights PATH"
-    try:
-        distributed.check_device(recipe.run.device, recipe.run.amp)
-    except InputError as error:
-        yield _sentence(error)
+    else:
+        checks.append(lambda: check_weights(job, fresh=options.fresh))
+    for check in checks:
+        try:
+            check()
+        except InputError as error:
+            yield _sentence(error)
 
 
 def _sentence(error: InputError) -> str:
@@ -83,9 +106,10 @@ def _stages(job: Job) -> Iterator[dict[str, Any]]:
     if not job.structure_only:
         prunable = sum(site.kind in ("attention", "activation") for site in job.family.sites(job.blank))
         for number, step in enumerate(job.recipe.steps):
+            several = f"{number + 1}. " if len(job.recipe.steps) > 1 else ""
             for stage in METHODS[step.method].stages(step.options, prunable):
                 yield _row(
-                    f"step {number + 1}, {step.method}: {stage.title}",
+                    f"{several}{step.method}: {stage.title}",
                     stage.rounds,
                     stage.epochs,
                     _images(job, stage.images, stage.images_per_class, train),
@@ -95,7 +119,9 @@ def _stages(job: Job) -> Iterator[dict[str, Any]]:
         yield _row(title, 1, None, None)
     if not job.structure_only:
         yield _row("judge on the test images", 1, None, None if job.data is None else len(job.data.test))
-    yield _row(f"measure ({job.recipe.bench.protocol}, batch {job.recipe.bench.batch})", 1, None, None)
+    table = job.recipe.bench
+    protocol = timing.protocol(table.protocol, batch=table.batch, warmup=table.warmup, runs=table.runs)
+    yield _row(f"measure ({protocol.name}, batch {protocol.batch})", 1, None, None)
 
 
 def _row(stage: str, rounds: int, epochs: int | None, images: int | None) -> dict[str, Any]:

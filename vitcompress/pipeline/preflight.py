@@ -1,29 +1,28 @@
 """Everything that can fail is tried here, before the first training step and before anything is written."""
 
-import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from vitcompress import checkpoint, cost, distributed, models, surgery
+from vitcompress import checkpoint, cost, models, surgery
+from vitcompress.bench import timing
 from vitcompress.data import Splits, open_data
+from vitcompress.distill import objective
 from vitcompress.distributed import Runtime
-from vitcompress.errors import InputError, OutputError
+from vitcompress.errors import DeviceError, InputError
 from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.doctor import works_on
 from vitcompress.families import Family, family_of
 from vitcompress.methods import METHODS
 from vitcompress.models import InputConfig
+from vitcompress.pipeline.folder import check_disk, check_writable, open_folder
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe, dense_key
 from vitcompress.train import check_options
-
-RECIPE, PLAN = "recipe.toml", checkpoint.PLAN
-# Weights of the dense and the compressed model, their exports, and a resume state with optimiser and average, twice
-# while one replaces the other.
-BYTES_PER_PARAMETER = 4 * 16
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,19 @@ class Job:
         return self.folder.parent / f"dense-{dense_key(self.recipe)}" if trained else self.state / "dense"
 
     @property
+    def onnx_device(self) -> str:
+        """Where ONNX Runtime works: on the run's device, on the CPU where that is an Apple GPU."""
+        return "cpu" if self.runtime.device.type == "mps" else str(self.runtime.device)
+
+    @property
     def base(self) -> Plan:
         """The plan of the dense model."""
         return Plan(self.recipe.model.name, self.arch_args)
+
+
+def alone(job: Job) -> Job:
+    """The job for the first process without the others."""
+    return replace(job, runtime=replace(job.runtime, rank=0, world_size=1))
 
 
 def effective(recipe: Recipe, options: RunOptions) -> Recipe:
@@ -82,6 +91,11 @@ def effective(recipe: Recipe, options: RunOptions) -> Recipe:
             source="imagefolder" if recipe.data.source == "digits" else recipe.data.source,
         )
     )
+    if options.weights == "train" and recipe.dense is None:
+        raise InputError(
+            "--weights train needs a [dense] table that says how to train, and the recipe has none",
+            hint="give a checkpoint, hub or random",
+        )
     weights = options.weights or ("random" if options.structure_only and recipe.model.weights == "train" else None)
     model = recipe.model if weights is None else replace(recipe.model, weights=weights)
     return replace(
@@ -94,25 +108,28 @@ def effective(recipe: Recipe, options: RunOptions) -> Recipe:
     )
 
 
-def prepare(recipe: Recipe, options: RunOptions, progress: Progress) -> Job:
-    """Check a run and open its folder.
+def folder_of(recipe: Recipe, options: RunOptions) -> Path:
+    return (options.out or Path("runs") / recipe.name).resolve()
+
+
+def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Progress) -> Job:
+    """Check a run, `effective` already, and open its folder.
 
     Raises:
         InputError: a subclass that says what is wrong; nothing was written.
     """
-    recipe = effective(recipe, options)
-    folder = (options.out or Path("runs") / recipe.name).resolve()
-    check_folder(folder, recipe, fresh=options.fresh)
-    check_formats(recipe)
-    runtime = distributed.start(recipe.run.device, recipe.run.amp, recipe.data.workers)
+    folder = folder_of(recipe, options)
     data = None if options.structure_only else open_data(recipe.data, recipe.run.seed)
     job = described(recipe, folder, runtime, progress, data, structure_only=options.structure_only)
     structure(job)
     check_training(job)
+    check_bench(job)
     check_disk(folder, cost.measure(job.blank, job.input.size).params)
-    check_weights(job)
+    check_writable(job.dense_folder)
+    check_weights(job, fresh=options.fresh)
+    runtime.barrier()  # nobody looks at the folder any more
     if runtime.is_main:
-        _open_folder(folder, recipe, fresh=options.fresh)
+        open_folder(folder, recipe, structure_only=options.structure_only, fresh=options.fresh)
     runtime.barrier()
     return job
 
@@ -138,43 +155,6 @@ def described(
     )
 
 
-def check_folder(folder: Path, recipe: Recipe, *, fresh: bool) -> None:
-    """Raise OutputError when `folder` is taken by something else or cannot be written."""
-    written = folder / RECIPE
-    if folder.exists() and not folder.is_dir():
-        raise OutputError(f"{folder} is a file", hint="choose a folder with --out")
-    if folder.is_dir() and any(folder.iterdir()) and not written.is_file():
-        raise OutputError(f"{folder} is not empty and not a run folder", hint="choose another folder with --out")
-    if written.is_file() and not fresh and written.read_text() != recipe.to_toml():
-        differing = _first_difference(written.read_text(), recipe.to_toml())
-        raise OutputError(
-            f"{folder} holds a run of another recipe ({differing})",
-            hint="choose another folder with --out, or --fresh to start over in this one",
-        )
-    parent = next(path for path in (folder, *folder.parents) if path.exists())
-    if not parent.is_dir():
-        raise OutputError(f"{parent} is a file, so {folder} cannot be made", hint="choose another folder with --out")
-    _check_writable(parent)
-
-
-def _check_writable(folder: Path) -> None:
-    probe = folder / ".vitcompress-probe"
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise OutputError(
-            f"{folder} cannot be written: {error.strerror}", hint="choose another folder with --out"
-        ) from None
-
-
-def _first_difference(before: str, now: str) -> str:
-    old, new = before.splitlines(), now.splitlines()
-    gone = [line for line in old if line not in new]
-    come = [line for line in new if line not in old]
-    return f"{gone[0] if gone else 'nothing'} there, {come[0] if come else 'nothing'} here"
-
-
 def check_formats(recipe: Recipe) -> None:
     """Raise InputError for an export target that cannot be built on this machine."""
     for name in recipe.export.formats:
@@ -195,6 +175,32 @@ def check_training(job: Job) -> None:
     for options in (job.recipe.dense, job.recipe.finetune):
         if options is not None:
             check_options(options, job.data.train, job.data.heldout, job.runtime)
+    if not job.data.heldout and any(_chooses_by_accuracy(step.options) for step in job.recipe.steps):
+        raise InputError(
+            "data.heldout is 0, but the layers are chosen by accuracy on held-out images",
+            hint="set data.heldout to 0.01 or more",
+        )
+    if METHODS[job.recipe.steps[-1].method].dilute and job.recipe.finetune.select == "best":
+        raise InputError(
+            f"finetune.select is 'best', but {job.recipe.steps[-1].method} fades the layers out while it recovers: the "
+            "best epoch may be one that still has them",
+            hint="set finetune.select = 'last'",
+        )
+
+
+def _chooses_by_accuracy(options: Any) -> bool:
+    return hasattr(options, "collection") and getattr(options, "layers", "search") == "search"
+
+
+def check_bench(job: Job) -> None:
+    """Raise DeviceError when ONNX Runtime cannot measure on the run's device, InputError for what is no protocol."""
+    table = job.recipe.bench
+    timing.protocol(table.protocol, batch=table.batch, warmup=table.warmup, runs=table.runs)
+    if job.recipe.export.formats and job.onnx_device != "cpu" and not works_on(job.onnx_device):
+        raise DeviceError(
+            f"ONNX Runtime cannot work on {job.onnx_device} here, and what is exported is measured with it",
+            hint="`vitcompress doctor` shows what is missing; or run with --device cpu",
+        )
 
 
 def structure(job: Job) -> Plan:
@@ -210,13 +216,31 @@ def structure(job: Job) -> Plan:
     return plan
 
 
-def check_weights(job: Job) -> None:
+def layers_from(options: Any, *, searched: bool) -> str:
+    """Where a step's layers come from, in a word: a publication, a search, or nothing but their number."""
+    if getattr(options, "layers", "search") == "published":
+        return "published"
+    return "search" if searched else "arbitrary, only their number counts"
+
+
+def check_weights(job: Job, *, fresh: bool) -> None:
     """Raise InputError for weights or a teacher that cannot be had or do not fit, before anything is trained."""
-    table = job.recipe.model
-    if table.weights not in ("train", "random") and not (job.dense_folder / PLAN).is_file():
+    table, recovery = job.recipe.model, job.recipe.finetune
+    at_hand = (job.dense_folder / checkpoint.PLAN).is_file() and not fresh
+    if table.weights not in ("train", "random") and not at_hand:
         models.create(table.name, job.arch_args, table.weights, new_head=table.new_head)
-    if not job.structure_only and job.recipe.finetune.distillation != "none":
-        teacher(job)
+    if job.structure_only or recovery.distillation == "none":
+        return
+    knows = teacher(job) or job.blank
+    classes = [int(getattr(model, "num_classes", 0)) for model in (knows, job.blank)]
+    if classes[0] != classes[1]:
+        raise InputError(
+            f"the teacher {recovery.teacher} tells {classes[0]} classes apart, the student {classes[1]}",
+            hint="use a teacher for the same classes",
+        )
+    # Size of its images, and a weight of the labels that leaves no head untrained.
+    how = (recovery.distillation, recovery.alpha, recovery.temperature, recovery.augmentation.smoothing)
+    objective(job.blank, *how, teacher=knows, input=job.input, device=torch.device("cpu"))
 
 
 def teacher(job: Job) -> nn.Module | None:
@@ -227,23 +251,3 @@ def teacher(job: Job) -> nn.Module | None:
     if Path(name).is_dir():
         return checkpoint.load(name)
     return models.create(name, {"num_classes": job.arch_args["num_classes"]}, "hub")
-
-
-def check_disk(folder: Path, params: int) -> None:
-    """Raise OutputError when the disk has too little room for weights, exports and resume state."""
-    parent = next(path for path in (folder, *folder.parents) if path.exists())
-    need, free = params * BYTES_PER_PARAMETER, shutil.disk_usage(parent).free
-    if free < need:
-        raise OutputError(
-            f"{parent} has {free / 1e9:.1f} GB free, this run needs about {need / 1e9:.1f} GB",
-            hint="free some space, or choose another folder with --out",
-        )
-
-
-def _open_folder(folder: Path, recipe: Recipe, *, fresh: bool) -> None:
-    from vitcompress.checkpoint import write_text
-
-    if fresh and (folder / RECIPE).is_file():
-        shutil.rmtree(folder)
-    if not (folder / RECIPE).is_file():
-        write_text(folder / RECIPE, recipe.to_toml())

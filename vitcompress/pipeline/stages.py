@@ -2,7 +2,7 @@
 folder and does nothing when that result stands.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -29,19 +29,25 @@ UNFOLDED, UNFOLDED_PLAN, FOLDING = "unfolded.safetensors", "unfolded_plan.json",
 
 def dense_model(job: Job) -> nn.Module:
     """The model before pruning: trained here, once for all recipes that train it alike, or with the given weights."""
-    folder, table = job.dense_folder, job.recipe.model
+    folder = job.dense_folder
     if job.runtime.broadcast((folder / checkpoint.PLAN).is_file()):
         job.progress.note(f"dense model: taken from {folder}")
-        return checkpoint.load(folder)
+    else:
+        _make_dense(job)
+    # Always what lies on the disk of the first process: others may have no such folder, and a run that was stopped
+    # here goes on from the same tensors.
+    return job.runtime.broadcast(checkpoint.load(folder) if job.runtime.is_main else None)  # type: ignore[no-any-return]
+
+
+def _make_dense(job: Job) -> None:
+    table = job.recipe.model
     if table.weights == "train":
         model = _trained(job)
     else:
         seed = job.recipe.run.seed
         model = models.create(table.name, job.arch_args, table.weights, seed=seed, new_head=table.new_head)
     if job.runtime.is_main:
-        checkpoint.save_model(folder, model, job.base)
-    job.runtime.barrier()
-    return model
+        checkpoint.save_model(job.dense_folder, model, job.base)
 
 
 def _trained(job: Job) -> nn.Module:
@@ -92,20 +98,29 @@ def step_folder(job: Job, number: int) -> Path:
     return job.state / f"step-{number}-{job.recipe.steps[number].method}"
 
 
-def plan_steps(job: Job, dense: nn.Module) -> Plan:
-    """The composed plan of all steps, each step made on the model that the steps before left."""
-    model, plan = dense, job.base
+def plan_steps(job: Job, dense: nn.Module) -> list[Plan]:
+    """What each step adds to the plan, made on the model that the steps before left."""
+    deltas: list[Plan] = []
     for number in range(len(job.recipe.steps)):
-        delta = _step_plan(job, number, model, plan, step_folder(job, number))
-        model, plan = surgery.applied(model, delta), plan.then(delta)
-    return plan
+        model, plan = edited(job, dense, deltas)
+        deltas.append(_step_plan(job, number, model, plan))
+    return deltas
 
 
-def _step_plan(job: Job, number: int, model: nn.Module, plan: Plan, folder: Path) -> Plan:
-    step = job.recipe.steps[number]
+def edited(job: Job, dense: nn.Module, deltas: Sequence[Plan]) -> tuple[nn.Module, Plan]:
+    """A copy of the dense model after these steps, and the plan that makes it."""
+    model, plan = deepcopy(dense), job.base
+    for delta in deltas:
+        model, plan = surgery.apply(model, delta), plan.then(delta)
+    return model, plan
+
+
+def _step_plan(job: Job, number: int, model: nn.Module, plan: Plan) -> Plan:
+    step, folder = job.recipe.steps[number], step_folder(job, number)
     method, path = METHODS[step.method], folder / "plan.json"
-    if job.runtime.broadcast(path.is_file()):
-        return Plan.from_json(path.read_text())
+    text = job.runtime.broadcast(path.read_text() if job.runtime.is_main and path.is_file() else None)
+    if text is not None:
+        return Plan.from_json(text)
     if job.structure_only:
         delta = method.structure(model, job.family, plan, step.options)
     else:
@@ -113,7 +128,6 @@ def _step_plan(job: Job, number: int, model: nn.Module, plan: Plan, folder: Path
         delta = method.plan(model, _context(job, plan, folder), step.options)
     if job.runtime.is_main:
         write_text(path, delta.to_json())
-    job.runtime.barrier()
     return delta
 
 
@@ -137,73 +151,64 @@ def _context(job: Job, plan: Plan, folder: Path) -> Context:
 # -------------------------------------------------------------------------------------------------------------- recover
 
 
-def recover(job: Job, dense: nn.Module, plan: Plan) -> None:
+def recover(job: Job, dense: nn.Module, deltas: Sequence[Plan]) -> None:
     """Train the pruned model from the dense weights (HetDPT, stage 2), and keep it as it is before folding."""
     if job.runtime.broadcast((job.state / UNFOLDED_PLAN).is_file()):
         return
-    model = surgery.applied(dense, plan)
+    model, plan = edited(job, dense, deltas)
     if not job.structure_only:
         job.progress.stage("Recover by training the pruned model")
         _before(job, dense, model)
-        model = _recovered(job, dense, model, plan)
+        model = _recovered(job, dense, deltas)
     if job.runtime.is_main:
         checkpoint.save_tensors(job.state / UNFOLDED, model.state_dict(), {"plan": plan.digest})
         write_text(job.state / UNFOLDED_PLAN, plan.to_json())
-    job.runtime.barrier()
 
 
 def _before(job: Job, dense: nn.Module, pruned: nn.Module) -> None:
     """Held-out accuracy just after pruning, which tells how much there is to recover."""
     assert job.data is not None
     path = job.state / "before_recovery.json"
-    if job.runtime.broadcast(path.is_file()):
+    if not job.data.heldout or job.runtime.broadcast(path.is_file()):
         return
     loader = eval_loader(job.data.heldout, job.input, job.recipe.finetune.batch_size, job.runtime)
-    found = {
-        name: evaluate(model.to(job.runtime.device).eval(), loader, job.runtime).to_dict()
-        for name, model in (("dense", dense), ("pruned", pruned))
-    }
+    found = {}
+    for name, model in (("dense", dense), ("pruned", pruned)):
+        found[name] = evaluate(model.to(job.runtime.device).eval(), loader, job.runtime).to_dict()
+        model.cpu()
     job.progress.note("held-out top-1: " + ", ".join(f"{name} {100 * a['top1']:.1f} %" for name, a in found.items()))
     if job.runtime.is_main:
         write_json(path, found)
 
 
-def _recovered(job: Job, dense: nn.Module, pruned: nn.Module, plan: Plan) -> nn.Module:
+def _recovered(job: Job, dense: nn.Module, deltas: Sequence[Plan]) -> nn.Module:
     options, folder = job.recipe.finetune, job.state / "recovery"
-    with_teacher = {"teacher": teacher(job) or deepcopy(dense).eval()} if options.distillation != "none" else {}
-    dilution = _dilution(job)
-    if dilution is None:
+    with_teacher = {"teacher": teacher(job) or deepcopy(dense)} if options.distillation != "none" else {}
+    step, last = job.recipe.steps[-1], deltas[-1]
+    fade = METHODS[step.method].dilute
+    if fade is None:
+        pruned, _ = edited(job, dense, deltas)
         result = _train(job, pruned, options, folder, "recovery", **with_teacher)
     else:
-        gated = _gated(job, dense, plan)
-        move = _mover(gated, dilution(options.epochs))
+        # The last step's layers fade out; what the steps before removed is gone from the start.
+        gated = _gated(job, edited(job, dense, deltas[:-1])[0], last)
+        move = _mover(gated, fade(step.options, options.epochs))
         move(-1)
         result = _train(job, gated, options, folder, "recovery", after_epoch=move, **with_teacher)
-        free = deepcopy(dense)  # of hooks
-        free.load_state_dict(gated.model.state_dict())
-        pruned = surgery.apply(free, plan)
+        pruned, _ = edited(job, dense, deltas[:-1])  # without the gates' hooks
+        pruned.load_state_dict(gated.model.state_dict())
+        surgery.apply(pruned, last)
     if job.runtime.is_main:
         write_json(job.state / "recovery.json", _training(result))
     return pruned
 
 
-def _dilution(job: Job) -> Callable[[int], Callable[[int], float]] | None:
-    """NOSE's schedule of the gates, where the last step's method has one: epochs -> (epoch -> gate)."""
-    last = job.recipe.steps[-1]
-    dilute = METHODS[last.method].dilute
-    return None if dilute is None else lambda epochs: dilute(last.options, epochs)
-
-
-def _gated(job: Job, dense: nn.Module, plan: Plan) -> GatedModel:
-    sites = [site for site in job.family.sites(dense) if site.name in plan.removed]
-    bypass = next((plan.removed[site.name] for site in sites if site.kind == "attention"), "drop")
-    return GatedModel(
-        deepcopy(dense),
-        job.family,
-        sites,
-        attention_bypass=bypass,
-        both_pruned_output_act="gelu" if plan.appended else "none",
-    )
+def _gated(job: Job, model: nn.Module, delta: Plan) -> GatedModel:
+    """`model` with a gate on each layer that `delta` removes."""
+    sites = [site for site in job.family.sites(model) if site.name in delta.removed]
+    bypass = next((delta.removed[site.name] for site in sites if site.kind == "attention"), "drop")
+    act = "gelu" if delta.appended else "none"
+    return GatedModel(model, job.family, sites, attention_bypass=bypass, both_pruned_output_act=act)
 
 
 def _mover(gated: GatedModel, factor: Callable[[int], float]) -> Callable[[int], None]:
@@ -219,12 +224,13 @@ def _mover(gated: GatedModel, factor: Callable[[int], float]) -> Callable[[int],
 # ----------------------------------------------------------------------------------------------------------------- fold
 
 
-def fold(job: Job, plan: Plan) -> nn.Module:
+def fold(job: Job) -> nn.Module:
     """The deployed model: what can be multiplied out is, and model.safetensors with plan.json hold it."""
     if (job.folder / checkpoint.PLAN).is_file():
         return checkpoint.load(job.folder)
     job.progress.stage("Fold")
     model = checkpoint.load_parts(job.state / UNFOLDED_PLAN, job.state / UNFOLDED)
+    plan = Plan.from_json((job.state / UNFOLDED_PLAN).read_text())
     folding = surgery.fold(model, plan)
     write_json(job.state / FOLDING, [asdict(record) for record in folding.records])
     checkpoint.save_model(job.folder, model, folding.plan)
