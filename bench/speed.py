@@ -74,7 +74,7 @@ def gates(arch: str, batch: int, runs: int) -> list[dict[str, Any]]:
         named = {"plain": plain, "channel gates": widths, "score search": search}
         targets = [timing.Target(name, _training_step(model, images)) for name, model in named.items()]
         samples = timing.measure(targets, timing.Protocol("steps", batch, warmup=2, runs=runs))
-    return [_line(s.name, timing.ratio(s, samples[0])) for s in samples[1:]]
+    return [_line(s.name, s, samples[0]) for s in samples[1:]]
 
 
 def _training_step(model: nn.Module, images: Tensor) -> Callable[[], None]:
@@ -95,15 +95,18 @@ def _training_step(model: nn.Module, images: Tensor) -> Callable[[], None]:
 # ------------------------------------------------------------------------------------------------- harness and speed-up
 
 
-def harness(path: Path, batch: int, runs: int) -> dict[str, Any]:
-    """The harness's throughput over that of a bare loop on the same session, block by block."""
-    session = Session(path)
+def harness(path: Path, batch: int, rounds: int, threads: int | None) -> dict[str, Any]:
+    """The harness's throughput over that of a bare loop on the same session.
+
+    Many short blocks: what disturbs a machine comes in bursts, which then spoil few of them, and medians forget those.
+    """
+    session = Session(path, threads=threads)
     images = suite.synthetic_images(session.input_size, batch, 0).numpy()
     bare = partial(session.session.run, None, {"images": images})
-    protocol = timing.Protocol("block", batch, warmup=1, runs=max(1, runs // timing.ROUNDS))
+    protocol = timing.Protocol("block", batch, warmup=1, runs=5)
     ours, plain = timing.Samples("harness", batch, "wall"), timing.Samples("bare loop", batch, "wall")
     target = timing.Target("harness", session.bind(images))
-    for _ in range(timing.ROUNDS):
+    for _ in range(rounds):
         (part,) = timing.measure([target], protocol)
         ours.blocks_ms.append([1000 * batch / part.images_per_second])
         bare()
@@ -111,7 +114,7 @@ def harness(path: Path, batch: int, runs: int) -> dict[str, Any]:
         for _ in range(protocol.runs):
             bare()
         plain.blocks_ms.append([1000 * (time.perf_counter() - began) / protocol.runs])
-    return _line("harness", timing.ratio(plain, ours))
+    return _line("harness", plain, ours)
 
 
 def realised(name: str, folder: Path, batch: int, runs: int, threads: int | None) -> dict[str, Any]:
@@ -132,6 +135,7 @@ def realised(name: str, folder: Path, batch: int, runs: int, threads: int | None
         "speedup": ratio["median"],
         "speedup_ci95": ratio["ci95"],
         "images_per_second": rates,
+        "samples_ms": {Path(row["artifact"]).name: row["samples_ms"] for row in found.rows},
     }
     line = {
         "what": f"realised {name}",
@@ -142,9 +146,11 @@ def realised(name: str, folder: Path, batch: int, runs: int, threads: int | None
     return {**line, **figures, "batch": batch, "threads": threads, "warnings": list(found.warnings)}
 
 
-def _line(name: str, ratio: timing.Ratio) -> dict[str, Any]:
-    low, high = AIMS[name]
-    return {"what": name, "ratio": ratio.median, "ci95": list(ratio.ci95), "aim": [low, high], "verdict": ratio.verdict}
+def _line(name: str, a: timing.Samples, b: timing.Samples) -> dict[str, Any]:
+    """Time of `a` over time of `b`, what was aimed at, and every sample behind it."""
+    ratio, (low, high) = timing.ratio(a, b), AIMS[name]
+    found = {"what": name, "ratio": ratio.median, "ci95": list(ratio.ci95), "aim": [low, high], "batch": a.batch}
+    return {**found, "verdict": ratio.verdict, "samples_ms": {s.name: s.blocks_ms for s in (a, b)}}
 
 
 # --------------------------------------------------------------------------------------------------------------- export
@@ -210,7 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "load_average": machine.load_average(),
         "torch_threads": torch.get_num_threads(),
     }
-    write_json(options.out, {"figures": lines, **about, "settings": {k: str(v) for k, v in vars(options).items()}})
+    settings = {key: value for key, value in vars(options).items() if key not in ("out", "export_here")}
+    write_json(options.out, {"figures": lines, **about, "settings": settings})
     _say(f"written to {options.out}")
     return 0
 
@@ -222,7 +229,7 @@ def _part(part: str, folder: Path, options: argparse.Namespace) -> list[dict[str
         path = folder / "harness.onnx"
         model = models.create("deit_tiny_patch16_224")
         export(model, path, input=input_config(model))
-        return [harness(path, 1, 10 * options.runs)]
+        return [harness(path, 1, 5 * options.runs, options.threads)]
     if part == "realised":
         return [realised(name, folder, options.batch, options.runs, options.threads) for name in PUBLISHED]
     return [export_alone()]

@@ -232,7 +232,8 @@ def test_one_class_only() -> None:
 
 def test_good_images_are_taken() -> None:
     images("pictures", each=10)
-    result = CliRunner().invoke(cli.main, ["recipe", "small.toml", "--data", "pictures", "--dry-run", "--json"])
+    words = ["recipe", "small.toml", "--data", "pictures", "--dry-run", "--json"]
+    result = CliRunner().invoke(cli.main, [*words, "--set", "dense.batch_size=8", "--set", "finetune.batch_size=8"])
     assert result.exit_code == 0 and json.loads(result.stdout)["missing"] == []
 
 

@@ -198,6 +198,20 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert load_state(below) is None
 
 
+@pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX's")
+def test_files_have_the_permissions_that_the_umask_gives(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        save_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(1)})
+        write_json(tmp_path / "a.json", {})
+        save_state(tmp_path / "state", 1, {"a": torch.zeros(1)}, {})
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
+    assert set(modes) == {"a.safetensors", "a.json", "tensors.safetensors", "data.json"}
+    assert set(modes.values()) == {0o640}
+
+
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     write_json(path, {"old": 1})

@@ -115,11 +115,19 @@ def test_an_outlook_names_what_is_missing(capsys: pytest.CaptureFixture[str]) ->
         "recipe": "r",
         "folder": "runs/r",
         "stages": [{"stage": "recover", "epochs": 400, "images": None}],
+        "layers": "published",
         "cost": {"dense": cost, "compressed": cost},
         "missing": ["data: no folder [x]"],
     }
     console.print_outlook(outlook)
     out = capsys.readouterr().out
-    assert "87,338,192" in out and "recover" in out and "400" in out and "data: no folder [x]" in out
+    assert (
+        "87,338,192" in out
+        and "recover" in out
+        and "400" in out
+        and "published" in out
+        and "?" in out
+        and "data: no folder [x]" in out
+    )
     console.print_outlook({**outlook, "missing": []})
     assert "nothing is missing" in capsys.readouterr().out

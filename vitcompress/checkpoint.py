@@ -11,7 +11,7 @@ import shutil
 import stat
 import struct
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,30 +52,41 @@ def write(path: Path, fill: Callable[[Path], object]) -> None:
     """
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.touch()
-        mode = stat.S_IMODE(beside.stat().st_mode)  # what the umask gives; safetensors leaves files that only we read
-        fill(beside)
-        with beside.open("r+b") as file:  # Windows syncs only what it may write
-            os.fsync(file.fileno())
-        beside.chmod(mode)
-        beside.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise _output_error(path, error) from None
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside.touch()
+            mode = stat.S_IMODE(beside.stat().st_mode)  # what the umask gives; safetensors keeps files to the owner
+            fill(beside)
+            with beside.open("r+b") as file:  # Windows syncs only what it may write
+                os.fsync(file.fileno())
+            beside.chmod(mode)
+            beside.replace(path)
     finally:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what goes wrong in this block while `path` is written into an OutputError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise _output_error(path, error) from None
+
+
 def _output_error(path: Path, error: Exception) -> OutputError:
+    # What is being written lies in a folder that nobody will find again: the one around it is meant.
+    shown = next((part.parent for part in path.parents if part.name.endswith(".part")), path)
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
     if full:
         return OutputError(
-            f"the disk is full: {path} could not be written",
+            f"the disk is full: {shown} could not be written",
             hint="free some space and run the same command again; it continues where it stopped",
         )
-    reason = getattr(error, "strerror", None) or str(error)
-    return OutputError(f"{path} cannot be written: {reason}", hint="choose another folder with --out")
+    from_system = re.search(r"([^:]+) \(os error \d+\)", str(error))  # safetensors tells where in its code, too
+    reason = getattr(error, "strerror", None) or (from_system[1].strip() if from_system else str(error))
+    return OutputError(f"{shown} cannot be written: {reason}", hint="choose another folder with --out")
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -260,9 +271,8 @@ def save_state(folder: Path, epoch: int, tensors: Mapping[str, Tensor], data: An
     try:
         save_tensors(beside / "tensors.safetensors", tensors)
         write_json(beside / "data.json", data)
-        beside.rename(final)
-    except OSError as error:
-        raise _output_error(folder, error) from None
+        with writing(folder):
+            beside.rename(final)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     for old in (*folder.glob(".state-*.part"), *folder.glob("state-*")):

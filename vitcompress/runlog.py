@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vitcompress.checkpoint import write_text
+from vitcompress.checkpoint import write_text, writing
 
 
 class RunLog:
@@ -47,10 +48,11 @@ class RunLog:
         write_text(self.path, "".join(json.dumps(record) + "\n" for record in [*kept, *own]))
 
     def append(self, stage: str, record: Mapping[str, Any]) -> None:
-        """Add one line."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(json.dumps({"stage": stage, **record}) + "\n")
+        """Add one line. Raises OutputError when the disk is full."""
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(json.dumps({"stage": stage, **record}) + "\n")
 
     def tensorboard(self, stage: str, first_epoch: int) -> "Board":
         """A TensorBoard writer for `stage` that forgets epochs from `first_epoch` on; silent where not installed."""
@@ -58,7 +60,11 @@ class RunLog:
 
 
 class Board:
-    """Scalars of one training for TensorBoard; without a folder, or without the package, nothing is written."""
+    """Scalars of one training for TensorBoard; without a folder, or without the package, nothing is written.
+
+    Curves are for looking at, so one that cannot be written is left out: log.jsonl has the same figures, and says so
+    when the disk is full.
+    """
 
     def __init__(self, folder: Path | None, first_epoch: int) -> None:
         self.writer: Any = None
@@ -68,15 +74,20 @@ class Board:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:  # an optional package
             return
-        self.writer = SummaryWriter(str(folder), purge_step=first_epoch)
+        with suppress(OSError):
+            # Ctrl-C while a value is handed to the writer's thread makes closing wait for that thread's next flush,
+            # which would be two minutes away.
+            self.writer = SummaryWriter(str(folder), purge_step=first_epoch, flush_secs=1)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Every number of one epoch's record."""
-        for name, value in record.items() if self.writer else ():
-            if isinstance(value, int | float) and name != "epoch":
-                self.writer.add_scalar(name, value, record["epoch"])
+        with suppress(OSError):
+            for name, value in record.items() if self.writer else ():
+                if isinstance(value, int | float) and name != "epoch":
+                    self.writer.add_scalar(name, value, record["epoch"])
 
     def close(self) -> None:
         """Write what is buffered."""
-        if self.writer:
-            self.writer.close()
+        with suppress(OSError):
+            if self.writer:
+                self.writer.close()

@@ -64,7 +64,7 @@ def recipe(source: str, sets: tuple[str, ...], dry_run: bool, as_json: bool, deb
         from vitcompress.recipe import load_recipe
 
         loaded = load_recipe(source, sets, formats=EXPORTERS)
-        wishes = pipeline.RunOptions(dry_run=dry_run, **options)
+        wishes = pipeline.RunOptions(**options)
         if dry_run:
             outlook = pipeline.dry_run(loaded, wishes)
         else:

@@ -5,6 +5,7 @@ import functools
 import logging
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -104,6 +105,9 @@ def working(debug: bool) -> Iterator[Progress]:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             logging.basicConfig(level=logging.ERROR)
+            # A library's thread that fails prints a traceback; what it means for the work is raised and told.
+            stack.callback(setattr, threading, "excepthook", threading.excepthook)
+            threading.excepthook = lambda failed: None
         yield stack.enter_context(console.ConsoleProgress()) if first() else Progress()
 
 

@@ -6,6 +6,7 @@ Every stage leaves its result in the run folder and is skipped when that result 
 run that was stopped.
 """
 
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from vitcompress import distributed
 from vitcompress.checkpoint import read_json
 from vitcompress.pipeline import delivery, stages
-from vitcompress.pipeline.folder import check_folder, is_done
+from vitcompress.pipeline.folder import check_folder, is_done, sole_user
 from vitcompress.pipeline.outlook import dry_run
 from vitcompress.pipeline.preflight import Job, RunOptions, alone, check_formats, effective, folder_of, prepare
 from vitcompress.progress import Progress
@@ -48,21 +49,21 @@ def run(recipe: Recipe, options: RunOptions | None = None, progress: Progress | 
     folder = folder_of(recipe, options)
     check_folder(folder, recipe, structure_only=options.structure_only, fresh=options.fresh)
     check_formats(recipe)
-    try:
+    with ExitStack() as stack:
+        stack.callback(distributed.stop)
         runtime = distributed.start(recipe.run.device, recipe.run.amp, recipe.data.workers)
-        done = runtime.broadcast(is_done(folder) and not options.fresh)
-        if not done:
+        if runtime.broadcast(is_done(folder) and not options.fresh):
+            progress.note(f"all is done: {folder}; --fresh starts over")
+        else:
             job = prepare(recipe, options, runtime, progress)
+            stack.enter_context(sole_user(job.state) if runtime.is_main else nullcontext())
             with distributed.cpu_threads(recipe.run.threads):
                 dense = _train(job)
-    finally:
-        distributed.stop()
+            distributed.stop()
+            if runtime.is_main:
+                _deliver(alone(job), dense)
     if not runtime.is_main:
         return RunResult(folder, {}, passed=True)
-    if done:
-        progress.note(f"all is done: {folder}; --fresh starts over")
-    else:
-        _deliver(alone(job), dense)
     report = read_json(folder / delivery.REPORT)
     return RunResult(folder, report, bool(report["verify"]["passed"]))
 

@@ -127,17 +127,18 @@ def bench(job: Job) -> None:
     if path.is_file():
         return
     job.progress.stage("Measure dense against compressed")
-    table, device = job.recipe.bench, str(job.runtime.device)
+    table = job.recipe.bench
     pairs: list[tuple[Path, Path, str]] = []
     if "onnxruntime" in table.runtimes:
         exported = zip(_exported(job, "dense"), _exported(job, "model"), strict=True)
         pairs += [(before, after, job.onnx_device) for before, after in exported]
     if "torch" in table.runtimes:
-        pairs.append((job.dense_folder, job.folder, device))
-    settings = {"batch": table.batch, "warmup": table.warmup, "runs": table.runs, "seed": job.recipe.run.seed}
+        pairs.append((job.dense_folder, job.folder, str(job.runtime.device)))
+    seed = job.recipe.run.seed
     found = []
     for before, after, where in pairs:
-        options = suite.BenchOptions(table.protocol, runner=RunnerOptions(device=where), **settings)
+        how = RunnerOptions(device=where)
+        options = suite.BenchOptions(table.protocol, table.batch, table.warmup, table.runs, how, seed=seed)
         measured = suite.run((before, after), options, progress=job.progress).as_data()
         found.append(measured)
         for ratio in measured["ratios"]:
@@ -152,6 +153,7 @@ def bench(job: Job) -> None:
 def report(job: Job, dense: nn.Module, compressed: nn.Module) -> None:
     """report.json and report.md: all of the above in one place (keys: `bench.report`)."""
     plan = plan_of(job)
+    sources = [layers_from(step.options, searched=not job.structure_only) for step in job.recipe.steps]
     accuracy, before = _read(job.state / "accuracy.json"), _read(job.state / "before_recovery.json")
     reports.write(
         job.folder,
@@ -178,10 +180,8 @@ def report(job: Job, dense: nn.Module, compressed: nn.Module) -> None:
             "files": {path.name: _size(path) for stem in ("dense", "model") for path in _exported(job, stem)},
             "verify": read_json(job.folder / "verify.json"),
             "folding": _read(job.state / FOLDING),
-            "searched": None if job.structure_only else f"{plan.arch} with the weights that recovery starts from",
-            "layers": ", ".join(
-                layers_from(step.options, searched=not job.structure_only) for step in job.recipe.steps
-            ),
+            "searched": f"{plan.arch} with the weights that recovery starts from" if "search" in sources else None,
+            "layers": ", ".join(sources),
             "teacher": None if job.structure_only else job.recipe.finetune.teacher,
             "published": None if job.recipe.published is None else asdict(job.recipe.published),
             "tables": [table for number in range(len(job.recipe.steps)) for table in _tables(job, number)],

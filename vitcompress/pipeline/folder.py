@@ -8,12 +8,16 @@ import shutil
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from vitcompress.bench import report as reports
 from vitcompress.checkpoint import write_text
 from vitcompress.errors import OutputError
+from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe
 
 RECIPE = "recipe.toml"
@@ -33,9 +37,10 @@ LEFT_BY_RUNS = (
     "log.jsonl",
     "tensorboard",
     "state",
-    ".*.part",
     RECIPE,
 )
+LOCK = ".lock"
+PARTS = ".*.part"  # files and folders that are being written
 # Weights of the dense and the compressed model, their exports, and a resume state with optimiser and average, twice
 # while one replaces the other.
 BYTES_PER_PARAMETER = 4 * 16
@@ -45,6 +50,32 @@ ELSEWHERE = "choose another folder with --out"
 def written_recipe(recipe: Recipe, *, structure_only: bool) -> str:
     """recipe.toml: equal for runs that do the same."""
     return "\n".join([HEADER, *[STRUCTURE_ONLY] * structure_only, "", recipe.to_toml()])
+
+
+@contextmanager
+def sole_user(folder: Path, progress: Progress | None = None) -> Iterator[None]:
+    """Nobody else works in `folder` inside this block. The lock ends with the process that holds it.
+
+    progress: wait for the other one, and say so there; None does not wait.
+
+    Raises:
+        OutputError: another process works in the folder, and waiting was not asked for.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        if progress is None:
+            raise OutputError(
+                f"another process is working in {folder}", hint="wait for it, or choose another folder"
+            ) from None
+        progress.note(f"another run is working in {folder}: waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def is_done(folder: Path) -> bool:
@@ -137,14 +168,28 @@ def open_folder(folder: Path, recipe: Recipe, *, structure_only: bool, fresh: bo
     """Leave `folder` with the recipe of this run in it; with `fresh` also without the results of an earlier one."""
     if fresh:
         _clear(folder)
+    sweep(folder)
     if not (folder / RECIPE).is_file():
         write_text(folder / RECIPE, written_recipe(recipe, structure_only=structure_only))
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a killed process was writing."""
+    for path in sorted(folder.rglob(PARTS), reverse=True):  # what lies inside goes first
+        _remove(path)
 
 
 def _clear(folder: Path) -> None:
     for pattern in LEFT_BY_RUNS:
         for path in sorted(folder.glob(pattern)):
-            try:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-            except OSError as error:
-                raise OutputError(f"{path} cannot be removed: {error.strerror}", hint=ELSEWHERE) from None
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        raise OutputError(f"{path} cannot be removed: {error.strerror}", hint=ELSEWHERE) from None

@@ -21,6 +21,7 @@ from vitcompress.pipeline.preflight import (
     described,
     effective,
     folder_of,
+    is_local,
     layers_from,
     structure,
 )
@@ -40,7 +41,7 @@ def dry_run(recipe: Recipe, options: RunOptions) -> dict[str, Any]:
     job = described(
         recipe,
         folder,
-        distributed.Runtime(torch.device("cpu")),
+        distributed.Runtime(_device(recipe)),
         Progress(),
         data,
         structure_only=options.structure_only,
@@ -59,6 +60,14 @@ def dry_run(recipe: Recipe, options: RunOptions) -> dict[str, Any]:
         },
         "missing": [*missing, *_missing(job, options)],
     }
+
+
+def _device(recipe: Recipe) -> torch.device:
+    """The recipe's device; the CPU where it is missing, which is told with all else that is."""
+    try:
+        return distributed.check_device(recipe.run.device, recipe.run.amp)
+    except InputError:
+        return torch.device("cpu")
 
 
 def _data(recipe: Recipe, options: RunOptions) -> tuple[Splits | None, list[str]]:
@@ -85,7 +94,7 @@ def _missing(job: Job, options: RunOptions) -> Iterator[str]:
     ]
     if weights == "hub":
         yield f"weights of {recipe.model.name}: fetched from timm's hub at the start, or given with --weights PATH"
-    else:
+    elif is_local(recipe.finetune.teacher):
         checks.append(lambda: check_weights(job, fresh=options.fresh))
     for check in checks:
         try:

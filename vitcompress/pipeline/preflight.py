@@ -17,6 +17,7 @@ from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.doctor import works_on
 from vitcompress.families import Family, family_of
 from vitcompress.methods import METHODS
+from vitcompress.methods.baselines import FixedOptions, RandomOptions
 from vitcompress.models import InputConfig
 from vitcompress.pipeline.folder import check_disk, check_writable, open_folder
 from vitcompress.plan import Plan
@@ -34,7 +35,6 @@ class RunOptions:
     data: str | None = None
     weights: str | None = None
     device: str | None = None
-    dry_run: bool = False
     structure_only: bool = False
     fresh: bool = False
 
@@ -217,9 +217,13 @@ def structure(job: Job) -> Plan:
 
 
 def layers_from(options: Any, *, searched: bool) -> str:
-    """Where a step's layers come from, in a word: a publication, a search, or nothing but their number."""
+    """Where a step's layers come from, in a word: a publication, the recipe, a search, or nothing but their number."""
     if getattr(options, "layers", "search") == "published":
         return "published"
+    if isinstance(options, FixedOptions):
+        return "the recipe"
+    if isinstance(options, RandomOptions):
+        return "chance" if options.pick == "random" else f"the {options.pick} ones"
     return "search" if searched else "arbitrary, only their number counts"
 
 
@@ -243,11 +247,16 @@ def check_weights(job: Job, *, fresh: bool) -> None:
     objective(job.blank, *how, teacher=knows, input=job.input, device=torch.device("cpu"))
 
 
+def is_local(teacher: str | None) -> bool:
+    """Whether this teacher is at hand, without timm's hub."""
+    return teacher in (None, "dense") or Path(str(teacher)).is_dir()
+
+
 def teacher(job: Job) -> nn.Module | None:
     """Who teaches during recovery; None is the dense model, which is at hand then. A run folder, or a timm name."""
     name = job.recipe.finetune.teacher
-    if name in (None, "dense"):
+    if name is None or name == "dense":
         return None
-    if Path(name).is_dir():
+    if is_local(name):
         return checkpoint.load(name)
     return models.create(name, {"num_classes": job.arch_args["num_classes"]}, "hub")

@@ -3,6 +3,7 @@ folder and does nothing when that result stands.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ from vitcompress.data import eval_loader
 from vitcompress.evaluate import evaluate
 from vitcompress.gates import GatedModel
 from vitcompress.methods import METHODS
+from vitcompress.pipeline.folder import sole_user, sweep
 from vitcompress.pipeline.preflight import Job, teacher
 from vitcompress.plan import Plan
 from vitcompress.train import TrainOptions, TrainResult, train
@@ -30,10 +32,11 @@ UNFOLDED, UNFOLDED_PLAN, FOLDING = "unfolded.safetensors", "unfolded_plan.json",
 def dense_model(job: Job) -> nn.Module:
     """The model before pruning: trained here, once for all recipes that train it alike, or with the given weights."""
     folder = job.dense_folder
-    if job.runtime.broadcast((folder / checkpoint.PLAN).is_file()):
-        job.progress.note(f"dense model: taken from {folder}")
-    else:
-        _make_dense(job)
+    with sole_user(folder, job.progress) if job.runtime.is_main else nullcontext():
+        if job.runtime.broadcast((folder / checkpoint.PLAN).is_file()):
+            job.progress.note(f"dense model: taken from {folder}")
+        else:
+            _make_dense(job)
     # Always what lies on the disk of the first process: others may have no such folder, and a run that was stopped
     # here goes on from the same tensors.
     return job.runtime.broadcast(checkpoint.load(folder) if job.runtime.is_main else None)  # type: ignore[no-any-return]
@@ -41,6 +44,8 @@ def dense_model(job: Job) -> nn.Module:
 
 def _make_dense(job: Job) -> None:
     table = job.recipe.model
+    if job.runtime.is_main:
+        sweep(job.dense_folder)
     if table.weights == "train":
         model = _trained(job)
     else:

@@ -1,0 +1,194 @@
+"""Runs that are killed, stopped, out of disk, or shared by processes end where a run left alone does."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import whole_runs as world
+from whole_runs import ENVIRONMENT, SMALL
+
+import vitcompress
+from vitcompress import checkpoint, models, pipeline
+from vitcompress.errors import OutputError
+
+# ------------------------------------------------------------------------------------------------------ SIGKILL, SIGINT
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("killed")
+    script = [sys.executable, world.__file__, "killed", str(folder)]
+    done = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_killed_at_many_moments_is_never_killed(killed: Path) -> None:
+    whole, resumed = killed / "whole", killed / "killed"
+    compared = [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file()]
+    compared = [path for path in compared if path.name != "data.json" and "tensorboard" not in path.parts]  # seconds
+    timed = {"log.jsonl", "bench.json", "report.json", "report.md", "verify.json"}
+    compared = [path for path in compared if path.name not in timed]
+    for path in compared:
+        assert (whole / path).read_bytes() == (resumed / path).read_bytes(), path
+    names = {path.name for path in compared}
+    assert {"model.safetensors", "plan.json", "model.onnx", "search.json", "allocation.json", "accuracy.json"} <= names
+    assert len([path for path in compared if "step-0-hetdpt" in path.parts]) >= 15
+    assert not list(killed.rglob("*.part"))
+    logs = [
+        [{**json.loads(line), "seconds": 0} for line in (root / "run" / "log.jsonl").read_text().splitlines()]
+        for root in (whole, resumed)
+    ]
+    assert logs[0] == logs[1]
+    assert len(world.MOMENTS) > 10
+
+
+def wait_for(folder: Path, pattern: str, process: subprocess.Popen[str]) -> None:
+    """Until a file or folder like `pattern` is in `folder`, or the process has ended."""
+    while not list(folder.glob(pattern)) and process.poll() is None:
+        time.sleep(0.005)
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "vitcompress", "recipe", *arguments]
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_middle_and_the_same_command_continues(tmp_path: Path) -> None:
+    world.recipe(tmp_path, text=SMALL)
+    words = command("tiny.toml", "--out", "run", "--set", "dense.epochs=100000", "--set", "export.formats=[]")
+    process = subprocess.Popen(
+        words, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(tmp_path, "dense-*/state/state-*", process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert process.returncode == 130 and out == ""
+    assert err.splitlines()[-1] == "stopped; the same command continues" and "Traceback" not in err
+    (state,) = tmp_path.glob("dense-*/state/state-*")
+    reached = int(state.name[-6:])
+    sets = ("dense.epochs=100000", "export.formats=[]")
+    told = Until(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.run(world.recipe(tmp_path, *sets), pipeline.RunOptions(out=tmp_path / "run"), told)
+    assert told.first.startswith(f"epoch {reached + 2}/100000")
+
+
+class Until(world.Told):
+    """Stops at the first figure of a training."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder, self.first = folder, ""
+
+    def update(self, label: str, done: int, total: int, text: str = "") -> None:
+        self.first = text
+        raise KeyboardInterrupt
+
+
+# ------------------------------------------------------------------------------------------------------------ full disk
+
+
+@pytest.mark.slow
+def test_files_that_cannot_grow_are_told_and_the_run_continues(tmp_path: Path, killed: Path) -> None:
+    script = [sys.executable, world.__file__, "limited", str(tmp_path)]
+    done = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = [(tmp_path / f"{number}.txt").read_text() for number in (0, 1, 3, 4)]
+    places = [text.removesuffix(" cannot be written: File too large").removeprefix(str(tmp_path)) for text in said]
+    (dense,) = tmp_path.glob("dense-*")
+    assert places == ["/run/recipe.toml", f"/{dense.name}/state", "/run/dense.onnx", "done"]
+    whole = killed / "whole" / "run"
+    for name in ("model.safetensors", "plan.json"):
+        assert (tmp_path / "run" / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)]
+    if sys.platform != "linux" or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_said_in_one_panel_and_the_run_continues(tiny_disk: Path) -> None:
+    world.recipe(tiny_disk, text=SMALL)
+    ballast = tiny_disk / "ballast"
+    ballast.write_bytes(bytes(2_000_000))
+    with pytest.raises(OutputError, match=r"this run needs about 0\.7 MB"):
+        (tiny_disk / "more").write_bytes(bytes(600_000))
+        world.run(tiny_disk, *world.BARE)
+    (tiny_disk / "more").unlink()
+    words = command("tiny.toml", "--out", "run", "--set", "dense.epochs=10")
+    words += ["--set", "export.formats=[]", "--set", 'bench.runtimes=["torch"]']
+    # The disk fills up when the run has started: a reader's download, another run.
+    process = subprocess.Popen(
+        words, cwd=tiny_disk, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(tiny_disk, "run/recipe.toml", process)
+    fill(tiny_disk / "download")
+    out, err = process.communicate()
+    assert process.returncode == 2 and out == "", err
+    assert "the disk is full" in err and "Traceback" not in err, err
+    (tiny_disk / "download").unlink()
+    ballast.unlink()
+    done = subprocess.run(words, cwd=tiny_disk, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert vitcompress.load(tiny_disk / "run").plan.removed
+
+
+def fill(path: Path) -> None:
+    """Write until the disk has no room left."""
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            return
+
+
+# ---------------------------------------------------------------------------------------------------- several processes
+
+
+@pytest.mark.slow
+def test_two_processes_end_where_one_does(tmp_path: Path) -> None:
+    """Weights agree to a ten-thousandth of the way that training took.
+
+    A gradient entry is a sum of some 64 images x 5 tokens x 64 channels, in another order: a relative rounding of about
+    sqrt(20480) * 2**-24 = 1e-5, which the curvature met in 70 steps of SGD may make ten times larger.
+    """
+    text = re.sub(r"(epochs = 2\nbatch_size = 64\n)lr = \S+", r'\1optimizer = "sgd"\nlr = 0.05', world.RECIPE)
+    for name in ("one", "two"):
+        world.recipe(tmp_path / name, text=text)
+    sets = [word for setting in world.BARE for word in ("--set", setting)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    two = [*torchrun, *command("tiny.toml", "--out", "run", "--json", *sets)[1:]]
+    done = subprocess.run(two, cwd=tmp_path / "two", env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)  # one report, though two processes ran
+    world.run(tmp_path / "one", *world.BARE)
+    assert said["passed"] is True and len(list((tmp_path / "two").rglob("report.json"))) == 1
+    one, other = tmp_path / "one", tmp_path / "two"
+    steps = [checkpoint.read_json(root / "run/state/step-0-hetdpt/choice.json") for root in (one, other)]
+    assert steps[0] == steps[1] and steps[0]["attention"] and steps[0]["activation"]
+    assert (one / "run/plan.json").read_bytes() == (other / "run/plan.json").read_bytes()
+    start = models.create(world.ARCH, {**world.ARGS, "num_classes": 10}).state_dict()
+    for path in ("run/state/unfolded.safetensors", f"{next(one.glob('dense-*')).name}/model.safetensors"):
+        first, second = (checkpoint.load_tensors(root / path) for root in (one, other))
+        moved = sum(float((first[name] - start[name]).square().sum()) for name in first) ** 0.5
+        apart = sum(float((first[name] - second[name]).square().sum()) for name in first) ** 0.5
+        assert apart <= 1e-4 * moved, path
+    tables = [sorted(root.glob("run/state/step-0-hetdpt/te_*.json")) for root in (one, other)]
+    assert [path.name for path in tables[0]] == [path.name for path in tables[1]] and tables[0]

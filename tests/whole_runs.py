@@ -1,0 +1,184 @@
+"""A whole recipe in seconds, for tests; and a script that runs it killed many times, and limited.
+
+    python whole_runs.py killed|limited FOLDER
+
+killed: FOLDER/whole/run is never stopped. FOLDER/killed/run is started again and again, each time killed by SIGKILL
+just before the file of the next of `MOMENTS` appears, then continued to its end.
+limited: FOLDER/run, started again and again, each time with other limits on the size of a file (`STARTS`); what the
+n-th start said lies in FOLDER/<n>.txt.
+Every start is a process of its own.
+"""
+
+import fnmatch
+import os
+import re
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from vitcompress import pipeline
+from vitcompress.errors import OutputError
+from vitcompress.progress import Progress
+from vitcompress.recipe import Recipe, load_recipe
+
+ARCH = "vit_tiny_patch16_224"
+ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 3, "num_heads": 2}
+RECIPE = """
+[model]
+name = "vit_tiny_patch16_224"
+args = { img_size = 8, patch_size = 4, in_chans = 1, embed_dim = 16, depth = 3, num_heads = 2 }
+weights = "train"
+
+[data]
+source = "digits"
+
+[dense]
+epochs = 2
+batch_size = 64
+lr = 2e-3
+
+[[step]]
+method = "hetdpt"
+pruned_layers = 2
+te = { images = 40 }
+collection = { epochs = 1, images_per_class = 8, lr = 5e-4, interleaved = 3 }
+search = { factor = 0.25, images_per_class = 8, lr = 5e-4 }
+
+[finetune]
+epochs = 2
+batch_size = 64
+lr = 1e-3
+distillation = "soft"
+teacher = "dense"
+
+[bench]
+protocol = "paper"
+batch = 2
+warmup = 1
+runs = 3
+
+[run]
+threads = 1
+device = "cpu"
+"""
+RANDOM = 'method = "random"\npruned_layers = 2'
+SMALL = re.sub(r'method = "hetdpt".*?\n\n', f"{RANDOM}\n\n", RECIPE, flags=re.DOTALL).replace(
+    "epochs = 2", "epochs = 1"
+)
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+# Without ONNX files, which take most of the time.
+BARE = ("export.formats=[]", 'bench.runtimes=["torch"]')
+# What is about to appear when the process is killed, in the order of a run.
+MOMENTS = (
+    "dense-*/state/state-000002-*",
+    "dense-*/plan.json",
+    "run/state/step-0-hetdpt/te_activation_02.json",
+    "run/state/step-0-hetdpt/attention_01/state-*",
+    "run/state/step-0-hetdpt/interleaved_02.json",
+    "run/state/step-0-hetdpt/search/state-000002-*",
+    "run/state/step-0-hetdpt/search.json",
+    "run/state/recovery/state-000002-*",
+    "run/state/unfolded_plan.json",
+    "run/plan.json",
+    "run/model.onnx.json",
+    "run/verify.json",
+    "run/report.json",
+)
+# How large a file may become, in bytes, and what ends the start otherwise. In turn: recipe.toml is too large, then the
+# first state of a training; then all may be written until the recovery is killed; then dense.onnx is too large.
+STARTS: tuple[tuple[int | None, str | None], ...] = (
+    (500, None),
+    (70_000, None),
+    (None, "run/state/recovery/state-000002-*"),
+    (50_000, None),
+    (None, None),
+)
+
+
+class Told(Progress):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+        self.notes: list[str] = []
+
+    def stage(self, title: str) -> None:
+        self.stages.append(title)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def recipe(folder: Path, *sets: str, text: str = RECIPE) -> Recipe:
+    """The recipe of `folder`/tiny.toml, which is written where it is missing."""
+    path = folder / "tiny.toml"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.write_text(text)
+    return load_recipe(str(path), sets)
+
+
+def run(
+    folder: Path, *sets: str, name: str = "run", text: str = RECIPE, **options: Any
+) -> tuple[pipeline.RunResult, Told]:
+    """Run `folder`/tiny.toml in `folder`/`name`; the result, and what was told on the way."""
+    told = Told()
+    wishes = pipeline.RunOptions(out=folder / name, **options)
+    return pipeline.run(recipe(folder, *sets, text=text), wishes, told), told
+
+
+def forked(work: Any, *args: Any) -> int:
+    """The exit code, or minus the signal, of `work(*args)` in a process of its own."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work(*args)
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def until(folder: Path, moment: str) -> None:
+    """Run, and die just before a file or folder called `moment`, seen from `folder`, is renamed into place."""
+
+    def watch(event: str, args: tuple[Any, ...]) -> None:
+        if event == "os.rename" and fnmatch.fnmatch(str(args[1]), f"{folder}/{moment}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    run(folder)
+
+
+def killed(folder: Path) -> None:
+    assert forked(run, folder / "whole") == 0
+    for moment in MOMENTS:
+        assert forked(until, folder / "killed", moment) == -signal.SIGKILL, moment
+    assert forked(run, folder / "killed") == 0
+
+
+def limited(folder: Path) -> None:
+    recipe(folder)
+    for number, (limit, moment) in enumerate(STARTS):
+        code = forked(until, folder, moment) if moment else forked(start, folder, limit, folder / f"{number}.txt")
+        assert code == (-signal.SIGKILL if moment else 0), number
+
+
+def start(folder: Path, limit: int | None, answer: Path) -> None:
+    """Run with files of at most `limit` bytes; what was said goes to `answer`."""
+    if limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        run(folder)
+        said = "done"
+    except OutputError as error:
+        said = error.message
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    answer.write_text(said)
+
+
+if __name__ == "__main__":
+    {"killed": killed, "limited": limited}[sys.argv[1]](Path(sys.argv[2]))
