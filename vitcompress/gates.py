@@ -52,7 +52,7 @@ def _gate_space(model: nn.Module, space: Space, gate: Tensor) -> Iterator[Callab
         module = model.get_submodule(path)
         if isinstance(module, nn.LayerNorm):
             if leaf == "weight":
-                yield module.register_forward_hook(_MaskedNorm(gate)).remove
+                yield module.register_forward_hook(_MaskedNorm(gate.repeat(axis.copies))).remove
         elif isinstance(module, nn.Linear | nn.Conv2d):
             if leaf == "weight" and axis.dim == 0:
                 full = torch.ones(module.weight.shape[0], dtype=gate.dtype, device=gate.device)
