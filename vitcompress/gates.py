@@ -186,7 +186,7 @@ class GatedModel(nn.Module):
         self._inputs: dict[str, Tensor] = {}
         for number, site in enumerate(self.sites):
             self._hook(site, number, attention_bypass)
-        if both_pruned_output_act == "gelu":
+        if both_pruned_output_act == "gelu" and not family.not_foldable:
             self._hook_outputs(own)
 
     def _hook(self, site: Site, number: int, bypass: str) -> None:

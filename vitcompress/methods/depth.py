@@ -72,11 +72,18 @@ def layers(model: nn.Module, family: Family) -> dict[Kind, tuple[Site, ...]]:
     return {kind: tuple(site for site in sites if site.kind == kind) for kind in KINDS}
 
 
+def check_kinds(family: Family, kinds: Sequence[Kind]) -> None:
+    """Raise PlanError when activations are among `kinds` and the family's FFNs are not linear without them."""
+    if "activation" in kinds and family.not_foldable:
+        raise PlanError(family.not_foldable, hint="remove attentions alone (nose), or prune widths")
+
+
 def any_layers(model: nn.Module, family: Family, count: int, kinds: Sequence[Kind] = KINDS) -> dict[Kind, list[int]]:
     """`count` layers for looking at size and speed before anything is scored: the last ones, shared among the types.
 
     Activations get the larger half, and each type keeps a layer. Raises PlanError when `count` is more than there is.
     """
+    check_kinds(family, kinds)
     found = layers(model, family)
     room = {kind: max(0, len(found[kind]) - 1) for kind in kinds}
     if count > sum(room.values()):

@@ -24,15 +24,19 @@ def depth_plan(
     HetDPT code does; `none` leaves it out.
 
     Raises:
-        PlanError: a block number without such a site, or a bypass that is not one.
+        PlanError: a block number without such a site, a bypass that is not one, or activations of a family whose FFNs
+            are not linear without them.
     """
     check_bypasses(attention_bypass, both_pruned_output_act)
-    sites = family_of(model).sites(model)
+    family = family_of(model)
+    sites, activations = family.sites(model), tuple(activations)
+    if activations and family.not_foldable:
+        raise PlanError(family.not_foldable, hint="remove attentions alone (nose), or prune widths")
     attention = _chosen(sites, "attention", attentions)
     activation = _chosen(sites, "activation", activations)
     removed = {site.name: attention_bypass for site in attention} | {site.name: "identity" for site in activation}
     appended = {}
-    if both_pruned_output_act == "gelu":
+    if both_pruned_output_act == "gelu" and not family.not_foldable:
         alive = {s.block for s in sites if s.kind in ("attention", "activation") and s.name not in removed}
         lost = sorted((site.index, site.block) for site in (*attention, *activation) if site.block not in alive)
         appended = {block: "gelu" for _, block in lost}
