@@ -17,7 +17,6 @@ from vitcompress.families import Site, Space, family_of
 from vitcompress.plan import Plan
 from vitcompress.surgery import applied
 
-
 # Two blocks of width 16 on 8x8 images; or three in two stages, 16 and 32 wide, the second block in shifted windows.
 SMALL = {
     "vit": {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0},
@@ -88,6 +87,7 @@ CONTRACTS = {
     ("vit", "deit3"): Contract("deit3_small_patch16_224"),
     ("vit", "no_proj_bias"): Contract(VIT, {"proj_bias": False, "init_values": 0.5}),
     ("vit", "no_position"): Contract(VIT, {"pos_embed": "none", "fc_norm": True}),
+    ("vit", "swiglu"): Contract("vit_giant_patch14_dinov2", {"mlp_ratio": 4.0}),
     ("swin", "swin"): Contract(SWIN, family="swin"),
     ("swin", "swin_padded"): Contract(SWIN, {"img_size": [10, 12], "always_partition": True}, "swin"),
     ("swin", "swin_dynamic"): Contract(SWIN, {"dynamic_img_size": True, "qkv_bias": False}, "swin"),
@@ -165,6 +165,11 @@ def sites_of(model: nn.Module, kind: str) -> list[Site]:
 def having(model: nn.Module, kind: str, numbers: Iterable[int]) -> list[int]:
     """Those of these blocks that have a site of this kind; PVTv2 has no activation that could go."""
     return [site.index for site in sites_of(model, kind) if site.index in set(numbers)]
+
+
+def without_act(site: Site) -> dict[str, str]:
+    """The removal of an activation, by which its FFN becomes linear."""
+    return {site.name: "mean_gate" if site.gates else "identity"}
 
 
 def kept_channels(model: nn.Module, kinds: set[str], *, whole_heads: bool = False, seed: int = 0) -> dict[str, tuple]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from contracts import assert_moved, build, contract, every_variant, images, kept_channels, logits, sites_of
+from contracts import assert_moved, build, contract, every_variant, images, kept_channels, logits, sites_of, without_act
 from torch import nn
 
 from vitcompress import checkpoint
@@ -41,7 +41,7 @@ def compressed(variant: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Mod
     """Three blocks that lost something of every kind."""
     model = build(variant, depth=3, dtype=dtype)
     _, second, last = (site.name for site in sites_of(model, "block"))
-    linear = {site.name: "identity" for site in sites_of(model, "activation") if site.block == second}
+    linear = {n: s for a in sites_of(model, "activation") if a.block == second for n, s in without_act(a).items()}
     kept = kept_channels(model, {"qk", "v", "mlp", "residual", "sr"})
     plan = replace(
         contract(variant, depth=3).plan,

@@ -18,7 +18,7 @@ from contracts import (
     logits,
     spaces_of,
 )
-from timm.layers import RmsNorm
+from timm.layers import GluMlp, RmsNorm, SwiGLU
 from torch import nn
 
 from vitcompress.errors import UnsupportedModelError
@@ -153,7 +153,8 @@ SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_head
         ("vit_tiny_patch16_224", {**SMALL, "norm_layer": "rmsnorm"}, "its norm is a RmsNorm"),
         ("vit_tiny_patch16_224", {**SMALL, "embed_norm_layer": "rmsnorm"}, "its norm is a RmsNorm"),
         ("vit_tiny_patch16_224", {**SMALL, "attn_layer": "diff"}, "its attention is a DiffAttention"),
-        ("vit_giant_patch14_dinov2", {**SMALL, "mlp_ratio": 4.0}, "its FFN is a GluMlp"),
+        ("vit_tiny_patch16_224", {**SMALL, "mlp_layer": SwiGLU}, "its FFN is a SwiGLU"),
+        ("vit_tiny_patch16_224", {**SMALL, "mlp_layer": GluMlp, "proj_bias": False}, "gated FFN has no biases"),
         ("vit_base_patch16_rpn_224", SMALL, "its blocks are ResPostBlock"),
         (
             "vit_tiny_r_s16_p8_224",

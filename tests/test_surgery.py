@@ -19,6 +19,7 @@ from contracts import (
     masks,
     sites_of,
     spaces_of,
+    without_act,
 )
 from torch import Tensor, nn
 
@@ -177,12 +178,12 @@ def edited(variant: str) -> nn.Module:
     """Four blocks: one gone, one without attention, one folded where that can be, all sliced."""
     model = build(variant, depth=4)
     _, second, third, last = family_of(model).blocks(model)
-    folds = bool(sites_of(model, "activation"))
+    linear = {n: s for a in sites_of(model, "activation") if a.block == last for n, s in without_act(a).items()}
     plan = replace(
         contract(variant, depth=4).plan,
-        removed={second: "drop", f"{third}.attn": "drop", **({f"{last}.mlp.act": "identity"} if folds else {})},
+        removed={second: "drop", f"{third}.attn": "drop", **linear},
         kept={n: k for n, k in kept_channels(model, {"qk", "residual"}).items() if not n.startswith(second)},
-        folded=(f"{last}.mlp",) if folds else (),
+        folded=(f"{last}.mlp",) if linear else (),
     )
     del plan.kept[f"{third}.qk"]
     return apply(model, plan)

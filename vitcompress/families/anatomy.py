@@ -52,7 +52,8 @@ class Site:
     """A module that can be removed whole.
 
     name: its path in the dense model; numbers of blocks never change. block, index: the block it lies in, and that
-    block's dense number. branch_end: the last module of its residual branch, just before the sum.
+    block's dense number. branch_end: the last module of its residual branch, just before the sum. gates: the FFN in
+    which this activation gates another branch (SwiGLU); empty for an activation between two layers.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Site:
     block: str
     index: int
     branch_end: str = ""
+    gates: str = ""
 
 
 @dataclass(frozen=True)

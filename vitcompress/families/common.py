@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from timm.layers import Mlp
+from timm.layers import GluMlp, Mlp
 from torch import nn
 
 from vitcompress.families.anatomy import Axis, LinearPair, Site, Space, input_axis, linear_axes, norm_axes
@@ -47,7 +47,8 @@ def block_sites(path: str, block: nn.Module, index: int, *, linear_without_act: 
         yield Site(f"{path}.attn", "attention", path, index, f"{path}.drop_path1")
     act = getattr(getattr(block, "mlp", None), "act", None)
     if linear_without_act and not plain(act):
-        yield Site(f"{path}.mlp.act", "activation", path, index, f"{path}.drop_path2")
+        gates = f"{path}.mlp" if isinstance(block.mlp, GluMlp) else ""
+        yield Site(f"{path}.mlp.act", "activation", path, index, f"{path}.drop_path2", gates)
     if hasattr(block, "mlp"):
         yield Site(f"{path}.mlp", "ffn", path, index, f"{path}.drop_path2")
     yield Site(path, "block", path, index)
@@ -83,5 +84,6 @@ def child_axes(model: nn.Module, path: str, block: nn.Module, names: tuple[str, 
 
 
 def linear_pair(model: nn.Module, ffn: str) -> LinearPair | None:
-    """fc1 and fc2 of a timm Mlp; None when it is folded already, or of another kind."""
-    return LinearPair(f"{ffn}.fc1", f"{ffn}.fc2") if isinstance(model.get_submodule(ffn), Mlp) else None
+    """fc1 and fc2 of a timm Mlp or of a gated one; None when it is folded already, or of another kind."""
+    is_pair = isinstance(model.get_submodule(ffn), Mlp | GluMlp)
+    return LinearPair(f"{ffn}.fc1", f"{ffn}.fc2") if is_pair else None

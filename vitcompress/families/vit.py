@@ -1,9 +1,9 @@
-"""timm's VisionTransformer: ViT, DeiT (one or two heads), DeiT-III, DINOv2 with MLPs; found by structure."""
+"""timm's VisionTransformer: ViT, DeiT (one or two heads), DeiT-III, DINOv2 (MLP or SwiGLU); found by structure."""
 
 from typing import Any
 
 import torch.nn.functional as F
-from timm.layers import Attention, LayerScale, Mlp, PatchEmbed
+from timm.layers import Attention, GluMlp, LayerScale, Mlp, PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
@@ -23,7 +23,8 @@ from vitcompress.families.edited import EditedBlock
 
 SUPPORTED = (
     "timm VisionTransformers with pre-norm blocks of multi-head attention (with or without qkv bias) and a two-layer "
-    "MLP, LayerNorm, with or without LayerScale, register tokens, pre-norm, distillation head, class token or pooled"
+    "or gated MLP, LayerNorm, with or without LayerScale, register tokens, pre-norm, distillation head, class token or "
+    "pooled"
 )
 WIRING = Wiring(
     branches=(("norm1", "attn", "ls1", "drop_path1"), ("norm2", "mlp", "ls2", "drop_path2")),
@@ -84,11 +85,11 @@ def _block_refusal(block: Any) -> str | None:
         return f"its attention is a {type(attn).__name__}"
     if type(attn) is Attention and not common.plain(attn.q_norm, attn.k_norm, attn.norm, attn.gate):
         return "its attention normalises q, k or its output, or is gated"
-    if mlp is not None and type(mlp) not in (Mlp, nn.Linear):
+    if mlp is not None and type(mlp) not in (Mlp, GluMlp, nn.Linear):
         return f"its FFN is a {type(mlp).__name__}"
-    if type(mlp) is Mlp and not (common.plain(mlp.norm) and isinstance(mlp.fc1, nn.Linear)):
+    if isinstance(mlp, Mlp | GluMlp) and not (common.plain(mlp.norm) and isinstance(mlp.fc1, nn.Linear)):
         return "its FFN normalises its hidden channels or is convolutional"
-    return None
+    return "its gated FFN has no biases" if type(mlp) is GluMlp and mlp.fc1.bias is None else None
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -135,7 +136,7 @@ def _width(model: Any) -> int:
 
 
 def linear_pair(model: nn.Module, ffn: str) -> LinearPair | None:
-    """fc1 and fc2 of a timm Mlp; None when it is folded already."""
+    """fc1 and fc2 of a timm Mlp, gated or not; None when it is folded already."""
     return common.linear_pair(model, ffn)
 
 
