@@ -24,7 +24,7 @@ LAYERS = {  # HetDPT: attentions and activations removed
 }
 
 
-def meta(arch: str, **args: int) -> nn.Module:
+def meta(arch: str, **args: object) -> nn.Module:
     """The model without memory for its weights."""
     with torch.device("meta"):
         return timm.create_model(arch, **args).eval()
@@ -85,6 +85,94 @@ def test_removing_alone_saves_nothing_in_ffns(dense: dict[str, nn.Module]) -> No
 
 def test_the_published_dropped_count(dense: dict[str, nn.Module]) -> None:
     assert measure(pruned(dense[B], B, *LAYERS["B-10"], "drop", folded=True), IMAGENET).params == 54859472
+
+
+# --------------------------------------------------------------------------------------------- other published models
+
+GIANT = "vit_giant_patch14_dinov2"
+GIANT_ARGS = {"img_size": 224, "num_classes": 100}
+SWIN_T, SWIN_S, SWIN_B = (f"swin_{size}_patch4_window7_224" for size in ("tiny", "small", "base"))
+
+
+@pytest.fixture(scope="module")
+def giant() -> nn.Module:
+    return meta(GIANT, **GIANT_ARGS)
+
+
+@pytest.mark.parametrize(
+    ("attentions", "ffns", "published"),
+    [(0, 0, 1134.92), (12, 0, 1021.55), (8, 7, 927.12)],
+    ids=["dense", "NOSE", "-15"],
+)
+def test_dinov2_giant_without_whole_branches(giant: nn.Module, attentions: int, ffns: int, published: float) -> None:
+    """HetDPT's table of DINOv2-Giant on CIFAR-100: only whole FFNs, with norm and LayerScale, give its parameters."""
+    plan = depth_plan(giant, Plan(GIANT, GIANT_ARGS), range(attentions), range(ffns), gated_ffn="drop_ffn")
+    found = sum(p.numel() for p in applied(giant, plan).parameters())
+    branch = {"attention": 9443328 + 3072 + 1536, "ffn": 18884096 + 3072 + 1536}
+    assert found == 1134923364 - attentions * branch["attention"] - ffns * branch["ffn"]
+    assert round(found / 1e6, 2) == published
+
+
+@pytest.mark.parametrize("stand_in", ["mean_gate", "drop_gate"])
+def test_dinov2_giant_with_folded_ffns(giant: nn.Module, stand_in: str) -> None:
+    """No number of folded SwiGLU FFNs reaches the published 927.12 M: 15 layers leave more, whatever their split."""
+    width, smallest = 1536, []
+    for ffns in (7, 15):
+        plan = depth_plan(giant, Plan(GIANT, GIANT_ARGS), range(15 - ffns), range(ffns), gated_ffn=stand_in)
+        small = applied(giant, plan)
+        after = sum(p.numel() for p in small.parameters())
+        assert 1134923364 - after == (15 - ffns) * 9447936 + ffns * 4096 * (width + 1)
+        folding = fold(small, plan)
+        assert sum(name.endswith(".mlp") for name in folding.plan.folded) == ffns
+        assert isinstance(small.blocks[0].mlp, nn.Linear)
+        pairs = 15 - ffns  # LayerScales of removed attentions are gone already
+        scales = (40 - pairs) + 40
+        expected = 1134923364 - pairs * 9447936 - ffns * (18884096 - width**2 - width) - scales * width
+        assert sum(p.numel() for p in small.parameters()) == expected
+        smallest.append(expected)
+    assert all(round((count + 80 * width) / 1e6, 2) != 927.12 for count in smallest)
+
+
+@pytest.mark.parametrize(
+    ("arch", "cost"),
+    [
+        (SWIN_T, Cost(28288354, 4490566656, 4350425088)),
+        (SWIN_S, Cost(49606258, 8740875264, 8512223232)),
+        (SWIN_B, Cost(87768224, 15430946816, 15126077440)),
+        ("swin_large_patch4_window7_224", Cost(196532476, 34475759616, 34018455552)),
+        ("swin_s3_tiny_224", Cost(28328674, 4623332352, 4350425088)),
+        ("pvt_v2_b0", Cost(3666760, 566065664, 527956992)),
+        ("pvt_v2_b1", Cost(14009000, 2108355584, 2032138240)),
+        ("pvt_v2_b2_li", Cost(22553512, 3888850944, 3746250752)),
+        ("pvt_v2_b5", Cost(81956008, 11717260288, 11346008064)),
+    ],
+)
+def test_dense_models_of_stages(arch: str, cost: Cost) -> None:
+    """Published, in millions and G: Swin 28.3 / 4.5, 49.6 / 8.7, 87.8 / 15.4; PVTv2 3.7 / 0.6, 14.0 / 2.1."""
+    assert measure(meta(arch), IMAGENET) == cost
+
+
+@pytest.mark.parametrize(
+    ("arch", "attentions", "activations", "params_m", "macs_g"),
+    [
+        (SWIN_T, [4, 5, 10], [2, 4], 23.4, 3.7),
+        (SWIN_S, range(4, 11), [2, 3, 4], 43.9, 7.3),
+        (SWIN_B, [*range(4, 10)], [2, *range(4, 14), 22], 55.3, 9.8),
+    ],
+)
+def test_published_swin_sizes_have_a_reading(
+    arch: str, attentions: list, activations: list, params_m: float, macs_g: float
+) -> None:
+    """The layers of HetDPT's Swin rows are not published; these are one set each of their size and MACs."""
+    model = meta(arch)
+    small = pruned(model, arch, attentions, activations, "norm_identity", folded=True)
+    found = measure(small, IMAGENET)
+    assert (round(found.params / 1e6, 1), round(found.macs / 1e9, 1)) == (params_m, macs_g)
+    without_attention = [
+        small.get_submodule(f"layers.2.blocks.{number - 4}") for number in attentions if 4 <= number < 10
+    ]
+    kinds = {type(module).__name__ for block in without_attention for module in block.modules()}
+    assert kinds.isdisjoint({"WindowAttention", "ShiftedWindowAttention", "SwinTransformerBlock"})
 
 
 DEPTH = 5
