@@ -4,6 +4,7 @@ A new family adds its rows here and gets the tests of test_families, test_surger
 test_checkpoint with them.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,22 +13,58 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from vitcompress.families import Space, family_of
+from vitcompress.families import Site, Space, family_of
 from vitcompress.plan import Plan
 from vitcompress.surgery import applied
+
+# Two blocks of width 16 on 8x8 images; or three in two stages, 16 and 32 wide, the second block in shifted windows.
+SMALL = {
+    "vit": {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0},
+    "swin": {
+        "img_size": 16,
+        "patch_size": 2,
+        "embed_dim": 16,
+        "depths": [2, 1],
+        "num_heads": [4, 4],
+        "window_size": 4,
+        "mlp_ratio": 2.0,
+        "drop_path_rate": 0.0,
+    },
+    "pvt": {
+        "embed_dims": [16, 32],
+        "depths": [2, 1],
+        "num_heads": [4, 4],
+        "sr_ratios": [2, 1],
+        "mlp_ratios": [2, 2],
+        "pretrained_cfg_overlay": {"input_size": [3, 32, 32]},
+    },
+}
 
 
 @dataclass(frozen=True)
 class Contract:
-    """A model of two blocks, width 16 and 8x8 images, unless its arguments say otherwise."""
+    """A model of the family, as small as `SMALL` says unless its arguments say otherwise.
+
+    depth: number of blocks; where there are stages, the last of them has one.
+    """
 
     arch: str
     args: dict[str, Any] = field(default_factory=dict)
+    family: str = "vit"
 
     @property
     def arch_args(self) -> dict[str, Any]:
-        small = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0}
-        return {**small, "num_classes": 5, **self.args}
+        small, args = SMALL[self.family], dict(self.args)
+        if "depth" in args and "depths" in small:
+            args["depths"] = [args.pop("depth") - 1, 1]
+        return {**small, "num_classes": 5, **args}
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width."""
+        args = self.arch_args
+        size = args["pretrained_cfg_overlay"]["input_size"][1:] if self.family == "pvt" else args["img_size"]
+        return tuple(size) if isinstance(size, list) else (size, size)
 
     @property
     def plan(self) -> Plan:
@@ -35,6 +72,7 @@ class Contract:
 
 
 VIT, DISTILLED = "vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"
+SWIN, PVT = "swin_tiny_patch4_window7_224", "pvt_v2_b0"
 CONTRACTS = {
     ("vit", "plain"): Contract(VIT),
     ("vit", "distilled"): Contract(DISTILLED),
@@ -49,6 +87,16 @@ CONTRACTS = {
     ("vit", "deit3"): Contract("deit3_small_patch16_224"),
     ("vit", "no_proj_bias"): Contract(VIT, {"proj_bias": False, "init_values": 0.5}),
     ("vit", "no_position"): Contract(VIT, {"pos_embed": "none", "fc_norm": True}),
+    ("vit", "swiglu"): Contract("vit_giant_patch14_dinov2", {"mlp_ratio": 4.0}),
+    ("swin", "swin"): Contract(SWIN, family="swin"),
+    ("swin", "swin_padded"): Contract(SWIN, {"img_size": [10, 12], "always_partition": True}, "swin"),
+    ("swin", "swin_dynamic"): Contract(SWIN, {"dynamic_img_size": True, "qkv_bias": False}, "swin"),
+    ("swin", "swin_head_dim"): Contract(SWIN, {"head_dim": 6}, "swin"),
+    ("pvt", "pvt"): Contract(PVT, family="pvt"),
+    ("pvt", "pvt_linear"): Contract(PVT, {"linear": True}, "pvt"),
+    ("pvt", "pvt_non_square"): Contract(
+        PVT, {"pretrained_cfg_overlay": {"input_size": [3, 32, 48]}, "qkv_bias": False}, "pvt"
+    ),
 }
 VARIANTS = [variant for _, variant in CONTRACTS]
 
@@ -64,7 +112,7 @@ SAME = 2.0**-53 * 2**16
 def contract(variant: str, **args: Any) -> Contract:
     """The row of the only family that has this variant, with changed arguments."""
     row = next(row for (_, name), row in CONTRACTS.items() if name == variant)
-    return Contract(row.arch, {**row.args, **args})
+    return Contract(row.arch, {**row.args, **args}, row.family)
 
 
 def build(variant: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, **args: Any) -> nn.Module:
@@ -82,8 +130,7 @@ def build(variant: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, **
 
 def images(variant: str, *, count: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
     """Random images, (count, 3, height, width)."""
-    size = contract(variant).arch_args["img_size"]
-    height, width = size if isinstance(size, list) else (size, size)
+    height, width = contract(variant).image_size
     return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(
         dtype
     )
@@ -111,6 +158,20 @@ def spaces_of(model: nn.Module) -> dict[str, Space]:
     return {space.name: space for space in family_of(model).spaces(model)}
 
 
+def sites_of(model: nn.Module, kind: str) -> list[Site]:
+    return [site for site in family_of(model).sites(model) if site.kind == kind]
+
+
+def having(model: nn.Module, kind: str, numbers: Iterable[int]) -> list[int]:
+    """Those of these blocks that have a site of this kind; PVTv2 has no activation that could go."""
+    return [site.index for site in sites_of(model, kind) if site.index in set(numbers)]
+
+
+def without_act(site: Site) -> dict[str, str]:
+    """The removal of an activation, by which its FFN becomes linear."""
+    return {site.name: "mean_gate" if site.gates else "identity"}
+
+
 def kept_channels(model: nn.Module, kinds: set[str], *, whole_heads: bool = False, seed: int = 0) -> dict[str, tuple]:
     """Random channels to keep of every space of these kinds: as many in each head; with `whole_heads` two heads go."""
     generator = torch.Generator().manual_seed(seed)
@@ -120,7 +181,9 @@ def kept_channels(model: nn.Module, kinds: set[str], *, whole_heads: bool = Fals
         if space.kind not in kinds:
             continue
         per = space.size // space.heads
-        share = {"qk": per // 2, "v": per - 1, "mlp": per * 5 // 8, "residual": per * 3 // 4}[space.kind]
+        share = {"qk": per // 2, "v": per - 1, "mlp": per * 5 // 8, "residual": per * 3 // 4, "sr": per // 2}[
+            space.kind
+        ]
         heads = list(range(space.heads))
         if whole_heads and space.attention:
             heads = alive.setdefault(

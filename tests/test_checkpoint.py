@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from contracts import assert_moved, build, contract, every_variant, images, kept_channels, logits
+from contracts import assert_moved, build, contract, every_variant, images, kept_channels, logits, sites_of, without_act
 from torch import nn
 
 from vitcompress import checkpoint
@@ -40,11 +40,14 @@ from vitcompress.surgery import apply, fold
 def compressed(variant: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Plan]:
     """Three blocks that lost something of every kind."""
     model = build(variant, depth=3, dtype=dtype)
+    _, second, last = (site.name for site in sites_of(model, "block"))
+    linear = {n: s for a in sites_of(model, "activation") if a.block == second for n, s in without_act(a).items()}
+    kept = kept_channels(model, {"qk", "v", "mlp", "residual", "sr"})
     plan = replace(
         contract(variant, depth=3).plan,
-        removed={"blocks.1.attn": "norm_identity", "blocks.1.mlp.act": "identity", "blocks.2.attn": "drop"},
-        appended={"blocks.1": "gelu"},
-        kept={n: k for n, k in kept_channels(model, {"qk", "v", "mlp", "residual"}).items() if "2." not in n},
+        removed={f"{second}.attn": "norm_identity", **linear, f"{last}.attn": "drop"},
+        appended={second: "gelu"},
+        kept={n: k for n, k in kept.items() if not n.startswith((last, f"{second}.qk", f"{second}.v", f"{second}.sr"))},
     )
     return model, fold(apply(model, plan), plan).plan
 

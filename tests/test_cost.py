@@ -1,9 +1,11 @@
 """Counted parameters and multiply-accumulates are the exact integers of the closed form, in both conventions."""
 
+from dataclasses import replace
+
 import pytest
 import timm
 import torch
-from contracts import CONTRACTS, build, contract, every_variant
+from contracts import Contract, build, contract, every_variant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -22,7 +24,7 @@ LAYERS = {  # HetDPT: attentions and activations removed
 }
 
 
-def meta(arch: str, **args: int) -> nn.Module:
+def meta(arch: str, **args: object) -> nn.Module:
     """The model without memory for its weights."""
     with torch.device("meta"):
         return timm.create_model(arch, **args).eval()
@@ -85,6 +87,94 @@ def test_the_published_dropped_count(dense: dict[str, nn.Module]) -> None:
     assert measure(pruned(dense[B], B, *LAYERS["B-10"], "drop", folded=True), IMAGENET).params == 54859472
 
 
+# --------------------------------------------------------------------------------------------- other published models
+
+GIANT = "vit_giant_patch14_dinov2"
+GIANT_ARGS = {"img_size": 224, "num_classes": 100}
+SWIN_T, SWIN_S, SWIN_B = (f"swin_{size}_patch4_window7_224" for size in ("tiny", "small", "base"))
+
+
+@pytest.fixture(scope="module")
+def giant() -> nn.Module:
+    return meta(GIANT, **GIANT_ARGS)
+
+
+@pytest.mark.parametrize(
+    ("attentions", "ffns", "published"),
+    [(0, 0, 1134.92), (12, 0, 1021.55), (8, 7, 927.12)],
+    ids=["dense", "NOSE", "-15"],
+)
+def test_dinov2_giant_without_whole_branches(giant: nn.Module, attentions: int, ffns: int, published: float) -> None:
+    """HetDPT's table of DINOv2-Giant on CIFAR-100: only whole FFNs, with norm and LayerScale, give its parameters."""
+    plan = depth_plan(giant, Plan(GIANT, GIANT_ARGS), range(attentions), range(ffns), gated_ffn="drop_ffn")
+    found = sum(p.numel() for p in applied(giant, plan).parameters())
+    branch = {"attention": 9443328 + 3072 + 1536, "ffn": 18884096 + 3072 + 1536}
+    assert found == 1134923364 - attentions * branch["attention"] - ffns * branch["ffn"]
+    assert round(found / 1e6, 2) == published
+
+
+@pytest.mark.parametrize("stand_in", ["mean_gate", "drop_gate"])
+def test_dinov2_giant_with_folded_ffns(giant: nn.Module, stand_in: str) -> None:
+    """No number of folded SwiGLU FFNs reaches the published 927.12 M: 15 layers leave more, whatever their split."""
+    width, smallest = 1536, []
+    for ffns in (7, 15):
+        plan = depth_plan(giant, Plan(GIANT, GIANT_ARGS), range(15 - ffns), range(ffns), gated_ffn=stand_in)
+        small = applied(giant, plan)
+        after = sum(p.numel() for p in small.parameters())
+        assert 1134923364 - after == (15 - ffns) * 9447936 + ffns * 4096 * (width + 1)
+        folding = fold(small, plan)
+        assert sum(name.endswith(".mlp") for name in folding.plan.folded) == ffns
+        assert isinstance(small.blocks[0].mlp, nn.Linear)
+        pairs = 15 - ffns  # LayerScales of removed attentions are gone already
+        scales = (40 - pairs) + 40
+        expected = 1134923364 - pairs * 9447936 - ffns * (18884096 - width**2 - width) - scales * width
+        assert sum(p.numel() for p in small.parameters()) == expected
+        smallest.append(expected)
+    assert all(round((count + 80 * width) / 1e6, 2) != 927.12 for count in smallest)
+
+
+@pytest.mark.parametrize(
+    ("arch", "cost"),
+    [
+        (SWIN_T, Cost(28288354, 4490566656, 4350425088)),
+        (SWIN_S, Cost(49606258, 8740875264, 8512223232)),
+        (SWIN_B, Cost(87768224, 15430946816, 15126077440)),
+        ("swin_large_patch4_window7_224", Cost(196532476, 34475759616, 34018455552)),
+        ("swin_s3_tiny_224", Cost(28328674, 4623332352, 4350425088)),
+        ("pvt_v2_b0", Cost(3666760, 566065664, 527956992)),
+        ("pvt_v2_b1", Cost(14009000, 2108355584, 2032138240)),
+        ("pvt_v2_b2_li", Cost(22553512, 3888850944, 3746250752)),
+        ("pvt_v2_b5", Cost(81956008, 11717260288, 11346008064)),
+    ],
+)
+def test_dense_models_of_stages(arch: str, cost: Cost) -> None:
+    """Published, in millions and G: Swin 28.3 / 4.5, 49.6 / 8.7, 87.8 / 15.4; PVTv2 3.7 / 0.6, 14.0 / 2.1."""
+    assert measure(meta(arch), IMAGENET) == cost
+
+
+@pytest.mark.parametrize(
+    ("arch", "attentions", "activations", "params_m", "macs_g"),
+    [
+        (SWIN_T, [4, 5, 10], [2, 4], 23.4, 3.7),
+        (SWIN_S, range(4, 11), [2, 3, 4], 43.9, 7.3),
+        (SWIN_B, [*range(4, 10)], [2, *range(4, 14), 22], 55.3, 9.8),
+    ],
+)
+def test_published_swin_sizes_have_a_reading(
+    arch: str, attentions: list, activations: list, params_m: float, macs_g: float
+) -> None:
+    """The layers of HetDPT's Swin rows are not published; these are one set each of their size and MACs."""
+    model = meta(arch)
+    small = pruned(model, arch, attentions, activations, "norm_identity", folded=True)
+    found = measure(small, IMAGENET)
+    assert (round(found.params / 1e6, 1), round(found.macs / 1e9, 1)) == (params_m, macs_g)
+    without_attention = [
+        small.get_submodule(f"layers.2.blocks.{number - 4}") for number in attentions if 4 <= number < 10
+    ]
+    kinds = {type(module).__name__ for block in without_attention for module in block.modules()}
+    assert kinds.isdisjoint({"WindowAttention", "ShiftedWindowAttention", "SwinTransformerBlock"})
+
+
 DEPTH = 5
 sets = st.lists(st.integers(0, DEPTH - 1), unique=True)
 
@@ -111,20 +201,59 @@ TINY = meta(T, depth=DEPTH)
 
 def expected_macs(variant: str) -> tuple[int, int]:
     """Linear work and attention products of the dense model of one row."""
-    args, model = contract(variant).arch_args, build(variant)
-    height, width = args["img_size"] if isinstance(args["img_size"], list) else (args["img_size"],) * 2
-    patches, depth = (height // 4) * (width // 4), args["depth"]
+    row, model = contract(variant), build(variant)
+    return {"vit": vit_macs, "swin": swin_macs, "pvt": pvt_macs}[row.family](row, model)
+
+
+def vit_macs(row: Contract, model: nn.Module) -> tuple[int, int]:
+    height, width = row.image_size
+    patches, depth = (height // 4) * (width // 4), row.arch_args["depth"]
     tokens, heads = patches + model.num_prefix_tokens, 2 if hasattr(model, "head_dist") else 1
-    linear = patches * 48 * 16 + depth * tokens * (4 + 4) * 16 * 16 + heads * 16 * 5
+    ffn = 2 + 4 if "giant" in row.arch else 2 + 2  # gate and values, each twice as wide as the stream
+    linear = patches * 48 * 16 + depth * tokens * (4 + ffn) * 16 * 16 + heads * 16 * 5
     return linear, depth * 2 * tokens * tokens * 16
+
+
+def swin_macs(row: Contract, model: nn.Module) -> tuple[int, int]:
+    """Attention works on whole windows, padding included; FFNs on the tokens."""
+    args = row.arch_args
+    height, width = (size // 2 for size in row.image_size)
+    linear, products = height * width * 12 * 16 + 32 * 5, 0
+    for stage, depth in enumerate(args["depths"]):
+        channels = 16 * 2**stage
+        inner = 4 * args["head_dim"] if "head_dim" in args else channels
+        if stage:
+            height, width = -(-height // 2), -(-width // 2)
+            linear += height * width * 4 * 16 * 32
+        windows = -(-height // 4) * -(-width // 4)
+        linear += depth * (windows * 16 * 4 * channels * inner + height * width * 4 * channels * channels)
+        products += depth * windows * 2 * 16 * 16 * inner
+    return linear, products
+
+
+def pvt_macs(row: Contract, model: nn.Module) -> tuple[int, int]:
+    """A 7x7 stem of stride 4 and a 3x3 one of stride 2; keys and values of half the height and width, or of 7x7."""
+    height, width = (size // 4 for size in row.image_size)
+    linear, products = height * width * 3 * 49 * 16 + 32 * 5, 0
+    for stage, depth in enumerate(row.arch_args["depths"]):
+        channels, kernel = 16 * 2**stage, 2 if stage == 0 else 0
+        if stage:
+            height, width = height // 2, width // 2
+            linear += height * width * 16 * 9 * 32
+        tokens, reduced = height * width, height * width // 4 if stage == 0 else height * width
+        if row.arch_args.get("linear"):
+            kernel, reduced = 1, 49
+        attention = (2 * tokens + 2 * reduced + kernel**2 * reduced) * channels**2
+        linear += depth * (attention + tokens * (4 * channels**2 + 9 * 2 * channels))
+        products += depth * 2 * tokens * reduced * channels
+    return linear, products
 
 
 @every_variant
 def test_every_variant_is_counted_by_the_closed_form(variant: str) -> None:
     model = build(variant)
-    size = contract(variant).arch_args["img_size"]
     linear, products = expected_macs(variant)
-    found = measure(model, (3, *size) if isinstance(size, list) else (3, size, size))
+    found = measure(model, (3, *contract(variant).image_size))
     assert found == Cost(sum(p.numel() for p in model.parameters()), linear + products, linear)
 
 
@@ -132,7 +261,7 @@ def test_sliced_widths_are_counted() -> None:
     """4 patches and a class token: 5 tokens; q and k 8 wide, v 12, hidden 10, stream 6."""
     model = build("plain", depth=1)
     kept = {"blocks.0.qk": tuple(range(8)), "blocks.0.v": tuple(range(12)), "blocks.0.mlp": tuple(range(10))}
-    plan = Plan(*CONTRACTS["vit", "plain"].__dict__.values(), kept={**kept, "residual": tuple(range(6))})
+    plan = replace(contract("plain").plan, kept={**kept, "residual": tuple(range(6))})
     linear = 4 * 48 * 6 + 5 * (6 * (8 + 8 + 12) + 12 * 6 + 2 * 6 * 10) + 6 * 5
     products = 5 * 5 * (8 + 12)
     found = measure(apply(model, plan), (3, 8, 8))

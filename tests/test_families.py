@@ -18,6 +18,7 @@ from contracts import (
     logits,
     spaces_of,
 )
+from timm.layers import GluMlp, RmsNorm, SwiGLU
 from torch import nn
 
 from vitcompress.errors import UnsupportedModelError
@@ -37,9 +38,13 @@ def test_models_are_found_by_structure(family: str, variant: str) -> None:
 @every_variant
 def test_sites_are_in_forward_order_with_paths_that_exist(variant: str) -> None:
     model = build(variant)
-    sites = family_of(model).sites(model)
+    family = family_of(model)
+    sites = family.sites(model)
     kinds = ("attention", "activation", "ffn", "block")
-    assert [(site.index, site.kind) for site in sites] == [(i, kind) for i in range(2) for kind in kinds]
+    kinds = tuple(kind for kind in kinds if kind != "activation" or not family.not_foldable)
+    depth = len(family.blocks(model))
+    assert depth == (2 if family.name == "vit" else 3)
+    assert [(site.index, site.kind) for site in sites] == [(i, kind) for i in range(depth) for kind in kinds]
     for site in sites:
         assert model.get_submodule(site.name) is not None
         assert site.name.startswith(site.block)
@@ -53,9 +58,14 @@ def test_every_parameter_is_in_a_space(variant: str) -> None:
     model = build(variant)
     named = {(axis.tensor, axis.dim) for space in spaces_of(model).values() for axis in space.axes}
     for name, parameter in model.named_parameters():
-        dims = [0] if parameter.ndim == 1 else [2] if parameter.ndim == 3 else [0] if parameter.ndim == 4 else [0, 1]
+        dims = {1: [0], 2: [0, 1], 3: [2], 4: [0, 1]}[parameter.ndim]
         for dim in dims:
-            assert (name, dim) in named or name.startswith("head"), (name, dim)
+            free = name.startswith("head") or (
+                name == "patch_embed.proj.weight" and dim == 1
+            )  # classes, image channels
+            free = free or ("dwconv" in name and dim == 1)  # one input channel per group
+            free = free or ("relative_position" in name and dim == 0)  # positions
+            assert (name, dim) in named or free, (name, dim)
 
 
 @every_variant
@@ -65,7 +75,7 @@ def test_axes_tile_their_tensors(variant: str) -> None:
     parts: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for space in spaces_of(model).values():
         for axis in space.axes:
-            end = axis.offset + axis.copies * space.size
+            end = axis.offset + axis.copies * (space.heads if axis.per_head else space.size)
             parts.setdefault((axis.tensor, axis.dim), []).append((axis.offset, end))
     for (tensor, dim), found in parts.items():
         found.sort()
@@ -94,10 +104,15 @@ def test_permuted_equals_unchanged_and_forgetting_any_axis_is_noticed(variant: s
         model.load_state_dict(sliced_state(state, [space], order))
         assert_same(logits(model, x), expected)
         for number, axis in enumerate(space.axes):
+            keys_alone = space.kind == "qk" and axis.tensor.endswith("kv.bias")  # shifts all scores alike
+            if axis.per_head or keys_alone:  # heads stay where they are
+                continue
             forgotten = [space.axes[:number] + space.axes[number + 1 :]]
             if axis.copies > 1 and not axis.tensor.endswith("bias"):  # a bias of the keys shifts all scores alike
                 forgotten.append((*forgotten[0], replace(axis, copies=1)))
-            for axes in filter(None, forgotten):  # with none left, nothing was permuted
+            for axes in forgotten:
+                if all(left.per_head for left in axes):  # nothing was permuted
+                    continue
                 model.load_state_dict(sliced_state(state, [replace(space, axes=axes)], order))
                 assert difference(logits(model, x), expected) > MOVED, (space.name, axis)
 
@@ -107,14 +122,21 @@ def test_whole_heads_can_change_places_if_queries_and_values_move_together(varia
     model, x = build(variant), images(variant)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     expected = logits(model, x)
-    qk, v = (spaces_of(model)[f"blocks.0.{kind}"] for kind in ("qk", "v"))
-    order = tuple(h * 4 + c for h in (2, 0, 3, 1) for c in range(4))
+    first = next(iter(family_of(model).blocks(model)))
+    qk, v = (spaces_of(model)[f"{first}.{kind}"] for kind in ("qk", "v"))
+    width = qk.size // 4
+    order = tuple(h * width + c for h in (2, 0, 3, 1) for c in range(width))
     model.load_state_dict(sliced_state(state, [qk, v], {qk.name: order, v.name: order}))
     assert_same(logits(model, x), expected)
-    model.load_state_dict(sliced_state(state, [qk], {qk.name: order}))
-    assert_moved(logits(model, x), expected)
+    partial = [[qk]]
+    if any(axis.per_head for axis in qk.axes):
+        partial.append([replace(qk, axes=tuple(axis for axis in qk.axes if not axis.per_head)), v])
+    for moved in partial:
+        model.load_state_dict(sliced_state(state, moved, {space.name: order for space in moved}))
+        assert_moved(logits(model, x), expected)
 
 
+STAGED = {"depths": (1, 1), "embed_dim": 16, "num_heads": (2, 2)}
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 4}
 
 
@@ -122,7 +144,8 @@ SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_head
     ("arch", "args", "reason"),
     [
         ("resnet18", {}, "it is a ResNet"),
-        ("swin_tiny_patch4_window7_224", {"depths": (1, 1), "embed_dim": 16, "num_heads": (2, 2)}, "SwinTransformer"),
+        ("swinv2_tiny_window8_256", STAGED, "it is a SwinTransformerV2"),
+        ("swin_tiny_patch4_window7_224", {**STAGED, "norm_layer": RmsNorm}, "its norm is a RmsNorm"),
         ("vit_tiny_patch16_224", {**SMALL, "global_pool": "map", "class_token": False}, "it pools by attention"),
         ("vit_tiny_patch16_224", {**SMALL, "qk_norm": True}, "normalises q, k"),
         ("vit_tiny_patch16_224", {**SMALL, "scale_attn_norm": True}, "normalises q, k or its output"),
@@ -130,7 +153,8 @@ SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_head
         ("vit_tiny_patch16_224", {**SMALL, "norm_layer": "rmsnorm"}, "its norm is a RmsNorm"),
         ("vit_tiny_patch16_224", {**SMALL, "embed_norm_layer": "rmsnorm"}, "its norm is a RmsNorm"),
         ("vit_tiny_patch16_224", {**SMALL, "attn_layer": "diff"}, "its attention is a DiffAttention"),
-        ("vit_giant_patch14_dinov2", {**SMALL, "mlp_ratio": 4.0}, "its FFN is a GluMlp"),
+        ("vit_tiny_patch16_224", {**SMALL, "mlp_layer": SwiGLU}, "its FFN is a SwiGLU"),
+        ("vit_tiny_patch16_224", {**SMALL, "mlp_layer": GluMlp, "proj_bias": False}, "gated FFN has no biases"),
         ("vit_base_patch16_rpn_224", SMALL, "its blocks are ResPostBlock"),
         (
             "vit_tiny_r_s16_p8_224",

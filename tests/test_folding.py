@@ -10,24 +10,30 @@ from contracts import (
     build,
     contract,
     every_variant,
+    having,
     images,
     logits,
+    sites_of,
 )
 from torch import nn
 
+from vitcompress.families import family_of
 from vitcompress.surgery import applied, apply, depth_plan, fold, product
 
 
 @every_variant
 def test_folded_equals_unfolded(variant: str) -> None:
     model, x = build(variant), images(variant)
-    plan = depth_plan(model, contract(variant).plan, [0], [0, 1], attention_bypass="norm_identity")
+    activations = having(model, "activation", [0, 1])
+    plan = depth_plan(model, contract(variant).plan, [0], activations, attention_bypass="norm_identity")
     unfolded = applied(model, plan)
     folded = deepcopy(unfolded)
     folding = fold(folded, plan)
-    scaled = ("blocks.1.ls1", "blocks.0.ls2", "blocks.1.ls2") if hasattr(model.blocks[0].ls1, "gamma") else ()
-    assert set(folding.plan.folded) == {"blocks.0.mlp", "blocks.1.mlp", *scaled}
-    assert isinstance(folded.blocks[0].mlp, nn.Linear)
+    scaled = ("blocks.1.ls1", "blocks.0.ls2", "blocks.1.ls2") if "blocks.0.ls1.gamma" in model.state_dict() else ()
+    ffns = [site.name for site in sites_of(model, "ffn") if site.index in activations]
+    assert len(ffns) == (0 if family_of(model).not_foldable else 2)
+    assert set(folding.plan.folded) == {*ffns, *scaled}
+    assert all(isinstance(folded.get_submodule(name), nn.Linear) for name in ffns)
     assert_same(logits(folded, x), logits(unfolded, x))
     assert_moved(logits(folded, x), logits(model, x))
     assert fold(folded, folding.plan).records == (), "folding again finds nothing"

@@ -7,7 +7,7 @@ import timm
 import torch
 from contracts import build, contract, difference, every_variant, images, logits
 from safetensors.torch import save_file
-from timm.layers import resample_abs_pos_embed
+from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
 
 from vitcompress.errors import InputError, WeightsError
 from vitcompress.models import create, input_config
@@ -85,6 +85,20 @@ def test_position_embeddings_are_resampled_to_the_input_size(variant: str, tmp_p
     assert torch.equal(loaded.pos_embed[:, :prefix], model.pos_embed[:, :prefix])
     assert logits(loaded, torch.randn(2, 3, 32, 48)).shape == (2, 5)
     assert input_config(loaded).size == (3, 32, 48)
+
+
+def test_relative_position_tables_are_resampled_to_the_window(tmp_path: Path) -> None:
+    """From windows of 4 to windows of 2: 49 relative positions become 9."""
+    model, path = saved(tmp_path, "swin")
+    row = contract("swin", window_size=2)
+    loaded = create(row.arch, row.arch_args, path)
+    table = "layers.0.blocks.1.attn.relative_position_bias_table"
+    before = model.get_parameter(table)
+    expected = resize_rel_pos_bias_table(before, (2, 2), (9, 4))
+    assert before.shape == (49, 4)
+    assert torch.equal(loaded.get_parameter(table), expected)
+    other = "layers.0.blocks.1.attn.qkv.weight"
+    assert torch.equal(loaded.get_parameter(other), model.get_parameter(other))
 
 
 def test_layer_scales_of_original_deit3_checkpoints_are_renamed(tmp_path: Path) -> None:

@@ -212,21 +212,38 @@ def load_parts(plan_path: Path, weights_path: Path) -> nn.Module:
             f"{plan_path.parent} is not a finished run folder: {missing.name} is missing",
             hint="run the recipe to its end, or name another folder",
         )
-    plan, tensors = _read_plan(plan_path), load_tensors(weights_path)
-    with safe_open(weights_path, framework="pt") as file:
+    plan = _read_plan(plan_path)
+    tensors = load_for(weights_path, plan)
+    model = apply(models.create(plan.arch, plan.arch_args), plan)
+    load_strictly(model, tensors, weights_path)
+    model.plan = plan  # type: ignore[assignment]
+    return model.eval()
+
+
+def load_for(path: Path, plan: Plan) -> dict[str, Tensor]:
+    """The safetensors at `path`, which say that they were saved for a model of `plan`, or say nothing of it.
+
+    Raises:
+        PlanError: they were saved for another plan.
+        WeightsError: see `load_tensors`.
+    """
+    tensors = load_tensors(path)
+    with safe_open(path, framework="pt") as file:
         made_for = (file.metadata() or {}).get("plan", plan.digest)
     if made_for != plan.digest:
         raise PlanError(
-            f"{plan_path} is not the plan that {weights_path.name} was saved with",
+            f"{path.parent}: this is not the plan that {path.name} was saved with",
             hint="plan.json was edited or comes from another run; restore it",
         )
-    model = apply(models.create(plan.arch, plan.arch_args), plan)
+    return tensors
+
+
+def load_strictly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Give `model` the `tensors` of `path`. Raises WeightsError when they are not those of its plan."""
     try:
         model.load_state_dict(tensors, strict=True, assign=True)  # assigned, so in the type they were saved in
     except RuntimeError as error:
-        raise WeightsError(f"{weights_path} does not fit its plan: {_first_mismatch(error)}") from None
-    model.plan = plan  # type: ignore[assignment]
-    return model.eval()
+        raise WeightsError(f"{path} does not fit its plan: {_first_mismatch(error)}") from None
 
 
 def _read_plan(path: Path) -> Plan:

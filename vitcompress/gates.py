@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site
 from vitcompress.families.anatomy import Space
+from vitcompress.families.gating import gate_at_bias
 from vitcompress.plan import check_bypasses
 
 # -------------------------------------------------------------------------------------------------------- channel gates
@@ -52,7 +53,7 @@ def _gate_space(model: nn.Module, space: Space, gate: Tensor) -> Iterator[Callab
         module = model.get_submodule(path)
         if isinstance(module, nn.LayerNorm):
             if leaf == "weight":
-                yield module.register_forward_hook(_MaskedNorm(gate)).remove
+                yield module.register_forward_hook(_MaskedNorm(gate.repeat(axis.copies))).remove
         elif isinstance(module, nn.Linear | nn.Conv2d):
             if leaf == "weight" and axis.dim == 0:
                 full = torch.ones(module.weight.shape[0], dtype=gate.dtype, device=gate.device)
@@ -118,7 +119,10 @@ class _ParameterGate(nn.Module):
 
 
 GATED_KINDS = ("attention", "activation")
-STAND_INS = {"drop": "zero", "norm_identity": "input", "double": "stream"}
+STAND_INS = {
+    **{"drop": "zero", "norm_identity": "input", "double": "stream"},
+    **{"drop_ffn": "zero", "mean_gate": "mean", "drop_gate": "one"},
+}
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -158,6 +162,9 @@ class GatedModel(nn.Module):
         attention_bypass: `drop`, `norm_identity` or `double` (see Plan).
         both_pruned_output_act: `gelu` applies a GELU to the output of blocks that have lost both, as the released
             HetDPT code does; `none` leaves it out.
+        gated_ffn: `mean_gate`, `drop_gate` or `drop_ffn` (see `surgery.depth_plan`).
+        gate_means: gated FFN -> mean of its gate, (hidden,), that stands in with `mean_gate`; without it the gate at
+            its bias does.
 
     Raises:
         PlanError: a bypass that is not one, or a site that the model does not have or that has no gate.
@@ -171,9 +178,11 @@ class GatedModel(nn.Module):
         *,
         attention_bypass: str = "drop",
         both_pruned_output_act: str = "none",
+        gated_ffn: str = "mean_gate",
+        gate_means: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
-        check_bypasses(attention_bypass, both_pruned_output_act)
+        check_bypasses(attention_bypass, both_pruned_output_act, gated_ffn)
         own = [site for site in family.sites(model) if site.kind in GATED_KINDS]
         if unknown := [site.name for site in sites if site not in own]:
             raise PlanError(f"no gate for {unknown[0]}; layers that take one: {', '.join(site.name for site in own)}")
@@ -183,18 +192,19 @@ class GatedModel(nn.Module):
         device = next(model.parameters()).device
         self.scores = nn.ParameterList([nn.Parameter(torch.zeros((), device=device)) for _ in self.sites])
         self._gates = {site.name: 1.0 for site in self.sites}
+        self._means = {site.name: gate_means[site.gates] for site in self.sites if gate_means and site.gates}
         self._inputs: dict[str, Tensor] = {}
         for number, site in enumerate(self.sites):
-            self._hook(site, number, attention_bypass)
-        if both_pruned_output_act == "gelu":
+            self._hook(site, number, gated_ffn if site.gates else attention_bypass)
+        if both_pruned_output_act == "gelu" and not family.not_foldable:
             self._hook_outputs(own)
 
     def _hook(self, site: Site, number: int, bypass: str) -> None:
-        stand = STAND_INS[bypass] if site.kind == "attention" else "input"
+        stand = STAND_INS[bypass] if site.kind == "attention" or site.gates else "input"
         if stand == "stream":
             self.model.get_submodule(site.block).register_forward_pre_hook(_Remember(self, site.name))
         # Doubling replaces the whole branch, drop path included; the others stand where the layer stands.
-        target = site.branch_end if stand == "stream" else site.name
+        target = {"stream": site.branch_end, "zero": site.gates or site.name}.get(stand, site.name)
         self.model.get_submodule(target).register_forward_hook(_LayerGate(self, site.name, number, stand))
 
     def _hook_outputs(self, own: Sequence[Site]) -> None:
@@ -218,6 +228,11 @@ class GatedModel(nn.Module):
         if not 0.0 <= value <= 1.0:
             raise PlanError(f"the gate of {site} must lie in 0..1, got {value}")
         self._gates[site] = float(value)
+
+    def mean_gate(self, site: str) -> Tensor:
+        """What stands for the gate of an FFN that this activation makes, (hidden,)."""
+        found = self._means.get(site)
+        return gate_at_bias(self.model.get_submodule(site.rpartition(".")[0])) if found is None else found
 
     def gate_values(self) -> dict[str, float]:
         return dict(self._gates)
@@ -259,10 +274,15 @@ class _LayerGate:
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
         owner = self.owner
-        if self.stand == "stream":
-            stand = owner._inputs.pop(self.name)
-        else:
-            stand = args[0] if self.stand == "input" else torch.zeros_like(out)
+        match self.stand:
+            case "stream":
+                stand = owner._inputs.pop(self.name)
+            case "input":
+                stand = args[0]
+            case "mean":
+                stand = owner.mean_gate(self.name).to(out).expand_as(out)
+            case _:
+                stand = torch.full_like(out, float(self.stand == "one"))
         score = owner.scores[self.number]
         gated: Tensor = _StraightThrough.apply(out, stand, score, owner.gate_of(self.name))
         return gated

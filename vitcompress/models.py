@@ -3,18 +3,25 @@
 import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 from timm.data import resolve_model_data_config
-from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from timm.models import pvt_v2, swin_transformer, vision_transformer
 from torch import Tensor, nn
 
 from vitcompress.checkpoint import load_tensors
 from vitcompress.errors import InputError, WeightsError, nearest
 
+# What brings checkpoints to a model's names and input size: position embeddings and tables are resampled.
+FILTERS = {
+    vision_transformer.VisionTransformer: partial(vision_transformer.checkpoint_filter_fn, adapt_layer_scale=True),
+    swin_transformer.SwinTransformer: swin_transformer.checkpoint_filter_fn,
+    pvt_v2.PyramidVisionTransformerV2: pvt_v2.checkpoint_filter_fn,
+}
 # What timm raises for arguments, or for weights, that do not fit a model.
 UNBUILDABLE = (TypeError, ValueError, AssertionError, RuntimeError, LookupError, AttributeError, ArithmeticError)
 
@@ -46,7 +53,7 @@ def create(
 
     Args:
         weights: `random` (drawn from `seed`), `hub` (timm's pretrained weights, needs a network) or a file
-            (.safetensors, .pth). Position embeddings are resampled to the input size.
+            (.safetensors, .pth). Position embeddings and relative position tables are resampled to the input size.
         new_head: accept weights of another class count and start with a fresh classifier.
 
     Raises:
@@ -101,9 +108,10 @@ def _class_mismatch(what: str, have: int, wanted: int) -> WeightsError:
 
 def _load_weights(model: nn.Module, path: Path, new_head: bool) -> None:
     tensors = load_tensors(path)
-    if isinstance(model, VisionTransformer):
-        with contextlib.suppress(*UNBUILDABLE):  # foreign weights: told below
-            tensors = checkpoint_filter_fn(tensors, model, adapt_layer_scale=True)
+    for kind, fit in FILTERS.items():
+        if isinstance(model, kind):
+            with contextlib.suppress(*UNBUILDABLE):  # foreign weights: told below
+                tensors = fit(tensors, model)
     own = model.state_dict()
     heads = [key for key in own if key.split(".")[0] in ("head", "head_dist")]
     differing = [key for key in heads if key in tensors and tensors[key].shape[0] != own[key].shape[0]]

@@ -17,6 +17,8 @@ T = TypeVar("T")
 FORMAT = 1
 BYPASSES = ("drop", "norm_identity", "double")
 ACTIVATION_STAND_INS = ("identity",)
+GATE_STAND_INS = ("mean_gate", "drop_gate")
+GATED_FFN = (*GATE_STAND_INS, "drop_ffn")
 APPENDED = ("gelu",)
 
 
@@ -26,11 +28,14 @@ class Plan:
 
     arch, arch_args: the dense model, as `timm.create_model(arch, **arch_args)` builds it.
     removed: site -> what stands in its place. Attention: `drop` (x <- x), `norm_identity` (x <- x + norm(x), the
-        released HetDPT code), `double` (x <- 2x, the released NOSE code). Activation: `identity`. FFN, block: `drop`.
+        released HetDPT code), `double` (x <- 2x, the released NOSE code). Activation: `identity`; where it gates another branch: `mean_gate` (the gate stays at
+        what it computes from its bias), `drop_gate` (the gate is 1). FFN, block: `drop`.
     appended: block -> activation applied to the block's output (`gelu`, released HetDPT, blocks that lost both).
     folded: modules multiplied into a neighbouring linear layer: FFNs (fc1 and fc2 into one) and LayerScales.
     kept: space -> channels, in dense numbers, in order (never sorted: head regrouping permutes).
     heads: attention -> number of heads, where that changed.
+    standard: `arch` and `args` of the timm model whose sizes the result has, empty where there is none. A statement,
+        not an edit: blocks keep their dense numbers, and `standard.standard_state` renumbers them.
     """
 
     arch: str
@@ -40,6 +45,7 @@ class Plan:
     folded: tuple[str, ...] = ()
     kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     heads: Mapping[str, int] = field(default_factory=dict)
+    standard: Mapping[str, Any] = field(default_factory=dict)
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -49,6 +55,7 @@ class Plan:
         except (TypeError, ValueError) as error:
             raise PlanError(f"arch_args must be plain data, as JSON holds it: {error}") from None
         object.__setattr__(self, "arch_args", arguments)
+        object.__setattr__(self, "standard", json.loads(json.dumps(dict(self.standard))))
 
     def then(self, later: "Plan") -> "Plan":
         """The plan that does this one and then `later`, whose channel numbers count in what this one left.
@@ -72,6 +79,7 @@ class Plan:
             folded=(*_outside(later.removed, dict.fromkeys(self.folded)), *later.folded),
             kept={**_outside(later.removed, self.kept), **_in_dense_numbers(self.kept, later.kept)},
             heads={**_outside(later.removed, self.heads), **later.heads},
+            standard=later.standard or ({} if named else self.standard),
         )
 
     def to_json(self) -> str:
@@ -137,7 +145,7 @@ def _problems(data: Any) -> list[str]:
         found.append(f"arch: expected a timm model name, got {data.get('arch')!r}")
     found += [
         f"{key}: expected an object, got {type(data[key]).__name__}"
-        for key in ("arch_args", "removed", "appended", "kept", "heads")
+        for key in ("arch_args", "removed", "appended", "kept", "heads", "standard")
         if key in data and not isinstance(data[key], dict)
     ]
     if not _is_list_of(data.get("folded", []), str):
@@ -146,7 +154,7 @@ def _problems(data: Any) -> list[str]:
 
 
 def _value_problems(data: dict[str, Any]) -> list[str]:
-    allowed = (*BYPASSES, *ACTIVATION_STAND_INS)
+    allowed = (*BYPASSES, *ACTIVATION_STAND_INS, *GATE_STAND_INS)
     found = [
         f"removed.{site}: got {stand!r}, allowed: {', '.join(allowed)}"
         for site, stand in data.get("removed", {}).items()
@@ -165,14 +173,19 @@ def _value_problems(data: dict[str, Any]) -> list[str]:
         for name, count in data.get("heads", {}).items()
         if not _is_list_of([count], int) or count < 1
     ]
+    standard = data.get("standard", {})
+    if standard and not (isinstance(standard.get("arch"), str) and isinstance(standard.get("args"), dict)):
+        found.append(f"standard: expected arch and args of a timm model, got {str(standard)[:60]}")
     folded = data.get("folded", [])
     if len(set(folded)) != len(folded):
         found.append("folded: a module is named twice")
     return found
 
 
-def check_bypasses(attention_bypass: str, both_pruned_output_act: str) -> None:
-    """Raise PlanError unless both name a choice that there is."""
+def check_bypasses(attention_bypass: str, both_pruned_output_act: str, gated_ffn: str = "mean_gate") -> None:
+    """Raise PlanError unless all name a choice that there is."""
+    if gated_ffn not in GATED_FFN:
+        raise PlanError(f"gated_ffn must be one of {', '.join(GATED_FFN)}, got {gated_ffn!r}")
     if attention_bypass not in BYPASSES:
         raise PlanError(f"attention_bypass must be one of {', '.join(BYPASSES)}, got {attention_bypass!r}")
     if both_pruned_output_act not in (*APPENDED, "none"):

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitcompress.checkpoint import read_json, write_json
+from torch import nn
+
+from vitcompress.checkpoint import read_json, save_tensors, write_json
 from vitcompress.data import Splits
 from vitcompress.distributed import Runtime
 from vitcompress.families import Family
@@ -15,13 +17,16 @@ from vitcompress.plan import Plan
 from vitcompress.progress import Progress
 from vitcompress.train import TrainOptions
 
+LEFT_WEIGHTS = "weights.safetensors"
+
 
 @dataclass(frozen=True)
 class Context:
     """One step's surroundings.
 
     plan: what was already done to the model that the method is given. folder: the step's own, for resume state.
-    train: the recipe's fine-tuning options, the default source of batch size and augmentation.
+    train: the recipe's fine-tuning options, the default source of batch size and augmentation. teacher(): who teaches
+    during recovery, None where nobody does.
     """
 
     arch: str
@@ -35,6 +40,7 @@ class Context:
     seed: int
     progress: Progress
     train: TrainOptions
+    teacher: Callable[[], nn.Module | None] = lambda: None
 
     def memo(self, name: str, compute: Callable[[], Any]) -> Any:
         """The JSON data of `compute()`, computed once and kept in the step's folder; every process gets the same."""
@@ -46,3 +52,13 @@ class Context:
             write_json(path, value)
         self.runtime.barrier()
         return value
+
+    def hand_over(self, model: nn.Module) -> None:
+        """Let the work go on with the weights of `model`, retrained but of the shapes that the step was given.
+
+        The step's own plan is applied to these weights, and so is what follows. To be called before the step returns
+        its plan: a plan on the disk means that the weights are there too.
+        """
+        if self.runtime.is_main:
+            save_tensors(self.folder / LEFT_WEIGHTS, model.state_dict(), {"plan": self.plan.digest})
+        self.runtime.barrier()

@@ -6,7 +6,7 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
-from contracts import build, every_variant, images
+from contracts import build, every_variant, having, images, kept_channels, spaces_of
 from torch import nn
 
 from vitcompress import surgery
@@ -22,10 +22,11 @@ CLASSES = ("ant", "bee", "cat", "dog", "eel")
 
 
 def pruned(variant: str, bypass: str = "norm_identity") -> nn.Module:
-    """Block 0 without its activation, block 1 without both, folded."""
+    """Block 0 without its activation (where it can go), block 1 without both, folded."""
     model = build(variant, dtype=torch.float32)
+    linear = having(model, "activation", [0, 1])
     plan = surgery.depth_plan(
-        model, Plan("vit", {}), [1], [0, 1], attention_bypass=bypass, both_pruned_output_act="gelu"
+        model, Plan("vit", {}), [1], linear, attention_bypass=bypass, both_pruned_output_act="gelu"
     )
     surgery.apply(model, plan)
     surgery.fold(model, plan)
@@ -86,6 +87,24 @@ def test_sliced_attention_with_unequal_widths(tmp_path: Path) -> None:
     kept = {"blocks.0.qk": (0, 1, 4, 5, 8, 9, 12, 13), "blocks.0.v": tuple(c for c in range(16) if c % 4 != 1)}
     surgery.apply(model, Plan("vit", {}, kept=kept))
     assert failed(model, exported(model, tmp_path)) == []
+
+
+@pytest.mark.parametrize("variant", ["swin", "swin_padded", "pvt", "pvt_linear"])
+def test_families_of_stages_answer_as_in_torch_when_sliced_and_rewired(variant: str, tmp_path: Path) -> None:
+    """Widths of every kind, whole heads; one block has lost its FFN, so that its attention works on its own."""
+    model = build(variant, dtype=torch.float32)
+    kept = kept_channels(model, {"qk", "v", "mlp", "residual", "sr"}, whole_heads=True)
+    heads = {space.attention: 2 for space in spaces_of(model).values() if space.attention}
+    ffn = [name.removesuffix(".qk") + ".mlp" for name in kept if name.endswith(".qk")][1]
+    del kept[ffn]
+    surgery.apply(model, Plan("staged", {}, removed={ffn: "drop"}, kept=kept, heads=heads))
+    assert failed(model, exported(model, tmp_path), variant) == []
+
+
+@pytest.mark.parametrize("variant", ["swin", "pvt"])
+def test_families_of_stages_answer_as_in_torch_before_pruning(variant: str, tmp_path: Path) -> None:
+    model = build(variant, dtype=torch.float32)
+    assert failed(model, exported(model, tmp_path), variant) == []
 
 
 def test_the_file_says_what_it_is(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from torch import nn
 
 from vitcompress.errors import UnsupportedModelError
 from vitcompress.families.anatomy import Axis, Family, Site, Space
+from vitcompress.families.pvt import PVT
+from vitcompress.families.swin import SWIN
 from vitcompress.families.vit import VIT
 
-FAMILIES: dict[str, Family] = {"vit": VIT}
+FAMILIES: dict[str, Family] = {"vit": VIT, "swin": SWIN, "pvt": PVT}
 
 __all__ = ["FAMILIES", "Axis", "Family", "Site", "Space", "family_of"]
 

@@ -5,13 +5,13 @@ A **site** is a module that can be removed whole. Both are plain data: slicing, 
 and no method knows one architecture from another.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
 
-SpaceKind = Literal["qk", "v", "mlp", "residual"]
+SpaceKind = Literal["qk", "v", "mlp", "residual", "sr"]
 SiteKind = Literal["attention", "activation", "ffn", "block"]
 
 
@@ -34,6 +34,8 @@ class Axis:
 class Space:
     """Channels that are kept or dropped together, in `heads` equal groups of `size / heads`.
 
+    kind: q and k of an attention, its v, an FFN's hidden channels, a residual stream (one per stage), or the channels
+    that a spatial reduction leaves for k and v (`sr`, PVTv2).
     attention: the attention whose heads those are; empty where the space is not one of an attention.
     """
 
@@ -50,7 +52,8 @@ class Site:
     """A module that can be removed whole.
 
     name: its path in the dense model; numbers of blocks never change. block, index: the block it lies in, and that
-    block's dense number. branch_end: the last module of its residual branch, just before the sum.
+    block's dense number. branch_end: the last module of its residual branch, just before the sum. gates: the FFN in
+    which this activation gates another branch (SwiGLU); empty for an activation between two layers.
     """
 
     name: str
@@ -58,28 +61,36 @@ class Site:
     block: str
     index: int
     branch_end: str = ""
+    gates: str = ""
 
 
 @dataclass(frozen=True)
 class LinearPair:
-    """The two linear layers of an FFN by path, in order of use, and the LayerScale that follows them."""
+    """The two linear layers of an FFN by path, in order of use."""
 
     first: str
     second: str
-    scale: str
+
+
+def children(block: nn.Module) -> Mapping[str, nn.Module]:
+    """The child modules of `block` by name."""
+    return dict(block.named_children())
 
 
 @dataclass(frozen=True)
 class Wiring:
     """How a family wires a block: its residual branches in order, each a chain of child names.
 
-    `takes_arguments` names the children that receive the block's extra arguments (an attention mask, say).
+    `takes_arguments` names the children that receive the block's extra arguments (an attention mask, say). `parts`
+    gives the children by name such that the chains compute what the block does; a family replaces a child there whose
+    work the block itself does in part (Swin's shift and partition).
     """
 
     branches: tuple[tuple[str, ...], ...]
     attention: str
     ffn: str
-    takes_arguments: frozenset[str]
+    takes_arguments: frozenset[str] = frozenset()
+    parts: Callable[[nn.Module], Mapping[str, nn.Module]] = children
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,8 @@ class Family:
     linear_pair(model, ffn): the layers that `surgery.fold` multiplies, None when the FFN is not two linears.
     scales(model): LayerScale path -> path of the linear layer just before it.
     slice_attention(module, qk, v, heads): the attention to run after slicing, over the same parameters.
-    resized(model, width): store a new residual width wherever timm reads it.
+    resized(model, space, width): store a new width of a residual space wherever timm reads it.
+    not_foldable: why an FFN without its activation is not linear, as a sentence; empty where it is.
     """
 
     name: str
@@ -104,7 +116,8 @@ class Family:
     linear_pair: Callable[[nn.Module, str], LinearPair | None]
     scales: Callable[[nn.Module], dict[str, str]]
     slice_attention: Callable[[nn.Module, int, int, int], nn.Module]
-    resized: Callable[[nn.Module, int], None]
+    resized: Callable[[nn.Module, str, int], None]
+    not_foldable: str = ""
 
 
 def linear_axes(model: nn.Module, name: str, *, offset: int = 0, copies: int = 1) -> tuple[Axis, ...]:

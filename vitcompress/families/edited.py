@@ -26,7 +26,7 @@ class EditedBlock(nn.Module):
     @classmethod
     def of(cls, block: nn.Module, wiring: Wiring) -> "EditedBlock":
         """`block` itself if it is edited already, else an edited block that computes the same."""
-        return block if isinstance(block, cls) else cls(dict(block.named_children()), wiring)
+        return block if isinstance(block, cls) else cls(wiring.parts(block), wiring)
 
     def rewire(self, part: str, chain: tuple[str, ...] | None) -> None:
         """Give the branch that runs `part` another chain (None: no branch) and drop the children left unused."""

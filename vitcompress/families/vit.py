@@ -1,12 +1,13 @@
-"""timm's VisionTransformer: ViT, DeiT (one or two heads), DeiT-III, DINOv2 with MLPs; found by structure."""
+"""timm's VisionTransformer: ViT, DeiT (one or two heads), DeiT-III, DINOv2 (MLP or SwiGLU); found by structure."""
 
 from typing import Any
 
 import torch.nn.functional as F
-from timm.layers import Attention, LayerScale, Mlp, PatchEmbed
+from timm.layers import Attention, GluMlp, LayerScale, Mlp, PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
+from vitcompress.families import common
 from vitcompress.families.anatomy import (
     Axis,
     Family,
@@ -22,7 +23,8 @@ from vitcompress.families.edited import EditedBlock
 
 SUPPORTED = (
     "timm VisionTransformers with pre-norm blocks of multi-head attention (with or without qkv bias) and a two-layer "
-    "MLP, LayerNorm, with or without LayerScale, register tokens, pre-norm, distillation head, class token or pooled"
+    "or gated MLP, LayerNorm, with or without LayerScale, register tokens, pre-norm, distillation head, class token or "
+    "pooled"
 )
 WIRING = Wiring(
     branches=(("norm1", "attn", "ls1", "drop_path1"), ("norm2", "mlp", "ls2", "drop_path2")),
@@ -70,8 +72,7 @@ def refuses(model: nn.Module) -> str | None:
     if not isinstance(model.patch_embed, PatchEmbed):
         return f"its stem is a {type(model.patch_embed).__name__}"
     reasons = (_block_refusal(block) for block in model.blocks)
-    norms = [module for name, module in model.named_modules() if "norm" in name.rpartition(".")[2]]
-    return next((reason for reason in (*reasons, *map(_norm_refusal, norms)) if reason), None)
+    return next((reason for reason in reasons if reason), None) or common.norms_refusal(model)
 
 
 def _block_refusal(block: Any) -> str | None:
@@ -82,25 +83,13 @@ def _block_refusal(block: Any) -> str | None:
     attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
     if attn is not None and type(attn) not in (Attention, SlicedAttention):
         return f"its attention is a {type(attn).__name__}"
-    if type(attn) is Attention and not _plain(attn.q_norm, attn.k_norm, attn.norm, attn.gate):
+    if type(attn) is Attention and not common.plain(attn.q_norm, attn.k_norm, attn.norm, attn.gate):
         return "its attention normalises q, k or its output, or is gated"
-    if mlp is not None and type(mlp) not in (Mlp, nn.Linear):
+    if mlp is not None and type(mlp) not in (Mlp, GluMlp, nn.Linear):
         return f"its FFN is a {type(mlp).__name__}"
-    if type(mlp) is Mlp and not (_plain(mlp.norm) and isinstance(mlp.fc1, nn.Linear)):
+    if isinstance(mlp, Mlp | GluMlp) and not (common.plain(mlp.norm) and isinstance(mlp.fc1, nn.Linear)):
         return "its FFN normalises its hidden channels or is convolutional"
-    return None
-
-
-def _norm_refusal(norm: nn.Module) -> str | None:
-    if _plain(norm):
-        return None
-    if not isinstance(norm, nn.LayerNorm):
-        return f"its norm is a {type(norm).__name__}"
-    return None if norm.elementwise_affine else "its LayerNorm has no weights"
-
-
-def _plain(*parts: nn.Module | None) -> bool:
-    return all(part is None or isinstance(part, nn.Identity) for part in parts)
+    return "its gated FFN has no biases" if type(mlp) is GluMlp and mlp.fc1.bias is None else None
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -112,15 +101,7 @@ def sites(model: nn.Module) -> tuple[Site, ...]:
     """Per block: attention, activation, FFN and the block itself, as far as they are there."""
     found: list[Site] = []
     for path, block in blocks(model).items():
-        index = int(path.rsplit(".", 1)[1])
-        if hasattr(block, "attn"):
-            found.append(Site(f"{path}.attn", "attention", path, index, f"{path}.drop_path1"))
-        act = getattr(getattr(block, "mlp", None), "act", None)
-        if act is not None and not isinstance(act, nn.Identity):
-            found.append(Site(f"{path}.mlp.act", "activation", path, index, f"{path}.drop_path2"))
-        if hasattr(block, "mlp"):
-            found.append(Site(f"{path}.mlp", "ffn", path, index, f"{path}.drop_path2"))
-        found.append(Site(path, "block", path, index))
+        found += common.block_sites(path, block, int(path.rsplit(".", 1)[1]))
     return tuple(found)
 
 
@@ -128,23 +109,13 @@ def spaces(model: Any) -> tuple[Space, ...]:
     """q/k, v and FFN hidden channels of every block, then the residual stream they all read and write."""
     inner: list[Space] = []
     residual: list[Axis] = list(_stem_axes(model))
-    block: Any
     for path, block in blocks(model).items():
-        residual += [
-            axis
-            for name in ("norm1", "ls1", "norm2", "ls2")
-            if hasattr(block, name)
-            for axis in norm_axes(model, f"{path}.{name}")
-        ]
-        if hasattr(block, "attn"):
-            inner += _attention_spaces(model, path, block.attn)
-            residual += [input_axis(f"{path}.attn.qkv"), *linear_axes(model, f"{path}.attn.proj")]
-        if isinstance(getattr(block, "mlp", None), nn.Linear):  # folded
-            residual += [input_axis(f"{path}.mlp"), *linear_axes(model, f"{path}.mlp")]
-        elif hasattr(block, "mlp"):
-            axes = (*linear_axes(model, f"{path}.mlp.fc1"), input_axis(f"{path}.mlp.fc2"))
-            inner.append(Space(f"{path}.mlp", "mlp", block.mlp.fc1.out_features, axes))
-            residual += [input_axis(f"{path}.mlp.fc1"), *linear_axes(model, f"{path}.mlp.fc2")]
+        residual += common.child_axes(model, path, block, ("norm1", "ls1", "norm2", "ls2"))
+        for name, describe in (("attn", common.packed_attention), ("mlp", common.ffn)):
+            if hasattr(block, name):
+                own, axes = describe(model, path, getattr(block, name))
+                inner += own
+                residual += axes
     residual += [axis for name in ("norm", "fc_norm") for axis in norm_axes(model, name)]
     residual += [input_axis(name) for name in HEADS if isinstance(getattr(model, name, None), nn.Linear)]
     return (*inner, Space("residual", "residual", _width(model), tuple(residual)))
@@ -160,23 +131,13 @@ def _stem_axes(model: nn.Module) -> tuple[Axis, ...]:
     )
 
 
-def _attention_spaces(model: nn.Module, path: str, attn: Any) -> list[Space]:
-    name, heads = f"{path}.attn", attn.num_heads
-    v_dim = attn.proj.in_features
-    qk_dim = (attn.qkv.out_features - v_dim) // 2
-    qk = linear_axes(model, f"{name}.qkv", copies=2)
-    v = (*linear_axes(model, f"{name}.qkv", offset=2 * qk_dim), input_axis(f"{name}.proj"))
-    return [Space(f"{path}.qk", "qk", qk_dim, qk, heads, name), Space(f"{path}.v", "v", v_dim, v, heads, name)]
-
-
 def _width(model: Any) -> int:
     return int(model.patch_embed.proj.out_channels)
 
 
 def linear_pair(model: nn.Module, ffn: str) -> LinearPair | None:
-    """fc1 and fc2 of a timm Mlp; None when it is folded already."""
-    block = ffn.rsplit(".", 1)[0]
-    return LinearPair(f"{ffn}.fc1", f"{ffn}.fc2", f"{block}.ls2") if isinstance(model.get_submodule(ffn), Mlp) else None
+    """fc1 and fc2 of a timm Mlp, gated or not; None when it is folded already."""
+    return common.linear_pair(model, ffn)
 
 
 def scales(model: nn.Module) -> dict[str, str]:
@@ -190,7 +151,7 @@ def scales(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def resized(model: Any, width: int) -> None:
+def resized(model: Any, space: str, width: int) -> None:
     """Store the residual width where timm reads it."""
     model.embed_dim = model.num_features = model.head_hidden_size = width
     for entry in model.feature_info:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from vitcompress.families import Family
-from vitcompress.methods import baselines, evidence, hetdpt, nose
+from vitcompress.methods import baselines, evidence, hetdpt, nose, steps
 from vitcompress.methods.depth import Stage
 from vitcompress.plan import Plan
 from vitcompress.workspace import Context
@@ -91,5 +91,19 @@ METHODS: dict[str, Method] = {
     ),
     "fixed": Method(
         "the layers that the recipe names", baselines.FixedOptions, baselines.fixed, baselines.structure_fixed
+    ),
+    "recover": Method(
+        "train the model as it is, between two steps",
+        steps.RecoverOptions,
+        steps.recover,
+        steps.structure_recover,
+        steps.stages_recover,
+    ),
+    "fold": Method(
+        "multiply out what has become linear, so that the next step prunes the product",
+        steps.FoldOptions,
+        steps.fold,
+        steps.structure_fold,
+        tables=steps.tables_fold,
     ),
 }

@@ -20,7 +20,7 @@ from vitcompress.distributed import derived_seed
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site
 from vitcompress.methods import depth, hetdpt
-from vitcompress.methods.depth import KINDS, Bypass, DepthOptions, Kind, OutputAct, Stage
+from vitcompress.methods.depth import KINDS, Bypass, DepthOptions, GatedFfn, Kind, OutputAct, Stage
 from vitcompress.methods.hetdpt import collection, search, transfer_entropy
 from vitcompress.methods.hetdpt.search import SearchOptions
 from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions, Measurement
@@ -62,6 +62,7 @@ class FixedOptions:
     activation: hetdpt.Indices = ()
     attention_bypass: Bypass = "drop"
     both_pruned_output_act: OutputAct = "none"
+    gated_ffn: GatedFfn = "mean_gate"
 
     @property
     def budget(self) -> DepthOptions:
@@ -69,6 +70,7 @@ class FixedOptions:
             pruned_layers=max(1, len(self.attention) + len(self.activation)),
             attention_bypass=self.attention_bypass,
             both_pruned_output_act=self.both_pruned_output_act,
+            gated_ffn=self.gated_ffn,
         )
 
 

@@ -5,14 +5,17 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, cast
 
+import torch
 from annotated_types import Ge, Gt
-from torch import nn
+from torch import Tensor, nn
 
 from vitcompress import cost, surgery
 from vitcompress.data import Images
+from vitcompress.distributed import Runtime
 from vitcompress.errors import PlanError
 from vitcompress.evaluate import evaluate
 from vitcompress.families import Family, Site
+from vitcompress.families.gating import freeze_gate
 from vitcompress.gates import GatedModel
 from vitcompress.loaders import EvalLoader, eval_loader
 from vitcompress.plan import Plan
@@ -23,6 +26,8 @@ Kind = Literal["attention", "activation"]
 KINDS: tuple[Kind, ...] = ("attention", "activation")
 Bypass = Literal["drop", "norm_identity", "double"]
 OutputAct = Literal["none", "gelu"]
+GatedFfn = Literal["mean_gate", "drop_gate", "drop_ffn"]
+GATE_IMAGES = 1024  # training images over which the mean of a gate is taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +36,15 @@ class DepthOptions:
 
     attention_bypass: what stands where an attention was: nothing (`drop`), the block's norm (`norm_identity`,
     released HetDPT code) or the stream once more (`double`, released NOSE code). both_pruned_output_act: `gelu` puts
-    a GELU behind each block that lost both, as the released HetDPT code does.
+    a GELU behind each block that lost both, as the released HetDPT code does. gated_ffn: what becomes of a SwiGLU FFN
+    without its non-linearity: its gate stays at the mean over training images (`mean_gate`) or at 1 (`drop_gate`), and
+    it folds; or it goes as a whole (`drop_ffn`, the only reading of HetDPT's DINOv2-g that gives the published size).
     """
 
     pruned_layers: Annotated[int, Ge(1)]
     attention_bypass: Bypass = "drop"
     both_pruned_output_act: OutputAct = "none"
+    gated_ffn: GatedFfn = "mean_gate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +80,18 @@ def layers(model: nn.Module, family: Family) -> dict[Kind, tuple[Site, ...]]:
     return {kind: tuple(site for site in sites if site.kind == kind) for kind in KINDS}
 
 
+def check_kinds(family: Family, kinds: Sequence[Kind]) -> None:
+    """Raise PlanError when activations are among `kinds` and the family's FFNs are not linear without them."""
+    if "activation" in kinds and family.not_foldable:
+        raise PlanError(family.not_foldable, hint="remove attentions alone (nose), or prune widths")
+
+
 def any_layers(model: nn.Module, family: Family, count: int, kinds: Sequence[Kind] = KINDS) -> dict[Kind, list[int]]:
     """`count` layers for looking at size and speed before anything is scored: the last ones, shared among the types.
 
     Activations get the larger half, and each type keeps a layer. Raises PlanError when `count` is more than there is.
     """
+    check_kinds(family, kinds)
     found = layers(model, family)
     room = {kind: max(0, len(found[kind]) - 1) for kind in kinds}
     if count > sum(room.values()):
@@ -103,11 +118,77 @@ def delta(model: nn.Module, base: Plan, removed: Mapping[Kind, Iterable[int]], o
         removed.get("activation", ()),
         attention_bypass=options.attention_bypass,
         both_pruned_output_act=options.both_pruned_output_act,
+        gated_ffn=options.gated_ffn,
     )
 
 
-def decided(model: nn.Module, context: Context, chosen: Mapping[Kind, Iterable[int]], options: DepthOptions) -> Plan:
-    """Record the choice, say it to the person who waits, and return its plan."""
+def pruned(
+    model: nn.Module, context: Context, removed: Mapping[Kind, Iterable[int]], options: DepthOptions
+) -> nn.Module:
+    """A copy of `model` without these layers; gates stay at their means where the options say so."""
+    copy = _with_mean_gates(model, context, removed, options) or deepcopy(model)
+    return surgery.apply(copy, delta(copy, context.plan, removed, options))
+
+
+def _with_mean_gates(
+    model: nn.Module, context: Context, removed: Mapping[Kind, Iterable[int]], options: DepthOptions
+) -> nn.Module | None:
+    """A copy of `model` in which the gates that are to go are constant; None when there are none."""
+    gone = set(removed.get("activation", ()))
+    ffns = [s.gates for s in layers(model, context.family)["activation"] if s.gates and s.index in gone]
+    if not ffns or options.gated_ffn != "mean_gate":
+        return None
+    copy, means = deepcopy(model), gate_means(model, context)
+    for name in ffns:
+        freeze_gate(copy.get_submodule(name), means[name])
+    return copy
+
+
+def gate_means(model: nn.Module, context: Context) -> dict[str, Tensor]:
+    """Gated FFN -> mean of its gate over the tokens of training images, (hidden,); measured once per step."""
+    gates = {site.gates: site.name for site in layers(model, context.family)["activation"] if site.gates}
+
+    def measure() -> dict[str, list[float]]:
+        device = context.runtime.device
+        copy = deepcopy(model).to(device).eval()
+        sums = {ffn: _GateSum(copy.get_submodule(act)) for ffn, act in gates.items()}
+        with torch.no_grad():
+            for images, _ in training_views(context, GATE_IMAGES):
+                copy(images)
+        return {ffn: _over_all(s.total, context.runtime).tolist() for ffn, s in sums.items()}
+
+    found = context.memo("gate_means", measure)
+    return {ffn: torch.tensor(total[:-1]) / total[-1] for ffn, total in found.items()}
+
+
+def _over_all(total: Tensor, runtime: Runtime) -> Tensor:
+    return total if runtime.world_size == 1 else runtime.all_sum(total.to(runtime.device)).cpu()
+
+
+class _GateSum:
+    """Sum of a module's output over all tokens, and behind it how many there were: (channels + 1,)."""
+
+    def __init__(self, act: nn.Module) -> None:
+        self.total = torch.zeros(1)
+        act.register_forward_hook(self)
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        rows = out.detach().flatten(0, -2).cpu().double()
+        self.total = self.total + torch.cat([rows.sum(0), torch.tensor([float(len(rows))])])
+
+
+def decided(
+    model: nn.Module,
+    context: Context,
+    chosen: Mapping[Kind, Iterable[int]],
+    options: DepthOptions,
+    *,
+    fades: bool = False,
+) -> Plan:
+    """Record the choice, say it to the person who waits, and return its plan.
+
+    fades: the layers fade out during the recovery, so that their gates need not start as constants.
+    """
     removed = {kind: sorted(chosen.get(kind, ())) for kind in KINDS}
     both = sorted(set(removed["attention"]) & set(removed["activation"]))
     # A block that lost both is affine up to its norms: which ones did changes the network, so it is written down.
@@ -116,20 +197,27 @@ def decided(model: nn.Module, context: Context, chosen: Mapping[Kind, Iterable[i
         f"removed: attention of blocks {removed['attention']}, activation of blocks {removed['activation']}"
         + (f" (both in {both})" if both else "")
     )
+    if not fades and (frozen := _with_mean_gates(model, context, removed, options)) is not None:
+        context.hand_over(frozen)
     return delta(model, context.plan, removed, options)
 
 
 def gated(
-    model: nn.Module, context: Context, sites: Iterable[Site], options: DepthOptions, bypass: Bypass | None = None
+    model: nn.Module, context: Context, sites: Sequence[Site], options: DepthOptions, bypass: Bypass | None = None
 ) -> GatedModel:
     """A copy of `model` on the run's device with a gate on each of `sites`, bypassed as it will be deployed."""
     copy = deepcopy(model).to(context.runtime.device)
+    means = None
+    if options.gated_ffn == "mean_gate" and any(site.gates for site in sites):
+        means = {ffn: mean.to(context.runtime.device) for ffn, mean in gate_means(model, context).items()}
     return GatedModel(
         copy,
         context.family,
         tuple(sites),
         attention_bypass=bypass or options.attention_bypass,
         both_pruned_output_act=options.both_pruned_output_act,
+        gated_ffn=options.gated_ffn,
+        gate_means=means,
     )
 
 

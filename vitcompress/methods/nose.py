@@ -90,4 +90,6 @@ def _greedy(model: nn.Module, context: Context, options: ActivationOptions, kind
         return transfer_entropy.greedy(open_model, sites, options.pruned_layers, on)
 
     chosen = {table["chosen"] for table in context.memo("transfer_entropy", select)}
-    return depth.decided(model, context, {kind: [site.index for site in sites if site.name in chosen]}, options)
+    return depth.decided(
+        model, context, {kind: [site.index for site in sites if site.name in chosen]}, options, fades=True
+    )

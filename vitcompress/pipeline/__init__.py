@@ -71,7 +71,7 @@ def run(recipe: Recipe, options: RunOptions | None = None, progress: Progress | 
 def _train(job: Job) -> nn.Module:
     """What processes share; the dense model."""
     dense = stages.dense_model(job)
-    stages.recover(job, dense, stages.plan_steps(job, dense))
+    stages.recover(job, dense, stages.take_steps(job, dense))
     return dense
 
 

@@ -2,14 +2,14 @@
 folder and does nothing when that result stands.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from vitcompress import checkpoint, models, surgery
 from vitcompress.checkpoint import write_json, write_text
@@ -21,7 +21,7 @@ from vitcompress.pipeline.folder import sole_user, sweep
 from vitcompress.pipeline.preflight import Job, teacher
 from vitcompress.plan import Plan
 from vitcompress.train import TrainOptions, TrainResult, train
-from vitcompress.workspace import Context
+from vitcompress.workspace import LEFT_WEIGHTS, Context
 
 UNFOLDED, UNFOLDED_PLAN, FOLDING = "unfolded.safetensors", "unfolded_plan.json", "folding.json"
 
@@ -103,24 +103,48 @@ def step_folder(job: Job, number: int) -> Path:
     return job.state / f"step-{number}-{job.recipe.steps[number].method}"
 
 
-def plan_steps(job: Job, dense: nn.Module) -> list[Plan]:
-    """What each step adds to the plan, made on the model that the steps before left."""
-    deltas: list[Plan] = []
+@dataclass(frozen=True)
+class Steps:
+    """What the steps came to.
+
+    model: as the last step was given it, with the weights that this step left for it. base: the plan that makes it of
+    the dense model. last: what the last step adds.
+    """
+
+    model: nn.Module
+    base: Plan
+    last: Plan
+
+    @property
+    def plan(self) -> Plan:
+        return self.base.then(self.last)
+
+    def pruned(self) -> nn.Module:
+        """A new copy of the model after all steps."""
+        return surgery.applied(self.model, self.last)
+
+
+def take_steps(job: Job, dense: nn.Module) -> Steps:
+    """Plan each step on the model that the steps before left, with the weights that they left."""
+    taken = Steps(deepcopy(dense), job.base, job.base)
     for number in range(len(job.recipe.steps)):
-        model, plan = edited(job, dense, deltas)
-        deltas.append(_step_plan(job, number, model, plan))
-    return deltas
+        model, base = (taken.pruned(), taken.plan) if number else (taken.model, taken.base)
+        delta = _step_plan(job, dense, number, model, base)
+        _take_over(job, number, model, base)
+        taken = Steps(model, base, delta)
+    return taken
 
 
-def edited(job: Job, dense: nn.Module, deltas: Sequence[Plan]) -> tuple[nn.Module, Plan]:
-    """A copy of the dense model after these steps, and the plan that makes it."""
-    model, plan = deepcopy(dense), job.base
-    for delta in deltas:
-        model, plan = surgery.apply(model, delta), plan.then(delta)
-    return model, plan
+def _take_over(job: Job, number: int, model: nn.Module, plan: Plan) -> None:
+    """Give `model` the weights that step `number`, which was given it, has left, if it has left any."""
+    path = step_folder(job, number) / LEFT_WEIGHTS
+    found = checkpoint.load_for(path, plan) if job.runtime.is_main and path.is_file() else None
+    left: dict[str, Tensor] | None = job.runtime.broadcast(found)
+    if left is not None:
+        checkpoint.load_strictly(model, left, path)
 
 
-def _step_plan(job: Job, number: int, model: nn.Module, plan: Plan) -> Plan:
+def _step_plan(job: Job, dense: nn.Module, number: int, model: nn.Module, plan: Plan) -> Plan:
     step, folder = job.recipe.steps[number], step_folder(job, number)
     method, path = METHODS[step.method], folder / "plan.json"
     text = job.runtime.broadcast(path.read_text() if job.runtime.is_main and path.is_file() else None)
@@ -130,13 +154,13 @@ def _step_plan(job: Job, number: int, model: nn.Module, plan: Plan) -> Plan:
         delta = method.structure(model, job.family, plan, step.options)
     else:
         job.progress.stage(f"Step {number + 1} of {len(job.recipe.steps)}: {method.summary}")
-        delta = method.plan(model, _context(job, plan, folder), step.options)
+        delta = method.plan(model, _context(job, dense, plan, folder), step.options)
     if job.runtime.is_main:
         write_text(path, delta.to_json())
     return delta
 
 
-def _context(job: Job, plan: Plan, folder: Path) -> Context:
+def _context(job: Job, dense: nn.Module, plan: Plan, folder: Path) -> Context:
     assert job.data is not None
     return Context(
         job.recipe.model.name,
@@ -150,21 +174,29 @@ def _context(job: Job, plan: Plan, folder: Path) -> Context:
         job.recipe.run.seed,
         job.progress,
         job.recipe.finetune,
+        lambda: _teacher(job, dense),
     )
+
+
+def _teacher(job: Job, dense: nn.Module) -> nn.Module | None:
+    """Who teaches while a pruned model recovers; None where nobody does."""
+    return None if job.recipe.finetune.distillation == "none" else teacher(job) or deepcopy(dense)
 
 
 # -------------------------------------------------------------------------------------------------------------- recover
 
 
-def recover(job: Job, dense: nn.Module, deltas: Sequence[Plan]) -> None:
-    """Train the pruned model from the dense weights (HetDPT, stage 2), and keep it as it is before folding."""
+def recover(job: Job, dense: nn.Module, steps: Steps) -> None:
+    """Train the pruned model, from the dense weights (HetDPT, stage 2) or those that the last step left, and keep it
+    as it is before folding.
+    """
     if job.runtime.broadcast((job.state / UNFOLDED_PLAN).is_file()):
         return
-    model, plan = edited(job, dense, deltas)
+    model, plan = steps.pruned(), steps.plan
     if not job.structure_only:
         job.progress.stage("Recover by training the pruned model")
         _before(job, dense, model)
-        model = _recovered(job, dense, deltas)
+        model = _recovered(job, dense, steps)
     if job.runtime.is_main:
         checkpoint.save_tensors(job.state / UNFOLDED, model.state_dict(), {"plan": plan.digest})
         write_text(job.state / UNFOLDED_PLAN, plan.to_json())
@@ -186,23 +218,22 @@ def _before(job: Job, dense: nn.Module, pruned: nn.Module) -> None:
         write_json(path, found)
 
 
-def _recovered(job: Job, dense: nn.Module, deltas: Sequence[Plan]) -> nn.Module:
+def _recovered(job: Job, dense: nn.Module, steps: Steps) -> nn.Module:
     options, folder = job.recipe.finetune, job.state / "recovery"
-    with_teacher = {"teacher": teacher(job) or deepcopy(dense)} if options.distillation != "none" else {}
-    step, last = job.recipe.steps[-1], deltas[-1]
+    with_teacher, step = {"teacher": _teacher(job, dense)}, job.recipe.steps[-1]
     fade = METHODS[step.method].dilute
     if fade is None:
-        pruned, _ = edited(job, dense, deltas)
+        pruned = steps.pruned()
         result = _train(job, pruned, options, folder, "recovery", **with_teacher)
     else:
         # The last step's layers fade out; what the steps before removed is gone from the start.
-        gated = _gated(job, edited(job, dense, deltas[:-1])[0], last)
+        gated = _gated(job, deepcopy(steps.model), steps.last)
         move = _mover(gated, fade(step.options, options.epochs))
         move(-1)
         result = _train(job, gated, options, folder, "recovery", after_epoch=move, **with_teacher)
-        pruned, _ = edited(job, dense, deltas[:-1])  # without the gates' hooks
+        pruned = deepcopy(steps.model)  # without the gates' hooks
         pruned.load_state_dict(gated.model.state_dict())
-        surgery.apply(pruned, last)
+        surgery.apply(pruned, steps.last)
     if job.runtime.is_main:
         write_json(job.state / "recovery.json", _training(result))
     return pruned

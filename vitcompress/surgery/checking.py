@@ -7,7 +7,7 @@ from torch import nn
 
 from vitcompress.errors import PlanError, did_you_mean
 from vitcompress.families import Family, Site, Space
-from vitcompress.plan import ACTIVATION_STAND_INS, APPENDED, BYPASSES, FORMAT, Plan, are_channels
+from vitcompress.plan import ACTIVATION_STAND_INS, APPENDED, BYPASSES, FORMAT, GATE_STAND_INS, Plan, are_channels
 
 STAND_INS = {"attention": BYPASSES, "activation": ACTIVATION_STAND_INS, "ffn": ("drop",), "block": ("drop",)}
 
@@ -36,7 +36,7 @@ def _removal_problems(sites: dict[str, Site], plan: Plan) -> Iterator[str]:
         if name not in sites:
             close = did_you_mean(name, sites)
             yield f"removed.{name}: the model has no such attention, activation, FFN or block{close}"
-        elif stand not in (allowed := STAND_INS[sites[name].kind]):
+        elif stand not in (allowed := GATE_STAND_INS if sites[name].gates else STAND_INS[sites[name].kind]):
             yield f"removed.{name}: {sites[name].kind} allows {', '.join(allowed)}, got {stand!r}"
         elif outer := _removed_around(name, plan):
             yield f"removed.{name}: it lies in {outer}, which is removed as well"

@@ -17,26 +17,42 @@ def depth_plan(
     *,
     attention_bypass: str = "drop",
     both_pruned_output_act: str = "none",
+    gated_ffn: str = "mean_gate",
 ) -> Plan:
     """The plan that removes, on top of `base`, the attentions and activations of the blocks with these dense numbers.
 
     both_pruned_output_act: `gelu` applies a GELU to the output of each block that has then lost both, as the released
     HetDPT code does; `none` leaves it out.
+    gated_ffn: what becomes of an FFN whose activation gates another branch: a constant gate (`mean_gate`, `drop_gate`,
+        see Plan), or the FFN goes as a whole (`drop_ffn`).
 
     Raises:
-        PlanError: a block number without such a site, or a bypass that is not one.
+        PlanError: a block number without such a site, a bypass that is not one, or activations of a family whose FFNs
+            are not linear without them.
     """
-    check_bypasses(attention_bypass, both_pruned_output_act)
-    sites = family_of(model).sites(model)
+    check_bypasses(attention_bypass, both_pruned_output_act, gated_ffn)
+    family = family_of(model)
+    sites, activations = family.sites(model), tuple(activations)
+    if activations and family.not_foldable:
+        raise PlanError(family.not_foldable, hint="remove attentions alone (nose), or prune widths")
     attention = _chosen(sites, "attention", attentions)
     activation = _chosen(sites, "activation", activations)
-    removed = {site.name: attention_bypass for site in attention} | {site.name: "identity" for site in activation}
+    removed = {site.name: attention_bypass for site in attention}
+    removed |= dict(_without(site, gated_ffn) for site in activation)
     appended = {}
-    if both_pruned_output_act == "gelu":
-        alive = {s.block for s in sites if s.kind in ("attention", "activation") and s.name not in removed}
-        lost = sorted((site.index, site.block) for site in (*attention, *activation) if site.block not in alive)
+    if both_pruned_output_act == "gelu" and not family.not_foldable:
+        chosen = (*attention, *activation)
+        alive = {s.block for s in sites if s.kind in ("attention", "activation") and s not in chosen}
+        lost = sorted((site.index, site.block) for site in chosen if site.block not in alive)
         appended = {block: "gelu" for _, block in lost}
     return Plan(base.arch, base.arch_args, removed=removed, appended=appended)
+
+
+def _without(activation: Site, gated_ffn: str) -> tuple[str, str]:
+    """What to remove for the activation to be gone, and what stands in its place."""
+    if activation.gates and gated_ffn == "drop_ffn":
+        return activation.gates, "drop"
+    return activation.name, gated_ffn if activation.gates else "identity"
 
 
 def _chosen(sites: tuple[Site, ...], kind: str, numbers: Iterable[int]) -> list[Site]:

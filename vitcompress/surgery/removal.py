@@ -4,6 +4,7 @@ from torch import nn
 
 from vitcompress.families import Family
 from vitcompress.families.edited import EditedBlock
+from vitcompress.families.gating import ungated
 from vitcompress.plan import Plan
 from vitcompress.surgery.modules import drop_block, replace_module
 
@@ -15,7 +16,9 @@ def remove(model: nn.Module, family: Family, plan: Plan) -> None:
     sites = {site.name: site for site in family.sites(model)}
     for name, stand in plan.removed.items():
         site = sites[name]
-        if site.kind == "activation":
+        if site.gates:
+            replace_module(model, site.gates, ungated(model.get_submodule(site.gates), stand))
+        elif site.kind == "activation":
             replace_module(model, name, nn.Identity())
         elif site.kind == "block":
             drop_block(model, name)

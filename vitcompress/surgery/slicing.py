@@ -51,15 +51,16 @@ def slice_channels(model: nn.Module, family: Family, plan: Plan) -> None:
     spaces = family.spaces(model)
     _slice_parameters(model, spaces, plan)
     sizes = {space.name: len(plan.kept.get(space.name, range(space.size))) for space in spaces}
+    sliced = [axis.tensor for space in spaces if space.name in plan.kept for axis in space.axes]
     for path in dict.fromkeys(space.attention for space in spaces if space.attention):
         of = {space.kind: space for space in spaces if space.attention == path}
-        if any(space.name in plan.kept for space in of.values()):
+        if any(tensor.startswith(f"{path}.") for tensor in sliced):
             heads = plan.heads.get(path, of["v"].heads)
             widths = sizes[of["qk"].name], sizes[of["v"].name]
             replace_module(model, path, family.slice_attention(model.get_submodule(path), *widths, heads))
     for space in spaces:
         if space.kind == "residual" and space.name in plan.kept:
-            family.resized(model, sizes[space.name])
+            family.resized(model, space.name, sizes[space.name])
 
 
 def _slice_parameters(model: nn.Module, spaces: tuple[Space, ...], plan: Plan) -> None:
@@ -80,5 +81,8 @@ def _correct_sizes(module: nn.Module) -> None:
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, nn.LayerNorm):
         module.normalized_shape = tuple(module.weight.shape)
-    elif isinstance(module, nn.Conv2d) and module.groups == 1:
+    elif isinstance(module, nn.Conv2d):
+        depthwise = module.groups > 1
         module.out_channels, module.in_channels = module.weight.shape[:2]
+        if depthwise:
+            module.groups = module.in_channels = module.out_channels

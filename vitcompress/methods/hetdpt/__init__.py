@@ -132,6 +132,7 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
 
 def check_allocation(model: nn.Module, family: Family, options: AllocationOptions) -> None:
     """Raise PlanError when the budget has no split on this model, or too few rounds are collected to reach one."""
+    depth.check_kinds(family, KINDS)
     found = depth.layers(model, family)
     splits = accuracy_map.feasible_splits(
         (len(found["attention"]), len(found["activation"])), options.pruned_layers, options.min_pruned_per_type

@@ -20,7 +20,6 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 from torch import nn
 
-from vitcompress import surgery
 from vitcompress.families import Site
 from vitcompress.methods.depth import (
     KINDS,
@@ -28,10 +27,10 @@ from vitcompress.methods.depth import (
     FastTraining,
     Kind,
     accuracy,
-    delta,
     fast_options,
     gated,
     layers,
+    pruned,
     training_part,
 )
 from vitcompress.methods.hetdpt import transfer_entropy
@@ -192,13 +191,10 @@ class _Collector:
         return self.latest[1]
 
     def _edited(self, source: nn.Module, record: Record) -> nn.Module:
-        """The dense model without the layers of `record`, with the weights of `source` where it has them."""
-        model = surgery.applied(
-            self.dense, delta(self.dense, self.context.plan, {k: record[k] for k in KINDS}, self.budget)
-        )
-        given = source.state_dict()
-        model.load_state_dict({name: given[name] for name in model.state_dict()})
-        return model.to(self.context.runtime.device)
+        """A copy of `source` without those layers of `record` that it still has."""
+        left = layers(source, self.context.family)
+        gone = {kind: [site.index for site in left[kind] if site.index in record[kind]] for kind in KINDS}
+        return pruned(source, self.context, gone, self.budget).to(self.context.runtime.device)
 
     def _train(self, model: nn.Module, record: Record) -> None:
         """Fine-tune in place; a finished training only loads its weights."""

@@ -17,17 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vitcompress import surgery
 from vitcompress.errors import MissingExtraError
 from vitcompress.families import Site
 from vitcompress.methods.depth import (
     KINDS,
     DepthOptions,
     accuracy,
-    delta,
     fast_options,
     gated,
     layers,
+    pruned,
     training_part,
     training_views,
 )
@@ -93,8 +92,8 @@ def _recovery(
     model: nn.Module, context: Context, budget: DepthOptions, options: CollectionOptions, site: Site, dense: float
 ) -> Record:
     removed = {kind: [site.index] if site.kind == kind else [] for kind in KINDS}
-    pruned = surgery.applied(model, delta(model, context.plan, removed, budget)).to(context.runtime.device)
-    before = accuracy(pruned, context)
+    without = pruned(model, context, removed, budget).to(context.runtime.device)
+    before = accuracy(without, context)
     images = training_part(context, options.images_per_class)
     if options.epochs:
         train(

@@ -1,0 +1,61 @@
+"""The steps that prune nothing: what they leave, and what they leave alone. See test_hand_over for them in a run."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from method_world import context, model
+from pydantic import TypeAdapter, ValidationError
+
+from vitcompress import surgery
+from vitcompress.checkpoint import load_tensors
+from vitcompress.families import family_of
+from vitcompress.methods import METHODS, steps
+from vitcompress.workspace import LEFT_WEIGHTS
+
+
+def test_recover_trains_a_copy_and_hands_its_weights_over(tmp_path: Path) -> None:
+    made = model()
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    found = steps.recover(made, context(tmp_path, made), steps.RecoverOptions(epochs=2, lr=1e-2, warmup_epochs=1))
+    left = load_tensors(tmp_path / LEFT_WEIGHTS)
+    assert found == context(tmp_path, made).plan and left.keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
+    assert any(not torch.equal(value, before[name]) for name, value in left.items())
+
+
+def test_recover_learns_from_the_teacher(tmp_path: Path) -> None:
+    """With the weight of the labels at zero, only a teacher can have taught."""
+    made, wise = model(), model(width=32)
+    with torch.no_grad():
+        wise.head.bias.add_(torch.tensor([50.0, 0.0, 0.0]))  # always the first class
+    around = context(tmp_path, made, teacher=lambda: wise)
+    taught = surgery.applied(made, around.plan)
+    train = type(around.train)(epochs=4, batch_size=16, distillation="hard", alpha=1.0)
+    around = context(tmp_path, made, teacher=lambda: wise, train=train)
+    steps.recover(made, around, steps.RecoverOptions(epochs=4, lr=1e-2))
+    taught.load_state_dict(load_tensors(tmp_path / LEFT_WEIGHTS))
+    x = torch.rand(8, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert (taught.eval()(x).argmax(1) == 0).all() and not (made.eval()(x).argmax(1) == 0).all()
+
+
+def test_fold_is_a_plan_and_leaves_the_model_alone(tmp_path: Path) -> None:
+    made = surgery.depth_plan(model(), context(tmp_path, model()).plan, [], [1])
+    linear = surgery.applied(model(), made)
+    around = context(tmp_path, model(), plan=made)
+    found = steps.fold(linear, around, steps.FoldOptions())
+    assert found.folded == ("blocks.1.mlp",) and found.removed == {}
+    assert found == steps.structure_fold(linear, family_of(linear), made, steps.FoldOptions())
+    assert "blocks.1.mlp.fc1.weight" in linear.state_dict()
+    x = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(surgery.applied(linear, found)(x), linear(x), atol=1e-4)
+    assert steps.fold(linear, around, steps.FoldOptions()) == found
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("recover", {"epochs": 0}), ("recover", {}), ("fold", {"epochs": 1})])
+def test_options_are_checked(name: str, wrong: dict[str, int]) -> None:
+    options = METHODS[name].options
+    with pytest.raises((ValidationError, TypeError)):
+        TypeAdapter(options).validate_json(json.dumps(wrong)) if name == "recover" else options(**wrong)
+    assert METHODS["recover"].stages(steps.RecoverOptions(epochs=3), 6)[0].epochs == 3

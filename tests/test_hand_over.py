@@ -1,0 +1,184 @@
+"""Weights that a step leaves are what the next step is given, what its own plan is applied to, and what recovery
+starts from; killed and resumed the same.
+"""
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from vitcompress import checkpoint, distributed, pipeline, surgery
+from vitcompress.checkpoint import read_json
+from vitcompress.errors import PlanError, WeightsError
+from vitcompress.methods import METHODS
+from vitcompress.pipeline import preflight, stages
+from vitcompress.pipeline.folder import check_folder
+from vitcompress.pipeline.preflight import Job, RunOptions
+from vitcompress.progress import Progress
+from vitcompress.recipe import load_recipe
+from vitcompress.workspace import LEFT_WEIGHTS
+
+RECIPE = """
+[model]
+name = "vit_tiny_patch16_224"
+args = { img_size = 8, patch_size = 4, in_chans = 1, embed_dim = 16, depth = 2, num_heads = 2, init_values = 0.5 }
+weights = "random"
+
+[data]
+source = "digits"
+
+[[step]]
+method = "fixed"
+activation = [0]
+
+[[step]]
+method = "recover"
+epochs = 1
+lr = 1e-2
+
+[[step]]
+method = "fold"
+
+[[step]]
+method = "fixed"
+attention = [1]
+
+[finetune]
+epochs = 0
+batch_size = 128
+distillation = "soft"
+teacher = "dense"
+
+[run]
+device = "cpu"
+"""
+
+
+def prepared(folder: Path, text: str = RECIPE) -> Job:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder.parent / "steps.toml").write_text(text)
+    recipe = load_recipe(str(folder.parent / "steps.toml"))
+    options = RunOptions(out=folder)
+    check_folder(folder, recipe, structure_only=False, fresh=False)
+    return preflight.prepare(recipe, options, distributed.start("cpu"), Progress())
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    first, second = a.state_dict(), b.state_dict()
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return prepared(tmp_path_factory.mktemp("handed") / "run")
+
+
+@pytest.fixture(scope="module")
+def dense(job: Job) -> nn.Module:
+    return stages.dense_model(job)
+
+
+@pytest.fixture(scope="module")
+def steps(job: Job, dense: nn.Module) -> stages.Steps:
+    return stages.take_steps(job, dense)
+
+
+def test_what_a_step_leaves_reaches_the_end(job: Job, dense: nn.Module, steps: stages.Steps) -> None:
+    """By hand: remove, load what was left, fold, remove; recovery of no epochs keeps exactly that."""
+    first = METHODS["fixed"].structure(dense, job.family, job.base, job.recipe.steps[0].options)
+    by_hand = surgery.applied(dense, first)
+    untrained = deepcopy(by_hand)
+    surgery.fold(untrained, job.base)
+    left = checkpoint.load_tensors(stages.step_folder(job, 1) / LEFT_WEIGHTS)
+    assert any(not torch.equal(left[name], value) for name, value in by_hand.state_dict().items())
+    by_hand.load_state_dict(left)
+    folding = surgery.fold(by_hand, job.base)
+    assert {"blocks.0.mlp", "blocks.0.ls2"} <= set(folding.plan.folded)
+    assert same(steps.model, by_hand) and not same(steps.model, untrained)
+    assert steps.base.folded == folding.plan.folded and steps.base.removed == {"blocks.0.mlp.act": "identity"}
+    surgery.apply(by_hand, steps.last)
+    stages.recover(job, dense, steps)
+    assert same(checkpoint.load_parts(job.state / stages.UNFOLDED_PLAN, job.state / stages.UNFOLDED), by_hand)
+
+
+def test_the_plan_alone_rebuilds_the_shapes(dense: nn.Module, job: Job, steps: stages.Steps) -> None:
+    rebuilt = surgery.applied(job.blank, steps.plan)
+    rebuilt.load_state_dict(steps.pruned().state_dict())
+    x = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(rebuilt.eval()(x), steps.pruned().eval()(x))
+
+
+def test_taken_again_nothing_is_trained(job: Job, dense: nn.Module, steps: stages.Steps) -> None:
+    path = stages.step_folder(job, 1) / LEFT_WEIGHTS
+    written = path.stat().st_mtime_ns
+    again = stages.take_steps(job, dense)
+    assert same(again.model, steps.model) and (again.base, again.last) == (steps.base, steps.last)
+    assert path.stat().st_mtime_ns == written
+
+
+def test_the_step_trains_as_recovery_does(job: Job, steps: stages.Steps) -> None:
+    state = checkpoint.load_state(stages.step_folder(job, 1) / "training")
+    assert state is not None
+    made_with = state.data["made_with"]["options"]
+    assert (made_with["epochs"], made_with["lr"], made_with["distillation"]) == (1, 1e-2, "soft")
+
+
+def test_stopped_between_weights_and_plan_it_hands_over_the_same(
+    tmp_path: Path, dense: nn.Module, steps: stages.Steps
+) -> None:
+    stopped = prepared(tmp_path / "run")
+    stages.take_steps(stopped, stages.dense_model(stopped))
+    for number in (1, 2, 3):
+        (stages.step_folder(stopped, number) / "plan.json").unlink()
+    again = stages.take_steps(prepared(tmp_path / "run"), stages.dense_model(stopped))
+    assert same(again.model, steps.model) and again.plan == steps.plan
+
+
+def test_weights_of_another_step_are_refused(tmp_path: Path) -> None:
+    broken = prepared(tmp_path / "run")
+    dense = stages.dense_model(broken)
+    stages.take_steps(broken, dense)
+    path = stages.step_folder(broken, 1) / LEFT_WEIGHTS
+    tensors = checkpoint.load_tensors(path)
+    checkpoint.save_tensors(path, tensors, {"plan": broken.base.digest})
+    with pytest.raises(PlanError, match="not the plan that weights"):
+        stages.take_steps(broken, dense)
+    checkpoint.save_tensors(path, {"head.weight": tensors["head.weight"]})
+    with pytest.raises(WeightsError, match="does not fit its plan"):
+        stages.take_steps(broken, dense)
+
+
+def test_what_was_folded_in_between_is_in_the_tables(job: Job, steps: stages.Steps) -> None:
+    folder = stages.step_folder(job, 2)
+    (table,) = METHODS["fold"].tables(folder)
+    rows = {row[0]: row for row in table["rows"]}
+    assert rows["blocks.0.mlp"][1] == "yes" and len(rows) == len(read_json(folder / "fold.json"))
+    assert METHODS["fold"].tables(folder.parent) == []
+
+
+@pytest.mark.slow
+def test_nose_fades_out_on_the_weights_handed_over(tmp_path: Path) -> None:
+    """The last step's layers fade from what that step was given: the recovered model is not the dense one's child."""
+    text = RECIPE.replace(
+        'method = "fixed"\nattention = [1]', 'method = "nose"\npruned_layers = 1\nte = { images = 20 }'
+    )
+    faded = prepared(tmp_path / "run", text.replace("[finetune]\nepochs = 0", "[finetune]\nepochs = 1\nlr = 0"))
+    dense = stages.dense_model(faded)
+    steps = stages.take_steps(faded, dense)
+    stages.recover(faded, dense, steps)
+    kept = checkpoint.load_parts(faded.state / stages.UNFOLDED_PLAN, faded.state / stages.UNFOLDED)
+    left = checkpoint.load_tensors(stages.step_folder(faded, 1) / LEFT_WEIGHTS)
+    assert torch.equal(kept.state_dict()["head.weight"], left["head.weight"])
+    assert not torch.equal(left["head.weight"], dense.state_dict()["head.weight"])
+
+
+@pytest.mark.slow
+def test_a_whole_run_with_steps_in_between(tmp_path: Path) -> None:
+    (tmp_path / "steps.toml").write_text(
+        RECIPE + '[bench]\nprotocol = "paper"\nbatch = 2\nwarmup = 1\nruns = 2\nruntimes = ["torch"]\n'
+    )
+    result = pipeline.run(load_recipe(str(tmp_path / "steps.toml")), RunOptions(out=tmp_path / "run"))
+    assert result.passed
+    assert any(table["title"].startswith("Folded") for table in result.report["tables"])

@@ -1,0 +1,89 @@
+"""What timm's families have in common: blocks of two residual branches, attention with packed q, k and v, MLPs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from timm.layers import GluMlp, Mlp
+from torch import nn
+
+from vitcompress.families.anatomy import Axis, LinearPair, Site, Space, input_axis, linear_axes, norm_axes
+
+
+def plain(*parts: nn.Module | None) -> bool:
+    """Whether none of these modules computes anything."""
+    return all(part is None or isinstance(part, nn.Identity) for part in parts)
+
+
+def norm_refusal(norm: nn.Module) -> str | None:
+    """Why this is no LayerNorm that can be sliced, as the end of a sentence."""
+    if plain(norm):
+        return None
+    if not isinstance(norm, nn.LayerNorm):
+        return f"its norm is a {type(norm).__name__}"
+    return None if norm.elementwise_affine else "its LayerNorm has no weights"
+
+
+def norms_refusal(model: nn.Module) -> str | None:
+    """`norm_refusal` of the first module that is named as a norm and refused."""
+    norms = (module for name, module in model.named_modules() if "norm" in name.rpartition(".")[2])
+    return next((reason for reason in map(norm_refusal, norms) if reason), None)
+
+
+def staged_blocks(model: nn.Module, stages: str) -> dict[str, nn.Module]:
+    """The blocks that are left of a model of stages, by path."""
+    found: dict[str, nn.Module] = {}
+    for stage, module in model.get_submodule(stages).named_children():
+        named = module.get_submodule("blocks").named_children()
+        found |= {f"{stages}.{stage}.blocks.{name}": block for name, block in named}
+    return found
+
+
+def block_sites(path: str, block: nn.Module, index: int, *, linear_without_act: bool = True) -> Iterator[Site]:
+    """Attention, activation, FFN and the block itself, as far as they are there.
+
+    linear_without_act: whether the activation is all that keeps the FFN from being linear; else it is no site.
+    """
+    if hasattr(block, "attn"):
+        yield Site(f"{path}.attn", "attention", path, index, f"{path}.drop_path1")
+    act = getattr(getattr(block, "mlp", None), "act", None)
+    if linear_without_act and not plain(act):
+        gates = f"{path}.mlp" if isinstance(block.mlp, GluMlp) else ""
+        yield Site(f"{path}.mlp.act", "activation", path, index, f"{path}.drop_path2", gates)
+    if hasattr(block, "mlp"):
+        yield Site(f"{path}.mlp", "ffn", path, index, f"{path}.drop_path2")
+    yield Site(path, "block", path, index)
+
+
+def packed_attention(model: nn.Module, path: str, attn: Any) -> tuple[list[Space], list[Axis]]:
+    """Spaces of an attention with one `qkv` layer, and the residual axes that it reads and writes."""
+    name, heads = f"{path}.attn", attn.num_heads
+    v_dim = attn.proj.in_features
+    qk_dim = (attn.qkv.out_features - v_dim) // 2
+    qk = linear_axes(model, f"{name}.qkv", copies=2)
+    v = (*linear_axes(model, f"{name}.qkv", offset=2 * qk_dim), input_axis(f"{name}.proj"))
+    spaces = [Space(f"{path}.qk", "qk", qk_dim, qk, heads, name), Space(f"{path}.v", "v", v_dim, v, heads, name)]
+    return spaces, [input_axis(f"{name}.qkv"), *linear_axes(model, f"{name}.proj")]
+
+
+def ffn(model: nn.Module, path: str, mlp: Any) -> tuple[list[Space], list[Axis]]:
+    """The hidden space of an FFN (none when it is folded), and the residual axes that the FFN reads and writes."""
+    name = f"{path}.mlp"
+    if isinstance(mlp, nn.Linear):  # folded
+        return [], [input_axis(name), *linear_axes(model, name)]
+    hidden = mlp.fc2.in_features
+    axes = linear_axes(model, f"{name}.fc1", copies=mlp.fc1.out_features // hidden)
+    if hasattr(mlp, "dwconv"):
+        axes += linear_axes(model, f"{name}.dwconv")
+    space = Space(name, "mlp", hidden, (*axes, input_axis(f"{name}.fc2")))
+    return [space], [input_axis(f"{name}.fc1"), *linear_axes(model, f"{name}.fc2")]
+
+
+def child_axes(model: nn.Module, path: str, block: nn.Module, names: tuple[str, ...]) -> list[Axis]:
+    """The axes of these norms and LayerScales of a block, as far as it has them."""
+    return [axis for name in names if hasattr(block, name) for axis in norm_axes(model, f"{path}.{name}")]
+
+
+def linear_pair(model: nn.Module, ffn: str) -> LinearPair | None:
+    """fc1 and fc2 of a timm Mlp or of a gated one; None when it is folded already, or of another kind."""
+    is_pair = isinstance(model.get_submodule(ffn), Mlp | GluMlp)
+    return LinearPair(f"{ffn}.fc1", f"{ffn}.fc2") if is_pair else None

@@ -1,0 +1,54 @@
+"""Gated FFNs, y = W2 (act(Wg x + bg) * (Wv x + bv)) + b2: SwiGLU in DINOv2-g, timm's GluMlp.
+
+Without its activation the gate still multiplies, so nothing can be folded. A gate that is constant, g, can:
+y = W2 (diag(g) Wv x + g bv) + b2 is an FFN of two linear layers. `drop_gate` takes g = 1, `mean_gate` what the gate
+computes from its bias alone; `freeze_gate` brings a measured mean into that form.
+"""
+
+from typing import Any
+
+import torch
+from timm.layers import Mlp
+from torch import Tensor, nn
+
+
+def _rows(mlp: Any) -> tuple[slice, slice]:
+    """The rows of `fc1` that make the gate, and those that make the values."""
+    hidden = mlp.fc2.in_features
+    halves = slice(0, hidden), slice(hidden, 2 * hidden)
+    return (halves[1], halves[0]) if mlp.gate_last else halves
+
+
+def gate_at_bias(mlp: Any) -> Tensor:
+    """The gate where its input is zero, (hidden,)."""
+    gate: Tensor = mlp.act.forward(mlp.fc1.bias[_rows(mlp)[0]])  # not through hooks: one of them may ask for this
+    return gate
+
+
+def ungated(mlp: Any, stand_in: str) -> nn.Module:
+    """The two linear layers that `mlp` is with a constant gate; the second one is its own."""
+    weight, bias = mlp.fc1.weight, mlp.fc1.bias
+    rows = _rows(mlp)[1]
+    gate = gate_at_bias(mlp) if stand_in == "mean_gate" else torch.ones_like(bias[rows])
+    plain = Mlp(1, mlp.fc2.in_features, 1, act_layer=nn.Identity, device="meta")
+    first = nn.Linear(weight.shape[1], len(gate), device=weight.device, dtype=weight.dtype)
+    with torch.no_grad():
+        first.weight.copy_(gate[:, None] * weight[rows])
+        first.bias.copy_(gate * bias[rows])
+    first.weight.requires_grad_(weight.requires_grad)
+    first.bias.requires_grad_(bias.requires_grad)
+    plain.fc1, plain.fc2, plain.drop1, plain.drop2 = first, mlp.fc2, mlp.drop1, mlp.drop2
+    out: nn.Module = plain.train(mlp.training)
+    return out
+
+
+@torch.no_grad()
+def freeze_gate(mlp: Any, gate: Tensor) -> None:
+    """Give `mlp`, in place, weights whose gate is `gate`, (hidden,), for every input.
+
+    The gate's own layer then computes act(1) everywhere, and the second layer's columns carry what is missing.
+    """
+    rows = _rows(mlp)[0]
+    mlp.fc1.weight[rows] = 0.0
+    mlp.fc1.bias[rows] = 1.0
+    mlp.fc2.weight *= (gate.to(mlp.fc2.weight) / gate_at_bias(mlp))[None, :]

@@ -1,0 +1,101 @@
+"""Steps that prune nothing: `recover` trains the model between two pruning steps, `fold` multiplies out what is linear.
+
+HetDPT+ is made of them: hetdpt, recover, fold, isomorphic, and the recovery that ends every recipe. Folding in between
+turns an FFN that lost its activation into one linear layer on the residual stream, which is what the width step prunes.
+"""
+
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge
+from torch import nn
+
+from vitcompress import surgery
+from vitcompress.checkpoint import read_json
+from vitcompress.families import Family
+from vitcompress.methods.depth import Stage
+from vitcompress.plan import Plan
+from vitcompress.train import train
+from vitcompress.workspace import Context
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoverOptions:
+    """epochs, lr (peak), warmup_epochs of this training; everything else, and what is None, follows [finetune]."""
+
+    epochs: Annotated[int, Ge(1)]
+    lr: Annotated[float, Ge(0)] | None = None
+    warmup_epochs: Annotated[int, Ge(0)] | None = None
+
+
+@dataclass(frozen=True)
+class FoldOptions:
+    """Nothing to choose: what is cheaper as a product is folded, as at the end of every recipe."""
+
+
+def recover(model: nn.Module, context: Context, options: RecoverOptions) -> Plan:
+    """Train a copy of `model` as the recipe's recovery does, teacher included, and hand its weights over."""
+    settings = replace(context.train, epochs=options.epochs)
+    if options.lr is not None:
+        settings = replace(settings, lr=options.lr, lr_base=None)
+    if options.warmup_epochs is not None:
+        settings = replace(settings, warmup_epochs=options.warmup_epochs)
+    copy = deepcopy(model)
+    train(
+        copy,
+        context.data.train,
+        context.data.heldout,
+        settings,
+        input=context.input,
+        runtime=context.runtime,
+        folder=context.folder / "training",
+        label="recovery between steps",
+        seed=context.seed,
+        progress=context.progress,
+        teacher=context.teacher(),
+    )
+    context.hand_over(copy.cpu())
+    return _nothing(context.plan)
+
+
+def fold(model: nn.Module, context: Context, options: FoldOptions) -> Plan:
+    """Every FFN without activation and every LayerScale behind a linear layer, folded in place by the plan."""
+    folding = surgery.fold(deepcopy(model), _nothing(context.plan))
+    context.memo("fold", lambda: [asdict(record) for record in folding.records])
+    for record in folding.records:
+        context.progress.note(f"{record.module}: {'folded' if record.folded else 'left as it is'}, {record.reason}")
+    return folding.plan
+
+
+def structure_recover(model: nn.Module, family: Family, base: Plan, options: RecoverOptions) -> Plan:
+    """Training changes no structure."""
+    return _nothing(base)
+
+
+def structure_fold(model: nn.Module, family: Family, base: Plan, options: FoldOptions) -> Plan:
+    """The plan itself: what folds depends on shapes alone."""
+    return surgery.fold(deepcopy(model), _nothing(base)).plan
+
+
+def stages_recover(options: RecoverOptions, prunable: int) -> list[Stage]:
+    return [Stage("recover between steps", 1, options.epochs)]
+
+
+def tables_fold(folder: Path) -> list[dict[str, Any]]:
+    """What was folded between the steps, from the step's `folder`."""
+    path = folder / "fold.json"
+    if not path.is_file():
+        return []
+    columns = ["module", "folded", "why", "parameters before", "after"]
+    rows = [
+        [r["module"], "yes" if r["folded"] else "no", r["reason"], str(r["params_before"]), str(r["params_after"])]
+        for r in read_json(path)
+    ]
+    return [{"title": "Folded between the steps", "columns": columns, "rows": rows}]
+
+
+def _nothing(plan: Plan) -> Plan:
+    """A step that changes nothing, for the model of `plan`."""
+    return Plan(plan.arch, plan.arch_args)
