@@ -109,8 +109,12 @@ def file_sha256(path: Path) -> str:
 
 def differing(sidecar: Path) -> list[str]:
     """The files beside `sidecar` that are missing or not what it recorded under `files`, a sentence each."""
+    data = read_json(sidecar)
+    files = data.get("files") if isinstance(data, dict) else None
+    if not isinstance(files, dict):
+        return [f"{sidecar.name} does not say which files it describes"]
     wrong = []
-    for name, recorded in read_json(sidecar).get("files", {}).items():
+    for name, recorded in files.items():
         path = sidecar.parent / name
         actual = file_sha256(path) if path.is_file() else "missing"
         if actual != recorded:

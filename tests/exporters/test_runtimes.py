@@ -153,9 +153,10 @@ def test_a_truncated_file(folder: Path, tmp_path: Path) -> None:
 def test_a_file_that_is_not_the_one_its_sidecar_describes(folder: Path, tmp_path: Path) -> None:
     data = (folder / "model.onnx").read_bytes()
     (tmp_path / "x.onnx").write_bytes(data)
-    (tmp_path / "x.onnx.json").write_text(json.dumps({"files": {"x.onnx": "0" * 64}}))
-    with pytest.raises(ArtifactError, match=r"x\.onnx\.json"):
-        open_runner(tmp_path / "x.onnx")
+    for sidecar in ({"files": {"x.onnx": "0" * 64}}, {"files": {"gone.data": "0" * 64}}, {"files": ["x.onnx"]}, []):
+        (tmp_path / "x.onnx.json").write_text(json.dumps(sidecar))
+        with pytest.raises(ArtifactError, match=r"x\.onnx\.json"):
+            open_runner(tmp_path / "x.onnx")
 
 
 @pytest.mark.parametrize("name", ["model.engine", "model.xml", "model.txt", "nothing.onnx", "nowhere"])
