@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import onnx
+import onnx_ir
 import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from onnxscript import opset20
@@ -70,6 +71,7 @@ def export(
     program = _program(_prepared(model, precision), input.size, opset)
     about = {"plan_sha256": plan_digest, "precision": precision, "opset_reason": OPSETS[opset], **(extra or {})}
     known = {key: json.dumps(value) for key, value in {**_metadata(input, classes, program), **about}.items()}
+    _drop_empty_pads(program.model.graph)
     ClearMetadataAndDocStringPass()(program.model)  # stack traces: paths of this machine, and bytes that change
     program.model.metadata_props.update(known)
     program.model.producer_name, program.model.producer_version = "vitcompress", vitcompress.__version__
@@ -138,6 +140,14 @@ def _program(model: nn.Module, size: tuple[int, int, int], opset: int) -> Any:
         raise VitcompressError(
             f"torch could not export the model to ONNX: {first}", hint="--debug shows all"
         ) from error
+
+
+def _drop_empty_pads(graph: Any) -> None:
+    """Take out each Pad that adds nothing: timm's Swin pads to whole windows even where they are whole already."""
+    for node in list(graph):
+        if node.op_type == "Pad" and (amounts := node.inputs[1].const_value) is not None and not amounts.numpy().any():
+            onnx_ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
+            graph.remove(node, safe=True)
 
 
 def _attention(

@@ -10,7 +10,7 @@ import torch
 from tiny_training import CPU, INPUT, OPTIONS, fit, same, stripes, two_headed, vit, weights
 from torch.nn import functional
 
-from vitcompress.distill import Objective, both_heads, hard_loss, objective, soft_loss
+from vitcompress.distill import Objective, both_heads, hard_loss, objective, soft_loss, student_of
 from vitcompress.errors import InputError
 from vitcompress.models import input_config
 
@@ -85,3 +85,60 @@ def test_a_teacher_sees_pixels_normalised_its_own_way() -> None:
     own = input_config(teacher)
     expected = teacher((pixels - own.mean[0]) / own.std[0])
     assert torch.allclose(loss.teacher((pixels - 0.2) / 0.7), expected, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------- UP-ViT's recovery
+
+
+def test_labels_may_count_fully_beside_the_teacher() -> None:
+    """UP-ViT: CE(p, y) + alpha * KL(q || p), and CE(p, y) + alpha * CE(p, argmax q) (eq. D1)."""
+    student, teacher = vit(), vit(seed=1)
+    images, targets = torch.randn(6, 1, 4, 4), torch.arange(6) % 3
+    logits, answers = student(images), teacher(images)
+    labels = functional.cross_entropy(logits, targets)
+    for kind, term in (("soft", soft_loss(logits, answers, 1.0)), ("hard", hard_loss(logits, answers))):
+        how: Any = (kind, 6.4, 1.0, 0.0)
+        loss = objective(student, *how, teacher=teacher, input=INPUT, device=CPU.device, label_weight=1.0)
+        assert loss(student, images, targets).item() == pytest.approx((labels + 6.4 * term).item(), rel=1e-5)
+    with pytest.raises(InputError, match=r"the labels would weigh -5\.4"):
+        objective(student, "soft", 6.4, 1.0, 0.0, teacher=teacher, input=INPUT, device=CPU.device)
+
+
+def test_patch_tokens_and_features_are_compared() -> None:
+    """Eq. D2, and the mean squared distance of pooled features; in eval mode the wrapper answers as its model."""
+    teacher, images, targets = vit(seed=1), torch.randn(6, 1, 4, 4), torch.arange(6) % 3
+    narrow: Any = vit(embed_dim=4, num_heads=1)
+    student: Any = student_of(narrow, "soft_patch", teacher).train()
+    how: Any = {"teacher": teacher, "input": INPUT, "device": CPU.device, "label_weight": 1.0, "patch_weight": 0.5}
+    loss = objective(student, "soft_patch", 0.2, 1.0, 0.0, **how)
+    own, theirs = student.projection(narrow.forward_features(images)[:, 1:]), teacher.forward_features(images)[:, 1:]
+    patches = sum(functional.mse_loss(own[:, i], theirs[:, i]) for i in range(own.shape[1]))
+    soft = functional.cross_entropy(narrow(images), targets) + 0.2 * soft_loss(narrow(images), teacher(images), 1.0)
+    assert loss(student, images, targets).item() == pytest.approx((soft + 0.5 * patches).item(), rel=1e-5)
+    assert torch.equal(student.eval()(images), narrow.eval()(images))
+
+    wide: Any = vit()
+    student = student_of(wide, "features", teacher).train()
+    loss = objective(student, "features", 20.0, 1.0, 0.0, **how)
+    pooled = [of.forward_head(of.forward_features(images), pre_logits=True) for of in (wide, teacher)]
+    expected = functional.cross_entropy(wide(images), targets) + 20 * functional.mse_loss(*pooled)
+    assert loss(student, images, targets).item() == pytest.approx(expected.item(), rel=1e-5)
+    with pytest.raises(InputError, match="pooled features have 16 channels, the student's 4"):
+        student_of(narrow, "features", teacher)
+    assert student_of(narrow, "soft", teacher) is narrow
+
+
+@pytest.mark.parametrize("kind", ["soft_patch", "features"])
+def test_recovery_with_features_trains_resumes_and_leaves_no_trace(kind: Any, tmp_path: Path) -> None:
+    options = dataclasses.replace(OPTIONS, distillation=kind, alpha=0.5, label_weight=1.0, ema=0.5, epochs=4)
+    teacher, model = vit(seed=1), vit()
+    names, before = set(model.state_dict()), weights(model)
+    result = fit(model, tmp_path, options, teacher=teacher)
+    assert set(model.state_dict()) == names and not same(before, weights(model))
+    assert result.history[-1]["loss"] < result.history[0]["loss"]
+    again = vit()
+    fit(again, tmp_path, options, teacher=teacher)  # finished: loaded
+    assert same(weights(again), weights(model))
+    two = two_headed()
+    fit(two, tmp_path / "two", options, teacher=teacher)
+    assert all(torch.isfinite(t).all() for t in two.state_dict().values())

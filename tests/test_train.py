@@ -146,7 +146,7 @@ def test_learning_rate_per_512_images() -> None:
 
 def test_options_are_checked_by_their_annotations() -> None:
     adapter = TypeAdapter(TrainOptions)
-    for name, value in {"epochs": -3, "batch_size": 0, "lr": -1, "ema": 1.0, "alpha": 1.5, "schedule": "step"}.items():
+    for name, value in {"epochs": -3, "batch_size": 0, "lr": -1, "ema": 1.0, "alpha": -0.5, "schedule": "step"}.items():
         with pytest.raises(ValidationError, match=name):
             adapter.validate_python({name: value})
     assert adapter.validate_python({"augmentation": {"noise": 0.5}}).augmentation.noise == 0.5

@@ -5,6 +5,12 @@ decision as a label, soft its distribution. Students have one head or two (`set_
 models): with two, the first learns from labels and the second from the teacher, and inference averages both. So that
 no untrained head is ever averaged, a two-headed student without a teacher trains both heads on the labels.
 The soft loss is the mean over images; the official code divides by images times classes.
+
+Two more forms are UP-ViT's (supplement, https://arxiv.org/abs/2111.15127): `soft_patch` adds the distance between the
+patch tokens of both (eq. D2), those of the student through a linear layer that is learned with it and then dropped;
+`features` takes the mean squared distance of the pooled features in place of the soft loss. There the labels count
+fully (`label_weight` 1) beside `alpha`. The released code sums the soft loss over the 32 images of a process: its alpha
+of 0.2 is 6.4 here, where losses are means.
 """
 
 from collections.abc import Iterator
@@ -22,7 +28,8 @@ from vitcompress.models import input_config
 if TYPE_CHECKING:
     from vitcompress.models import InputConfig
 
-Distillation = Literal["none", "hard", "soft"]
+Distillation = Literal["none", "hard", "soft", "soft_patch", "features"]
+FEATURES = ("soft_patch", "features")  # those that look at more than answers
 
 
 def inner(module: nn.Module) -> nn.Module:
@@ -72,24 +79,126 @@ class Teacher:
         logits: Tensor = self.frozen(self.frozen.normalize_input(images, self.mean, self.std))
         return logits
 
+    @torch.no_grad()
+    def with_features(self, images: Tensor, kind: Distillation) -> tuple[Tensor, Tensor]:
+        """Logits, and patch tokens (batch, patches, channels) or pooled features (batch, channels), as `kind` asks."""
+        return _answer_and_features(self.frozen.model, self.frozen.normalize_input(images, self.mean, self.std), kind)
+
+
+class FeatureStudent(nn.Module):
+    """A model that tells its features beside its answer while it trains; in eval mode it answers as it does alone.
+
+    For `soft_patch` a linear layer takes patch tokens to the teacher's width. It is learned with the model, is part of
+    the resume state and of the optimiser, and stays behind in this wrapper.
+    """
+
+    def __init__(self, model: nn.Module, teacher: nn.Module, kind: Distillation) -> None:
+        super().__init__()
+        self.model, self.kind, self.training = model, kind, model.training
+        widths = [int(getattr(of, "num_features", 0)) for of in (model, teacher)]
+        if kind == "features" and widths[0] != widths[1]:
+            raise InputError(
+                f"the teacher's pooled features have {widths[1]} channels, the student's {widths[0]}",
+                hint="use distillation = 'soft', or a teacher of the student's width",
+            )
+        device = next(model.parameters()).device
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.projection = nn.Linear(*widths).to(device) if kind == "soft_patch" else nn.Identity()
+
+    def forward(self, x: Tensor) -> Any:
+        """x: images -> logits; while training (logits, features), the features in the teacher's width."""
+        if not self.training:
+            return self.model(x)
+        answer, features = _answer_and_features(self.model, x, self.kind)
+        return answer, self.projection(features)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names that timm's optimisers leave without weight decay."""
+        own: Any = getattr(self.model, "no_weight_decay", set)
+        return {f"model.{name}" for name in own()}
+
+
+def student_of(module: nn.Module, kind: Distillation, teacher: nn.Module | None) -> nn.Module:
+    """What is trained for `module` to learn: itself, or a wrapper that tells its features too.
+
+    Raises:
+        InputError: the features of student and teacher cannot be compared, or layers of the student are gated.
+    """
+    if kind not in FEATURES or teacher is None:
+        return module
+    if inner(module) is not module:
+        raise InputError(
+            f"distillation = {kind!r} does not work while layers fade out or are searched",
+            hint="use distillation = 'soft' or 'hard'",
+        )
+    return FeatureStudent(module, inner(teacher), kind)
+
+
+def _answer_and_features(model: Any, images: Tensor, kind: Distillation) -> tuple[Any, Tensor]:
+    maps = model.forward_features(images)
+    answer = model.forward_head(maps)
+    features: Tensor = model.forward_head(maps, pre_logits=True) if kind == "features" else _patches(model, maps)
+    return answer, features
+
+
+def _patches(model: Any, maps: Tensor) -> Tensor:
+    """What timm's `forward_features` gave, as patch tokens (batch, patches, channels)."""
+    if maps.ndim == 3:
+        return maps[:, int(getattr(model, "num_prefix_tokens", 0)) :]
+    channels_last = str(getattr(model, "output_fmt", "NCHW")).endswith("NHWC")
+    return maps.flatten(1, 2) if channels_last else maps.flatten(2).transpose(1, 2)
+
 
 class Objective:
-    """The loss of one batch: labels and, with a teacher, (1 - alpha) * labels + alpha * distillation."""
+    """The loss of one batch: labels and, with a teacher, label_weight * labels + alpha * distillation.
+
+    label_weight: None is 1 - alpha. patch_weight: of the patch tokens, with `soft_patch`.
+    """
 
     def __init__(
-        self, kind: Distillation, alpha: float, temperature: float, smoothing: float, teacher: Teacher | None
+        self,
+        kind: Distillation,
+        alpha: float,
+        temperature: float,
+        smoothing: float,
+        teacher: Teacher | None,
+        *,
+        label_weight: float | None = None,
+        patch_weight: float = 0.0,
     ) -> None:
         self.kind, self.alpha, self.temperature, self.smoothing = kind, alpha, temperature, smoothing
-        self.teacher = teacher
+        self.teacher, self.patch_weight = teacher, patch_weight
+        self.label_weight = 1 - alpha if label_weight is None else label_weight
 
     def __call__(self, network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
         """targets: classes (batch,) or probabilities (batch, classes) -> mean loss, a scalar."""
         answer = network(images)
+        if self.teacher is not None and self.kind in FEATURES:
+            return self._with_features(self.teacher, answer, images, targets)
         first, second = answer if isinstance(answer, tuple) else (answer, answer)
         labels = label_loss(first, targets, self.smoothing)
         if self.teacher is None:
             return labels if first is second else (labels + label_loss(second, targets, self.smoothing)) / 2
-        return (1 - self.alpha) * labels + self.alpha * self._distil(second, self.teacher(images))
+        return self.label_weight * labels + self.alpha * self._distil(second, self.teacher(images))
+
+    def _with_features(self, teacher: Teacher, answer: Any, images: Tensor, targets: Tensor) -> Tensor:
+        """The loss of a `FeatureStudent`, which answers with logits and features."""
+        (logits, features), (known, wanted) = answer, teacher.with_features(images, self.kind)
+        first, second = logits if isinstance(logits, tuple) else (logits, logits)
+        labels = self.label_weight * label_loss(first, targets, self.smoothing)
+        if features.shape != wanted.shape:
+            raise InputError(
+                f"the teacher's features are {tuple(wanted.shape[1:])}, the student's {tuple(features.shape[1:])}",
+                hint="use a teacher with the same patches",
+            )
+        if self.kind == "features":
+            if second is not first:  # no head may stay untrained
+                labels = (labels + self.label_weight * label_loss(second, targets, self.smoothing)) / 2
+            return labels + self.alpha * functional.mse_loss(features, wanted)
+        # eq. D2: a sum over patches of the mean over images and channels
+        patches = functional.mse_loss(features, wanted) * features.shape[1]
+        return labels + self.alpha * self._distil(second, known) + self.patch_weight * patches
 
     def _distil(self, student: Tensor, teacher: Tensor) -> Tensor:
         if student.shape != teacher.shape:
@@ -127,11 +236,14 @@ def objective(
     teacher: nn.Module | None,
     input: "InputConfig",
     device: torch.device,
+    label_weight: float | None = None,
+    patch_weight: float = 0.0,
 ) -> Objective:
     """The loss for training `module`.
 
     Raises:
-        InputError: distillation without a teacher, or an `alpha` that leaves one of two heads untrained.
+        InputError: distillation without a teacher, or an `alpha` that leaves one of two heads untrained or lets the
+            labels count less than nothing.
     """
     if kind == "none":
         return Objective(kind, alpha, temperature, smoothing, None)
@@ -139,12 +251,19 @@ def objective(
         raise InputError(
             f"distillation = {kind!r} needs a teacher and there is none", hint="name a teacher, or use 'none'"
         )
-    if has_two_heads(module) and not 0 < alpha < 1:
+    weight = 1 - alpha if label_weight is None else label_weight
+    if weight < 0:
+        raise InputError(
+            f"with alpha = {alpha:g} the labels would weigh {weight:g}",
+            hint="use an alpha up to 1, or set label_weight too, as in label_weight = 1.0",
+        )
+    if has_two_heads(module) and not (alpha > 0 and weight > 0):
         raise InputError(
             f"alpha = {alpha:g} would leave one of the two heads untrained, and inference averages both",
             hint="use an alpha between 0 and 1, both excluded",
         )
-    return Objective(kind, alpha, temperature, smoothing, Teacher(teacher, input, device))
+    weights = {"label_weight": weight, "patch_weight": patch_weight}
+    return Objective(kind, alpha, temperature, smoothing, Teacher(teacher, input, device), **weights)
 
 
 def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:

@@ -109,7 +109,7 @@ def facts(path: Path) -> Facts:
     return Facts(
         operators=dict(Counter(node.op_type for node in nodes)),
         weights=tuple(sorted(_weights(nodes, constants))),
-        no_work=tuple(node.name or node.op_type for node in nodes if node.op_type in NO_WORK),
+        no_work=tuple(node.name or node.op_type for node in nodes if _is_idle(node, constants, path.parent)),
         zero_products=tuple(_zero_products(nodes, constants, path.parent)),
         metadata=metadata(model),
         opset=max(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")),
@@ -126,6 +126,14 @@ def _weights(nodes: Iterable[Any], constants: dict[str, Any]) -> Iterator[tuple[
 def weight_key(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Sizes of a weight in the form of `Facts.weights`."""
     return tuple(sorted(sizes)) if len(sizes) == 2 else sizes
+
+
+def _is_idle(node: Any, constants: dict[str, Any], folder: Path) -> bool:
+    """Whether a node passes its input on as it is."""
+    if node.op_type != "Pad":
+        return node.op_type in NO_WORK
+    amounts = constants.get(node.input[1])
+    return amounts is not None and not _values(amounts, folder).any()
 
 
 def _zero_products(nodes: Iterable[Any], constants: dict[str, Any], folder: Path) -> Iterator[str]:

@@ -256,6 +256,12 @@ def _contradictions(tables: _Tables, formats: Collection[str]) -> list[str]:
     if tables.finetune.distillation != "none" and tables.finetune.teacher is None:
         found.append('finetune.teacher   distillation needs a teacher: "dense", a timm name, or a path')
     found += [
+        f"{name}.alpha   got {options.alpha:g}, which leaves the labels less than nothing; "
+        "up to 1, or set label_weight too"
+        for name, options in (("dense", tables.dense), ("finetune", tables.finetune))
+        if options is not None and options.alpha > 1 and options.label_weight is None
+    ]
+    found += [
         f"export.formats   got {name!r}, expected one of {', '.join(formats)}{did_you_mean(name, formats)}"
         for name in tables.export.formats
         if formats and name not in formats

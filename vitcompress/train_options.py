@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Lt
 
 from vitcompress.data import Augmentation
 from vitcompress.distill import Distillation
@@ -31,7 +31,9 @@ class TrainOptions:
     ema: Annotated[float, Gt(0), Lt(1)] | None = None  # decay of the averaged weights, evaluated next to the raw ones
     augmentation: Augmentation = field(default_factory=Augmentation)
     distillation: Distillation = "none"
-    alpha: Annotated[float, Ge(0), Le(1)] = 0.5  # weight of the distillation loss
+    alpha: Annotated[float, Ge(0)] = 0.5  # weight of the distillation loss
+    label_weight: Annotated[float, Ge(0)] | None = None  # of the loss with the labels; None: 1 - alpha
+    patch_weight: Annotated[float, Ge(0)] = 1e-3  # of the patch tokens, with distillation = "soft_patch"
     temperature: Annotated[float, Gt(0)] = 1.0
     evaluate_every: Annotated[int, Ge(0)] = 1  # epochs; the last one always counts, 0 means only that one
     select: Literal["last", "best"] = "last"  # which epoch's weights are kept; best is on the held-out images

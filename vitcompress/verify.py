@@ -1,25 +1,29 @@
 """Is the model that is deployed the one that was trained? Each answer with its value and its tolerance.
 
-fold: folded against unfolded, per layer against a rigorous bound and end to end in float64. reload: what is on disk
-against what was in memory, bit for bit. onnx: see verify_onnx. Tolerances are derived in `bounds`.
+fold: folded against unfolded, per layer against a rigorous bound and end to end in float64. slice: see verify_slice.
+reload: what is on disk against what was in memory, bit for bit. onnx: see verify_onnx. Tolerances are derived in
+`bounds`.
 """
 
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from vitcompress import checkpoint
+from vitcompress import checkpoint, models, surgery
 from vitcompress.bounds import fold_excess, reference
 from vitcompress.errors import ArtifactError, OutputError
 from vitcompress.families import family_of
 from vitcompress.plan import Plan
+from vitcompress.standard import WEIGHTS as STANDARD
 from vitcompress.verdicts import LEDGER, Check, Verification, agreement, compared, largest_difference, listed
 from vitcompress.verify_onnx import file_checks, onnx_checks, plan_check, structure_checks
+from vitcompress.verify_slice import given_steps, slice_check, slice_checks
 
 __all__ = [
     "Check",
@@ -28,6 +32,8 @@ __all__ = [
     "fold_checks",
     "onnx_checks",
     "reload_check",
+    "slice_check",
+    "standard_check",
     "structure_checks",
     "verify_folder",
 ]
@@ -36,6 +42,7 @@ UNFOLDED, UNFOLDED_PLAN = "state/unfolded.safetensors", "state/unfolded_plan.jso
 SEEN = "state/verify.safetensors"  # the images that were looked at, and the answers to them
 EXACT_IMAGES = 8  # images that are evaluated in float64 too
 ENGINES = ("*.engine", "*.xml")
+WHOLE = "the plan keeps every channel"
 
 
 def fold_checks(unfolded: nn.Module, folded: nn.Module, names: Iterable[str], images: Tensor) -> list[Check]:
@@ -116,6 +123,25 @@ def saved_check(model: nn.Module, plan: Plan, images: Tensor) -> Check:
         return reload_check(model, checkpoint.load(folder), images)
 
 
+def standard_check(folder: Path, model: nn.Module, plan: Plan, images: Tensor) -> Check:
+    """Does standard.safetensors load strictly into the timm model that the plan names, and answer as `model` does?"""
+    arch = plan.standard["arch"]
+    if not (folder / STANDARD).is_file():
+        return Check(
+            "standard", "failed", detail=f"the plan says that the result is a {arch}, but {STANDARD} is missing"
+        )
+    loaded = models.create(arch, plan.standard["args"])
+    try:
+        loaded.load_state_dict(checkpoint.load_tensors(folder / STANDARD), strict=True)
+    except RuntimeError as error:
+        return Check(
+            "standard", "failed", detail=f"{STANDARD} does not load into {arch}: {str(error).splitlines()[-1].strip()}"
+        )
+    truth = reference(model, images[:EXACT_IMAGES])
+    apart = largest_difference(_answers(loaded, images), _answers(model, images))
+    return compared("standard", apart, truth.tolerance, f"loaded strictly into timm's {arch}; difference of the logits")
+
+
 # -------------------------------------------------------------------------------------------------------------- folders
 
 
@@ -155,10 +181,13 @@ def _noise(model: nn.Module) -> Tensor:
 
 def _checks(folder: Path, model: nn.Module, plan: Plan, images: Tensor, seen: dict[str, Tensor]) -> Iterator[Check]:
     yield from _fold(folder, model, plan, images)
-    yield Check(
-        "slice", "not_run", detail="the plan keeps every channel" if not plan.kept else "needs the dense weights"
+    yield from _folding_steps(folder, images)
+    yield from (
+        slice_checks(folder, plan, images[:EXACT_IMAGES]) if plan.kept else [Check("slice", "not_run", detail=WHOLE)]
     )
     yield saved_check(model, plan, images)
+    if plan.standard:
+        yield standard_check(folder, model, plan, images)
     if seen and torch.equal(images, seen["images"]):
         truth = reference(model, images[:EXACT_IMAGES])
         apart = largest_difference(_answers(model, images), seen["logits"])
@@ -177,6 +206,16 @@ def _fold(folder: Path, model: nn.Module, plan: Plan, images: Tensor) -> list[Ch
     unfolded = checkpoint.load_parts(folder / UNFOLDED_PLAN, folder / UNFOLDED)
     before = Plan.from_json((folder / UNFOLDED_PLAN).read_text())
     return fold_checks(unfolded, model, [name for name in plan.folded if name not in before.folded], images)
+
+
+def _folding_steps(folder: Path, images: Tensor) -> Iterator[Check]:
+    """What was folded between the steps, against the model that the step was given."""
+    for step in given_steps(folder):
+        if step.delta.folded:
+            folded = surgery.applied(step.model, step.delta).eval()
+            whole = surgery.applied(step.model, replace(step.delta, folded=())).eval()
+            for check in fold_checks(whole, folded, step.delta.folded, images):
+                yield replace(check, name=f"{check.name}.{step.name}")
 
 
 def _onnx(folder: Path, model: nn.Module, plan: Plan, images: Tensor) -> list[Check]:

@@ -11,6 +11,7 @@ from torch.nn import functional
 from vitcompress.families import family_of
 from vitcompress.methods import isomorphic
 from vitcompress.methods.channel_scores import channel_scores
+from vitcompress.methods.widths import Sizes, groups_of
 from vitcompress.plan import Plan
 
 torch_pruning = pytest.importorskip("torch_pruning")
@@ -51,8 +52,8 @@ def ours(model: nn.Module, round_to: int) -> Plan:
     options = isomorphic.Options(**KEPT, round_to=round_to)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     scores = channel_scores(model, spaces, lambda name, weight: (weight * gradients[name]).abs())
-    groups = isomorphic.groups_of(spaces, scores, options)
-    sizes = isomorphic.Sizes(model, spaces, groups, Plan(ARCH, ARGS), None)
+    groups = groups_of(spaces, scores, options.scope)
+    sizes = Sizes(model, spaces, groups, Plan(ARCH, ARGS), None)
     return sizes.delta(isomorphic.chosen(groups, options, sizes))
 
 

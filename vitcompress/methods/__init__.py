@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from vitcompress.families import Family
-from vitcompress.methods import baselines, evidence, hetdpt, nose, steps
+from vitcompress.methods import baselines, evidence, hetdpt, isomorphic, nose, steps, upvit
 from vitcompress.methods.depth import Stage
 from vitcompress.plan import Plan
 from vitcompress.workspace import Context
@@ -92,6 +92,14 @@ METHODS: dict[str, Method] = {
     "fixed": Method(
         "the layers that the recipe names", baselines.FixedOptions, baselines.fixed, baselines.structure_fixed
     ),
+    "isomorphic": Method(
+        "widths: residual, FFN, heads and their channels, each kind ranked among its own",
+        isomorphic.Options,
+        isomorphic.plan,
+        isomorphic.structure,
+        isomorphic.stages,
+        tables=isomorphic.tables,
+    ),
     "recover": Method(
         "train the model as it is, between two steps",
         steps.RecoverOptions,
@@ -105,5 +113,13 @@ METHODS: dict[str, Method] = {
         steps.fold,
         steps.structure_fold,
         tables=steps.tables_fold,
+    ),
+    "upvit": Method(
+        "channels and blocks whose loss moves the answers least, down to the sizes of a standard model",
+        upvit.Options,
+        upvit.plan,
+        upvit.structure,
+        upvit.stages,
+        tables=upvit.tables,
     ),
 }

@@ -23,11 +23,12 @@ from vitcompress.workspace import Context
 
 @dataclass(frozen=True, kw_only=True)
 class RecoverOptions:
-    """epochs, lr (peak), warmup_epochs of this training; everything else, and what is None, follows [finetune]."""
+    """epochs, lr (peak), warmup_epochs, alpha of this training; all else, and what is None, follows [finetune]."""
 
     epochs: Annotated[int, Ge(1)]
     lr: Annotated[float, Ge(0)] | None = None
     warmup_epochs: Annotated[int, Ge(0)] | None = None
+    alpha: Annotated[float, Ge(0)] | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ def recover(model: nn.Module, context: Context, options: RecoverOptions) -> Plan
         settings = replace(settings, lr=options.lr, lr_base=None)
     if options.warmup_epochs is not None:
         settings = replace(settings, warmup_epochs=options.warmup_epochs)
+    if options.alpha is not None:
+        settings = replace(settings, alpha=options.alpha)
     copy = deepcopy(model)
     train(
         copy,

@@ -244,7 +244,8 @@ def check_weights(job: Job, *, fresh: bool) -> None:
         )
     # Size of its images, and a weight of the labels that leaves no head untrained.
     how = (recovery.distillation, recovery.alpha, recovery.temperature, recovery.augmentation.smoothing)
-    objective(job.blank, *how, teacher=knows, input=job.input, device=torch.device("cpu"))
+    where = {"input": job.input, "device": torch.device("cpu")}
+    objective(job.blank, *how, teacher=knows, label_weight=recovery.label_weight, **where)
 
 
 def is_local(teacher: str | None) -> bool:

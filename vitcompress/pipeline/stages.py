@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ from vitcompress import checkpoint, models, surgery
 from vitcompress.checkpoint import write_json, write_text
 from vitcompress.data import eval_loader
 from vitcompress.evaluate import evaluate
-from vitcompress.gates import GatedModel
+from vitcompress.gates import GATED_KINDS, GatedModel
 from vitcompress.methods import METHODS
 from vitcompress.pipeline.folder import sole_user, sweep
+from vitcompress.pipeline.latency import latency_ms
 from vitcompress.pipeline.preflight import Job, teacher
 from vitcompress.plan import Plan
+from vitcompress.standard import WEIGHTS as STANDARD
+from vitcompress.standard import save_standard
 from vitcompress.train import TrainOptions, TrainResult, train
+from vitcompress.verify_slice import keep_given
 from vitcompress.workspace import LEFT_WEIGHTS, Context
 
 UNFOLDED, UNFOLDED_PLAN, FOLDING = "unfolded.safetensors", "unfolded_plan.json", "folding.json"
@@ -131,6 +136,8 @@ def take_steps(job: Job, dense: nn.Module) -> Steps:
         model, base = (taken.pruned(), taken.plan) if number else (taken.model, taken.base)
         delta = _step_plan(job, dense, number, model, base)
         _take_over(job, number, model, base)
+        if (delta.kept or delta.folded) and job.runtime.is_main:
+            keep_given(step_folder(job, number), model, base)
         taken = Steps(model, base, delta)
     return taken
 
@@ -175,6 +182,7 @@ def _context(job: Job, dense: nn.Module, plan: Plan, folder: Path) -> Context:
         job.progress,
         job.recipe.finetune,
         lambda: _teacher(job, dense),
+        partial(latency_ms, job),
     )
 
 
@@ -241,10 +249,15 @@ def _recovered(job: Job, dense: nn.Module, steps: Steps) -> nn.Module:
 
 def _gated(job: Job, model: nn.Module, delta: Plan) -> GatedModel:
     """`model` with a gate on each layer that `delta` removes."""
-    sites = [site for site in job.family.sites(model) if site.name in delta.removed]
-    bypass = next((delta.removed[site.name] for site in sites if site.kind == "attention"), "drop")
+    removed = delta.removed
+    own = [site for site in job.family.sites(model) if site.kind in GATED_KINDS]
+    sites = [site for site in own if site.name in removed or site.gates in removed]
+    bypass = next((removed[site.name] for site in sites if site.kind == "attention"), "drop")
+    gated_ffn = next((removed.get(site.name, "drop_ffn") for site in sites if site.gates), "mean_gate")
     act = "gelu" if delta.appended else "none"
-    return GatedModel(model, job.family, sites, attention_bypass=bypass, both_pruned_output_act=act)
+    return GatedModel(
+        model, job.family, sites, attention_bypass=bypass, both_pruned_output_act=act, gated_ffn=gated_ffn
+    )
 
 
 def _mover(gated: GatedModel, factor: Callable[[int], float]) -> Callable[[int], None]:
@@ -267,7 +280,11 @@ def fold(job: Job) -> nn.Module:
     job.progress.stage("Fold")
     model = checkpoint.load_parts(job.state / UNFOLDED_PLAN, job.state / UNFOLDED)
     plan = Plan.from_json((job.state / UNFOLDED_PLAN).read_text())
-    folding = surgery.fold(model, plan)
+    # As a standard model it has the LayerScales of that model, and folding is what that model would gain as well.
+    folding = surgery.Folding(plan, ()) if plan.standard else surgery.fold(model, plan)
+    if plan.standard:
+        save_standard(job.folder, model, plan)
+        job.progress.note(f"{STANDARD} loads strictly into timm's {plan.standard['arch']}")
     write_json(job.state / FOLDING, [asdict(record) for record in folding.records])
     checkpoint.save_model(job.folder, model, folding.plan)
     for record in folding.records:

@@ -1,0 +1,349 @@
+"""UP-ViT: scores are those of truly deleted channels, and the result is a standard model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from contracts import CONTRACTS, assert_moved, assert_same, build, contract, logits
+from contracts import images as pictures
+from method_world import context, images, model
+from torch import Tensor, nn
+
+from vitcompress import surgery
+from vitcompress.distributed import Runtime
+from vitcompress.errors import PlanError
+from vitcompress.families import family_of
+from vitcompress.families.answer import answer_block
+from vitcompress.methods import upvit
+from vitcompress.methods.upvit.blocks import candidates, removal, scores, whole_blocks, without
+from vitcompress.methods.upvit.fisher import estimates
+from vitcompress.methods.upvit.importance import Component, Importance, components, divergence
+from vitcompress.methods.upvit.regroup import least_first, regrouped
+from vitcompress.plan import Plan
+from vitcompress.standard import standard_model
+
+SMALL: dict[str, Any] = {"embed_dim": 8, "num_heads": 1, "depth": 3}
+VARIANTS = [variant for family, variant in CONTRACTS if family in ("vit", "pvt")]
+
+
+class Batches(list):
+    """Two batches of ready images, as an evaluation loader gives them."""
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Batches":
+        return cls((part, torch.zeros(len(part))) for part in x.split(2))
+
+
+def naive(made: nn.Module, plan: Plan, component: Component, channel: int, x: Tensor) -> float:
+    """S by cutting the channel out for real and running the whole model."""
+    kept = tuple(c for c in range(component.size) if c != channel)
+    family, heads = family_of(made), component.spaces[0].heads
+    if component.kind == "attention":  # a head cannot lose one channel alone: what it writes is taken away instead
+        copy = surgery.applied(made, Plan(plan.arch, plan.arch_args))
+        with torch.no_grad():
+            for space in component.spaces:
+                for axis in space.axes:
+                    if axis.dim == 0:
+                        for n in range(axis.copies):
+                            copy.get_parameter(axis.tensor)[axis.offset + n * space.size + channel] = 0.0
+        assert heads and family
+    else:
+        one = Plan(plan.arch, plan.arch_args, kept={space.name: kept for space in component.spaces})
+        copy = surgery.applied(made, one)
+    return float(divergence(logits(made, x), logits(copy, x)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_scores_are_those_of_models_without_the_channel(variant: str) -> None:
+    """Cached prefixes, rank-one corrections and shortened last blocks change nothing."""
+    made, x = build(variant), pictures(variant, count=3)
+    family, plan = family_of(made), contract(variant).plan
+    importance = Importance(made, family, images_at_once=8)
+    state = {name: value.clone() for name, value in made.state_dict().items()}
+    for component in components(family.spaces(made)):
+        channels = [0, component.size // 2, component.size - 1]
+        found = importance.scores(component, Batches.of(x), channels)
+        for channel in channels:
+            expected = naive(made, plan, component, channel, x)
+            assert float(found[channel]) == pytest.approx(expected, rel=1e-9, abs=1e-13), (component.name, channel)
+        assert float(found.sum()) > 1e-7
+    assert all(torch.equal(value, state[name]) for name, value in made.state_dict().items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in made.modules())
+
+
+def test_every_channel_is_scored_whatever_the_batch() -> None:
+    made, x = build("plain"), pictures("plain", count=4)
+    family = family_of(made)
+    for component in components(family.spaces(made)):
+        found = [Importance(made, family, images_at_once=n).scores(component, Batches.of(x)) for n in (2, 6, 4096)]
+        assert all(torch.allclose(one, found[0], rtol=1e-9, atol=1e-14) for one in found)
+        assert int((found[0] > 0).sum()) >= component.size - 1
+
+
+def test_masking_the_residual_stream_is_not_deleting() -> None:
+    """A LayerNorm that still counts the zeroed channel gives other scores: the difference that deletion makes."""
+    made, x = build("plain"), pictures("plain")
+    component = next(c for c in components(family_of(made).spaces(made)) if c.kind == "residual")
+    deleted = Importance(made, family_of(made), images_at_once=8).scores(component, Batches.of(x), [3])[3]
+    hooks = [
+        m.register_forward_pre_hook(lambda m, a: (a[0] * (torch.arange(16) != 3),))
+        for m in made.modules()
+        if isinstance(m, nn.LayerNorm)
+    ]
+    zeroed = logits(made, x)
+    for hook in hooks:
+        hook.remove()
+    assert abs(float(divergence(logits(made, x), zeroed)) - float(deleted)) > 1e-3 * float(deleted)
+
+
+def test_the_shortened_last_block_gives_the_same_answers() -> None:
+    made, x = build("distilled"), pictures("distilled")
+    found = answer_block(made, family_of(made))
+    assert found is not None
+    before = logits(made, x)
+    surgery.replace_module(made, *found)
+    assert_same(logits(made, x), before)
+    assert answer_block(build("avg_pooled"), family_of(build("avg_pooled"))) is None
+
+
+def test_divergence_is_summed_over_images() -> None:
+    z, changed = torch.randn(3, 5), torch.randn(6, 5)
+    q = torch.softmax(z.double(), 1)
+    expected = [float((q * (q / torch.softmax(c.double(), 1)).log()).sum()) for c in changed.split(3)]
+    assert divergence(z, changed).tolist() == pytest.approx(expected)
+    assert divergence(z, z).tolist() == [0.0]
+
+
+def test_the_estimate_is_the_curvature() -> None:
+    """With all signs drawn, half of j^T F j; and where a channel hardly matters, near the exact score."""
+    made, x = build("plain"), pictures("plain", count=2)
+    family = family_of(made)
+    own = components(family.spaces(made))
+    found = estimates(made, own, Batches.of(x), draws=1024, seed=0)
+    component = own[0]
+    from vitcompress.methods.upvit.deletion import deletion
+
+    for channel in (0, 5):
+
+        def answer(value: Tensor, channel: int = channel) -> Tensor:
+            gate = torch.ones(1, component.size, dtype=torch.float64)
+            gate = torch.cat([gate[:, :channel], value.reshape(1, 1), gate[:, channel + 1 :]], dim=1)
+            with deletion(made, component.spaces, {space.name: gate for space in component.spaces}):
+                return made(x)
+
+        one = torch.ones((), dtype=torch.float64)
+        step = 1e-5
+        with torch.no_grad():
+            j = (answer(one + step) - answer(one - step)) / (2 * step)
+            q = torch.softmax(made(x), 1)
+        expected = 0.5 * float(((q * j**2).sum(1) - (q * j).sum(1) ** 2).sum())
+        # The mean of 1024 draws of a square of a sum of random signs: its deviation is at most sqrt(2 / draws).
+        assert float(found[component.name][channel]) == pytest.approx(expected, rel=5 * (2 / 1024) ** 0.5)
+
+
+# ---------------------------------------------------------------------------------------------------------------- heads
+
+
+def test_regrouping_strategies() -> None:
+    """Four heads of two channels to two heads of two."""
+    order = least_first([0.1, 0.9, 0.8, 0.2, 0.3, 0.4, 0.7, 0.6])
+    assert order == [0, 3, 4, 5, 7, 6, 2, 1]
+    assert regrouped(order, 4, 2, 4, "groups") == (1, 2, 6, 7)
+    assert regrouped(order, 4, 2, 4, "across") == (1, 2, 6, 7)
+    assert regrouped(order, 4, 2, 4, "each") == (1, 2, 5, 6)
+    skewed = least_first([0.9, 0.8, 0.7, 0.6, 0.1, 0.2, 0.3, 0.4])
+    assert regrouped(skewed, 4, 2, 4, "across") == (0, 1, 2, 3)
+    assert regrouped(skewed, 4, 2, 4, "groups") == (0, 1, 6, 7)
+    with pytest.raises(PlanError, match="4 heads cannot become 3"):
+        regrouped(order, 4, 3, 6, "groups")
+    with pytest.raises(PlanError, match="do not divide into 4"):
+        regrouped(order, 4, 2, 6, "each")
+
+
+def test_published_shape_of_deit_b_to_t() -> None:
+    """12 heads of 64 to 3 of 64: each new head keeps 64 of 4 old heads' 256."""
+    order = least_first(np.random.default_rng(0).random(768).tolist())
+    kept = regrouped(order, 12, 3, 192, "groups")
+    assert [sum(256 * g <= c < 256 * (g + 1) for c in kept[64 * g : 64 * (g + 1)]) for g in range(3)] == [64] * 3
+
+
+# --------------------------------------------------------------------------------------------------------------- blocks
+
+
+def test_block_candidates() -> None:
+    made = model(depth=4)
+    blocks = whole_blocks(made, family_of(made))
+    ways = candidates(blocks["blocks"])
+    assert len(ways) == 2 * 4 - 1
+    assert sum(way.title.startswith("hybrid") for way in ways) == 3
+    left = without(blocks, ways[3])  # FFN of 1, attention of 2
+    assert [block.name for block in left["blocks"]] == ["blocks.0", "blocks.1.attn + blocks.2.mlp", "blocks.3"]
+    assert len(candidates(left["blocks"])) == 5
+    again = without(left, candidates(left["blocks"])[2])  # the hybrid whole
+    assert [block.name for block in again["blocks"]] == ["blocks.0", "blocks.3"]
+    base = Plan("vit_tiny_patch16_224")
+    small = surgery.applied(made, removal([*ways[3].removed, *candidates(left["blocks"])[2].removed], base))
+    assert list(family_of(small).blocks(small)) == ["blocks.0", "blocks.3"]
+    assert candidates(again["blocks"][:1]) == []
+
+
+def test_every_candidate_loads_into_the_shallower_model() -> None:
+    made, x = build("layer_scale", depth=3), pictures("layer_scale")
+    row = contract("layer_scale", depth=3)
+    goal = {"arch": row.arch, "args": {**row.arch_args, "depth": 2}}
+    for way in candidates(whole_blocks(made, family_of(made))["blocks"]):
+        plan = Plan(row.arch, row.arch_args, removed=removal(way.removed, row.plan).removed, standard=goal)
+        small = surgery.applied(made, plan)
+        found = standard_model(small, plan)
+        assert_same(logits(found, x), logits(small, x))
+        assert_moved(logits(small, x), logits(made, x))
+
+
+def test_block_scores_are_those_of_the_models_without_them() -> None:
+    made, x, base = build("plain", depth=3), pictures("plain"), contract("plain", depth=3).plan
+    plans = [removal(way.removed, base) for way in candidates(whole_blocks(made, family_of(made))["blocks"])]
+    found = scores(made, plans, removal([], base), Batches.of(x))
+    expected = [float(divergence(logits(made, x), logits(surgery.applied(made, plan), x))) for plan in plans]
+    assert found.tolist() == pytest.approx(expected, rel=1e-9)
+    current = scores(made, plans, plans[0], Batches.of(x))
+    assert float(current[0]) == 0.0 and float(current[1]) > 0
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+
+
+def test_the_result_is_a_standard_timm_model(tmp_path: Path) -> None:
+    made = model(depth=4)
+    options = upvit.Options(target_args=SMALL, images=24)
+    found = upvit.plan(made, context(tmp_path, made), options)
+    small = surgery.applied(made, found)
+    standard = standard_model(small, found)
+    x = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert (standard(x) - small(x)).abs().max() < 1e-5  # float32, and heads whose scale went into q
+    plain = timm.create_model(found.standard["arch"], **found.standard["args"])
+    plain.load_state_dict(standard.state_dict(), strict=True)
+    assert plain.embed_dim == 8 and len(plain.blocks) == 3 and plain.blocks[0].attn.num_heads == 1
+    assert (small(x) - made(x)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("score", ["exact", "fisher", "screened"])
+def test_plan_and_structure_have_the_same_sizes(score: Any, tmp_path: Path) -> None:
+    made = model(depth=4)
+    options = upvit.Options(target_args=SMALL, images=24, score=score)
+    found = upvit.plan(made, context(tmp_path, made), options)
+    assert upvit.plan(made, context(tmp_path, made), options) == found  # from what was kept
+    arbitrary = upvit.structure(made, family_of(made), context(tmp_path, made).plan, options)
+    assert found.standard == arbitrary.standard
+    shapes = [
+        sorted(t.shape for t in standard_model(surgery.applied(made, p), p).parameters()) for p in (found, arbitrary)
+    ]
+    assert shapes[0] == shapes[1]
+    titles = [table["title"] for table in upvit.tables(tmp_path)]
+    assert any("blocks" in title for title in titles)
+    assert json.loads((tmp_path / "kept.json").read_text())["residual"] == list(found.kept["residual"])
+
+
+def test_screens_measure_only_around_the_cut(tmp_path: Path) -> None:
+    made = model()
+    by = upvit.Options(target_args={"embed_dim": 8}, images=24, score="screened", band=0.25)
+    for screen in ("fisher", "images"):
+        folder = tmp_path / screen
+        options = upvit.Options(**{**vars(by), "screen": screen, "screen_images": 12})
+        upvit.plan(made, context(folder, made), options)
+        measured = json.loads((folder / "scores-blocks.0.mlp.json").read_text())
+        assert len(measured) == 64 and sum(score > 0 for score in measured) <= 16
+
+
+def test_the_least_important_channels_go(tmp_path: Path) -> None:
+    """Channels that are made useless by hand are those that are cut."""
+    made = model()
+    useless = [1, 4, 5, 9, 14, 15, 20, 33]
+    with torch.no_grad():
+        made.get_parameter("blocks.1.mlp.fc2.weight")[:, useless] = 0.0
+    options = upvit.Options(target_args={"mlp_ratio": 3.5}, images=24)
+    found = upvit.plan(made, context(tmp_path, made), options)
+    assert set(range(64)) - set(found.kept["blocks.1.mlp"]) == set(useless)
+    assert set(found.kept) == {f"blocks.{n}.mlp" for n in range(3)}
+
+
+def test_a_proxy_that_is_too_small_is_said(tmp_path: Path) -> None:
+    from vitcompress.progress import Progress
+
+    class Notes(Progress):
+        told: list[str] = []  # noqa: RUF012 (one test)
+
+        def note(self, text: str) -> None:
+            self.told.append(text)
+
+    made = model()
+    upvit.plan(made, context(tmp_path, made, progress=Notes()), upvit.Options(target_args={"mlp_ratio": 2.0}, images=6))
+    assert any("6 proxy images are too few" in text and "73.65 %" in text for text in Notes.told)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "no target is given"),
+        ({"target_args": {"num_heads": 2}}, "as large as the model"),
+        ({"target_args": {"embed_dim": 32}}, "32 stream channels"),
+        ({"target_args": {"depth": 4, "embed_dim": 8}}, "4 blocks in blocks, the model 3"),
+        ({"target_args": {"patch_size": 2, "embed_dim": 8}}, "other images, patches, tokens or classes"),
+        ({"target_args": {"num_classes": 7, "embed_dim": 8}}, "other images, patches, tokens or classes"),
+        ({"target": "pvt_v2_b0", "target_args": {}}, "cannot build|other images"),
+        ({"target_args": {"embed_dim": 12, "num_heads": 4}}, "4 heads in blocks, the model 2"),
+    ],
+)
+def test_targets_that_cannot_be_reached(options: Any, message: str, tmp_path: Path) -> None:
+    made = model()
+    with pytest.raises(Exception, match=message) as caught:
+        upvit.structure(made, family_of(made), context(tmp_path, made).plan, upvit.Options(**options))
+    assert caught.value.exit_code == 2  # type: ignore[attr-defined]
+
+
+def test_heads_that_do_not_divide() -> None:
+    made = model(width=24, num_heads=3)
+    args = {**context(Path(), made).arch_args, "embed_dim": 24, "num_heads": 3}
+    base = Plan("vit_tiny_patch16_224", args)
+    with pytest.raises(PlanError, match="3 heads cannot become 2"):
+        upvit.structure(made, family_of(made), base, upvit.Options(target_args={"embed_dim": 16, "num_heads": 2}))
+
+
+@pytest.mark.parametrize(
+    ("arch", "goal", "args", "params"),
+    [
+        ("deit_base_patch16_224", "deit_small_patch16_224", {}, 22050664),
+        ("deit_base_patch16_224", "deit_tiny_patch16_224", {}, 5717416),
+        ("deit_base_patch16_224", "deit_tiny_patch16_224", {"depth": 10}, 4827688),
+        ("pvt_v2_b2", "pvt_v2_b1", {}, 14009000),
+        ("pvt_v2_b2", "pvt_v2_b0", {}, 3666760),
+    ],
+)
+def test_published_targets(arch: str, goal: str, args: Any, params: int) -> None:
+    """Table D2 and D4: 22.1, 5.7, 4.8, 14.01 and 3.67 M; to the parameter."""
+    with torch.device("meta"):
+        made = timm.create_model(arch).eval()
+    found = upvit.structure(made, family_of(made), Plan(arch), upvit.Options(target=goal, target_args=args))
+    assert sum(p.numel() for p in surgery.apply(made, found).parameters()) == params
+    assert found.standard["arch"] == goal
+
+
+def test_two_processes_see_all_images(tmp_path: Path) -> None:
+    """Each process scores its share; together they are the scores of one."""
+    made = model()
+    family = family_of(made)
+    component = components(family.spaces(made))[0]
+    from vitcompress.data import eval_loader
+
+    where = context(tmp_path, made)
+    shares = [
+        Importance(made, family, images_at_once=64).scores(
+            component, eval_loader(images(4, 3), where.input, 4, Runtime(torch.device("cpu"), rank=r, world_size=n))
+        )
+        for n, ranks in ((1, (0,)), (2, (0, 1)))
+        for r in ranks
+    ]
+    assert torch.allclose(shares[1] + shares[2], shares[0], rtol=1e-4)

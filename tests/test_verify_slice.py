@@ -1,0 +1,113 @@
+"""Masked is sliced, for every family and every kind of channel; and a channel sliced wrongly does not pass."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contracts import build, contract, every_variant, images, kept_channels, spaces_of
+
+from vitcompress import checkpoint, surgery
+from vitcompress.plan import Plan
+from vitcompress.verify import verify_folder
+from vitcompress.verify_slice import keep_given, slice_check, slice_checks
+
+
+def delta(variant: str, model: Any, *, whole_heads: bool = False) -> Plan:
+    kinds = {space.kind for space in spaces_of(model).values()} - {"sr"}
+    kept = kept_channels(model, kinds, whole_heads=whole_heads)
+    heads = {space.attention: 2 for space in spaces_of(model).values() if space.attention} if whole_heads else {}
+    return replace(contract(variant).plan, kept=kept, heads=heads)
+
+
+@every_variant
+def test_masked_is_sliced(variant: str) -> None:
+    model = build(variant, dtype=torch.float32)
+    check = slice_check(model, delta(variant, model), images(variant, dtype=torch.float32))
+    assert check.verdict == "passed", check
+    assert check.tolerance is not None and check.tolerance < 1e-11
+
+
+def test_whole_heads_are_masked_too() -> None:
+    model = build("plain", dtype=torch.float32)
+    check = slice_check(model, delta("plain", model, whole_heads=True), images("plain", dtype=torch.float32))
+    assert check.verdict == "passed", check
+
+
+def test_one_wrong_channel_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("plain", dtype=torch.float32)
+    right = delta("plain", model)
+    space, kept = "blocks.1.mlp", right.kept["blocks.1.mlp"]
+    other = next(c for c in range(32) if c not in kept)
+    wrong = replace(right, kept={**right.kept, space: (other, *kept[1:])})
+    applied = surgery.applied
+
+    def slips(model: Any, plan: Plan) -> Any:
+        return applied(model, replace(plan, kept=wrong.kept) if plan.kept else plan)
+
+    x = images("plain", dtype=torch.float32)
+    assert slice_check(model, right, x).verdict == "passed"
+    monkeypatch.setattr(surgery, "applied", slips)
+    assert slice_check(model, right, x).verdict == "failed"
+
+
+def test_regrouped_heads_have_no_mask() -> None:
+    """Four heads become two, each of channels of two old ones."""
+    model = build("plain", dtype=torch.float32)
+    spread = (0, 4, 8, 12)
+    plan = replace(
+        contract("plain").plan, kept={"blocks.0.qk": spread, "blocks.0.v": spread}, heads={"blocks.0.attn": 2}
+    )
+    check = slice_check(model, plan, images("plain", dtype=torch.float32))
+    assert check.verdict == "not_run" and "blocks.0.attn are regrouped" in check.detail
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What a run leaves that slices once after removing an activation, and then trains."""
+    model = build("plain", dtype=torch.float32)
+    base = contract("plain").plan
+    base = base.then(surgery.depth_plan(model, base, [], [0]))
+    surgery.apply(model, base)
+    added = delta("plain", model)
+    step = tmp_path / "state/step-1-isomorphic"
+    keep_given(step, model, base)
+    checkpoint.write_text(step / "plan.json", added.to_json())
+    surgery.apply(model, added)
+    checkpoint.save_model(tmp_path, model, base.then(added))
+    return tmp_path
+
+
+def test_a_run_folder_is_checked_from_what_it_keeps(folder: Path) -> None:
+    found = {check.name: check.verdict for check in verify_folder(folder).checks}
+    assert (found["slice"], found["slice.plan"]) == ("passed", "passed")
+
+
+def test_a_deployed_plan_that_keeps_other_channels_fails(folder: Path) -> None:
+    plan = Plan.from_json((folder / "plan.json").read_text())
+    other = replace(plan, kept={**plan.kept, "blocks.0.mlp": plan.kept["blocks.0.mlp"][:-1]})
+    found = {check.name: check for check in slice_checks(folder, other, images("plain", dtype=torch.float32))}
+    assert found["slice.plan"].verdict == "failed" and "blocks.0.mlp" in found["slice.plan"].detail
+
+
+def test_a_fold_between_the_steps_is_checked_too(folder: Path) -> None:
+    model = checkpoint.load_parts(
+        folder / "state/step-1-isomorphic/given_plan.json", folder / "state/step-1-isomorphic/given.safetensors"
+    )
+    base = Plan.from_json((folder / "state/step-1-isomorphic/given_plan.json").read_text())
+    step = folder / "state/step-0-fold"
+    keep_given(step, model, base)
+    folded = surgery.fold(surgery.applied(model, contract("plain").plan), contract("plain").plan).plan
+    assert folded.folded == ("blocks.0.mlp",)
+    checkpoint.write_text(step / "plan.json", folded.to_json())
+    found = {check.name: check.verdict for check in verify_folder(folder).checks}
+    names = {f"fold{part}.step-0-fold" for part in ("", ".agreement", ".blocks.0.mlp")}
+    assert {name: found[name] for name in names} == dict.fromkeys(names, "passed")
+    assert found["slice"] == "passed"
+
+
+def test_without_the_weights_of_before_it_is_not_run(folder: Path) -> None:
+    (folder / "state/step-1-isomorphic/given_plan.json").unlink()
+    checks = {check.name: check for check in verify_folder(folder).checks}
+    assert checks["slice"].verdict == "not_run" and "before slicing" in checks["slice"].detail

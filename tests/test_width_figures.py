@@ -1,0 +1,50 @@
+"""The structures behind the published rows of isomorphic pruning and HetDPT+, from the recipes as they are shipped.
+
+Shares fix the totals whatever the weights are, so parameters and MACs must come out without any training: with the
+released rounding (`round_to = 2`), and aligned and solved for the published MACs, which is what the recipes do.
+"""
+
+import pytest
+
+from vitcompress.pipeline import RunOptions, dry_run
+from vitcompress.recipe import Recipe, load_recipe
+
+ISOMORPHIC = ("deit_iso_4_2g", "deit_iso_2_6g", "deit_iso_1_2g", "deit_iso_0_6g")
+HETDPT_PLUS = ("hetdpt_plus_3_7g", "hetdpt_plus_2_4g", "hetdpt_plus_1_1g")
+
+
+def off(recipe: Recipe, macs: str) -> tuple[float, float]:
+    """How far parameters and `macs` lie from the published ones, as shares of those."""
+    counted = dry_run(recipe, RunOptions(structure_only=True))["cost"]["compressed"]
+    published = recipe.published
+    assert published is not None and published.params_m and published.macs_g
+    return counted["params"] / (1e6 * published.params_m) - 1, counted[macs] / (1e9 * published.macs_g) - 1
+
+
+def released(name: str, step: int) -> Recipe:
+    return load_recipe(name, [f"step.{step}.target=ratios", f"step.{step}.round_to=2"])
+
+
+@pytest.mark.parametrize("name", ISOMORPHIC)
+def test_released_settings_of_isomorphic_pruning(name: str) -> None:
+    params, macs = off(released(name, 0), "macs")
+    assert abs(params) <= 0.02 and abs(macs) <= 0.02
+
+
+@pytest.mark.parametrize("name", ISOMORPHIC)
+def test_aligned_isomorphic_recipes_meet_the_published_macs(name: str) -> None:
+    params, macs = off(load_recipe(name), "macs")
+    assert abs(params) <= 0.03 and abs(macs) <= 0.01
+
+
+@pytest.mark.parametrize("name", HETDPT_PLUS)
+def test_inferred_ratios_of_hetdpt_plus(name: str) -> None:
+    """Counted as its table counts: without the products inside attention."""
+    params, macs = off(released(name, 3), "macs_linear")
+    assert abs(params) <= 0.02 and abs(macs) <= 0.03
+
+
+@pytest.mark.parametrize("name", HETDPT_PLUS)
+def test_aligned_hetdpt_plus_recipes_meet_the_published_macs(name: str) -> None:
+    params, macs = off(load_recipe(name), "macs_linear")
+    assert abs(params) <= 0.03 and abs(macs) <= 0.01

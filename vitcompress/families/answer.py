@@ -1,0 +1,57 @@
+"""How much of the last block a model's answer needs: a model that answers from its class token reads little of it."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from timm.layers import Attention, LayerScale, Mlp
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+
+from vitcompress.families.anatomy import Family
+
+
+def tokens_read(model: nn.Module) -> int | None:
+    """How many of the first tokens the classifier reads behind the last block; None where it reads all."""
+    if isinstance(model, VisionTransformer) and model.global_pool == "token" and model.attn_pool is None:
+        return int(model.num_prefix_tokens)
+    return None
+
+
+class AnswerBlock(nn.Module):
+    """A last block that computes only the first `tokens` of its output, over the block's own modules.
+
+    Keys and values still come from all tokens. What it leaves out is read by nothing, so the model's answers are the
+    same up to rounding.
+    """
+
+    def __init__(self, block: Any, tokens: int) -> None:
+        super().__init__()
+        self.block, self.tokens = block, tokens
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """x: tokens, (batch, tokens, channels) -> (batch, fewer tokens, channels)."""
+        block, first = self.block, self.tokens
+        y = self._attention(block.norm1(x))
+        x = x[:, :first] + block.ls1(y)
+        out: Tensor = x + block.ls2(block.mlp(block.norm2(x)))
+        return out
+
+    def _attention(self, x: Tensor) -> Tensor:
+        attn, (batch, tokens, _) = self.block.attn, x.shape
+        q, k, v = attn.qkv(x).reshape(batch, tokens, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q[:, :, : self.tokens], k, v, scale=attn.scale)
+        out: Tensor = attn.proj(y.transpose(1, 2).reshape(batch, self.tokens, -1))
+        return out
+
+
+def answer_block(model: nn.Module, family: Family) -> tuple[str, AnswerBlock] | None:
+    """The path of the last block and what may stand for it; None where nothing less than the block will do."""
+    first, found = tokens_read(model), family.blocks(model)
+    if first is None or not found:
+        return None
+    path = list(found)[-1]
+    block: Any = found[path]
+    if type(block) is not Block or type(block.attn) is not Attention or type(block.mlp) is not Mlp:
+        return None
+    scales = isinstance(block.ls1, nn.Identity | LayerScale) and isinstance(block.ls2, nn.Identity | LayerScale)
+    return (path, AnswerBlock(block, first)) if scales and block.attn.qkv.out_features % 3 == 0 else None

@@ -1,0 +1,218 @@
+"""How much each channel matters: delete it alone, and see how far the answers move.
+
+    S(c) = sum over proxy images of KL(softmax(z) || softmax(z without c))
+
+UP-ViT (https://arxiv.org/abs/2111.15127), with z the logits of the model as it was given, at temperature 1, and the sum
+over images, not the mean. Candidates are deleted, not set to zero where that differs. What a deletion cannot have
+changed is not computed again: everything before the first block it touches comes from one plain pass; a hidden channel
+of an FFN changes the block's output by the product of its activation and its column of the last layer, so the block
+itself is not run again; of the last block only the tokens that the classifier reads are computed. Logarithms are taken
+in float64, and rounding below zero is clamped.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitcompress.families import Family, Space
+from vitcompress.families.answer import answer_block
+from vitcompress.families.edited import EditedBlock
+from vitcompress.loaders import EvalLoader
+from vitcompress.methods.upvit.deletion import deletion, gated_modules
+from vitcompress.surgery import replace_module
+
+
+@dataclass(frozen=True)
+class Component:
+    """Spaces of equal size whose channels go together under one number: q, k and v of an attention, or one space."""
+
+    name: str
+    kind: str
+    spaces: tuple[Space, ...]
+
+    @property
+    def size(self) -> int:
+        return self.spaces[0].size
+
+
+def components(spaces: Sequence[Space]) -> tuple[Component, ...]:
+    """The components of a model: residual streams, attentions, FFNs, spatial reductions."""
+    found: dict[str, list[Space]] = {}
+    for space in spaces:
+        name = space.attention if space.kind in ("qk", "v") else space.name
+        found.setdefault(name, []).append(space)
+    kinds = {"qk": "attention", "v": "attention"}
+    return tuple(Component(name, kinds.get(of[0].kind, of[0].kind), tuple(of)) for name, of in found.items())
+
+
+def divergence(logits: Tensor, changed: Tensor) -> Tensor:
+    """sum over images of KL(softmax(logits) || softmax(changed)). (images, classes) and (groups x images, classes) ->
+    (groups,), float64, at least 0.
+    """
+    log_q = torch.log_softmax(logits.double(), dim=-1)
+    log_p = torch.log_softmax(changed.double(), dim=-1).reshape(-1, *logits.shape)
+    kl: Tensor = (log_q.exp() * (log_q - log_p)).sum(dim=(1, 2)).clamp(min=0.0)
+    return kl
+
+
+class _Skip(nn.Module):
+    """Stands for a block whose work is not needed."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x
+
+
+class _Replay(nn.Module):
+    """Stands for a block whose output is known."""
+
+    def __init__(self, out: Tensor) -> None:
+        super().__init__()
+        self.out = out
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.out
+
+
+@contextmanager
+def _standing_in(model: nn.Module, stand_ins: dict[str, nn.Module]) -> Iterator[None]:
+    """Modules by path replaced while the context is open."""
+    before = {path: model.get_submodule(path) for path in stand_ins}
+    try:
+        for path, module in stand_ins.items():
+            replace_module(model, path, module)
+        yield
+    finally:
+        for path, module in before.items():
+            replace_module(model, path, module)
+
+
+class Importance:
+    """Scores of a model's components on the images of a loader. The model is left as it is found."""
+
+    def __init__(self, model: nn.Module, family: Family, *, images_at_once: int) -> None:
+        self.model, self.family = model.eval(), family
+        self.blocks = list(family.blocks(model))
+        self.images_at_once = images_at_once
+        answer = answer_block(model, family)
+        self.answer = {answer[0]: answer[1]} if answer else {}
+        self.device = next(model.parameters()).device
+
+    @torch.inference_mode()
+    def scores(self, component: Component, loader: EvalLoader, only: Sequence[int] | None = None) -> Tensor:
+        """S of each channel of `component` over this process's share of `loader`: (channels,), float64.
+
+        only: the channels to measure, the others get 0; None for all.
+        """
+        wanted = torch.tensor(range(component.size) if only is None else only, dtype=torch.long)
+        total = torch.zeros(component.size, dtype=torch.float64)
+        reader = self._rank_one(component)
+        seen = [self.model.get_submodule(reader)] if reader else []
+        dtype = next(self.model.parameters()).dtype
+        for batch, _ in loader:
+            images = batch.to(dtype)
+            logits, outputs, inputs, start = self._plain(images, component, seen)
+            step = max(1, self.images_at_once // len(images))
+            for channels in torch.split(wanted, step):
+                if reader:
+                    changed = self._without_hidden(reader, channels.to(self.device), images, outputs, inputs[0])
+                else:
+                    changed = self._without(component, channels.to(self.device), images, start)
+                total[channels] += divergence(logits, changed).cpu()
+        return total
+
+    def _plain(
+        self, images: Tensor, component: Component, seen: Sequence[nn.Module]
+    ) -> tuple[Tensor, dict[str, Tensor], list[Tensor], tuple[str, Tensor] | None]:
+        """One pass without deletions: logits, outputs of the blocks that may be replayed, what the modules `seen` were
+        given, and the last block that finished before anything of `component` was read, with its output.
+        """
+        own = next((path for path in self.blocks if component.name.startswith(f"{path}.")), None)
+        outputs: dict[str, Tensor] = {}
+        inputs: list[Tensor] = []
+        touched: list[str | None] = []
+
+        def keep(path: str, out: Tensor) -> None:
+            if not touched:
+                outputs.clear()  # of the blocks before, only the last
+            if not touched or path == own:
+                outputs[path] = out
+
+        with ExitStack() as stack:
+            for path in self.blocks:
+                block = self.model.get_submodule(path)
+                hook = block.register_forward_hook(lambda m, a, out, path=path: keep(path, out))
+                stack.callback(hook.remove)
+            for module in (m for space in component.spaces for m in gated_modules(self.model, space)):
+                before = module.register_forward_pre_hook(lambda m, a: touched.append(next(reversed(outputs), None)))
+                stack.callback(before.remove)
+            for module in seen:
+                stack.callback(module.register_forward_pre_hook(lambda m, a: inputs.append(a[0])).remove)
+            logits = self.model(images)
+        first = touched[0]
+        return logits, outputs, inputs, None if first is None else (first, outputs[first])
+
+    def _without(
+        self, component: Component, channels: Tensor, images: Tensor, start: tuple[str, Tensor] | None
+    ) -> Tensor:
+        """Logits without each of `channels`: (channels x images, classes)."""
+        gate = torch.ones(len(channels), component.size, device=self.device, dtype=images.dtype)
+        gate[torch.arange(len(channels), device=self.device), channels] = 0.0
+        gates = {space.name: gate for space in component.spaces}
+        with deletion(self.model, component.spaces, gates):
+            return self._rest(len(channels), images, start)
+
+    def _without_hidden(
+        self, reader: str, channels: Tensor, images: Tensor, outputs: dict[str, Tensor], hidden: Tensor
+    ) -> Tensor:
+        """The same for hidden channels of an FFN: its block's output less what each adds to it."""
+        path = next(path for path in self.blocks if reader.startswith(f"{path}."))
+        columns = self._scaled(reader)[:, channels].T  # (channels, width)
+        out = outputs[path]
+        if path == self.blocks[-1] and self.answer:
+            tokens = next(iter(self.answer.values())).tokens
+            out, hidden = out[:, :tokens], hidden[:, :tokens]
+        change = hidden[..., channels].movedim(-1, 0).unsqueeze(-1) * columns[:, None, None, :]
+        return self._rest(len(channels), images, (path, (out - change).flatten(0, 1)), repeated=True)
+
+    def _rest(self, groups: int, images: Tensor, start: tuple[str, Tensor] | None, *, repeated: bool = False) -> Tensor:
+        """The forward pass behind the block `start`, whose output is known, for `groups` copies of the images."""
+        stand_ins: dict[str, nn.Module] = dict(self.answer)
+        if start is not None:
+            path, out = start
+            stand_ins |= {before: _Skip() for before in self.blocks[: self.blocks.index(path)]}
+            stand_ins[path] = _Replay(out if repeated else out.repeat(groups, 1, 1))
+        with _standing_in(self.model, stand_ins):
+            logits: Tensor = self.model(images.repeat(groups, 1, 1, 1))
+        return logits
+
+    def _rank_one(self, component: Component) -> str | None:
+        """The layer that reads an FFN's hidden channels, where it is the last thing that its block computes."""
+        if component.kind != "mlp":
+            return None
+        space = component.spaces[0]
+        readers = [axis.tensor.rpartition(".")[0] for axis in space.axes if axis.dim == 1]
+        modules = [self.model.get_submodule(name) for name in readers]
+        path = next((path for path in self.blocks if space.name.startswith(f"{path}.")), None)
+        if path is None or len(readers) != 1 or not isinstance(modules[0], nn.Linear):
+            return None
+        if gated_modules(self.model, space) != modules:  # a norm in between looks at all channels together
+            return None
+        block, branches = self.model.get_submodule(path), self.family.wiring.branches
+        edited = isinstance(block, EditedBlock)
+        last = block.branches[-1] if isinstance(block, EditedBlock) else branches[-1]
+        if self.family.wiring.ffn not in last or (edited and block.output_act is not None):
+            return None
+        return readers[0]
+
+    def _scaled(self, reader: str) -> Tensor:
+        """Weights of the layer, times the LayerScale behind it where there is one: (width, hidden)."""
+        weight: Tensor = self.model.get_parameter(f"{reader}.weight")
+        for scale, layer in self.family.scales(self.model).items():
+            if layer == reader:
+                (gamma,) = self.model.get_submodule(scale).parameters()
+                weight = gamma[:, None] * weight
+        return weight

@@ -1,0 +1,56 @@
+"""Which channels of an attention stay, and which of the new heads each of them belongs to.
+
+UP-ViT, "Pruning multi-head self-attention" (Table D10): from H heads to H', a new head is made of channels of H / H'
+old ones. That changes the function, since the products of several old heads are then summed before the softmax.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from vitcompress.errors import PlanError
+
+Strategy = Literal["groups", "across", "each"]
+
+
+def least_first(scores: Sequence[float]) -> list[int]:
+    """Channel numbers from the least important on; equal ones in their order."""
+    return sorted(range(len(scores)), key=lambda channel: (scores[channel], channel))
+
+
+def best(order: Sequence[int], count: int) -> tuple[int, ...]:
+    """The `count` most important channels of `order` (least important first), in ascending order."""
+    return tuple(sorted(order[len(order) - count :]))
+
+
+def regrouped(order: Sequence[int], heads: int, new_heads: int, width: int, strategy: Strategy) -> tuple[int, ...]:
+    """The channels to keep, `width` of them, one new head after the other.
+
+    order: all channels, the least important first. heads, new_heads: before and after. strategy: `groups` makes each
+    new head of the best channels of as many contiguous old heads (strategy 1 of the paper, its best); `across` takes
+    the best of all heads and cuts them into new heads in their order (2); `each` takes as many of every old head (3).
+
+    Raises:
+        PlanError: counts that do not divide.
+    """
+    check(len(order), heads, new_heads, width, strategy)
+    if strategy == "across":
+        return best(order, width)
+    parts = new_heads if strategy == "groups" else heads
+    size, share = len(order) // parts, width // parts
+    chosen = ([c for c in order if c // size == part] for part in range(parts))
+    return tuple(c for part in chosen for c in best(part, share))
+
+
+def check(size: int, heads: int, new_heads: int, width: int, strategy: Strategy) -> None:
+    """Raise PlanError for counts that the strategy cannot meet."""
+    if heads % new_heads:
+        raise PlanError(
+            f"{heads} heads cannot become {new_heads}: each new head is made of the same number of old ones",
+            hint=f"choose a number of heads that divides {heads}",
+        )
+    parts = {"groups": new_heads, "across": new_heads, "each": heads}[strategy]
+    if width % parts or size % parts:
+        raise PlanError(
+            f"{width} of {size} attention channels do not divide into {parts} equal parts (heads = {strategy!r})",
+            hint=f"choose an attention width that {parts} divides",
+        )

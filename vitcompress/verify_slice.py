@@ -1,0 +1,125 @@
+"""Does a sliced model compute what the masked one did? Asked of every step that took channels away.
+
+The run keeps each such model as it was just before (`keep_given`), with the weights of that moment. Channel
+gates on it (forward hooks that know nothing of slicing) must give what the model that surgery sliced gives.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from vitcompress import checkpoint, surgery
+from vitcompress.bounds import reference, unit_roundoff
+from vitcompress.families import Space, family_of
+from vitcompress.gates import channel_gates
+from vitcompress.plan import Plan
+from vitcompress.verdicts import Check, compared, largest_difference, listed
+
+GIVEN, GIVEN_PLAN = "given.safetensors", "given_plan.json"
+STEPS = "state/step-*"
+
+
+@dataclass(frozen=True)
+class GivenStep:
+    """A step of a run: the model that it was given, what made that of the dense one, and what the step adds."""
+
+    name: str
+    model: nn.Module
+    base: Plan
+    delta: Plan
+
+
+def keep_given(folder: Path, model: nn.Module, plan: Plan) -> None:
+    """Keep in a step's `folder` the model that its plan is about to slice or fold, once. plan: what makes `model`."""
+    if not (folder / GIVEN_PLAN).is_file():
+        checkpoint.save_tensors(folder / GIVEN, model.state_dict(), {"plan": plan.digest})
+        checkpoint.write_text(folder / GIVEN_PLAN, plan.to_json())
+
+
+def given_steps(folder: Path) -> Iterator[GivenStep]:
+    """The steps of the run `folder` that sliced or folded, one at a time as they are large."""
+    for step in sorted(folder.glob(STEPS)):
+        if (step / GIVEN_PLAN).is_file():
+            model = checkpoint.load_parts(step / GIVEN_PLAN, step / GIVEN)
+            base, delta = (Plan.from_json((step / name).read_text()) for name in (GIVEN_PLAN, checkpoint.PLAN))
+            yield GivenStep(step.name, model, base, delta)
+
+
+def slice_check(model: nn.Module, delta: Plan, images: Tensor, name: str = "slice") -> Check:
+    """`delta` carried out by slicing `model` against the same by masks, on `images`, (count, channels, height, width).
+
+    Nothing is rounded by slicing, so in float64 both may differ by as much as that precision makes of the same sums in
+    another order: the distance allowed is the one that the model's own precision would be allowed, scaled by the ratio
+    of the two roundoffs.
+    """
+    if regrouped := _regrouped(model, delta):
+        detail = f"the heads of {regrouped} are regrouped, which changes the function: no mask computes the same"
+        return Check(name, "not_run", detail=detail)
+    sliced = surgery.applied(model, replace(delta, folded=()))
+    masked = surgery.applied(model, replace(delta, kept={}, heads={}, folded=())).double().eval()
+    truth = reference(sliced.eval(), images)
+    with torch.no_grad():
+        before = masked(images.double())
+        with channel_gates(masked, family_of(masked), _gates(masked, delta)):
+            expected = masked(images.double())
+    own = unit_roundoff(next(model.parameters()).dtype)
+    tolerance = truth.tolerance * unit_roundoff(torch.float64) / own
+    detail = (
+        f"largest difference of the logits of masked and sliced, float64, {len(delta.kept)} spaces; the masks alone "
+        f"move them by {largest_difference(before, expected):.1e}"
+    )
+    return compared(name, largest_difference(truth.exact, expected), tolerance, detail)
+
+
+def slice_checks(folder: Path, plan: Plan, images: Tensor) -> list[Check]:
+    """One check for each step of the run `folder` that sliced, with what the run kept of it, and one that what the
+    steps kept is what `plan`, that of the deployed model, keeps.
+    """
+    checks: list[Check] = []
+    kept: dict[str, tuple[int, ...]] = {}
+    for step in given_steps(folder):
+        if step.delta.kept:
+            kept |= step.base.then(step.delta).kept
+            checks.append(slice_check(step.model, step.delta, images, f"slice.{step.name}"))
+    if not checks:
+        return [Check("slice", "not_run", detail="the folder does not hold the models as they were before slicing")]
+    if len(checks) == 1:
+        checks = [replace(checks[0], name="slice")]
+    wrong = [name for name, channels in plan.kept.items() if kept.get(name) != channels]
+    return [*checks, listed("slice.plan", wrong, f"{len(plan.kept)} spaces keep what the steps kept of them")]
+
+
+def _gates(model: nn.Module, delta: Plan) -> dict[str, Tensor]:
+    gates = {}
+    for space in family_of(model).spaces(model):
+        if space.name in delta.kept:
+            gate = torch.zeros(space.size, dtype=torch.float64)
+            gate[list(delta.kept[space.name])] = 1.0
+            gates[space.name] = gate
+    return gates
+
+
+def _regrouped(model: nn.Module, delta: Plan) -> str:
+    """The first attention whose new heads are not each a part of one old head, the same for q, k and v; else ""."""
+    owners: dict[str, list[list[set[int]]]] = {}
+    for space in family_of(model).spaces(model):
+        if space.attention:
+            owners.setdefault(space.attention, []).append(_owners(space, delta))
+    for attention, found in owners.items():
+        first = found[0]
+        if any(other != first for other in found) or any(len(old) > 1 for old in first):
+            return attention
+        if len({old for heads in first for old in heads}) < len(first):
+            return attention
+    return ""
+
+
+def _owners(space: Space, delta: Plan) -> list[set[int]]:
+    """For each head that is left, the old heads that its channels come from."""
+    kept = delta.kept.get(space.name, tuple(range(space.size)))
+    width = len(kept) // delta.heads.get(space.attention, space.heads)
+    old = space.size // space.heads
+    return [{channel // old for channel in kept[start : start + width]} for start in range(0, len(kept), width)]
