@@ -23,7 +23,7 @@ from vitcompress.evaluate import calibration_images, correct_mask, evaluate, mcn
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.methods import METHODS
-from vitcompress.pipeline.preflight import Job, layers_from
+from vitcompress.pipeline.preflight import Job, chosen_by
 from vitcompress.pipeline.stages import FOLDING, step_folder
 from vitcompress.plan import Plan
 from vitcompress.verify import verify_folder
@@ -179,9 +179,7 @@ def report(job: Job, dense: nn.Module, compressed: nn.Module) -> None:
             "verify": read_json(job.folder / "verify.json"),
             "folding": _read(job.state / FOLDING),
             "searched": None if job.structure_only else f"{plan.arch} with the weights that recovery starts from",
-            "layers": ", ".join(
-                layers_from(step.options, searched=not job.structure_only) for step in job.recipe.steps
-            ),
+            "layers": chosen_by(job.recipe, searched=not job.structure_only),
             "teacher": None if job.structure_only else job.recipe.finetune.teacher,
             "published": None if job.recipe.published is None else asdict(job.recipe.published),
             "tables": [table for number in range(len(job.recipe.steps)) for table in _tables(job, number)],

@@ -24,6 +24,8 @@ from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe, dense_key
 from vitcompress.train import check_options
 
+BETWEEN = ("recover", "fold")  # steps that choose nothing
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -216,8 +218,16 @@ def structure(job: Job) -> Plan:
     return plan
 
 
-def layers_from(options: Any, *, searched: bool) -> str:
-    """Where a step's layers come from, in a word: a publication, a search, or nothing but their number."""
+def chosen_by(recipe: Recipe, *, searched: bool) -> str:
+    """Where what the steps remove comes from, in a few words: a publication, a search, or nothing but its amount."""
+    pruning = [step for step in recipe.steps if step.method not in BETWEEN]
+    found = [_origin(step.options, searched=searched) for step in pruning]
+    if len(set(found)) <= 1:
+        return "".join(found[:1])
+    return ", ".join(f"{step.method}: {origin}" for step, origin in zip(pruning, found, strict=True))
+
+
+def _origin(options: Any, *, searched: bool) -> str:
     if getattr(options, "layers", "search") == "published":
         return "published"
     return "search" if searched else "arbitrary, only their number counts"
