@@ -1,6 +1,7 @@
 """UP-ViT: scores are those of truly deleted channels, and the result is a standard model."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from vitcompress.methods.upvit.importance import Component, Importance, componen
 from vitcompress.methods.upvit.regroup import least_first, regrouped
 from vitcompress.plan import Plan
 from vitcompress.standard import standard_model
+from vitcompress.verify_slice import slice_check
 
 SMALL: dict[str, Any] = {"embed_dim": 8, "num_heads": 1, "depth": 3}
 VARIANTS = [variant for family, variant in CONTRACTS if family in ("vit", "pvt")]
@@ -357,8 +359,20 @@ def test_two_processes_see_all_images(tmp_path: Path) -> None:
     assert torch.allclose(shares[1] + shares[2], shares[0], rtol=1e-4)
 
 
+def test_all_but_regrouped_heads_is_held_against_masks() -> None:
+    made, x = build("plain"), pictures("plain")
+    base = contract("plain").plan
+    found = upvit.structure(
+        made, family_of(made), base, upvit.Options(target_args={"embed_dim": 8, "num_heads": 2, "mlp_ratio": 2.0})
+    )
+    mixed = (0, 1, 4, 5, 8, 9, 12, 13)  # two channels of each of the four heads, in two new ones
+    attention = {f"blocks.{n}.{part}": mixed for n in range(2) for part in ("qk", "v")}
+    check = slice_check(made, replace(found, kept={**found.kept, **attention}), x)
+    assert check.verdict == "passed" and "the heads of blocks.0.attn, blocks.1.attn are regrouped" in check.detail
+
+
 def test_exact_scores_cost_less_than_half_of_a_pass_per_candidate() -> None:
-    """Blocks evaluated for 12 blocks of DeiT's proportions, an answer block counted as the quarter of work that it is."""
+    """Blocks evaluated for 12 blocks of DeiT's proportions; an answer block counts as the quarter that it is."""
     row = contract("plain", depth=12, mlp_ratio=4.0)
     made, x = build("plain", depth=12, mlp_ratio=4.0), pictures("plain", count=2)
     family = family_of(made)
