@@ -214,6 +214,8 @@ def _removed(report: Mapping[str, Any]) -> list[str]:
     lines = [f"- {name}: {stand}" for name, stand in plan.get("removed", {}).items()]
     lines += [f"- {name}: followed by {act}" for name, act in plan.get("appended", {}).items()]
     lines += [f"- folded into one linear layer: {', '.join(plan['folded'])}"] if plan.get("folded") else []
+    kept = ", ".join(f"{len(channels)} of {space}" for space, channels in plan.get("kept", {}).items())
+    lines += [f"- channels kept: {kept}"] if kept else []
     told = {
         "searched": "Layers chosen on: {}.",
         "layers": "Layers taken from: {}.",

@@ -46,7 +46,7 @@ AIMS = {
     "harness": (0.99, 1.01),
     "realised": (0.97, math.inf),
 }
-BYPASS = {"attention_bypass": "norm_identity", "both_pruned_output_act": "gelu"}
+BYPASS: dict[str, Any] = {"attention_bypass": "norm_identity", "both_pruned_output_act": "gelu"}
 
 
 def compressed(name: str) -> tuple[nn.Module, nn.Module]:

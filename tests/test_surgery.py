@@ -82,6 +82,39 @@ def test_masked_equals_sliced_on_a_model_that_lost_layers_before() -> None:
     assert_same(logits(applied(model, replace(plan, removed={}, kept=kept)), x), masked)
 
 
+STAGED = ["swin", "swin_padded", "swin_dynamic", "swin_head_dim", "pvt", "pvt_linear"]
+
+
+@pytest.mark.parametrize("variant", STAGED)
+def test_a_block_without_its_ffn_computes_what_it_did_around_its_attention(variant: str) -> None:
+    """Shift, padding and partition in Swin, the image size in PVTv2: as in the whole block with an FFN of zeros."""
+    model, x = build(variant), images(variant)
+    for number in (0, 1):
+        ffn = sites_of(model, "ffn")[number].name
+        silent = deepcopy(model)
+        for parameter in silent.get_submodule(f"{ffn}.fc2").parameters():
+            parameter.data.zero_()
+        small = applied(model, replace(contract(variant).plan, removed={ffn: "drop"}))
+        assert_same(logits(small, x), logits(silent, x))
+        assert_moved(logits(small, x), logits(model, x))
+
+
+@pytest.mark.parametrize("variant", STAGED)
+def test_masked_equals_sliced_on_rewired_blocks_of_stages(variant: str) -> None:
+    model, x = build(variant, depth=4), images(variant)
+    blocks = list(family_of(model).blocks(model))
+    removed = {f"{blocks[1]}.mlp": "drop", f"{blocks[2]}.attn": "norm_identity", f"{blocks[3]}.mlp": "drop"}
+    apply(model, replace(contract(variant, depth=4).plan, removed=removed))
+    for whole_heads in (False, True, False):  # the last time sliced again
+        plan = sliced_plan(model, variant, {"qk", "v", "mlp", "residual", "sr"}, whole_heads=whole_heads)
+        with channel_gates(model, family_of(model), masks(model, plan.kept)):
+            masked = logits(model, x)
+        assert_moved(masked, logits(model, x))
+        small = applied(model, plan)
+        assert_same(logits(small, x), masked)
+        model = small if not whole_heads else model
+
+
 def test_the_order_of_kept_channels_is_the_order_of_the_result() -> None:
     model = build("plain")
     order = (7, 3, 11, 0)

@@ -6,7 +6,7 @@ released rounding (`round_to = 2`), and aligned and solved for the published MAC
 
 import pytest
 
-from vitcompress.pipeline import RunOptions, dry_run
+from vitcompress.pipeline import RunOptions, dry_run, preflight
 from vitcompress.recipe import Recipe, load_recipe
 
 ISOMORPHIC = ("deit_iso_4_2g", "deit_iso_2_6g", "deit_iso_1_2g", "deit_iso_0_6g")
@@ -48,3 +48,10 @@ def test_inferred_ratios_of_hetdpt_plus(name: str) -> None:
 def test_aligned_hetdpt_plus_recipes_meet_the_published_macs(name: str) -> None:
     params, macs = off(load_recipe(name), "macs_linear")
     assert abs(params) <= 0.03 and abs(macs) <= 0.01
+
+
+def test_the_outlook_says_of_each_pruning_step_where_its_choice_comes_from() -> None:
+    recipe = load_recipe("hetdpt_plus_2_4g")
+    found = preflight.chosen_by(recipe, searched=True)
+    assert found == "hetdpt: published, isomorphic: search"
+    assert preflight.chosen_by(load_recipe("deit_b_hetdpt"), searched=False) == "published"

@@ -28,8 +28,9 @@ class Plan:
 
     arch, arch_args: the dense model, as `timm.create_model(arch, **arch_args)` builds it.
     removed: site -> what stands in its place. Attention: `drop` (x <- x), `norm_identity` (x <- x + norm(x), the
-        released HetDPT code), `double` (x <- 2x, the released NOSE code). Activation: `identity`; where it gates another branch: `mean_gate` (the gate stays at
-        what it computes from its bias), `drop_gate` (the gate is 1). FFN, block: `drop`.
+        released HetDPT code), `double` (x <- 2x, the released NOSE code). Activation: `identity`;
+        where it gates another branch `mean_gate` (the gate stays at what it computes from its bias) or `drop_gate` (the
+        gate is 1). FFN, block: `drop`.
     appended: block -> activation applied to the block's output (`gelu`, released HetDPT, blocks that lost both).
     folded: modules multiplied into a neighbouring linear layer: FFNs (fc1 and fc2 into one) and LayerScales.
     kept: space -> channels, in dense numbers, in order (never sorted: head regrouping permutes).

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vitcompress.checkpoint import State, load_state, save_state
 from vitcompress.data import Images
-from vitcompress.distill import both_heads, inner, objective
+from vitcompress.distill import both_heads, inner, objective, student_of
 from vitcompress.distributed import Runtime
 from vitcompress.errors import InputError, OutputError
 from vitcompress.evaluate import Accuracy, evaluate
@@ -83,9 +83,12 @@ def train(
         teacher=teacher,
         input=input,
         device=runtime.device,
+        label_weight=options.label_weight,
+        patch_weight=options.patch_weight,
     )
+    learner = student_of(module, options.distillation, teacher)
     job = Job(
-        module, options, input, runtime, folder, label, seed, progress, loss, lr_scale, after_epoch, len(train_set)
+        learner, options, input, runtime, folder, label, seed, progress, loss, lr_scale, after_epoch, len(train_set)
     )
     with both_heads(module), drop_path(module, options.drop_path):
         result = _run(job, train_set, heldout_set, parameter_groups)

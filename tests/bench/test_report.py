@@ -47,6 +47,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     plan = {
         "arch": "x",
         "removed": {"blocks.1.attn": "norm_identity"},
+        "kept": {"blocks.0.mlp": [0, 2, 5], "residual": [1, 3]},
         "appended": {"blocks.1": "gelu"},
         "folded": ["blocks.1.mlp"],
     }
@@ -88,6 +89,7 @@ def test_the_page_names_what_was_removed_measured_and_published(measured: tuple[
     page = (measured[0] / "report.md").read_text()
     for text in (
         "blocks.1.attn: norm_identity",
+        "channels kept: 3 of blocks.0.mlp, 2 of residual",
         "blocks.1: followed by gelu",
         "54,867,152",
         "As published by others",

@@ -101,10 +101,11 @@ def test_families_of_stages_answer_as_in_torch_when_sliced_and_rewired(variant: 
     assert failed(model, exported(model, tmp_path), variant) == []
 
 
-@pytest.mark.parametrize("variant", ["swin", "pvt"])
-def test_families_of_stages_answer_as_in_torch_before_pruning(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("variant", ["swin", "pvt", "swiglu"])
+def test_other_families_answer_as_in_torch_before_pruning(variant: str, precision: str, tmp_path: Path) -> None:
     model = build(variant, dtype=torch.float32)
-    assert failed(model, exported(model, tmp_path), variant) == []
+    assert failed(model, exported(model, tmp_path, precision=precision), variant) == []
 
 
 @pytest.mark.parametrize(("variant", "pads"), [("swin", 0), ("swin_padded", 3)])

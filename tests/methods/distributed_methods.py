@@ -1,4 +1,4 @@
-"""A script for test_methods_distributed: stage 1 of HetDPT, alone or under torchrun.
+"""A script for test_methods_distributed: HetDPT's stage 1 and isomorphic pruning's scores, alone or under torchrun.
 
 [torchrun --nproc-per-node N] distributed_methods.py FOLDER
 
@@ -13,7 +13,7 @@ from typing import Any
 from method_world import context, model
 
 from vitcompress.distributed import start, stop
-from vitcompress.methods import METHODS, hetdpt
+from vitcompress.methods import METHODS, hetdpt, isomorphic
 from vitcompress.methods.hetdpt.collection import CollectionOptions
 from vitcompress.methods.hetdpt.search import SearchOptions
 from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions
@@ -26,6 +26,8 @@ OPTIONS = hetdpt.Options(
     search=SearchOptions(factor=0.5, images_per_class=16, lr=LR, schedule="constant"),
     candidates="all",
 )
+# 33 images: the processes' shares are not alike.
+WIDTHS = isomorphic.Options(images=33, align=isomorphic.Alignment(residual=1, ffn=1, head_dim=1))
 
 
 def widened(module: Any, args: Any) -> Any:
@@ -35,7 +37,9 @@ def widened(module: Any, args: Any) -> Any:
 def main(folder: Path) -> None:
     made = model().double()
     made.register_forward_pre_hook(widened)
-    METHODS["hetdpt"].plan(made, context(folder, made, runtime=start("cpu")), OPTIONS)
+    runtime = start("cpu")
+    METHODS["hetdpt"].plan(made, context(folder, made, runtime=runtime), OPTIONS)
+    METHODS["isomorphic"].plan(made, context(folder / "isomorphic", made, runtime=runtime), WIDTHS)
     stop()
 
 

@@ -69,3 +69,8 @@ def test_chosen_layers_and_measured_rows_agree(folders: tuple[Path, Path]) -> No
         if name.startswith(("attention_", "activation_", "interleaved_")):
             one, two = both(folders, name)
             assert one == two
+
+
+def test_gradients_add_up_to_the_same_widths(folders: tuple[Path, Path]) -> None:
+    one, two = both(folders, "isomorphic/widths.json")
+    assert one == two

@@ -1,6 +1,7 @@
 """UP-ViT: scores are those of truly deleted channels, and the result is a standard model."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from vitcompress.methods.upvit.importance import Component, Importance, componen
 from vitcompress.methods.upvit.regroup import least_first, regrouped
 from vitcompress.plan import Plan
 from vitcompress.standard import standard_model
+from vitcompress.verify_slice import slice_check
 
 SMALL: dict[str, Any] = {"embed_dim": 8, "num_heads": 1, "depth": 3}
 VARIANTS = [variant for family, variant in CONTRACTS if family in ("vit", "pvt")]
@@ -304,6 +306,14 @@ def test_targets_that_cannot_be_reached(options: Any, message: str, tmp_path: Pa
     assert caught.value.exit_code == 2  # type: ignore[attr-defined]
 
 
+def test_swin_is_refused_with_its_reason() -> None:
+    with torch.device("meta"):
+        made = timm.create_model("swin_small_patch4_window7_224")
+    base, options = Plan("swin_small_patch4_window7_224"), upvit.Options(target="swin_tiny_patch4_window7_224")
+    with pytest.raises(PlanError, match="cannot prune a swin model: its heads have relative position tables"):
+        upvit.structure(made, family_of(made), base, options)
+
+
 def test_heads_that_do_not_divide() -> None:
     made = model(width=24, num_heads=3)
     args = {**context(Path(), made).arch_args, "embed_dim": 24, "num_heads": 3}
@@ -347,3 +357,46 @@ def test_two_processes_see_all_images(tmp_path: Path) -> None:
         for r in ranks
     ]
     assert torch.allclose(shares[1] + shares[2], shares[0], rtol=1e-4)
+
+
+def test_all_but_regrouped_heads_is_held_against_masks() -> None:
+    made, x = build("plain"), pictures("plain")
+    base = contract("plain").plan
+    found = upvit.structure(
+        made, family_of(made), base, upvit.Options(target_args={"embed_dim": 8, "num_heads": 2, "mlp_ratio": 2.0})
+    )
+    mixed = (0, 1, 4, 5, 8, 9, 12, 13)  # two channels of each of the four heads, in two new ones
+    attention = {f"blocks.{n}.{part}": mixed for n in range(2) for part in ("qk", "v")}
+    check = slice_check(made, replace(found, kept={**found.kept, **attention}), x)
+    assert check.verdict == "passed" and "the heads of blocks.0.attn, blocks.1.attn are regrouped" in check.detail
+
+
+def test_exact_scores_cost_less_than_half_of_a_pass_per_candidate() -> None:
+    """Blocks evaluated for 12 blocks of DeiT's proportions; an answer block counts as the quarter that it is."""
+    row = contract("plain", depth=12, mlp_ratio=4.0)
+    made, x = build("plain", depth=12, mlp_ratio=4.0), pictures("plain", count=2)
+    family = family_of(made)
+    importance = Importance(made, family, images_at_once=64)
+    counted = [0.0]
+
+    def count(share: float) -> Any:
+        def add(module: nn.Module, args: Any, out: Tensor) -> None:
+            counted[0] += share * len(out)
+
+        return add
+
+    blocks = [block.register_forward_hook(count(1.0)) for block in family.blocks(made).values()]
+    handles = [*blocks, *(b.register_forward_hook(count(0.25)) for b in importance.answer.values())]
+    own = components(family.spaces(made))
+    for component in own:
+        importance.scores(component, Batches.of(x))
+    for handle in handles:
+        handle.remove()
+    each_alone = sum(c.size for c in own) * row.arch_args["depth"] * len(x)
+    # Up to the one plain pass of each component: 11 1/4 blocks for the stream, (11 - k) + 1/4 for an attention, and one
+    # less for an FFN, whose own block is not run.
+    width, ffn, d = 16, 64, 12
+    stream, rest = 11.25 * width, [11.25 - k for k in range(d)]
+    expected = 2 * (stream + width * sum(rest) + ffn * sum(max(0.0, r - 1) for r in rest) + d * len(own))
+    assert counted[0] == pytest.approx(expected)
+    assert each_alone / (counted[0] - 2 * d * len(own)) > 2.3

@@ -23,7 +23,7 @@ from vitcompress.evaluate import calibration_images, correct_mask, evaluate, mcn
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.methods import METHODS
-from vitcompress.pipeline.preflight import Job, layers_from
+from vitcompress.pipeline.preflight import Job, chosen_by
 from vitcompress.pipeline.stages import FOLDING, step_folder
 from vitcompress.plan import Plan
 from vitcompress.verify import verify_folder
@@ -153,7 +153,7 @@ def bench(job: Job) -> None:
 def report(job: Job, dense: nn.Module, compressed: nn.Module) -> None:
     """report.json and report.md: all of the above in one place (keys: `bench.report`)."""
     plan = plan_of(job)
-    sources = [layers_from(step.options, searched=not job.structure_only) for step in job.recipe.steps]
+    chosen = chosen_by(job.recipe, searched=not job.structure_only)
     accuracy, before = _read(job.state / "accuracy.json"), _read(job.state / "before_recovery.json")
     reports.write(
         job.folder,
@@ -180,8 +180,8 @@ def report(job: Job, dense: nn.Module, compressed: nn.Module) -> None:
             "files": {path.name: _size(path) for stem in ("dense", "model") for path in _exported(job, stem)},
             "verify": read_json(job.folder / "verify.json"),
             "folding": _read(job.state / FOLDING),
-            "searched": f"{plan.arch} with the weights that recovery starts from" if "search" in sources else None,
-            "layers": ", ".join(sources),
+            "searched": f"{plan.arch} with the weights that recovery starts from" if "search" in chosen else None,
+            "layers": chosen,
             "teacher": None if job.structure_only else job.recipe.finetune.teacher,
             "published": None if job.recipe.published is None else asdict(job.recipe.published),
             "tables": [table for number in range(len(job.recipe.steps)) for table in _tables(job, number)],

@@ -31,6 +31,7 @@ LEFT_BY_RUNS = (
     "verify.json",
     "bench.json",
     "model.*",
+    "standard.*",
     "model-*.*",  # exported again in another precision
     "dense.*",
     "plan.json",

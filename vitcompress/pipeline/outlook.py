@@ -18,11 +18,11 @@ from vitcompress.pipeline.preflight import (
     check_formats,
     check_training,
     check_weights,
+    chosen_by,
     described,
     effective,
     folder_of,
     is_local,
-    layers_from,
     structure,
 )
 from vitcompress.progress import Progress
@@ -53,7 +53,7 @@ def dry_run(recipe: Recipe, options: RunOptions) -> dict[str, Any]:
         "recipe": recipe.name,
         "folder": str(folder),
         "stages": list(_stages(job)),
-        "layers": ", ".join(layers_from(step.options, searched=False) for step in recipe.steps),
+        "layers": chosen_by(recipe, searched=False),
         "cost": {
             "dense": cost.measure(job.blank, job.input.size).to_dict(),
             "compressed": cost.measure(compressed, job.input.size).to_dict(),

@@ -25,6 +25,8 @@ from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe, dense_key
 from vitcompress.train import check_options
 
+BETWEEN = ("recover", "fold")  # steps that choose nothing
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -216,8 +218,16 @@ def structure(job: Job) -> Plan:
     return plan
 
 
-def layers_from(options: Any, *, searched: bool) -> str:
-    """Where a step's layers come from, in a word: a publication, the recipe, a search, or nothing but their number."""
+def chosen_by(recipe: Recipe, *, searched: bool) -> str:
+    """Where what the steps remove comes from, in a few words: a publication, a search, or nothing but its amount."""
+    pruning = [step for step in recipe.steps if step.method not in BETWEEN]
+    found = [_origin(step.options, searched=searched) for step in pruning]
+    if len(set(found)) <= 1:
+        return "".join(found[:1])
+    return ", ".join(f"{step.method}: {origin}" for step, origin in zip(pruning, found, strict=True))
+
+
+def _origin(options: Any, *, searched: bool) -> str:
     if getattr(options, "layers", "search") == "published":
         return "published"
     if isinstance(options, FixedOptions):
@@ -244,8 +254,8 @@ def check_weights(job: Job, *, fresh: bool) -> None:
         )
     # Size of its images, and a weight of the labels that leaves no head untrained.
     how = (recovery.distillation, recovery.alpha, recovery.temperature, recovery.augmentation.smoothing)
-    where = {"input": job.input, "device": torch.device("cpu")}
-    objective(job.blank, *how, teacher=knows, label_weight=recovery.label_weight, **where)
+    device, weight = torch.device("cpu"), recovery.label_weight
+    objective(job.blank, *how, teacher=knows, input=job.input, device=device, label_weight=weight)
 
 
 def is_local(teacher: str | None) -> bool:

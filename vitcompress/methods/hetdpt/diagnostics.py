@@ -97,7 +97,7 @@ def _recovery(
     images = training_part(context, options.images_per_class)
     if options.epochs:
         train(
-            pruned,
+            without,
             images,
             None,
             fast_options(context, options, options.epochs, len(images)),
@@ -114,7 +114,7 @@ def _recovery(
         "index": site.index,
         "dense": dense,
         "before": before,
-        "after": accuracy(pruned, context),
+        "after": accuracy(without, context),
     }
 
 

@@ -60,7 +60,7 @@ class Options:
     screen: Literal["fisher", "images"] = "fisher"
     screen_images: Annotated[int, Ge(1)] = 500
     band: Annotated[float, Gt(0), Le(1)] = 0.5
-    draws: Annotated[int, Ge(1)] = 16
+    draws: Annotated[int, Ge(1)] = 8
     images_at_once: Annotated[int, Ge(1)] = 512
 
 
@@ -118,6 +118,12 @@ def _goal(model: nn.Module, family: Family, base: Plan, options: Options) -> tup
     """The target, and the model's blocks by stage; no stage where only widths are pruned and blocks are not whole."""
     if options.target is None and not options.target_args:
         raise PlanError("no target is given", hint="set target = 'deit_tiny_patch16_224', or sizes in target_args")
+    if any(axis.per_head for space in family.spaces(model) for axis in space.axes):
+        raise PlanError(
+            f"UP-ViT cannot prune a {family.name} model: its heads have relative position tables of their own, which a "
+            "head made of several has not, and its windows shift by a block's place, which changes when blocks go",
+            hint="use upvit on ViT or PVTv2; isomorphic and sero prune this family",
+        )
     goal = target(options.target or base.arch, {**base.arch_args, **options.target_args})
     own = _whole(model, family, goal)
     counts = {stage: len(of) for stage, of in own.items()} or depths(family, model)
@@ -149,11 +155,6 @@ def _check_component(component: Component, goal: Target, model: nn.Module, famil
         )
     first = component.spaces[0]
     heads = goal.heads_of(first, family.blocks(model))
-    if heads != first.heads and any(axis.per_head for space in component.spaces for axis in space.axes):
-        raise PlanError(
-            f"the heads of {component.name} each have a relative position table, which a head made of several has not",
-            hint="keep the number of heads, or use a family without such tables",
-        )
     check(first.size, first.heads, heads, _width(component, goal, model, family), options.heads)
 
 
