@@ -104,7 +104,7 @@ class FeatureStudent(nn.Module):
         device = next(model.parameters()).device
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self.projection = nn.Linear(*widths).to(device) if kind == "soft_patch" else nn.Identity()
+            self.projection = nn.Linear(widths[0], widths[1]).to(device) if kind == "soft_patch" else nn.Identity()
 
     def forward(self, x: Tensor) -> Any:
         """x: images -> logits; while training (logits, features), the features in the teacher's width."""
@@ -198,7 +198,8 @@ class Objective:
             return labels + self.alpha * functional.mse_loss(features, wanted)
         # eq. D2: a sum over patches of the mean over images and channels
         patches = functional.mse_loss(features, wanted) * features.shape[1]
-        return labels + self.alpha * self._distil(second, known) + self.patch_weight * patches
+        loss: Tensor = labels + self.alpha * self._distil(second, known) + self.patch_weight * patches
+        return loss
 
     def _distil(self, student: Tensor, teacher: Tensor) -> Tensor:
         if student.shape != teacher.shape:
