@@ -28,12 +28,12 @@ from vitcompress.loaders import EvalLoader, TrainLoader, eval_loader, train_load
 from vitcompress.progress import Progress
 from vitcompress.runlog import Board, RunLog
 from vitcompress.train_options import TrainOptions, TrainResult
-from vitcompress.training import Job, Learner, make_optimizer, part_of
+from vitcompress.training import Job, Learner, StepHooks, make_optimizer, part_of
 
 if TYPE_CHECKING:
     from vitcompress.models import InputConfig
 
-__all__ = ["RunLog", "TrainOptions", "TrainResult", "check_options", "drop_path", "train"]
+__all__ = ["RunLog", "StepHooks", "TrainOptions", "TrainResult", "check_options", "drop_path", "train"]
 
 _EVAL_BATCH = 128  # images per process at least; without gradients this is small
 
@@ -54,6 +54,7 @@ def train(
     lr_scale: Callable[[float], float] | None = None,
     after_epoch: Callable[[int], None] | None = None,
     parameter_groups: Sequence[dict[str, Any]] | None = None,
+    hooks: StepHooks | None = None,
 ) -> TrainResult:
     """Train `module` in place and leave it in eval mode with the weights that were kept.
 
@@ -67,6 +68,7 @@ def train(
         after_epoch: called on every rank with the number of the epoch (from 0) when it is over and judged, before its
             state is saved. It may change gates and buffers.
         parameter_groups: for the optimiser; by default timm's split, without decay for vectors and scalars.
+        hooks: called around every optimiser step; what they remember is kept in the state.
 
     Raises:
         InputError: options that contradict the data, the model, the processes or an earlier state in `folder`.
@@ -86,9 +88,20 @@ def train(
         label_weight=options.label_weight,
         patch_weight=options.patch_weight,
     )
-    learner = student_of(module, options.distillation, teacher)
     job = Job(
-        learner, options, input, runtime, folder, label, seed, progress, loss, lr_scale, after_epoch, len(train_set)
+        student_of(module, options.distillation, teacher),
+        options,
+        input,
+        runtime,
+        folder,
+        label,
+        seed,
+        progress,
+        loss,
+        lr_scale,
+        after_epoch,
+        len(train_set),
+        hooks,
     )
     with both_heads(module), drop_path(module, options.drop_path):
         result = _run(job, train_set, heldout_set, parameter_groups)
@@ -200,6 +213,8 @@ def _judge(job: Job, module: nn.Module, heldout: EvalLoader) -> Accuracy:
 def _finished(job: Job, state: State) -> TrainResult:
     """Only the kept weights are left to load."""
     job.module.load_state_dict(part_of(state.tensors, "module."))
+    if job.hooks:
+        job.hooks.restore(state.data["hooks"])
     if job.runtime.is_main:
         log = RunLog.beside(job.folder)
         log.sync(log.stage_of(job.folder, job.label), state.data["history"])

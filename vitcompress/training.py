@@ -5,9 +5,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from timm.optim import create_optimizer_v2
@@ -30,6 +31,29 @@ if TYPE_CHECKING:
 _STEPS_BETWEEN_CHECKS = 50  # reading the loss makes the host wait for the device
 
 
+class StepHooks(Protocol):
+    """What somebody does around every optimiser step, and the plain data that a resume state must hold for it."""
+
+    def before_step(self, epoch: int, step: int, steps: int, backward: Callable[[], None]) -> None:
+        """Before step `step` of `steps` in epoch `epoch` (all from 0). It may change gates, and hooks on modules.
+
+        backward() leaves in `.grad` the gradients of this step's first batch, averaged over ranks, times a loss scale.
+        They are dropped afterwards.
+        """
+
+    def before_update(self) -> None:
+        """When the step's own gradients lie in `.grad`, before they are clipped and used; they may be changed."""
+
+    def after_update(self) -> None:
+        """When the weights have moved."""
+
+    def state(self) -> Any:
+        """JSON data for `restore`."""
+
+    def restore(self, data: Any) -> None:
+        """Continue from `data`."""
+
+
 @dataclass(frozen=True)
 class Job:
     """What stays the same during one training."""
@@ -46,6 +70,7 @@ class Job:
     lr_scale: Callable[[float], float] | None
     after_epoch: Callable[[int], None] | None
     images: int  # in the training set
+    hooks: StepHooks | None = None
 
     @property
     def micro_batch(self) -> int:
@@ -101,6 +126,8 @@ class Learner:
             "finished": False,
             "made_with": self.job.fingerprint,
         }
+        if self.job.hooks:
+            data["hooks"] = self.job.hooks.state()
         return tensors, data
 
     def restore(self, state: State) -> None:
@@ -113,6 +140,8 @@ class Learner:
         if self.scaler.is_enabled() and state.data["scaler"]:
             self.scaler.load_state_dict(state.data["scaler"])
         self.history, self.best_of = list(state.data["history"]), dict(state.data["best_of"])
+        if self.job.hooks:
+            self.job.hooks.restore(state.data["hooks"])
 
     def _restore_optimizer(self, state: State) -> None:
         slots: dict[int, dict[str, Any]] = {}
@@ -138,29 +167,40 @@ class Learner:
         batches = iter(loader)
         for step in range(self.steps):
             self.set_lr(number * self.steps + step)
-            total += self._step(batches)
+            total += self._step(number, step, batches)
             if (step + 1) % _STEPS_BETWEEN_CHECKS == 0 or step + 1 == self.steps:
                 self._report(number, step + 1, float(total) / (step + 1))
         return self._mean(total) / self.steps
 
-    def _step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
+    def _step(self, number: int, step: int, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
         """One optimiser step on `accumulate` batches; their mean loss."""
         job, parts, total = self.job, self.job.options.accumulate, torch.zeros((), device=self.job.runtime.device)
         self.optimizer.zero_grad(set_to_none=True)
         for part, (images, targets) in enumerate(islice(batches, parts)):
+            if part == 0 and job.hooks:
+                job.hooks.before_step(number, step, self.steps, partial(self._backward, images, targets))
+                self.optimizer.zero_grad(set_to_none=True)
             with self._without_sync(part + 1 < parts):
-                with job.runtime.autocast():
-                    loss = job.loss(self.network, images, targets) / parts
-                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+                total += self._backward(images, targets, parts)
+        if job.hooks:
+            job.hooks.before_update()
         if job.options.clip_grad:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(job.module.parameters(), job.options.clip_grad)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        if job.hooks:
+            job.hooks.after_update()
         if self.ema:
             self.ema.update(job.module)
         return total
+
+    def _backward(self, images: Tensor, targets: Tensor, parts: int = 1) -> Tensor:
+        """Add to the gradients those of one batch, which is one of `parts`; its share of the loss."""
+        with self.job.runtime.autocast():
+            loss = self.job.loss(self.network, images, targets) / parts
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
     def _without_sync(self, skip: bool) -> AbstractContextManager[Any]:
         """Gradients travel between processes once per step, with the last part."""

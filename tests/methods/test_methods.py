@@ -33,7 +33,13 @@ OPTIONS: dict[str, Any] = {
     "fixed": baselines.FixedOptions(attention=(0,), activation=(2,)),
 }
 # Methods that remove no layers, and the tests of their own that hold them to the same.
-ELSEWHERE = {"isomorphic": "test_isomorphic", "recover": "test_steps", "fold": "test_steps", "upvit": "test_upvit"}
+ELSEWHERE = {
+    "isomorphic": "test_isomorphic",
+    "recover": "test_steps",
+    "fold": "test_steps",
+    "upvit": "test_upvit",
+    "sero": "test_sero",
+}
 every_method = pytest.mark.parametrize("name", OPTIONS)
 
 

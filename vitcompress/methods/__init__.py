@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from vitcompress.families import Family
-from vitcompress.methods import baselines, evidence, hetdpt, isomorphic, nose, steps, upvit
+from vitcompress.methods import baselines, evidence, hetdpt, isomorphic, nose, sero, steps, upvit
 from vitcompress.methods.depth import Stage
 from vitcompress.plan import Plan
 from vitcompress.workspace import Context
@@ -99,6 +99,14 @@ METHODS: dict[str, Method] = {
         isomorphic.structure,
         isomorphic.stages,
         tables=isomorphic.tables,
+    ),
+    "sero": Method(
+        "q/k, v and FFN channels: masks explored while training, one threshold over all layers",
+        sero.Options,
+        sero.plan,
+        sero.structure,
+        sero.stages,
+        tables=sero.tables,
     ),
     "recover": Method(
         "train the model as it is, between two steps",

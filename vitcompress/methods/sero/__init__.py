@@ -1,0 +1,256 @@
+"""SERo: structured sparsity explored while training, then sliced and optimised anew.
+
+"Sparse Structure Exploration and Re-optimization for Vision Transformer", UAI 2025. While exploring, the share of
+masked units grows as P (1 - (1 - t/T)^3); every few iterations the units with the smallest gradients are masked, all
+layers and kinds pooled; weight gradients are scaled by |W| (eq. 5), so that small weights stay small. Then the model is
+sliced, and re-optimisation, which is the recipe's [finetune], starts from the explored weights with a fresh optimiser.
+
+Deviations, each with the published way as an option: the gradients that score come from a pass without masks (in the
+released code a masked unit's gradient is zero, so it never returns: criterion_pass = "masked"); layouts that runtimes
+can use are part of the choice and not made afterwards (layout = "ragged" is the plain threshold). The released code
+drops the |W| factor after its first evaluation; here it lasts (weight_scale).
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from annotated_types import Ge, Gt, Lt
+from torch import nn
+
+from vitcompress.checkpoint import read_json
+from vitcompress.errors import PlanError, VitcompressError
+from vitcompress.families import Family, Space
+from vitcompress.methods.depth import Stage
+from vitcompress.methods.sero.exploration import Criterion, CriterionPass, Exploration, WeightScale
+from vitcompress.methods.sero.layout import (
+    KINDS,
+    Layout,
+    Rules,
+    Threshold,
+    deployed,
+    padding,
+    project,
+    unit_spaces,
+)
+from vitcompress.plan import Plan
+from vitcompress.train import TrainOptions, train
+from vitcompress.workspace import Context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """sparsity: share of all q/k, v and FFN units that go. epochs, lr (peak; None: that of [finetune]): of the
+    exploration. warmup_epochs: of them without masks. refresh: iterations between two choices of masks.
+
+    layout, round_to: see `layout`. threshold: one over everything, or each layer the same share. criterion: |gradient|,
+    |gradient * weight|, |weight|, or by lot. criterion_pass: gradients without masks, or those of the step before with
+    them. weight_scale: where |W| goes, on the gradient, on the update, or nowhere.
+    """
+
+    sparsity: Annotated[float, Gt(0), Lt(1)]
+    epochs: Annotated[int, Ge(1)] = 50
+    warmup_epochs: Annotated[int, Ge(0)] = 1
+    refresh: Annotated[int, Ge(1)] = 8
+    lr: Annotated[float, Gt(0)] | None = None
+    layout: Layout = "uniform"
+    round_to: Annotated[int, Ge(1)] = 8
+    threshold: Threshold = "global"
+    criterion: Criterion = "gradient"
+    criterion_pass: CriterionPass = "dense"
+    weight_scale: WeightScale = "gradient"
+
+    @property
+    def rules(self) -> Rules:
+        return Rules(self.layout, self.round_to, self.threshold)
+
+
+def plan(model: nn.Module, context: Context, options: Options) -> Plan:
+    """Explore on a copy, hand its weights over, and keep the channels that live at the end."""
+    structure(model, context.family, context.plan, options)
+    copy = deepcopy(model)
+    found = _explored(copy, context, options)
+    kept, heads = deployed(found.spaces, found.live)
+    _silence(copy, found.spaces, padding(found.live, kept))
+    context.memo("exploration", lambda: _record(found, kept, heads, options))
+    context.hand_over(copy.cpu())
+    shares = (f"{kind} {100 * (1 - live / total):.1f} %" for kind, (live, total) in found.counts().items() if total)
+    context.progress.note(f"removed units: {', '.join(shares)}")
+    return Plan(context.plan.arch, context.plan.arch_args, kept=kept, heads=heads)
+
+
+def structure(model: nn.Module, family: Family, base: Plan, options: Options) -> Plan:
+    """A plan of the same size without data: every layer and kind loses the same share, the first channels stay.
+
+    Raises:
+        PlanError: more than the layout can lose, or no epoch in which masks are at work.
+    """
+    if options.warmup_epochs >= options.epochs:
+        raise PlanError(
+            f"warmup_epochs is {options.warmup_epochs} of {options.epochs} epochs, so nothing would be explored",
+            hint="raise epochs or lower warmup_epochs",
+        )
+    spaces = unit_spaces(family.spaces(model))
+    if not spaces:
+        raise PlanError("the model has no q/k, v or FFN channels to remove", hint="run sero before folding everything")
+    scores = {space.name: _by_position(space) for space in spaces}
+    live = project(spaces, scores, scores, options.sparsity, options.rules)
+    kept, heads = deployed(spaces, live)
+    return Plan(base.arch, base.arch_args, kept=kept, heads=heads)
+
+
+def stages(options: Options, prunable: int) -> list[Stage]:
+    """What `plan` will train, for a dry run."""
+    return [Stage("exploration", 1, options.epochs)]
+
+
+def sparsity_at(options: Options) -> Callable[[int, int, int], float]:
+    """Share of units to mask at iteration `step` of `steps` in `epoch`: cubic from the end of the warm-up, T counting
+    all epochs; the whole of it in the last one.
+    """
+
+    def share(epoch: int, step: int, steps: int) -> float:
+        if epoch == options.epochs - 1:
+            return options.sparsity
+        if epoch < options.warmup_epochs:
+            return 0.0
+        progress = ((epoch - options.warmup_epochs) * steps + step) / (options.epochs * steps)
+        return options.sparsity * (1 - (1 - progress) ** 3)
+
+    return share
+
+
+def _by_position(space: Space) -> np.ndarray:
+    """Scores that fall with the channel's place in its head, the same in every layer."""
+    width = space.size // space.heads
+    return np.tile(1 - (np.arange(width) + 0.5) / width, space.heads)
+
+
+def _explored(copy: nn.Module, context: Context, options: Options) -> Exploration:
+    """`copy`, trained under masks; the masks are off again. Raises VitcompressError when they never came to the end."""
+    found = Exploration(
+        copy.to(context.runtime.device),
+        context.family,
+        options.rules,
+        sparsity_at(options),
+        refresh=options.refresh,
+        criterion=options.criterion,
+        criterion_pass=options.criterion_pass,
+        weight_scale=options.weight_scale,
+        seed=context.seed,
+    )
+    try:
+        train(
+            copy,
+            context.data.train,
+            context.data.heldout,
+            _settings(context.train, options),
+            input=context.input,
+            runtime=context.runtime,
+            folder=context.folder / "exploration",
+            label="exploration",
+            seed=context.seed,
+            progress=context.progress,
+            hooks=found,
+        )
+    finally:
+        found.close()
+    if found.sparsity != options.sparsity:
+        raise VitcompressError(
+            "no refresh of the masks in the last epoch saw finite gradients, so the exploration did not end",
+            hint="lower the learning rate, or use amp bf16 or none, and start over with --fresh",
+        )
+    return found
+
+
+def _settings(base: TrainOptions, options: Options) -> TrainOptions:
+    """The recipe's training options on the labels alone; the last weights count, as they belong to the last masks."""
+    lr = options.lr or base.peak_lr
+    return replace(
+        base,
+        epochs=options.epochs,
+        lr=lr,
+        lr_base=None,
+        min_lr=min(base.min_lr, lr),
+        warmup_epochs=0,
+        ema=None,
+        distillation="none",
+        select="last",
+    )
+
+
+@torch.no_grad()
+def _silence(model: nn.Module, spaces: tuple[Space, ...], channels: dict[str, tuple[int, ...]]) -> None:
+    """Set everything that writes or reads these channels to zero: they then do nothing, and receive no gradient."""
+    tensors = dict(model.named_parameters())
+    for space in spaces:
+        for axis in space.axes if space.name in channels else ():
+            if not axis.per_head:
+                places = [axis.offset + i * space.size + c for i in range(axis.copies) for c in channels[space.name]]
+                tensor = tensors[axis.tensor]
+                tensor.index_fill_(axis.dim, torch.tensor(places, device=tensor.device), 0.0)
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+
+
+def _record(
+    found: Exploration, kept: dict[str, tuple[int, ...]], heads: dict[str, int], options: Options
+) -> dict[str, Any]:
+    """What came out, as plain data."""
+    rows = [
+        {
+            "space": space.name,
+            "kind": space.kind,
+            "size": space.size,
+            "live": int(found.live[space.name].sum()),
+            "kept": len(kept.get(space.name, range(space.size))),
+            "heads": heads.get(space.attention, space.heads),
+        }
+        for space in found.spaces
+    ]
+    more = {"skipped": found.skipped, "revived": found.revived, "trace": found.trace, "counts": found.counts()}
+    return {"layout": options.layout, "sparsity": options.sparsity, "spaces": rows, **more}
+
+
+def tables(folder: Path) -> list[dict[str, Any]]:
+    """Achieved sparsity by kind, widths by layer, and the way there, from the step's `folder`."""
+    path = folder / "exploration.json"
+    if not path.is_file():
+        return []
+    found = read_json(path)
+    return [_kinds(found), _widths(found["spaces"]), _trace(found["trace"])]
+
+
+def _kinds(found: dict[str, Any]) -> dict[str, Any]:
+    rows = [(kind, total, live, found["revived"][kind]) for kind, (live, total) in found["counts"].items() if total]
+    rows.append(("all", *(sum(row[i] for row in rows) for i in (1, 2, 3))))
+    cells = [[kind, str(total), str(live), _percent(live, total), str(back)] for kind, total, live, back in rows]
+    skipped = f", {found['skipped']} refreshes skipped" if found["skipped"] else ""
+    title = f"SERo: units removed, {100 * found['sparsity']:g} % asked for, layout {found['layout']}{skipped}"
+    return {"title": title, "columns": ["kind", "units", "live", "removed", "came back on the way"], "rows": cells}
+
+
+def _widths(spaces: list[dict[str, Any]]) -> dict[str, Any]:
+    columns = ["space", "channels", "live", "kept", "per head"]
+    rows = [
+        [row["space"], *(str(row[key]) for key in ("size", "live", "kept")), str(row["kept"] // row["heads"])]
+        for row in spaces
+    ]
+    return {"title": "SERo: widths", "columns": columns, "rows": rows}
+
+
+def _trace(trace: list[dict[str, Any]]) -> dict[str, Any]:
+    rows = [[str(t["epoch"] + 1), f"{100 * t['wanted']:.2f} %", *(_percent(*t[kind]) for kind in KINDS)] for t in trace]
+    return {"title": "SERo: removed at the end of each epoch", "columns": ["epoch", "asked for", *KINDS], "rows": rows}
+
+
+def _percent(live: int, total: int) -> str:
+    return f"{100 * (1 - live / total):.2f} %" if total else "none"
+
+
+__all__ = ["Options", "plan", "sparsity_at", "stages", "structure", "tables"]
