@@ -34,7 +34,7 @@ _STEPS_BETWEEN_CHECKS = 50  # reading the loss makes the host wait for the devic
 class StepHooks(Protocol):
     """What somebody does around every optimiser step, and the plain data that a resume state must hold for it."""
 
-    def before_step(self, epoch: int, step: int, steps: int, backward: Callable[[], None]) -> None:
+    def before_step(self, epoch: int, step: int, steps: int, backward: Callable[[], object]) -> None:
         """Before step `step` of `steps` in epoch `epoch` (all from 0). It may change gates, and hooks on modules.
 
         backward() leaves in `.grad` the gradients of this step's first batch, averaged over ranks, times a loss scale.

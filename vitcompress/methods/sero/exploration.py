@@ -56,7 +56,7 @@ class Exploration:
 
     # ------------------------------------------------------------------------------------------------ around a step
 
-    def before_step(self, epoch: int, step: int, steps: int, backward: Callable[[], None]) -> None:
+    def before_step(self, epoch: int, step: int, steps: int, backward: Callable[[], object]) -> None:
         """Refresh the masks where it is due."""
         self._due_next = (step + 1) % self.refresh == 0 or step + 1 == steps
         sparsity = self.sparsity_at(epoch, step, steps)
@@ -85,7 +85,7 @@ class Exploration:
             weight.copy_(before + (weight - before) * size / size.mean().clamp_min(torch.finfo(size.dtype).tiny))
         self._before = {}
 
-    def _choose(self, sparsity: float, backward: Callable[[], None]) -> None:
+    def _choose(self, sparsity: float, backward: Callable[[], object]) -> None:
         """New masks at `sparsity`; the old ones stay when a score is not finite, as after an fp16 overflow."""
         found = self._scores(backward)
         if not found or not all(np.isfinite(score).all() for score in found.values()):
@@ -98,7 +98,7 @@ class Exploration:
         self.sparsity = sparsity
         self.set(live)
 
-    def _scores(self, backward: Callable[[], None]) -> Ranks:
+    def _scores(self, backward: Callable[[], object]) -> Ranks:
         if self.criterion == "random":
             draw = np.random.default_rng(derived_seed("SERo random units", self.seed))
             return {space.name: draw.random(space.size) for space in self.spaces}
