@@ -129,7 +129,7 @@ class Exploration:
             found[space.name] = torch.cat(rows).mean(dim=0)
         return found
 
-    def _linear_weights(self) -> list[nn.Parameter]:
+    def _linear_weights(self) -> list[Tensor]:
         """Every linear layer, the classifier included, as in the released code."""
         return [module.weight for module in self.model.modules() if isinstance(module, nn.Linear)]
 
