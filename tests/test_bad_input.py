@@ -126,7 +126,7 @@ def test_published_layers_that_the_model_does_not_have() -> None:
     assert "7" in said
 
 
-@pytest.mark.parametrize("name", ["resnet18", "swin_tiny_patch4_window7_224", "vit_tinny_patch16_224"])
+@pytest.mark.parametrize("name", ["resnet18", "swinv2_tiny_window8_256", "vit_tinny_patch16_224"])
 def test_a_model_of_another_kind(name: str) -> None:
     path = recipe_with(
         RECIPE[RECIPE.index('name = "') : RECIPE.index("[dense]\nepochs = 1\n") + len("[dense]\nepochs = 1\n")],
