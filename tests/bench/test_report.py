@@ -171,7 +171,6 @@ def test_the_ten_lines_prepare_images_as_the_evaluation_does(
 
 
 def test_runs_side_by_side(measured: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     folder, _ = measured
     found = compare.run([folder], tmp_path / "plot.png")
     assert found["table"]["rows"][0][:2] == [folder.name, "96.5 % (521 of 540)"]

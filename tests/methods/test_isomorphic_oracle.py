@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import torch_pruning
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -13,8 +14,6 @@ from vitcompress.methods import isomorphic
 from vitcompress.methods.channel_scores import channel_scores
 from vitcompress.methods.widths import Sizes, groups_of
 from vitcompress.plan import Plan
-
-torch_pruning = pytest.importorskip("torch_pruning")
 
 ARCH = "deit_tiny_distilled_patch16_224"
 ARGS = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4, "num_classes": 5}
