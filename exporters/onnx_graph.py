@@ -162,8 +162,8 @@ def _attention(
 ) -> Any:
     """Attention without a mask as MatMul, Softmax, MatMul; q, k and v are (batch, heads, tokens, channels).
 
-    torch's own decomposition computes k's transposed shape at run time, seven more nodes per attention. q and k are each
-    scaled by the root, the pattern that TensorRT documents as fusable and ONNX Runtime folds into the product.
+    torch's own decomposition computes k's transposed shape at run time, seven more nodes per attention. q and k are
+    each scaled by the root, the pattern that TensorRT documents as fusable and ONNX Runtime folds into the product.
     """
     if attn_mask is not None or is_causal or enable_gqa or dropout_p:
         raise NotImplementedError("attention with a mask, dropout or grouped queries has no translation")
