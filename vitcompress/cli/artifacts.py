@@ -1,0 +1,123 @@
+"""Finished models: verify, export, measure and judge them."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vitcompress import console
+from vitcompress.cli.frame import answer, common, fell_short, working
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@common
+def verify(folder: Path, as_json: bool, debug: bool) -> int:
+    """Check again everything that a run folder claims."""
+    with working(debug):
+        from vitcompress.verify import verify_folder
+
+        found = verify_folder(folder)
+    answer(found.as_data(), as_json, lambda data: console.print_checks(data["checks"]))
+    return 0 if found.passed else 1
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--format", "name", default="onnx", show_default=True, metavar="FORMAT", help="Format to export to.")
+@click.option("--precision", default="fp32", show_default=True, metavar="PRECISION", help="fp32 or fp16.")
+@click.option("--opset", type=int, help="ONNX operator set (default: chosen and recorded with the reason).")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File to write (default: in DIR).")
+@common
+def export(folder: Path, as_json: bool, debug: bool, **options: Any) -> int:
+    """Export a finished run folder again.
+
+    In another format or precision, or on the machine that the format is made for.
+    """
+    with working(debug):
+        from vitcompress.exporters.folder import export_folder
+
+        done = export_folder(folder, **options)
+    return answer({"folder": str(done.path.parent), **done.to_dict()}, as_json, console.print_export)
+
+
+_device = click.option("--device", default="cpu", show_default=True, metavar="DEVICE", help="cpu, cuda, cuda:1, mps.")
+_provider = click.option("--provider", metavar="NAME", help="ONNX Runtime execution provider, by its full name.")
+_threads = click.option("--threads", type=click.IntRange(1), help="CPU threads of one call (default: the runtime's).")
+
+
+@click.command()
+@click.argument("artifacts", nargs=-1, required=True, metavar="ARTIFACT...")
+@click.option(
+    "--protocol", default="robust", show_default=True, help="paper (10 warm-up, 100 runs, batch 256) or robust."
+)
+@click.option("--batch", type=click.IntRange(1), help="Images per run (default: the protocol's).")
+@click.option("--warmup", type=click.IntRange(0), help="Runs before the measurement (default: the protocol's).")
+@click.option("--runs", type=click.IntRange(1), help="Timed runs per artifact (default: the protocol's).")
+@click.option(
+    "--fail-under", type=float, metavar="R", help="Exit 1 unless every artifact is R times as fast as the first."
+)
+@click.option("--precision", metavar="PRECISION", help="fp32, tf32, fp16, bf16 (default: the file's, fp32 in torch).")
+@click.option("--compile", is_flag=True, help="torch.compile (run folders and timm models).")
+@_device
+@_provider
+@_threads
+@common
+def bench(
+    artifacts: tuple[str, ...],
+    as_json: bool,
+    debug: bool,
+    device: str,
+    provider: str | None,
+    precision: str | None,
+    threads: int | None,
+    compile: bool,
+    **options: Any,
+) -> int:
+    """Measure artifacts in turns, dense against compressed.
+
+    Run folders, .onnx files and timm:NAME; the first one is the base of all ratios.
+    """
+    with working(debug) as progress:
+        from vitcompress.bench import report as reports
+        from vitcompress.bench import suite
+        from vitcompress.exporters.runtimes import RunnerOptions
+
+        runner = RunnerOptions(device=device, provider=provider, precision=precision, threads=threads, compile=compile)
+        found = suite.run(artifacts, suite.BenchOptions(runner=runner, **options), progress=progress)
+        short = suite.gated(found)
+    measured = found.as_data()
+    answer(measured, as_json, lambda _: console.print_bench(measured, reports.bench_table([measured])))
+    return 0 if short is None else fell_short(short, None, as_json)
+
+
+@click.command()
+@click.argument("artifacts", nargs=-1, required=True, metavar="ARTIFACT...")
+@click.option("--data", metavar="PATH|digits", help="Images (PATH/val/CLASS); default: the run folder's own test data.")
+@click.option("--split", metavar="NAME", help="Folder below PATH (default: val, validation or test).")
+@click.option("--batch", type=click.IntRange(1), default=64, show_default=True, help="Images per call.")
+@click.option("--workers", type=click.IntRange(0), default=0, show_default=True, help="Processes that load images.")
+@_device
+@_provider
+@_threads
+@common
+def evaluate(
+    artifacts: tuple[str, ...],
+    as_json: bool,
+    debug: bool,
+    device: str,
+    provider: str | None,
+    threads: int | None,
+    **options: Any,
+) -> int:
+    """Top-1 and top-5 of artifacts, with counts.
+
+    Several artifacts are compared with the first on the same images.
+    """
+    with working(debug) as progress:
+        from vitcompress.bench import accuracy
+        from vitcompress.exporters.runtimes import RunnerOptions
+
+        runner = RunnerOptions(device=device, provider=provider, threads=threads)
+        found = accuracy.run(artifacts, accuracy.EvaluateOptions(runner=runner, **options), progress)
+    return answer(found, as_json, console.print_accuracy)

@@ -1,0 +1,61 @@
+"""What was found: reports of runs, and what this machine can do."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from vitcompress import console
+from vitcompress.cli.frame import answer, common, working
+from vitcompress.errors import MissingExtraError
+from vitcompress.progress import Progress
+
+
+@click.command()
+@click.argument("folders", nargs=-1, required=True, metavar="DIR...")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Plot accuracy against speed here (default with several folders: comparison.png).",
+)
+@common
+def report(folders: tuple[str, ...], plot: Path | None, as_json: bool, debug: bool) -> int:
+    """Show what runs found.
+
+    One run folder as a page; several side by side and as a plot of accuracy against speed.
+    """
+    with working(debug) as progress:
+        from vitcompress.bench import compare
+        from vitcompress.bench import report as reports
+
+        found = compare.run(folders)
+        if plot or len(folders) > 1:
+            found["plot"] = _plotted(lambda path: compare.plot(found["runs"], path), plot, progress)
+        page = reports.markdown(found["runs"][folders[0]])
+    draw = console.print_comparison if len(folders) > 1 else lambda _: console.print_markdown(page)
+    return answer(found, as_json, draw)
+
+
+def _plotted(draw: Callable[[Path], Path], wanted: Path | None, progress: Progress) -> str | None:
+    """The plot's file. A plot that nobody asked for is left out where matplotlib is missing."""
+    try:
+        return str(draw(wanted or Path("comparison.png")))
+    except MissingExtraError as error:
+        if wanted:
+            raise
+        progress.note(f"{error.message}: {error.hint}")
+        return None
+
+
+@click.command()
+@common
+def doctor(as_json: bool, debug: bool) -> int:
+    """Say what this machine can do, and what it lacks.
+
+    What it can export, run and measure, and how to get the rest.
+    """
+    with working(debug):
+        from vitcompress.exporters.doctor import examine
+
+        found = examine()
+    return answer(found, as_json, console.print_doctor)

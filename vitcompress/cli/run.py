@@ -1,0 +1,81 @@
+"""Recipes: run one, list them, print one."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from vitcompress import console
+from vitcompress import recipes as shipped
+from vitcompress.cli.frame import answer, common, fell_short, working
+
+
+def _recipe_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    found = [CompletionItem(name) for name in shipped.names() if name.startswith(incomplete)]
+    return found or [CompletionItem(incomplete, type="file")]
+
+
+def _words(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """`onnx,trt` as a tuple."""
+    return tuple(word.strip() for word in (value or "").split(",") if word.strip())
+
+
+@click.command()
+@click.argument("source", metavar="NAME|FILE", shell_complete=_recipe_names)
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Run folder (default: runs/NAME).")
+@click.option("--export", callback=_words, metavar="FORMATS", help="Formats to export, as in onnx,trt.")
+@click.option("--data", metavar="PATH", help="Folder of images (PATH/train/CLASS, PATH/val/CLASS).")
+@click.option("--weights", metavar="PATH|random|hub", help="Weights of the dense model, instead of the recipe's.")
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Change a setting: --set finetune.epochs=10")
+@click.option(
+    "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, mps (default: the recipe's, else the best there is)."
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be done and what is missing here; write nothing.")
+@click.option(
+    "--structure-only", is_flag=True, help="No training and no scoring: what would the result cost and how fast is it?"
+)
+@click.option("--fresh", is_flag=True, help="Start over instead of continuing.")
+@common
+def recipe(source: str, sets: tuple[str, ...], dry_run: bool, as_json: bool, debug: bool, **options: Any) -> int:
+    """Run a recipe, or continue it.
+
+    Trains the dense model if need be, prunes, recovers, folds, verifies, exports, measures and reports. The same
+    command continues a run that was stopped, and says so when all is done.
+    """
+    with working(debug) as progress:
+        from vitcompress import pipeline
+        from vitcompress.bench import report as reports
+        from vitcompress.exporters import EXPORTERS
+        from vitcompress.recipe import load_recipe
+
+        loaded = load_recipe(source, sets, formats=EXPORTERS)
+        wishes = pipeline.RunOptions(**options)
+        if dry_run:
+            outlook = pipeline.dry_run(loaded, wishes)
+        else:
+            result = pipeline.run(loaded, wishes, progress)
+    if dry_run:
+        return answer(outlook, as_json, console.print_outlook)
+    found = {"folder": str(result.folder), "passed": result.passed, **result.report}
+    answer(found, as_json, lambda _: console.print_result(reports.summary_table(result.report), result.folder))
+    return 0 if result.passed else fell_short("a check fell short", f"vitcompress verify {result.folder}", as_json)
+
+
+@click.group("recipes", invoke_without_command=True)
+@common
+@click.pass_context
+def recipes(ctx: click.Context, as_json: bool, debug: bool) -> int:
+    """List the recipes; `recipes show NAME` prints one."""
+    if ctx.invoked_subcommand is None:
+        answer(shipped.summaries(), as_json, console.print_recipes)
+    return 0
+
+
+@recipes.command()
+@click.argument("name", shell_complete=_recipe_names)
+@common
+def show(name: str, as_json: bool, debug: bool) -> int:
+    """Print a recipe's TOML, to read or to save and change."""
+    text = shipped.text(name)
+    return answer({"name": name, "toml": text}, as_json, lambda _: console.print_toml(text))
