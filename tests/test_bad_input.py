@@ -1,6 +1,7 @@
 """Whatever a user gets wrong: one sentence on what it is and what is allowed, exit code 2, and nothing written."""
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -270,7 +271,7 @@ def test_a_disk_that_fills_up_on_the_way(monkeypatch: pytest.MonkeyPatch) -> Non
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     result = CliRunner().invoke(cli.main, ["recipe", "small.toml", "--structure-only", "--json"])
     assert result.exit_code == 2 and "disk is full" in json.loads(result.stdout)["error"]
     assert not [path for path in Path().rglob("*") if ".part" in path.name]

@@ -1,13 +1,6 @@
-"""Saved == loaded, every kind of damage told in a sentence, and a crash at any moment leaves a whole state."""
+"""Saved == loaded, and every kind of damage told in a sentence."""
 
-import errno
-import json
 import os
-import resource
-import shutil
-import signal
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,21 +9,16 @@ import torch
 from contracts import assert_moved, build, contract, every_variant, images, kept_channels, logits, sites_of, without_act
 from torch import nn
 
-from vitcompress import checkpoint
 from vitcompress.checkpoint import (
     PLAN,
     WEIGHTS,
     load,
-    load_state,
     load_tensors,
-    read_json,
     save_model,
-    save_state,
     save_tensors,
-    write_json,
     write_text,
 )
-from vitcompress.errors import ArtifactError, OutputError, PlanError, WeightsError
+from vitcompress.errors import ArtifactError, PlanError, WeightsError
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply, fold
 
@@ -180,171 +168,3 @@ def test_tensors_that_share_storage_are_written_apart(tmp_path: Path) -> None:
     found = load_tensors(tmp_path / "t.safetensors")
     assert torch.equal(found["b"], base[2:])
     assert torch.equal(found["c"], base.reshape(2, 3).T)
-
-
-# -------------------------------------------------------------------------------------------------------------- writing
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    """A path below a regular file: no user may write there, not even root."""
-    (tmp_path / "file").write_text("")
-    below = tmp_path / "file" / "run"
-    for save in (
-        lambda: write_json(below / "a.json", {}),
-        lambda: save_tensors(below / "a.safetensors", {"a": torch.zeros(1)}),
-        lambda: save_state(below, 1, {"a": torch.zeros(1)}, {}),
-        lambda: save_model(below, *compressed("plain")),
-    ):
-        with pytest.raises(OutputError, match="cannot be written: Not a directory") as caught:
-            save()
-        assert caught.value.hint
-    assert load_state(below) is None
-
-
-@pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX's")
-def test_files_have_the_permissions_that_the_umask_gives(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        save_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(1)})
-        write_json(tmp_path / "a.json", {})
-        save_state(tmp_path / "state", 1, {"a": torch.zeros(1)}, {})
-    finally:
-        os.umask(before)
-    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
-    assert set(modes) == {"a.safetensors", "a.json", "tensors.safetensors", "data.json"}
-    assert set(modes.values()) == {0o640}
-
-
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    write_json(path, {"old": 1})
-
-    def fails(beside: Path) -> None:
-        beside.write_text("half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with pytest.raises(OutputError, match="the disk is full"):
-        checkpoint.write(path, fails)
-    with pytest.raises(ValueError, match="JSON"):
-        write_json(path, {"new": float("nan")})
-    assert read_json(path) == {"old": 1}
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def forked(work: Callable[[], int]) -> int:
-    """Exit status of a child process that does `work`: negative when a signal ended it."""
-    child = os.fork()
-    if child == 0:
-        status = 255
-        try:
-            status = work()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_a_limit_in_the_middle_of_a_file(tmp_path: Path) -> None:
-    """The kernel refuses to write on, as a full disk does: what was there before stays, and no half file."""
-    big = {"a": torch.zeros(100_000)}
-    save_state(tmp_path / "state", 1, {"a": torch.ones(3)}, {"was": "here"})
-
-    def limited() -> int:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-        refused = 0
-        for save in (
-            lambda: save_tensors(tmp_path / "new.safetensors", big),
-            lambda: write_text(tmp_path / "new.txt", "x" * 99_999),
-            lambda: save_state(tmp_path / "state", 2, big, {}),
-        ):
-            try:
-                save()
-            except OutputError as error:
-                refused += "cannot be written: " in error.message
-        return refused
-
-    assert forked(limited) == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["state"]
-    state = load_state(tmp_path / "state")
-    assert state is not None
-    assert (state.epoch, state.data) == (1, {"was": "here"})
-    assert len(list((tmp_path / "state").iterdir())) == 1
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_has_its_own_sentence(tmp_path: Path) -> None:
-    def fill(beside: Path) -> None:
-        with Path("/dev/full").open("w") as full:
-            full.write("x")
-
-    with pytest.raises(OutputError, match="the disk is full") as caught:
-        checkpoint.write(tmp_path / "a", fill)
-    assert "continues where it stopped" in (caught.value.hint or "")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("content", [None, b"", b"{", b"\xff"])
-def test_json_that_cannot_be_read(content: bytes | None, tmp_path: Path) -> None:
-    if content is not None:
-        (tmp_path / "a.json").write_bytes(content)
-    with pytest.raises(ArtifactError, match=r"a\.json cannot be read as JSON"):
-        read_json(tmp_path / "a.json")
-
-
-# --------------------------------------------------------------------------------------------------------------- states
-
-
-def test_the_last_state_is_the_one_that_counts(tmp_path: Path) -> None:
-    assert load_state(tmp_path) is None
-    for epoch, value in ((1, 10.0), (2, 20.0), (2, 21.0), (12, 30.0), (3, 40.0)):
-        save_state(tmp_path, epoch, {"a": torch.tensor(value)}, {"value": value})
-        state = load_state(tmp_path)
-        assert state is not None
-        assert (state.epoch, float(state.tensors["a"]), state.data) == (epoch, value, {"value": value})
-        assert len(list(tmp_path.iterdir())) == 1
-
-
-WATCHED = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
-
-
-def save_until(folder: Path, stop: int) -> int:
-    """Save epoch 2 and kill the process before its file operation number `stop`; how many there were."""
-    steps = 0
-
-    def hook(event: str, args: tuple) -> None:
-        nonlocal steps
-        if event in WATCHED and str(folder) in "".join(map(str, args)):
-            steps += 1
-            if steps == stop:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)  # stays for the life of the process: call this in a child
-    save_state(folder, 2, {"a": torch.full((50,), 2.0)}, {"value": 2})
-    return steps
-
-
-@pytest.mark.parametrize("epoch", [1, 2])
-def test_killed_before_any_step_of_a_save_leaves_one_whole_state(epoch: int, tmp_path: Path) -> None:
-    """Killed before the 1st, 2nd, ... file operation; saving the same epoch again is no exception."""
-    start = tmp_path / "start"
-    save_state(start, epoch, {"a": torch.full((50,), 1.0)}, {"value": 1})
-    whole = shutil.copytree(start, tmp_path / "whole")
-    total = forked(lambda: save_until(whole, 0))
-    assert 6 <= total < 255
-    seen = []
-    for stop in range(1, total + 1):
-        folder = shutil.copytree(start, tmp_path / f"killed-{stop}")
-        assert forked(lambda folder=folder, stop=stop: save_until(folder, stop)) == -signal.SIGKILL
-        state = load_state(folder)
-        assert state is not None
-        seen.append(state.data["value"])
-        assert torch.equal(state.tensors["a"], torch.full((50,), float(seen[-1])))
-        assert state.epoch == (2 if seen[-1] == 2 else epoch)
-        save_state(folder, 3, {"a": torch.zeros(1)}, {})
-        assert len(list(folder.iterdir())) == 1, "leftovers go with the next save"
-    assert seen == sorted(seen), "old until one moment, new from then on"
-    assert set(seen) == {1, 2}
-
-
-def test_json_is_plain_and_stable(tmp_path: Path) -> None:
-    write_json(tmp_path / "a.json", {"b": [1, 2.5, None], "a": "é"})
-    assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == {"b": [1, 2.5, None], "a": "é"}

@@ -33,6 +33,7 @@ LEVELS = [
         "loaders",
         "models",
         "onnx_file",
+        "optimization",
         "runlog",
         "sources",
         "standard",
@@ -53,7 +54,19 @@ LEVELS = [
 # Of the core, only these may import exporters and bench.
 ABOVE_EXPORTERS_AND_BENCH = {"pipeline", "cli", "bench"}
 DOORS = {
-    "timm": {"families", "models", "data", "sources", "loaders", "train", "training", "distill", "evaluate", "bench"},
+    "timm": {
+        "families",
+        "models",
+        "data",
+        "sources",
+        "loaders",
+        "train",
+        "training",
+        "optimization",
+        "distill",
+        "evaluate",
+        "bench",
+    },
     "rich": {"console"},
     "click": {"cli"},
     "pydantic": {"recipe", "problems"},

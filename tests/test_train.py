@@ -18,8 +18,8 @@ from vitcompress.checkpoint import load_state
 from vitcompress.data import Augmentation
 from vitcompress.distributed import Runtime
 from vitcompress.errors import InputError, VitcompressError
+from vitcompress.optimization import lr_setter
 from vitcompress.train import TrainOptions, drop_path
-from vitcompress.training import lr_setter
 
 # ------------------------------------------------------------------------------------------------------------ learning
 

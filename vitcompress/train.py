@@ -25,10 +25,11 @@ from vitcompress.distributed import Runtime
 from vitcompress.errors import InputError, OutputError
 from vitcompress.evaluate import Accuracy, evaluate
 from vitcompress.loaders import EvalLoader, TrainLoader, eval_loader, train_loader
+from vitcompress.optimization import make_optimizer
 from vitcompress.progress import Progress
 from vitcompress.runlog import Board, RunLog
 from vitcompress.train_options import TrainOptions, TrainResult
-from vitcompress.training import Job, Learner, StepHooks, make_optimizer, part_of
+from vitcompress.training import Job, Learner, StepHooks, part_of
 
 if TYPE_CHECKING:
     from vitcompress.models import InputConfig

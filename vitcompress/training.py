@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from timm.optim import create_optimizer_v2
-from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from vitcompress.checkpoint import State
 from vitcompress.distill import Objective
 from vitcompress.distributed import Runtime, seed_everything
-from vitcompress.errors import InputError, VitcompressError
+from vitcompress.errors import VitcompressError
 from vitcompress.loaders import TrainLoader
+from vitcompress.optimization import lr_setter, make_optimizer
 from vitcompress.progress import Progress
 from vitcompress.train_options import TrainOptions
 
@@ -231,66 +230,6 @@ class Learner:
         raw, facts = self.job.module.state_dict(), {name for name, _ in self.job.module.named_buffers()}
         kept = {name: value for name, value in raw.items() if name in facts or name.endswith("_extra_state")}
         self.ema.module.load_state_dict({**self.ema.module.state_dict(), **kept})
-
-
-def make_optimizer(
-    parameters: nn.Module | Sequence[dict[str, Any]], options: TrainOptions, device: torch.device
-) -> torch.optim.Optimizer:
-    """timm's optimiser of that name; torch's Adams in their fused form, one kernel for all parameters.
-
-    Raises:
-        InputError: timm has no such optimiser, or it does not take these options.
-    """
-    extra: dict[str, Any] = {"betas": options.betas} if options.betas else {}
-    if options.optimizer.lower() in ("adam", "adamw") and device.type in ("cpu", "cuda"):
-        extra["fused"] = True
-    try:
-        made: torch.optim.Optimizer = create_optimizer_v2(
-            parameters, options.optimizer, lr=options.peak_lr, weight_decay=options.weight_decay, **extra
-        )
-    except (ValueError, TypeError, AssertionError) as error:
-        raise InputError(
-            f"optimizer {options.optimizer!r} cannot be made: {error}", hint="try adamw, sgd or lamb"
-        ) from error
-    return made
-
-
-def lr_setter(
-    options: TrainOptions, optimizer: torch.optim.Optimizer, steps: int, lr_scale: Callable[[float], float] | None
-) -> Callable[[int], None]:
-    """A function that sets all learning rates for an optimiser step, counted from the start of the training.
-
-    `steps` are those of one epoch; `lr_scale` (fractional epoch -> share of the peak) takes the schedule's place.
-    """
-    o, base = options, [group["lr"] for group in optimizer.param_groups]
-    if lr_scale is None and o.schedule == "cosine":
-        scheduler, _ = create_scheduler_v2(
-            optimizer,
-            "cosine",
-            num_epochs=o.epochs,
-            min_lr=min(o.min_lr, o.peak_lr),
-            warmup_epochs=o.warmup_epochs,
-            warmup_lr=min(o.warmup_lr, o.peak_lr),
-            step_on_epochs=False,
-            updates_per_epoch=steps,
-        )
-        cosine: Callable[[int], None] = scheduler.step_update
-        return cosine
-    scale = lr_scale or (lambda epoch: 1.0)
-
-    def set_lr(step: int) -> None:
-        for group, peak in zip(optimizer.param_groups, base, strict=True):
-            group["lr"] = peak * scale(step / steps) * _warmup(o, step / steps, peak)
-
-    return set_lr
-
-
-def _warmup(options: TrainOptions, epoch: float, peak: float) -> float:
-    """Linear from warmup_lr to the peak, as a share of the peak."""
-    if epoch >= options.warmup_epochs or not peak:
-        return 1.0
-    start = min(options.warmup_lr / peak, 1.0)
-    return start + (1.0 - start) * epoch / options.warmup_epochs
 
 
 def part_of(named: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -1,0 +1,38 @@
+"""What lies on disk: written beside its target and moved into place, plain data only (safetensors and JSON)."""
+
+from vitcompress.checkpoint.files import (
+    differing,
+    file_sha256,
+    read_json,
+    write,
+    write_bytes,
+    write_json,
+    write_text,
+    writing,
+)
+from vitcompress.checkpoint.folders import PLAN, WEIGHTS, load, load_for, load_parts, load_strictly, save_model
+from vitcompress.checkpoint.states import State, load_state, save_state
+from vitcompress.checkpoint.tensors import load_tensors, save_tensors
+
+__all__ = [
+    "PLAN",
+    "WEIGHTS",
+    "State",
+    "differing",
+    "file_sha256",
+    "load",
+    "load_for",
+    "load_parts",
+    "load_state",
+    "load_strictly",
+    "load_tensors",
+    "read_json",
+    "save_model",
+    "save_state",
+    "save_tensors",
+    "write",
+    "write_bytes",
+    "write_json",
+    "write_text",
+    "writing",
+]

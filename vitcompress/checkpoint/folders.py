@@ -1,0 +1,91 @@
+"""A compressed model in a folder: plan.json and model.safetensors."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from vitcompress.checkpoint.files import write_text
+from vitcompress.checkpoint.tensors import load_tensors, save_tensors
+from vitcompress.errors import ArtifactError, PlanError, WeightsError
+from vitcompress.plan import Plan
+
+PLAN, WEIGHTS = "plan.json", "model.safetensors"
+
+
+def save_model(folder: Path, model: nn.Module, plan: Plan) -> None:
+    """Write plan.json and model.safetensors; `load` gives the model back."""
+    save_tensors(folder / WEIGHTS, model.state_dict(), {"plan": plan.digest})
+    write_text(folder / PLAN, plan.to_json())
+
+
+def load(folder: str | Path, device: str | torch.device = "cpu") -> nn.Module:
+    """The model of a run folder: `timm.create_model` + plan + strict weights, in eval mode.
+
+    The result is a timm model: `forward_features`, `forward_intermediates` and `reset_classifier` work. Its plan is in
+    `model.plan`.
+
+    Raises:
+        ArtifactError: not a run folder, or weights and plan of different runs.
+        PlanError, WeightsError: a damaged part.
+    """
+    return load_parts(Path(folder) / PLAN, Path(folder) / WEIGHTS).to(device)
+
+
+def load_parts(plan_path: Path, weights_path: Path) -> nn.Module:
+    """`load` for a plan and weights that lie apart."""
+    from vitcompress import models
+    from vitcompress.surgery import apply
+
+    if not plan_path.is_file() or not weights_path.is_file():
+        missing = plan_path if not plan_path.is_file() else weights_path
+        raise ArtifactError(
+            f"{plan_path.parent} is not a finished run folder: {missing.name} is missing",
+            hint="run the recipe to its end, or name another folder",
+        )
+    plan = _read_plan(plan_path)
+    tensors = load_for(weights_path, plan)
+    model = apply(models.create(plan.arch, plan.arch_args), plan)
+    load_strictly(model, tensors, weights_path)
+    model.plan = plan  # type: ignore[assignment]
+    return model.eval()
+
+
+def load_for(path: Path, plan: Plan) -> dict[str, Tensor]:
+    """The safetensors at `path`, which say that they were saved for a model of `plan`, or say nothing of it.
+
+    Raises:
+        PlanError: they were saved for another plan.
+        WeightsError: see `load_tensors`.
+    """
+    tensors = load_tensors(path)
+    with safe_open(path, framework="pt") as file:
+        made_for = (file.metadata() or {}).get("plan", plan.digest)
+    if made_for != plan.digest:
+        raise PlanError(
+            f"{path.parent}: this is not the plan that {path.name} was saved with",
+            hint="plan.json was edited or comes from another run; restore it",
+        )
+    return tensors
+
+
+def load_strictly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Give `model` the `tensors` of `path`. Raises WeightsError when they are not those of its plan."""
+    try:
+        model.load_state_dict(tensors, strict=True, assign=True)  # assigned, so in the type they were saved in
+    except RuntimeError as error:
+        raise WeightsError(f"{path} does not fit its plan: {_first_mismatch(error)}") from None
+
+
+def _read_plan(path: Path) -> Plan:
+    try:
+        return Plan.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path} cannot be read: {error}") from None
+
+
+def _first_mismatch(error: RuntimeError) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    return lines[1] if len(lines) > 1 else lines[0]

@@ -1,0 +1,81 @@
+"""Text, tables and JSON in the terminal: results on standard output, all else on standard error."""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+WIDTH_OF_A_PIPE = 120
+
+
+def stream_console(*, stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else WIDTH_OF_A_PIPE, highlight=False)
+
+
+def print_json(value: Any) -> None:
+    """`value` alone on standard output."""
+    sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
+
+
+def print_text(text: str) -> None:
+    """Plain text on standard output, unwrapped."""
+    sys.stdout.write(text.rstrip("\n") + "\n")
+
+
+def print_line(text: str) -> None:
+    """One line on standard error."""
+    stream_console(stderr=True).print(Text(text), soft_wrap=True)
+
+
+def print_toml(text: str) -> None:
+    """TOML on standard output, coloured in a terminal only."""
+    _print_drawn(Syntax(text, "toml", background_color="default"), text)
+
+
+def print_markdown(text: str) -> None:
+    """Markdown on standard output, drawn in a terminal, as it is in a pipe."""
+    _print_drawn(Markdown(text), text)
+
+
+def _print_drawn(drawn: Syntax | Markdown, text: str) -> None:
+    console = stream_console(stderr=False)
+    console.print(drawn) if console.is_terminal else print_text(text)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table on standard output; the first column is text, figures in the others stand right."""
+    console = stream_console(stderr=False)
+    table = Table(title=Text(title, style="bold") if title else None, title_justify="left", header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(Text(column), justify="left" if number == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+    console.print(table)
+
+
+def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
+    """Topics and what is said of them, without lines around."""
+    table = Table("", "", box=None, show_header=False, pad_edge=False)
+    for topic, text in pairs:
+        table.add_row(Text(topic, style="bold"), Text(text))
+    stream_console(stderr=False).print(table)
+
+
+def print_records(title: str, records: Sequence[Mapping[str, Any]]) -> None:
+    """Records with the same keys as a table, whole numbers with separators."""
+    columns = list(dict.fromkeys(key for record in records for key in record))
+    rows = [[_cell(record.get(column)) for column in columns] for record in records]
+    print_table(title, [column.replace("_", " ") for column in columns], rows)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,0 +1,141 @@
+"""What each command has found, drawn."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from rich.table import Table
+from rich.text import Text
+
+from vitcompress.console.drawing import print_line, print_pairs, print_records, print_table, print_text, stream_console
+
+VERDICTS = {"passed": "green", "failed": "bold red", "not_run": "yellow"}
+
+
+class Drawable(Protocol):
+    """Text in rows and columns."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def columns(self) -> Sequence[str]: ...
+
+    @property
+    def rows(self) -> Sequence[Sequence[str]]: ...
+
+
+def print_checks(checks: Iterable[Mapping[str, Any]]) -> None:
+    """The verdicts of a verification, with value and tolerance; what did not run with the command that runs it."""
+    console = stream_console(stderr=False)
+    table = Table("check", "verdict", "value", "tolerance", "detail", header_style="bold")
+    for check in checks:
+        verdict = str(check["verdict"])
+        detail = " ".join(str(check[key]) for key in ("detail", "command") if check.get(key))
+        table.add_row(
+            Text(str(check["name"])),
+            Text(verdict.replace("_", " "), style=VERDICTS.get(verdict, "")),
+            _figure(check.get("value")),
+            _figure(check.get("tolerance")),
+            Text(detail),
+        )
+    console.print(table)
+
+
+def _figure(value: Any) -> Text:
+    if value is None:
+        return Text("")
+    return Text(f"{value:.3g}" if isinstance(value, float) else str(value))
+
+
+def print_recipes(summaries: Mapping[str, str]) -> None:
+    """Names and summaries of the recipes."""
+    print_pairs(summaries.items())
+
+
+def print_outlook(outlook: Mapping[str, Any]) -> None:
+    """What a recipe would do: stages, cost before and after, and what is missing here."""
+    print_text(f"{outlook['recipe']}, run folder {outlook['folder']}; nothing is written now\n")
+    stages = [{**row, "images": _images(row)} for row in outlook["stages"]]
+    print_records("stages (epochs of each round, images of each epoch)", stages)
+    print_records(
+        f"cost (layers: {outlook['layers']})", [{"model": name, **figures} for name, figures in outlook["cost"].items()]
+    )
+    missing = outlook["missing"]
+    print_text(
+        "\n".join(["needed and not here yet:", *(f"  - {line}" for line in missing)])
+        if missing
+        else "nothing is missing on this machine"
+    )
+
+
+def _images(stage: Mapping[str, Any]) -> Any:
+    """The images of a stage; a question mark where it needs some and the data is not there to count."""
+    return "?" if stage["images"] is None and stage["epochs"] is not None else stage["images"]
+
+
+def print_export(done: Mapping[str, Any]) -> None:
+    """Where an exported file lies and what it is."""
+    print_text(
+        f"{done['folder']}/{done['path']}  {done['format']} {done['precision']}, {done['bytes']:,} bytes, opset "
+        f"{done['opset']} ({done['opset_reason']})"
+    )
+
+
+def print_result(table: Drawable, folder: object) -> None:
+    """Before and after, and where everything lies."""
+    print_table(table.title, table.columns, table.rows)
+    print_text(f"all of it, with how it was measured: {folder}/report.md")
+
+
+def print_comparison(found: Mapping[str, Any]) -> None:
+    """Several runs side by side."""
+    print_table("", found["table"]["columns"], found["table"]["rows"])
+    if found["plot"]:
+        print_text(f"plot: {found['plot']}")
+
+
+def print_bench(found: Mapping[str, Any], table: Drawable) -> None:
+    """Throughput and latency of every artifact, the ratios with their intervals, and what to beware of."""
+    print_table(table.title, table.columns, table.rows)
+    for ratio in found["ratios"]:
+        low, high = ratio["ci95"]
+        upper = "open" if high is None else f"{high:.3f}"
+        times = f"{ratio['median']:.3f} times as fast as {ratio['a']} (95 % interval {low:.3f} to {upper})"
+        print_text(f"{ratio['b']} is {times}: {ratio['verdict']}")
+    for warning in found["warnings"]:
+        print_line(f"note: {warning}")
+
+
+def print_accuracy(found: Mapping[str, Any]) -> None:
+    """Accuracy with counts, and McNemar's test of every later artifact against the first."""
+    rows = [
+        [
+            row["artifact"],
+            f"{100 * row['top1']:.2f} %",
+            f"{row['correct']}/{row['total']}",
+            "{:.2f} to {:.2f} %".format(*(100 * end for end in row["top1_ci95"])),
+            f"{100 * row['top5']:.2f} %",
+        ]
+        for row in found["rows"]
+    ]
+    print_table("", ["artifact", "top-1", "right", "95 % interval", "top-5"], rows)
+    for test in found["mcnemar"]:
+        only = f"{test['only_a']} images only the first gets right, {test['only_b']} only the other"
+        print_text(f"{test['a']} against {test['b']}: {only}, p = {test['p_value']:.3g} (McNemar, exact)")
+
+
+def print_doctor(found: Mapping[str, Any]) -> None:
+    """What this machine can do, one line each, and how to get the rest."""
+    lines = [("machine", ", ".join(f"{key} {value}" for key, value in found["machine"].items()))]
+    lines += [("library", f"{name} {version}") for name, version in found["versions"].items()]
+    lines += [("device", f"{name}: {what or 'none'}") for name, what in found["devices"].items()]
+    lines += [("export", f"{name}: {reason or 'yes'}") for name, reason in found["export"].items()]
+    lines += [
+        ("run", f"ONNX Runtime, {provider}: {'yes' if works else 'not on this machine'}")
+        for provider, works in found["providers"].items()
+    ]
+    lines += [
+        ("optional", f"{item['package']} ({item['for']}): {'yes' if item['present'] else 'no, ' + item['install']}")
+        for item in found["optional"]
+    ]
+    print_pairs(lines)

@@ -1,0 +1,72 @@
+"""The optimiser and its learning rates, as timm makes them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from torch import nn
+
+from vitcompress.errors import InputError
+from vitcompress.train_options import TrainOptions
+
+
+def make_optimizer(
+    parameters: nn.Module | Sequence[dict[str, Any]], options: TrainOptions, device: torch.device
+) -> torch.optim.Optimizer:
+    """timm's optimiser of that name; torch's Adams in their fused form, one kernel for all parameters.
+
+    Raises:
+        InputError: timm has no such optimiser, or it does not take these options.
+    """
+    extra: dict[str, Any] = {"betas": options.betas} if options.betas else {}
+    if options.optimizer.lower() in ("adam", "adamw") and device.type in ("cpu", "cuda"):
+        extra["fused"] = True
+    try:
+        made: torch.optim.Optimizer = create_optimizer_v2(
+            parameters, options.optimizer, lr=options.peak_lr, weight_decay=options.weight_decay, **extra
+        )
+    except (ValueError, TypeError, AssertionError) as error:
+        raise InputError(
+            f"optimizer {options.optimizer!r} cannot be made: {error}", hint="try adamw, sgd or lamb"
+        ) from error
+    return made
+
+
+def lr_setter(
+    options: TrainOptions, optimizer: torch.optim.Optimizer, steps: int, lr_scale: Callable[[float], float] | None
+) -> Callable[[int], None]:
+    """A function that sets all learning rates for an optimiser step, counted from the start of the training.
+
+    `steps` are those of one epoch; `lr_scale` (fractional epoch -> share of the peak) takes the schedule's place.
+    """
+    o, base = options, [group["lr"] for group in optimizer.param_groups]
+    if lr_scale is None and o.schedule == "cosine":
+        scheduler, _ = create_scheduler_v2(
+            optimizer,
+            "cosine",
+            num_epochs=o.epochs,
+            min_lr=min(o.min_lr, o.peak_lr),
+            warmup_epochs=o.warmup_epochs,
+            warmup_lr=min(o.warmup_lr, o.peak_lr),
+            step_on_epochs=False,
+            updates_per_epoch=steps,
+        )
+        cosine: Callable[[int], None] = scheduler.step_update
+        return cosine
+    scale = lr_scale or (lambda epoch: 1.0)
+
+    def set_lr(step: int) -> None:
+        for group, peak in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = peak * scale(step / steps) * _warmup(o, step / steps, peak)
+
+    return set_lr
+
+
+def _warmup(options: TrainOptions, epoch: float, peak: float) -> float:
+    """Linear from warmup_lr to the peak, as a share of the peak."""
+    if epoch >= options.warmup_epochs or not peak:
+        return 1.0
+    start = min(options.warmup_lr / peak, 1.0)
+    return start + (1.0 - start) * epoch / options.warmup_epochs
