@@ -1,0 +1,78 @@
+"""Print one line per figure and write all of them, with every sample, to a JSON file.
+
+Everything that is compared takes turns. Weights are random, as no time depends on them.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitcompress.bench import machine
+from vitcompress.bench.speed import exporters, gates, harness, realised
+from vitcompress.bench.speed.parts import Options, Part, text
+from vitcompress.checkpoint import write_json
+
+# To add a part: a file beside this one with `run`, and a line here.
+PARTS: dict[str, Part] = {
+    "gates": gates.run,
+    "harness": harness.run,
+    "realised": realised.run,
+    "export": exporters.run,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts in the order they are asked for."""
+    asked = _parsed(arguments)
+    lines: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        options = Options(Path(folder), asked.arch, asked.batch, asked.runs, asked.threads)
+        for part in asked.parts:
+            for line in PARTS[part](options):
+                _say(text(line))
+                lines.append(line)
+    about = {
+        "machine": machine.facts(),
+        "load_average": machine.load_average(),
+        "torch_threads": torch.get_num_threads(),
+    }
+    settings = {key: value for key, value in asdict(options).items() if key != "folder"}
+    write_json(asked.out, {"figures": lines, **about, "settings": {"parts": asked.parts, **settings}})
+    _say(f"written to {asked.out}")
+    return 0
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    about = [f"{name}: {str(sys.modules[part.__module__].__doc__).splitlines()[0]}" for name, part in PARTS.items()]
+    parser = argparse.ArgumentParser(
+        prog="python -m vitcompress.bench.speed",
+        description="What vitcompress itself costs, and what pruning really gains.",
+        epilog="parts:\n  " + "\n  ".join(about),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = Options(Path())
+    parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"which of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--arch", default=default.arch, help="model of the gates (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=default.batch, help="images per run (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=default.runs, help="timed runs (default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="threads of a runtime's call (default: the runtime's)")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/speed.json"), help="default: %(default)s")
+    found = parser.parse_args(arguments)
+    if unknown := set(found.parts) - set(PARTS):
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    return found
+
+
+def _say(said: str) -> None:
+    sys.stdout.write(said + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
