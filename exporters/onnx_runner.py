@@ -1,0 +1,68 @@
+"""ONNX files as runners."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitcompress.errors import InputError
+from vitcompress.exporters.onnx_session import Session
+from vitcompress.exporters.runner import RunnerOptions
+from vitcompress.models import InputConfig
+
+
+class OnnxRunner:
+    """An ONNX file in ONNX Runtime, on exactly the execution provider that was asked for."""
+
+    def __init__(self, path: Path, options: RunnerOptions) -> None:
+        for setting, off in (("compile", False), ("sdpa", "auto")):
+            if getattr(options, setting) != off:
+                raise InputError(f"{setting} is a setting of torch; {path.name} runs in ONNX Runtime")
+        self.name = str(path)
+        self._session = Session(
+            path,
+            device=options.device,
+            provider=options.provider,
+            precision=options.precision,
+            threads=options.threads,
+        )
+        self.input = self._input_config()
+
+    def _input_config(self) -> InputConfig | None:
+        known = self._session.metadata
+        if not {"size", "mean", "std", "interpolation", "crop_pct", "crop_mode"} <= set(known):
+            return None
+        return InputConfig(
+            self.input_size,
+            tuple(known["mean"]),
+            tuple(known["std"]),
+            known["interpolation"],
+            float(known["crop_pct"]),
+            known["crop_mode"],
+        )
+
+    @property
+    def input_size(self) -> tuple[int, int, int]:
+        return self._session.input_size
+
+    @property
+    def uses_events(self) -> bool:
+        return False  # the session has a stream of its own
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return torch.from_numpy(np.asarray(self._session.run(images.detach().float().cpu().numpy())))
+
+    def bind(self, images: Tensor) -> Callable[[], None]:
+        return self._session.bind(images.detach().float().cpu().numpy())
+
+    def synchronize(self) -> None:
+        """Nothing: a call of the session returns when its outputs are there."""
+
+    def describe(self) -> dict[str, Any]:
+        return {"artifact": self.name, **self._session.describe()}
+
+    def close(self) -> None:
+        self._session.close()

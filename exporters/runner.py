@@ -1,0 +1,61 @@
+"""What every runtime offers: how an artifact is to be run, and a model that can be asked, described and timed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from vitcompress.models import InputConfig
+
+
+@dataclass(frozen=True)
+class RunnerOptions:
+    """How an artifact is run.
+
+    device: `cpu`, `cuda`, `cuda:1`, `mps`. provider: an ONNX Runtime execution provider by its full name; None takes
+    the one of the device. precision: None takes that of the file, fp32 in torch; `tf32` is fp32 with TF32 products on
+    CUDA, which `fp32` never uses. threads: CPU threads of one call; None leaves the runtime's default. compile and sdpa
+    (`auto`, `math`, `flash`, `efficient`, `cudnn`) concern torch. weights: those of a `timm:` name (`random`, `hub`).
+    """
+
+    device: str = "cpu"
+    provider: str | None = None
+    precision: str | None = None
+    threads: int | None = None
+    compile: bool = False
+    sdpa: str = "auto"
+    weights: str = "random"
+
+
+class Runner(Protocol):
+    """A model that can be asked, described and timed. `runner(images)` gives float32 logits on the CPU."""
+
+    name: str
+
+    @property
+    def input(self) -> InputConfig | None:
+        """How images are brought to the model; None when the artifact does not say."""
+
+    @property
+    def input_size(self) -> tuple[int, int, int]:
+        """(channels, height, width)"""
+
+    @property
+    def uses_events(self) -> bool:
+        """Whether calls are queued on torch's current CUDA stream, so that CUDA events time them."""
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """images: (batch, channels, height, width), normalised, on any device -> (batch, classes)."""
+
+    def bind(self, images: Tensor) -> Callable[[], None]:
+        """One forward pass of `images` as a call without arguments; inputs are already where the model computes."""
+
+    def synchronize(self) -> None:
+        """Wait until everything queued is done."""
+
+    def describe(self) -> dict[str, Any]:
+        """Everything that changes how fast or how exact this runner is."""
+
+    def close(self) -> None:
+        """Give back what the runner holds, and restore what it changed."""

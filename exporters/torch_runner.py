@@ -1,0 +1,147 @@
+"""Models in torch as runners: a run folder, a timm name, a module in memory."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vitcompress import models
+from vitcompress.errors import DeviceError, InputError
+from vitcompress.exporters.runner import RunnerOptions
+
+TIMM = "timm:"  # what names of models to be built by timm begin with
+TORCH_TYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SDPA = {
+    "auto": None,
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+class TorchRunner:
+    """A module in torch, in eval mode, on one device.
+
+    Threads and TF32 are settings of the whole process: they are set before each call, so that runners with different
+    settings can take turns, and restored by `close`.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: RunnerOptions | None = None, *, name: str, sha256: str | None = None
+    ) -> None:
+        self.name, self._sha256, self._options = name, sha256, options or RunnerOptions()
+        self._device = _torch_device(self._options)
+        self._precision = self._options.precision or "fp32"
+        _check_torch_options(self._options, self._device, self._precision)
+        self.input = models.input_config(model)
+        self._type = TORCH_TYPES[self._precision]
+        self._model = model.eval().to(self._device, self._type)
+        self._call = torch.compile(self._model) if self._options.compile else self._model
+        self._restore = _process_settings()
+        self._threads = self._options.threads or torch.get_num_threads()
+
+    @property
+    def input_size(self) -> tuple[int, int, int]:
+        return self.input.size
+
+    @property
+    def uses_events(self) -> bool:
+        return self._device.type == "cuda"
+
+    @torch.inference_mode()
+    def __call__(self, images: Tensor) -> Tensor:
+        self._set_process()
+        with self._attention():
+            out: Tensor = self._call(images.to(self._device, self._type))
+        return out.float().cpu()
+
+    def bind(self, images: Tensor) -> Callable[[], None]:
+        resident = images.to(self._device, self._type)
+
+        @torch.inference_mode()
+        def step() -> None:
+            self._set_process()
+            with self._attention():
+                self._call(resident)
+
+        return step
+
+    def _set_process(self) -> None:
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+        if self._device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self._precision == "tf32"
+
+    def _attention(self) -> AbstractContextManager[Any]:
+        backend = SDPA[self._options.sdpa]
+        return nullcontext() if backend is None else sdpa_kernel(backend)
+
+    def synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        elif self._device.type == "mps":
+            torch.mps.synchronize()
+
+    def describe(self) -> dict[str, Any]:
+        on_cuda = self._device.type == "cuda"
+        return {
+            "artifact": self.name,
+            "sha256": self._sha256,
+            "runtime": "torch",
+            "runtime_version": torch.__version__,
+            "device": str(self._device),
+            "device_name": torch.cuda.get_device_name(self._device) if on_cuda else None,
+            "provider": None,
+            "precision": self._precision,
+            "tf32": self._precision == "tf32",
+            "threads": self._threads,
+            "sdpa": self._options.sdpa,
+            "compile": self._options.compile,
+            "channels_last": False,
+            "cuda_graph": False,
+            "graph_optimization": None,
+            "weights": self._options.weights if self.name.startswith(TIMM) else None,
+        }
+
+    def close(self) -> None:
+        threads, matmul, cudnn = self._restore
+        torch.set_num_threads(threads)
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+
+
+def _process_settings() -> tuple[int, bool, bool]:
+    return torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+
+def _torch_device(options: RunnerOptions) -> torch.device:
+    if options.provider is not None:
+        raise InputError(f"provider {options.provider!r} is a setting of ONNX Runtime, not of torch")
+    try:
+        device = torch.device(options.device)
+    except RuntimeError:
+        raise DeviceError(f"device {options.device!r} is not known", hint="use cpu, cuda, cuda:N or mps") from None
+    have = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if (device.index or 0) >= have.get(device.type, 0):
+        raise DeviceError(
+            f"device {options.device!r} was asked for, torch finds {have.get(device.type, 0)} of that kind here",
+            hint="use --device cpu, or run on a machine that has one",
+        )
+    return device
+
+
+def _check_torch_options(options: RunnerOptions, device: torch.device, precision: str) -> None:
+    choices: Sequence[tuple[str, str, Sequence[str]]] = (
+        ("precision", precision, tuple(TORCH_TYPES)),
+        ("sdpa", options.sdpa, tuple(SDPA)),
+    )
+    for name, value, allowed in choices:
+        if value not in allowed:
+            raise InputError(f"{name} {value!r} is not known", hint=f"use one of {', '.join(allowed)}")
+    if options.threads is not None and options.threads < 1:
+        raise InputError(f"threads must be 1 or more, got {options.threads}")
+    if precision == "tf32" and device.type != "cuda":
+        raise DeviceError(f"tf32 was asked for, {device.type} has none", hint="use fp32")
