@@ -1,7 +1,7 @@
 """One table of the smallest models that every contract is driven from: (family, variant) -> timm name and arguments.
 
-A new family adds its rows here and gets the tests of test_families, test_surgery, test_gates, test_cost and
-test_checkpoint with them.
+A new family adds its rows here and gets the tests of test_families, test_surgery, test_channel_gates,
+test_cost and test_checkpoint with them.
 """
 
 from collections.abc import Iterable
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.families import Site, Space, family_of
+from vitcompress.gates import GatedModel
 from vitcompress.plan import Plan
 from vitcompress.surgery import applied
 
@@ -39,6 +40,8 @@ SMALL = {
         "pretrained_cfg_overlay": {"input_size": [3, 32, 32]},
     },
 }
+
+BYPASSES = ["drop", "norm_identity", "double"]  # what may stand where an attention was
 
 
 @dataclass(frozen=True)
@@ -210,3 +213,13 @@ def assert_composed(model: nn.Module, plan: Plan, expected: nn.Module, x: Tensor
     assert shapes[0] == shapes[1]
     assert_same(logits(found, x), logits(expected, x))
     assert_moved(logits(expected, x), logits(model, x))
+
+
+def layers(model: nn.Module) -> list[Site]:
+    """The sites that take a gate."""
+    return [site for site in family_of(model).sites(model) if site.kind in ("attention", "activation")]
+
+
+def gated(model: nn.Module, **modes: str) -> GatedModel:
+    """The model with a gate on each of its layers, in float64."""
+    return GatedModel(model, family_of(model), layers(model), **modes).double()

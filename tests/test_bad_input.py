@@ -8,79 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from PIL import Image
+from command_line import RECIPE, begin, images, recipe_with, refused
+from whole_runs import ARCH, ARGS
 
-from vitcompress import checkpoint, cli, console, models
-from vitcompress.plan import Plan
-
-MODEL = "vit_tiny_patch16_224"
-ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 3, "num_heads": 2}
-RECIPE = """
-[model]
-name = "vit_tiny_patch16_224"
-args = { img_size = 8, patch_size = 4, in_chans = 1, embed_dim = 16, depth = 3, num_heads = 2 }
-weights = "train"
-
-[data]
-source = "digits"
-
-[dense]
-epochs = 1
-
-[[step]]
-method = "random"
-pruned_layers = 2
-
-[finetune]
-epochs = 1
-distillation = "soft"
-teacher = "dense"
-
-[bench]
-protocol = "paper"
-batch = 2
-warmup = 1
-runs = 2
-runtimes = ["onnxruntime"]
-
-[run]
-device = "cpu"
-"""
+from vitcompress import checkpoint, cli, models
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a recipe `small.toml`; `made` is what a test puts beside it."""
-    folder = tmp_path / "home"
-    folder.mkdir()
-    (folder / "small.toml").write_text(RECIPE)
-    monkeypatch.chdir(folder)
-    return folder
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def refused(*arguments: str, code: int = 2) -> str:
-    """The error of a command that must fail with `code` and leave the working folder as it was."""
-    before = tree(Path())
-    result = CliRunner().invoke(cli.main, [*arguments, "--json"])
-    assert result.exit_code == code, result.output
-    assert "Traceback" not in result.stderr and "unexpected" not in result.stdout
-    assert tree(Path()) == before, "something was written"
-    data = json.loads(result.stdout)
-    return f"{data['error']}\n{data['hint'] or ''}"
-
-
-def recipe_with(old: str, new: str) -> str:
-    assert old in RECIPE
-    Path("changed.toml").write_text(RECIPE.replace(old, new))
-    return "changed.toml"
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(tmp_path / "home", monkeypatch)
 
 
 # ------------------------------------------------------------------------------------------------------------- recipes
@@ -130,8 +69,8 @@ def test_published_layers_that_the_model_does_not_have() -> None:
 @pytest.mark.parametrize("name", ["resnet18", "swinv2_tiny_window8_256", "vit_tinny_patch16_224"])
 def test_a_model_of_another_kind(name: str) -> None:
     path = recipe_with(
-        RECIPE[RECIPE.index('name = "') : RECIPE.index("[dense]\nepochs = 1\n") + len("[dense]\nepochs = 1\n")],
-        f'name = "{name}"\nweights = "random"\nclasses = 10\n',
+        RECIPE[RECIPE.index('name = "') : RECIPE.index("[[step]]")],
+        f'name = "{name}"\nweights = "random"\nclasses = 10\n\n',
     )
     said = refused("recipe", path, "--structure-only")
     assert ("vit_tiny" in said) if "tinny" in name else ("supported" in said or "ViT" in said)
@@ -141,7 +80,7 @@ def test_a_model_of_another_kind(name: str) -> None:
 
 
 def saved(path: str, **changes: Any) -> str:
-    model = models.create(MODEL, {**ARGS, "num_classes": 10, **changes})
+    model = models.create(ARCH, {**ARGS, "num_classes": 10, **changes})
     checkpoint.save_tensors(Path(path), model.state_dict())
     return path
 
@@ -194,19 +133,6 @@ def test_weights_that_cannot_be_used(make: Callable[[], str], sentence: str) -> 
     path = make()
     assert sentence in refused("recipe", "small.toml", "--weights", path)
     assert not Path("executed").exists()
-
-
-# ---------------------------------------------------------------------------------------------------------------- data
-
-
-def images(folder: str, classes: int = 2, each: int = 6) -> None:
-    for split in ("train", "val"):
-        for label in range(classes):
-            place = Path(folder, split, f"class{label}")
-            place.mkdir(parents=True)
-            for number in range(each):
-                pixels = np.full((8, 8), 20 * number + label, np.uint8)
-                Image.fromarray(pixels).save(place / f"{number}.png")
 
 
 def test_a_missing_data_folder() -> None:
@@ -275,104 +201,3 @@ def test_a_disk_that_fills_up_on_the_way(monkeypatch: pytest.MonkeyPatch) -> Non
     result = CliRunner().invoke(cli.main, ["recipe", "small.toml", "--structure-only", "--json"])
     assert result.exit_code == 2 and "disk is full" in json.loads(result.stdout)["error"]
     assert not [path for path in Path().rglob("*") if ".part" in path.name]
-
-
-# ------------------------------------------------------------------------------------------------ machine and artifacts
-
-
-def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "sklearn"] + ["sklearn"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    said = refused("recipe", "small.toml")
-    assert "scikit-learn" in said and "vitcompress[demo]" in said
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-@pytest.mark.parametrize("command", [("recipe", "small.toml"), ("bench", f"timm:{MODEL}"), ("bench", "model.onnx")])
-def test_a_gpu_where_there_is_none(command: tuple[str, ...]) -> None:
-    if command[-1] == "model.onnx":
-        folder = run_folder()
-        command = ("bench", str(folder / "model.onnx"))
-    said = refused(*command, "--device", "cuda")
-    assert "cuda" in said.lower() and "cpu" in said.lower()
-
-
-def test_an_unknown_device() -> None:
-    assert "tpu" in refused("recipe", "small.toml", "--device", "tpu")
-
-
-@pytest.mark.parametrize("command", [("bench",), ("evaluate", "--data", "digits")], ids=["bench", "evaluate"])
-def test_an_onnx_file_that_is_not_one(command: tuple[str, ...]) -> None:
-    Path("model.onnx").write_text("this is not a graph")
-    assert "model.onnx" in refused(command[0], "model.onnx", *command[1:])
-    Path("model.engine").write_text("neither is this")
-    assert "engine" in refused(command[0], "model.engine", *command[1:])
-
-
-def run_folder() -> Path:
-    """A finished run without training."""
-    result = CliRunner().invoke(cli.main, ["recipe", "small.toml", "--structure-only", "--out", "run", "--json"])
-    assert result.exit_code == 0, result.output
-    return Path("run")
-
-
-def edited(folder: Path, **changes: Any) -> None:
-    path = folder / "plan.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"removed": {"blocks.0.attn": "droop"}}, "droop"),
-        ({"remove": {}}, "did you mean removed?"),
-        ({"removed": {"blocks.0.attn": "drop", "blocks.1.attn": "drop", "blocks.2.attn": "drop"}}, "plan"),
-        ({"arch": "resnet18"}, "plan"),
-        ({"format": 2}, "format"),
-    ],
-    ids=["stand-in", "key", "other layers", "architecture", "format"],
-)
-def test_a_plan_edited_by_hand(changes: dict[str, Any], sentence: str) -> None:
-    folder = run_folder()
-    edited(folder, **changes)
-    for command in (("verify", "run"), ("bench", "run"), ("evaluate", "run", "--data", "digits"), ("export", "run")):
-        assert sentence in refused(*command), command
-
-
-def test_an_evaluation_on_images_of_other_classes() -> None:
-    folder = run_folder()
-    images("pictures")
-    said = refused("evaluate", str(folder), "--data", "pictures")
-    assert "1000 classes" in said and "the data has 2" in said
-
-
-def test_a_folder_that_is_no_run_folder() -> None:
-    Path("empty").mkdir()
-    for command in ("verify", "export", "report", "bench"):
-        assert "empty" in refused(command, "empty")
-
-
-# --------------------------------------------------------------------------------------------------------------- Ctrl-C
-
-
-def test_ctrl_c_at_each_stage_and_the_same_command_continues(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    announce = console.ConsoleProgress.stage
-
-    def stage(self: console.ConsoleProgress, title: str) -> None:
-        announce(self, title)
-        if title not in seen:
-            seen.append(title)
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(console.ConsoleProgress, "stage", stage)
-    for _ in range(40):
-        result = CliRunner().invoke(cli.main, ["recipe", "small.toml", "--out", "run"])
-        if result.exit_code != 130:
-            break
-        assert result.stderr.splitlines()[-1] == "stopped; the same command continues" and result.stdout == ""
-        assert "Traceback" not in result.stderr and "╭" not in result.stderr
-        assert not [path for path in Path().rglob("*") if ".part" in path.name]
-    assert result.exit_code == 0, result.output
-    assert len(seen) >= 6, seen
-    assert checkpoint.load("run").plan == Plan.from_json(Path("run/plan.json").read_text())

@@ -18,8 +18,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnxruntime as ort
+import torch
+from torch import Tensor, nn
+
 from vitcompress import pipeline
+from vitcompress.data import DataOptions, open_data
 from vitcompress.errors import OutputError
+from vitcompress.evaluate import calibration_images
+from vitcompress.models import input_config
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe, load_recipe
 
@@ -70,6 +78,10 @@ SMALL = re.sub(r'method = "hetdpt".*?\n\n', f"{RANDOM}\n\n", RECIPE, flags=re.DO
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
 # Without ONNX files, which take most of the time.
 BARE = ("export.formats=[]", 'bench.runtimes=["torch"]')
+EPS = 2.0**-24  # float32 rounding
+# Two float32 computations of a logit: sums of at most 64 terms, some 10 of them one after the other in each of 3
+# blocks, each of which may double what came in.
+LOGITS = EPS * 64 * 10 * 3 * 8
 # What is about to appear when the process is killed, in the order of a run.
 MOMENTS = (
     "dense-*/state/state-000002-*",
@@ -127,6 +139,32 @@ def run(
     told = Told()
     wishes = pipeline.RunOptions(out=folder / name, **options)
     return pipeline.run(recipe(folder, *sets, text=text), wishes, told), told
+
+
+def with_steps(*steps: str) -> str:
+    """SMALL with other steps."""
+    return SMALL.replace(f"[[step]]\n{RANDOM}", "\n".join(f"[[step]]\n{step}\n" for step in steps))
+
+
+def tree(folder: Path) -> dict[str, int]:
+    """Every file and folder, with the time of its last change."""
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def logits(model: nn.Module, images: Tensor) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model.eval()(images)
+    return out
+
+
+def onnx_logits(path: Path, images: Tensor) -> Tensor:
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return torch.from_numpy(np.asarray(session.run(None, {"images": images.numpy()})[0]))
+
+
+def digits(model: nn.Module, count: int = 16) -> Tensor:
+    """Test images, as the model wants them."""
+    return calibration_images(open_data(DataOptions(), 0).test, input_config(model), count, seed=3)
 
 
 def forked(work: Any, *args: Any) -> int:

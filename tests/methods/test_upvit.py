@@ -9,142 +9,21 @@ import numpy as np
 import pytest
 import timm
 import torch
-from contracts import CONTRACTS, assert_moved, assert_same, build, contract, logits
+from contracts import assert_moved, assert_same, build, contract, logits
 from contracts import images as pictures
-from method_world import context, images, model
-from torch import Tensor, nn
+from method_world import context, model
 
 from vitcompress import surgery
-from vitcompress.distributed import Runtime
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
-from vitcompress.families.answer import answer_block
 from vitcompress.methods import upvit
-from vitcompress.methods.upvit.blocks import candidates, removal, scores, whole_blocks, without
-from vitcompress.methods.upvit.fisher import estimates
-from vitcompress.methods.upvit.importance import Component, Importance, components, divergence
+from vitcompress.methods.upvit.blocks import candidates, removal, whole_blocks, without
 from vitcompress.methods.upvit.regroup import least_first, regrouped
 from vitcompress.plan import Plan
 from vitcompress.standard import standard_model
 from vitcompress.verify_slice import slice_check
 
 SMALL: dict[str, Any] = {"embed_dim": 8, "num_heads": 1, "depth": 3}
-VARIANTS = [variant for family, variant in CONTRACTS if family in ("vit", "pvt")]
-
-
-class Batches(list):
-    """Two batches of ready images, as an evaluation loader gives them."""
-
-    @classmethod
-    def of(cls, x: Tensor) -> "Batches":
-        return cls((part, torch.zeros(len(part))) for part in x.split(2))
-
-
-def naive(made: nn.Module, plan: Plan, component: Component, channel: int, x: Tensor) -> float:
-    """S by cutting the channel out for real and running the whole model."""
-    kept = tuple(c for c in range(component.size) if c != channel)
-    family, heads = family_of(made), component.spaces[0].heads
-    if component.kind == "attention":  # a head cannot lose one channel alone: what it writes is taken away instead
-        copy = surgery.applied(made, Plan(plan.arch, plan.arch_args))
-        with torch.no_grad():
-            for space in component.spaces:
-                for axis in space.axes:
-                    if axis.dim == 0:
-                        for n in range(axis.copies):
-                            copy.get_parameter(axis.tensor)[axis.offset + n * space.size + channel] = 0.0
-        assert heads and family
-    else:
-        one = Plan(plan.arch, plan.arch_args, kept={space.name: kept for space in component.spaces})
-        copy = surgery.applied(made, one)
-    return float(divergence(logits(made, x), logits(copy, x)))
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_scores_are_those_of_models_without_the_channel(variant: str) -> None:
-    """Cached prefixes, rank-one corrections and shortened last blocks change nothing."""
-    made, x = build(variant), pictures(variant, count=3)
-    family, plan = family_of(made), contract(variant).plan
-    importance = Importance(made, family, images_at_once=8)
-    state = {name: value.clone() for name, value in made.state_dict().items()}
-    for component in components(family.spaces(made)):
-        channels = [0, component.size // 2, component.size - 1]
-        found = importance.scores(component, Batches.of(x), channels)
-        for channel in channels:
-            expected = naive(made, plan, component, channel, x)
-            assert float(found[channel]) == pytest.approx(expected, rel=1e-9, abs=1e-13), (component.name, channel)
-        assert float(found.sum()) > 1e-7
-    assert all(torch.equal(value, state[name]) for name, value in made.state_dict().items())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in made.modules())
-
-
-def test_every_channel_is_scored_whatever_the_batch() -> None:
-    made, x = build("plain"), pictures("plain", count=4)
-    family = family_of(made)
-    for component in components(family.spaces(made)):
-        found = [Importance(made, family, images_at_once=n).scores(component, Batches.of(x)) for n in (2, 6, 4096)]
-        assert all(torch.allclose(one, found[0], rtol=1e-9, atol=1e-14) for one in found)
-        assert int((found[0] > 0).sum()) >= component.size - 1
-
-
-def test_masking_the_residual_stream_is_not_deleting() -> None:
-    """A LayerNorm that still counts the zeroed channel gives other scores: the difference that deletion makes."""
-    made, x = build("plain"), pictures("plain")
-    component = next(c for c in components(family_of(made).spaces(made)) if c.kind == "residual")
-    deleted = Importance(made, family_of(made), images_at_once=8).scores(component, Batches.of(x), [3])[3]
-    hooks = [
-        m.register_forward_pre_hook(lambda m, a: (a[0] * (torch.arange(16) != 3),))
-        for m in made.modules()
-        if isinstance(m, nn.LayerNorm)
-    ]
-    zeroed = logits(made, x)
-    for hook in hooks:
-        hook.remove()
-    assert abs(float(divergence(logits(made, x), zeroed)) - float(deleted)) > 1e-3 * float(deleted)
-
-
-def test_the_shortened_last_block_gives_the_same_answers() -> None:
-    made, x = build("distilled"), pictures("distilled")
-    found = answer_block(made, family_of(made))
-    assert found is not None
-    before = logits(made, x)
-    surgery.replace_module(made, *found)
-    assert_same(logits(made, x), before)
-    assert answer_block(build("avg_pooled"), family_of(build("avg_pooled"))) is None
-
-
-def test_divergence_is_summed_over_images() -> None:
-    z, changed = torch.randn(3, 5), torch.randn(6, 5)
-    q = torch.softmax(z.double(), 1)
-    expected = [float((q * (q / torch.softmax(c.double(), 1)).log()).sum()) for c in changed.split(3)]
-    assert divergence(z, changed).tolist() == pytest.approx(expected)
-    assert divergence(z, z).tolist() == [0.0]
-
-
-def test_the_estimate_is_the_curvature() -> None:
-    """With all signs drawn, half of j^T F j; and where a channel hardly matters, near the exact score."""
-    made, x = build("plain"), pictures("plain", count=2)
-    family = family_of(made)
-    own = components(family.spaces(made))
-    found = estimates(made, own, Batches.of(x), draws=1024, seed=0)
-    component = own[0]
-    from vitcompress.methods.upvit.deletion import deletion
-
-    for channel in (0, 5):
-
-        def answer(value: Tensor, channel: int = channel) -> Tensor:
-            gate = torch.ones(1, component.size, dtype=torch.float64)
-            gate = torch.cat([gate[:, :channel], value.reshape(1, 1), gate[:, channel + 1 :]], dim=1)
-            with deletion(made, component.spaces, {space.name: gate for space in component.spaces}):
-                return made(x)
-
-        one = torch.ones((), dtype=torch.float64)
-        step = 1e-5
-        with torch.no_grad():
-            j = (answer(one + step) - answer(one - step)) / (2 * step)
-            q = torch.softmax(made(x), 1)
-        expected = 0.5 * float(((q * j**2).sum(1) - (q * j).sum(1) ** 2).sum())
-        # The mean of 1024 draws of a square of a sum of random signs: its deviation is at most sqrt(2 / draws).
-        assert float(found[component.name][channel]) == pytest.approx(expected, rel=5 * (2 / 1024) ** 0.5)
 
 
 # ---------------------------------------------------------------------------------------------------------------- heads
@@ -203,16 +82,6 @@ def test_every_candidate_loads_into_the_shallower_model() -> None:
         found = standard_model(small, plan)
         assert_same(logits(found, x), logits(small, x))
         assert_moved(logits(small, x), logits(made, x))
-
-
-def test_block_scores_are_those_of_the_models_without_them() -> None:
-    made, x, base = build("plain", depth=3), pictures("plain"), contract("plain", depth=3).plan
-    plans = [removal(way.removed, base) for way in candidates(whole_blocks(made, family_of(made))["blocks"])]
-    found = scores(made, plans, removal([], base), Batches.of(x))
-    expected = [float(divergence(logits(made, x), logits(surgery.applied(made, plan), x))) for plan in plans]
-    assert found.tolist() == pytest.approx(expected, rel=1e-9)
-    current = scores(made, plans, plans[0], Batches.of(x))
-    assert float(current[0]) == 0.0 and float(current[1]) > 0
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
@@ -341,24 +210,6 @@ def test_published_targets(arch: str, goal: str, args: Any, params: int) -> None
     assert found.standard["arch"] == goal
 
 
-def test_two_processes_see_all_images(tmp_path: Path) -> None:
-    """Each process scores its share; together they are the scores of one."""
-    made = model()
-    family = family_of(made)
-    component = components(family.spaces(made))[0]
-    from vitcompress.data import eval_loader
-
-    where = context(tmp_path, made)
-    shares = [
-        Importance(made, family, images_at_once=64).scores(
-            component, eval_loader(images(4, 3), where.input, 4, Runtime(torch.device("cpu"), rank=r, world_size=n))
-        )
-        for n, ranks in ((1, (0,)), (2, (0, 1)))
-        for r in ranks
-    ]
-    assert torch.allclose(shares[1] + shares[2], shares[0], rtol=1e-4)
-
-
 def test_all_but_regrouped_heads_is_held_against_masks() -> None:
     made, x = build("plain"), pictures("plain")
     base = contract("plain").plan
@@ -369,34 +220,3 @@ def test_all_but_regrouped_heads_is_held_against_masks() -> None:
     attention = {f"blocks.{n}.{part}": mixed for n in range(2) for part in ("qk", "v")}
     check = slice_check(made, replace(found, kept={**found.kept, **attention}), x)
     assert check.verdict == "passed" and "the heads of blocks.0.attn, blocks.1.attn are regrouped" in check.detail
-
-
-def test_exact_scores_cost_less_than_half_of_a_pass_per_candidate() -> None:
-    """Blocks evaluated for 12 blocks of DeiT's proportions; an answer block counts as the quarter that it is."""
-    row = contract("plain", depth=12, mlp_ratio=4.0)
-    made, x = build("plain", depth=12, mlp_ratio=4.0), pictures("plain", count=2)
-    family = family_of(made)
-    importance = Importance(made, family, images_at_once=64)
-    counted = [0.0]
-
-    def count(share: float) -> Any:
-        def add(module: nn.Module, args: Any, out: Tensor) -> None:
-            counted[0] += share * len(out)
-
-        return add
-
-    blocks = [block.register_forward_hook(count(1.0)) for block in family.blocks(made).values()]
-    handles = [*blocks, *(b.register_forward_hook(count(0.25)) for b in importance.answer.values())]
-    own = components(family.spaces(made))
-    for component in own:
-        importance.scores(component, Batches.of(x))
-    for handle in handles:
-        handle.remove()
-    each_alone = sum(c.size for c in own) * row.arch_args["depth"] * len(x)
-    # Up to the one plain pass of each component: 11 1/4 blocks for the stream, (11 - k) + 1/4 for an attention, and one
-    # less for an FFN, whose own block is not run.
-    width, ffn, d = 16, 64, 12
-    stream, rest = 11.25 * width, [11.25 - k for k in range(d)]
-    expected = 2 * (stream + width * sum(rest) + ffn * sum(max(0.0, r - 1) for r in rest) + d * len(own))
-    assert counted[0] == pytest.approx(expected)
-    assert each_alone / (counted[0] - 2 * d * len(own)) > 2.3

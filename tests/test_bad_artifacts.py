@@ -1,0 +1,108 @@
+"""Machines, files and folders that are not what a command needs, and Ctrl-C: one sentence and an exit code."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from command_line import begin, images, refused, run_folder
+from whole_runs import ARCH
+
+from vitcompress import checkpoint, cli, console
+from vitcompress.plan import Plan
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(tmp_path / "home", monkeypatch)
+
+
+def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "sklearn"] + ["sklearn"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    said = refused("recipe", "small.toml")
+    assert "scikit-learn" in said and "vitcompress[demo]" in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("command", [("recipe", "small.toml"), ("bench", f"timm:{ARCH}"), ("bench", "model.onnx")])
+def test_a_gpu_where_there_is_none(command: tuple[str, ...]) -> None:
+    if command[-1] == "model.onnx":
+        folder = run_folder()
+        command = ("bench", str(folder / "model.onnx"))
+    said = refused(*command, "--device", "cuda")
+    assert "cuda" in said.lower() and "cpu" in said.lower()
+
+
+def test_an_unknown_device() -> None:
+    assert "tpu" in refused("recipe", "small.toml", "--device", "tpu")
+
+
+@pytest.mark.parametrize("command", [("bench",), ("evaluate", "--data", "digits")], ids=["bench", "evaluate"])
+def test_an_onnx_file_that_is_not_one(command: tuple[str, ...]) -> None:
+    Path("model.onnx").write_text("this is not a graph")
+    assert "model.onnx" in refused(command[0], "model.onnx", *command[1:])
+    Path("model.engine").write_text("neither is this")
+    assert "engine" in refused(command[0], "model.engine", *command[1:])
+
+
+def edited(folder: Path, **changes: Any) -> None:
+    path = folder / "plan.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"removed": {"blocks.0.attn": "droop"}}, "droop"),
+        ({"remove": {}}, "did you mean removed?"),
+        ({"removed": {"blocks.0.attn": "drop", "blocks.1.attn": "drop", "blocks.2.attn": "drop"}}, "plan"),
+        ({"arch": "resnet18"}, "plan"),
+        ({"format": 2}, "format"),
+    ],
+    ids=["stand-in", "key", "other layers", "architecture", "format"],
+)
+def test_a_plan_edited_by_hand(changes: dict[str, Any], sentence: str) -> None:
+    folder = run_folder()
+    edited(folder, **changes)
+    for command in (("verify", "run"), ("bench", "run"), ("evaluate", "run", "--data", "digits"), ("export", "run")):
+        assert sentence in refused(*command), command
+
+
+def test_an_evaluation_on_images_of_other_classes() -> None:
+    folder = run_folder()
+    images("pictures")
+    said = refused("evaluate", str(folder), "--data", "pictures")
+    assert "1000 classes" in said and "the data has 2" in said
+
+
+def test_a_folder_that_is_no_run_folder() -> None:
+    Path("empty").mkdir()
+    for command in ("verify", "export", "report", "bench"):
+        assert "empty" in refused(command, "empty")
+
+
+def test_ctrl_c_at_each_stage_and_the_same_command_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    announce = console.ConsoleProgress.stage
+
+    def stage(self: console.ConsoleProgress, title: str) -> None:
+        announce(self, title)
+        if title not in seen:
+            seen.append(title)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(console.ConsoleProgress, "stage", stage)
+    for _ in range(40):
+        result = CliRunner().invoke(cli.main, ["recipe", "small.toml", "--out", "run"])
+        if result.exit_code != 130:
+            break
+        assert result.stderr.splitlines()[-1] == "stopped; the same command continues" and result.stdout == ""
+        assert "Traceback" not in result.stderr and "╭" not in result.stderr
+        assert not [path for path in Path().rglob("*") if ".part" in path.name]
+    assert result.exit_code == 0, result.output
+    assert len(seen) >= 6, seen
+    assert checkpoint.load("run").plan == Plan.from_json(Path("run/plan.json").read_text())

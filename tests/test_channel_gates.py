@@ -1,0 +1,103 @@
+"""Gates on channels leave no trace, and have the derivative of the loss."""
+
+import pytest
+import torch
+from contracts import (
+    assert_moved,
+    assert_same,
+    build,
+    every_variant,
+    images,
+    kept_channels,
+    logits,
+    masks,
+    sites_of,
+    spaces_of,
+)
+from torch import Tensor, nn
+
+from vitcompress.errors import PlanError
+from vitcompress.families import family_of
+from vitcompress.gates import channel_gates
+
+
+def trace(model: nn.Module) -> list:
+    """Everything that gates could leave behind."""
+    hooks = [(n, type(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()]
+    return [hooks, list(model.state_dict()), [(n, id(p)) for n, p in model.named_parameters()]]
+
+
+@every_variant
+def test_channel_gates_leave_no_trace(variant: str) -> None:
+    model, x = build(variant), images(variant)
+    before, expected = trace(model), logits(model, x)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    kept = kept_channels(model, {"qk", "v", "mlp", "residual"})
+    with channel_gates(model, family_of(model), masks(model, kept)):
+        assert trace(model) != before
+        assert_moved(logits(model, x), expected)
+    assert trace(model) == before
+    assert torch.equal(logits(model, x), expected)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+def test_channel_gates_leave_no_trace_of_a_failure() -> None:
+    model = build("distilled")
+    before = trace(model)
+    gates = masks(model, kept_channels(model, {"mlp", "residual"}))
+    with pytest.raises(KeyError), channel_gates(model, family_of(model), gates):
+        raise KeyError
+    assert trace(model) == before
+    with channel_gates(model, family_of(model), gates):
+        inside = trace(model)
+        with (
+            pytest.raises(PlanError, match="gated already"),
+            channel_gates(model, family_of(model), {"residual": gates["residual"]}),
+        ):
+            pass
+        assert trace(model) == inside
+    assert trace(model) == before
+
+
+@every_variant
+def test_open_channel_gates_change_nothing_and_have_gradients(variant: str) -> None:
+    """The derivative at 1 is the loss's first-order change when a channel goes (Taylor score): sum of w dL/dw."""
+    model, x = build(variant), images(variant)
+    expected = logits(model, x)
+    gates = {
+        name: torch.ones(space.size, dtype=torch.float64, requires_grad=True)
+        for name, space in spaces_of(model).items()
+    }
+    with channel_gates(model, family_of(model), gates):
+        out = model(x)
+        out.square().sum().backward()
+    assert_same(out.detach(), expected)
+    name = f"{sites_of(model, 'block')[1].name}.mlp"
+    mlp = model.get_submodule(name)
+    rows = torch.zeros(mlp.fc2.in_features, dtype=torch.float64)  # a gated FFN has a gate and a value for each
+    for writer in (mlp.fc1, mlp.dwconv) if hasattr(mlp, "dwconv") else (mlp.fc1,):
+        rows += (writer.weight * writer.weight.grad).flatten(1).sum(1).view(-1, len(rows)).sum(0)
+        rows += 0 if writer.bias is None else (writer.bias * writer.bias.grad).view(-1, len(rows)).sum(0)
+    assert_same(gates[name].grad, rows.detach())
+    assert all(float(gate.grad.abs().max()) > 0 for gate in gates.values())
+
+
+def test_channel_gates_work_in_half_precision() -> None:
+    model = build("layer_scale", dtype=torch.bfloat16)
+    x = images("layer_scale", dtype=torch.bfloat16)
+    gates = {name: gate.float() for name, gate in masks(model, kept_channels(model, {"qk", "v", "residual"})).items()}
+    with channel_gates(model, family_of(model), gates):
+        assert logits(model, x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("gates", "told"),
+    [
+        ({"blocks.0.kq": torch.ones(16)}, "no such space: blocks.0.kq"),
+        ({"blocks.0.qk": torch.ones(15)}, r"blocks.0.qk has 16 channels, its gate has the shape \(15,\)"),
+    ],
+)
+def test_gates_that_do_not_fit(gates: dict[str, Tensor], told: str) -> None:
+    model = build("plain")
+    with pytest.raises(PlanError, match=told), channel_gates(model, family_of(model), gates):
+        pass

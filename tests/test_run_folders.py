@@ -1,0 +1,140 @@
+"""Folders and recipes: what is begun continues, what is another's is left alone, what cannot work writes nothing."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import whole_runs as world
+from whole_runs import SMALL, tree, with_steps
+
+from vitcompress import checkpoint, models, pipeline
+from vitcompress.errors import InputError, OutputError, PlanError, WeightsError
+from vitcompress.pipeline.folder import HEADER, sole_user
+from vitcompress.plan import Plan
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A folder with a finished `run` of SMALL, and the dense model beside it."""
+    world.run(tmp_path, *world.BARE, text=SMALL)
+    return tmp_path
+
+
+def test_a_folder_of_another_recipe_is_refused(small: Path) -> None:
+    before = tree(small)
+    with pytest.raises(OutputError, match="another recipe") as caught:
+        world.run(small, *world.BARE, "dense.epochs=2", "run.seed=4")
+    assert "dense.epochs is 1 there, 2 here; run.seed is 0 there, 4 here" in caught.value.message
+    assert "--fresh" in str(caught.value.hint)
+    with pytest.raises(OutputError, match="another recipe"):  # what was trained is not what was not
+        world.run(small, *world.BARE, weights="random", structure_only=True)
+    assert tree(small) == before
+
+
+def test_structure_only_is_not_the_whole_run(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    model = models.create(world.ARCH, {**world.ARGS, "num_classes": 10}, seed=5)
+    checkpoint.save_tensors(tmp_path / "weights" / "own.safetensors", model.state_dict())
+    same = {"weights": str(tmp_path / "weights" / "own.safetensors"), "text": SMALL}
+    world.run(tmp_path, *world.BARE, "model.classes=10", structure_only=True, **same)
+    with pytest.raises(OutputError, match=r"another recipe \(structure only there\)"):
+        world.run(tmp_path, *world.BARE, "model.classes=10", **same)
+
+
+def test_two_runs_do_not_share_a_folder(small: Path) -> None:
+    (small / "run" / "report.json").unlink()
+    with sole_user(small / "run" / "state"), pytest.raises(OutputError, match="another process is working in"):
+        world.run(small, *world.BARE, text=SMALL)
+    world.run(small, *world.BARE, text=SMALL)
+    assert (small / "run" / "report.json").is_file()
+
+
+def test_fresh_starts_over_and_keeps_what_is_not_a_runs(small: Path) -> None:
+    (small / "run" / "notes.txt").write_text("mine")
+    (small / "run" / "state" / ".a.json.12345678.part").write_text("half")
+    dense = tree(next(small.glob("dense-*")))
+    weights = (small / "run" / "model.safetensors").read_bytes()
+    result, told = world.run(small, *world.BARE, "finetune.epochs=2", fresh=True)
+    assert (small / "run" / "notes.txt").read_text() == "mine"
+    assert not list((small / "run").rglob("*.part"))
+    assert (
+        "Recover by training the pruned model" in told.stages
+        and "epochs = 2" in (result.folder / "recipe.toml").read_text()
+    )
+    assert (small / "run" / "model.safetensors").read_bytes() != weights
+    assert tree(next(small.glob("dense-*"))) == dense
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_folders_of_others_are_left_alone(tmp_path: Path, fresh: bool) -> None:
+    world.recipe(tmp_path, text=SMALL)
+    for name in ("full", "written", "taken"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("years of work")
+    (tmp_path / "written" / "recipe.toml").write_text("name = 'by hand'\n")
+    (tmp_path / "file").write_text("")
+    before = tree(tmp_path)
+    for name, said in (
+        ("full", "not a run folder"),
+        ("written", "not written by a run" if fresh else "another recipe"),
+        ("file", "is a file"),
+        ("file/run", "is a file"),
+    ):
+        with pytest.raises(OutputError, match=said):
+            world.run(tmp_path, *world.BARE, name=name, fresh=fresh)
+    with pytest.raises(OutputError):
+        pipeline.run(world.recipe(tmp_path, *world.BARE), pipeline.RunOptions(out=Path("/proc/run"), fresh=fresh))
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("sets", "options", "kind", "said"),
+    [
+        (["step.0.pruned_layers=9"], {}, PlanError, "pruned_layers is 9"),
+        (["dense.batch_size=5000"], {}, InputError, "batch_size 5000"),
+        (["finetune.teacher=nobody"], {}, InputError, "timm has no model 'nobody'"),
+        (["model.name=resnet18", "model.args={}"], {}, InputError, "resnet18|ResNet"),
+        ([], {"weights": "nowhere.pth"}, WeightsError, "no weights at nowhere.pth"),
+        ([], {"export": ("tensorrt",)}, InputError, "no export format 'tensorrt'"),
+        (["dense.lr=1"], {"weights": "random", "data": "nowhere"}, InputError, "nowhere"),
+        (["bench.batch=0"], {}, InputError, "batch"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_written(
+    tmp_path: Path, sets: list[str], options: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    world.recipe(tmp_path, text=SMALL)
+    before = tree(tmp_path)
+    with pytest.raises(kind, match=said):
+        world.run(tmp_path, *sets, **options)
+    assert tree(tmp_path) == before
+
+
+def test_settings_that_contradict_the_method_are_refused(tmp_path: Path) -> None:
+    nose = with_steps('method = "nose"\npruned_layers = 1\nte = { images = 20 }')
+    with pytest.raises(InputError, match="fades the layers out"):
+        world.run(tmp_path / "nose", "finetune.select=best", text=nose)
+    with pytest.raises(InputError, match="heldout is 0"):
+        world.run(tmp_path / "hetdpt", "data.heldout=0")
+    with pytest.raises(InputError, match="needs a \\[dense\\] table"):
+        hub = SMALL.replace('"train"', '"hub"').replace("[dense]\nepochs = 1\nbatch_size = 64\nlr = 2e-3\n", "")
+        world.run(tmp_path / "hub", text=hub, weights="train")
+    assert {path.name for path in tmp_path.rglob("*")} == {"nose", "hetdpt", "hub", "tiny.toml"}
+
+
+def test_a_teacher_that_cannot_teach_is_refused_first(small: Path, tmp_path: Path) -> None:
+    for name, changes, said in (("classes", {"num_classes": 7}, "7 classes"), ("size", {"img_size": 16}, "images of")):
+        args = {**world.ARGS, "num_classes": 10, **changes}
+        checkpoint.save_model(tmp_path / name, models.create(world.ARCH, args), Plan(world.ARCH, args))
+        before = tree(tmp_path)
+        with pytest.raises(InputError, match=said):
+            world.run(small, *world.BARE, f"finetune.teacher={tmp_path / name}", name="taught")
+        assert tree(tmp_path) == before
+    result, _ = world.run(small, *world.BARE, f"finetune.teacher={small / 'run'}", name="taught")
+    assert result.report["teacher"] == str(small / "run")
+
+
+def test_the_recipe_of_a_run_says_what_it_is(small: Path) -> None:
+    text = (small / "run" / "recipe.toml").read_text()
+    assert text.startswith(HEADER) and tomllib.loads(text)["run"]["seed"] == 0

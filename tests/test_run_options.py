@@ -1,0 +1,159 @@
+"""What a run can be asked for: structure only, other weights, a dry run, layers that fade out."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import whole_runs as world
+from torch import nn
+from whole_runs import LOGITS, SMALL, digits, logits, onnx_logits, tree, with_steps
+
+import vitcompress
+from vitcompress import checkpoint, cost, models, pipeline, surgery
+from vitcompress.data import open_data
+from vitcompress.errors import WeightsError
+from vitcompress.families import family_of
+from vitcompress.gates import GatedModel
+from vitcompress.plan import Plan
+
+
+def test_without_held_out_images_fixed_layers_are_still_removed(tmp_path: Path) -> None:
+    fixed = with_steps('method = "fixed"\nattention = [1]\nactivation = [2]')
+    result, _ = world.run(tmp_path, *world.BARE, "data.heldout=0", text=fixed)
+    assert result.report["before_recovery"] is None and result.report["layers"] == "the recipe"
+    assert set(result.report["plan"]["removed"]) == {"blocks.1.attn", "blocks.2.mlp.act"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "size"), [(world.ARCH, [8, 16]), ("deit_tiny_distilled_patch16_224", 8)], ids=["non-square", "distilled"]
+)
+def test_structure_only_needs_neither_data_nor_training(tmp_path: Path, arch: str, size: Any) -> None:
+    text = with_steps('method = "hetdpt"\npruned_layers = 3').replace("source", "# source")
+    text = text.replace(world.ARCH, arch).replace("img_size = 8", f"img_size = {size}")
+    result, told = world.run(tmp_path, text=text, data="nowhere", structure_only=True, weights="random")
+    height, width = size if isinstance(size, list) else (size, size)
+    report, folder = result.report, result.folder
+    assert result.passed and not [title for title in told.stages if "rain" in title]
+    assert report["accuracy"] is None and report["recovery"] is None and len(report["plan"]["removed"]) == 3
+    assert report["model"]["input"]["size"] == [1, height, width] and len(report["model"]["classes"]) == 1000
+    dense, compressed = vitcompress.load(folder / "state" / "dense"), vitcompress.load(folder)
+    for name, model in (("dense", dense), ("compressed", compressed)):
+        assert report["cost"][name] == cost.measure(model, (1, height, width)).to_dict()
+        assert report["cost"][name]["macs_linear"] < report["cost"][name]["macs"]
+    images = torch.randn(3, 1, height, width, generator=torch.Generator().manual_seed(0))
+    apart = (logits(compressed, images) - onnx_logits(folder / "model.onnx", images)).abs().max()
+    assert float(apart) <= LOGITS * max(1.0, float(logits(compressed, images).abs().max()))
+    assert len([note for note in report["notes"] if "random" in note or "Nothing was trained" in note]) == 2
+    assert "Nothing was trained" in (folder / "report.md").read_text()
+
+
+def own_weights(folder: Path, suffix: str, classes: int) -> tuple[Path, nn.Module]:
+    model = models.create(world.ARCH, {**world.ARGS, "num_classes": classes}, seed=7)
+    path = folder / f"own{suffix}"
+    if suffix == ".pth":
+        torch.save({"model": model.state_dict()}, path)
+    else:
+        checkpoint.save_tensors(path, model.state_dict())
+    return path, model
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_an_own_checkpoint_is_the_dense_model(tmp_path: Path, suffix: str) -> None:
+    path, model = own_weights(tmp_path, suffix, 10)
+    result, _ = world.run(tmp_path, *world.BARE, text=SMALL, weights=str(path))
+    dense = vitcompress.load(result.folder / "state" / "dense").state_dict()
+    assert all(torch.equal(dense[name], value) for name, value in model.state_dict().items())
+    assert not list(tmp_path.glob("dense-*")) and result.report["model"]["weights"] == str(path)
+    path.unlink()  # what was begun does not need it any more
+    (result.folder / "report.json").unlink()
+    assert world.run(tmp_path, *world.BARE, weights=str(path))[0].passed
+
+
+def test_weights_of_another_class_count_need_a_new_head(tmp_path: Path) -> None:
+    path, model = own_weights(tmp_path, ".safetensors", 7)
+    world.recipe(tmp_path, text=SMALL)
+    before = tree(tmp_path)
+    with pytest.raises(WeightsError, match="7 classes") as caught:
+        world.run(tmp_path, *world.BARE, weights=str(path))
+    assert "new_head" in str(caught.value.hint) and tree(tmp_path) == before
+    result, _ = world.run(tmp_path, *world.BARE, "model.new_head=true", weights=str(path))
+    dense = vitcompress.load(result.folder / "state" / "dense").state_dict()
+    assert dense["head.weight"].shape[0] == 10
+    assert torch.equal(dense["blocks.0.attn.qkv.weight"], model.state_dict()["blocks.0.attn.qkv.weight"])
+
+
+def test_a_dry_run_tells_the_work_and_writes_nothing(tmp_path: Path) -> None:
+    recipe = world.recipe(tmp_path)
+    before = tree(tmp_path)
+    found = pipeline.dry_run(recipe, pipeline.RunOptions(out=tmp_path / "run"))
+    assert tree(tmp_path) == before and found["missing"] == [] and found["folder"] == str(tmp_path / "run")
+    rows = {row["stage"]: (row["rounds"], row["epochs"], row["images"]) for row in found["stages"]}
+    train = len(open_data(recipe.data, 0).train)
+    assert rows["train the dense model"] == rows["recover"] == (1, 2, train)
+    assert rows["hetdpt: step 1, transfer entropy"] == (2 * 2 + 2, 1, 40)
+    assert rows["hetdpt: step 1, fast fine-tuning"] == (2 * 2 + 2, 1, 80)
+    assert rows["hetdpt: step 2, importance search"] == (1, 2, 80)
+    assert rows["judge on the test images"] == (1, None, 540)
+    assert {"fold", "export onnx", "verify", "measure (paper, batch 2)"} <= set(rows)
+    dense = models.create(world.ARCH, {**world.ARGS, "num_classes": 10})
+    assert found["cost"]["dense"] == cost.measure(dense, (1, 8, 8)).to_dict()
+    assert found["cost"]["compressed"]["macs"] < found["cost"]["dense"]["macs"]
+
+
+def test_a_dry_run_names_all_that_is_missing(tmp_path: Path) -> None:
+    recipe = world.recipe(tmp_path, "data.source=imagefolder", "finetune.batch_size=5000")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("")
+    options = pipeline.RunOptions(
+        out=tmp_path / "run", data="nowhere", weights="none.pth", export=("trt",), device="cuda:99"
+    )
+    before = tree(tmp_path)
+    said = "\n".join(pipeline.dry_run(recipe, options)["missing"])
+    for part in ("nowhere", "no weights at none.pth", "no export format 'trt'", "cuda:99", "not a run folder"):
+        assert part in said
+    only = pipeline.dry_run(recipe, pipeline.RunOptions(out=tmp_path / "new", structure_only=True))
+    assert only["missing"] == [] and not [row for row in only["stages"] if row["epochs"]]
+    assert tree(tmp_path) == before
+
+
+NOSE = 'method = "nose"\npruned_layers = 2\nte = { images = 20 }'
+
+
+ACTIVATIONS = 'method = "activation_only"\npruned_layers = 2\nte = { images = 20 }'
+
+
+FIRST = 'method = "fixed"\nattention = [0]\nactivation = [0]'
+
+
+@pytest.mark.parametrize("steps", [[NOSE], [ACTIVATIONS], [FIRST, NOSE.replace("2", "1", 1)]], ids=len)
+def test_what_faded_out_is_what_is_deployed(tmp_path: Path, steps: list[str]) -> None:
+    result, _ = world.run(tmp_path, *world.BARE, "finetune.epochs=3", text=with_steps(*steps))
+    state = result.folder / "state"
+    plan = Plan.from_json((state / "unfolded_plan.json").read_text())
+    last = Plan.from_json(next(state.glob(f"step-{len(steps) - 1}-*/plan.json")).read_text())
+    before = Plan(
+        plan.arch, plan.arch_args, {name: by for name, by in plan.removed.items() if name not in last.removed}
+    )
+    assert len(before.removed) == (2 if len(steps) > 1 else 0)
+
+    model = surgery.apply(models.create(plan.arch, plan.arch_args), before)
+    family = family_of(model)
+    sites = [site for site in family.sites(model) if site.name in last.removed]
+    gated = GatedModel(
+        model, family, sites, attention_bypass=next(iter({*last.removed.values()} - {"identity"}), "drop")
+    )
+    kept = checkpoint.load_state(state / "recovery")
+    assert kept is not None
+    gated.load_state_dict({name.removeprefix("module."): value for name, value in kept.tensors.items()})
+    assert set(gated.gate_values().values()) == {0.0}, "faded out when training ends"
+
+    images = digits(model)
+    deployed = logits(checkpoint.load_parts(state / "unfolded_plan.json", state / "unfolded.safetensors"), images)
+    scale = max(1.0, float(deployed.abs().max()))
+    assert float((logits(gated, images) - deployed).abs().max()) <= LOGITS * scale
+    assert float((logits(vitcompress.load(result.folder), images) - deployed).abs().max()) <= LOGITS * scale
+    for site in sites:
+        gated.set_gate(site.name, 1.0)
+    assert float((logits(gated, images) - deployed).abs().max()) > 100 * LOGITS * scale

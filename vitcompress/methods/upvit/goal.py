@@ -1,0 +1,93 @@
+"""The target as seen from the model that is cut down to it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from vitcompress.errors import PlanError
+from vitcompress.families import Family, Space
+from vitcompress.methods.upvit.blocks import Block, whole_blocks
+from vitcompress.methods.upvit.importance import Component, components
+from vitcompress.methods.upvit.options import Options
+from vitcompress.methods.upvit.regroup import check
+from vitcompress.methods.upvit.target import Target, check_target, depths, target
+from vitcompress.plan import Plan
+
+
+@dataclass(frozen=True)
+class Goal:
+    """target: the model to arrive at. blocks: path -> block of the model as it is. stages: its blocks, hybrids counted
+    once, by stage; empty where only widths are pruned and the blocks are not whole.
+    """
+
+    target: Target
+    blocks: Mapping[str, nn.Module]
+    stages: dict[str, list[Block]]
+
+    def width(self, component: Component) -> int:
+        """How many of the component's channels are to stay."""
+        return self.target.width(component.spaces[0], self.blocks)
+
+    def heads(self, component: Component) -> int:
+        """How many heads an attention is to have."""
+        return self.target.heads_of(component.spaces[0], self.blocks)
+
+    def cuts(self, component: Component) -> bool:
+        """Whether the component is to lose channels or get other heads."""
+        widths = (self.target.width(space, self.blocks) for space in component.spaces)
+        return any(width != space.size for width, space in zip(widths, component.spaces, strict=True)) or (
+            component.kind == "attention" and self.heads(component) != component.spaces[0].heads
+        )
+
+
+def goal_of(model: nn.Module, family: Family, base: Plan, options: Options) -> Goal:
+    """Raises PlanError when no target is given, or UP-ViT cannot lead from `model` to it."""
+    if options.target is None and not options.target_args:
+        raise PlanError("no target is given", hint="set target = 'deit_tiny_patch16_224', or sizes in target_args")
+    if any(axis.per_head for space in family.spaces(model) for axis in space.axes):
+        raise PlanError(
+            f"UP-ViT cannot prune a {family.name} model: its heads have relative position tables of their own, which a "
+            "head made of several has not, and its windows shift by a block's place, which changes when blocks go",
+            hint="use upvit on ViT or PVTv2; isomorphic and sero prune this family",
+        )
+    aim = target(options.target or base.arch, {**base.arch_args, **options.target_args})
+    goal = Goal(aim, family.blocks(model), _stages(model, family, aim))
+    counts = {stage: len(of) for stage, of in goal.stages.items()} or depths(family, model)
+    check_target(aim, model, family, counts)
+    for component in components(family.spaces(model)):
+        if component.kind == "attention" and goal.cuts(component):
+            _check_attention(component, goal, options)
+    return goal
+
+
+def _stages(model: nn.Module, family: Family, aim: Target) -> dict[str, list[Block]]:
+    try:
+        return whole_blocks(model, family)
+    except PlanError:
+        if depths(family, model) == aim.depths:
+            return {}
+        raise
+
+
+def _check_attention(component: Component, goal: Goal, options: Options) -> None:
+    """Raise PlanError where it cannot be regrouped into that of the target."""
+    sizes = {space.kind: space.size for space in component.spaces}
+    if len(set(sizes.values())) > 1:
+        raise PlanError(
+            f"{component.name} has {sizes['qk']} channels in q and k and {sizes['v']} in v; UP-ViT prunes "
+            "them by one number",
+            hint="use it before a step that prunes them apart",
+        )
+    old_heads = component.spaces[0].heads
+    check(component.size, old_heads, goal.heads(component), goal.width(component), options.heads)
+
+
+def left(model: nn.Module, family: Family, removed: Plan) -> list[Space]:
+    """The spaces of `model` that are still there after `removed`, with the sizes that they have now."""
+
+    def goes(space: Space) -> bool:
+        names = {f"{space.name}.", f"{space.attention or space.name}."}
+        return any(name.startswith(f"{gone}.") for gone in removed.removed for name in names)
+
+    return [space for space in family.spaces(model) if not goes(space)]

@@ -1,0 +1,147 @@
+"""What goes first: blocks and channels in the order of their importance, over all processes, each result kept."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitcompress.loaders import EvalLoader, eval_loader
+from vitcompress.methods.depth import training_part
+from vitcompress.methods.upvit.blocks import Candidate, candidates, removal, scores, without
+from vitcompress.methods.upvit.fisher import estimates
+from vitcompress.methods.upvit.goal import Goal
+from vitcompress.methods.upvit.importance import Component, Importance
+from vitcompress.methods.upvit.options import Options
+from vitcompress.methods.upvit.regroup import least_first
+from vitcompress.plan import Plan
+from vitcompress.workspace import Context
+
+PROXY_BATCH = 64  # images whose answers are compared together
+FEW_IMAGES = 1000
+
+
+def proxy(context: Context, images: int) -> EvalLoader:
+    """About `images` training images, the same number of each class, through the evaluation transforms."""
+    per_class = -(-images // len(context.data.classes))
+    return eval_loader(training_part(context, per_class), context.input, PROXY_BATCH, context.runtime)
+
+
+def warn_of_few(context: Context, loader: EvalLoader) -> None:
+    if loader.total < FEW_IMAGES:
+        context.progress.note(
+            f"{loader.total} proxy images are too few to rank channels reliably: UP-ViT (Table D14, ImageNet) reached "
+            "73.65 % with 500, no better than without any (74.09 %), 74.62 % with 1000, 75.79 % with 2000, 75.94 % "
+            "with 5000; set images to 2000 or more"
+        )
+
+
+def block_removal(model: nn.Module, context: Context, options: Options, goal: Goal, loader: EvalLoader) -> list[str]:
+    """What goes so that each stage has as many blocks as the target, the least important first."""
+    depths = goal.target.depths
+    blocks, removed = goal.stages, list[str]()
+    for number in range(sum(len(of) - depths[stage] for stage, of in blocks.items())):
+        ways = [c for stage, of in blocks.items() if len(of) > depths[stage] for c in candidates(of)]
+        gone = list(removed)
+        reference = removal(gone if options.reference == "current" else [], context.plan)
+        plans = [removal([*gone, *way.removed], context.plan) for way in ways]
+
+        def measure(
+            ways: list[Candidate] = ways, plans: list[Plan] = plans, reference: Plan = reference
+        ) -> dict[str, Any]:
+            found = _summed(context, scores(model, plans, reference, loader))
+            return {"ways": [way.title for way in ways], "scores": found}
+
+        context.progress.stage(f"block importance: {len(ways)} candidates")
+        found = context.memo(f"blocks-{number}", measure)
+        chosen = ways[least_first(found["scores"])[0]]
+        context.progress.note(f"removed {chosen.title}")
+        removed, blocks = [*removed, *chosen.removed], without(blocks, chosen)
+    return removed
+
+
+def _summed(context: Context, scores: Tensor) -> list[float]:
+    """The sum over all processes."""
+    device = context.runtime.device
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    summed: list[float] = context.runtime.all_sum(scores.to(device, dtype)).tolist()
+    return summed
+
+
+def orders(
+    model: nn.Module,
+    context: Context,
+    options: Options,
+    goal: Goal,
+    wanted: Sequence[Component],
+    loader: EvalLoader,
+) -> dict[str, list[int]]:
+    """Component -> its channels, the least important first."""
+    if not wanted:
+        return {}
+    context.progress.stage(f"channel importance of {len(wanted)} components ({options.score})")
+    screen: dict[str, list[float]] = {}
+    if options.score != "exact" and (options.score == "fisher" or options.screen == "fisher"):
+        screen = context.memo("fisher", lambda: _fisher(model, context, options, wanted, loader))
+    elif options.score == "screened":
+        few = proxy(context, options.screen_images)
+        screen = _exact(model, context, options, wanted, few, {}, "screen")
+    if options.score == "fisher":
+        return {name: least_first(scores) for name, scores in screen.items()}
+    band = {c.name: _undecided(c, screen[c.name], goal, options) for c in wanted if screen}
+    exact = _exact(model, context, options, wanted, loader, band, "scores")
+    if not screen:
+        return {name: least_first(scores) for name, scores in exact.items()}
+    return {c.name: _joined(screen[c.name], exact[c.name], band[c.name]) for c in wanted}
+
+
+def _fisher(
+    model: nn.Module, context: Context, options: Options, wanted: Sequence[Component], loader: EvalLoader
+) -> dict[str, list[float]]:
+    seed = 1000 * context.seed + context.runtime.rank
+    found = estimates(model, wanted, loader, draws=options.draws, seed=seed)
+    return {name: _summed(context, scores) for name, scores in found.items()}
+
+
+def _exact(
+    model: nn.Module,
+    context: Context,
+    options: Options,
+    wanted: Sequence[Component],
+    loader: EvalLoader,
+    only: Mapping[str, Mapping[int, int]],
+    name: str,
+) -> dict[str, list[float]]:
+    """Exact scores, component by component; each is kept, so a run that was stopped loses at most one."""
+    importance = Importance(model, context.family, images_at_once=options.images_at_once)
+    found: dict[str, list[float]] = {}
+    for number, component in enumerate(wanted):
+        tiers = only.get(component.name)
+        channels = None if tiers is None else [c for c, tier in tiers.items() if tier == 1]
+
+        def measure(component: Component = component, channels: list[int] | None = channels) -> list[float]:
+            return _summed(context, importance.scores(component, loader, channels))
+
+        found[component.name] = context.memo(f"{name}-{component.name}", measure)
+        context.progress.update("channel importance", number + 1, len(wanted), component.name)
+    return found
+
+
+def _undecided(component: Component, screen: Sequence[float], goal: Goal, options: Options) -> dict[int, int]:
+    """Channel -> 0 surely goes, 1 to be measured, 2 surely stays; the share `band` of each group is to be measured."""
+    parts = 1
+    if component.kind == "attention":
+        parts = {"groups": goal.heads(component), "across": 1, "each": component.spaces[0].heads}[options.heads]
+    size = component.size // parts
+    cut = size - goal.width(component) // parts
+    half = max(1, round(options.band * size / 2))
+    found: dict[int, int] = {}
+    for part in range(parts):
+        ranked = [c for c in least_first(screen) if c // size == part]
+        found |= {c: 0 if rank < cut - half else 2 if rank >= cut + half else 1 for rank, c in enumerate(ranked)}
+    return found
+
+
+def _joined(screen: Sequence[float], exact: Sequence[float], tiers: Mapping[int, int]) -> list[int]:
+    """Least important first: what the screen was sure of in its own order, what was measured by its score."""
+    return sorted(range(len(screen)), key=lambda c: (tiers[c], exact[c] if tiers[c] == 1 else screen[c], c))
