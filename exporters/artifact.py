@@ -1,18 +1,29 @@
 """What is known about an exported file: a record, and the sidecar `<file>.json` beside it that carries it."""
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from torch import nn
 
 from vitcompress.checkpoint import read_json, write_json
+from vitcompress.errors import InputError
+from vitcompress.export_options import ExportOptions
+from vitcompress.models import InputConfig
+from vitcompress.progress import Progress
 
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A file that a runtime can run. `files`: SHA-256 of it and of its data files; `bytes` counts all of them."""
+    """A file that a runtime can run. `files`: SHA-256 of it and of its data files; `bytes` counts all of them.
+
+    metadata: what a user of the file must know (classes, pre-processing, plan hash, versions), each value JSON text.
+    source: name and SHA-256 of the ONNX file that it was built from. build: what it was built with and for (runtime
+    and version, compute capabilities, range of batches, flags). verified: its answers were held against the model's.
+    """
 
     path: Path
     format: str
@@ -23,23 +34,62 @@ class Exported:
     opset: int
     opset_reason: str
     metadata: dict[str, str]
+    source: dict[str, str] = field(default_factory=dict)
+    build: dict[str, Any] = field(default_factory=dict)
+    verified: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "path": self.path.name}
 
 
+class Export(Protocol):
+    """Write `model` to `path` and its sidecar beside it; on failure, or when stopped, nothing is left behind."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        path: Path,
+        *,
+        input: InputConfig,
+        classes: Sequence[str] = (),
+        plan_digest: str = "",
+        options: ExportOptions | None = None,
+        progress: Progress | None = None,
+    ) -> Exported: ...
+
+
 @dataclass(frozen=True)
 class Exporter:
-    """One target format. `unavailable()` says why this machine cannot write it, None when it can.
+    """One target format.
 
-    check(precision, opset): raises InputError for settings that the format does not offer, before any work.
+    unavailable(): why this machine cannot write it, None when it can. cannot_run(): why this machine cannot run what is
+    written, None when it can. uses: names of the options that mean something to the format. refuse(options): raises
+    InputError for values of them that it does not offer.
     """
 
     name: str
     suffix: str
+    export: Export
+    uses: frozenset[str]
+    refuse: Callable[[ExportOptions], None]
     unavailable: Callable[[], str | None]
-    export: Callable[..., Exported]
-    check: Callable[[str, int | None], None]
+    cannot_run: Callable[[], str | None]
+
+    def check(self, options: ExportOptions) -> None:
+        """Raise InputError for options that the format does not offer, before any work."""
+        for name in options.given():
+            if name not in self.uses:
+                raise InputError(
+                    f"{name} was given as {getattr(options, name)!r}, which means nothing to the format {self.name}",
+                    hint=f"leave it out; {self.name} knows {', '.join(sorted(self.uses))}",
+                )
+        low, best, high = options.batch
+        if not low <= best <= high:
+            raise InputError(
+                f"the batch range {low}:{best}:{high} is not in order: least, best, largest",
+                hint="as in --batch 1:256:256",
+            )
+        self.refuse(options)
 
 
 def sidecar_path(path: Path) -> Path:
@@ -55,3 +105,8 @@ def read_sidecar(path: Path) -> dict[str, Any] | None:
     """What was recorded about the exported file `path`, None when nothing was."""
     sidecar = sidecar_path(path)
     return dict(read_json(sidecar)) if sidecar.is_file() else None
+
+
+def amend_sidecar(path: Path, **known: Any) -> None:
+    """Record more about the exported file `path`, such as `verified=True`. It must have a sidecar."""
+    write_json(sidecar_path(path), {**(read_sidecar(path) or {}), **known})

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 import vitcompress
 from vitcompress import checkpoint
 from vitcompress.errors import CheckFailedError, InputError, VitcompressError
+from vitcompress.export_options import ExportOptions
 from vitcompress.exporters.artifact import Exported, Exporter, sidecar_path, write_sidecar
 from vitcompress.models import InputConfig
+from vitcompress.progress import Progress
 
 INPUT, OUTPUT = "images", "logits"
 DEFAULT_OPSET = 20
@@ -45,8 +47,8 @@ def export(
     input: InputConfig,
     classes: Sequence[str] = (),
     plan_digest: str = "",
-    precision: str = "fp32",
-    opset: int | None = None,
+    options: ExportOptions | None = None,
+    progress: Progress | None = None,
     extra: Mapping[str, Any] | None = None,
     external_data: bool | None = None,
 ) -> Exported:
@@ -56,8 +58,8 @@ def export(
     for any batch. Metadata, each value JSON text: classes, mean, std, size, interpolation, crop, plan hash, versions.
 
     Args:
-        precision: `fp16` stores and computes in half precision; input and output stay float32.
-        opset: 20 to 23; None takes 20.
+        options: precision (`fp16` stores and computes in half precision; input and output stay float32) and opset (20
+            to 23; None takes 20); the rest concerns other formats.
         extra: more metadata.
         external_data: keep the weights in `<path>.data`; None does so only above the 2 GB that one file can hold.
 
@@ -66,8 +68,9 @@ def export(
         CheckFailedError: a weight that half precision cannot hold, or a graph that onnx.checker refuses.
         OutputError: the folder cannot be written.
     """
-    check(precision, opset)
-    opset = DEFAULT_OPSET if opset is None else opset
+    options = options or ExportOptions()
+    check(options)
+    precision, opset = options.precision, options.opset or DEFAULT_OPSET
     program = _program(_prepared(model, precision), input.size, opset)
     about = {"plan_sha256": plan_digest, "precision": precision, "opset_reason": OPSETS[opset], **(extra or {})}
     known = {key: json.dumps(value) for key, value in {**_metadata(input, classes, program), **about}.items()}
@@ -84,12 +87,12 @@ def export(
     return done
 
 
-def check(precision: str, opset: int | None) -> None:
+def check(options: ExportOptions) -> None:
     """Raise InputError for a precision or opset that is not offered."""
-    if precision not in PRECISIONS:
-        raise InputError(f"ONNX precision {precision!r} is not offered", hint=f"use {' or '.join(PRECISIONS)}")
-    if opset is not None and opset not in OPSETS:
-        raise InputError(f"ONNX opset {opset} is not offered", hint=f"use one of {', '.join(map(str, OPSETS))}")
+    if options.precision not in PRECISIONS:
+        raise InputError(f"ONNX precision {options.precision!r} is not offered", hint=f"use {' or '.join(PRECISIONS)}")
+    if options.opset is not None and options.opset not in OPSETS:
+        raise InputError(f"ONNX opset {options.opset} is not offered", hint=f"use one of {', '.join(map(str, OPSETS))}")
 
 
 def _prepared(model: nn.Module, precision: str) -> nn.Module:
@@ -209,4 +212,12 @@ def _check(path: Path) -> None:
         raise CheckFailedError(f"onnx.checker refuses the exported graph: {first}") from None
 
 
-ONNX = Exporter("onnx", ".onnx", lambda: None, export, check)
+ONNX = Exporter(
+    "onnx",
+    ".onnx",
+    export,
+    uses=frozenset({"precision", "opset"}),
+    refuse=check,
+    unavailable=lambda: None,
+    cannot_run=lambda: None,
+)

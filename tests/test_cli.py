@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from vitcompress import cli, recipes
-from vitcompress.cli import frame
+from vitcompress.cli import frame, options
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "timm", "numpy", "onnx", "onnxruntime", "pydantic", "PIL")
@@ -150,6 +150,35 @@ def add_command(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -> None:
     command = click.Command("act", callback=frame.common(lambda as_json, debug: behaviour()))
     command.params = getattr(command.callback, "__click_params__", [])
     monkeypatch.setitem(cli.main.commands, "act", command)
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "value"),
+    [
+        (options.words, "onnx, trt", ("onnx", "trt")),
+        (options.capabilities, "80,8.9,sm_120", (80, 89, 120)),
+        (options.batch_range, "1:8:256", (1, 8, 256)),
+        (options.batch_range, "8", (8, 8, 8)),
+        (options.size, "512M", 512 * 2**20),
+        (options.size, "4GiB", 4 * 2**30),
+    ],
+)
+def test_what_is_typed_is_read(read: Any, text: str, value: object) -> None:
+    assert read(None, None, text) == value
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (options.capabilities, "ampere"),
+        (options.batch_range, "1:2"),
+        (options.batch_range, "0:1:2"),
+        (options.size, "lots"),
+    ],
+)
+def test_what_cannot_be_read_is_shown(read: Any, text: str) -> None:
+    with pytest.raises(click.BadParameter, match=text):
+        read(None, None, text)
 
 
 def test_a_surprise_is_one_panel_and_a_traceback_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:

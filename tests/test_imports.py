@@ -29,6 +29,7 @@ LEVELS = [
         "distill",
         "distributed",
         "evaluate",
+        "export_options",
         "gates",
         "loaders",
         "models",

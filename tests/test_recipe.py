@@ -8,6 +8,7 @@ import pytest
 
 from vitcompress import recipes
 from vitcompress.errors import InputError, RecipeError
+from vitcompress.export_options import ExportOptions
 from vitcompress.methods import METHODS
 from vitcompress.recipe import Recipe, dense_key, load_recipe
 
@@ -139,6 +140,20 @@ def test_unknown_export_formats_are_mistakes_when_formats_are_given(file: Path) 
     file.write_text(SMALL + '[export]\nformats = ["onxx"]\n')
     with pytest.raises(RecipeError, match="did you mean onnx"):
         load_recipe(str(file), formats=("onnx", "trt"))
+
+
+def test_the_export_table_reads_every_option_and_writes_it_back(file: Path) -> None:
+    file.write_text(
+        SMALL + '[export]\nformats = ["trt"]\nprecision = "fp16"\nbatch = [1, 8, 64]\nsm = [80, 89]\n'
+        'timing_cache = "kernels.bin"\nworkspace = 4096\n'
+    )
+    table = load_recipe(str(file)).export
+    assert table.given() == ("precision", "batch", "sm", "workspace", "timing_cache")
+    assert table.only(["precision"]) == ExportOptions(precision="fp16")
+    file.write_text(load_recipe(str(file)).to_toml())
+    assert load_recipe(str(file)).export == table
+    with pytest.raises(RecipeError, match="optimization_level"):
+        load_recipe(str(file), ["export.optimization_level=6"])
 
 
 def test_not_toml(file: Path) -> None:

@@ -22,6 +22,7 @@ from vitcompress import recipes
 from vitcompress.assignments import assign
 from vitcompress.data import DataOptions
 from vitcompress.errors import InputError, RecipeError, did_you_mean
+from vitcompress.export_options import ExportOptions
 from vitcompress.methods import METHODS
 from vitcompress.problems import problems_of
 from vitcompress.train import TrainOptions
@@ -55,12 +56,10 @@ class Finetune(TrainOptions):
 
 
 @dataclass(frozen=True)
-class ExportTable:
-    """What is exported. opset: None lets the exporter choose and record why."""
+class ExportTable(ExportOptions):
+    """What is exported, and how; each format takes of the options what concerns it."""
 
     formats: tuple[str, ...] = ("onnx",)
-    precision: Literal["fp32", "fp16"] = "fp32"
-    opset: Positive | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 
 from vitcompress import checkpoint, models
 from vitcompress.errors import ArtifactError, InputError
+from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS, doctor, onnx_graph
 from vitcompress.exporters.folder import class_names, export_folder
 from vitcompress.plan import Plan
@@ -42,7 +43,7 @@ def test_class_names_stay_and_a_precision_gets_a_file_of_its_own(folder: Path) -
     model = checkpoint.load(folder)
     onnx_graph.export(model, folder / "model.onnx", input=models.input_config(model), classes=("ant", "bee", "cow"))
     before = (folder / "model.onnx").read_bytes()
-    done = export_folder(folder, precision="fp16")
+    done = export_folder(folder, options=ExportOptions(precision="fp16"))
     assert done.path.name == "model-fp16.onnx" and (folder / "model.onnx").read_bytes() == before
     assert json.loads(done.metadata["classes"]) == ["ant", "bee", "cow"]
 
@@ -50,8 +51,8 @@ def test_class_names_stay_and_a_precision_gets_a_file_of_its_own(folder: Path) -
 def test_what_cannot_be_exported_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="did you mean onnx"):
         export_folder(folder, "onxx")
-    with pytest.raises(InputError, match="int3"):
-        export_folder(folder, precision="int3")
+    with pytest.raises(InputError, match="sm was given"):
+        export_folder(folder, options=ExportOptions(sm=(80,)))
     with pytest.raises(ArtifactError):
         export_folder(tmp_path)
     assert not list(folder.glob("*.onnx"))

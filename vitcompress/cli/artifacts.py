@@ -7,6 +7,7 @@ import click
 
 from vitcompress import console
 from vitcompress.cli.frame import answer, common, fell_short, working
+from vitcompress.cli.options import export_options, given
 
 
 @click.command()
@@ -25,19 +26,19 @@ def verify(folder: Path, as_json: bool, debug: bool) -> int:
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @click.option("--format", "name", default="onnx", show_default=True, metavar="FORMAT", help="Format to export to.")
-@click.option("--precision", default="fp32", show_default=True, metavar="PRECISION", help="fp32 or fp16.")
-@click.option("--opset", type=int, help="ONNX operator set (default: chosen and recorded with the reason).")
+@export_options
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File to write (default: in DIR).")
 @common
-def export(folder: Path, as_json: bool, debug: bool, **options: Any) -> int:
+def export(folder: Path, name: str, out: Path | None, as_json: bool, debug: bool, **options: Any) -> int:
     """Export a finished run folder again.
 
     In another format or precision, or on the machine that the format is made for.
     """
-    with working(debug):
+    with working(debug) as progress:
+        from vitcompress.export_options import ExportOptions
         from vitcompress.exporters.folder import export_folder
 
-        done = export_folder(folder, **options)
+        done = export_folder(folder, name, options=ExportOptions(**given(options)), out=out, progress=progress)
     return answer({"folder": str(done.path.parent), **done.to_dict()}, as_json, console.print_export)
 
 

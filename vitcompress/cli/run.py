@@ -9,6 +9,7 @@ from click.shell_completion import CompletionItem
 from vitcompress import console
 from vitcompress import recipes as shipped
 from vitcompress.cli.frame import answer, common, fell_short, working
+from vitcompress.cli.options import words
 
 
 def _recipe_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -16,15 +17,10 @@ def _recipe_names(ctx: click.Context, param: click.Parameter, incomplete: str) -
     return found or [CompletionItem(incomplete, type="file")]
 
 
-def _words(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
-    """`onnx,trt` as a tuple."""
-    return tuple(word.strip() for word in (value or "").split(",") if word.strip())
-
-
 @click.command()
 @click.argument("source", metavar="NAME|FILE", shell_complete=_recipe_names)
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Run folder (default: runs/NAME).")
-@click.option("--export", callback=_words, metavar="FORMATS", help="Formats to export, as in onnx,trt.")
+@click.option("--export", callback=words, metavar="FORMATS", help="Formats to export, as in onnx,trt.")
 @click.option("--data", metavar="PATH", help="Folder of images (PATH/train/CLASS, PATH/val/CLASS).")
 @click.option("--weights", metavar="PATH|random|hub", help="Weights of the dense model, instead of the recipe's.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Change a setting: --set finetune.epochs=10")

@@ -46,10 +46,10 @@ def export(job: Job, dense: nn.Module, compressed: nn.Module) -> None:
                 deepcopy(model),
                 path,
                 input=job.input,
-                precision=table.precision,
-                opset=table.opset,
                 classes=class_names(job),
                 plan_digest=plan.digest,
+                options=table.only(exporter.uses),
+                progress=job.progress,
             )
 
 

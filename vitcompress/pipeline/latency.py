@@ -9,7 +9,7 @@ from torch import nn
 
 from vitcompress.bench import suite
 from vitcompress.errors import InputError
-from vitcompress.exporters import onnx_graph
+from vitcompress.exporters.onnx_graph import ONNX
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
 from vitcompress.pipeline.preflight import Job
 
@@ -29,12 +29,12 @@ def latency_ms(job: Job, model: nn.Module, runtime: str) -> float:
 
 
 def _runner(job: Job, model: nn.Module, runtime: str, folder: Path) -> Runner:
-    precision = job.recipe.export.precision
+    wanted = job.recipe.export
     if runtime == "torch":
-        options = RunnerOptions(str(job.runtime.device), precision=precision)
+        options = RunnerOptions(str(job.runtime.device), precision=wanted.precision)
         return TorchRunner(deepcopy(model), options, name="candidate")
     if runtime == "onnxruntime":
         path = folder / "candidate.onnx"
-        onnx_graph.export(deepcopy(model).cpu(), path, input=job.input, precision=precision)
+        ONNX.export(deepcopy(model).cpu(), path, input=job.input, options=wanted.only(ONNX.uses))
         return open_runner(path, device=job.onnx_device)
     raise InputError(f"no runtime {runtime!r} to measure on", hint="use onnxruntime or torch")

@@ -158,8 +158,9 @@ def described(
 
 
 def check_formats(recipe: Recipe) -> None:
-    """Raise InputError for an export target that cannot be built on this machine."""
-    for name in recipe.export.formats:
+    """Raise InputError for an export target that cannot be built on this machine, or options that no target uses."""
+    table = recipe.export
+    for name in table.formats:
         if name not in EXPORTERS:
             raise InputError(f"no export format {name!r}", hint=f"there are: {', '.join(EXPORTERS)}")
         if reason := EXPORTERS[name].unavailable():
@@ -167,7 +168,13 @@ def check_formats(recipe: Recipe) -> None:
                 f"{name} cannot be exported here: {reason}",
                 hint=f"leave it out of --export and run `vitcompress export DIR --format {name}` on the target",
             )
-        EXPORTERS[name].check(recipe.export.precision, recipe.export.opset)
+        EXPORTERS[name].check(table.only(EXPORTERS[name].uses))
+    used = {option for name in table.formats for option in EXPORTERS[name].uses}
+    if table.formats and (idle := [option for option in table.given() if option not in used]):
+        raise InputError(
+            f"export.{idle[0]} is {getattr(table, idle[0])!r}, which means nothing to {', '.join(table.formats)}",
+            hint="leave it out, or export to a format that uses it",
+        )
 
 
 def check_training(job: Job) -> None:

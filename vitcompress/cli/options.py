@@ -1,0 +1,80 @@
+"""What is typed after an option, as the value that the work wants; and the options of an export."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+
+
+def words(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """`onnx,trt` as a tuple."""
+    return tuple(word.strip() for word in (value or "").split(",") if word.strip())
+
+
+def capabilities(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:
+    """`80,89` or `8.0,sm_89` as numbers."""
+    found = []
+    for word in words(ctx, param, value):
+        digits = word.lower().removeprefix("sm").removeprefix("_").replace(".", "")
+        if not digits.isdecimal():
+            raise click.BadParameter(f"{word!r} is no compute capability; expected numbers, as in 80,89")
+        found.append(int(digits))
+    return tuple(found)
+
+
+def batch_range(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """`1:8:256` as three numbers; `8` is 8:8:8."""
+    if value is None:
+        return None
+    parts = value.split(":")
+    if len(parts) not in (1, 3) or not all(part.isdecimal() and int(part) for part in parts):
+        raise click.BadParameter(f"got {value!r}, expected least:best:largest, as in 1:256:256, or one number")
+    return tuple(int(part) for part in parts) * (3 // len(parts))
+
+
+def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """`512M` as bytes."""
+    if value is None:
+        return None
+    found = re.fullmatch(r"(\d+)\s*([kmg]?)(?:i?b)?", value.strip().lower())
+    if found is None or not int(found[1]):
+        raise click.BadParameter(f"got {value!r}, expected a size, as in 512M or 4G")
+    return int(found[1]) * UNITS[found[2]]
+
+
+EXPORT = (
+    click.option(
+        "--precision", metavar="PRECISION", help="fp32 (default), tf32, fp16 or bf16; what the format offers."
+    ),
+    click.option("--opset", type=int, help="ONNX operator set (default: chosen and recorded with the reason)."),
+    click.option("--batch", callback=batch_range, metavar="L:B:L", help="Least, best and largest batch of an engine."),
+    click.option("--sm", callback=capabilities, metavar="LIST", help="Compute capabilities of an engine, as in 80,89."),
+    click.option("--islands", callback=words, metavar="NAMES", help="Modules that stay in fp32."),
+    click.option("--uint8", is_flag=True, help="Take bytes (batch, height, width, channels); normalise in the file."),
+    click.option("--optimization-level", type=click.IntRange(0, 5), help="0 builds quickly, 5 the quickest engine."),
+    click.option("--workspace", callback=size, metavar="SIZE", help="Memory an engine may use, as in 4G."),
+    click.option("--timing-cache", type=click.Path(path_type=Path), help="Remember measured kernels in this file."),
+    click.option(
+        "--hardware-compatible",
+        type=click.Choice(["none", "ampere+", "same"]),
+        help="Run on any GPU from Ampere on, or of the same compute capability.",
+    ),
+    click.option("--version-compatible", is_flag=True, help="Run in later versions of the runtime too."),
+    click.option("--keep-onnx/--no-onnx", default=True, help="Leave the ONNX file of an engine beside it."),
+)
+
+
+def export_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of an export, each one a field of ExportOptions; what was not given is left out."""
+    for option in reversed(EXPORT):
+        command = option(command)
+    return command
+
+
+def given(values: dict[str, Any]) -> dict[str, Any]:
+    """The values that were given, for a dataclass with defaults of its own."""
+    return {name: value for name, value in values.items() if value not in (None, ())}
