@@ -4,13 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vitcompress import checkpoint
 from vitcompress.bench import report as reports
+from vitcompress.bench.figures import check_path, new_figure, save
 from vitcompress.bench.report import NOTHING, Table, big, change, counted, interval
-from vitcompress.errors import InputError, MissingExtraError
 
 COLUMNS = ("run", "accuracy", "parameters", "MACs", "speed", "checks")
-FORMATS = (".png", ".svg", ".pdf")
 
 
 def run(folders: Sequence[str | Path], plot_to: str | Path | None = None) -> dict[str, Any]:
@@ -66,13 +64,8 @@ def points(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def plot(found: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
     """Accuracy against speed-up with both intervals, one point per run, as an image at `path` (.png, .svg, .pdf)."""
-    if path.suffix not in FORMATS:
-        raise InputError(f"a plot cannot be written to {path}", hint=f"use a file ending in {', '.join(FORMATS)}")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError("matplotlib", "plots", need="a plot") from None
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    check_path(path)
+    figure = new_figure(7, 4.5)
     axes = figure.subplots()
     for point in points(found):
         x, y = point["speedup"], 100 * point["top1"]
@@ -85,5 +78,4 @@ def plot(found: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
     axes.axvline(1.0, linestyle=":", color="lightgrey")
     axes.set(xlabel="times as fast as its dense model", ylabel="top-1 on the test images, %")
     axes.legend(fontsize="small")
-    checkpoint.write(path, lambda beside: figure.savefig(beside, format=path.suffix[1:], dpi=150))
-    return path
+    return save(figure, path)

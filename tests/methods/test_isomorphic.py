@@ -50,6 +50,14 @@ def test_plan(tmp_path: Path) -> None:
     assert {row["kind"] for row in rows} == {"residual", "ffn", "head", "head_dim"}
     (table,) = METHODS["isomorphic"].tables(tmp_path)
     assert ["residual", "residual", "8", "16"] in table["rows"]
+    charts = METHODS["isomorphic"].charts(tmp_path)
+    gone = {
+        chart.title.split(": ")[1].split(" scores")[0]: [sum(line.gone) for line in chart.lines] for chart in charts
+    }
+    assert (
+        gone["residual"] == [8] and sum(gone["ffn"]) == 3 * 32 and set(gone) == {"residual", "ffn", "head", "head dim"}
+    )
+    assert all(sum(line.y) / len(line.y) == pytest.approx(1) for chart in charts for line in chart.lines)
 
 
 def test_taylor_scores_are_what_they_say(tmp_path: Path) -> None:

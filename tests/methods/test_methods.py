@@ -60,6 +60,11 @@ def test_plan(name: str, tmp_path: Path) -> None:
     pixels = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert (surgery.applied(made, found)(pixels) - made(pixels)).abs().max() > 1e-3
     assert method.plan(made, context(tmp_path, made), options) == found
+    drawn = {chart.title.split(":")[0].split(" ")[0]: chart for chart in method.charts(tmp_path)}
+    assert set(drawn) == {"hetdpt": {"HetDPT", "transfer"}, "random": set(), "fixed": set()}.get(name, set(drawn))
+    if "transfer" in drawn:  # the picture shows what went
+        lines = drawn["transfer"].lines
+        assert sum(sum(line.gone) for line in lines) == 2 and all(len(line.x) == len(line.y) > 0 for line in lines)
     kinds = {"nose": {"attn"}, "activation_only": {"act"}}.get(name)
     assert kinds is None or {site.rsplit(".", 1)[1] for site in found.removed} == kinds
 

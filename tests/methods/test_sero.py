@@ -69,6 +69,13 @@ def test_plan(criterion: Any, layout: Any, tmp_path: Path) -> None:
     assert record["trace"][-1]["wanted"] == 0.5 and record["skipped"] == 0
     widths = {row["space"]: row["kept"] for row in record["spaces"]}
     assert all(len(found.kept[name]) == widths[name] for name in found.kept)
+    by_layer, by_epoch, by_score = METHODS["sero"].charts(tmp_path)
+    assert sum(sum(line.gone) for line in by_score.lines) == units - live
+    assert (by_score.level is not None) == (layout == "ragged") and len(by_epoch.lines[0].x) == 2
+    assert [len(line.x) for line in by_layer.lines] == [3, 3, 3]
+    if by_score.level is not None:  # one number parts what lives from what does not
+        shown = [(y, out) for line in by_score.lines for y, out in zip(line.y, line.gone, strict=True)]
+        assert max(y for y, out in shown if out) <= by_score.level == min(y for y, out in shown if not out)
     made.load_state_dict(left)
     surgery.applied(made, found)(torch.zeros(1, 1, 8, 8))
     assert sero.plan(model(), context(tmp_path, model()), options) == found

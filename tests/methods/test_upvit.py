@@ -115,6 +115,11 @@ def test_plan_and_structure_have_the_same_sizes(score: Any, tmp_path: Path) -> N
     assert shapes[0] == shapes[1]
     titles = [table["title"] for table in upvit.tables(tmp_path)]
     assert any("blocks" in title for title in titles)
+    blocks, *channels = upvit.charts(tmp_path)
+    assert len(blocks.lines) == 1 and len(blocks.lines[0].x) == 7  # 2 L - 1 ways
+    kinds = {chart.title.split(" ")[1]: chart.lines for chart in channels}
+    assert set(kinds) == {"attention", "FFN", "residual"} and len(kinds["FFN"]) == 3
+    assert [sum(not out for out in line.gone) for line in kinds["residual"]] == [8]
     assert json.loads((tmp_path / "kept.json").read_text())["residual"] == list(found.kept["residual"])
 
 

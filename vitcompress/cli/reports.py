@@ -18,11 +18,17 @@ from vitcompress.progress import Progress
     type=click.Path(path_type=Path, dir_okay=False),
     help="Plot accuracy against speed here (default with several folders: comparison.png).",
 )
+@click.option(
+    "--pictures",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Draw into this folder which layers and channels each run chose, and by what scores.",
+)
 @common
-def report(folders: tuple[str, ...], plot: Path | None, as_json: bool, debug: bool) -> int:
+def report(folders: tuple[str, ...], plot: Path | None, pictures: Path | None, as_json: bool, debug: bool) -> int:
     """Show what runs found.
 
-    One run folder as a page; several side by side and as a plot of accuracy against speed.
+    One run folder as a page; several side by side and as a plot of accuracy against speed. With --pictures, what each
+    run chose.
     """
     with working(debug) as progress:
         from vitcompress.bench import compare
@@ -31,9 +37,14 @@ def report(folders: tuple[str, ...], plot: Path | None, as_json: bool, debug: bo
         found = compare.run(folders)
         if plot or len(folders) > 1:
             found["plot"] = _plotted(lambda path: compare.plot(found["runs"], path), plot, progress)
+        if pictures:
+            from vitcompress.bench.pictures import draw
+
+            found["pictures"] = list(map(str, draw(folders, pictures)))
+            progress.note(f"pictures: {', '.join(found['pictures'])}")
         page = reports.markdown(found["runs"][folders[0]])
-    draw = console.print_comparison if len(folders) > 1 else lambda _: console.print_markdown(page)
-    return answer(found, as_json, draw)
+    show = console.print_comparison if len(folders) > 1 else lambda _: console.print_markdown(page)
+    return answer(found, as_json, show)
 
 
 def _plotted(draw: Callable[[Path], Path], wanted: Path | None, progress: Progress) -> str | None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from vitcompress.families import Family
 from vitcompress.methods import baselines, evidence, hetdpt, isomorphic, nose, sero, steps, upvit
+from vitcompress.methods.charts import Chart
 from vitcompress.methods.depth import Stage
 from vitcompress.plan import Plan
 from vitcompress.workspace import Context
@@ -25,8 +26,8 @@ class Method:
     structure(model, family, base, options): a plan of the same size without data or scoring; raises PlanError when
     the options ask for more than the model has. stages(options, prunable): the work ahead on a model with so many
     attentions and activations, for a dry run. dilute(options, epochs): gate value of the removed layers at each epoch
-    of the recovery, for methods that fade them out; None removes them at once. tables(folder): what the step measured,
-    for the report.
+    of the recovery, for methods that fade them out; None removes them at once. tables(folder), charts(folder): what the
+    step measured, for the report.
     """
 
     summary: str
@@ -36,6 +37,7 @@ class Method:
     stages: Callable[[Any, int], list[Stage]] = lambda options, prunable: []
     dilute: Callable[[Any, int], Callable[[int], float]] | None = None
     tables: Callable[[Path], list[dict[str, Any]]] = evidence.tables
+    charts: Callable[[Path], list[Chart]] = evidence.charts
 
 
 METHODS: dict[str, Method] = {
@@ -99,6 +101,7 @@ METHODS: dict[str, Method] = {
         isomorphic.structure,
         isomorphic.stages,
         tables=isomorphic.tables,
+        charts=isomorphic.charts,
     ),
     "sero": Method(
         "q/k, v and FFN channels: masks explored while training, one threshold over all layers",
@@ -107,6 +110,7 @@ METHODS: dict[str, Method] = {
         sero.structure,
         sero.stages,
         tables=sero.tables,
+        charts=sero.charts,
     ),
     "recover": Method(
         "train the model as it is, between two steps",
@@ -129,5 +133,6 @@ METHODS: dict[str, Method] = {
         upvit.structure,
         upvit.stages,
         tables=upvit.tables,
+        charts=upvit.charts,
     ),
 }

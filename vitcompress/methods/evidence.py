@@ -1,6 +1,6 @@
-"""What the depth-pruning methods measured on their way, as tables for the report.
+"""What the depth-pruning methods measured on their way, as tables and curves for the report.
 
-A table is plain data: {title, columns, rows}, every cell text. Each comes from JSON that a step has left in its folder.
+A table is plain data: {title, columns, rows}, every cell text. All comes from JSON that a step has left in its folder.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress.checkpoint import read_json
+from vitcompress.methods.charts import Chart, Line
 
 Table = dict[str, Any]
 CHAINS = ("dense", "attention_*", "activation_*", "interleaved_*")
@@ -109,3 +110,60 @@ def _recovery(found: Sequence[dict[str, Any]]) -> Table:
     rows = [(row["site"], *(f"{row[key]:.1f}" for key in ("dense", "before", "after"))) for row in found]
     columns = "layer removed alone, dense %, right after removal %, after fine-tuning %"
     return _table("Recovery asymmetry: held-out accuracy", columns, rows)
+
+
+# --------------------------------------------------------------------------------------------------------------- curves
+
+
+def charts(folder: Path) -> list[Chart]:
+    """What one step measured, as curves: accuracies of the chains, transfer entropies, learnable scores."""
+    found = []
+    if len(collected := list(_collected(folder))) > 1:
+        found.append(_collection_chart(collected))
+    if rows := _first_entropies(folder):
+        choice = read_json(folder / "choice.json") if (folder / "choice.json").is_file() else {}
+        found.append(_entropy_chart(rows, choice))
+    if (path := folder / "search_epochs.json").is_file():
+        found.append(_search_chart(read_json(path)))
+    return found
+
+
+def _collection_chart(records: Sequence[dict[str, Any]]) -> Chart:
+    chains: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        count = len(record["attention"]) + len(record["activation"])
+        chains.setdefault(record["chain"], []).append((count, record["accuracy"]))
+    start = chains.pop("dense", [])
+    lines = [_line(name, [*start, *points]) for name, points in chains.items()]
+    return Chart("HetDPT step 1: chains of removals", "layers gone", "held-out top-1 after fine-tuning, %", lines)
+
+
+def _line(name: str, points: Sequence[tuple[float, float]]) -> Line:
+    return Line(name, [x for x, _ in points], [y for _, y in points])
+
+
+def _first_entropies(folder: Path) -> list[dict[str, Any]]:
+    """The rows of every layer alone on the model as the step was given it."""
+    paths = [folder / f"{name}.json" for name in ("transfer_entropy", "te_attention_01", "te_activation_01")]
+    tables = [read_json(path) for path in paths if path.is_file()]
+    return [row for table in tables for row in (table[0] if isinstance(table, list) else table)["rows"]]
+
+
+def _entropy_chart(rows: Sequence[dict[str, Any]], choice: dict[str, list[int]]) -> Chart:
+    lines = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        own = [row for row in rows if row["kind"] == kind]
+        gone = [row["index"] in choice.get(kind, ()) for row in own]
+        lines.append(Line(kind, [row["index"] for row in own], [row["score"] for row in own], gone))
+    return Chart("transfer entropy without each layer alone", "block", "score (nats)", lines)
+
+
+def _search_chart(records: Sequence[dict[str, Any]]) -> Chart:
+    """Scores by epoch; a line ends where its layer was removed."""
+    ends = {record["removed"]: record["epoch"] for record in records if record["removed"]}
+    lines = []
+    for site in records[0]["scores"] if records else ():
+        own = [r for r in records if r["epoch"] <= ends.get(site, r["epoch"])]
+        epochs, scores = [r["epoch"] + 1 for r in own], [r["scores"][site] for r in own]
+        lines.append(Line(site, epochs, scores, [site in ends] * len(own), site if site in ends else ""))
+    return Chart("HetDPT step 2: learnable scores, the lowest one goes", "epoch", "score", lines)

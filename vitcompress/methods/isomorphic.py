@@ -25,6 +25,7 @@ from vitcompress.checkpoint import read_json
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space
 from vitcompress.methods.channel_scores import Criterion, random_scores, scored
+from vitcompress.methods.charts import Chart, ranked
 from vitcompress.methods.depth import Stage
 from vitcompress.methods.widths import ALL, GIGA, MILLION, Scope, Sizes, groups_of
 from vitcompress.plan import Plan
@@ -95,7 +96,10 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
         groups = groups_of(spaces, scores, options.scope)
         sizes = Sizes(model, spaces, groups, context.plan, _clock(context, options))
         counts = chosen(groups, options, sizes)
-        rows = [{"name": g.name, "kind": g.kind, "kept": counts[g.name], "of": g.size} for g in groups]
+        rows = [
+            {"name": g.name, "kind": g.kind, "kept": counts[g.name], "of": g.size, "scores": g.scores.tolist()}
+            for g in groups
+        ]
         found = {"rows": rows, "cost": sizes.costs(counts).to_dict(), "plan": sizes.delta(counts).to_json()}
         return found | ({"latency_ms": sizes.latency(counts)} if options.target == "latency" else {})
 
@@ -133,6 +137,21 @@ def tables(folder: Path) -> list[dict[str, Any]]:
         return []
     rows = [[r["name"], r["kind"].replace("_", " "), str(r["kept"]), str(r["of"])] for r in read_json(path)["rows"]]
     return [{"title": "Isomorphic pruning: widths", "columns": ["where", "kind", "kept", "of"], "rows": rows}]
+
+
+def charts(folder: Path) -> list[Chart]:
+    """Scores of each kind, one curve per group: what of it went."""
+    path = folder / "widths.json"
+    rows = read_json(path)["rows"] if path.is_file() else []
+    found = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        lines = []
+        for row in (row for row in rows if row["kind"] == kind):
+            best = sorted(range(row["of"]), key=lambda channel: -row["scores"][channel])
+            lines.append(ranked(row["name"], row["scores"], best[: row["kept"]]))
+        title = f"Isomorphic pruning: {kind.replace('_', ' ')} scores, mean of each group 1"
+        found.append(Chart(title, "share of the group's channels, best first", "score", lines, by_depth=len(lines) > 1))
+    return found
 
 
 def _check(options: Options) -> None:

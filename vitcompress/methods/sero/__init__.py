@@ -14,21 +14,19 @@ drops the |W| factor after its first evaluation; here it lasts (weight_scale).
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
 from annotated_types import Ge, Gt, Lt
 from torch import nn
 
-from vitcompress.checkpoint import read_json
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import Family, Space
 from vitcompress.methods.depth import Stage
+from vitcompress.methods.sero.evidence import FILE, charts, record, tables
 from vitcompress.methods.sero.exploration import Criterion, CriterionPass, Exploration, WeightScale
 from vitcompress.methods.sero.layout import (
-    KINDS,
     Layout,
     Rules,
     Threshold,
@@ -76,7 +74,7 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
     found = _explored(copy, context, options)
     kept, heads = deployed(found.spaces, found.live)
     _silence(copy, found.spaces, padding(found.live, kept))
-    context.memo("exploration", lambda: _record(found, kept, heads, options))
+    context.memo(FILE, lambda: record(found, kept, heads, options.sparsity))
     context.hand_over(copy.cpu())
     shares = (f"{kind} {100 * (1 - live / total):.1f} %" for kind, (live, total) in found.counts().items() if total)
     context.progress.note(f"removed units: {', '.join(shares)}")
@@ -195,62 +193,4 @@ def _silence(model: nn.Module, spaces: tuple[Space, ...], channels: dict[str, tu
                 tensor.index_fill_(axis.dim, torch.tensor(places, device=tensor.device), 0.0)
 
 
-# --------------------------------------------------------------------------------------------------------------- report
-
-
-def _record(
-    found: Exploration, kept: dict[str, tuple[int, ...]], heads: dict[str, int], options: Options
-) -> dict[str, Any]:
-    """What came out, as plain data."""
-    rows = [
-        {
-            "space": space.name,
-            "kind": space.kind,
-            "size": space.size,
-            "live": int(found.live[space.name].sum()),
-            "kept": len(kept.get(space.name, range(space.size))),
-            "heads": heads.get(space.attention, space.heads),
-        }
-        for space in found.spaces
-    ]
-    more = {"skipped": found.skipped, "revived": found.revived, "trace": found.trace, "counts": found.counts()}
-    return {"layout": options.layout, "sparsity": options.sparsity, "spaces": rows, **more}
-
-
-def tables(folder: Path) -> list[dict[str, Any]]:
-    """Achieved sparsity by kind, widths by layer, and the way there, from the step's `folder`."""
-    path = folder / "exploration.json"
-    if not path.is_file():
-        return []
-    found = read_json(path)
-    return [_kinds(found), _widths(found["spaces"]), _trace(found["trace"])]
-
-
-def _kinds(found: dict[str, Any]) -> dict[str, Any]:
-    rows = [(kind, total, live, found["revived"][kind]) for kind, (live, total) in found["counts"].items() if total]
-    rows.append(("all", *(sum(row[i] for row in rows) for i in (1, 2, 3))))
-    cells = [[kind, str(total), str(live), _percent(live, total), str(back)] for kind, total, live, back in rows]
-    skipped = f", {found['skipped']} refreshes skipped" if found["skipped"] else ""
-    title = f"SERo: units removed, {100 * found['sparsity']:g} % asked for, layout {found['layout']}{skipped}"
-    return {"title": title, "columns": ["kind", "units", "live", "removed", "came back on the way"], "rows": cells}
-
-
-def _widths(spaces: list[dict[str, Any]]) -> dict[str, Any]:
-    columns = ["space", "channels", "live", "kept", "per head"]
-    rows = [
-        [row["space"], *(str(row[key]) for key in ("size", "live", "kept")), str(row["kept"] // row["heads"])]
-        for row in spaces
-    ]
-    return {"title": "SERo: widths", "columns": columns, "rows": rows}
-
-
-def _trace(trace: list[dict[str, Any]]) -> dict[str, Any]:
-    rows = [[str(t["epoch"] + 1), f"{100 * t['wanted']:.2f} %", *(_percent(*t[kind]) for kind in KINDS)] for t in trace]
-    return {"title": "SERo: removed at the end of each epoch", "columns": ["epoch", "asked for", *KINDS], "rows": rows}
-
-
-def _percent(live: int, total: int) -> str:
-    return f"{100 * (1 - live / total):.2f} %" if total else "none"
-
-
-__all__ = ["Options", "plan", "sparsity_at", "stages", "structure", "tables"]
+__all__ = ["Options", "charts", "plan", "sparsity_at", "stages", "structure", "tables"]

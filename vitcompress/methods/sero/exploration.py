@@ -27,7 +27,8 @@ Ranks = dict[str, np.ndarray]
 class Exploration:
     """The masks of one exploration, as hooks of its training (`train.StepHooks`).
 
-    live: space -> whether each channel lives, (channels,). trace: per epoch what had been reached at its end.
+    live: space -> whether each channel lives, (channels,). scores: what made it so, of the last refresh. trace: per
+    epoch what had been reached at its end.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Exploration:
         self.from_step = criterion_pass == "masked" and criterion.startswith("gradient")
         self.spaces = unit_spaces(family.spaces(model))
         self.live: Live = {space.name: np.ones(space.size, dtype=bool) for space in self.spaces}
+        self.scores: dict[str, list[float]] = {space.name: [] for space in self.spaces}
         self.sparsity = 0.0
         self.skipped, self.revived = 0, dict.fromkeys(KINDS, 0)
         self.trace: list[dict[str, Any]] = []
@@ -95,7 +97,7 @@ class Exploration:
         live = project(self.spaces, found, ties, sparsity, self.rules)
         for space in self.spaces:
             self.revived[space.kind] += int((live[space.name] & ~self.live[space.name]).sum())
-        self.sparsity = sparsity
+        self.sparsity, self.scores = sparsity, {name: score.tolist() for name, score in found.items()}
         self.set(live)
 
     def _scores(self, backward: Callable[[], object]) -> Ranks:
@@ -160,6 +162,7 @@ class Exploration:
         return {
             "kept": {name: np.flatnonzero(live).tolist() for name, live in self.live.items() if not live.all()},
             "seen": {name: value.tolist() for name, value in self._seen.items()} if self.from_step else {},
+            "scores": self.scores,
             "sparsity": self.sparsity,
             "skipped": self.skipped,
             "revived": self.revived,
@@ -169,7 +172,7 @@ class Exploration:
     def restore(self, data: Any) -> None:
         """Continue from `state`."""
         self.sparsity, self.skipped, self.revived = data["sparsity"], data["skipped"], dict(data["revived"])
-        self.trace, like = list(data["trace"]), next(self.model.parameters())
+        self.trace, self.scores, like = list(data["trace"]), data["scores"], next(self.model.parameters())
         self._seen = {name: torch.tensor(values, device=like.device) for name, values in data["seen"].items()}
         live: Live = {space.name: np.ones(space.size, dtype=bool) for space in self.spaces}
         for name, channels in data["kept"].items():

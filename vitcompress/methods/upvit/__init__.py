@@ -17,16 +17,16 @@ from torch import nn
 from vitcompress.families import Family
 from vitcompress.methods.depth import Stage
 from vitcompress.methods.upvit.blocks import removal
+from vitcompress.methods.upvit.evidence import charts, tables
 from vitcompress.methods.upvit.goal import Goal, goal_of, left
 from vitcompress.methods.upvit.importance import Component, components
 from vitcompress.methods.upvit.options import Options
 from vitcompress.methods.upvit.regroup import best, regrouped
 from vitcompress.methods.upvit.scoring import block_removal, orders, proxy, warn_of_few
-from vitcompress.methods.upvit.tables import tables
 from vitcompress.plan import Plan
 from vitcompress.workspace import Context
 
-__all__ = ["Options", "plan", "stages", "structure", "tables"]
+__all__ = ["Options", "charts", "plan", "stages", "structure", "tables"]
 
 
 def plan(model: nn.Module, context: Context, options: Options) -> Plan:

@@ -1,0 +1,129 @@
+"""Which layers and channels of each block a plan leaves, told of the dense model's blocks, for pictures and tables."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from vitcompress import models
+from vitcompress.families import Family, Space, family_of
+from vitcompress.plan import Plan
+
+Entry = TypeVar("Entry")
+LAYERS = {"attention": "attention", "activation": "activation", "ffn": "FFN"}
+WIDTHS = {"residual": "residual", "heads": "heads", "qk": "q and k", "v": "v", "mlp": "FFN", "sr": "reduction"}
+WORDS = {"norm_identity": "norm", "double": "2x", "identity": "none", "mean_gate": "mean", "drop_gate": "1"}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What became of a layer. state: `kept`, `replaced` by what computes less, or `removed`; word: by what."""
+
+    state: str
+    word: str = ""
+
+
+@dataclass(frozen=True)
+class Width:
+    """Channels (or heads) left of so many. linear: of an FFN that became one linear layer and so has none."""
+
+    left: int
+    of: int
+    linear: bool = False
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The dense model's blocks by path, how many each stage has, and per kind one entry per block, None where a block
+    never had one. widths["residual"] repeats a stage's width in each of its blocks.
+    """
+
+    blocks: tuple[str, ...]
+    stages: tuple[int, ...]
+    layers: dict[str, list[Layer | None]]
+    widths: dict[str, list[Width | None]]
+
+    def total(self, kind: str) -> tuple[int, int]:
+        """Channels left and channels of the dense model, over all blocks; a stage's residual stream counts once."""
+        found = [width for width in self._counted(kind) if width is not None and not width.linear]
+        return sum(width.left for width in found), sum(width.of for width in found)
+
+    def _counted(self, kind: str) -> list[Width | None]:
+        if kind != "residual":
+            return self.widths[kind]
+        starts = [sum(self.stages[:number]) for number in range(len(self.stages))]
+        return [self.widths[kind][start] for start in starts]
+
+
+def structure_of(plan: Plan) -> Structure:
+    """What `plan` leaves of the model that it is for; built without weights. Raises InputError where timm cannot."""
+    with torch.device("meta"):
+        dense = models.create(plan.arch, plan.arch_args)
+    family = family_of(dense)
+    blocks = tuple(family.blocks(dense))
+    stages: dict[str, int] = {}
+    for path in blocks:
+        stages[path.rpartition(".")[0]] = stages.get(path.rpartition(".")[0], 0) + 1
+    layers = {kind: _by_block(blocks, _layers(plan, family, dense, kind)) for kind in LAYERS}
+    widths = _widths(plan, family.spaces(dense), blocks)
+    return Structure(blocks, tuple(stages.values()), _present(layers), _present(widths))
+
+
+def _by_block(blocks: tuple[str, ...], found: Iterator[tuple[str, Entry]]) -> list[Entry | None]:
+    entries = dict(found)
+    return [entries.get(path) for path in blocks]
+
+
+def _present(rows: dict[str, list[Entry | None]]) -> dict[str, list[Entry | None]]:
+    return {kind: row for kind, row in rows.items() if any(entry is not None for entry in row)}
+
+
+def _gone(plan: Plan, name: str) -> str | None:
+    """What stands in the place of `name`, or of what it lies in; None where it is still there."""
+    return next((stand for outer, stand in plan.removed.items() if f"{name}.".startswith(f"{outer}.")), None)
+
+
+def _layers(plan: Plan, family: Family, dense: torch.nn.Module, kind: str) -> Iterator[tuple[str, Layer]]:
+    for site in family.sites(dense):
+        if site.kind != kind:
+            continue
+        stand = _gone(plan, site.name)
+        if site.name in plan.folded:
+            yield site.block, Layer("replaced", "linear")
+        elif stand is None:
+            yield site.block, Layer("kept")
+        else:
+            partly = stand in ("norm_identity", "double", "mean_gate", "drop_gate")
+            yield site.block, Layer("replaced", WORDS[stand]) if partly else Layer("removed")
+
+
+def _widths(plan: Plan, spaces: tuple[Space, ...], blocks: tuple[str, ...]) -> dict[str, list[Width | None]]:
+    def row(kind: str, width: Callable[[Space], Width]) -> list[Width | None]:
+        own = [(_block(space, blocks), width(space)) for space in spaces if space.kind == kind]
+        return _by_block(blocks, ((block, found) for block, found in own if block))
+
+    found = {kind: row(kind, lambda space: _width(plan, space)) for kind in WIDTHS if kind not in ("residual", "heads")}
+    found["heads"] = row("v", lambda space: _heads(plan, space))
+    streams = [
+        (space.name.removesuffix("residual"), _width(plan, space)) for space in spaces if space.kind == "residual"
+    ]
+    found["residual"] = [next(width for stage, width in streams if path.startswith(stage)) for path in blocks]
+    return {kind: found[kind] for kind in WIDTHS}
+
+
+def _block(space: Space, blocks: tuple[str, ...]) -> str | None:
+    return next((path for path in blocks if space.name.startswith(f"{path}.")), None)
+
+
+def _width(plan: Plan, space: Space) -> Width:
+    if space.name in plan.folded:
+        return Width(0, space.size, linear=True)
+    if space.kind != "residual" and _gone(plan, space.attention or space.name) is not None:
+        return Width(0, space.size)
+    return Width(len(plan.kept.get(space.name, range(space.size))), space.size)
+
+
+def _heads(plan: Plan, space: Space) -> Width:
+    gone = _gone(plan, space.attention) is not None
+    return Width(0 if gone else plan.heads.get(space.attention, space.heads), space.heads)

@@ -1,0 +1,110 @@
+"""Pictures of what a plan leaves: the numbers in them, and that they can be drawn."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vitcompress import checkpoint, models, surgery
+from vitcompress.bench.pictures import charts_figure, draw, structure_figure
+from vitcompress.bench.structure import Layer, Structure, Width, structure_of
+from vitcompress.errors import ArtifactError, InputError
+from vitcompress.methods.charts import Chart, Line, ranked
+from vitcompress.plan import Plan
+
+VIT = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 4, "mlp_ratio": 2.0}
+SWIN = {
+    "img_size": 16,
+    "patch_size": 2,
+    "embed_dim": 16,
+    "depths": [2, 1],
+    "num_heads": [2, 4],
+    "window_size": 4,
+    "mlp_ratio": 2.0,
+}
+REMOVED = {"blocks.0.attn": "norm_identity", "blocks.1.attn": "drop", "blocks.1.mlp.act": "identity"}
+KEPT = {
+    "blocks.2.qk": (0, 4, 12, 15),
+    "blocks.2.v": (0, 1, 12, 13),
+    "blocks.0.mlp": tuple(range(8)),
+    "residual": tuple(range(12)),
+}
+
+
+def plan() -> Plan:
+    """Something of everything: a layer gone, one replaced, one folded, widths cut, two heads left of four."""
+    heads = {"blocks.2.attn": 2}
+    made = Plan("vit_tiny_patch16_224", VIT, REMOVED, folded=("blocks.1.mlp",), kept=KEPT, heads=heads)
+    surgery.apply(models.create(made.arch, made.arch_args), made)  # it can be carried out
+    return made
+
+
+def texts(figure: Any) -> list[str]:
+    return [text.get_text() for axes in figure.axes for text in axes.texts if text.get_text()]
+
+
+def test_layers_and_widths_of_a_plan() -> None:
+    found = structure_of(plan())
+    kept, gone = Layer("kept"), Layer("removed")
+    assert found.layers["attention"] == [Layer("replaced", "norm"), gone, kept]
+    assert found.layers["activation"] == [kept, gone, kept]
+    assert found.layers["ffn"] == [kept, Layer("replaced", "linear"), kept]
+    assert found.widths["residual"] == [Width(12, 16)] * 3 and found.total("residual") == (12, 16)
+    assert found.widths["heads"] == [Width(0, 4), Width(0, 4), Width(2, 4)]
+    assert found.widths["qk"] == [Width(0, 16), Width(0, 16), Width(4, 16)] and found.total("v") == (4, 48)
+    assert found.widths["mlp"] == [Width(8, 32), Width(0, 32, linear=True), Width(32, 32)]
+    assert found.total("mlp") == (40, 64)
+
+
+def test_a_plan_that_changes_nothing_leaves_all() -> None:
+    found = structure_of(Plan("vit_tiny_patch16_224", VIT))
+    assert {layer for row in found.layers.values() for layer in row} == {Layer("kept")}
+    assert all(found.total(kind)[0] == found.total(kind)[1] > 0 for kind in found.widths)
+
+
+def test_stages_have_streams_of_their_own() -> None:
+    kept = {"layers.1.residual": tuple(range(24)), "layers.1.blocks.0.mlp": tuple(range(16))}
+    plan = Plan("swin_tiny_patch4_window7_224", SWIN, {"layers.0.blocks.1": "drop"}, kept=kept)
+    found = structure_of(plan)
+    assert found.stages == (2, 1) and found.layers["ffn"] == [Layer("kept"), Layer("removed"), Layer("kept")]
+    assert found.widths["residual"] == [Width(16, 16), Width(16, 16), Width(24, 32)]
+    assert found.total("residual") == (40, 48) and found.total("mlp") == (32 + 0 + 16, 32 + 32 + 64)
+
+
+def test_the_picture_says_what_is_left() -> None:
+    figure = structure_figure(structure_of(plan()), "run")
+    shown = texts(figure)
+    assert {"norm", "linear", "1/3", "2/3", "75", "25", "50", "62"} <= set(shown)
+    assert len(shown) > len(texts(structure_figure(Structure(("blocks.0",), (1,), {"ffn": [Layer("kept")]}, {}), "")))
+
+
+def test_curves_end_where_channels_went() -> None:
+    line = ranked("a", [1.0, 4.0, 2.0, 3.0], [1, 2])
+    assert (line.x, line.y, line.gone) == ([0.0, 1 / 3, 2 / 3, 1.0], [4.0, 3.0, 2.0, 1.0], [False, True, False, True])
+    chart = Chart("scores", "x", "y", [line, Line("b", [0, 1], [1, 2], mark="end")], log=True, level=2.0)
+    (axes,) = charts_figure([chart], "all").axes
+    strong, faint = axes.lines[1].get_ydata(), axes.lines[0].get_ydata()
+    assert list(faint) == [4.0, 3.0, 2.0, 1.0] and [y == y for y in strong] == [True, False, True, False]
+    assert axes.get_yscale() == "log" and [text.get_text() for text in axes.texts] == ["end"]
+
+
+def test_files(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    checkpoint.write_text(run / checkpoint.PLAN, plan().to_json())
+    checkpoint.write_json(
+        run / "state" / "step-0-isomorphic" / "widths.json",
+        {"rows": [{"name": "residual", "kind": "residual", "kept": 1, "of": 2, "scores": [1.5, 0.5]}]},
+    )
+    found = draw([run], tmp_path / "pictures")
+    assert [path.name for path in found] == ["run-structure.png", "run-step-0-isomorphic.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in found)
+    again = tmp_path / "other" / "run"
+    checkpoint.write_text(again / checkpoint.PLAN, plan().to_json())
+    names = [path.name for path in draw([run, again], tmp_path / "both")]
+    assert len(set(names)) == 3 and "other-run-structure.png" in names
+
+
+def test_a_folder_without_a_plan(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"no plan\.json"):
+        draw([tmp_path], tmp_path / "pictures")
+    assert issubclass(ArtifactError, InputError) and not (tmp_path / "pictures").exists()

@@ -1,0 +1,79 @@
+"""What UP-ViT measured on its way, as tables and curves for the report."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vitcompress.checkpoint import read_json
+from vitcompress.methods.charts import Chart, Line, ranked
+from vitcompress.methods.upvit.regroup import least_first
+
+
+class Scored(NamedTuple):
+    """Scores of a component's channels by number, and the channels that stay."""
+
+    name: str
+    scores: list[float]
+    kept: list[int]
+
+
+def _rounds(folder: Path) -> list[dict[str, Any]]:
+    """One record per block that went: the ways in which one could go, and their scores."""
+    paths = sorted(folder.glob("blocks-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
+    return [read_json(path) for path in paths]
+
+
+def _scored(folder: Path) -> Iterator[Scored]:
+    """What was measured exactly; without any, the estimates."""
+    kept = read_json(folder / "kept.json") if (folder / "kept.json").is_file() else {}
+    paths = sorted(folder.glob("scores-*.json"))
+    found = {path.stem.removeprefix("scores-"): read_json(path) for path in paths}
+    if not found and (folder / "fisher.json").is_file():
+        found = read_json(folder / "fisher.json")
+    for name, scores in found.items():
+        channels = kept.get(name) or kept.get(f"{name.removesuffix('attn')}qk") or []
+        yield Scored(name, scores, channels)
+
+
+def tables(folder: Path) -> list[dict[str, Any]]:
+    """Which blocks went, and what share of each component's importance is left, from the step's `folder`."""
+    found = []
+    if rounds := _rounds(folder):
+        rows = []
+        for number, record in enumerate(rounds):
+            order = least_first(record["scores"])[:2]
+            told = [f"{record['ways'][i]} ({record['scores'][i]:.4g})" for i in order]
+            rows.append([str(number + 1), *told, *[""] * (2 - len(told))])
+        columns = ["round", "removed (KL)", "next best (KL)"]
+        found.append({"title": "UP-ViT: blocks, one at a time", "columns": columns, "rows": rows})
+    rows = []
+    for name, scores, kept in _scored(folder):
+        total = sum(scores) or 1.0
+        share = f"{100 * sum(scores[c] for c in kept) / total:.1f} %"
+        rows.append([name, str(len(scores)), str(len(kept)), f"{total:.4g}", share])
+    if rows:
+        columns = ["component", "channels", "kept", "sum of KL", "share of it that is kept"]
+        found.append({"title": "UP-ViT: importance of channels", "columns": columns, "rows": rows})
+    return found
+
+
+def charts(folder: Path) -> list[Chart]:
+    """Scores of every way to lose a block, and of the channels of each kind of component, from the step's `folder`."""
+    found = []
+    if rounds := _rounds(folder):
+        lines = []
+        for number, record in enumerate(rounds):
+            ways, least = range(len(record["ways"])), least_first(record["scores"])[0]
+            lines.append(Line(f"round {number + 1}: {record['ways'][least]}", ways, record["scores"]))
+        words = "ways to lose a block, in forward order (whole, hybrid, whole, ...)"
+        found.append(
+            Chart("UP-ViT: the block whose loss costs least goes", words, "KL, summed over images", lines, True)
+        )
+    kinds: dict[str, list[Line]] = {}
+    for name, scores, kept in _scored(folder):
+        kind = {"attn": "attention", "mlp": "FFN", "sr": "reduction"}.get(name.rpartition(".")[2], "residual")
+        kinds.setdefault(kind, []).append(ranked(name, scores, kept))
+    for kind, lines in kinds.items():
+        title, words = f"UP-ViT: {kind} channels", "share of the component's channels, best first"
+        found.append(Chart(title, words, "KL, summed over images", lines, log=True, by_depth=len(lines) > 1))
+    return found
