@@ -155,7 +155,7 @@ def draw_chart(axes: Any, chart: Chart) -> None:
     """Curves, strong where channels or layers stay and faint where they went."""
     from matplotlib import colormaps
 
-    colours = [*colormaps["tab10"].colors]
+    colours = [colormaps["tab10"](number) for number in range(10)]
     for number, line in enumerate(chart.lines):
         share = number / max(1, len(chart.lines) - 1)
         colour = colormaps["viridis"](0.9 * share) if chart.by_depth else colours[number % len(colours)]
