@@ -44,7 +44,7 @@ LEVELS = [
         "training",
         "workspace",
     },
-    {"methods", "verify", "bounds", "verdicts", "verify_onnx", "verify_slice"},
+    {"methods", "verify", "bounds", "rounding", "verdicts", "verify_onnx", "verify_slice"},
     {"recipe", "exporters"},
     {"bench"},
     {"pipeline"},

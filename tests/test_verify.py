@@ -53,7 +53,7 @@ def test_layer_scales_are_checked_with_the_layer_they_went_into() -> None:
 
 
 def test_a_fold_that_is_off_by_a_few_units_in_the_last_place_is_noticed() -> None:
-    """Far too small a change for the end-to-end check, but 64 times what rounding explains."""
+    """By 64 times what rounding explains."""
     unfolded, folded, _, after = folding("plain")
     with torch.no_grad():
         folded.get_submodule("blocks.0.mlp").weight[0] *= 1 + 64 * torch.finfo(torch.float32).eps

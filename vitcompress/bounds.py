@@ -1,9 +1,11 @@
 """How far two evaluations of the same function may be apart, derived from the arithmetic and not from experience.
 
-Unit roundoff u: half the distance from 1 to the next number of a type. gamma(n) = n u / (1 - n u) bounds the relative
-error of n roundings in a row (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1).
+A whole model's answers are held against the limits of `rounding`, which hold with a stated probability; a folded layer
+against a bound that always holds: gamma(n) = n u / (1 - n u) bounds the relative error of n roundings in a row, u being
+the unit roundoff (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1).
 """
 
+import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -11,13 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-# Two runtimes that order the same operations differently make errors of the same size, but not the same errors. One
-# decimal order between them is allowed; a wrong weight, scale or layer is off by many.
-ORDER = 10.0
-
-
-def unit_roundoff(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps / 2
+from vitcompress.rounding import arithmetic_limit, unit_roundoff
 
 
 def gamma(count: int, dtype: torch.dtype) -> float:
@@ -28,24 +24,30 @@ def gamma(count: int, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Reference:
-    """The exact answers of a model with the weights as stored, and how far from them its own precision may lead.
+    """The exact answers of a model with the weights as stored, (images, classes), and how far rounding may lead away.
 
-    `tolerance` is ten times the distance at which torch itself ends up on the same images in the same precision (at
-    least ten units of roundoff of the largest logit): that distance shows how this model amplifies rounding.
+    tolerance: from them to an evaluation in the model's own precision. between: from one such evaluation to another,
+    whose variances add up. exact_between: the same for evaluations in float64.
     """
 
     exact: Tensor
     tolerance: float
+    roundoff: float
+
+    @property
+    def between(self) -> float:
+        return math.sqrt(2) * self.tolerance
+
+    @property
+    def exact_between(self) -> float:
+        return self.between * unit_roundoff(torch.float64) / self.roundoff
 
 
 @torch.no_grad()
 def reference(model: nn.Module, images: Tensor) -> Reference:
-    """Answers in float64 to `images` (batch, channels, height, width), and the tolerance of `model`'s own precision."""
-    own_type = next(model.parameters()).dtype
+    """Answers in float64 to `images` (batch, channels, height, width), and what rounding may make of them."""
     exact: Tensor = deepcopy(model).double()(images.double())
-    own = model(images.to(own_type)).double()
-    least = unit_roundoff(own_type) * float(exact.abs().max())
-    return Reference(exact, ORDER * max(float((own - exact).abs().max()), least))
+    return Reference(exact, arithmetic_limit(model, images), unit_roundoff(next(model.parameters()).dtype))
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 fold: folded against unfolded, per layer against a rigorous bound and end to end in float64. slice: see verify_slice.
 reload: what is on disk against what was in memory, bit for bit. onnx: see verify_onnx. Tolerances are derived in
-`bounds`.
+`bounds` and `rounding`.
 """
 
 import tempfile
@@ -20,6 +20,7 @@ from vitcompress.bounds import fold_excess, reference
 from vitcompress.errors import ArtifactError, OutputError
 from vitcompress.families import family_of
 from vitcompress.plan import Plan
+from vitcompress.rounding import storage_limit
 from vitcompress.standard import WEIGHTS as STANDARD
 from vitcompress.verdicts import LEDGER, Check, Verification, agreement, compared, largest_difference, listed
 from vitcompress.verify_onnx import file_checks, onnx_checks, plan_check, structure_checks
@@ -62,9 +63,11 @@ def fold_checks(unfolded: nn.Module, folded: nn.Module, names: Iterable[str], im
         detail = f"difference over its rounding bound, worst of all outputs; largest difference {difference:.1e}"
         checks.append(compared(f"fold.{target}", quotient, 1.0, detail))
     apart = largest_difference(_answers(deepcopy(folded).double(), few.double()), truth.exact)
+    stored = storage_limit(folded, {target: len(chain) - 1 for target, chain in chains.items()}, few)
     detail = "largest difference of the logits, float64" if chains else "nothing was folded"
-    checks.append(compared("fold", apart, truth.tolerance, detail))
-    checks.append(agreement("fold.agreement", _answers(unfolded, images), _answers(folded, images), truth.tolerance))
+    checks.append(compared("fold", apart, stored + truth.exact_between, detail))
+    expected, got = _answers(unfolded, images), _answers(folded, images)
+    checks.append(agreement("fold.agreement", expected, got, stored + truth.between))
     return checks
 
 
@@ -139,7 +142,7 @@ def standard_check(folder: Path, model: nn.Module, plan: Plan, images: Tensor) -
         )
     truth = reference(model, images[:EXACT_IMAGES])
     apart = largest_difference(_answers(loaded, images), _answers(model, images))
-    return compared("standard", apart, truth.tolerance, f"loaded strictly into timm's {arch}; difference of the logits")
+    return compared("standard", apart, truth.between, f"loaded strictly into timm's {arch}; difference of the logits")
 
 
 # -------------------------------------------------------------------------------------------------------------- folders
@@ -191,7 +194,7 @@ def _checks(folder: Path, model: nn.Module, plan: Plan, images: Tensor, seen: di
     if seen and torch.equal(images, seen["images"]):
         truth = reference(model, images[:EXACT_IMAGES])
         apart = largest_difference(_answers(model, images), seen["logits"])
-        yield compared("reload.recorded", apart, truth.tolerance, "logits now against those recorded with the run")
+        yield compared("reload.recorded", apart, truth.between, "logits now against those recorded with the run")
     yield from _onnx(folder, model, plan, images)
     for pattern in ENGINES:
         for path in sorted(folder.glob(pattern)):

@@ -45,7 +45,7 @@ def onnx_checks(
         checks.append(compared(f"{name}.batch{batch}", difference, truth.tolerance, detail))
     expected = _in_parts(lambda part: _torch_logits(stored, part), images)
     got = _in_parts(lambda part: _logits(session, part), images)
-    checks.append(agreement(f"{name}.agreement", expected, got, truth.tolerance))
+    checks.append(agreement(f"{name}.agreement", expected, got, truth.between))
     return [*checks, *structure_checks(model, path, name), *file_checks(path, name)]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress import checkpoint, surgery
-from vitcompress.bounds import reference, unit_roundoff
+from vitcompress.bounds import reference
 from vitcompress.families import Space, family_of
 from vitcompress.gates import channel_gates
 from vitcompress.plan import Plan
@@ -52,8 +52,7 @@ def slice_check(model: nn.Module, delta: Plan, images: Tensor, name: str = "slic
     """`delta` carried out by slicing `model` against the same by masks, on `images`, (count, channels, height, width).
 
     Nothing is rounded by slicing, so in float64 both may differ by as much as that precision makes of the same sums in
-    another order: the distance allowed is the one that the model's own precision would be allowed, scaled by the ratio
-    of the two roundoffs. Heads that are regrouped have no mask: both sides get them by slicing, the rest is compared.
+    another order. Heads that are regrouped have no mask: both sides get them by slicing, the rest is compared.
     """
     regrouped = _regrouped(model, delta)
     told = ""
@@ -71,13 +70,11 @@ def slice_check(model: nn.Module, delta: Plan, images: Tensor, name: str = "slic
         before = masked(images.double())
         with channel_gates(masked, family_of(masked), _gates(masked, delta)):
             expected = masked(images.double())
-    own = unit_roundoff(next(model.parameters()).dtype)
-    tolerance = truth.tolerance * unit_roundoff(torch.float64) / own
     detail = (
         f"largest difference of the logits of masked and sliced, float64, {len(delta.kept)} spaces; the masks alone "
         f"move them by {largest_difference(before, expected):.1e}" + (f"; left out: {told}" if told else "")
     )
-    return compared(name, largest_difference(truth.exact, expected), tolerance, detail)
+    return compared(name, largest_difference(truth.exact, expected), truth.exact_between, detail)
 
 
 def slice_checks(folder: Path, plan: Plan, images: Tensor) -> list[Check]:

@@ -1,0 +1,119 @@
+"""The limits of rounding: their statistics, that right models keep them, and that wrong ones do not."""
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from contracts import build, contract, every_variant, having, images, logits
+from torch import nn
+
+from vitcompress import surgery
+from vitcompress.bounds import reference
+from vitcompress.rounding import arithmetic_limit, factor, storage_limit, unit_roundoff
+from vitcompress.verdicts import largest_difference
+from vitcompress.verify import fold_checks
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("count", [1, 40])
+def test_the_largest_of_normal_deviations_rarely_exceeds_the_factor(count: int, shared: float) -> None:
+    """Whatever the correlation, `shared`: of 50,000 largest ones at most p, and five deviations of that count."""
+    generator = torch.Generator().manual_seed(0)
+    one, each = (torch.randn(50_000, n, generator=generator) for n in (1, count))
+    largest = (shared**0.5 * one + (1 - shared) ** 0.5 * each).abs().amax(1)
+    for p in (0.05, 1e-3):
+        exceed = int((largest > factor(p) * largest.mean()).sum())
+        assert exceed <= 50_000 * p + 5 * (50_000 * p) ** 0.5
+    assert float(largest.max()) > 1.5 * float(largest.mean())
+
+
+def test_a_sum_errs_as_a_sum_in_random_order_does() -> None:
+    """The variance over 3000 orders lies between a quarter of the formula's and all of it: an error is uniform within
+    half a unit in the last place, which is u/2 to u times the number. Five deviations of that estimate are allowed.
+    """
+    n, generator = 64, torch.Generator().manual_seed(0)
+    terms = torch.rand(n, generator=generator).add_(0.3)
+    orders = torch.stack([terms[torch.randperm(n, generator=generator)] for _ in range(3000)])
+    total = torch.zeros(3000)
+    for column in orders.unbind(1):
+        total = total + column
+    exact = float(terms.double().sum())
+    found = float((total.double() - exact).square().mean())
+    squares = float(terms.double().square().sum())
+    u = unit_roundoff(torch.float32)
+    model = u**2 / 3 * (n + 1) / 6 * (2 * exact**2 + squares)
+    allowed = 1 + 5 * (2 / 3000) ** 0.5
+    assert model / 4 / allowed < found < model * allowed
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_model_keeps_the_limit_of_its_own_precision(variant: str, dtype: torch.dtype) -> None:
+    model, x = build(variant, dtype=dtype), images(variant, dtype=torch.float32)
+    truth = reference(model, x)
+    found = largest_difference(logits(model, x.to(dtype)), truth.exact)
+    assert 0 < found <= truth.tolerance
+    assert truth.tolerance == pytest.approx(arithmetic_limit(model, x))  # the same draws each time
+
+
+def test_the_limit_is_in_proportion_to_the_roundoff() -> None:
+    """To first order: float16 and bfloat16 add up alike, and round 8 times apart. 2 % of that is of second order."""
+    model, x = build("plain", dtype=torch.float32), images("plain", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():  # the same numbers in all types
+            parameter.copy_(parameter.bfloat16())
+    limits = [arithmetic_limit(deepcopy(model).to(kind), x) for kind in (torch.bfloat16, torch.float16)]
+    assert limits[0] / limits[1] == pytest.approx(8, rel=0.1)
+
+
+def folding() -> tuple[nn.Module, nn.Module, list[str]]:
+    """A model in float32 before and after two of its FFNs are folded, and their names."""
+    model, base = build("plain", dtype=torch.float32), contract("plain").plan
+    plan = base.then(surgery.depth_plan(model, base, [1], having(model, "activation", [0, 1])))
+    unfolded = surgery.apply(model, plan)
+    folded = deepcopy(unfolded)
+    return unfolded, folded, list(surgery.fold(folded, plan).plan.folded)
+
+
+def bias_of_one_channel(model: nn.Module) -> None:
+    bias = model.get_parameter("blocks.0.mlp.bias")
+    bias[int(bias.abs().argmax())] *= 1 + 1e-3
+
+
+def two_heads_swapped(model: nn.Module) -> None:
+    weight = model.get_parameter("blocks.0.attn.proj.weight")
+    weight.copy_(torch.cat([weight[:, 8:], weight[:, :8]], dim=1))
+
+
+def one_weight(model: nn.Module) -> None:
+    model.get_parameter("blocks.1.mlp.weight")[3, 5] *= 1 + 1e-3
+
+
+@pytest.mark.parametrize("harm", [bias_of_one_channel, two_heads_swapped, one_weight])
+def test_a_wrong_fold_fails_end_to_end(harm: Callable[[nn.Module], None]) -> None:
+    unfolded, folded, names = folding()
+    x = images("plain", dtype=torch.float32)
+
+    def verdict() -> str:
+        return next(check.verdict for check in fold_checks(unfolded, folded, names, x) if check.name == "fold")
+
+    assert verdict() == "passed"
+    with torch.no_grad():
+        harm(folded)
+    assert verdict() == "failed"
+
+
+def test_weights_that_were_not_rounded_have_no_limit_to_keep() -> None:
+    model, x = build("plain", dtype=torch.float32), images("plain", dtype=torch.float32)
+    assert storage_limit(model, {}, x) == 0.0
+    once, twice = (storage_limit(model, {"blocks.0.mlp.fc1": times}, x) for times in (1, 2))
+    assert twice / once == pytest.approx(2**0.5, rel=0.02)  # the same draws; 2 % is of second order
+
+
+def test_drawing_leaves_the_model_as_it_was() -> None:
+    model, x = build("swin", dtype=torch.float32), images("swin", dtype=torch.float32)
+    before, state = logits(model, x), {name: value.clone() for name, value in model.state_dict().items()}
+    assert arithmetic_limit(model, x) > 0
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(logits(model, x), before)

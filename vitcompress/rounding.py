@@ -1,0 +1,147 @@
+"""How far rounding may move a model's answers: Monte Carlo arithmetic, and what holds with a stated probability.
+
+Every operation's result gets a random error of the size that its roundings make, and the spread of the answers is the
+effect of rounding (Parker, Pierce, Eggert, "Monte Carlo arithmetic: how to gamble with floating point and win",
+Computing in Science and Engineering 2(4), 2000). Roundings are taken as independent, of mean zero and uniform within
+the unit roundoff u (Higham, Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput.
+41(5), 2019). A sum S of n products t, added in random order with partial sums s_j, has an error of the variance
+
+    u^2/3 (sum of t^2 + sum over j of E s_j^2),    sum over j of E s_j^2 = (n + 1)/6 (2 S^2 + sum of t^2);
+
+a runtime that adds in blocks has smaller partial sums. Any other result is taken to be rounded three times. Errors that
+small reach the answers linearly, and are so many that the deviations are normal, however correlated. Then the largest
+absolute one, M, exceeds its mean by s sqrt(2 ln 1/p) with a probability of at most p, s being the largest standard
+deviation (Borell; Tsirelson, Ibragimov, Sudakov), and s is at most sqrt(pi/2) E M, as for a single one. So
+
+    P(M > (1 + sqrt(pi ln 1/p)) E M) <= p.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+FALSE_ALARMS = 1e-6  # p: how often a correct model may fail a check
+DRAWS = 2  # E M is their mean; with tens of logits or more M itself hardly varies
+LOGITS = 1000  # so many are drawn at least, where there are as many: more only take time
+# The errors are drawn no smaller than this and their effect is scaled back, or the float32 that they are drawn in would
+# drown them: the square root of float32's roundoff is as far above that as below 1.
+DRAWN = 2.0**-12
+_aten = torch.ops.aten
+_SUMS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.convolution}
+_COPIES = {_aten.clone, _aten.copy_, _aten._to_copy, _aten.cat, _aten.index, _aten.roll, _aten.constant_pad_nd}
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Half the distance from 1 to the next number of a type."""
+    return torch.finfo(dtype).eps / 2
+
+
+def factor(p: float) -> float:
+    """The largest of normal deviations exceeds so many times its mean with a probability of at most `p`."""
+    return 1 + math.sqrt(math.pi * math.log(1 / p))
+
+
+@torch.no_grad()
+def arithmetic_limit(model: nn.Module, images: Tensor) -> float:
+    """How far rounding in `model`'s own type may move a logit. Products are added in float32 or better.
+
+    images: (batch, channels, height, width).
+    """
+    wide, each, drawn = _drawable(model)
+    sums = min(each, unit_roundoff(torch.float32)) * drawn / each
+    generator = torch.Generator().manual_seed(0)
+
+    def perturbed(x: Tensor) -> Tensor:
+        with _Rounding(drawn, sums, generator) as rounding:
+            out: Tensor = wide(rounding.rounded(x))
+        return out
+
+    with sdpa_kernel(SDPBackend.MATH):  # as the operations that it consists of
+        return _limit(wide, images, perturbed) * each / drawn
+
+
+@torch.no_grad()
+def storage_limit(model: nn.Module, roundings: Mapping[str, int], images: Tensor) -> float:
+    """How far a logit may move because weights and biases were rounded to `model`'s own type.
+
+    roundings: module -> how often its parameters were rounded. images: (batch, channels, height, width).
+    """
+    wide, each, drawn = _drawable(model)
+    generator = torch.Generator().manual_seed(0)
+
+    def perturbed(x: Tensor) -> Tensor:
+        changed = {
+            f"{name}.{key}": value + value * _uniform(value, generator) * drawn * math.sqrt(times)
+            for name, times in roundings.items()
+            for key, value in wide.get_submodule(name).named_parameters(recurse=False)
+        }
+        out: Tensor = functional_call(wide, changed, (x,))
+        return out
+
+    return _limit(wide, images, perturbed) * each / drawn
+
+
+def _drawable(model: nn.Module) -> tuple[nn.Module, float, float]:
+    """`model` in float32 or better, the roundoff of its own type, and the one that errors are drawn with."""
+    own = next(model.parameters()).dtype
+    wide = model if own in (torch.float32, torch.float64) else deepcopy(model).float()
+    return wide, unit_roundoff(own), max(unit_roundoff(own), DRAWN)
+
+
+def _limit(wide: nn.Module, images: Tensor, perturbed: Callable[[Tensor], Tensor]) -> float:
+    """What the largest deviation of `perturbed` answers exceeds with the probability FALSE_ALARMS at most."""
+    classes = wide(images[:1].to(next(wide.parameters()).dtype)).shape[-1]
+    x = images[: 1 + LOGITS // classes].to(next(wide.parameters()).dtype)
+    clean = wide(x)
+    mean = sum(float((perturbed(x) - clean).abs().max()) for _ in range(DRAWS)) / DRAWS
+    return factor(FALSE_ALARMS) * mean
+
+
+class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is on, every result of torch is off by what its roundings make."""
+
+    def __init__(self, each: float, sums: float, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.each, self.sums, self.generator = each, sums, generator
+
+    def rounded(self, exact: Tensor) -> Tensor:
+        return exact + exact * _uniform(exact, self.generator) * self.each * math.sqrt(3)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        first = out[0] if isinstance(out, tuple | list) else out
+        kind = func.overloadpacket
+        computed = isinstance(first, Tensor) and first.is_floating_point() and not func.is_view
+        if computed and kind not in _COPIES:
+            size = first * self.each
+            if kind in _SUMS:
+                size = size.square_().add_(_variance_of_sums(kind, args, first), alpha=self.sums**2).sqrt_()
+            # Uniform as in the model; what adds up in the answers is normal whatever the parts are.
+            first.addcmul_(size, _uniform(first, self.generator), value=math.sqrt(3))
+        return out
+
+
+def _uniform(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.empty_like(like).uniform_(-1, 1, generator=generator)
+
+
+def _variance_of_sums(kind: Any, args: Any, out: Tensor) -> Tensor:
+    """The error of adding up in a matrix product or a convolution, in units of the squared roundoff."""
+    if kind is _aten.convolution:
+        images, weight, bias, *rest = args
+        n = weight[0].numel()
+        squares = kind(images.square(), weight.square(), None, *rest)
+        total = out if bias is None else out - bias.view(-1, *[1] * (out.ndim - 2))
+    else:
+        a, b = args[-2:]
+        n, total = a.shape[-1], out if len(args) == 2 else out - args[0]
+        squares = a.square() @ b.square()
+    variance: Tensor = squares.mul_(1 / 3 + (n + 1) / 18).addcmul_(total, total, value=(n + 1) / 9)
+    return variance
