@@ -35,6 +35,7 @@ class Plan:
     folded: modules multiplied into a neighbouring linear layer: FFNs (fc1 and fc2 into one) and LayerScales.
     kept: space -> channels, in dense numbers, in order (never sorted: head regrouping permutes).
     heads: attention -> number of heads, where that changed.
+    padded: attentions that give q, k and v zeros up to the widest of them, for kernels of one head width.
     standard: `arch` and `args` of the timm model whose sizes the result has, empty where there is none. A statement,
         not an edit: blocks keep their dense numbers, and `standard.standard_state` renumbers them.
     """
@@ -46,6 +47,7 @@ class Plan:
     folded: tuple[str, ...] = ()
     kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     heads: Mapping[str, int] = field(default_factory=dict)
+    padded: tuple[str, ...] = ()
     standard: Mapping[str, Any] = field(default_factory=dict)
     format: int = FORMAT
 
@@ -68,7 +70,8 @@ class Plan:
         """
         if (later.arch, later.arch_args) != (self.arch, self.arch_args):
             raise PlanError(f"a plan for {later.arch} cannot follow one for {self.arch} with other arguments")
-        named = {**later.removed, **later.appended, **later.kept, **later.heads, **dict.fromkeys(later.folded)}
+        lists = dict.fromkeys((*later.folded, *later.padded))
+        named = {**later.removed, **later.appended, **later.kept, **later.heads, **lists}
         if again := sorted(name for name in named if _lies_in(name, self.removed)):
             raise PlanError(f"the second plan names what the first removed: {', '.join(again)}")
         if again := sorted(set(later.folded) & set(self.folded)):
@@ -80,6 +83,7 @@ class Plan:
             folded=(*_outside(later.removed, dict.fromkeys(self.folded)), *later.folded),
             kept={**_outside(later.removed, self.kept), **_in_dense_numbers(self.kept, later.kept)},
             heads={**_outside(later.removed, self.heads), **later.heads},
+            padded=tuple(dict.fromkeys((*_outside(later.removed, dict.fromkeys(self.padded, "")), *later.padded))),
             standard=later.standard or ({} if named else self.standard),
         )
 
@@ -87,6 +91,8 @@ class Plan:
         """Stable text: equal plans give equal bytes."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         data["kept"] = {space: list(channels) for space, channels in self.kept.items()}
+        if not self.padded:
+            del data["padded"]  # plans without it keep the bytes, and so the hash, that they always had
         return json.dumps(data, indent=1, sort_keys=True, default=dict) + "\n"
 
     @property
@@ -108,7 +114,7 @@ class Plan:
                 hint="restore plan.json from the run that made it, or run the recipe again",
             )
         data["kept"] = {space: tuple(channels) for space, channels in data.get("kept", {}).items()}
-        data["folded"] = tuple(data.get("folded", ()))
+        data |= {key: tuple(data.get(key, ())) for key in ("folded", "padded")}
         return cls(**data)
 
 
@@ -149,8 +155,9 @@ def _problems(data: Any) -> list[str]:
         for key in ("arch_args", "removed", "appended", "kept", "heads", "standard")
         if key in data and not isinstance(data[key], dict)
     ]
-    if not _is_list_of(data.get("folded", []), str):
-        found.append("folded: expected a list of module names")
+    for key in ("folded", "padded"):
+        if not _is_list_of(data.get(key, []), str):
+            found.append(f"{key}: expected a list of module names")
     return found or _value_problems(data)
 
 
@@ -177,9 +184,9 @@ def _value_problems(data: dict[str, Any]) -> list[str]:
     standard = data.get("standard", {})
     if standard and not (isinstance(standard.get("arch"), str) and isinstance(standard.get("args"), dict)):
         found.append(f"standard: expected arch and args of a timm model, got {str(standard)[:60]}")
-    folded = data.get("folded", [])
-    if len(set(folded)) != len(folded):
-        found.append("folded: a module is named twice")
+    for key in ("folded", "padded"):
+        if len(set(data.get(key, []))) != len(data.get(key, [])):
+            found.append(f"{key}: a module is named twice")
     return found
 
 

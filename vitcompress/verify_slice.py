@@ -64,7 +64,7 @@ def slice_check(model: nn.Module, delta: Plan, images: Tensor, name: str = "slic
         if not delta.kept:
             return Check(name, "not_run", detail=told)
     sliced = surgery.applied(model, replace(delta, folded=()))
-    masked = surgery.applied(model, replace(delta, kept={}, heads={}, folded=())).double().eval()
+    masked = surgery.applied(model, replace(delta, kept={}, heads={}, padded=(), folded=())).double().eval()
     truth = reference(sliced.eval(), images)
     with torch.no_grad():
         before = masked(images.double())

@@ -17,7 +17,7 @@ from vitcompress.methods import sero
 from vitcompress.methods.sero.layout import KINDS, Rules, deployed, padding, project, unit_spaces
 from vitcompress.plan import Plan
 
-LAYOUTS = ("ragged", "uniform", "tied")
+LAYOUTS = ("ragged", "uniform", "tied", "padded")
 TOKENS = 197
 
 
@@ -56,6 +56,51 @@ def test_published_sizes(arch: str, sparsity: float, millions: float, layout: An
     assert after.params / 1e6 == pytest.approx(millions, abs=1e-3 * millions + 0.005)
 
 
+# Table 1 and 2 (G MACs, to the printed digit) and the shares removed of q/k and v, and of FFNs. Those of DeiT-B follow
+# from the sizes in table 2 with one of the two sliced (44.5 and 69.1 M); of the others only the sum is known.
+PUBLISHED_MACS = [
+    ("deit_base_patch16_224", 0.616, 0.7425, {5.4}),
+    ("deit_small_patch16_224", 0.4, 0.4, {2.8}),
+    ("deit_small_patch16_224", 0.7, 0.7, {1.4, 1.5}),
+    ("deit_tiny_patch16_224", 0.4, 0.4, {0.8}),
+]
+
+
+def halved(model: nn.Module, arch: str, of_attention: float, of_ffn: float) -> cost.Cost:
+    """What is left without the last of each head's, and each FFN's, channels."""
+    kept = {}
+    for space in unit_spaces(family_of(model).spaces(model)):
+        head = space.size // space.heads
+        left = round(head * (1 - (of_ffn if space.kind == "mlp" else of_attention)))
+        kept[space.name] = tuple(c for c in range(space.size) if c % head < left)
+    return cost.measure(surgery.applied(model, Plan(arch, kept=kept)), (3, 224, 224))
+
+
+@pytest.mark.parametrize(("arch", "of_attention", "of_ffn", "giga"), PUBLISHED_MACS)
+def test_published_macs(arch: str, of_attention: float, of_ffn: float, giga: set[float]) -> None:
+    assert round(halved(dense(arch), arch, of_attention, of_ffn).macs / 1e9, 1) in giga
+
+
+def test_published_sizes_of_one_branch_sliced() -> None:
+    """Table 2: the same masks with only the FFNs, and with only the attentions sliced."""
+    model, arch = dense("deit_base_patch16_224"), "deit_base_patch16_224"
+    for of_attention, of_ffn, params, macs in ((0.0, 0.7425, 44.5, 9.3), (0.616, 0.0, 69.1, 13.7)):
+        found = halved(model, arch, of_attention, of_ffn)
+        assert found.params / 1e6 == pytest.approx(params, abs=0.2)  # heads are cut to whole channels
+        assert round(found.macs / 1e9, 1) == macs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_size_of_swin_s_at_half(layout: Any) -> None:
+    """Half of the blocks' linear weights gone leaves 26.05 M, which the paper prints as 25 M; biases go with them."""
+    model = dense("swin_small_patch4_window7_224")
+    spaces = unit_spaces(family_of(model).spaces(model))
+    biases = sum(space.size // 2 * (2 if space.kind == "qk" else 1) for space in spaces)
+    delta = sero.structure(model, family_of(model), Plan("any"), sero.Options(sparsity=0.5, layout=layout))
+    found = sum(p.numel() for p in surgery.applied(model, delta).parameters())
+    assert (found + biases) / 1e6 == pytest.approx(26.05, abs=1e-3 * 26.05 + 0.005)
+
+
 @pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.7])
 def test_the_published_identity_of_shares(sparsity: float) -> None:
     """Table 3: (QK + V + 4 FFN) / 6 is the sparsity, whatever the scores say."""
@@ -79,7 +124,7 @@ def drawn(model: nn.Module, seed: int = 0) -> tuple[Any, dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.2, 0.5, 0.7])
-@pytest.mark.parametrize("layout", ["uniform", "tied"])
+@pytest.mark.parametrize("layout", ["uniform", "tied", "padded"])
 def test_widths_of_a_layout(layout: Any, sparsity: float) -> None:
     model = dense("deit_small_patch16_224")
     spaces, scores = drawn(model)

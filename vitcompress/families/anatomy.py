@@ -103,6 +103,8 @@ class Family:
     scales(model): LayerScale path -> path of the linear layer just before it.
     slice_attention(module, qk, v, heads): the attention to run after slicing, over the same parameters.
     resized(model, space, width): store a new width of a residual space wherever timm reads it.
+    entry(model): the parameters of which every token receives exactly one before the first block, with nothing but sums
+        behind them; none where there are no such, and None in families whose tokens are merged on the way.
     not_foldable: why an FFN without its activation is not linear, as a sentence; empty where it is.
     """
 
@@ -118,6 +120,7 @@ class Family:
     slice_attention: Callable[[nn.Module, int, int, int], nn.Module]
     resized: Callable[[nn.Module, str, int], None]
     not_foldable: str = ""
+    entry: Callable[[nn.Module], tuple[str, ...]] | None = None
 
 
 def linear_axes(model: nn.Module, name: str, *, offset: int = 0, copies: int = 1) -> tuple[Axis, ...]:

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch.nn.functional as F
 from timm.layers import GluMlp, Mlp
-from torch import nn
+from torch import Tensor, nn
 
 from vitcompress.families.anatomy import Axis, LinearPair, Site, Space, input_axis, linear_axes, norm_axes
 
@@ -52,6 +53,15 @@ def block_sites(path: str, block: nn.Module, index: int, *, linear_without_act: 
     if hasattr(block, "mlp"):
         yield Site(f"{path}.mlp", "ffn", path, index, f"{path}.drop_path2")
     yield Site(path, "block", path, index)
+
+
+def equal_widths(*parts: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v, (..., channels), each with zeros behind it up to the widest: for kernels of one head width.
+
+    Zeros add nothing to the products of q and k; what they add to the output are the channels beyond v's own.
+    """
+    widest = max(part.shape[-1] for part in parts)
+    return tuple(F.pad(part, (0, widest - part.shape[-1])) if part.shape[-1] < widest else part for part in parts)
 
 
 def packed_attention(model: nn.Module, path: str, attn: Any) -> tuple[list[Space], list[Axis]]:

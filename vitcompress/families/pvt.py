@@ -41,7 +41,7 @@ class SlicedReductionAttention(nn.Module):
         self.q, self.kv, self.attn_drop = dense.q, dense.kv, dense.attn_drop
         self.proj, self.proj_drop = dense.proj, dense.proj_drop
         self.pool, self.sr, self.norm, self.act = dense.pool, dense.sr, dense.norm, dense.act
-        self.scale = dense.scale
+        self.scale, self.padded = dense.scale, False
         self.resize(qk_dim, v_dim, num_heads)
 
     def resize(self, qk_dim: int, v_dim: int, num_heads: int) -> None:
@@ -56,8 +56,12 @@ class SlicedReductionAttention(nn.Module):
             part.reshape(batch, -1, self.num_heads, part.shape[-1] // self.num_heads) for part in (self.q(x), k, v)
         )
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        if self.padded:
+            q, k, v = common.equal_widths(q, k, v)
         drop = self.attn_drop.p if self.training else 0.0
         x = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, scale=self.scale)
+        if self.padded:
+            x = x[..., : self.v_dim // self.num_heads]
         out: Tensor = self.proj_drop(self.proj(x.transpose(1, 2).reshape(batch, tokens, self.v_dim)))
         return out
 

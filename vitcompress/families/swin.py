@@ -53,7 +53,7 @@ class SlicedWindowAttention(nn.Module):
         self.register_buffer("relative_position_index", dense.relative_position_index, persistent=False)
         self.qkv, self.attn_drop, self.proj, self.proj_drop = dense.qkv, dense.attn_drop, dense.proj, dense.proj_drop
         self.window_size, self.window_area = dense.window_size, dense.window_area
-        self.scale = dense.scale
+        self.scale, self.padded = dense.scale, getattr(dense, "padded", False)
         self.resize(qk_dim, v_dim, num_heads)
 
     def resize(self, qk_dim: int, v_dim: int, num_heads: int) -> None:
@@ -68,11 +68,15 @@ class SlicedWindowAttention(nn.Module):
         windows, tokens, _ = x.shape
         parts = self.qkv(x).split((self.qk_dim, self.qk_dim, self.v_dim), dim=-1)
         q, k, v = (part.reshape(windows, tokens, self.num_heads, -1).transpose(1, 2) for part in parts)
+        if self.padded:
+            q, k, v = common.equal_widths(q, k, v)
         scores = (q * self.scale) @ k.transpose(-2, -1) + self._position_bias()
         if mask is not None:
             apart = scores.view(-1, mask.shape[0], self.num_heads, tokens, tokens) + mask[None, :, None]
             scores = apart.view(-1, self.num_heads, tokens, tokens)
         x = self.attn_drop(scores.softmax(dim=-1)) @ v
+        if self.padded:
+            x = x[..., : self.v_dim // self.num_heads]
         out: Tensor = self.proj_drop(self.proj(x.transpose(1, 2).reshape(windows, tokens, self.v_dim)))
         return out
 

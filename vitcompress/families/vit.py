@@ -49,16 +49,21 @@ class SlicedAttention(nn.Module):
         self.qk_dim, self.v_dim, self.num_heads = qk_dim, v_dim, num_heads
         self.head_dim, self.attn_dim = v_dim // num_heads, v_dim
         self.scale = dense.scale
+        self.padded = getattr(dense, "padded", False)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """x: normalised tokens, (batch, tokens, channels) -> the same shape."""
         batch, tokens, _ = x.shape
         parts = self.qkv(x).split((self.qk_dim, self.qk_dim, self.v_dim), dim=-1)
         q, k, v = (part.reshape(batch, tokens, self.num_heads, -1).transpose(1, 2) for part in parts)
+        if self.padded:
+            q, k, v = common.equal_widths(q, k, v)
         drop = self.attn_drop.p if self.training else 0.0
         x = F.scaled_dot_product_attention(
             q, k, v, attn_mask=attn_mask, dropout_p=drop, is_causal=is_causal, scale=self.scale
         )
+        if self.padded:
+            x = x[..., : self.v_dim // self.num_heads]
         out: Tensor = self.proj_drop(self.proj(x.transpose(1, 2).reshape(batch, tokens, self.v_dim)))
         return out
 
@@ -158,6 +163,17 @@ def resized(model: Any, space: str, width: int) -> None:
         entry["num_chs"] = width
 
 
+def entry(model: Any) -> tuple[str, ...]:
+    """The position embedding where it covers all tokens, else the patches' bias and every token of the model's own."""
+    tokens = tuple(name for name in TOKENS if name != "pos_embed" and getattr(model, name, None) is not None)
+    stem, positions = model.patch_embed, model.pos_embed
+    if not common.plain(model.norm_pre):
+        return ()
+    if positions is not None and positions.shape[1] == stem.num_patches + model.num_prefix_tokens:
+        return ("pos_embed",)
+    return ("patch_embed.proj.bias", *tokens) if stem.proj.bias is not None and common.plain(stem.norm) else ()
+
+
 def slice_attention(attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
     """timm's own attention while heads keep their width, else SlicedAttention."""
     if type(attn) is Attention and qk_dim == v_dim and v_dim == num_heads * attn.head_dim:
@@ -167,4 +183,6 @@ def slice_attention(attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Mo
     return SlicedAttention(attn, qk_dim, v_dim, num_heads)
 
 
-VIT = Family("vit", SUPPORTED, WIRING, refuses, blocks, sites, spaces, linear_pair, scales, slice_attention, resized)
+VIT = Family(
+    "vit", SUPPORTED, WIRING, refuses, blocks, sites, spaces, linear_pair, scales, slice_attention, resized, entry=entry
+)

@@ -1,12 +1,13 @@
 """Methods: what to remove. To add one: a file beside this one, and a line in `METHODS`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from vitcompress import surgery
 from vitcompress.families import Family
 from vitcompress.methods import baselines, evidence, hetdpt, isomorphic, nose, sero, steps, upvit
 from vitcompress.methods.charts import Chart
@@ -14,7 +15,7 @@ from vitcompress.methods.depth import Stage
 from vitcompress.plan import Plan
 from vitcompress.workspace import Context
 
-__all__ = ["METHODS", "Method", "Stage"]
+__all__ = ["METHODS", "Method", "Stage", "structure"]
 
 
 @dataclass(frozen=True)
@@ -136,3 +137,16 @@ METHODS: dict[str, Method] = {
         charts=upvit.charts,
     ),
 }
+
+
+def structure(model: nn.Module, family: Family, base: Plan, steps: Iterable[tuple[str, Any]]) -> Plan:
+    """The plan of all steps, each a method's name and its options, without data or scoring. `model` stays as it is.
+
+    Raises:
+        PlanError: a step asks for more than the model has.
+    """
+    plan = base
+    for name, options in steps:
+        delta = METHODS[name].structure(model, family, plan, options)
+        model, plan = surgery.applied(model, delta), plan.then(delta)
+    return plan

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitcompress import checkpoint, cost, models, surgery
+from vitcompress import checkpoint, cost, methods, models
 from vitcompress.bench import timing
 from vitcompress.data import Splits, open_data
 from vitcompress.distill import objective
@@ -218,11 +218,8 @@ def structure(job: Job) -> Plan:
     Raises:
         PlanError: a step asks for more than the model has.
     """
-    model, plan = job.blank, job.base
-    for step in job.recipe.steps:
-        delta = METHODS[step.method].structure(model, job.family, plan, step.options)
-        model, plan = surgery.applied(model, delta), plan.then(delta)
-    return plan
+    steps = ((step.method, step.options) for step in job.recipe.steps)
+    return methods.structure(job.blank, job.family, job.base, steps)
 
 
 def chosen_by(recipe: Recipe, *, searched: bool) -> str:

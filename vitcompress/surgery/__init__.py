@@ -11,11 +11,12 @@ from torch import nn
 from vitcompress.families import family_of
 from vitcompress.plan import Plan
 from vitcompress.surgery.checking import check
+from vitcompress.surgery.constants import fold_constant
 from vitcompress.surgery.depth import depth_plan
 from vitcompress.surgery.folding import Folding, FoldRecord, fold, fold_away, product
 from vitcompress.surgery.modules import replace_module
 from vitcompress.surgery.removal import remove
-from vitcompress.surgery.slicing import slice_channels, sliced_state
+from vitcompress.surgery.slicing import pad_attentions, slice_channels, sliced_state
 
 __all__ = [
     "FoldRecord",
@@ -25,6 +26,7 @@ __all__ = [
     "check",
     "depth_plan",
     "fold",
+    "fold_constant",
     "product",
     "replace_module",
     "sliced_state",
@@ -49,6 +51,7 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
     remove(model, family, plan)
     if plan.kept:
         slice_channels(model, family, plan)
+    pad_attentions(model, plan)
     for name in plan.folded:
         fold_away(model, family, name)
     return model

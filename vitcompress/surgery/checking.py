@@ -22,6 +22,7 @@ def check(model: nn.Module, family: Family, plan: Plan) -> None:
         *_appended_problems(sites, plan),
         *_kept_problems(spaces, plan),
         *_head_problems(spaces, plan),
+        *_padding_problems(model, spaces, plan),
         *_fold_problems(model, family, sites, plan),
     ]
     if problems:
@@ -78,6 +79,15 @@ def _head_problems(spaces: dict[str, Space], plan: Plan) -> Iterator[str]:
         heads = plan.heads.get(space.attention, space.heads)
         if heads > 0 and width % heads:
             yield f"kept.{space.name}: {width} channels do not divide into {heads} heads"
+
+
+def _padding_problems(model: nn.Module, spaces: dict[str, Space], plan: Plan) -> Iterator[str]:
+    attentions = {space.attention for space in spaces.values()}
+    for name in plan.padded:
+        if name not in attentions:
+            yield f"padded.{name}: the model has no such attention"
+        elif name in plan.removed or _removed_around(name, plan):
+            yield f"padded.{name}: the attention is removed"
 
 
 def _fold_problems(model: nn.Module, family: Family, sites: dict[str, Site], plan: Plan) -> Iterator[str]:

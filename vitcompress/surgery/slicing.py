@@ -1,6 +1,7 @@
 """Keep some channels of a space: index every tensor along every axis that runs over it."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +9,8 @@ from torch import Tensor, nn
 from vitcompress.families import Family, Space
 from vitcompress.plan import Plan
 from vitcompress.surgery.modules import replace_module
+
+Segment = tuple[int, int, list[int]]  # of an axis: start, length, positions to keep
 
 
 def sliced_state(
@@ -17,7 +20,13 @@ def sliced_state(
 
     Tensors that no such axis touches are passed on as they are.
     """
-    segments: dict[tuple[str, int], list[tuple[int, int, list[int]]]] = {}
+    segments = _segments(spaces, kept)
+    return {name: _kept(tensor, segments.get(name, {})) for name, tensor in state.items()}
+
+
+def _segments(spaces: Iterable[Space], kept: Mapping[str, tuple[int, ...]]) -> dict[str, dict[int, list[Segment]]]:
+    """Tensor -> dimension -> what is kept along it, for all that a space in `kept` runs over."""
+    found: dict[str, dict[int, list[Segment]]] = {}
     for space in spaces:
         if space.name not in kept:
             continue
@@ -26,15 +35,19 @@ def sliced_state(
         for axis in space.axes:
             chosen, length = (heads, space.heads) if axis.per_head else (channels, size)
             order = [axis.offset + copy * length + c for copy in range(axis.copies) for c in chosen]
-            segments.setdefault((axis.tensor, axis.dim), []).append((axis.offset, axis.copies * length, order))
-    out = dict(state)
-    for (tensor, dim), parts in segments.items():
-        out[tensor] = out[tensor].index_select(dim, _index(out[tensor].shape[dim], parts, out[tensor].device))
-    return out
+            segment = (axis.offset, axis.copies * length, order)
+            found.setdefault(axis.tensor, {}).setdefault(axis.dim, []).append(segment)
+    return found
 
 
-def _index(size: int, parts: list[tuple[int, int, list[int]]], device: torch.device) -> Tensor:
-    """Positions to keep of an axis of `size`: `parts` (start, length, kept positions), everything between untouched."""
+def _kept(tensor: Tensor, by_dim: Mapping[int, list[Segment]]) -> Tensor:
+    for dim, parts in by_dim.items():
+        tensor = tensor.index_select(dim, _index(tensor.shape[dim], parts, tensor.device))
+    return tensor
+
+
+def _index(size: int, parts: list[Segment], device: torch.device) -> Tensor:
+    """Positions to keep of an axis of `size`: those of `parts`, and everything between them."""
     index: list[int] = []
     end = 0
     for start, length, order in sorted(parts):
@@ -63,15 +76,22 @@ def slice_channels(model: nn.Module, family: Family, plan: Plan) -> None:
             family.resized(model, space.name, sizes[space.name])
 
 
+def pad_attentions(model: nn.Module, plan: Plan) -> None:
+    """Let the attentions in `plan.padded` widen q, k and v to one width; those whose widths agree stay as they are."""
+    for name in plan.padded:
+        attention: Any = model.get_submodule(name)
+        if hasattr(attention, "padded"):
+            attention.padded = True
+
+
 def _slice_parameters(model: nn.Module, spaces: tuple[Space, ...], plan: Plan) -> None:
-    before = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for name, tensor in sliced_state(before, spaces, plan.kept).items():
-        if tensor is before[name]:
-            continue
+    """One parameter after the other, so that a large model is never in memory twice."""
+    for name, by_dim in _segments(spaces, plan.kept).items():
+        before = model.get_parameter(name)
+        tensor = _kept(before.detach(), by_dim).contiguous()
         parent, _, leaf = name.rpartition(".")
         owner = model.get_submodule(parent)
-        learns = model.get_parameter(name).requires_grad
-        setattr(owner, leaf, nn.Parameter(tensor.contiguous(), requires_grad=learns))
+        setattr(owner, leaf, nn.Parameter(tensor, requires_grad=before.requires_grad))
         _correct_sizes(owner)
 
 

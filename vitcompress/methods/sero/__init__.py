@@ -11,7 +11,7 @@ can use are part of the choice and not made afterwards (layout = "ragged" is the
 drops the |W| factor after its first evaluation; here it lasts (weight_scale).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -21,6 +21,7 @@ import torch
 from annotated_types import Ge, Gt, Lt
 from torch import nn
 
+from vitcompress import surgery
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import Family, Space
 from vitcompress.methods.depth import Stage
@@ -28,9 +29,12 @@ from vitcompress.methods.sero.evidence import FILE, charts, record, tables
 from vitcompress.methods.sero.exploration import Criterion, CriterionPass, Exploration, WeightScale
 from vitcompress.methods.sero.layout import (
     Layout,
+    Live,
     Rules,
     Threshold,
     deployed,
+    empty,
+    padded,
     padding,
     project,
     unit_spaces,
@@ -72,13 +76,12 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
     structure(model, context.family, context.plan, options)
     copy = deepcopy(model)
     found = _explored(copy, context, options)
-    kept, heads = deployed(found.spaces, found.live)
-    _silence(copy, found.spaces, padding(found.live, kept))
-    context.memo(FILE, lambda: record(found, kept, heads, options.sparsity))
+    delta = _deployed(copy, context.family, context.plan, found.spaces, found.live, options)
+    context.memo(FILE, lambda: record(found, delta, options.sparsity))
     context.hand_over(copy.cpu())
     shares = (f"{kind} {100 * (1 - live / total):.1f} %" for kind, (live, total) in found.counts().items() if total)
     context.progress.note(f"removed units: {', '.join(shares)}")
-    return Plan(context.plan.arch, context.plan.arch_args, kept=kept, heads=heads)
+    return delta
 
 
 def structure(model: nn.Module, family: Family, base: Plan, options: Options) -> Plan:
@@ -97,8 +100,32 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
         raise PlanError("the model has no q/k, v or FFN channels to remove", hint="run sero before folding everything")
     scores = {space.name: _by_position(space) for space in spaces}
     live = project(spaces, scores, scores, options.sparsity, options.rules)
+    return _plan(base, spaces, *deployed(spaces, live), options)
+
+
+def _deployed(
+    copy: nn.Module, family: Family, base: Plan, spaces: tuple[Space, ...], live: Live, options: Options
+) -> Plan:
+    """The plan that holds the live channels. `copy` gets weights with which it computes what the masked model did."""
     kept, heads = deployed(spaces, live)
-    return Plan(base.arch, base.arch_args, kept=kept, heads=heads)
+    _silence(copy, spaces, padding(live, kept))
+    nothing, gone = empty(spaces, live), dict[str, str]()
+    for site in family.sites(copy):
+        if site.name in nothing and surgery.fold_constant(copy, family, site, gone):
+            gone[site.name] = "drop"
+    left = [space for space in spaces if (space.attention or space.name) not in gone]
+    kept = {space.name: kept[space.name] for space in left if space.name in kept}
+    return replace(
+        _plan(base, left, kept, {name: count for name, count in heads.items() if name not in gone}, options),
+        removed=gone,
+    )
+
+
+def _plan(
+    base: Plan, spaces: Sequence[Space], kept: dict[str, tuple[int, ...]], heads: dict[str, int], options: Options
+) -> Plan:
+    wider = padded(spaces, kept) if options.layout == "padded" else ()
+    return Plan(base.arch, base.arch_args, kept=kept, heads=heads, padded=wider)
 
 
 def stages(options: Options, prunable: int) -> list[Stage]:

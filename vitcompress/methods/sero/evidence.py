@@ -9,15 +9,16 @@ from vitcompress.checkpoint import read_json
 from vitcompress.methods.charts import Chart, Line, ranked
 from vitcompress.methods.sero.exploration import Exploration
 from vitcompress.methods.sero.layout import KINDS
+from vitcompress.plan import Plan
 
 FILE = "exploration"
 NAMES = {"qk": "q and k", "v": "v", "mlp": "FFN"}
 
 
-def record(
-    found: Exploration, kept: dict[str, tuple[int, ...]], heads: dict[str, int], sparsity: float
-) -> dict[str, Any]:
-    """What came out, as plain data. scores: of the last choice of masks. kept, heads: as they will be deployed."""
+def record(found: Exploration, delta: Plan, sparsity: float) -> dict[str, Any]:
+    """What came out, as plain data. scores: of the last choice of masks. delta: what will be deployed."""
+    gone = {s.name: () for s in found.spaces if (s.attention or s.name) in delta.removed}
+    kept: dict[str, tuple[int, ...]] = {**delta.kept, **gone}
     rows = [
         {
             "space": space.name,
@@ -27,7 +28,7 @@ def record(
             "live_channels": np.flatnonzero(found.live[space.name]).tolist(),
             "scores": found.scores[space.name],
             "kept": len(kept.get(space.name, range(space.size))),
-            "heads": heads.get(space.attention, space.heads),
+            "heads": delta.heads.get(space.attention, space.heads),
         }
         for space in found.spaces
     ]

@@ -6,6 +6,7 @@ units removed is the share of the blocks' linear weights removed. The threshold 
     ragged    single units; heads and layers end up as they may. SERo as published, for comparison
     uniform   every head of an attention keeps as many q/k channels, and as many v channels; multiples of `round_to`
     tied      q/k and v keep as many: attention kernels that know one head width
+    padded    as uniform, with zeros in the attention up to the wider of q/k and v: the same kernels, SERo's own widths
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 from vitcompress.errors import PlanError
 from vitcompress.families import Space
 
-Layout = Literal["ragged", "uniform", "tied"]
+Layout = Literal["ragged", "uniform", "tied", "padded"]
 Threshold = Literal["global", "per_layer"]
 Scores = Mapping[str, np.ndarray]
 Live = dict[str, np.ndarray]
@@ -160,8 +161,8 @@ def deployed(spaces: Sequence[Space], live: Live) -> tuple[dict[str, tuple[int, 
     """`Plan.kept` and `Plan.heads` that hold every live channel; spaces that keep all are left out.
 
     A head without live v channels adds nothing and goes. Where heads are unequal, which is so in the ragged layout
-    only, each keeps as many as the widest, and a branch without live channels keeps one: `padding` says which channels
-    those are, and that they must be zero.
+    only, each keeps as many as the widest, and a branch without live channels that is not removed (see `empty`) keeps
+    one: `padding` says which channels those are, and that they must be zero.
     """
     kept: dict[str, tuple[int, ...]] = {}
     heads: dict[str, int] = {}
@@ -176,6 +177,20 @@ def deployed(spaces: Sequence[Space], live: Live) -> tuple[dict[str, tuple[int, 
         if len(stay) < space.heads:
             heads[space.attention] = len(stay)
     return kept, heads
+
+
+def empty(spaces: Sequence[Space], live: Live) -> set[str]:
+    """The attentions without a live v channel and the FFNs without a live hidden one: all they add is a bias."""
+    return {space.attention or space.name for space in spaces if space.kind != "qk" and not live[space.name].any()}
+
+
+def padded(spaces: Sequence[Space], kept: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """The attentions whose heads `kept` leaves unequal in q/k and v: those that `Plan.padded` is to name."""
+    widths: dict[str, set[int]] = {}
+    for space in spaces:
+        if space.attention:
+            widths.setdefault(space.attention, set()).add(len(kept.get(space.name, range(space.size))))
+    return tuple(name for name, of in widths.items() if len(of) > 1)
 
 
 def padding(live: Live, kept: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

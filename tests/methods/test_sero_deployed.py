@@ -1,0 +1,166 @@
+"""What SERo deploys: zeros for kernels of one head width, and nothing of a branch that lost every channel."""
+
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from contracts import assert_moved, assert_same, build, contract, images, logits
+from torch import nn
+
+from vitcompress import checkpoint, cost, surgery
+from vitcompress.errors import PlanError
+from vitcompress.families import family_of
+from vitcompress.gates import channel_gates
+from vitcompress.methods import sero
+from vitcompress.methods.sero.layout import Live, Rules, deployed, padded, padding, project, unit_spaces
+from vitcompress.plan import Plan
+from vitcompress.verify_slice import slice_check
+
+OPTIONS = sero.Options(sparsity=0.4, layout="ragged", epochs=2)
+
+
+def masked(model: nn.Module, live: Live, x: torch.Tensor) -> torch.Tensor:
+    gates = {name: torch.tensor(found, dtype=torch.float64) for name, found in live.items()}
+    with channel_gates(model, family_of(model), gates):
+        return logits(model, x)
+
+
+def drawn(model: nn.Module, layout: Any, seed: int = 4) -> tuple[Any, Live]:
+    """Scores by lot that favour v, as SERo finds it."""
+    spaces, draw = unit_spaces(family_of(model).spaces(model)), np.random.default_rng(seed)
+    scores = {space.name: draw.random(space.size) + (space.kind == "v") for space in spaces}
+    return spaces, project(spaces, scores, scores, 0.4, Rules(layout, 1))
+
+
+# -------------------------------------------------------------------------------------------------------------- padding
+
+
+@pytest.mark.parametrize("variant", ["plain", "swin", "pvt"])
+@pytest.mark.parametrize("wider", ["v", "qk"])
+def test_padded_attention_computes_the_same_at_one_width(variant: str, wider: str) -> None:
+    model = build(variant)
+    spaces, x = unit_spaces(family_of(model).spaces(model)), images(variant)
+    live = {s.name: np.arange(s.size) % (s.size // s.heads) < (2 if s.kind == wider else 1) for s in spaces}
+    kept, heads = deployed(spaces, live)
+    uniform = Plan("any", kept=kept, heads=heads)
+    plan = Plan("any", kept=kept, heads=heads, padded=padded(spaces, kept))
+    assert len(plan.padded) == len({s.attention for s in spaces if s.attention}) and padding(live, kept) == {}
+    assert_same(logits(surgery.applied(model, plan), x), masked(model, live, x))
+    assert_moved(logits(model, x), masked(model, live, x))
+    size = tuple(x.shape[1:])
+    work = [cost.measure(surgery.applied(model, p), size).macs for p in (uniform, plan)]
+    assert work[1] > work[0]  # the zeros are multiplied
+
+
+def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = build("plain"), list[tuple[int, ...]]()
+    spaces, live = drawn(model, "uniform")
+    kept, heads = deployed(spaces, live)
+    attend = F.scaled_dot_product_attention
+
+    def spy(*parts: Any, **how: Any) -> Any:
+        seen.append(tuple(part.shape[-1] for part in parts))
+        assert how["scale"] == model.blocks[0].attn.scale
+        return attend(*parts, **how)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    for names in ((), padded(spaces, kept)):
+        logits(surgery.applied(model, Plan("any", kept=kept, heads=heads, padded=names)), images("plain"))
+    unequal, equal = seen[:2], seen[2:]
+    assert any(len(set(widths)) > 1 for widths in unequal)
+    assert equal == [(max(widths),) * 3 for widths in unequal]
+
+
+def test_padding_survives_the_next_slice_and_the_disk(tmp_path: Any) -> None:
+    base = contract("plain").plan
+    model = build("plain")
+    first = Plan(base.arch, base.arch_args, kept={"blocks.0.qk": (0, 4, 8, 12)}, padded=("blocks.0.attn",))
+    later = Plan(base.arch, base.arch_args, kept={"blocks.0.v": tuple(c for c in range(16) if c % 4 < 3)})
+    both = first.then(later)
+    made = surgery.applied(surgery.applied(model, first), later)
+    assert made.blocks[0].attn.padded and both.padded == ("blocks.0.attn",)
+    assert Plan.from_json(both.to_json()) == both
+    assert_same(logits(surgery.applied(model, both), images("plain")), logits(made, images("plain")))
+    checkpoint.save_model(tmp_path, made, both)
+    loaded = checkpoint.load(tmp_path).double()
+    assert loaded.blocks[0].attn.padded
+    dropped = both.then(Plan(base.arch, base.arch_args, removed={"blocks.0.attn": "drop"}))
+    assert dropped.padded == ()
+
+
+def test_padding_what_is_not_there_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"padded\.blocks\.7\.attn: the model has no such attention"):
+        surgery.applied(build("plain"), Plan("any", padded=("blocks.7.attn",)))
+
+
+# ------------------------------------------------------------------------------------------------------- empty branches
+
+
+def emptied(live: Live, *names: str) -> Live:
+    return {name: np.zeros_like(found) if name in names else found for name, found in live.items()}
+
+
+def deployment(model: nn.Module, live: Live) -> tuple[nn.Module, Plan]:
+    """The weights that are handed over, and the plan for them."""
+    copy = deepcopy(model)
+    spaces = unit_spaces(family_of(model).spaces(model))
+    return copy, sero._deployed(copy, family_of(copy), Plan("any"), spaces, live, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "variant", ["plain", "distilled", "registers", "layer_scale", "no_class_token", "no_position", "deit3"]
+)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("blocks.0.v",),
+        ("blocks.1.v",),
+        ("blocks.0.mlp",),
+        ("blocks.1.mlp",),
+        ("blocks.0.mlp", "blocks.1.v"),
+        ("blocks.0.v", "blocks.0.mlp"),
+        ("blocks.0.v", "blocks.0.mlp", "blocks.1.v", "blocks.1.mlp"),
+    ],
+)
+def test_an_empty_branch_goes_and_its_bias_stays(variant: str, names: tuple[str, ...]) -> None:
+    model, x = build(variant), images(variant)
+    live = emptied(drawn(model, "ragged")[1], *names)
+    weights, delta = deployment(model, live)
+    sliced = surgery.applied(weights, delta)
+    assert set(delta.removed) == {name.replace(".v", ".attn") for name in names}
+    found, wanted = logits(sliced, x), masked(model, live, x)
+    assert_same(found, wanted)
+    lost = surgery.applied(model, delta)  # without moving the biases the answers are others
+    assert_moved(logits(lost, x), wanted)
+    gone = [name for name, _ in sliced.named_modules() if any(name.startswith(site) for site in delta.removed)]
+    assert not gone
+    if len(names) == 4:
+        assert not family_of(sliced).blocks(sliced)
+    assert slice_check(weights, delta, x).verdict == "passed"
+
+
+def test_a_bias_does_not_cross_an_activation_or_a_bypass() -> None:
+    """There the branch stays, one zero channel wide."""
+    for plan in (
+        Plan("any", appended={"blocks.0": "gelu"}),
+        Plan("any", removed={"blocks.1.attn": "norm_identity"}),
+        Plan("any", removed={"blocks.1.attn": "double"}),
+    ):
+        model, x = surgery.applied(build("plain"), plan), images("plain")
+        name = "blocks.1.v" if plan.appended else "blocks.1.mlp"
+        live = emptied(drawn(model, "ragged")[1], name)
+        weights, delta = deployment(model, live)
+        assert delta.removed == {} and name in delta.kept
+        assert_same(logits(surgery.applied(weights, delta), x), masked(model, live, x))
+
+
+def test_swin_keeps_the_branch() -> None:
+    model, x = build("swin"), images("swin")
+    spaces, live = drawn(model, "ragged")
+    live = emptied(live, spaces[1].name)
+    weights, delta = deployment(model, live)
+    assert delta.removed == {} and delta.heads
+    assert_same(logits(surgery.applied(weights, delta), x), masked(model, live, x))
