@@ -14,7 +14,17 @@ from typing import Any
 import torch
 
 from vitcompress.bench import machine
-from vitcompress.bench.speed import exporters, gates, harness, realised
+from vitcompress.bench.speed import (
+    exploration,
+    exporters,
+    gates,
+    harness,
+    importance,
+    realised,
+    screens,
+    slicing,
+    widths,
+)
 from vitcompress.bench.speed.parts import Options, Part, text
 from vitcompress.checkpoint import write_json
 
@@ -24,6 +34,11 @@ PARTS: dict[str, Part] = {
     "harness": harness.run,
     "realised": realised.run,
     "export": exporters.run,
+    "widths": widths.run,
+    "importance": importance.run,
+    "screens": screens.run,
+    "exploration": exploration.run,
+    "slicing": slicing.run,
 }
 
 

@@ -19,11 +19,12 @@ from vitcompress.plan import Plan
 
 def run(options: Options) -> Iterator[dict[str, Any]]:
     """Each in a fresh process, so that its peak memory is its own."""
-    yield _alone("deit_b_hetdpt")
+    yield alone(__name__, "deit_b_hetdpt")
 
 
-def _alone(name: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "vitcompress.bench.speed.exporters", name]
+def alone(module: str, argument: str) -> dict[str, Any]:
+    """What `module`, run as a program of its own, says last (see `say`)."""
+    command = [sys.executable, "-m", module, argument]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -54,5 +55,10 @@ def peak_gib() -> float:
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
+def say(found: dict[str, Any]) -> None:
+    """Hand `found` to the process that waits for it."""
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(here(sys.argv[1])) + "\n")
+    say(here(sys.argv[1]))

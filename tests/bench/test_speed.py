@@ -2,13 +2,20 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from vitcompress import models
 from vitcompress.bench.speed import __main__ as speed
-from vitcompress.bench.speed import gates, parts
+from vitcompress.bench.speed import exploration, gates, importance, parts, realised, screens, slicing, widths
+from vitcompress.bench.suite import synthetic_images
+from vitcompress.families import family_of
+from vitcompress.methods.upvit.importance import Importance, components
+from vitcompress.models import input_config
+from vitcompress.plan import Plan
 
-TINY = "test_vit"
+TINY, DEPTH = "test_vit", 6
 
 
 def test_a_part_prints_and_writes_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,3 +47,50 @@ def test_every_part_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_line_without_a_ratio_brings_its_own_words() -> None:
     assert parts.text({"what": "fold", "text": "0.5 s"}) == "fold: 0.5 s"
+
+
+def test_exact_scores_are_weighed_against_a_pass_per_candidate(tmp_path: Path) -> None:
+    """The counts are those of the model's depth and widths; see test_upvit_scores for where they come from."""
+    work, time, screen = importance.run(parts.Options(tmp_path, arch=TINY))
+    assert work["ratio"] == work["evaluations"][1] / work["evaluations"][0] > 1.5
+    assert work["evaluations"][1] == work["candidates"] * DEPTH
+    assert time["ratio"] > 0 and screen["ratio"] > 0
+
+
+def test_the_baseline_computes_the_same_scores() -> None:
+    model = models.create(TINY).double().eval()
+    family = family_of(model)
+    loader: Any = [(synthetic_images(input_config(model).size, 1, 0).double(), None)]
+    exact = Importance(model, family, images_at_once=4)
+    for component in components(family.spaces(model))[:3]:
+        found = importance._each_alone(model, loader)(component, loader, [0, 5])
+        assert found.tolist() == pytest.approx(exact.scores(component, loader, [0, 5])[[0, 5]].tolist(), rel=1e-9)
+        assert float(found.max()) > 0
+
+
+def test_exploration_is_timed_in_whole_cycles(tmp_path: Path) -> None:
+    lines = list(exploration.run(parts.Options(tmp_path, arch=TINY, batch=1, runs=1)))
+    assert [line["what"] for line in lines] == [
+        "exploration step, masked criterion",
+        "exploration step, dense criterion",
+    ]
+    assert all(len(blocks) == 3 for line in lines for blocks in line["samples_ms"].values())
+
+
+def test_slicing_halves_every_space() -> None:
+    found = slicing.here(TINY)
+    assert 0.2 < found["params"][1] / found["params"][0] < 0.6
+    assert found["peak_gib"] >= found["loaded_gib"] > 0
+
+
+def test_layouts_of_one_dense_model_take_turns(tmp_path: Path) -> None:
+    dense = models.create(TINY)
+    made = {"tiny half": widths._sero(TINY, 8, 16, 32), "tiny whole": models.create(TINY)}
+    half, whole = realised.realised(dense, made, parts.Options(tmp_path, batch=1, runs=2), 0.9)
+    assert (half["what"], whole["macs_ratio"]) == ("realised tiny half", 1.0) and half["macs_ratio"] > 1
+    assert not list(tmp_path.glob("*.onnx"))
+
+
+def test_a_screen_is_judged_by_what_it_removes() -> None:
+    exact, found = (Plan("any", kept={"a": kept, "b": (0,)}) for kept in ((0, 1), (1, 2)))
+    assert screens._common({"a": 4, "b": 2}, exact, found) == pytest.approx(2 / 3)

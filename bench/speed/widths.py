@@ -1,0 +1,59 @@
+"""Speed-up of width-pruned DeiT-B on ONNX Runtime (CPU) over the ratio of its MACs, for each layout of the widths."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from vitcompress import methods, models, surgery
+from vitcompress.bench.speed.parts import Options
+from vitcompress.bench.speed.realised import realised
+from vitcompress.families import family_of
+from vitcompress.plan import Plan
+from vitcompress.recipe import load_recipe
+
+AIM = 0.9  # published hardware reached 0.74 (SERo), 0.63 (isomorphic pruning) and 0.77 (HetDPT+)
+# Widths of one head's q/k and v, and of an FFN, 30 % in all: SERo's table 3 loses most of q/k and least of v.
+SERO = {
+    "unaligned": (7, 49, 724),
+    "uniform": (8, 48, 720),
+    "tied": (32, 32, 568),
+}
+ISOMORPHIC = {
+    "deit_iso_2_6g": {"as released": ["step.0.target=ratios", "step.0.round_to=2"], "aligned": []},
+    "hetdpt_plus_2_4g": {"as released": ["step.3.target=ratios", "step.3.round_to=2"], "aligned": []},
+}
+
+
+def run(options: Options) -> Iterator[dict[str, Any]]:
+    """One line per layout; dense and all layouts of one source take turns."""
+    arch = "deit_base_patch16_224"
+    made = {f"deit_b_sero {layout}": _sero(arch, *widths) for layout, widths in SERO.items()}
+    yield from realised(models.create(arch), made, options, AIM)
+    for name, layouts in ISOMORPHIC.items():
+        recipe = load_recipe(name)
+        made = {f"{name} {layout}": _structured(name, changes) for layout, changes in layouts.items()}
+        yield from realised(models.create(recipe.model.name, recipe.model.args), made, options, AIM)
+
+
+def _sero(arch: str, qk: int, v: int, ffn: int) -> nn.Module:
+    """The model with so many of each head's q/k and v channels and of each FFN's in every block."""
+    model = models.create(arch)
+    wanted = {"qk": qk, "v": v, "mlp": ffn}
+    kept = {}
+    for space in family_of(model).spaces(model):
+        if space.kind in wanted:
+            head = space.size // space.heads
+            kept[space.name] = tuple(c for c in range(space.size) if c % head < wanted[space.kind])
+    return surgery.apply(model, Plan(arch, kept=kept))
+
+
+def _structured(name: str, changes: list[str]) -> nn.Module:
+    """The structure that a recipe gives without scoring, folded."""
+    recipe = load_recipe(name, changes)
+    model = models.create(recipe.model.name, recipe.model.args)
+    steps = ((step.method, step.options) for step in recipe.steps)
+    plan = methods.structure(model, family_of(model), Plan(recipe.model.name, recipe.model.args), steps)
+    surgery.apply(model, plan)
+    surgery.fold(model, plan)
+    return model
