@@ -15,7 +15,7 @@ from typing import Any
 import onnx
 import onnx_ir
 import torch
-from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedNodesPass
 from onnxscript import opset20
 from torch import Tensor, nn
 
@@ -24,6 +24,8 @@ from vitcompress import checkpoint
 from vitcompress.errors import CheckFailedError, InputError, VitcompressError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters.artifact import Exported, Exporter, sidecar_path, write_sidecar
+from vitcompress.exporters.onnx_linear import join_linear_layers
+from vitcompress.exporters.onnx_tokens import drop_unread_tokens
 from vitcompress.models import InputConfig
 from vitcompress.progress import Progress
 
@@ -51,6 +53,7 @@ def export(
     progress: Progress | None = None,
     extra: Mapping[str, Any] | None = None,
     external_data: bool | None = None,
+    lean: bool = True,
 ) -> Exported:
     """Write `model` to `path` and its sidecar to `<path>.json`. On failure nothing is left behind.
 
@@ -61,6 +64,7 @@ def export(
         options: precision (`fp16` stores and computes in half precision; input and output stay float32) and opset (20
             to 23; None takes 20); the rest concerns other formats.
         extra: more metadata.
+        lean: drop tokens that nobody reads, join linear layers; False leaves the patterns that TensorRT documents.
         external_data: keep the weights in `<path>.data`; None does so only above the 2 GB that one file can hold.
 
     Raises:
@@ -75,6 +79,8 @@ def export(
     about = {"plan_sha256": plan_digest, "precision": precision, "opset_reason": OPSETS[opset], **(extra or {})}
     known = {key: json.dumps(value) for key, value in {**_metadata(input, classes, program), **about}.items()}
     _drop_empty_pads(program.model.graph)
+    if lean:
+        _make_lean(program.model)
     ClearMetadataAndDocStringPass()(program.model)  # stack traces: paths of this machine, and bytes that change
     program.model.metadata_props.update(known)
     program.model.producer_name, program.model.producer_version = "vitcompress", vitcompress.__version__
@@ -143,6 +149,13 @@ def _program(model: nn.Module, size: tuple[int, int, int], opset: int) -> Any:
         raise VitcompressError(
             f"torch could not export the model to ONNX: {first}", hint="--debug shows all"
         ) from error
+
+
+def _make_lean(model: Any) -> None:
+    """The same answers with less work; see the two modules."""
+    drop_unread_tokens(model.graph)
+    join_linear_layers(model.graph)
+    RemoveUnusedNodesPass()(model)
 
 
 def _drop_empty_pads(graph: Any) -> None:
