@@ -102,7 +102,7 @@ def compare(runners: Sequence[Runner], options: BenchOptions, progress: Progress
     others = machine.others_cores(used, machine.cpu_seconds())
     after = _state(runners)
     rows = tuple(_row(r, s, protocol) for r, s in zip(runners, samples, strict=True))
-    ratios = tuple(asdict(timing.ratio(samples[0], later, options.seed)) for later in samples[1:])
+    ratios = tuple(asdict(timing.ratio(samples[0], later)) for later in samples[1:])
     about = {**machine.facts(), "before": before, "after": after, "other_processes_cores": others}
     return Bench(rows, _plain(ratios), about, tuple(_warnings(samples, about)), options.fail_under)
 

@@ -48,11 +48,11 @@ def compressed(name: str) -> tuple[nn.Module, nn.Module]:
 
 
 def line(what: str, a: timing.Samples, b: timing.Samples, aim: tuple[float, float] = (0.0, math.inf)) -> dict[str, Any]:
-    """Time of `a` over time of `b`, the range aimed at (None: open), and every sample behind it."""
+    """Time of `a` over time of `b` with its interval, the range aimed at (None: open), and every sample behind it."""
     found = asdict(timing.ratio(a, b))
     figures = {
         "ratio": found["median"],
-        "ci95": list(found["ci95"]),
+        "ci95": [end if end < math.inf else None for end in found["ci95"]],
         "aim": [end if end < math.inf else None for end in aim],
     }
     samples = {s.name: s.blocks_ms for s in (a, b)}
@@ -64,7 +64,8 @@ def text(found: dict[str, Any]) -> str:
     if "text" in found:
         return f"{found['what']}: {found['text']}"
     low, high = found["ci95"]
-    said = f"{found['what']}: {found['ratio']:.3f} (95 % interval {low:.3f} to {high:.3f})"
+    upper = "open" if high is None else f"{high:.3f}"
+    said = f"{found['what']}: {found['ratio']:.3f} (95 % interval {low:.3f} to {upper})"
     if "speedup" in found:
         said += f", {found['speedup']:.3f} times as fast at a MACs ratio of {found['macs_ratio']:.3f}"
     return said

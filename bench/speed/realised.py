@@ -37,7 +37,8 @@ def realised(
     about = {"batch": options.batch, "threads": options.threads, "warnings": list(found.warnings)}
     for name, row, ratio in zip(smaller, found.rows[1:], found.ratios, strict=True):
         of_macs = macs["dense"] / macs[name]
-        share = {"ratio": ratio["median"] / of_macs, "ci95": [end / of_macs for end in ratio["ci95"]]}
+        interval = [None if end is None else end / of_macs for end in ratio["ci95"]]
+        share = {"ratio": ratio["median"] / of_macs, "ci95": interval}
         both = found.rows[0], row
         figures = {
             "macs_ratio": of_macs,

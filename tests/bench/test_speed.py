@@ -20,12 +20,12 @@ TINY, DEPTH = "test_vit", 6
 
 def test_a_part_prints_and_writes_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "speed.json"
-    assert speed.main(["gates", "--arch", TINY, "--batch", "2", "--runs", "2", "--out", str(out)]) == 0
+    assert speed.main(["gates", "--arch", TINY, "--batch", "2", "--runs", "6", "--out", str(out)]) == 0
     written = json.loads(out.read_text())
     assert [figure["what"] for figure in written["figures"]] == list(gates.AIMS)
     for figure in written["figures"]:
         assert figure["ci95"][0] <= figure["ratio"] <= figure["ci95"][1]
-        assert [len(blocks) for blocks in figure["samples_ms"].values()] == [2, 2]
+        assert [len(blocks) for blocks in figure["samples_ms"].values()] == [6, 6]
     assert written["settings"]["parts"] == ["gates"]
     assert written["machine"]["versions"]["torch"]
     assert "channel gates: " in capsys.readouterr().out
