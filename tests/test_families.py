@@ -21,8 +21,10 @@ from contracts import (
 from timm.layers import GluMlp, RmsNorm, SwiGLU
 from torch import nn
 
+from vitcompress import surgery
 from vitcompress.errors import UnsupportedModelError
 from vitcompress.families import FAMILIES, Space, family_of
+from vitcompress.plan import Plan
 from vitcompress.surgery import sliced_state
 
 
@@ -174,3 +176,16 @@ def test_a_norm_without_weights_is_refused() -> None:
     model.blocks[1].norm2 = nn.LayerNorm(16, elementwise_affine=False)
     with pytest.raises(UnsupportedModelError, match="LayerNorm has no weights"):
         family_of(model)
+
+
+@pytest.mark.parametrize("what", ["removed", "sliced"])
+def test_another_input_size_after_pruning_is_refused_in_words(what: str) -> None:
+    args = {"img_size": 32, "window_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2), "num_classes": 3}
+    arch = "swin_tiny_patch4_window7_224"
+    model = timm.create_model(arch, **args)
+    model.set_input_size(img_size=(48, 32))
+    name = "layers.0.blocks.1.attn"
+    changes = {"removed": {name: "drop"}} if what == "removed" else {"kept": {"layers.0.blocks.1.qk": (0, 1, 8, 9)}}
+    pruned = surgery.apply(timm.create_model(arch, **args), Plan(arch, args, **changes))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match=r"input size .* cannot be changed"):
+        pruned.set_input_size(img_size=(48, 32))

@@ -5,7 +5,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vitcompress.errors import UnsupportedModelError
 from vitcompress.families.anatomy import Wiring
+
+
+def fixed_size() -> UnsupportedModelError:
+    """The error for asking a pruned model to take images of another size."""
+    return UnsupportedModelError(
+        "the input size of a model whose blocks were edited cannot be changed: windows, shifts and tables are those of "
+        "the size it was pruned for (by now this model is changed in part: load it again)",
+        hint="prune it at the other size, as in --set 'model.args.img_size=[256, 192]'",
+    )
 
 
 class EditedBlock(nn.Module):
@@ -35,6 +45,10 @@ class EditedBlock(nn.Module):
         used = {name for branch in self.branches for name in branch}
         for name in [n for n, _ in self.named_children() if n not in used and n != "output_act"]:
             delattr(self, name)
+
+    def set_input_size(self, *args: Any, **kwargs: Any) -> None:
+        """What timm's Swin asks of each block. Raises UnsupportedModelError: windows and shifts stay as they are."""
+        raise fixed_size()
 
     @property
     def is_empty(self) -> bool:

@@ -33,7 +33,7 @@ from vitcompress.families.anatomy import (
     linear_axes,
     norm_axes,
 )
-from vitcompress.families.edited import EditedBlock
+from vitcompress.families.edited import EditedBlock, fixed_size
 
 SUPPORTED = "timm SwinTransformers (v1 and S3) with LayerNorm and two-layer MLPs"
 
@@ -59,6 +59,10 @@ class SlicedWindowAttention(nn.Module):
     def resize(self, qk_dim: int, v_dim: int, num_heads: int) -> None:
         """Store the widths that the parameters now have."""
         self.qk_dim, self.v_dim, self.num_heads = qk_dim, v_dim, num_heads
+
+    def set_window_size(self, window_size: tuple[int, int]) -> None:
+        """What timm's block asks when the input size changes. Raises UnsupportedModelError."""
+        raise fixed_size()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x: windows, (windows x batch, tokens, channels) -> the same shape.
