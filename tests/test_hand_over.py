@@ -11,14 +11,14 @@ from torch import nn
 
 from vitcompress import checkpoint, distributed, pipeline, surgery
 from vitcompress.checkpoint import read_json
-from vitcompress.errors import PlanError, WeightsError
+from vitcompress.errors import ArtifactError, PlanError, WeightsError
 from vitcompress.methods import METHODS
 from vitcompress.pipeline import preflight, stages
 from vitcompress.pipeline.folder import check_folder
 from vitcompress.pipeline.preflight import Job, RunOptions
 from vitcompress.progress import Progress
 from vitcompress.recipe import load_recipe
-from vitcompress.workspace import LEFT_WEIGHTS
+from vitcompress.workspace import LEFT, LEFT_WEIGHTS, seal
 
 RECIPE = """
 [model]
@@ -104,7 +104,7 @@ def test_what_a_step_leaves_reaches_the_end(job: Job, dense: nn.Module, steps: s
 
 
 def test_the_plan_alone_rebuilds_the_shapes(dense: nn.Module, job: Job, steps: stages.Steps) -> None:
-    rebuilt = surgery.applied(job.blank, steps.plan)
+    rebuilt = surgery.applied(job.blank, steps.plan).to_empty(device="cpu")
     rebuilt.load_state_dict(steps.pruned().state_dict())
     x = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(rebuilt.eval()(x), steps.pruned().eval()(x))
@@ -143,11 +143,26 @@ def test_weights_of_another_step_are_refused(tmp_path: Path) -> None:
     path = stages.step_folder(broken, 1) / LEFT_WEIGHTS
     tensors = checkpoint.load_tensors(path)
     checkpoint.save_tensors(path, tensors, {"plan": broken.base.digest})
+    with pytest.raises(ArtifactError, match=r"not as its step left it: weights\.safetensors: sha256 is"):
+        stages.take_steps(broken, dense)
+    seal(path.parent)
     with pytest.raises(PlanError, match="not the plan that weights"):
         stages.take_steps(broken, dense)
     checkpoint.save_tensors(path, {"head.weight": tensors["head.weight"]})
+    seal(path.parent)
     with pytest.raises(WeightsError, match="does not fit its plan"):
         stages.take_steps(broken, dense)
+
+
+@pytest.mark.parametrize("lost", [LEFT_WEIGHTS, LEFT])
+def test_weights_that_are_gone_are_not_silently_replaced_by_older_ones(tmp_path: Path, lost: str) -> None:
+    broken = prepared(tmp_path / "run")
+    dense = stages.dense_model(broken)
+    stages.take_steps(broken, dense)
+    (stages.step_folder(broken, 1) / lost).unlink()
+    with pytest.raises(ArtifactError, match=r"not as its step left it: .*missing") as raised:
+        stages.take_steps(broken, dense)
+    assert lost in raised.value.message and "--fresh" in str(raised.value.hint)
 
 
 def test_what_was_folded_in_between_is_in_the_tables(job: Job, steps: stages.Steps) -> None:

@@ -17,7 +17,7 @@ from vitcompress.families import family_of
 from vitcompress.models import input_config
 from vitcompress.plan import Plan
 from vitcompress.verdicts import Check, Verification, agreement, compared
-from vitcompress.verify import fold_checks, reload_check, verify_folder
+from vitcompress.verify import DENSE, fold_checks, reload_check, verify_folder
 
 
 def folding(variant: str) -> tuple[nn.Module, nn.Module, Plan, Plan]:
@@ -123,7 +123,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoint.save_tensors(folder / "state/unfolded.safetensors", unfolded.state_dict(), {"plan": plan.digest})
     checkpoint.write_text(folder / "state/unfolded_plan.json", plan.to_json())
     checkpoint.save_model(folder, folded, after)
-    for name, model, of in (("dense", build("layer_scale", dtype=torch.float32), plan), ("model", folded, after)):
+    dense, base = build("layer_scale", dtype=torch.float32), Plan(plan.arch, plan.arch_args)
+    checkpoint.save_model(folder / DENSE, dense, base)
+    for name, model, of in (("dense", dense, base), ("model", folded, after)):
         export(model, folder / f"{name}.onnx", input=input_config(model), plan_digest=of.digest)
     return folder
 
@@ -162,6 +164,24 @@ def test_another_model_in_the_place_of_the_onnx_file_fails(folder: Path) -> None
     found = verdicts(list(verify_folder(folder).checks))
     failing = {name for name, verdict in found.items() if verdict == "failed"}
     assert failing >= {"onnx.batch1", "onnx.shapes", "onnx.layers", "onnx.file", "onnx.plan"}
+
+
+def test_another_model_in_the_place_of_the_dense_onnx_file_fails(folder: Path) -> None:
+    shutil.copy(folder / "model.onnx", folder / "dense.onnx")
+    found = verdicts(list(verify_folder(folder).checks))
+    failing = {name for name, verdict in found.items() if verdict == "failed"}
+    assert failing >= {"onnx.dense.batch1", "onnx.dense.shapes", "onnx.dense.file", "onnx.dense.plan"}
+    assert not any(name.startswith("onnx.b") for name in failing)
+
+
+def test_a_dense_model_that_is_elsewhere_is_compared_and_one_that_is_nowhere_is_not(
+    folder: Path, tmp_path: Path
+) -> None:
+    moved = (folder / DENSE).rename(tmp_path / "elsewhere")
+    found = verdicts(list(verify_folder(folder).checks))
+    assert found["onnx.dense"] == "not_run" and found["onnx.dense.checker"] == "passed"
+    found = verdicts(list(verify_folder(folder, dense=moved).checks))
+    assert found["onnx.dense.batch1"] == "passed" and "onnx.dense" not in found
 
 
 def test_weights_of_another_training_fail_the_fold_check(folder: Path) -> None:

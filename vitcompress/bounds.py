@@ -6,8 +6,8 @@ the unit roundoff (Higham, Accuracy and Stability of Numerical Algorithms, 2nd e
 """
 
 import math
-from collections.abc import Sequence
-from copy import deepcopy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -43,11 +43,31 @@ class Reference:
         return self.between * unit_roundoff(torch.float64) / self.roundoff
 
 
+@contextmanager
+def in_float64(model: nn.Module) -> Iterator[nn.Module]:
+    """`model` itself in float64 inside this block, without a second copy of it beside the wider one.
+
+    Afterwards it is bit for bit what it was: float64 holds every value of the narrower types.
+    """
+    narrow = {name: tensor.dtype for name, tensor in _tensors(model)}
+    try:
+        yield model.double()
+    finally:
+        for name, tensor in _tensors(model):
+            tensor.data = tensor.data.to(narrow[name])
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from (*model.named_parameters(), *model.named_buffers())
+
+
 @torch.no_grad()
 def reference(model: nn.Module, images: Tensor) -> Reference:
     """Answers in float64 to `images` (batch, channels, height, width), and what rounding may make of them."""
-    exact: Tensor = deepcopy(model).double()(images.double())
-    return Reference(exact, arithmetic_limit(model, images), unit_roundoff(next(model.parameters()).dtype))
+    limit = arithmetic_limit(model, images)
+    with in_float64(model) as wide:
+        exact: Tensor = wide(images.double())
+    return Reference(exact, limit, unit_roundoff(next(model.parameters()).dtype))
 
 
 @torch.no_grad()

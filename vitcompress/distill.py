@@ -135,6 +135,26 @@ def student_of(module: nn.Module, kind: Distillation, teacher: nn.Module | None)
     return FeatureStudent(module, inner(teacher), kind)
 
 
+def check_features(module: nn.Module, kind: Distillation, teacher: nn.Module, input: "InputConfig") -> None:
+    """Raise InputError when `kind` compares features of `module` and `teacher` that cannot be compared.
+
+    Both may be on the meta device: only shapes are looked at.
+    """
+    student = student_of(module, kind, teacher)
+    if isinstance(student, FeatureStudent):
+        images = torch.empty(1, *input.size, device=next(module.parameters()).device)
+        own, known = (_answer_and_features(model, images, kind)[1] for model in (module, inner(teacher)))
+        _check_shapes(student.projection(own), known)
+
+
+def _check_shapes(student: Tensor, teacher: Tensor) -> None:
+    if student.shape != teacher.shape:
+        raise InputError(
+            f"the teacher's features are {tuple(teacher.shape[1:])}, the student's {tuple(student.shape[1:])}",
+            hint="use a teacher with the same patches",
+        )
+
+
 def _answer_and_features(model: Any, images: Tensor, kind: Distillation) -> tuple[Any, Tensor]:
     maps = model.forward_features(images)
     answer = model.forward_head(maps)
@@ -187,11 +207,7 @@ class Objective:
         (logits, features), (known, wanted) = answer, teacher.with_features(images, self.kind)
         first, second = logits if isinstance(logits, tuple) else (logits, logits)
         labels = self.label_weight * label_loss(first, targets, self.smoothing)
-        if features.shape != wanted.shape:
-            raise InputError(
-                f"the teacher's features are {tuple(wanted.shape[1:])}, the student's {tuple(features.shape[1:])}",
-                hint="use a teacher with the same patches",
-            )
+        _check_shapes(features, wanted)
         if self.kind == "features":
             if second is not first:  # no head may stay untrained
                 labels = (labels + self.label_weight * label_loss(second, targets, self.smoothing)) / 2

@@ -47,6 +47,10 @@ class Accuracy:
         """Wilson's 95 % interval of `top1`."""
         return wilson(self.correct, self.total)
 
+    def __str__(self) -> str:
+        """`97.5 % (39 of 40)`"""
+        return f"{100 * self.top1:.1f} % ({self.correct} of {self.total})"
+
     def to_dict(self) -> dict[str, Any]:
         """Counts, shares and the interval as plain data."""
         return {**asdict(self), "top1": self.top1, "top5": self.top5, "top1_ci95": list(self.interval)}

@@ -60,10 +60,7 @@ def create(
         InputError: no such architecture, or arguments that it does not take.
         WeightsError: weights that cannot be had, or are of another model.
     """
-    name = arch.split(".")[0]
-    if not timm.is_model(name):
-        close = ", ".join(nearest(name, timm.list_models()))
-        raise InputError(f"timm has no model {arch!r}", hint=f"nearest: {close}" if close else "see timm.list_models()")
+    _check_name(arch)
     args = dict(arch_args or {})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -71,6 +68,27 @@ def create(
     if str(weights) not in ("random", "hub"):
         _load_weights(model, Path(weights), new_head)
     return model.eval()
+
+
+def outline(arch: str, arch_args: Mapping[str, Any] | None = None) -> nn.Module:
+    """`create` without the weights, on torch's meta device: all that shapes, costs and plans need, in no memory.
+
+    Raises:
+        InputError: no such architecture, or arguments that it does not take.
+    """
+    _check_name(arch)
+    try:
+        with torch.device("meta"):
+            return _build(arch, dict(arch_args or {}), pretrained=False, new_head=False).eval()
+    except InputError:  # some models compute with values while they are built
+        return create(arch, arch_args).to("meta")
+
+
+def _check_name(arch: str) -> None:
+    name = arch.split(".")[0]
+    if not timm.is_model(name):
+        close = ", ".join(nearest(name, timm.list_models()))
+        raise InputError(f"timm has no model {arch!r}", hint=f"nearest: {close}" if close else "see timm.list_models()")
 
 
 def _build(arch: str, args: dict[str, Any], *, pretrained: bool, new_head: bool) -> nn.Module:
@@ -92,10 +110,16 @@ def _build(arch: str, args: dict[str, Any], *, pretrained: bool, new_head: bool)
     return model
 
 
-def _check_hub_classes(arch: str, wanted: int | None, new_head: bool) -> None:
+def hub_classes(arch: str) -> int | None:
+    """How many classes timm's weights of `arch` tell apart; None where timm does not say."""
     cfg = timm.get_pretrained_cfg(arch)
-    if cfg is not None and wanted not in (None, cfg.num_classes) and not new_head:
-        raise _class_mismatch(f"timm's weights of {arch}", cfg.num_classes, int(wanted or 0))
+    return None if cfg is None else int(cfg.num_classes)
+
+
+def _check_hub_classes(arch: str, wanted: int | None, new_head: bool) -> None:
+    known = hub_classes(arch)
+    if known is not None and wanted not in (None, known) and not new_head:
+        raise _class_mismatch(f"timm's weights of {arch}", known, int(wanted or 0))
 
 
 def _class_mismatch(what: str, have: int, wanted: int) -> WeightsError:
@@ -118,7 +142,7 @@ def _load_weights(model: nn.Module, path: Path, new_head: bool) -> None:
     if differing and new_head:
         tensors = {**tensors, **{key: own[key] for key in heads}}
     elif differing:
-        raise _class_mismatch(str(path), tensors[differing[0]].shape[0], own[differing[0]].shape[0])
+        raise _class_mismatch(f"the weights in {path}", tensors[differing[0]].shape[0], own[differing[0]].shape[0])
     problem = _mismatch(own, tensors)
     if problem:
         raise WeightsError(

@@ -50,9 +50,14 @@ class ModelTable:
 
 @dataclass(frozen=True)
 class Finetune(TrainOptions):
-    """The recovery training after all steps. teacher: `dense` (the model before pruning), a timm name, or a path."""
+    """The recovery training after all steps.
+
+    teacher: `dense` (the model before pruning), a run folder, or a timm name. teacher_weights: a checkpoint for a timm
+    name; None takes timm's own from its hub.
+    """
 
     teacher: str | None = None
+    teacher_weights: str | None = None
 
 
 @dataclass(frozen=True)
@@ -253,7 +258,11 @@ def _contradictions(tables: _Tables, formats: Collection[str]) -> list[str]:
     if tables.model.weights != "train" and tables.dense is not None:
         found.append(f'dense   is only used with model.weights = "train", got {tables.model.weights!r}')
     if tables.finetune.distillation != "none" and tables.finetune.teacher is None:
-        found.append('finetune.teacher   distillation needs a teacher: "dense", a timm name, or a path')
+        found.append('finetune.teacher   distillation needs a teacher: "dense", a timm name, or a run folder')
+    if tables.dense is not None and tables.dense.distillation != "none":
+        found.append(
+            f'dense.distillation   got {tables.dense.distillation!r}, the dense model has no teacher: use "none"'
+        )
     found += [
         f"{name}.alpha   got {options.alpha:g}, which leaves the labels less than nothing; "
         "up to 1, or set label_weight too"

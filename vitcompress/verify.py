@@ -8,7 +8,6 @@ reload: what is on disk against what was in memory, bit for bit. onnx: see verif
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress import checkpoint, models, surgery
-from vitcompress.bounds import fold_excess, reference
+from vitcompress.bounds import fold_excess, in_float64, reference
 from vitcompress.errors import ArtifactError, OutputError
 from vitcompress.families import family_of
 from vitcompress.plan import Plan
@@ -42,6 +41,7 @@ __all__ = [
 UNFOLDED, UNFOLDED_PLAN = "state/unfolded.safetensors", "state/unfolded_plan.json"
 SEEN = "state/verify.safetensors"  # the images that were looked at, and the answers to them
 EXACT_IMAGES = 8  # images that are evaluated in float64 too
+DENSE = "state/dense"  # where a run keeps the dense model, unless it shares it with others
 ENGINES = ("*.engine", "*.xml")
 WHOLE = "the plan keeps every channel"
 
@@ -62,7 +62,8 @@ def fold_checks(unfolded: nn.Module, folded: nn.Module, names: Iterable[str], im
         difference, quotient = fold_excess(layers, result, inputs[chain[0]], folds=len(chain) - 1)
         detail = f"difference over its rounding bound, worst of all outputs; largest difference {difference:.1e}"
         checks.append(compared(f"fold.{target}", quotient, 1.0, detail))
-    apart = largest_difference(_answers(deepcopy(folded).double(), few.double()), truth.exact)
+    with in_float64(folded) as wide:
+        apart = largest_difference(_answers(wide, few), truth.exact)
     stored = storage_limit(folded, {target: len(chain) - 1 for target, chain in chains.items()}, few)
     detail = "largest difference of the logits, float64" if chains else "nothing was folded"
     checks.append(compared("fold", apart, stored + truth.exact_between, detail))
@@ -91,8 +92,9 @@ def _chains(unfolded: nn.Module, names: tuple[str, ...]) -> dict[str, list[str]]
 @torch.no_grad()
 def _inputs(model: nn.Module, names: Iterable[str], images: Tensor) -> dict[str, Tensor]:
     """What the named modules are given in a float64 pass: (rows, channels) each."""
-    exact, seen = deepcopy(model).double(), dict[str, Tensor]()
+    seen = dict[str, Tensor]()
     with ExitStack() as stack:
+        exact = stack.enter_context(in_float64(model))
         for name in names:
 
             def keep(module: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
@@ -148,11 +150,12 @@ def standard_check(folder: Path, model: nn.Module, plan: Plan, images: Tensor) -
 # -------------------------------------------------------------------------------------------------------------- folders
 
 
-def verify_folder(folder: str | Path, images: Tensor | None = None) -> Verification:
+def verify_folder(folder: str | Path, images: Tensor | None = None, dense: Path | None = None) -> Verification:
     """Check everything that a run folder claims, and record the verdicts in its verify.json.
 
     images: (count, channels, height, width), normalised. They and the answers to them are kept in the folder, so that a
     later call, here or on another machine, can do without. Without any, noise is used.
+    dense: folder of the model before pruning, which dense.onnx is compared with; None looks in the run folder.
 
     Raises:
         ArtifactError, PlanError, WeightsError: not a run folder, or a damaged one.
@@ -160,16 +163,24 @@ def verify_folder(folder: str | Path, images: Tensor | None = None) -> Verificat
     folder = Path(folder)
     if not folder.is_dir():
         raise ArtifactError(f"there is no folder {folder}", hint="name a run folder, as in runs/digits_hetdpt")
-    model = checkpoint.load(folder)
-    plan = Plan.from_json((folder / checkpoint.PLAN).read_text())
     seen = checkpoint.load_tensors(folder / SEEN) if (folder / SEEN).is_file() else {}
-    given = images if images is not None else seen.get("images", _noise(model))
-    found = Verification(tuple(_checks(folder, model, plan, given, seen)))
+    given, logits, checks = _compressed(folder, images, seen)
+    checks += _dense_onnx(folder, dense or folder / DENSE, given)  # when the compressed model is out of memory
+    checks += _engines(folder)
+    found = Verification(tuple(checks))
     with _tolerating_read_only((folder / LEDGER).is_file()):  # a read-only copy of a folder can be checked all the same
         if images is not None:
-            checkpoint.save_tensors(folder / SEEN, {"images": images, "logits": _answers(model, images)})
+            checkpoint.save_tensors(folder / SEEN, {"images": images, "logits": logits})
         found.write(folder)
     return found
+
+
+def _compressed(folder: Path, images: Tensor | None, seen: dict[str, Tensor]) -> tuple[Tensor, Tensor, list[Check]]:
+    """What the deployed model was asked, what it answered, and all checks of it."""
+    model = checkpoint.load(folder)
+    plan = Plan.from_json((folder / checkpoint.PLAN).read_text())
+    given = images if images is not None else seen.get("images", _noise(model))
+    return given, _answers(model, given), list(_checks(folder, model, plan, given, seen))
 
 
 def _tolerating_read_only(allowed: bool) -> AbstractContextManager[object]:
@@ -196,6 +207,9 @@ def _checks(folder: Path, model: nn.Module, plan: Plan, images: Tensor, seen: di
         apart = largest_difference(_answers(model, images), seen["logits"])
         yield compared("reload.recorded", apart, truth.between, "logits now against those recorded with the run")
     yield from _onnx(folder, model, plan, images)
+
+
+def _engines(folder: Path) -> Iterator[Check]:
     for pattern in ENGINES:
         for path in sorted(folder.glob(pattern)):
             command = f"vitcompress verify {folder}"
@@ -222,9 +236,22 @@ def _folding_steps(folder: Path, images: Tensor) -> Iterator[Check]:
 
 
 def _onnx(folder: Path, model: nn.Module, plan: Plan, images: Tensor) -> list[Check]:
-    path, dense = folder / "model.onnx", folder / "dense.onnx"
+    path = folder / "model.onnx"
     if not path.is_file():
         why = "no ONNX file was exported"
         return [Check("onnx", "not_run", detail=why, command=f"vitcompress export {folder} --format onnx")]
-    checks = [*onnx_checks(model, path, images), plan_check(path, plan.digest)]
-    return [*checks, *(file_checks(dense, "onnx.dense") if dense.is_file() else [])]
+    return [*onnx_checks(model, path, images), plan_check(path, plan.digest)]
+
+
+def _dense_onnx(folder: Path, dense: Path, images: Tensor) -> Iterator[Check]:
+    """The other file of every comparison is the model before pruning."""
+    path, name = folder / "dense.onnx", "onnx.dense"
+    if not path.is_file():
+        return
+    if not (dense / checkpoint.PLAN).is_file():
+        yield Check(name, "not_run", detail="the dense model is not here to be compared with")
+        yield from file_checks(path, name)
+        return
+    model = checkpoint.load(dense)
+    yield from onnx_checks(model, path, images[:EXACT_IMAGES], name=name)
+    yield plan_check(path, Plan.from_json((dense / checkpoint.PLAN).read_text()).digest, name)

@@ -8,16 +8,33 @@ from typing import Any
 
 from torch import nn
 
-from vitcompress.checkpoint import read_json, save_tensors, write_json
+from vitcompress.checkpoint import differing, file_sha256, read_json, save_tensors, write_json
 from vitcompress.data import Splits
 from vitcompress.distributed import Runtime
+from vitcompress.errors import ArtifactError
 from vitcompress.families import Family
 from vitcompress.models import InputConfig
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
 from vitcompress.train import TrainOptions
 
-LEFT_WEIGHTS = "weights.safetensors"
+LEFT_WEIGHTS, LEFT = "weights.safetensors", "left.json"
+
+
+def seal(folder: Path) -> None:
+    """Record what a step has left in its `folder`, before its plan says that it is done."""
+    left = folder / LEFT_WEIGHTS
+    write_json(folder / LEFT, {"files": {left.name: file_sha256(left)} if left.is_file() else {}})
+
+
+def check_sealed(folder: Path) -> None:
+    """Raise ArtifactError when what a finished step left is not there as it was: other weights would be used then."""
+    wrong = differing(folder / LEFT) if (folder / LEFT).is_file() else [f"{LEFT} is missing"]
+    if wrong:
+        raise ArtifactError(
+            f"{folder} is not as its step left it: {wrong[0]}",
+            hint="restore the file, or start over with --fresh",
+        )
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,9 @@ def load_parts(plan_path: Path, weights_path: Path) -> nn.Module:
         )
     plan = _read_plan(plan_path)
     tensors = load_for(weights_path, plan)
-    model = apply(models.create(plan.arch, plan.arch_args), plan)
+    model = apply(models.outline(plan.arch, plan.arch_args), plan)
+    if any(buffer.is_meta and name not in tensors for name, buffer in model.named_buffers()):
+        model = apply(models.create(plan.arch, plan.arch_args), plan)  # buffers that no file holds
     load_strictly(model, tensors, weights_path)
     model.plan = plan  # type: ignore[assignment]
     return model.eval()

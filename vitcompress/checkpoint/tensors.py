@@ -32,7 +32,12 @@ DAMAGED = (
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write safetensors; tensors that share storage are written apart."""
-    plain = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    plain: dict[str, Tensor] = {}
+    stored: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        plain[name] = own.clone() if own.untyped_storage().data_ptr() in stored else own
+        stored.add(own.untyped_storage().data_ptr())
     write(path, lambda beside: save_file(plain, beside, metadata=dict(metadata or {})))
 
 

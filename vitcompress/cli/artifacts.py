@@ -16,9 +16,10 @@ from vitcompress.cli.options import export_options, given
 def verify(folder: Path, as_json: bool, debug: bool) -> int:
     """Check again everything that a run folder claims."""
     with working(debug):
+        from vitcompress.pipeline import dense_of
         from vitcompress.verify import verify_folder
 
-        found = verify_folder(folder)
+        found = verify_folder(folder, dense=dense_of(folder))
     answer(found.as_data(), as_json, lambda data: console.print_checks(data["checks"]))
     return 0 if found.passed else 1
 

@@ -1,7 +1,8 @@
 """Methods: what to remove. To add one: a file beside this one, and a line in `METHODS`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,8 @@ METHODS: dict[str, Method] = {
 }
 
 
-def structure(model: nn.Module, family: Family, base: Plan, steps: Iterable[tuple[str, Any]]) -> Plan:
-    """The plan of all steps, each a method's name and its options, without data or scoring. `model` stays as it is.
+def deltas(model: nn.Module, family: Family, base: Plan, steps: Iterable[tuple[str, Any]]) -> Iterator[Plan]:
+    """What each step adds, given its method's name and options, without data or scoring. `model` stays as it is.
 
     Raises:
         PlanError: a step asks for more than the model has.
@@ -148,5 +149,10 @@ def structure(model: nn.Module, family: Family, base: Plan, steps: Iterable[tupl
     plan = base
     for name, options in steps:
         delta = METHODS[name].structure(model, family, plan, options)
+        yield delta
         model, plan = surgery.applied(model, delta), plan.then(delta)
-    return plan
+
+
+def structure(model: nn.Module, family: Family, base: Plan, steps: Iterable[tuple[str, Any]]) -> Plan:
+    """The plan of all steps. Raises PlanError like `deltas`."""
+    return reduce(Plan.then, deltas(model, family, base, steps), base)

@@ -11,18 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from vitcompress import distributed
 from vitcompress.checkpoint import read_json
 from vitcompress.pipeline import delivery, stages
-from vitcompress.pipeline.folder import check_folder, is_done, sole_user
+from vitcompress.pipeline.folder import RECIPE, check_folder, is_done, sole_user
 from vitcompress.pipeline.outlook import dry_run
-from vitcompress.pipeline.preflight import Job, RunOptions, alone, check_formats, effective, folder_of, prepare
+from vitcompress.pipeline.preflight import (
+    Job,
+    RunOptions,
+    alone,
+    check_formats,
+    dense_folder,
+    effective,
+    folder_of,
+    prepare,
+)
 from vitcompress.progress import Progress
-from vitcompress.recipe import Recipe
+from vitcompress.recipe import Recipe, load_recipe
 
-__all__ = ["RunOptions", "RunResult", "dry_run", "run"]
+__all__ = ["RunOptions", "RunResult", "dense_of", "dry_run", "run"]
 
 
 @dataclass(frozen=True)
@@ -58,28 +65,33 @@ def run(recipe: Recipe, options: RunOptions | None = None, progress: Progress | 
             job = prepare(recipe, options, runtime, progress)
             stack.enter_context(sole_user(job.state) if runtime.is_main else nullcontext())
             with distributed.cpu_threads(recipe.run.threads):
-                dense = _train(job)
+                _train(job)
             distributed.stop()
             if runtime.is_main:
-                _deliver(alone(job), dense)
+                _deliver(alone(job))
     if not runtime.is_main:
         return RunResult(folder, {}, passed=True)
     report = read_json(folder / delivery.REPORT)
     return RunResult(folder, report, bool(report["verify"]["passed"]))
 
 
-def _train(job: Job) -> nn.Module:
-    """What processes share; the dense model."""
+def dense_of(folder: Path) -> Path | None:
+    """Where the dense model of the run in `folder` lies, as its recipe.toml tells; None where there is no such file."""
+    path = folder / RECIPE
+    return dense_folder(load_recipe(str(path)), folder.resolve()) if path.is_file() else None
+
+
+def _train(job: Job) -> None:
+    """What processes share."""
     dense = stages.dense_model(job)
     stages.recover(job, dense, stages.take_steps(job, dense))
-    return dense
 
 
-def _deliver(job: Job, dense: nn.Module) -> None:
-    """What the first process does when the others have left."""
-    compressed = stages.fold(job)
-    delivery.export(job, dense, compressed)
+def _deliver(job: Job) -> None:
+    """What the first process does when the others have left. Each part loads what it needs, one model at a time."""
+    delivery.fold(job)
+    delivery.export(job)
     delivery.verify(job)
-    delivery.judge(job, dense, compressed)
+    delivery.judge(job)
     delivery.bench(job)
-    delivery.report(job, dense, compressed)
+    delivery.report(job)

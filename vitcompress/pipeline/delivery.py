@@ -1,20 +1,20 @@
-"""From the deployed model to what is shipped and said of it: export, verify, judge, measure, report.
+"""From the recovered model to what is shipped and said of it: fold, export, verify, judge, measure, report.
 
 Each stage leaves its result in the run folder and does nothing when that result stands.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
-from vitcompress import checkpoint, cost
+from vitcompress import checkpoint, cost, surgery
 from vitcompress.bench import report as reports
 from vitcompress.bench import suite
 from vitcompress.checkpoint import read_json, write_json
@@ -24,26 +24,58 @@ from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.methods import METHODS
 from vitcompress.pipeline.preflight import Job, chosen_by
-from vitcompress.pipeline.stages import FOLDING, step_folder
+from vitcompress.pipeline.stages import UNFOLDED, UNFOLDED_PLAN, step_folder
 from vitcompress.plan import Plan
+from vitcompress.standard import WEIGHTS as STANDARD
+from vitcompress.standard import save_standard
 from vitcompress.verify import verify_folder
 
-REPORT = reports.JSON
+REPORT, FOLDING = reports.JSON, "folding.json"
 VERIFIED_IMAGES = 64
 
 
-def export(job: Job, dense: nn.Module, compressed: nn.Module) -> None:
+def fold(job: Job) -> None:
+    """The deployed model: what can be multiplied out is, and model.safetensors with plan.json hold it."""
+    if (job.folder / checkpoint.PLAN).is_file():
+        return
+    job.progress.stage("Fold")
+    model = checkpoint.load_parts(job.state / UNFOLDED_PLAN, job.state / UNFOLDED)
+    plan = Plan.from_json((job.state / UNFOLDED_PLAN).read_text())
+    # As a standard model it has the LayerScales of that model, and folding is what that model would gain as well.
+    folding = surgery.Folding(plan, ()) if plan.standard else surgery.fold(model, plan)
+    if plan.standard:
+        save_standard(job.folder, model, plan)
+        job.progress.note(f"{STANDARD} loads strictly into timm's {plan.standard['arch']}")
+    write_json(job.state / FOLDING, [asdict(record) for record in folding.records])
+    checkpoint.save_model(job.folder, model, folding.plan)
+    for line in _folded(folding.records):
+        job.progress.note(line)
+
+
+def _folded(records: Sequence[surgery.FoldRecord]) -> Iterator[str]:
+    """One line per FFN, and one for all LayerScales."""
+    scales = [record for record in records if record.reason == surgery.INTO_THE_LINEAR]
+    for record in records:
+        if record not in scales:
+            verb = "folded" if record.folded else "left as it is"
+            change = f"parameters {record.params_before} -> {record.params_after}"
+            yield f"{record.module}: {verb}, {record.reason}; {change}"
+    if scales:
+        yield f"{len(scales)} LayerScales: folded, {surgery.INTO_THE_LINEAR}"
+
+
+def export(job: Job) -> None:
     """Both models in every format that the recipe asks for: a fair comparison needs the same exporter."""
     table = job.recipe.export
     for name in table.formats:
         exporter = EXPORTERS[name]
-        for stem, model, plan in (("dense", dense, job.base), ("model", compressed, plan_of(job))):
+        for stem, folder, plan in (("dense", job.dense_folder, job.base), ("model", job.folder, plan_of(job))):
             path = job.folder / f"{stem}{exporter.suffix}"
             if Path(f"{path}.json").is_file():
                 continue
             job.progress.stage(f"Export {path.name}")
             exporter.export(
-                deepcopy(model),
+                checkpoint.load(folder),
                 path,
                 input=job.input,
                 classes=class_names(job),
@@ -57,7 +89,7 @@ def class_names(job: Job) -> tuple[str, ...]:
     """The data's class names, numbers where there is no data."""
     if job.data is not None:
         return job.data.classes
-    return tuple(str(number) for number in range(int(getattr(job.blank, "num_classes", 0))))
+    return tuple(str(number) for number in range(job.classes))
 
 
 def plan_of(job: Job) -> Plan:
@@ -73,9 +105,12 @@ def verify(job: Job) -> None:
     if path.is_file():
         return
     job.progress.stage("Verify")
-    found = verify_folder(job.folder, images=_images(job))
+    found = verify_folder(job.folder, images=_images(job), dense=job.dense_folder)
+    passed = Counter(check.name.split(".")[0] for check in found.checks if check.verdict == "passed")
+    job.progress.note("passed: " + ", ".join(f"{name} ({count})" for name, count in passed.items()))
     for check in found.checks:
-        job.progress.note(f"{check.name}: {check.verdict.replace('_', ' ')}")
+        if check.verdict != "passed":
+            job.progress.note(f"{check.name}: {check.verdict.replace('_', ' ')}, {check.detail}")
 
 
 def _images(job: Job) -> Tensor | None:
@@ -86,7 +121,7 @@ def _images(job: Job) -> Tensor | None:
     return calibration_images(job.data.test, job.input, count, job.recipe.run.seed)
 
 
-def judge(job: Job, dense: nn.Module, compressed: nn.Module) -> None:
+def judge(job: Job) -> None:
     """accuracy.json: dense, compressed and exported on the same test images, and whether the difference is real."""
     path = job.state / "accuracy.json"
     if job.data is None or path.is_file():
@@ -95,7 +130,7 @@ def judge(job: Job, dense: nn.Module, compressed: nn.Module) -> None:
     loader = eval_loader(job.data.test, job.input, job.recipe.finetune.batch_size, job.runtime)
     found: dict[str, Any] = {}
     right: dict[str, np.ndarray] = {}
-    for name, predict in _judged(job, dense, compressed):
+    for name, predict in _judged(job):
         found[name] = evaluate(predict, loader, job.runtime).to_dict()
         right[name] = correct_mask(predict, loader, job.runtime)
         job.progress.note(f"{name}: {found[name]['correct']} of {found[name]['total']} right")
@@ -104,11 +139,10 @@ def judge(job: Job, dense: nn.Module, compressed: nn.Module) -> None:
     write_json(path, found)
 
 
-def _judged(job: Job, dense: nn.Module, compressed: nn.Module) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-    """One after the other, so that one at a time is on the device."""
-    for name, model in (("dense", dense), ("compressed", compressed)):
-        yield name, model.to(job.runtime.device).eval()
-        model.cpu()
+def _judged(job: Job) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    """One after the other, so that one at a time is in memory."""
+    for name, folder in (("dense", job.dense_folder), ("compressed", job.folder)):
+        yield name, checkpoint.load(folder, job.runtime.device)
     for path in _exported(job, "model"):
         with closing(open_runner(path, device=job.onnx_device)) as runner:
             yield path.name, runner
@@ -150,7 +184,7 @@ def bench(job: Job) -> None:
 # --------------------------------------------------------------------------------------------------------------- report
 
 
-def report(job: Job, dense: nn.Module, compressed: nn.Module) -> None:
+def report(job: Job) -> None:
     """report.json and report.md: all of the above in one place (keys: `bench.report`)."""
     plan = plan_of(job)
     chosen = chosen_by(job.recipe, searched=not job.structure_only)
@@ -171,7 +205,7 @@ def report(job: Job, dense: nn.Module, compressed: nn.Module) -> None:
             "plan_sha256": plan.digest,
             "cost": {
                 name: cost.measure(model, job.input.size).to_dict()
-                for name, model in (("dense", dense), ("compressed", compressed))
+                for name, model in (("dense", job.blank), ("compressed", surgery.applied(job.blank, plan)))
             },
             "accuracy": accuracy,
             "before_recovery": before,

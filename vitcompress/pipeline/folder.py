@@ -42,9 +42,11 @@ LEFT_BY_RUNS = (
 )
 LOCK = ".lock"
 PARTS = ".*.part"  # files and folders that are being written
-# Weights of the dense and the compressed model, their exports, and a resume state with optimiser and average, twice
-# while one replaces the other.
-BYTES_PER_PARAMETER = 4 * 16
+# Weights of the dense model and of the compressed one before and after folding, their exports, and one that is being
+# written. Training adds a resume state with optimiser, average and best weights, twice while one replaces the other.
+BYTES_PER_PARAMETER, BYTES_OF_TRAINING = 4 * 6, 4 * 10
+# A step that slices, folds or trains keeps the model that it was given, and the weights that it left.
+BYTES_PER_STEP = 4 * 2
 ELSEWHERE = "choose another folder with --out"
 
 
@@ -145,10 +147,14 @@ def check_writable(folder: Path) -> None:
         raise OutputError(f"{parent} cannot be written: {error.strerror}", hint=ELSEWHERE) from None
 
 
-def check_disk(folder: Path, params: int) -> None:
-    """Raise OutputError when the disk has too little room for weights, exports and resume state."""
+def check_disk(folder: Path, params: int, *, trains: bool, keeping: int) -> None:
+    """Raise OutputError when the disk has too little room for weights, exports and, if it `trains`, resume state.
+
+    keeping: how many steps leave a model behind.
+    """
     parent = nearest(folder)
-    need, free = params * BYTES_PER_PARAMETER, shutil.disk_usage(parent).free
+    per_parameter = BYTES_PER_PARAMETER + BYTES_OF_TRAINING * trains + BYTES_PER_STEP * keeping
+    need, free = params * per_parameter, shutil.disk_usage(parent).free
     if free < need:
         raise OutputError(
             f"{parent} has {_size(free)} free, this run needs about {_size(need)}",

@@ -10,21 +10,23 @@ from vitcompress.bench import timing
 from vitcompress.data import Splits, open_data
 from vitcompress.errors import InputError
 from vitcompress.methods import METHODS
-from vitcompress.pipeline.folder import check_disk, check_folder, check_writable
+from vitcompress.pipeline.folder import check_folder, check_writable
 from vitcompress.pipeline.preflight import (
     Job,
     RunOptions,
     check_bench,
     check_formats,
+    check_recovery,
+    check_room,
     check_training,
     check_weights,
     chosen_by,
     described,
     effective,
     folder_of,
-    is_local,
     structure,
 )
+from vitcompress.pipeline.teachers import check_hub_classes, comes_from_hub
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe
 
@@ -86,7 +88,7 @@ def _missing(job: Job, options: RunOptions) -> Iterator[str]:
     checks: list[Callable[[], object]] = [
         lambda: check_folder(job.folder, recipe, **how),
         lambda: check_writable(job.dense_folder),
-        lambda: check_disk(job.folder, cost.measure(job.blank, job.input.size).params),
+        lambda: check_room(job),
         lambda: check_formats(recipe),
         lambda: distributed.check_device(recipe.run.device, recipe.run.amp),
         lambda: check_training(job),
@@ -94,8 +96,16 @@ def _missing(job: Job, options: RunOptions) -> Iterator[str]:
     ]
     if weights == "hub":
         yield f"weights of {recipe.model.name}: fetched from timm's hub at the start, or given with --weights PATH"
-    elif is_local(recipe.finetune.teacher):
+    else:
         checks.append(lambda: check_weights(job, fresh=options.fresh))
+    if not options.structure_only and comes_from_hub(recipe.finetune):
+        checks.append(lambda: check_hub_classes(recipe.finetune, job.classes))
+        yield (
+            f"weights of the teacher {recipe.finetune.teacher}: fetched from timm's hub at the start, or given with "
+            "--set finetune.teacher_weights=FILE"
+        )
+    else:
+        checks.append(lambda: check_recovery(job))
     for check in checks:
         try:
             check()
@@ -139,7 +149,7 @@ def _row(stage: str, rounds: int, epochs: int | None, images: int | None) -> dic
 
 def _images(job: Job, total: int, per_class: int, train: int | None) -> int | None:
     """The size of the part of the training set that a stage looks at."""
-    wanted = total or per_class * int(getattr(job.blank, "num_classes", 0))
+    wanted = total or per_class * job.classes
     if not wanted:
         return train
     return wanted if train is None else min(wanted, train)

@@ -1,16 +1,16 @@
 """Everything that can fail is tried here, before the first training step and before anything is written."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from vitcompress import checkpoint, cost, methods, models
+from vitcompress import checkpoint, methods, models, surgery
 from vitcompress.bench import timing
 from vitcompress.data import Splits, open_data
-from vitcompress.distill import objective
 from vitcompress.distributed import Runtime
 from vitcompress.errors import DeviceError, InputError
 from vitcompress.exporters import EXPORTERS
@@ -20,6 +20,7 @@ from vitcompress.methods import METHODS
 from vitcompress.methods.baselines import FixedOptions, RandomOptions
 from vitcompress.models import InputConfig
 from vitcompress.pipeline.folder import check_disk, check_writable, open_folder
+from vitcompress.pipeline.teachers import check_teacher
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe, dense_key
@@ -62,9 +63,7 @@ class Job:
 
     @property
     def dense_folder(self) -> Path:
-        """Where the dense model lives: shared by recipes that train it alike, else inside this run."""
-        trained = self.recipe.model.weights == "train"
-        return self.folder.parent / f"dense-{dense_key(self.recipe)}" if trained else self.state / "dense"
+        return dense_folder(self.recipe, self.folder)
 
     @property
     def onnx_device(self) -> str:
@@ -72,9 +71,19 @@ class Job:
         return "cpu" if self.runtime.device.type == "mps" else str(self.runtime.device)
 
     @property
+    def classes(self) -> int:
+        return int(getattr(self.blank, "num_classes", 0))
+
+    @property
     def base(self) -> Plan:
         """The plan of the dense model."""
         return Plan(self.recipe.model.name, self.arch_args)
+
+
+def dense_folder(recipe: Recipe, folder: Path) -> Path:
+    """Where the dense model lives: shared by recipes that train it alike, else inside the run's `folder`."""
+    trained = recipe.model.weights == "train"
+    return folder.parent / f"dense-{dense_key(recipe)}" if trained else folder / "state" / "dense"
 
 
 def alone(job: Job) -> Job:
@@ -126,9 +135,10 @@ def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Pro
     structure(job)
     check_training(job)
     check_bench(job)
-    check_disk(folder, cost.measure(job.blank, job.input.size).params)
+    check_room(job)
     check_writable(job.dense_folder)
     check_weights(job, fresh=options.fresh)
+    check_recovery(job)
     runtime.barrier()  # nobody looks at the folder any more
     if runtime.is_main:
         open_folder(folder, recipe, structure_only=options.structure_only, fresh=options.fresh)
@@ -139,10 +149,10 @@ def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Pro
 def described(
     recipe: Recipe, folder: Path, runtime: Runtime, progress: Progress, data: Splits | None, *, structure_only: bool
 ) -> Job:
-    """The job, with the dense architecture built once on random weights to see that it is one that can be pruned."""
+    """The job, with the dense architecture built once, without weights, to see that it is one that can be pruned."""
     classes = len(data.classes) if data is not None else recipe.model.classes
     args = dict(recipe.model.args) | ({"num_classes": classes} if classes else {})
-    blank = models.create(recipe.model.name, args)
+    blank = models.outline(recipe.model.name, args)
     return Job(
         recipe,
         folder,
@@ -212,14 +222,29 @@ def check_bench(job: Job) -> None:
         )
 
 
-def structure(job: Job) -> Plan:
-    """The plan of all steps without data or scoring: published layers, or as many as the options ask for.
+def deltas(job: Job) -> Iterator[Plan]:
+    """What each step adds, without data or scoring: published layers, or as many as the options ask for.
 
     Raises:
         PlanError: a step asks for more than the model has.
     """
     steps = ((step.method, step.options) for step in job.recipe.steps)
-    return methods.structure(job.blank, job.family, job.base, steps)
+    return methods.deltas(job.blank, job.family, job.base, steps)
+
+
+def structure(job: Job) -> Plan:
+    """The plan of all steps without data or scoring. Raises PlanError like `deltas`."""
+    return reduce(Plan.then, deltas(job), job.base)
+
+
+def check_room(job: Job) -> None:
+    """Raise OutputError when the disk is too small for what the run will write."""
+    keeping = sum(
+        bool(delta.kept or delta.folded) or step.method in BETWEEN
+        for step, delta in zip(job.recipe.steps, deltas(job), strict=True)
+    )
+    params = sum(parameter.numel() for parameter in job.blank.parameters())
+    check_disk(job.folder, params, trains=not job.structure_only, keeping=keeping)
 
 
 def chosen_by(recipe: Recipe, *, searched: bool) -> str:
@@ -242,36 +267,16 @@ def _origin(options: Any, *, searched: bool) -> str:
 
 
 def check_weights(job: Job, *, fresh: bool) -> None:
-    """Raise InputError for weights or a teacher that cannot be had or do not fit, before anything is trained."""
-    table, recovery = job.recipe.model, job.recipe.finetune
+    """Raise InputError for weights that cannot be had or do not fit, before anything is trained."""
+    table = job.recipe.model
     at_hand = (job.dense_folder / checkpoint.PLAN).is_file() and not fresh
     if table.weights not in ("train", "random") and not at_hand:
         models.create(table.name, job.arch_args, table.weights, new_head=table.new_head)
-    if job.structure_only or recovery.distillation == "none":
-        return
-    knows = teacher(job) or job.blank
-    classes = [int(getattr(model, "num_classes", 0)) for model in (knows, job.blank)]
-    if classes[0] != classes[1]:
-        raise InputError(
-            f"the teacher {recovery.teacher} tells {classes[0]} classes apart, the student {classes[1]}",
-            hint="use a teacher for the same classes",
-        )
-    # Size of its images, and a weight of the labels that leaves no head untrained.
-    how = (recovery.distillation, recovery.alpha, recovery.temperature, recovery.augmentation.smoothing)
-    device, weight = torch.device("cpu"), recovery.label_weight
-    objective(job.blank, *how, teacher=knows, input=job.input, device=device, label_weight=weight)
 
 
-def is_local(teacher: str | None) -> bool:
-    """Whether this teacher is at hand, without timm's hub."""
-    return teacher in (None, "dense") or Path(str(teacher)).is_dir()
-
-
-def teacher(job: Job) -> nn.Module | None:
-    """Who teaches during recovery; None is the dense model, which is at hand then. A run folder, or a timm name."""
-    name = job.recipe.finetune.teacher
-    if name is None or name == "dense":
-        return None
-    if is_local(name):
-        return checkpoint.load(name)
-    return models.create(name, {"num_classes": job.arch_args["num_classes"]}, "hub")
+def check_recovery(job: Job) -> None:
+    """Raise InputError for a teacher that cannot be had or cannot teach, before anything is trained."""
+    if not job.structure_only:
+        pruned = surgery.applied(job.blank, structure(job))
+        fades = METHODS[job.recipe.steps[-1].method].dilute is not None
+        check_teacher(job.recipe.finetune, job.blank, pruned, job.input, fades=fades)

@@ -1,11 +1,11 @@
-"""From the dense model to the deployed one: train, plan, recover, fold. Each stage leaves its result in the run
+"""From the dense model to the recovered one: train, plan, recover. Each stage leaves its result in the run
 folder and does nothing when that result stands.
 """
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,14 @@ from vitcompress.gates import GATED_KINDS, GatedModel
 from vitcompress.methods import METHODS
 from vitcompress.pipeline.folder import sole_user, sweep
 from vitcompress.pipeline.latency import latency_ms
-from vitcompress.pipeline.preflight import Job, teacher
+from vitcompress.pipeline.preflight import Job
+from vitcompress.pipeline.teachers import teacher
 from vitcompress.plan import Plan
-from vitcompress.standard import WEIGHTS as STANDARD
-from vitcompress.standard import save_standard
 from vitcompress.train import TrainOptions, TrainResult, train
 from vitcompress.verify_slice import keep_given
-from vitcompress.workspace import LEFT_WEIGHTS, Context
+from vitcompress.workspace import LEFT_WEIGHTS, Context, check_sealed, seal
 
-UNFOLDED, UNFOLDED_PLAN, FOLDING = "unfolded.safetensors", "unfolded_plan.json", "folding.json"
+UNFOLDED, UNFOLDED_PLAN = "unfolded.safetensors", "unfolded_plan.json"
 
 
 # ---------------------------------------------------------------------------------------------------------------- dense
@@ -88,6 +87,8 @@ def _train(job: Job, module: nn.Module, options: TrainOptions, folder: Path, lab
         **more,
     )
     module.cpu()
+    if result.accuracy and job.runtime.is_main:
+        job.progress.note(f"held-out top-1 with the weights kept, of epoch {result.epoch + 1}: {result.accuracy}")
     return result
 
 
@@ -131,7 +132,8 @@ class Steps:
 
 def take_steps(job: Job, dense: nn.Module) -> Steps:
     """Plan each step on the model that the steps before left, with the weights that they left."""
-    taken = Steps(deepcopy(dense), job.base, job.base)
+    # Nothing is trained or taught with structure only, so the dense model itself will do.
+    taken = Steps(dense if job.structure_only else deepcopy(dense), job.base, job.base)
     for number in range(len(job.recipe.steps)):
         model, base = (taken.pruned(), taken.plan) if number else (taken.model, taken.base)
         delta = _step_plan(job, dense, number, model, base)
@@ -156,13 +158,18 @@ def _step_plan(job: Job, dense: nn.Module, number: int, model: nn.Module, plan: 
     method, path = METHODS[step.method], folder / "plan.json"
     text = job.runtime.broadcast(path.read_text() if job.runtime.is_main and path.is_file() else None)
     if text is not None:
+        if job.runtime.is_main:
+            check_sealed(folder)
         return Plan.from_json(text)
     if job.structure_only:
         delta = method.structure(model, job.family, plan, step.options)
     else:
-        job.progress.stage(f"Step {number + 1} of {len(job.recipe.steps)}: {method.summary}")
+        published = getattr(step.options, "layers", "search") == "published"
+        what = "the published layers" if published else method.summary
+        job.progress.stage(f"Step {number + 1} of {len(job.recipe.steps)}: {what}")
         delta = method.plan(model, _context(job, dense, plan, folder), step.options)
     if job.runtime.is_main:
+        seal(folder)
         write_text(path, delta.to_json())
     return delta
 
@@ -188,7 +195,8 @@ def _context(job: Job, dense: nn.Module, plan: Plan, folder: Path) -> Context:
 
 def _teacher(job: Job, dense: nn.Module) -> nn.Module | None:
     """Who teaches while a pruned model recovers; None where nobody does."""
-    return None if job.recipe.finetune.distillation == "none" else teacher(job) or deepcopy(dense)
+    recovery = job.recipe.finetune
+    return None if recovery.distillation == "none" else teacher(recovery, job.classes) or deepcopy(dense)
 
 
 # -------------------------------------------------------------------------------------------------------------- recover
@@ -219,11 +227,11 @@ def _before(job: Job, dense: nn.Module, pruned: nn.Module) -> None:
     loader = eval_loader(job.data.heldout, job.input, job.recipe.finetune.batch_size, job.runtime)
     found = {}
     for name, model in (("dense", dense), ("pruned", pruned)):
-        found[name] = evaluate(model.to(job.runtime.device).eval(), loader, job.runtime).to_dict()
+        found[name] = evaluate(model.to(job.runtime.device).eval(), loader, job.runtime)
         model.cpu()
-    job.progress.note("held-out top-1: " + ", ".join(f"{name} {100 * a['top1']:.1f} %" for name, a in found.items()))
+    job.progress.note("held-out top-1: " + ", ".join(f"{name} {accuracy}" for name, accuracy in found.items()))
     if job.runtime.is_main:
-        write_json(path, found)
+        write_json(path, {name: accuracy.to_dict() for name, accuracy in found.items()})
 
 
 def _recovered(job: Job, dense: nn.Module, steps: Steps) -> nn.Module:
@@ -268,28 +276,3 @@ def _mover(gated: GatedModel, factor: Callable[[int], float]) -> Callable[[int],
             gated.set_gate(site.name, factor(epoch + 1))
 
     return move
-
-
-# ----------------------------------------------------------------------------------------------------------------- fold
-
-
-def fold(job: Job) -> nn.Module:
-    """The deployed model: what can be multiplied out is, and model.safetensors with plan.json hold it."""
-    if (job.folder / checkpoint.PLAN).is_file():
-        return checkpoint.load(job.folder)
-    job.progress.stage("Fold")
-    model = checkpoint.load_parts(job.state / UNFOLDED_PLAN, job.state / UNFOLDED)
-    plan = Plan.from_json((job.state / UNFOLDED_PLAN).read_text())
-    # As a standard model it has the LayerScales of that model, and folding is what that model would gain as well.
-    folding = surgery.Folding(plan, ()) if plan.standard else surgery.fold(model, plan)
-    if plan.standard:
-        save_standard(job.folder, model, plan)
-        job.progress.note(f"{STANDARD} loads strictly into timm's {plan.standard['arch']}")
-    write_json(job.state / FOLDING, [asdict(record) for record in folding.records])
-    checkpoint.save_model(job.folder, model, folding.plan)
-    for record in folding.records:
-        verb = "folded" if record.folded else "left as it is"
-        job.progress.note(
-            f"{record.module}: {verb}, {record.reason}; parameters {record.params_before} -> {record.params_after}"
-        )
-    return model

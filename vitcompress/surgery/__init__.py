@@ -13,12 +13,13 @@ from vitcompress.plan import Plan
 from vitcompress.surgery.checking import check
 from vitcompress.surgery.constants import fold_constant
 from vitcompress.surgery.depth import depth_plan
-from vitcompress.surgery.folding import Folding, FoldRecord, fold, fold_away, product
+from vitcompress.surgery.folding import INTO_THE_LINEAR, Folding, FoldRecord, fold, fold_away, product
 from vitcompress.surgery.modules import replace_module
 from vitcompress.surgery.removal import remove
 from vitcompress.surgery.slicing import pad_attentions, slice_channels, sliced_state
 
 __all__ = [
+    "INTO_THE_LINEAR",
     "FoldRecord",
     "Folding",
     "applied",

@@ -13,6 +13,8 @@ from vitcompress.families import Family, family_of
 from vitcompress.plan import Plan
 from vitcompress.surgery.modules import linear_layer, parameter_count, replace_module
 
+INTO_THE_LINEAR = "into the linear layer before it"  # why a LayerScale is folded
+
 
 @dataclass(frozen=True)
 class FoldRecord:
@@ -84,7 +86,7 @@ def _fold_scale(model: nn.Module, family: Family, name: str) -> FoldRecord:
     layer = linear_layer(model, family.scales(model)[name])
     size, macs = parameter_count(layer), layer.weight.numel()
     rounding = fold_away(model, family, name)
-    return FoldRecord(name, True, "into the linear layer before it", size + width, size, macs + width, macs, rounding)
+    return FoldRecord(name, True, INTO_THE_LINEAR, size + width, size, macs + width, macs, rounding)
 
 
 def fold_away(model: nn.Module, family: Family, name: str) -> float:

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from vitcompress import models
@@ -73,8 +72,7 @@ def depths(family: Family, model: nn.Module) -> dict[str, int]:
 
 def target(arch: str, arch_args: Mapping[str, Any]) -> Target:
     """The target that timm builds as `arch` with `arch_args`. Raises InputError where timm cannot."""
-    with torch.device("meta"):
-        model = models.create(arch, arch_args)
+    model = models.outline(arch, arch_args)
     family = family_of(model)
     blocks = family.blocks(model)
     widths, heads = {}, {}

@@ -1,0 +1,73 @@
+"""A teacher that cannot be had, or cannot teach, is told before anything is trained."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import begin, recipe_with, refused
+from whole_runs import ARCH, ARGS
+
+from vitcompress import checkpoint, models
+from vitcompress.plan import Plan
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(tmp_path / "home", monkeypatch)
+
+
+def teacher_run(**changes: Any) -> str:
+    """A folder with a model that knows the digits' classes, differing from the student."""
+    arguments = {**ARGS, "num_classes": 10, **changes}
+    model = models.create(ARCH, arguments)
+    checkpoint.save_model(Path("teacher"), model, Plan(ARCH, arguments))
+    return "teacher"
+
+
+def taught_by(*settings: str) -> list[str]:
+    return [word for one in settings for word in ("--set", one)]
+
+
+def test_a_teacher_of_other_classes() -> None:
+    said = refused("recipe", "small.toml", *taught_by("finetune.teacher=vit_tiny_patch16_224.augreg_in21k_ft_in1k"))
+    assert "tells 1000 classes apart, the student 10" in said and "teacher_weights" in said and "'dense'" in said
+    said = refused("recipe", "small.toml", *taught_by(f"finetune.teacher={teacher_run(num_classes=7)}"))
+    assert "tells 7 classes apart, the student 10" in said
+
+
+def test_weights_of_another_teacher() -> None:
+    other = Path(teacher_run(embed_dim=32), checkpoint.WEIGHTS)
+    said = refused(
+        "recipe",
+        "small.toml",
+        *taught_by("finetune.teacher=vit_tiny_patch16_224", f"finetune.teacher_weights={other}"),
+    )
+    assert "teacher vit_tiny_patch16_224" in said and "another model" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "teacher", "sentence"),
+    [
+        ("features", {"embed_dim": 32}, "pooled features have 32 channels, the student's 16"),
+        ("soft_patch", {"patch_size": 2}, "the teacher's features are (16, 16), the student's (4, 16)"),
+        ("soft", {"img_size": 16}, "the teacher takes images of (1, 16, 16)"),
+    ],
+)
+def test_a_teacher_that_cannot_teach(kind: str, teacher: dict[str, int], sentence: str) -> None:
+    sets = taught_by(f"finetune.distillation={kind}", f"finetune.teacher={teacher_run(**teacher)}")
+    assert sentence in refused("recipe", "small.toml", *sets)
+
+
+def test_a_student_that_is_narrower_than_itself_after_the_steps() -> None:
+    path = recipe_with(
+        'method = "random"\npruned_layers = 2', 'method = "isomorphic"\nalign = { residual = 4, ffn = 4, head_dim = 2 }'
+    )
+    said = refused("recipe", path, *taught_by("finetune.distillation=features"))
+    assert "pooled features have 16 channels" in said
+    assert "while layers fade out" in refused(
+        "recipe", "small.toml", *taught_by("step.0.method=nose", "finetune.distillation=features")
+    )
+
+
+def test_a_dense_model_without_a_teacher_to_learn_from() -> None:
+    assert "dense.distillation" in refused("recipe", "small.toml", *taught_by("dense.distillation=soft"))

@@ -1,0 +1,89 @@
+"""Who teaches while a pruned model recovers, and whether that can work, found out before anything is trained."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from vitcompress import checkpoint, models
+from vitcompress.distill import FEATURES, check_features, objective
+from vitcompress.errors import InputError, WeightsError
+from vitcompress.recipe import Finetune
+
+if TYPE_CHECKING:
+    from vitcompress.models import InputConfig
+
+CLASSES_HINT = (
+    "use a teacher for the same classes: a run folder, finetune.teacher_weights = FILE, or finetune.teacher = 'dense', "
+    "the model before pruning"
+)
+
+
+def comes_from_hub(recovery: Finetune) -> bool:
+    """Whether this teacher must be fetched from timm's hub."""
+    at_hand = recovery.teacher in (None, "dense") or Path(str(recovery.teacher)).is_dir()
+    return recovery.distillation != "none" and not at_hand and recovery.teacher_weights is None
+
+
+def teacher(recovery: Finetune, classes: int) -> nn.Module | None:
+    """Who teaches during recovery; None is the dense model, which is at hand then. A run folder, or a timm name.
+
+    Raises:
+        InputError: the teacher cannot be had, or tells another number of classes apart.
+    """
+    name = recovery.teacher
+    if name is None or name == "dense":
+        return None
+    if Path(name).is_dir():
+        return checkpoint.load(name)
+    if comes_from_hub(recovery):
+        check_hub_classes(recovery, classes)
+    try:
+        return models.create(name, {"num_classes": classes}, recovery.teacher_weights or "hub")
+    except WeightsError as error:
+        raise WeightsError(
+            f"teacher {name}: {error.message}",
+            hint="give its weights with --set finetune.teacher_weights=FILE (.safetensors or .pth, for the same "
+            "classes), or use --set finetune.teacher=dense",
+        ) from None
+
+
+def check_hub_classes(recovery: Finetune, classes: int) -> None:
+    """Raise InputError when timm's weights of the teacher are for another number of classes; nothing is fetched."""
+    known = models.hub_classes(str(recovery.teacher))
+    if known not in (None, classes):
+        _check_classes(recovery, int(known or 0), classes)
+
+
+def check_teacher(
+    recovery: Finetune, dense: nn.Module, pruned: nn.Module, input: "InputConfig", *, fades: bool
+) -> None:
+    """Raise InputError for a teacher that cannot be had, or that cannot teach the model.
+
+    dense, pruned: the model before and after all steps, on the meta device. fades: the pruned layers fade out while
+    the model recovers.
+    """
+    if recovery.distillation == "none":
+        return
+    if fades and recovery.distillation in FEATURES:
+        raise InputError(
+            f"distillation = {recovery.distillation!r} does not work while layers fade out",
+            hint="use distillation = 'soft' or 'hard'",
+        )
+    classes = int(getattr(dense, "num_classes", 0))
+    knows = deepcopy(dense) if (known := teacher(recovery, classes)) is None else known.to("meta")
+    _check_classes(recovery, int(getattr(knows, "num_classes", 0)), classes)
+    # Size of its images, and a weight of the labels that leaves no head untrained.
+    how = (recovery.distillation, recovery.alpha, recovery.temperature, recovery.augmentation.smoothing)
+    weight = recovery.label_weight
+    objective(pruned, *how, teacher=knows, input=input, device=torch.device("meta"), label_weight=weight)
+    check_features(pruned, recovery.distillation, knows, input)
+
+
+def _check_classes(recovery: Finetune, known: int, classes: int) -> None:
+    if known != classes:
+        raise InputError(
+            f"the teacher {recovery.teacher} tells {known} classes apart, the student {classes}", hint=CLASSES_HINT
+        )
