@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vitcompress.bench import machine, timing
 from vitcompress.errors import InputError
+from vitcompress.exporters.runner import TimedCall
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.progress import Progress
 
@@ -128,7 +129,8 @@ def synthetic_images(size: tuple[int, int, int], batch: int, seed: int) -> Tenso
 
 def _target(runner: Runner, batch: int, seed: int) -> timing.Target:
     step: Callable[[], None] = runner.bind(synthetic_images(runner.input_size, batch, seed))
-    return timing.Target(runner.name, step, runner.synchronize, runner.uses_events)
+    timed = step.timed if isinstance(step, TimedCall) else None
+    return timing.Target(runner.name, step, runner.synchronize, runner.uses_events, timed)
 
 
 def _state(runners: Sequence[Runner]) -> dict[str, Any]:

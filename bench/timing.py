@@ -71,13 +71,15 @@ def protocol(name: str, **changes: int | None) -> Protocol:
 class Target:
     """Something to time: `step` starts one run, `synchronize` waits for what was started.
 
-    With `events` the runs are queued on torch's current CUDA stream and timed by CUDA events there.
+    With `events` the runs are queued on torch's current CUDA stream and timed by CUDA events there. `timed` runs as
+    often as it is told and times that itself (models in another process): milliseconds of each run, and of the block.
     """
 
     name: str
     step: Callable[[], object]
     synchronize: Callable[[], None] = lambda: None
     events: bool = False
+    timed: Callable[[int], tuple[list[float], float]] | None = None
 
 
 @dataclass
@@ -129,7 +131,7 @@ def measure(targets: Sequence[Target], protocol: Protocol, progress: Progress | 
     Each block begins with one untimed run, as the target before left its own data in the caches.
     """
     progress = progress or Progress()
-    found = [Samples(t.name, protocol.batch, "cuda events" if t.events else "wall") for t in targets]
+    found = [Samples(t.name, protocol.batch, "cuda events" if t.events or t.timed else "wall") for t in targets]
     for target, samples in zip(targets, found, strict=True):
         progress.update(f"warm-up {target.name}", 0, 1)
         _warm_up(target, samples, protocol)
@@ -189,6 +191,8 @@ def _block(target: Target, runs: int) -> tuple[list[float], float]:
     """Times of `runs` runs and of the whole block, in milliseconds."""
     target.step()
     target.synchronize()
+    if target.timed is not None:
+        return target.timed(runs)
     return _block_by_events(target, runs) if target.events else _block_by_wall(target, runs)
 
 

@@ -1,6 +1,7 @@
 """What is known about an exported file: a record, and the sidecar `<file>.json` beside it that carries it."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -110,3 +111,32 @@ def read_sidecar(path: Path) -> dict[str, Any] | None:
 def amend_sidecar(path: Path, **known: Any) -> None:
     """Record more about the exported file `path`, such as `verified=True`. It must have a sidecar."""
     write_json(sidecar_path(path), {**(read_sidecar(path) or {}), **known})
+
+
+def decoded(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Metadata values that are JSON, as data; files of other tools may hold anything."""
+    found: dict[str, Any] = {}
+    for key, text in metadata.items():
+        try:
+            found[key] = json.loads(text)
+        except ValueError:
+            found[key] = text
+    return found
+
+
+def input_of(known: Mapping[str, Any], size: tuple[int, int, int] | None = None) -> InputConfig | None:
+    """How images are brought to a file's model, from its `decoded` metadata; None where that does not say.
+
+    size: (channels, height, width) of what the file takes, where that is known otherwise.
+    """
+    if not {"size", "mean", "std", "interpolation", "crop_pct", "crop_mode"} <= set(known):
+        return None
+    channels, height, width = size or known["size"]
+    return InputConfig(
+        (channels, height, width),
+        tuple(known["mean"]),
+        tuple(known["std"]),
+        known["interpolation"],
+        float(known["crop_pct"]),
+        known["crop_mode"],
+    )

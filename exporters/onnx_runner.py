@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vitcompress.errors import InputError
+from vitcompress.exporters.artifact import input_of
 from vitcompress.exporters.onnx_session import Session
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.models import InputConfig
@@ -24,7 +25,7 @@ class OnnxRunner:
         self.name = str(path)
         self._session = Session(
             path,
-            device=options.device,
+            device=options.device or "cpu",
             provider=options.provider,
             precision=options.precision,
             threads=options.threads,
@@ -32,17 +33,7 @@ class OnnxRunner:
         self.input = self._input_config()
 
     def _input_config(self) -> InputConfig | None:
-        known = self._session.metadata
-        if not {"size", "mean", "std", "interpolation", "crop_pct", "crop_mode"} <= set(known):
-            return None
-        return InputConfig(
-            self.input_size,
-            tuple(known["mean"]),
-            tuple(known["std"]),
-            known["interpolation"],
-            float(known["crop_pct"]),
-            known["crop_mode"],
-        )
+        return input_of(self._session.metadata, self.input_size)
 
     @property
     def input_size(self) -> tuple[int, int, int]:

@@ -1,6 +1,5 @@
 """One ONNX file in ONNX Runtime, without its silent fallbacks."""
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import onnxruntime as ort
 from vitcompress import onnx_file
 from vitcompress.checkpoint import differing, file_sha256
 from vitcompress.errors import ArtifactError, DeviceError, InputError
-from vitcompress.exporters.artifact import sidecar_path
+from vitcompress.exporters.artifact import decoded, sidecar_path
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 PROVIDERS = {"cpu": CPU, "cuda": CUDA, "mps": "CoreMLExecutionProvider"}
@@ -39,7 +38,7 @@ class Session:
         precision: str | None = None,
         threads: int | None = None,
     ) -> None:
-        self.metadata = _decoded(onnx_file.metadata(onnx_file.read(path)))
+        self.metadata = decoded(onnx_file.metadata(onnx_file.read(path)))
         self.sha256 = _checked_sha256(path)
         self._threads, self._device = threads, device
         self.provider = _provider(device, provider)
@@ -132,17 +131,6 @@ class Session:
 
     def close(self) -> None:
         del self.session
-
-
-def _decoded(metadata: dict[str, str]) -> dict[str, Any]:
-    """Metadata values that are JSON, as data; files of other tools may hold anything."""
-    found: dict[str, Any] = {}
-    for key, text in metadata.items():
-        try:
-            found[key] = json.loads(text)
-        except ValueError:
-            found[key] = text
-    return found
 
 
 def _checked_sha256(path: Path) -> str:

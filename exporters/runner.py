@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -13,19 +13,34 @@ from vitcompress.models import InputConfig
 class RunnerOptions:
     """How an artifact is run.
 
-    device: `cpu`, `cuda`, `cuda:1`, `mps`. provider: an ONNX Runtime execution provider by its full name; None takes
-    the one of the device. precision: None takes that of the file, fp32 in torch; `tf32` is fp32 with TF32 products on
-    CUDA, which `fp32` never uses. threads: CPU threads of one call; None leaves the runtime's default. compile and sdpa
-    (`auto`, `math`, `flash`, `efficient`, `cudnn`) concern torch. weights: those of a `timm:` name (`random`, `hub`).
+    device: `cpu`, `cuda`, `cuda:1`, `mps`; None is what the artifact is made for: a GPU for engines, else the CPU.
+    provider: an ONNX Runtime execution provider by its full name; None takes the one of the device. precision: None
+    takes that of the file, fp32 in torch; `tf32` is fp32 with TF32 products on CUDA, which `fp32` never uses. threads:
+    CPU threads of one call; None leaves the runtime's default. compile and sdpa (`auto`, `math`, `flash`, `efficient`,
+    `cudnn`) concern torch. weights: those of a `timm:` name (`random`, `hub`). trust: open an engine that no sidecar
+    vouches for. cuda_graph: replay an engine's run from a recorded CUDA graph.
     """
 
-    device: str = "cpu"
+    device: str | None = None
     provider: str | None = None
     precision: str | None = None
     threads: int | None = None
     compile: bool = False
     sdpa: str = "auto"
     weights: str = "random"
+    trust: bool = False
+    cuda_graph: bool = False
+
+
+@runtime_checkable
+class TimedCall(Protocol):
+    """A bound call that can time itself, for models that run in another process."""
+
+    def __call__(self) -> None:
+        """One run."""
+
+    def timed(self, runs: int) -> tuple[list[float], float]:
+        """Milliseconds of each of so many runs, by CUDA events, and of all of them together by the wall clock."""
 
 
 class Runner(Protocol):

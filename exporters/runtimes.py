@@ -13,12 +13,17 @@ from vitcompress import checkpoint, models
 from vitcompress.errors import ArtifactError
 from vitcompress.exporters.onnx_runner import OnnxRunner
 from vitcompress.exporters.runner import Runner, RunnerOptions
+from vitcompress.exporters.tensorrt_runner import EngineRunner
 from vitcompress.exporters.torch_runner import TIMM, TorchRunner
 
 __all__ = ["RUNNERS", "Runner", "RunnerOptions", "TorchRunner", "open_runner"]
 
-RUNNERS: dict[str, Callable[[Path, RunnerOptions], Runner]] = {".onnx": OnnxRunner}  # suffix -> what runs the file
-LATER = {".engine": "TensorRT engine", ".trt": "TensorRT engine", ".plan": "TensorRT engine", ".xml": "OpenVINO model"}
+# Suffix -> what runs the file.
+RUNNERS: dict[str, Callable[[Path, RunnerOptions], Runner]] = {
+    ".onnx": OnnxRunner,
+    **dict.fromkeys((".engine", ".trt", ".plan"), EngineRunner),
+}
+LATER = {".xml": "OpenVINO model"}
 
 
 def open_runner(artifact: str | Path, options: RunnerOptions | None = None, **settings: Any) -> Runner:

@@ -121,7 +121,7 @@ def _torch_device(options: RunnerOptions) -> torch.device:
     if options.provider is not None:
         raise InputError(f"provider {options.provider!r} is a setting of ONNX Runtime, not of torch")
     try:
-        device = torch.device(options.device)
+        device = torch.device(options.device or "cpu")
     except RuntimeError:
         raise DeviceError(f"device {options.device!r} is not known", hint="use cpu, cuda, cuda:N or mps") from None
     have = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}

@@ -43,7 +43,10 @@ def export(folder: Path, name: str, out: Path | None, as_json: bool, debug: bool
     return answer({"folder": str(done.path.parent), **done.to_dict()}, as_json, console.print_export)
 
 
-_device = click.option("--device", default="cpu", show_default=True, metavar="DEVICE", help="cpu, cuda, cuda:1, mps.")
+_device = click.option(
+    "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, mps (default: cuda for engines, cpu for the rest)."
+)
+_trust = click.option("--trust", is_flag=True, help="Open engines that no sidecar vouches for. They can run any code.")
 _provider = click.option("--provider", metavar="NAME", help="ONNX Runtime execution provider, by its full name.")
 _threads = click.option("--threads", type=click.IntRange(1), help="CPU threads of one call (default: the runtime's).")
 
@@ -64,15 +67,17 @@ _threads = click.option("--threads", type=click.IntRange(1), help="CPU threads o
 @_device
 @_provider
 @_threads
+@_trust
 @common
 def bench(
     artifacts: tuple[str, ...],
     as_json: bool,
     debug: bool,
-    device: str,
+    device: str | None,
     provider: str | None,
     precision: str | None,
     threads: int | None,
+    trust: bool,
     compile: bool,
     **options: Any,
 ) -> int:
@@ -85,7 +90,9 @@ def bench(
         from vitcompress.bench import suite
         from vitcompress.exporters.runtimes import RunnerOptions
 
-        runner = RunnerOptions(device=device, provider=provider, precision=precision, threads=threads, compile=compile)
+        runner = RunnerOptions(
+            device=device, provider=provider, precision=precision, threads=threads, compile=compile, trust=trust
+        )
         found = suite.run(artifacts, suite.BenchOptions(runner=runner, **options), progress=progress)
         short = suite.gated(found)
     measured = found.as_data()
@@ -102,14 +109,16 @@ def bench(
 @_device
 @_provider
 @_threads
+@_trust
 @common
 def evaluate(
     artifacts: tuple[str, ...],
     as_json: bool,
     debug: bool,
-    device: str,
+    device: str | None,
     provider: str | None,
     threads: int | None,
+    trust: bool,
     **options: Any,
 ) -> int:
     """Top-1 and top-5 of artifacts, with counts.
@@ -120,6 +129,6 @@ def evaluate(
         from vitcompress.bench import accuracy
         from vitcompress.exporters.runtimes import RunnerOptions
 
-        runner = RunnerOptions(device=device, provider=provider, threads=threads)
+        runner = RunnerOptions(device=device, provider=provider, threads=threads, trust=trust)
         found = accuracy.run(artifacts, accuracy.EvaluateOptions(runner=runner, **options), progress)
     return answer(found, as_json, console.print_accuracy)

@@ -83,6 +83,8 @@ def export(job: Job) -> None:
                 options=table.only(exporter.uses),
                 progress=job.progress,
             )
+        if reason := exporter.cannot_run():
+            job.progress.note(f"{name} is not run here: {reason}; on the target: vitcompress verify {job.folder}")
 
 
 def class_names(job: Job) -> tuple[str, ...]:
@@ -143,13 +145,22 @@ def _judged(job: Job) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     """One after the other, so that one at a time is in memory."""
     for name, folder in (("dense", job.dense_folder), ("compressed", job.folder)):
         yield name, checkpoint.load(folder, job.runtime.device)
-    for path in _exported(job, "model"):
-        with closing(open_runner(path, device=job.onnx_device)) as runner:
+    for path, device in _runnable(job, "model").values():
+        with closing(open_runner(path, device=device)) as runner:
             yield path.name, runner
 
 
 def _exported(job: Job, stem: str) -> list[Path]:
     return [job.folder / f"{stem}{EXPORTERS[name].suffix}" for name in job.recipe.export.formats]
+
+
+def _runnable(job: Job, stem: str) -> dict[str, tuple[Path, str | None]]:
+    """The exported files that can be run on this machine, by format, each with the device to run it on."""
+    return {
+        name: (job.folder / f"{stem}{EXPORTERS[name].suffix}", job.onnx_device if name == "onnx" else None)
+        for name in job.recipe.export.formats
+        if EXPORTERS[name].cannot_run() is None
+    }
 
 
 # -------------------------------------------------------------------------------------------------------------- measure
@@ -162,10 +173,12 @@ def bench(job: Job) -> None:
         return
     job.progress.stage("Measure dense against compressed")
     table = job.recipe.bench
-    pairs: list[tuple[Path, Path, str]] = []
-    if "onnxruntime" in table.runtimes:
-        exported = zip(_exported(job, "dense"), _exported(job, "model"), strict=True)
-        pairs += [(before, after, job.onnx_device) for before, after in exported]
+    dense = _runnable(job, "dense")
+    pairs: list[tuple[Path, Path, str | None]] = [
+        (dense[name][0], after, device)
+        for name, (after, device) in _runnable(job, "model").items()
+        if name != "onnx" or "onnxruntime" in table.runtimes
+    ]
     if "torch" in table.runtimes:
         pairs.append((job.dense_folder, job.folder, str(job.runtime.device)))
     seed = job.recipe.run.seed

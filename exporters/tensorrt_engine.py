@@ -1,0 +1,247 @@
+"""TensorRT engines in both flavours: the model as ONNX, an engine built from it, and a sidecar that says what it is.
+
+An engine holds nothing that a person can read, and running one is running code. What is known of it stands beside it:
+`<engine>.json` (hashes, targets, versions, flags), `<engine>.onnx` (what it was built from), and where a GPU could be
+asked, `<engine>.layers.json` (the layers as the library's inspector gives them).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import onnx
+import torch
+from torch import nn
+
+from vitcompress import checkpoint
+from vitcompress.errors import DeviceError, InputError, OutputError
+from vitcompress.export_options import ExportOptions
+from vitcompress.exporters import onnx_graph
+from vitcompress.exporters.artifact import Exported, Exporter, sidecar_path, write_sidecar
+from vitcompress.exporters.onnx_graph import ONNX
+from vitcompress.exporters.tensorrt_build import Built, build
+from vitcompress.exporters.tensorrt_flavours import (
+    DATA_CENTRE,
+    RTX,
+    RTX_DEFAULT,
+    TRT,
+    Flavour,
+    buildable,
+    capability,
+    header_of,
+)
+from vitcompress.models import InputConfig
+from vitcompress.progress import Progress
+
+COMMON = ONNX.uses | {"batch", "sm", "optimization_level", "workspace", "keep_onnx"}
+NO_GPU = "TensorRT builds on a GPU, and there is none here"
+ONLY_TRT = {"timing_cache", "hardware_compatible", "version_compatible"}  # need a GPU, or parts that RTX leaves out
+
+
+def export(
+    flavour: Flavour,
+    model: nn.Module,
+    path: Path,
+    *,
+    input: InputConfig,
+    classes: Sequence[str] = (),
+    plan_digest: str = "",
+    options: ExportOptions | None = None,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write `model` as an engine to `path`. On failure, or when stopped, what stood there before still stands.
+
+    Raises:
+        InputError: options that are not offered, or a library or GPU that is not there.
+        VitcompressError: the library refuses the graph or cannot build it.
+        OutputError: the folder cannot be written, or the disk is full.
+    """
+    options, path = options or ExportOptions(), Path(path)
+    refuse(flavour, options)
+    targets = _targets(flavour, options)
+    for place in (path, *_companions(path)):
+        if place.is_dir():
+            raise OutputError(f"{place} cannot be written: it is a folder", hint="choose another file with --out")
+    with checkpoint.writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".part") as folder:
+            staged = Path(folder) / path.name
+            source = onnx_graph.export(
+                model,
+                Path(folder) / source_path(path).name,
+                input=input,
+                classes=classes,
+                plan_digest=plan_digest,
+                options=_for_onnx(options),
+            )
+            built = build(flavour, source.path, _image(source, input), options, targets, progress)
+            checkpoint.write_bytes(staged, built.data)
+            done = _described(flavour, staged, source, built, options, targets)
+            write_sidecar(done)
+            return _moved(done, path, source if options.keep_onnx else None)
+
+
+def unavailable(flavour: Flavour) -> str | None:
+    """Why this machine cannot build such engines, None when it can."""
+    if reason := flavour.missing():
+        return reason
+    if flavour is TRT and capability() is None:
+        return f"{NO_GPU}; build on the target, or use trt-rtx for GeForce and RTX"
+    return None
+
+
+def cannot_run(flavour: Flavour) -> str | None:
+    """Why this machine cannot run such engines, None when it can."""
+    if reason := flavour.missing():
+        return reason
+    here = capability()
+    if here is None:
+        return "there is no CUDA GPU here"
+    if flavour is RTX and here not in buildable(flavour.load()):
+        return f"TensorRT for RTX does not run on this GPU (compute capability {here})"
+    return None
+
+
+def refuse(flavour: Flavour, options: ExportOptions) -> None:
+    """Raise InputError for options that the flavour does not offer; those of ONNX are part of them."""
+    ONNX.check(_for_onnx(options))
+    if flavour is RTX:
+        _refuse_targets(options.sm, buildable(flavour.load()))
+
+
+def _refuse_targets(wanted: Sequence[int], known: Sequence[int]) -> None:
+    listed = ", ".join(map(str, known))
+    for target in wanted:
+        if target in DATA_CENTRE:
+            raise InputError(
+                f"TensorRT for RTX is not for data centres, as compute capability {target} is; it knows {listed}",
+                hint="on that machine use --format trt, or the ONNX file in ONNX Runtime with CUDA",
+            )
+        if target not in known:
+            raise InputError(
+                f"TensorRT for RTX does not know compute capability {target}", hint=f"give some of --sm {listed}"
+            )
+
+
+def _targets(flavour: Flavour, options: ExportOptions) -> tuple[int, ...]:
+    """What the engine is built for: the capabilities that were named, or the GPU that TensorRT builds on."""
+    if flavour is RTX:
+        return tuple(dict.fromkeys(options.sm)) or RTX_DEFAULT
+    here = capability()
+    if here is None:
+        raise DeviceError(NO_GPU, hint="run the same command on the target")
+    if wrong := [target for target in options.sm if target != here]:
+        raise InputError(
+            f"TensorRT builds for the GPU that it builds on, which has compute capability {here}; "
+            f"{', '.join(map(str, wrong))} was asked for",
+            hint="run the same command on such a GPU, or use --format trt-rtx for GeForce and RTX",
+        )
+    return (here,)
+
+
+def _for_onnx(options: ExportOptions) -> ExportOptions:
+    """The options of the ONNX file: TF32 is a way to multiply, not a way to store."""
+    found = options.only(ONNX.uses)
+    return found if found.precision != "tf32" else found.only(ONNX.uses - {"precision"})
+
+
+def layers_path(engine: Path) -> Path:
+    """`model.engine` -> `model.engine.layers.json`"""
+    return engine.with_name(f"{engine.name}.layers.json")
+
+
+def source_path(engine: Path) -> Path:
+    """`model.engine` -> `model.engine.onnx`"""
+    return engine.with_name(f"{engine.name}.onnx")
+
+
+def _companions(path: Path) -> tuple[Path, ...]:
+    """What may stand beside an engine, the sidecar first."""
+    source = source_path(path)
+    return sidecar_path(path), layers_path(path), source, sidecar_path(source)
+
+
+def _image(source: Exported, input: InputConfig) -> tuple[int, ...]:
+    """Shape of one image as the file takes it."""
+    graph = onnx.load(str(source.path), load_external_data=False).graph
+    return tuple(dim.dim_value for dim in graph.input[0].type.tensor_type.shape.dim[1:]) or input.size
+
+
+def _described(
+    flavour: Flavour, staged: Path, source: Exported, built: Built, options: ExportOptions, targets: Sequence[int]
+) -> Exported:
+    """Everything that is known of an engine."""
+    sha256 = checkpoint.file_sha256(staged)
+    version = str(flavour.load().__version__)
+    return Exported(
+        staged,
+        flavour.name,
+        options.precision,
+        sha256,
+        len(built.data),
+        {staged.name: sha256},
+        source.opset,
+        source.opset_reason,
+        source.metadata,
+        source={"name": source.path.name, "sha256": source.sha256},
+        build={
+            "runtime": flavour.title,
+            "runtime_version": version,
+            "sm": list(targets),
+            "sm_reason": _reason(flavour, options),
+            "batch": list(options.batch),
+            "tf32": options.precision == "tf32",
+            "optimization_level": options.optimization_level,
+            "workspace": options.workspace,
+            "timing_cache": None if options.timing_cache is None else options.timing_cache.name,
+            "hardware_compatible": options.hardware_compatible,
+            "version_compatible": options.version_compatible,
+            "gpu": torch.cuda.get_device_name() if flavour is TRT else None,
+            "header": header_of(built.data),
+            "seconds": round(built.seconds, 3),
+            "warnings": [*built.warnings, *_doubts(flavour, built.data, version, targets)],
+        },
+    )
+
+
+def _doubts(flavour: Flavour, data: bytes, version: str, targets: Sequence[int]) -> list[str]:
+    """Where the header says something else than was asked for; a hint, as its form is not documented."""
+    found = header_of(data)
+    expected = {"written_by": flavour.title, "version": version, "sm": sorted(targets) if flavour is RTX else None}
+    return [
+        f"the header says {key} {found[key]}, not {expected[key]}" for key in expected if found[key] != expected[key]
+    ]
+
+
+def _reason(flavour: Flavour, options: ExportOptions) -> str:
+    if options.sm:
+        return "asked for"
+    return "default of TensorRT for RTX" if flavour is RTX else "the GPU that it was built on"
+
+
+def _moved(done: Exported, path: Path, source: Exported | None) -> Exported:
+    """Put what was staged into place, the sidecar last: an engine without one is not run."""
+    staged = done.path.parent
+    for old in _companions(path):
+        old.unlink(missing_ok=True)
+    names = [] if source is None else [*source.files, sidecar_path(source.path).name]
+    for name in (*names, path.name, sidecar_path(path).name):
+        (staged / name).replace(path.parent / name)
+    return replace(done, path=path)
+
+
+def _exporter(flavour: Flavour, uses: frozenset[str]) -> Exporter:
+    return Exporter(
+        flavour.name,
+        flavour.suffix,
+        partial(export, flavour),
+        uses,
+        refuse=partial(refuse, flavour),
+        unavailable=partial(unavailable, flavour),
+        cannot_run=partial(cannot_run, flavour),
+    )
+
+
+TENSORRT, TENSORRT_RTX = _exporter(TRT, COMMON | ONLY_TRT), _exporter(RTX, COMMON)

@@ -1,0 +1,98 @@
+"""TensorRT comes as two libraries with one interface: TensorRT, and TensorRT for RTX, which builds without a GPU."""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vitcompress.errors import InputError, MissingExtraError
+
+DATA_CENTRE = (90, 100, 103, 107, 110)  # Hopper and Blackwell of data centres and robots: not for TensorRT for RTX
+RTX_DEFAULT = (80, 86, 89, 120)  # Ampere, Ada and Blackwell: what TensorRT for RTX itself builds for
+HEADER = 64  # bytes in front of an engine
+MAGIC_BYTES, VERSION_BYTES = slice(0, 4), slice(24, 28)
+TARGETS_BYTE, TARGETS = 32, (75, 80, 86, 89, 120, 121)  # TensorRT for RTX: one bit each, the lowest first
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """One of the two libraries. magic: how its engine files begin. oldest: first version that can do what is needed."""
+
+    name: str
+    title: str
+    module: str
+    extra: str
+    suffix: str
+    magic: bytes
+    oldest: tuple[int, ...]
+
+    def load(self) -> Any:
+        """The library. Raises MissingExtraError where it is not installed, InputError for one that cannot be used."""
+        try:
+            library = importlib.import_module(self.module)
+        except ModuleNotFoundError:
+            raise MissingExtraError(self.module, self.extra, need=self.title) from None
+        except (ImportError, OSError) as error:  # it is there, a shared library that it needs is not
+            raise InputError(f"{self.title} cannot be loaded: {error}", hint=self.install) from None
+        if version_of(library) < self.oldest:
+            oldest = ".".join(map(str, self.oldest))
+            raise InputError(
+                f"{self.title} {library.__version__} is too old, {oldest} or later is needed", hint=self.install
+            )
+        return library
+
+    @property
+    def install(self) -> str:
+        return f"pip install 'vitcompress[{self.extra}]'"
+
+    def missing(self) -> str | None:
+        """Why the library cannot be used here, with the remedy; None when it can."""
+        try:
+            self.load()
+        except InputError as error:
+            return f"{error.message}: {error.hint}"
+        return None
+
+
+TRT = Flavour("trt", "TensorRT", "tensorrt", "trt", ".engine", b"ftrt", (10, 12))
+RTX = Flavour("trt-rtx", "TensorRT for RTX", "tensorrt_rtx", "rtx", ".rtx.engine", b"vtrt", (1, 0))
+FLAVOURS = {flavour.name: flavour for flavour in (TRT, RTX)}
+
+
+def version_of(library: Any) -> tuple[int, ...]:
+    """`10.12.0.36` as numbers."""
+    return tuple(int(part) for part in str(library.__version__).split(".") if part.isdecimal())
+
+
+def capability(index: int = 0) -> int | None:
+    """Compute capability of a GPU here (8.9 is 89), None where there is none."""
+    if index >= torch.cuda.device_count():
+        return None
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
+def buildable(library: Any) -> tuple[int, ...]:
+    """Compute capabilities that TensorRT for RTX can build for."""
+    names = library.ComputeCapability.__members__
+    return tuple(sorted(int(name[2:]) for name in names if name.startswith("SM")))
+
+
+def kind_of(data: bytes) -> Flavour | None:
+    """Which library wrote an engine, by its first bytes: a hint, as the header is not documented."""
+    return next((flavour for flavour in FLAVOURS.values() if data[MAGIC_BYTES] == flavour.magic), None)
+
+
+def header_of(data: bytes) -> dict[str, Any]:
+    """Library, version and compute capabilities of an engine by its first bytes, None for what they do not say."""
+    kind = kind_of(data)
+    if kind is None or len(data) < HEADER:
+        return {"written_by": None, "version": None, "sm": None}
+    bits = data[TARGETS_BYTE]
+    targets = [target for number, target in enumerate(TARGETS) if bits >> number & 1]
+    return {
+        "written_by": kind.title,
+        "version": ".".join(str(part) for part in data[VERSION_BYTES]),
+        "sm": targets if kind is RTX else None,
+    }

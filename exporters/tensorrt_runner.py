@@ -1,0 +1,301 @@
+"""A TensorRT engine as a runner: opened only when its sidecar vouches for it, and run in a process of its own."""
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import vitcompress
+from vitcompress.checkpoint import differing, file_sha256
+from vitcompress.errors import ArtifactError, DeviceError, InputError, VitcompressError
+from vitcompress.exporters.artifact import decoded, input_of, read_sidecar, sidecar_path
+from vitcompress.exporters.frames import receive, send
+from vitcompress.exporters.runner import RunnerOptions
+from vitcompress.exporters.tensorrt_flavours import FLAVOURS, HEADER, RTX, Flavour, capability, header_of, kind_of
+
+DANGER = "running an engine is running code that its author chose"
+PATIENCE = 10.0  # seconds that the process is given to end by itself
+# What the process that runs an engine is given of this one's environment.
+KEPT = ("PATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "TEMP", "SYSTEMROOT", "LANG")
+KEPT_PREFIXES = ("CUDA_", "NVIDIA_", "VIRTUAL_ENV", "CONDA_")
+
+
+class EngineRunner:
+    """An engine on one GPU.
+
+    Raises:
+        ArtifactError: not an engine, one that nobody vouches for, or one of another library, version or GPU.
+        DeviceError: no such GPU here, or a precision that the engine does not have.
+    """
+
+    def __init__(self, path: Path, options: RunnerOptions) -> None:
+        self.name, self._options = str(path), options
+        self._sidecar = vouched(path, trust=options.trust)
+        self._flavour = _flavour(path, self._sidecar)
+        self._sha256 = file_sha256(path)
+        self._metadata = decoded(self._sidecar.get("metadata", {}))
+        _check_settings(path, options, self._sidecar)
+        self._index = _gpu(path, options, self._sidecar, self._flavour)
+        self._process = EngineProcess(
+            path, self._sha256, self._flavour, self._index, options, host_code=self._needs_host_code()
+        )
+        self.facts = self._process.facts
+        self.input = input_of(self._metadata)
+        self._slots = count(1)
+
+    def _needs_host_code(self) -> bool:
+        carries = bool(self._sidecar.get("build", {}).get("version_compatible"))
+        if carries and not self._options.trust:
+            raise ArtifactError(
+                f"{self.name} is version-compatible: it brings a runtime along, as code", hint="--trust lets it run"
+            )
+        return carries
+
+    @property
+    def input_size(self) -> tuple[int, int, int]:
+        if self.input is not None:
+            return self.input.size
+        _, first, second, third = self.facts["input_shape"]
+        return (third, first, second) if self._takes_bytes else (first, second, third)
+
+    @property
+    def _takes_bytes(self) -> bool:
+        return bool(self.facts["input_type"] == "UINT8")
+
+    @property
+    def uses_events(self) -> bool:
+        return False  # nothing is queued in this process; a bound call times itself with events in its own
+
+    def __call__(self, images: Tensor) -> Tensor:
+        self._put(0, images)
+        return self._process.logits(0)
+
+    def bind(self, images: Tensor) -> "BoundEngine":
+        slot = next(self._slots)
+        self._put(slot, images)
+        return BoundEngine(self._process, slot)
+
+    def _put(self, slot: int, images: Tensor) -> None:
+        low, _, high = self.facts["batch"]
+        if not low <= len(images) <= high:
+            raise InputError(
+                f"{self.name} takes batches of {low} to {high}, got {len(images)}",
+                hint="use such a --batch, or export with another range (--batch L:B:L)",
+            )
+        self._process.bind(slot, self._fed(images))
+
+    def _fed(self, images: Tensor) -> Tensor:
+        """Images as the engine takes them; what is not UINT8 is converted on the GPU."""
+        if not self._takes_bytes:
+            return images.detach().float().cpu().contiguous()
+        raise InputError(f"{self.name} takes bytes, which this runner does not make of normalised images")
+
+    def synchronize(self) -> None:
+        """Nothing: a call returns when its outputs are there."""
+
+    def layers(self) -> str:
+        """The engine's layers as the inspector's JSON."""
+        return self._process.layers()
+
+    def describe(self) -> dict[str, Any]:
+        build = self._sidecar.get("build", {})
+        return {
+            "artifact": self.name,
+            "sha256": self._sha256,
+            "runtime": self._flavour.title,
+            "runtime_version": self.facts["runtime_version"],
+            "device": f"cuda:{self._index}",
+            "device_name": self.facts["device_name"],
+            "provider": None,
+            "precision": self._sidecar.get("precision", "as built"),
+            "tf32": build.get("tf32"),
+            "threads": None,
+            "sdpa": None,
+            "compile": False,
+            "channels_last": False,
+            "cuda_graph": self._options.cuda_graph,
+            "graph_optimization": build.get("optimization_level"),
+            "weights": None,
+            "sm": build.get("sm"),
+            "batch_range": self.facts["batch"],
+            "verified": self._sidecar.get("verified"),
+            "trusted_without_sidecar": not self._sidecar,
+            "process": self._process.pid,
+        }
+
+    def close(self) -> None:
+        self._process.close()
+
+
+class BoundEngine:
+    """One pass over images that lie on the GPU; `timed` runs it many times where the engine is."""
+
+    def __init__(self, process: "EngineProcess", slot: int) -> None:
+        self._process, self._slot = process, slot
+
+    def __call__(self) -> None:
+        self._process.timed(self._slot, 1)
+
+    def timed(self, runs: int) -> tuple[list[float], float]:
+        """Milliseconds of each run, by CUDA events, and of all of them by the wall clock."""
+        return self._process.timed(self._slot, runs)
+
+
+class EngineProcess:
+    """The process at the other end, see `tensorrt_worker`."""
+
+    def __init__(
+        self, path: Path, sha256: str, flavour: Flavour, index: int, options: RunnerOptions, *, host_code: bool
+    ) -> None:
+        self._path = path
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "vitcompress.exporters.tensorrt_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=_environment(),
+        )
+        self.pid = self._process.pid
+        opening = {"path": str(path.resolve()), "sha256": sha256, "flavour": flavour.name, "index": index}
+        try:
+            self.facts, _ = self._ask({**opening, "cuda_graph": options.cuda_graph, "host_code": host_code})
+        except BaseException:
+            self.close()
+            raise
+
+    def _ask(self, request: dict[str, Any], data: bytes = b"") -> tuple[dict[str, Any], bytearray]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            send(self._process.stdin, request, data)
+            answer, more = receive(self._process.stdout)
+        except (OSError, EOFError, ValueError):
+            code = self._process.poll()
+            raise VitcompressError(
+                f"the process that ran {self._path} has ended{'' if code is None else f' (exit code {code})'}",
+                hint="the engine may be damaged, or the GPU out of memory",
+            ) from None
+        if "error" in answer:
+            kind = ArtifactError if answer.get("refused") else VitcompressError
+            raise kind(f"{self._path} cannot be run: {answer['error']}")
+        return answer, more
+
+    def bind(self, slot: int, images: Tensor) -> None:
+        self._ask({"do": "bind", "slot": slot, "shape": list(images.shape)}, images.numpy().tobytes())
+
+    def logits(self, slot: int) -> Tensor:
+        answer, data = self._ask({"do": "run", "slot": slot})
+        return torch.frombuffer(data, dtype=torch.float32).reshape(answer["shape"])
+
+    def timed(self, slot: int, runs: int) -> tuple[list[float], float]:
+        answer, _ = self._ask({"do": "time", "slot": slot, "runs": runs})
+        return [float(value) for value in answer["times_ms"]], float(answer["wall_ms"])
+
+    def layers(self) -> str:
+        return self._ask({"do": "layers"})[1].decode()
+
+    def close(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # what was still to be sent is lost when nobody listens
+                if pipe is not None:
+                    pipe.close()  # the end of its requests is the end of the process
+        try:
+            self._process.wait(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def vouched(path: Path, *, trust: bool) -> dict[str, Any]:
+    """The sidecar of an engine whose bytes are those that it describes; with `trust` {} where it is not so."""
+    if not path.is_file():
+        raise ArtifactError(f"there is no file {path}", hint="`vitcompress export DIR --format trt` writes one")
+    known = read_sidecar(path)
+    wrong = ["there is no such file"] if known is None else differing(sidecar_path(path))
+    if known is not None and not wrong:
+        return known
+    if trust:
+        return {}
+    raise ArtifactError(
+        f"{path} is not vouched for by {sidecar_path(path).name}: {wrong[0]}; {DANGER}",
+        hint="export it again, or give --trust if you know where it comes from",
+    )
+
+
+def _flavour(path: Path, sidecar: dict[str, Any]) -> Flavour:
+    """Which library runs an engine: what its sidecar says, and its first bytes do not deny."""
+    with path.open("rb") as file:
+        head = file.read(HEADER)
+    written, claimed = kind_of(head), sidecar.get("format")
+    found = written or FLAVOURS.get(str(claimed))
+    if len(head) < HEADER or found is None:
+        raise ArtifactError(f"{path} is not a TensorRT engine: it begins with {head[:8]!r}", hint="export it again")
+    if written is not None and claimed not in (None, written.name):
+        raise ArtifactError(
+            f"{path} was written by {written.title}, its sidecar says {claimed}", hint="export it again"
+        )
+    _check_version(path, head, sidecar, found)
+    return found
+
+
+def _check_version(path: Path, head: bytes, sidecar: dict[str, Any], flavour: Flavour) -> None:
+    """Engines run in the version that built them, unless they were made to run in later ones."""
+    here = str(flavour.load().__version__)
+    build = sidecar.get("build", {})
+    made = build.get("runtime_version") or header_of(head)["version"]
+    if made != here and not build.get("version_compatible"):
+        raise ArtifactError(
+            f"{path} was built by {flavour.title} {made}, here is {here}, which does not run it",
+            hint=f"export it again on this machine, or pip install {flavour.module.replace('_', '-')}=={made}",
+        )
+
+
+def _check_settings(path: Path, options: RunnerOptions, sidecar: dict[str, Any]) -> None:
+    for setting, off in (("compile", False), ("sdpa", "auto"), ("provider", None)):
+        if getattr(options, setting) != off:
+            raise InputError(f"{setting} is a setting of other runtimes; {path.name} is an engine")
+    stored = sidecar.get("precision")
+    if options.precision not in (None, stored):
+        raise DeviceError(
+            f"{path} was built in {stored or 'a precision that is not recorded'}, {options.precision} was asked for",
+            hint=f"export it with --precision {options.precision}",
+        )
+
+
+def _gpu(path: Path, options: RunnerOptions, sidecar: dict[str, Any], flavour: Flavour) -> int:
+    """Number of the GPU to run on, which must be one that the engine was built for."""
+    kind, _, number = (options.device or "cuda").partition(":")
+    if kind != "cuda" or not (number or "0").isdecimal():
+        raise DeviceError(f"{path} is an engine for a GPU, {options.device} was asked for", hint="use --device cuda")
+    index = int(number or 0)
+    here = capability(index)
+    if here is None:
+        raise DeviceError(
+            f"{path} runs on a CUDA GPU, and this machine has no {kind}:{index}", hint="run it on the target"
+        )
+    build = sidecar.get("build", {})
+    targets = build.get("sm")
+    if targets and here not in targets and not _reaches(here, build.get("hardware_compatible"), targets):
+        listed = ", ".join(map(str, targets))
+        raise ArtifactError(
+            f"{path} was built for compute capability {listed}, this GPU has {here}",
+            hint=f"export it with --sm {here}" if flavour is RTX else "export it again on this machine",
+        )
+    return index
+
+
+def _reaches(here: int, compatible: str | None, targets: list[int]) -> bool:
+    """Whether an engine was made to run on other GPUs, too."""
+    return compatible == "ampere+" and here >= 80 and min(targets) >= 80
+
+
+def _environment() -> dict[str, str]:
+    """Enough to find Python, its packages and the GPU; no tokens, no settings of other programs."""
+    kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith(KEPT_PREFIXES)}
+    ours = str(Path(vitcompress.__file__).resolve().parent.parent)
+    return {**kept, "PYTHONPATH": os.pathsep.join([ours, *filter(None, sys.path)])}

@@ -1,0 +1,200 @@
+"""The process that runs one engine: `python -m vitcompress.exporters.tensorrt_worker`, started by `tensorrt_runner`.
+
+Deserialising an engine is running native code that the file brings along. So it is done here, apart from the process
+that asked for it, with the library's permissions for code and temporary files off. Timing loops run here as well: what
+is reported holds no time for talking across the process boundary.
+"""
+
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from vitcompress.exporters.frames import receive, send
+from vitcompress.exporters.tensorrt_flavours import FLAVOURS, RTX
+
+TYPES = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "UINT8": torch.uint8}
+
+
+class RefusedError(Exception):
+    """The engine cannot be run; the message says why."""
+
+
+class Engine:
+    """A deserialised engine with its bindings. A binding is an input and an output on the GPU, and how they are run."""
+
+    def __init__(self, path: str, sha256: str, flavour: str, index: int, cuda_graph: bool, host_code: bool) -> None:
+        data = Path(path).read_bytes()
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise RefusedError("the file was changed meanwhile")
+        self._flavour, self._graph = FLAVOURS[flavour], cuda_graph
+        self._library = self._flavour.load()
+        torch.cuda.set_device(index)
+        self._engine = self._deserialized(data, host_code)
+        self._context = self._new_context()
+        stream: Any = torch.cuda.Stream
+        self._stream = stream()  # not the default one, which would synchronise each run
+        self._input, self._output = self._ends()
+        self._bound: dict[int, tuple[Tensor, Tensor, Callable[[], None]]] = {}
+
+    def _deserialized(self, data: bytes, host_code: bool) -> Any:
+        log = _log(self._library)
+        self._runtime = self._library.Runtime(log)
+        self._runtime.engine_host_code_allowed = host_code
+        self._runtime.tempfile_control_flags = 0
+        engine = self._runtime.deserialize_cuda_engine(data)
+        if engine is None:
+            raise RefusedError(log.said[0].splitlines()[0] if log.said else "the library gives no reason")
+        return engine
+
+    def _new_context(self) -> Any:
+        if self._flavour is not RTX:
+            return self._engine.create_execution_context()
+        config, library = self._engine.create_runtime_config(), self._library
+        # LAZY would measure fallback kernels while the right ones are still being compiled.
+        config.dynamic_shapes_kernel_specialization_strategy = library.DynamicShapesKernelSpecializationStrategy.EAGER
+        strategy = library.CudaGraphStrategy
+        config.cuda_graph_strategy = strategy.WHOLE_GRAPH_CAPTURE if self._graph else strategy.DISABLED
+        return self._engine.create_execution_context(config)
+
+    def _ends(self) -> tuple[str, str]:
+        """Names of the one input and the first output."""
+        names = [self._engine.get_tensor_name(number) for number in range(self._engine.num_io_tensors)]
+        modes = {name: self._engine.get_tensor_mode(name).name for name in names}
+        inputs, outputs = ([n for n in names if modes[n] == mode] for mode in ("INPUT", "OUTPUT"))
+        if len(inputs) != 1 or not outputs or len(self._engine.get_tensor_shape(inputs[0])) != 4:
+            raise RefusedError(f"it does not take one tensor of images; it has {modes}")
+        return inputs[0], outputs[0]
+
+    def facts(self) -> dict[str, Any]:
+        """What the parent must know: shapes, types, range of batches, where it runs."""
+        profile = [list(shape) for shape in self._engine.get_tensor_profile_shape(self._input, 0)]
+        return {
+            "input_shape": list(self._engine.get_tensor_shape(self._input)),
+            "input_type": self._engine.get_tensor_dtype(self._input).name,
+            "batch": [shape[0] for shape in profile],
+            "runtime_version": self._library.__version__,
+            "device_name": torch.cuda.get_device_name(),
+        }
+
+    def bind(self, slot: int, shape: list[int], data: bytearray) -> None:
+        """Put images on the GPU and make them ready to run."""
+        wanted = TYPES[self._engine.get_tensor_dtype(self._input).name]
+        given = torch.frombuffer(data, dtype=torch.uint8 if wanted is torch.uint8 else torch.float32)
+        images = given.reshape(shape).to("cuda", wanted)
+        self._context.set_input_shape(self._input, tuple(shape))
+        kind = TYPES[self._engine.get_tensor_dtype(self._output).name]
+        out = torch.empty(tuple(self._context.get_tensor_shape(self._output)), dtype=kind, device="cuda")
+        self._bound[slot] = (images, out, self._enqueue)
+        self._use(slot)
+        self._enqueue()
+        self._stream.synchronize()
+        if self._graph and self._flavour is not RTX:
+            self._bound[slot] = (images, out, self._captured())
+
+    def _captured(self) -> Callable[[], None]:
+        graph: Any = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream):
+            self._enqueue()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def _use(self, slot: int) -> Callable[[], None]:
+        """The call that runs a binding once, with its tensors in place."""
+        images, out, run = self._bound[slot]
+        self._context.set_input_shape(self._input, tuple(images.shape))
+        self._context.set_tensor_address(self._input, images.data_ptr())
+        self._context.set_tensor_address(self._output, out.data_ptr())
+        return run
+
+    def _enqueue(self) -> None:
+        if not self._context.execute_async_v3(self._stream.cuda_stream):
+            raise RefusedError("the library could not run it")
+
+    def run(self, slot: int) -> Tensor:
+        """One pass: logits, (batch, classes), float32, on the CPU."""
+        self.timed(slot, 1)
+        return self._bound[slot][1].float().cpu()
+
+    def timed(self, slot: int, runs: int) -> tuple[list[float], float]:
+        """Milliseconds of each run, by CUDA events without waiting between, and of all of them on the wall."""
+        event: Any = torch.cuda.Event
+        marks = [event(enable_timing=True) for _ in range(runs + 1)]
+        step = self._use(slot)
+        with torch.cuda.stream(self._stream):
+            began = time.perf_counter()
+            marks[0].record()
+            for mark in marks[1:]:
+                step()
+                mark.record()
+            self._stream.synchronize()
+            wall = 1000.0 * (time.perf_counter() - began)
+        return [float(a.elapsed_time(b)) for a, b in pairwise(marks)], wall
+
+    def layers(self) -> str:
+        """The engine's layers as the inspector's JSON."""
+        found: str = self._engine.create_engine_inspector().get_engine_information(
+            self._library.LayerInformationFormat.JSON
+        )
+        return found
+
+
+def _log(library: Any) -> Any:
+    """Errors of the library, kept."""
+
+    class Log(library.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            library.ILogger.__init__(self)
+            self.said: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (library.ILogger.ERROR, library.ILogger.INTERNAL_ERROR):
+                self.said.append(message.strip())
+
+    return Log()
+
+
+def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+    """Answer requests until there are no more."""
+    engine: Engine | None = None
+    while True:
+        try:
+            request, data = receive(requests)
+        except EOFError:
+            return
+        try:
+            if engine is None:
+                engine = Engine(**request)
+                send(answers, engine.facts())
+            else:
+                _answer(engine, request, data, answers)
+        except Exception as error:  # noqa: BLE001 - whatever goes wrong here is told to the process that asked
+            send(answers, {"error": str(error) or type(error).__name__, "refused": isinstance(error, RefusedError)})
+
+
+def _answer(engine: Engine, request: dict[str, Any], data: bytearray, answers: IO[bytes]) -> None:
+    what, slot = request["do"], request.get("slot", 0)
+    if what == "bind":
+        engine.bind(slot, request["shape"], data)
+        send(answers, {})
+    elif what == "run":
+        logits = engine.run(slot)
+        send(answers, {"shape": list(logits.shape)}, logits.numpy().tobytes())
+    elif what == "time":
+        times, wall = engine.timed(slot, request["runs"])
+        send(answers, {"times_ms": times, "wall_ms": wall})
+    elif what == "layers":
+        send(answers, {}, engine.layers().encode())
+
+
+if __name__ == "__main__":
+    with os.fdopen(os.dup(1), "wb") as pipe:
+        os.dup2(2, 1)  # what libraries print must not end up among the answers
+        serve(sys.stdin.buffer, pipe)

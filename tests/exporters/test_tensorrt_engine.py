@@ -1,0 +1,253 @@
+"""Engines of TensorRT for RTX, built for real: what they are made from, what stands beside them, what is refused."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contracts import build
+from torch import nn
+
+from vitcompress import checkpoint
+from vitcompress.errors import InputError, OutputError, VitcompressError
+from vitcompress.export_options import ExportOptions
+from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.artifact import sidecar_path
+from vitcompress.exporters.tensorrt_build import build as build_engine
+from vitcompress.exporters.tensorrt_engine import _doubts, layers_path, source_path
+from vitcompress.exporters.tensorrt_flavours import RTX, RTX_DEFAULT, header_of
+from vitcompress.models import input_config
+from vitcompress.progress import Progress
+
+tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")
+TENSORRT_RTX = EXPORTERS["trt-rtx"]
+SMALL: dict[str, Any] = {"sm": (89,), "batch": (1, 2, 4)}
+
+
+class Listener(Progress):
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int, int]] = []
+
+    def update(self, label: str, done: int, total: int, text: str = "") -> None:
+        self.heard.append((label, done, total))
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return build("plain", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def made(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An fp16 engine for one capability; tests that change it work on a copy."""
+    path = tmp_path_factory.mktemp("engine") / "model.rtx.engine"
+    TENSORRT_RTX.export(
+        model,
+        path,
+        input=input_config(model),
+        classes=("ant", "bee", "cat", "dog", "eel"),
+        plan_digest="ab12",
+        options=ExportOptions(precision="fp16", **SMALL),
+    )
+    return path
+
+
+def built(model: nn.Module, path: Path, **options: Any) -> dict[str, Any]:
+    wanted = ExportOptions(**{**SMALL, **options})
+    return TENSORRT_RTX.export(model, path, input=input_config(model), options=wanted).to_dict()
+
+
+def test_the_sidecar_says_what_the_engine_is(made: Path) -> None:
+    found = json.loads(sidecar_path(made).read_text())
+    assert found["files"] == {made.name: checkpoint.file_sha256(made)} and found["bytes"] == made.stat().st_size
+    assert (found["format"], found["precision"], found["verified"]) == ("trt-rtx", "fp16", False)
+    assert found["source"] == {"name": source_path(made).name, "sha256": checkpoint.file_sha256(source_path(made))}
+    build = found["build"]
+    assert (build["sm"], build["batch"], build["tf32"]) == ([89], [1, 2, 4], False)
+    assert build["runtime_version"] == tensorrt_rtx.__version__
+    assert build["header"] == {"written_by": RTX.title, "version": tensorrt_rtx.__version__, "sm": [89]}
+    assert build["warnings"] == []
+    known = {key: json.loads(text) for key, text in found["metadata"].items()}
+    assert known["plan_sha256"] == "ab12" and known["classes"][0] == "ant" and known["size"] == [3, 8, 8]
+    assert checkpoint.differing(sidecar_path(source_path(made))) == []
+    assert not layers_path(made).exists() or torch.cuda.is_available()
+
+
+def bytes_of(made: Path, *targets: int, **options: Any) -> bytes:
+    """Only the build, from the ONNX file beside `made`."""
+    wanted = ExportOptions(**{"precision": "fp16", **SMALL, **options})
+    return build_engine(RTX, source_path(made), (3, 8, 8), wanted, targets or (89,)).data
+
+
+def test_two_builds_are_equal_byte_by_byte_and_others_are_not(made: Path) -> None:
+    assert bytes_of(made) == made.read_bytes()
+    assert len({bytes_of(made, 80), bytes_of(made, batch=(1, 2, 8)), made.read_bytes()}) == 3
+
+
+def test_each_target_is_in_the_file(made: Path) -> None:
+    assert header_of(bytes_of(made, 120, 80))["sm"] == [80, 120]
+    assert header_of(made.read_bytes())["sm"] == [89]
+
+
+def test_the_default_targets_are_stated_and_tf32_is_off_unless_asked_for(model: nn.Module, tmp_path: Path) -> None:
+    plain, path = built(model, tmp_path / "m.engine", precision="fp32", sm=()), tmp_path / "m.engine"
+    assert tuple(plain["build"]["sm"]) == tuple(plain["build"]["header"]["sm"]) == RTX_DEFAULT
+    assert "default" in plain["build"]["sm_reason"] and plain["build"]["tf32"] is False
+    assert bytes_of(path, *RTX_DEFAULT, precision="fp32") == path.read_bytes()
+    assert bytes_of(path, *RTX_DEFAULT, precision="tf32") != path.read_bytes()
+    tf32 = built(model, path, precision="tf32", keep_onnx=False)
+    assert (tf32["precision"], tf32["build"]["tf32"]) == ("tf32", True)
+    assert tf32["source"]["sha256"] == plain["source"]["sha256"]  # the same fp32 file
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.engine", "m.engine.json"]  # the older one's is gone, too
+
+
+def test_the_build_shows_its_progress(made: Path) -> None:
+    listener = Listener()
+    build_engine(RTX, source_path(made), (3, 8, 8), ExportOptions(**SMALL), (89,), listener)
+    dones = [done for _, done, _ in listener.heard]
+    label, done, total = listener.heard[-1]
+    assert "TensorRT for RTX" in label and done == total > 1 and dones == sorted(dones) and len(set(dones)) > 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"sm": (90,)}, "data centres"),
+        ({"sm": (100,)}, "data centres"),
+        ({"sm": (61,)}, "does not know compute capability 61"),
+        ({"batch": (8, 4, 16)}, "not in order"),
+        ({"batch": (1, 16, 8)}, "not in order"),
+        ({"timing_cache": Path("kernels.bin")}, "timing_cache was given"),
+        ({"hardware_compatible": "ampere+"}, "hardware_compatible was given"),
+        ({"version_compatible": True}, "version_compatible was given"),
+        ({"precision": "int3"}, "int3"),
+        ({"opset": 17}, "17"),
+    ],
+)
+def test_what_is_not_offered_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        TENSORRT_RTX.check(ExportOptions(**options))
+
+
+def test_a_refused_target_comes_with_what_to_do(model: nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        built(model, tmp_path / "m.engine", sm=(89, 90))
+    assert "--format trt" in str(caught.value.hint) and "75, 80, 86, 89" in caught.value.message
+    with pytest.raises(InputError) as caught:
+        built(model, tmp_path / "m.engine", sm=(70,))
+    assert "--sm 75, 80, 86, 89, 120" in str(caught.value.hint)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorrt_proper_says_what_it_lacks_here() -> None:
+    reason, why_not = EXPORTERS["trt"].unavailable(), EXPORTERS["trt"].cannot_run()
+    if torch.cuda.is_available() and shutil.which("trtexec"):
+        return
+    assert reason and ("vitcompress[trt]" in reason or "GPU" in reason)
+    assert why_not
+    assert torch.cuda.is_available() or TENSORRT_RTX.cannot_run() == "there is no CUDA GPU here"
+    assert TENSORRT_RTX.unavailable() is None
+
+
+def test_a_graph_that_the_library_refuses_is_named_by_its_node(model: nn.Module, tmp_path: Path) -> None:
+    """Attention as one node whose values are wider than its keys."""
+    wide = pruned_keys(model)
+    with pytest.raises(VitcompressError, match=r"cannot take the node .*attention.*\(Attention\)") as caught:
+        built(wide, tmp_path / "m.engine", opset=23)
+    assert "--opset 20" in str(caught.value.hint) and "same" in caught.value.message
+    assert list(tmp_path.iterdir()) == []
+
+
+def pruned_keys(model: nn.Module) -> nn.Module:
+    """The model with half of the channels of queries and keys, all of the values."""
+    from contracts import spaces_of
+
+    from vitcompress import surgery
+    from vitcompress.plan import Plan
+
+    copy = build("plain", dtype=torch.float32)
+    kept = {name: tuple(range(0, s.size, 2)) for name, s in spaces_of(copy).items() if s.kind == "qk"}
+    surgery.apply(copy, Plan("vit_tiny_patch16_224", {}, kept=kept))
+    return copy
+
+
+def test_a_file_that_is_no_onnx_is_said_to_be_none(tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").write_bytes(b"nothing of the kind")
+    with pytest.raises(VitcompressError, match="ONNX"):
+        build_engine(RTX, tmp_path / "m.onnx", (3, 8, 8), ExportOptions(**SMALL), (89,))
+
+
+@pytest.mark.parametrize("place", ["m.engine", "m.engine.json", "m.engine.onnx"])
+def test_a_place_that_cannot_be_written_is_found_before_the_build(place: str, model: nn.Module, tmp_path: Path) -> None:
+    (tmp_path / place).mkdir()
+    began = Listener()
+    with pytest.raises(OutputError, match=place):
+        TENSORRT_RTX.export(
+            model, tmp_path / "m.engine", input=input_config(model), options=ExportOptions(**SMALL), progress=began
+        )
+    assert [path.name for path in tmp_path.iterdir()] == [place] and began.heard == []
+
+
+def test_a_full_disk_leaves_what_stood_there(
+    model: nn.Module, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in made.parent.iterdir():
+        shutil.copy(path, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(descriptor: int) -> None:
+        if list(tmp_path.glob(f".{made.name}.*/.{made.name}.*")):  # the engine is being written, its source is there
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutputError, match="disk is full"):
+        built(model, tmp_path / made.name)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+STOPPED = """
+import sys
+from pathlib import Path
+from vitcompress.export_options import ExportOptions
+from vitcompress.exporters.tensorrt_build import build
+from vitcompress.exporters.tensorrt_flavours import RTX
+from vitcompress.progress import Progress
+
+class Beginning(Progress):
+    def update(self, *what):
+        print("building", flush=True)
+
+options = ExportOptions(precision="fp16")
+build(RTX, Path(sys.argv[1]), (3, 8, 8), options, (75, 80, 86, 89, 120, 121), Beginning())
+"""
+
+
+def test_ctrl_c_cancels_the_build(made: Path) -> None:
+    words = [sys.executable, "-c", STOPPED, str(source_path(made))]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
+        assert p.stdout is not None
+        p.stdout.readline()
+        p.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        _, said = p.communicate(timeout=120)
+    assert b"KeyboardInterrupt" in said and p.returncode not in (0, -signal.SIGABRT, -signal.SIGSEGV), said
+    assert time.monotonic() - began < 60
+
+
+def test_the_header_of_other_files_says_nothing() -> None:
+    assert header_of(b"\x08\n\x12" + bytes(61)) == {"written_by": None, "version": None, "sm": None}
+    assert header_of(b"ftrt" + bytes(20) + bytes([10, 12, 0, 36]) + bytes(36))["version"] == "10.12.0.36"
+
+
+def test_a_header_that_says_something_else_is_told(made: Path) -> None:
+    data = made.read_bytes()
+    assert _doubts(RTX, data, tensorrt_rtx.__version__, (89,)) == []
+    assert len(_doubts(RTX, b"ftrt" + data[4:], "1.2.3.4", (80,))) == 3

@@ -1,0 +1,249 @@
+"""Which engines are opened, and what is said of those that are not. Running one needs a GPU; refusing one does not."""
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from contracts import build
+
+from vitcompress.checkpoint import file_sha256
+from vitcompress.cli import main
+from vitcompress.errors import ArtifactError, DeviceError, InputError, VitcompressError
+from vitcompress.export_options import ExportOptions
+from vitcompress.exporters import EXPORTERS, tensorrt_runner
+from vitcompress.exporters.artifact import amend_sidecar, read_sidecar, sidecar_path
+from vitcompress.exporters.frames import receive, send
+from vitcompress.exporters.runner import RunnerOptions
+from vitcompress.exporters.runtimes import open_runner
+from vitcompress.exporters.tensorrt_flavours import RTX
+from vitcompress.exporters.tensorrt_runner import EngineProcess, vouched
+from vitcompress.exporters.tensorrt_worker import serve
+from vitcompress.models import input_config
+
+tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")
+NO_GPU = not torch.cuda.is_available()
+OPEN = {"cuda_graph": False, "host_code": False}
+CAN_RUN = EXPORTERS["trt-rtx"].cannot_run() is None
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = build("plain", dtype=torch.float32)
+    path = tmp_path_factory.mktemp("engine") / "model.rtx.engine"
+    options = ExportOptions(precision="fp16", batch=(1, 2, 4), keep_onnx=False)
+    EXPORTERS["trt-rtx"].export(model, path, input=input_config(model), options=options)
+    return path
+
+
+@pytest.fixture
+def engine(built: Path, tmp_path: Path) -> Path:
+    """A copy that may be damaged."""
+    for path in (built, sidecar_path(built)):
+        shutil.copy(path, tmp_path)
+    return tmp_path / built.name
+
+
+def claim(engine: Path, **build: Any) -> None:
+    """Change what the sidecar says of the build, and let it vouch for the bytes that are there."""
+    known = read_sidecar(engine) or {}
+    amend_sidecar(engine, build={**known["build"], **build}, files={engine.name: file_sha256(engine)})
+
+
+def test_an_engine_without_a_sidecar_is_not_opened_unless_trusted(engine: Path) -> None:
+    sidecar_path(engine).unlink()
+    with pytest.raises(ArtifactError, match="not vouched for") as caught:
+        open_runner(engine)
+    assert "--trust" in str(caught.value.hint)
+    assert vouched(engine, trust=True) == {}
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "another file"])
+def test_an_engine_that_is_not_what_its_sidecar_describes_is_not_opened(damage: str, engine: Path) -> None:
+    data = bytearray(engine.read_bytes())
+    data[-1] ^= 1
+    engine.write_bytes({"truncated": data[:1000], "changed": data, "another file": b"vtrt" + bytes(100)}[damage])
+    with pytest.raises(ArtifactError, match=r"not vouched for.*sha256"):
+        open_runner(engine)
+
+
+def test_a_renamed_engine_is_not_vouched_for_by_the_sidecar_of_another(engine: Path) -> None:
+    other = engine.with_name("other.engine")
+    engine.rename(other)
+    sidecar_path(engine).rename(sidecar_path(other))
+    with pytest.raises(ArtifactError, match="missing"):
+        open_runner(other)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="there is no file"):
+        open_runner(tmp_path / "model.engine")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"vtrt", b"\x08\n\x12\x07pytorch" + bytes(100), b"\x03\x07\x00\x00{}" + bytes(99)]
+)
+def test_a_file_that_is_no_engine_is_said_to_be_none(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.engine").write_bytes(content)
+    with pytest.raises(ArtifactError, match="is not a TensorRT engine"):
+        open_runner(tmp_path / "model.engine", trust=True)
+
+
+def test_an_engine_of_the_other_library_is_told_by_its_first_bytes(engine: Path) -> None:
+    engine.write_bytes(b"ftrt" + engine.read_bytes()[4:])  # TensorRT proper, with a sidecar that says it is of RTX
+    claim(engine)
+    with pytest.raises(ArtifactError, match="was written by TensorRT, its sidecar says trt-rtx"):
+        open_runner(engine)
+    amend_sidecar(engine, format="trt")
+    with pytest.raises(InputError, match="TensorRT"):  # not installed, or of another version
+        open_runner(engine)
+    engine.write_bytes(b"vtrt" + engine.read_bytes()[4:])
+    claim(engine)
+    with pytest.raises(ArtifactError, match="was written by TensorRT for RTX, its sidecar says trt"):
+        open_runner(engine)
+
+
+def test_an_engine_of_another_version_is_refused_with_the_version_that_runs_it(engine: Path) -> None:
+    claim(engine, runtime_version="1.4.0.9")
+    with pytest.raises(
+        ArtifactError, match=rf"built by TensorRT for RTX 1\.4\.0\.9, here is {tensorrt_rtx.__version__}"
+    ) as caught:
+        open_runner(engine)
+    assert "tensorrt-rtx==1.4.0.9" in str(caught.value.hint)
+    sidecar_path(engine).unlink()
+    data = bytearray(engine.read_bytes())
+    data[24:28] = bytes([1, 4, 0, 9])
+    engine.write_bytes(data)
+    with pytest.raises(ArtifactError, match=r"1\.4\.0\.9"):
+        open_runner(engine, trust=True)  # then by its header
+
+
+def test_an_engine_for_another_gpu_is_refused(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorrt_runner, "capability", lambda index: 75)  # a Turing GPU, which no test machine has
+    with pytest.raises(ArtifactError, match="built for compute capability 80, 86, 89, 120, this GPU has 75") as caught:
+        open_runner(engine)
+    assert "--sm 75" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"device": "cpu"}, "an engine for a GPU, cpu was asked for"),
+        ({"device": "cuda:x"}, "cuda:x was asked for"),
+        ({"device": "cuda:63"}, "no cuda:63"),
+        ({"precision": "bf16"}, "built in fp16, bf16 was asked for"),
+        ({"compile": True}, "compile is a setting of other runtimes"),
+        ({"provider": "CPUExecutionProvider"}, "provider is a setting of other runtimes"),
+    ],
+)
+def test_what_an_engine_cannot_be_asked_is_refused(settings: dict[str, Any], says: str, engine: Path) -> None:
+    with pytest.raises(InputError, match=says):
+        open_runner(engine, **settings)
+
+
+@pytest.mark.skipif(not NO_GPU, reason="about machines without a GPU")
+def test_without_a_gpu_the_way_out_is_named(engine: Path) -> None:
+    with pytest.raises(DeviceError, match="this machine has no cuda:0") as caught:
+        open_runner(engine)
+    assert "target" in str(caught.value.hint)
+
+
+def test_an_engine_that_brings_code_along_needs_trust(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorrt_runner, "capability", lambda index: 89)
+    claim(engine, version_compatible=True, runtime_version="1.0.0.0")
+    with pytest.raises(ArtifactError, match="brings a runtime along, as code"):
+        open_runner(engine)
+
+
+def test_the_process_answers_what_it_cannot_do(engine: Path) -> None:
+    """The real process and library: the file is hashed again, and what the library says is handed on."""
+    asked, answers = io.BytesIO(), io.BytesIO()
+    send(asked, {"path": str(engine), "sha256": "0" * 64, "flavour": "trt-rtx", "index": 0, **OPEN})
+    asked.seek(0)
+    serve(asked, answers)
+    answers.seek(0)
+    assert receive(answers)[0] == {"error": "the file was changed meanwhile", "refused": True}
+    if NO_GPU:
+        with pytest.raises(VitcompressError, match=r"cannot be run: .*(CUDA|NVIDIA)"):
+            EngineProcess(engine, file_sha256(engine), RTX, 0, RunnerOptions(), host_code=False)
+
+
+def test_a_process_that_dies_is_one_message(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(VitcompressError, match=r"the process that ran .* has ended"):
+        EngineProcess(engine, file_sha256(engine), RTX, 0, RunnerOptions(), host_code=False)
+
+
+def test_the_process_is_given_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    given = tensorrt_runner._environment()
+    assert "HF_TOKEN" not in given and given["CUDA_VISIBLE_DEVICES"] == "0" and "PATH" in given
+
+
+def test_messages_pass_a_pipe_and_what_is_none_is_refused() -> None:
+    pipe = io.BytesIO()
+    send(pipe, {"do": "run"}, b"\x00\n{}")
+    pipe.seek(0)
+    assert receive(pipe) == ({"do": "run"}, bytearray(b"\x00\n{}"))
+    with pytest.raises(EOFError):
+        receive(pipe)
+    for wrong in (b"[]\n", b"{}\n", b'{"bytes": -1}\n', b'{"bytes": 99999999999999}\n', b"\x80\x04N.\n"):
+        with pytest.raises(ValueError):
+            receive(io.BytesIO(wrong))
+    with pytest.raises(EOFError):
+        receive(io.BytesIO(b'{"bytes": 9}\nshort'))
+
+
+def test_the_library_has_what_the_process_asks_it_for() -> None:
+    """Names only: the calls themselves need a GPU."""
+    engine = ("get_tensor_name", "get_tensor_mode", "get_tensor_shape", "get_tensor_dtype", "get_tensor_profile_shape")
+    engine += ("num_io_tensors", "create_runtime_config", "create_execution_context", "create_engine_inspector")
+    context = ("set_input_shape", "set_tensor_address", "execute_async_v3", "get_tensor_shape")
+    runtime = ("engine_host_code_allowed", "tempfile_control_flags", "deserialize_cuda_engine")
+    config = ("cuda_graph_strategy", "dynamic_shapes_kernel_specialization_strategy")
+    for kind, names in (
+        (tensorrt_rtx.ICudaEngine, engine),
+        (tensorrt_rtx.IExecutionContext, context),
+        (tensorrt_rtx.Runtime, runtime),
+        (tensorrt_rtx.IRuntimeConfig, config),
+        (tensorrt_rtx.EngineInspector, ("get_engine_information",)),
+        (tensorrt_rtx.CudaGraphStrategy, ("DISABLED", "WHOLE_GRAPH_CAPTURE")),
+        (tensorrt_rtx.DynamicShapesKernelSpecializationStrategy, ("EAGER",)),
+        (tensorrt_rtx.DataType, ("FLOAT", "HALF", "BF16", "UINT8")),
+    ):
+        assert [name for name in names if not hasattr(kind, name)] == []
+
+
+def test_bench_refuses_an_engine_that_nobody_vouches_for(engine: Path) -> None:
+    sidecar_path(engine).unlink()
+    done = CliRunner().invoke(main, ["bench", str(engine), "--json"])
+    assert done.exit_code == 2 and "not vouched for" in json.loads(done.stdout)["error"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CAN_RUN, reason=f"TensorRT for RTX: {EXPORTERS['trt-rtx'].cannot_run()}")
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_an_engine_answers_and_times_itself(cuda_graph: bool, engine: Path) -> None:
+    model = build("plain", dtype=torch.float32)
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    runner = open_runner(engine, cuda_graph=cuda_graph)
+    try:
+        with torch.inference_mode():
+            expected = model(images)
+        for batch in (1, 3, 4):
+            got = runner(images[:batch])
+            # Half precision: 2**-11 per rounding, fewer than 2**6 of them in a row through two blocks of width 16.
+            assert (got - expected[:batch]).abs().max() <= 2.0**-5 * expected.abs().max()
+        with pytest.raises(InputError, match="takes batches of 1 to 4, got 5"):
+            runner(images.repeat(2, 1, 1, 1)[:5])
+        times, wall = runner.bind(images).timed(10)  # type: ignore[attr-defined]
+        assert len(times) == 10 and min(times) > 0 and wall >= sum(times) * 0.5
+        assert runner.describe()["cuda_graph"] is cuda_graph
+    finally:
+        runner.close()
