@@ -17,7 +17,8 @@ AIM = 0.9  # published hardware reached 0.74 (SERo), 0.63 (isomorphic pruning) a
 SERO = {
     "unaligned": (7, 49, 724),
     "uniform": (8, 48, 720),
-    "tied": (32, 32, 568),
+    "tied": (32, 32, 576),
+    "padded": (8, 48, 720),
 }
 ISOMORPHIC = {
     "deit_iso_2_6g": {"as released": ["step.0.target=ratios", "step.0.round_to=2"], "aligned": []},
@@ -28,7 +29,7 @@ ISOMORPHIC = {
 def run(options: Options) -> Iterator[dict[str, Any]]:
     """One line per layout; dense and all layouts of one source take turns."""
     arch = "deit_base_patch16_224"
-    made = {f"deit_b_sero {layout}": _sero(arch, *widths) for layout, widths in SERO.items()}
+    made = {f"deit_b_sero {name}": _sero(arch, *of, padded=name == "padded") for name, of in SERO.items()}
     yield from realised(models.create(arch), made, options, AIM)
     for name, layouts in ISOMORPHIC.items():
         recipe = load_recipe(name)
@@ -36,16 +37,20 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
         yield from realised(models.create(recipe.model.name, recipe.model.args), made, options, AIM)
 
 
-def _sero(arch: str, qk: int, v: int, ffn: int) -> nn.Module:
-    """The model with so many of each head's q/k and v channels and of each FFN's in every block."""
+def _sero(arch: str, qk: int, v: int, ffn: int, *, padded: bool = False) -> nn.Module:
+    """The model with so many of each head's q/k and v channels and of each FFN's in every block.
+
+    padded: whether attention computes with zeros up to the wider of q/k and v.
+    """
     model = models.create(arch)
     wanted = {"qk": qk, "v": v, "mlp": ffn}
-    kept = {}
+    kept, attentions = {}, dict[str, None]()
     for space in family_of(model).spaces(model):
         if space.kind in wanted:
             head = space.size // space.heads
             kept[space.name] = tuple(c for c in range(space.size) if c % head < wanted[space.kind])
-    return surgery.apply(model, Plan(arch, kept=kept))
+            attentions |= dict.fromkeys([space.attention] if space.attention and padded else [])
+    return surgery.apply(model, Plan(arch, kept=kept, padded=tuple(attentions)))
 
 
 def _structured(name: str, changes: list[str]) -> nn.Module:
