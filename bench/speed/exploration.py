@@ -24,7 +24,7 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
     """Cycles of one refresh and the steps up to the next, plain and both criterion passes in turns."""
     steps = {name: _Step(options, name if name in AIMS else None) for name in ("plain", *AIMS)}
     samples = {name: timing.Samples(name, options.batch, "wall") for name in steps}
-    for cycle in range(max(3, options.runs // 3) + 1):
+    for cycle in range(max(3, options.runs // 2) + 1):
         for name, step in steps.items():
             began = time.perf_counter()
             for _ in range(REFRESH):

@@ -83,12 +83,18 @@ def test_slicing_halves_every_space() -> None:
     assert found["peak_gib"] >= found["loaded_gib"] > 0
 
 
-def test_layouts_of_one_dense_model_take_turns(tmp_path: Path) -> None:
-    dense = models.create(TINY)
-    made = {"tiny half": widths._sero(TINY, 8, 16, 32), "tiny whole": models.create(TINY)}
-    half, whole = realised.realised(dense, made, parts.Options(tmp_path, batch=1, runs=2), 0.9)
-    assert (half["what"], whole["macs_ratio"]) == ("realised tiny half", 1.0) and half["macs_ratio"] > 1
+def test_speed_is_set_against_macs(tmp_path: Path) -> None:
+    args = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    dense, half = (models.create("vit_tiny_patch16_224", {**args, "mlp_ratio": ratio}) for ratio in (4.0, 1.0))
+    (line,) = realised.realised(dense, {"a half": half}, parts.Options(tmp_path, batch=1, runs=2), 0.9)
+    assert line["what"] == "realised a half" and line["macs_ratio"] > 1.2
+    assert line["ratio"] == pytest.approx(line["speedup"] / line["macs_ratio"])
     assert not list(tmp_path.glob("*.onnx"))
+
+
+def test_padded_layouts_are_built_as_such() -> None:
+    model = widths._sero(TINY, 8, 16, 32, padded=True)
+    assert all(block.attn.padded and block.attn.qk_dim < block.attn.v_dim for block in model.blocks)
 
 
 def test_a_screen_is_judged_by_what_it_removes() -> None:
