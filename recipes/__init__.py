@@ -1,4 +1,6 @@
-"""The recipes that come with vitcompress, as text. Reading and listing them needs nothing but the standard library."""
+"""The recipes and studies that come with vitcompress, as text. Reading and listing them needs nothing but the standard
+library.
+"""
 
 import tomllib
 from pathlib import Path
@@ -6,24 +8,45 @@ from pathlib import Path
 from vitcompress.errors import InputError, nearest
 
 FOLDER = Path(__file__).parent
+STUDIES = FOLDER / "studies"
 
 
 def names() -> tuple[str, ...]:
     """The names of all recipes, sorted."""
-    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+    return _stems(FOLDER)
 
 
 def text(name: str) -> str:
     """The TOML of one recipe, comments included. Raises InputError with the nearest names."""
     if name not in names():
-        close = ", ".join(nearest(name, names()) or names())
-        raise InputError(
-            f"there is no recipe called {name!r}, and no such file; nearest: {close}",
-            hint="`vitcompress recipes` lists all of them; the path of a .toml file works as well",
-        )
+        raise _unknown("recipe", name, names(), "`vitcompress recipes` lists all of them")
     return (FOLDER / f"{name}.toml").read_text(encoding="utf-8")
+
+
+def study_names() -> tuple[str, ...]:
+    """The names of all studies, sorted."""
+    return _stems(STUDIES)
+
+
+def study_text(name: str) -> str:
+    """The TOML of one study, comments included. Raises InputError with the nearest names."""
+    if name not in study_names():
+        raise _unknown("study", name, study_names(), f"there are: {', '.join(study_names())}")
+    return (STUDIES / f"{name}.toml").read_text(encoding="utf-8")
 
 
 def summaries() -> dict[str, str]:
     """Recipe name -> its one-line summary."""
     return {name: str(tomllib.loads(text(name)).get("summary", "")) for name in names()}
+
+
+def _stems(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in folder.glob("*.toml")))
+
+
+def _unknown(what: str, name: str, choices: tuple[str, ...], hint: str) -> InputError:
+    close = ", ".join(nearest(name, choices) or choices)
+    return InputError(
+        f"there is no {what} called {name!r}, and no such file; nearest: {close}",
+        hint=f"{hint}; the path of a .toml file works as well",
+    )

@@ -112,7 +112,9 @@ def test_published_figures_are_quoted_with_their_hardware(name: str) -> None:
 
 
 def test_all_recipe_files_are_seen() -> None:
-    assert {path.stem for path in (ROOT / "recipes").rglob("*.toml")} == set(recipes.names())
+    found = {path.relative_to(ROOT / "recipes") for path in (ROOT / "recipes").rglob("*.toml")}
+    studies = {Path("studies", f"{name}.toml") for name in recipes.study_names()}
+    assert found == {Path(f"{name}.toml") for name in recipes.names()} | studies
 
 
 def test_the_changelog_speaks_of_this_version() -> None:

@@ -48,12 +48,13 @@ LEVELS = [
     {"recipe", "exporters"},
     {"bench"},
     {"pipeline"},
+    {"study"},
     {"console"},
     {"cli"},
     {"__main__"},
 ]
 # Of the core, only these may import exporters and bench.
-ABOVE_EXPORTERS_AND_BENCH = {"pipeline", "cli", "bench"}
+ABOVE_EXPORTERS_AND_BENCH = {"pipeline", "study", "cli", "bench"}
 DOORS = {
     "timm": {
         "families",
@@ -70,7 +71,7 @@ DOORS = {
     },
     "rich": {"console"},
     "click": {"cli"},
-    "pydantic": {"recipe", "problems"},
+    "pydantic": {"recipe", "problems", "study"},
     "tomli_w": {"recipe"},
     "onnxruntime": {"exporters", "verify_onnx"},
 }

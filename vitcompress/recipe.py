@@ -8,7 +8,8 @@ method.
 import hashlib
 import json
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -163,13 +164,23 @@ def load_recipe(source: str, sets: Sequence[str] = (), *, formats: Collection[st
         RecipeError: with every mistake.
         InputError: no such recipe; with the nearest names.
     """
-    name, text = _read(source)
+    name, text = read_text(source, "recipe", recipes.names(), recipes.text)
+    return recipe_of(source, {"name": name, **parsed(source, text)}, sets, formats=formats)
+
+
+def parsed(source: str, text: str) -> dict[str, Any]:
+    """TOML as plain data. Raises RecipeError for what is none; `source` tells which."""
     try:
-        data = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(source, [f"not valid TOML: {error}"]) from None
+
+
+def recipe_of(source: str, data: dict[str, Any], sets: Sequence[str] = (), *, formats: Collection[str] = ()) -> Recipe:
+    """The recipe that `data`, the content of its TOML, is after `sets`. Raises RecipeError with every mistake."""
+    data = deepcopy(data)
     problems = [problem for text in sets if (problem := assign(data, text))]
-    return _checked(source, {"name": name, **data}, problems, formats)
+    return _checked(source, data, problems, formats)
 
 
 def dense_key(recipe: Recipe) -> str:
@@ -190,26 +201,24 @@ def _without_none(value: Any) -> Any:
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _read(source: str) -> tuple[str, str]:
-    """The name and the text of a recipe given by name or by path."""
+def read_text(source: str, what: str, names: Collection[str], text: Callable[[str], str]) -> tuple[str, str]:
+    """The name and the text of a recipe or study (`what`) given by name, as one of `names`, or by path."""
     path = Path(source)
-    if source in recipes.names() or not (path.suffix == ".toml" or path.exists()):
-        return source, recipes.text(source)
+    if source in names or not (path.suffix == ".toml" or path.exists()):
+        return source, text(source)
     try:
         return path.stem, path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise RecipeError(source, ["not a text file (UTF-8 expected)"]) from None
     except OSError as error:
-        raise InputError(
-            f"the recipe {source} cannot be read: {error.strerror}",
-            hint="`vitcompress recipes` lists the recipes that come with vitcompress",
-        ) from None
+        hint = f"give one that comes with vitcompress ({', '.join(names)}) or the path of a .toml file"
+        raise InputError(f"the {what} {source} cannot be read: {error.strerror}", hint=hint) from None
 
 
 def _checked(source: str, data: dict[str, Any], problems: list[str], formats: Collection[str]) -> Recipe:
     """The recipe, or one RecipeError with all problems of all its tables."""
     raw_steps = data.pop("step", [])
-    tables = _validated(_Tables, data, "", problems)
+    tables = validated(_Tables, data, "", problems)
     steps = _steps(raw_steps, problems)
     if tables is not None:
         problems += _contradictions(tables, formats)
@@ -218,7 +227,7 @@ def _checked(source: str, data: dict[str, Any], problems: list[str], formats: Co
     return Recipe(steps=steps, **{name: getattr(tables, name) for name in type(tables).model_fields})
 
 
-def _validated(kind: type[Table], data: Mapping[str, Any], prefix: str, problems: list[str]) -> Table | None:
+def validated(kind: type[Table], data: Mapping[str, Any], prefix: str, problems: list[str]) -> Table | None:
     """`data` as `kind`; what is wrong with it goes to `problems`."""
     try:
         # By way of JSON: pydantic's strict mode takes tables and lists for dataclasses and tuples only there.
@@ -246,7 +255,7 @@ def _step(data: dict[str, Any], prefix: str, problems: list[str]) -> Step | None
         )
         return None
     table = create_model("StepTable", __config__=STRICT, step=(METHODS[method].options, ...))
-    checked = _validated(table, {"step": data}, prefix, problems)
+    checked = validated(table, {"step": data}, prefix, problems)
     return None if checked is None else Step(method, vars(checked)["step"])
 
 

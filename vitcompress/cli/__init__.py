@@ -6,12 +6,13 @@ Torch and everything that needs it is imported inside the commands: `--help` and
 import click
 
 from vitcompress import __version__
-from vitcompress.cli import artifacts, reports, run
+from vitcompress.cli import artifacts, reports, run, study
 from vitcompress.cli.frame import Commands
 
 COMMANDS = (
     run.recipe,
     run.recipes,
+    study.study,
     artifacts.verify,
     artifacts.export,
     artifacts.bench,

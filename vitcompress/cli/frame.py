@@ -55,7 +55,9 @@ def _exit_code(call: Callable[[], Any], arguments: Sequence[str]) -> int:
     try:
         return int(call() or 0)
     except (Stopped, click.Abort):
-        console.print_line("stopped; the same command continues" if arguments[:1] == ["recipe"] else "stopped")
+        console.print_line(
+            "stopped; the same command continues" if arguments[:1] in (["recipe"], ["study"]) else "stopped"
+        )
         return STOPPED
     except click.ClickException as error:
         return _fail(InputError(error.format_message(), hint=_usage_hint(error)), as_json, debug=False)

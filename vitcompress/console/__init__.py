@@ -21,6 +21,8 @@ from vitcompress.console.results import (
     print_outlook,
     print_recipes,
     print_result,
+    print_study,
+    print_study_outlook,
 )
 
 __all__ = [
@@ -40,6 +42,8 @@ __all__ = [
     "print_recipes",
     "print_records",
     "print_result",
+    "print_study",
+    "print_study_outlook",
     "print_table",
     "print_text",
     "print_toml",

@@ -60,12 +60,13 @@ def print_outlook(outlook: Mapping[str, Any]) -> None:
     print_records(
         f"cost (layers: {outlook['layers']})", [{"model": name, **figures} for name, figures in outlook["cost"].items()]
     )
-    missing = outlook["missing"]
-    print_text(
-        "\n".join(["needed and not here yet:", *(f"  - {line}" for line in missing)])
-        if missing
-        else "nothing is missing on this machine"
-    )
+    _print_missing(outlook["missing"])
+
+
+def _print_missing(missing: Sequence[str]) -> None:
+    """What this machine lacks for the work."""
+    lines = ["needed and not here yet:", *(f"  - {line}" for line in missing)]
+    print_text("\n".join(lines) if missing else "nothing is missing on this machine")
 
 
 def _images(stage: Mapping[str, Any]) -> Any:
@@ -92,6 +93,21 @@ def print_comparison(found: Mapping[str, Any]) -> None:
     print_table("", found["table"]["columns"], found["table"]["rows"])
     if found["plot"]:
         print_text(f"plot: {found['plot']}")
+
+
+def print_study(tables: Sequence[Drawable], found: Mapping[str, Any]) -> None:
+    """Rows and pairs of a study."""
+    for table in tables:
+        print_table(table.title, table.columns, table.rows)
+    for warning in (found["speed"] or {}).get("warnings", ()):
+        print_line(f"note: {warning}")
+
+
+def print_study_outlook(found: Mapping[str, Any]) -> None:
+    """What a study would do."""
+    rows = [{**row, "macs_ratio": f"{row['macs_ratio']:.3f}"} for row in found["rows"]]
+    print_records(f"{found['study']}: {found['runs']} runs in {found['folder']}", rows)
+    _print_missing(found["missing"])
 
 
 def print_bench(found: Mapping[str, Any], table: Drawable) -> None:

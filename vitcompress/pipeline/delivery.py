@@ -30,7 +30,7 @@ from vitcompress.standard import WEIGHTS as STANDARD
 from vitcompress.standard import save_standard
 from vitcompress.verify import verify_folder
 
-REPORT, FOLDING = reports.JSON, "folding.json"
+REPORT, FOLDING, MISTAKES = reports.JSON, "folding.json", "mistakes.json"
 VERIFIED_IMAGES = 64
 
 
@@ -124,7 +124,9 @@ def _images(job: Job) -> Tensor | None:
 
 
 def judge(job: Job) -> None:
-    """accuracy.json: dense, compressed and exported on the same test images, and whether the difference is real."""
+    """accuracy.json: dense, compressed and exported on the same test images, and whether the difference is real;
+    mistakes.json: which images each gets wrong, so that runs can be compared image by image.
+    """
     path = job.state / "accuracy.json"
     if job.data is None or path.is_file():
         return
@@ -138,6 +140,7 @@ def judge(job: Job) -> None:
         job.progress.note(f"{name}: {found[name]['correct']} of {found[name]['total']} right")
     test = mcnemar(right["dense"], right["compressed"])
     found["mcnemar"] = asdict(test)
+    write_json(job.state / MISTAKES, {name: np.flatnonzero(~mask).tolist() for name, mask in right.items()})
     write_json(path, found)
 
 

@@ -22,7 +22,7 @@ from vitcompress.methods.upvit.goal import Goal, goal_of, left
 from vitcompress.methods.upvit.importance import Component, components
 from vitcompress.methods.upvit.options import Options
 from vitcompress.methods.upvit.regroup import best, regrouped
-from vitcompress.methods.upvit.scoring import block_removal, orders, proxy, warn_of_few
+from vitcompress.methods.upvit.scoring import UNMEASURED, block_removal, orders, proxy, warn_of_few
 from vitcompress.plan import Plan
 from vitcompress.workspace import Context
 
@@ -67,6 +67,8 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
 
 def stages(options: Options, prunable: int) -> list[Stage]:
     """What `plan` will measure, for a dry run."""
+    if options.score in UNMEASURED:
+        return []
     if options.score == "fisher":
         return [Stage("Gauss-Newton estimate of every channel", 1, options.draws, images=options.images)]
     found = [Stage("delete every channel alone, one measurement each", 1, 1, images=options.images)]

@@ -19,7 +19,8 @@ class Options:
 
     score: `exact` deletes each channel; `fisher` ranks by the Gauss-Newton estimate alone; `screened` measures exactly
     only the `band` of channels around the cut, as a screen ranks them: `screen` is the same estimate, with `draws`
-    random directions per image, or exact scores on `screen_images` images. images_at_once bounds the memory.
+    random directions per image, or exact scores on `screen_images` images. Channels to compare with: `magnitude` (sum
+    of |w|), `random` (by the run's seed). images_at_once bounds the memory.
     """
 
     target: str | None = None
@@ -27,7 +28,7 @@ class Options:
     heads: Strategy = "groups"
     images: Annotated[int, Ge(1)] = 2000
     reference: Literal["given", "current"] = "given"
-    score: Literal["exact", "fisher", "screened"] = "exact"
+    score: Literal["exact", "fisher", "screened", "magnitude", "random"] = "exact"
     screen: Literal["fisher", "images"] = "fisher"
     screen_images: Annotated[int, Ge(1)] = 500
     band: Annotated[float, Gt(0), Le(1)] = 0.5

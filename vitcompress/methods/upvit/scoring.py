@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.loaders import EvalLoader, eval_loader
+from vitcompress.methods.channel_scores import channel_scores, random_scores
 from vitcompress.methods.depth import training_part
 from vitcompress.methods.upvit.blocks import Candidate, candidates, removal, scores, without
 from vitcompress.methods.upvit.fisher import estimates
@@ -19,6 +20,7 @@ from vitcompress.workspace import Context
 
 PROXY_BATCH = 64  # images whose answers are compared together
 FEW_IMAGES = 1000
+UNMEASURED = ("magnitude", "random")  # scores that need no images
 
 
 def proxy(context: Context, images: int) -> EvalLoader:
@@ -80,6 +82,8 @@ def orders(
     if not wanted:
         return {}
     context.progress.stage(f"channel importance of {len(wanted)} components ({options.score})")
+    if options.score in UNMEASURED:
+        return _unmeasured(model, context, options, wanted)
     screen: dict[str, list[float]] = {}
     if options.score != "exact" and (options.score == "fisher" or options.screen == "fisher"):
         screen = context.memo("fisher", lambda: _fisher(model, context, options, wanted, loader))
@@ -93,6 +97,17 @@ def orders(
     if not screen:
         return {name: least_first(scores) for name, scores in exact.items()}
     return {c.name: _joined(screen[c.name], exact[c.name], band[c.name]) for c in wanted}
+
+
+def _unmeasured(
+    model: nn.Module, context: Context, options: Options, wanted: Sequence[Component]
+) -> dict[str, list[int]]:
+    """Component -> its channels by the magnitude of their weights (Table D7: l1), or by lot."""
+    spaces = [space for component in wanted for space in component.spaces]
+    random = options.score == "random"
+    scores = random_scores(spaces, context.seed) if random else channel_scores(model, spaces, lambda _, w: w.abs())
+    totals = {c.name: torch.stack([scores[space.name] for space in c.spaces]).sum(0) for c in wanted}
+    return {name: least_first(total.tolist()) for name, total in totals.items()}
 
 
 def _fisher(

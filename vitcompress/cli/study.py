@@ -1,0 +1,59 @@
+"""`vitcompress study`: methods side by side on one data set."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from vitcompress import console, recipes
+from vitcompress.cli.frame import answer, common, working
+from vitcompress.cli.options import words
+
+
+def _names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    found = [CompletionItem(name) for name in recipes.study_names() if name.startswith(incomplete)]
+    return found or [CompletionItem(incomplete, type="file")]
+
+
+@click.command()
+@click.argument("source", metavar="NAME|FILE", shell_complete=_names)
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder (default: runs/study-NAME).")
+@click.option("--seeds", type=int, default=3, show_default=True, help="Seeds of every row: 0, 1, ...")
+@click.option("--jobs", type=int, default=1, show_default=True, help="Runs at a time.")
+@click.option("--rows", callback=words, metavar="NAMES", help="Only these rows, as in hetdpt_5,random_5.")
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Change a setting: --set base.dense.epochs=10")
+@click.option(
+    "--speed",
+    type=click.Choice(["now", "later", "again"]),
+    default="now",
+    show_default=True,
+    help="Measure speed when all is trained, leave it for another call, or measure anew.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be done and what is missing here; write nothing.")
+@common
+def study(
+    source: str,
+    sets: tuple[str, ...],
+    rows: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+    debug: bool,
+    **options: Any,
+) -> int:
+    """Train methods side by side, several seeds, and compare them.
+
+    Every row of the study with every seed is an ordinary run. The same command continues a study that was stopped.
+    """
+    with working(debug) as progress:
+        from vitcompress import study as studies
+        from vitcompress.exporters import EXPORTERS
+        from vitcompress.study import results
+
+        loaded = studies.load_study(source, sets, rows, formats=EXPORTERS)
+        wishes = studies.StudyOptions(**options)
+        found = studies.dry_run(loaded, wishes) if dry_run else studies.run(loaded, wishes, progress)
+    if dry_run:
+        return answer(found, as_json, console.print_study_outlook)
+    tables = (results.table(found), results.pair_table(found))
+    return answer(found, as_json, lambda _: console.print_study(tables, found))

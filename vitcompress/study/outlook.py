@@ -1,0 +1,41 @@
+"""What a study would do and what its rows cost, before anything is trained."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vitcompress import pipeline
+from vitcompress.bench import timing
+from vitcompress.errors import InputError
+from vitcompress.study.design import Study
+from vitcompress.study.runs import Run
+
+
+def outlook(study: Study, runs: Sequence[Run]) -> dict[str, Any]:
+    """Rows with the cost of a structure of their size (a method may choose one that costs more or less), the epochs of
+    each, and what this machine lacks.
+
+    Raises:
+        InputError: a row that cannot work, or a protocol that measures nothing.
+    """
+    table = study.speed
+    timing.protocol(table.protocol, batch=table.batch, warmup=table.warmup, runs=table.runs)
+    rows, missing = [], dict[str, None]()
+    for run in {run.row.name: run for run in reversed(runs)}.values():  # the first seed of each row
+        try:
+            found = pipeline.dry_run(run.recipe, pipeline.RunOptions(out=run.folder))
+        except InputError as error:
+            raise InputError(f"row {run.row.name}: {error.message}", hint=error.hint) from None
+        missing |= dict.fromkeys(found["missing"])
+        dense, compressed = (found["cost"][key] for key in ("dense", "compressed"))
+        rows.append(
+            {
+                "row": run.row.name,
+                "title": run.row.title,
+                "epochs": study.epochs,
+                "recovery": run.recipe.finetune.epochs,
+                "params": compressed["params"],
+                "macs": compressed["macs"],
+                "macs_ratio": compressed["macs"] / dense["macs"],
+            }
+        )
+    return {"rows": rows[::-1], "missing": list(missing)}
