@@ -32,7 +32,9 @@ def draw(folders: Sequence[str | Path], into: str | Path) -> list[Path]:
         figure = structure_figure(structure_of(plans[name]), name)
         found.append(save(figure, Path(into) / f"{name}-structure.png"))
         for step, charts in _charts(folder):
-            found.append(save(charts_figure(charts, f"{name}: {step}"), Path(into) / f"{name}-{step}.png"))
+            found.append(
+                save(charts_figure(charts, f"{name}, {step} (faint: removed)"), Path(into) / f"{name}-{step}.png")
+            )
     return found
 
 
@@ -155,11 +157,15 @@ def draw_chart(axes: Any, chart: Chart) -> None:
     """Curves, strong where channels or layers stay and faint where they went."""
     from matplotlib import colormaps
 
-    colours = [colormaps["tab10"](number) for number in range(10)]
+    groups = list(dict.fromkeys(line.group or line.name for line in chart.lines))
+    told = set[str]()
     for number, line in enumerate(chart.lines):
+        group = line.group or line.name
         share = number / max(1, len(chart.lines) - 1)
-        colour = colormaps["viridis"](0.9 * share) if chart.by_depth else colours[number % len(colours)]
-        _draw_line(axes, line, colour, named=not chart.by_depth and len(chart.lines) <= len(colours))
+        colour = colormaps["viridis"](0.9 * share) if chart.by_depth else colormaps["tab10"](groups.index(group) % 10)
+        known = chart.by_depth or group in told or len(groups) > 10
+        if _draw_line(axes, line, colour, None if known else group):
+            told.add(group)
     if chart.level is not None:
         axes.axhline(chart.level, color="black", lw=0.8, ls="--", label=chart.level_name)
     if chart.log:
@@ -177,16 +183,18 @@ def draw_chart(axes: Any, chart: Chart) -> None:
         axes.legend(fontsize="x-small")
 
 
-def _draw_line(axes: Any, line: Line, colour: Any, *, named: bool) -> None:
+def _draw_line(axes: Any, line: Line, colour: Any, label: str | None) -> bool:
+    """Draw what stays strong, under `label`, and all of it faint; whether anything stays."""
     gone = list(line.gone) or [False] * len(line.y)
     few = "o" if len(line.y) <= 40 else None
-    label = line.name if named else None
     if any(gone):
         axes.plot(line.x, line.y, color=colour, lw=0.8, alpha=0.35, marker=few, ms=3, mfc="white")
-    stay = [float("nan") if out else y for y, out in zip(line.y, gone, strict=True)]
-    axes.plot(line.x, stay, color=colour, lw=1.6, marker=few, ms=4, label=label)
+    if not all(gone):
+        stay = [float("nan") if out else y for y, out in zip(line.y, gone, strict=True)]
+        axes.plot(line.x, stay, color=colour, lw=1.6, marker=few, ms=4, label=label)
     if line.mark:
-        axes.annotate(line.mark, (line.x[-1], line.y[-1]), fontsize="x-small", color=colour)
+        axes.annotate(line.mark, (line.x[-1], line.y[-1]), fontsize="x-small", color=colour, ha="right", va="bottom")
+    return not all(gone)
 
 
 __all__ = ["Layer", "draw", "draw_chart", "draw_layers", "draw_widths", "structure_figure"]

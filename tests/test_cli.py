@@ -93,6 +93,17 @@ def test_without_a_command_there_is_help() -> None:
     assert invoke("--help").stdout == invoke().stdout
 
 
+def test_published_sizes_stand_beside_counted_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "names", lambda: ("deit_b_hetdpt", "deit_t_sero", "digits_sero"))
+    (deit, sero) = json.loads(invoke("recipes", "--count", "--json").stdout)
+    assert deit["params_m"]["published"] == 54.9 and abs(deit["params_m"]["counted"] - 54.867152) < 1e-6 and deit["met"]
+    assert not sero["met"] and sero["reason"]
+    shown = invoke("recipes", "--count").stdout
+    assert (
+        "54.9 M" in shown and "54.867 M" in shown and "10.5 G*" in shown and f"deit_t_sero: {sero['reason']}" in shown
+    )
+
+
 def test_recipes_are_listed_and_shown() -> None:
     assert json.loads(invoke("recipes", "--json").stdout) == recipes.summaries()
     assert all(name in invoke("recipes").stdout for name in recipes.names())

@@ -95,7 +95,11 @@ class RunTable:
 
 @dataclass(frozen=True)
 class Published:
-    """Figures that somebody else published, quoted in the report beside our own and never mixed with them."""
+    """Figures that somebody else published, quoted in the report beside our own and never mixed with them.
+
+    macs_linear: the published MACs leave out the products inside attention. deviation: why what this recipe comes to,
+    as counted without training, is not what was published.
+    """
 
     source: str
     hardware: str
@@ -104,6 +108,8 @@ class Published:
     macs_g: Annotated[float, Ge(0)] | None = None
     images_per_second: Annotated[float, Ge(0)] | None = None
     speedup: Annotated[float, Ge(0)] | None = None
+    macs_linear: bool = False
+    deviation: str = ""
     note: str = ""
 
 

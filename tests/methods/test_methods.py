@@ -1,6 +1,7 @@
 """Every method of the table plans on a tiny model; what it may not do, and what it must refuse."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,20 @@ def test_published_layers_must_match_the_budget(lists: Any, tmp_path: Path) -> N
                 pruned_layers=3, **(PUBLISHED | {"published_attention": (), "published_activation": ()} | lists)
             ),
         )
+
+
+def test_an_example_stands_for_the_search_before_it_is_made(tmp_path: Path) -> None:
+    made = model()
+    family, base = family_of(made), context(tmp_path, made).plan
+    options = hetdpt.Options(pruned_layers=3, example_attention=(0,), example_activation=(1, 2))
+    assert set(hetdpt.structure(made, family, base, options).removed) == {
+        "blocks.0.attn",
+        "blocks.1.mlp.act",
+        "blocks.2.mlp.act",
+    }
+    assert "blocks.0.attn" not in hetdpt.structure(made, family, base, replace(options, example_attention=(1,))).removed
+    with pytest.raises(PlanError, match=r"example_attention and .* name 3 different layers, pruned_layers is 2"):
+        hetdpt.structure(made, family, base, replace(options, pruned_layers=2))
 
 
 def test_too_few_rounds_for_a_split_are_refused() -> None:

@@ -59,13 +59,22 @@ def recipe(source: str, sets: tuple[str, ...], dry_run: bool, as_json: bool, deb
 
 
 @click.group("recipes", invoke_without_command=True)
+@click.option(
+    "--count", is_flag=True, help="Published parameters and MACs beside those counted here (takes a minute or two)."
+)
 @common
 @click.pass_context
-def recipes(ctx: click.Context, as_json: bool, debug: bool) -> int:
+def recipes(ctx: click.Context, count: bool, as_json: bool, debug: bool) -> int:
     """List the recipes; `recipes show NAME` prints one."""
-    if ctx.invoked_subcommand is None:
-        answer(shipped.summaries(), as_json, console.print_recipes)
-    return 0
+    if ctx.invoked_subcommand is not None:
+        return 0
+    if not count:
+        return answer(shipped.summaries(), as_json, console.print_recipes)
+    with working(debug) as progress:
+        from vitcompress.pipeline.counting import compared
+
+        found = compared(shipped.names(), progress)
+    return answer(found, as_json, console.print_counts)
 
 
 @recipes.command()

@@ -52,6 +52,27 @@ def print_recipes(summaries: Mapping[str, str]) -> None:
     print_pairs(summaries.items())
 
 
+def print_counts(found: Sequence[Mapping[str, Any]]) -> None:
+    """Published and counted sizes side by side, and under them why some differ."""
+    columns = ["recipe", "parameters published", "counted", "off", "MACs published", "counted", "off", "met"]
+    rows = []
+    for record in found:
+        params, macs = (_beside(record[key], unit) for key, unit in (("params_m", "M"), ("macs_g", "G")))
+        mark = "*" if record["macs_linear"] and macs[0] else ""
+        rows.append([record["recipe"], *params, macs[0] + mark, *macs[1:], "yes" if record["met"] else "no"])
+    print_table("", columns, rows)
+    print_text("* without the products inside attention, as that table counts pruned models")
+    for record in found:
+        if record["reason"]:
+            print_text(f"{record['recipe']}: {record['reason']}")
+
+
+def _beside(figure: Mapping[str, float | None], unit: str) -> list[str]:
+    published, off = figure["published"], figure["off"]
+    told = ["", "none"] if published is None or off is None else [f"{published:g} {unit}", f"{100 * off:+.1f} %"]
+    return [told[0], f"{figure['counted']:.3f} {unit}", "" if published is None else told[1]]
+
+
 def print_outlook(outlook: Mapping[str, Any]) -> None:
     """What a recipe would do: stages, cost before and after, and what is missing here."""
     print_text(f"{outlook['recipe']}, run folder {outlook['folder']}; nothing is written now\n")

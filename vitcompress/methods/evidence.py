@@ -165,5 +165,6 @@ def _search_chart(records: Sequence[dict[str, Any]]) -> Chart:
     for site in records[0]["scores"] if records else ():
         own = [r for r in records if r["epoch"] <= ends.get(site, r["epoch"])]
         epochs, scores = [r["epoch"] + 1 for r in own], [r["scores"][site] for r in own]
-        lines.append(Line(site, epochs, scores, [site in ends] * len(own), site if site in ends else ""))
+        group = "attention" if site.endswith(".attn") else "activation"
+        lines.append(Line(site, epochs, scores, [site in ends] * len(own), site if site in ends else "", group))
     return Chart("HetDPT step 2: learnable scores, the lowest one goes", "epoch", "score", lines)

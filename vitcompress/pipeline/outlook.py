@@ -48,20 +48,23 @@ def dry_run(recipe: Recipe, options: RunOptions) -> dict[str, Any]:
         data,
         structure_only=options.structure_only,
     )
-    plan = structure(job)
-    compressed = surgery.applied(job.blank, plan)
-    surgery.fold(compressed, plan)
+    costs = counted(job)
     return {
         "recipe": recipe.name,
         "folder": str(folder),
         "stages": list(_stages(job)),
         "layers": chosen_by(recipe, searched=False),
-        "cost": {
-            "dense": cost.measure(job.blank, job.input.size).to_dict(),
-            "compressed": cost.measure(compressed, job.input.size).to_dict(),
-        },
+        "cost": {name: found.to_dict() for name, found in costs.items()},
         "missing": [*missing, *_missing(job, options)],
     }
+
+
+def counted(job: Job) -> dict[str, cost.Cost]:
+    """`dense` and `compressed`: the model before, and a structure of the size that the steps come to, folded."""
+    plan = structure(job)
+    compressed = surgery.applied(job.blank, plan)
+    surgery.fold(compressed, plan)
+    return {name: cost.measure(m, job.input.size) for name, m in (("dense", job.blank), ("compressed", compressed))}
 
 
 def _device(recipe: Recipe) -> torch.device:

@@ -263,7 +263,10 @@ def _origin(options: Any, *, searched: bool) -> str:
         return "the recipe"
     if isinstance(options, RandomOptions):
         return "chance" if options.pick == "random" else f"the {options.pick} ones"
-    return "search" if searched else "arbitrary, only their number counts"
+    if searched:
+        return "search"
+    listed = getattr(options, "example_attention", ()) or getattr(options, "example_activation", ())
+    return "an example in the recipe" if listed else "arbitrary, only their number counts"
 
 
 def check_weights(job: Job, *, fresh: bool) -> None:

@@ -50,13 +50,17 @@ class AllocationOptions(DepthOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(AllocationOptions):
-    """layers: `search` runs stage 1; `published` takes the two lists of block numbers. candidates of step 2: what the
-    single-type chains removed, or all layers. diagnostics: also measure gradient disparity and recovery asymmetry.
+    """layers: `search` runs stage 1; `published` takes the two lists of block numbers. example_attention,
+    example_activation: block numbers that stand for the search's while only size and speed are of interest
+    (`--structure-only`, `--dry-run`); without them the last layers do. candidates of step 2: what the single-type
+    chains removed, or all layers. diagnostics: also measure gradient disparity and recovery asymmetry.
     """
 
     layers: Literal["search", "published"] = "search"
     published_attention: Indices = ()
     published_activation: Indices = ()
+    example_attention: Indices = ()
+    example_activation: Indices = ()
     candidates: Literal["collected", "all"] = "collected"
     search: SearchOptions = field(default_factory=SearchOptions)
     diagnostics: bool = False
@@ -65,7 +69,7 @@ class Options(AllocationOptions):
 def plan(model: nn.Module, context: Context, options: Options) -> Plan:
     """The layers to remove, from the published lists or from stage 1. The model is left as it is."""
     if options.layers == "published":
-        return depth.decided(model, context, _published(options), options)
+        return depth.decided(model, context, _listed(options, "published"), options)
     structure(model, context.family, context.plan, options)
     if options.diagnostics:
         diagnose(model, context, options)
@@ -125,8 +129,10 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
         PlanError: the budget cannot be spent on this model, or the lists do not match it.
     """
     if options.layers == "published":
-        return depth.delta(model, base, _published(options), options)
+        return depth.delta(model, base, _listed(options, "published"), options)
     check_allocation(model, family, options)
+    if options.example_attention or options.example_activation:
+        return depth.delta(model, base, _listed(options, "example"), options)
     return depth.delta(model, base, depth.any_layers(model, family, options.pruned_layers), options)
 
 
@@ -189,17 +195,16 @@ def diagnose(model: nn.Module, context: Context, options: Options) -> None:
             context.progress.note(f"{error.message}; {error.hint}")
 
 
-def _published(options: Options) -> dict[Kind, Sequence[int]]:
-    lists: dict[Kind, Sequence[int]] = {
-        "attention": options.published_attention,
-        "activation": options.published_activation,
-    }
+def _listed(options: Options, which: Literal["published", "example"]) -> dict[Kind, Sequence[int]]:
+    """The block numbers that the recipe lists. Raises PlanError unless they are as many as are to go."""
+    lists: dict[Kind, Sequence[int]] = {kind: getattr(options, f"{which}_{kind}") for kind in KINDS}
     count = sum(len(set(numbers)) for numbers in lists.values())
     if count != options.pruned_layers or count != sum(map(len, lists.values())):
         raise PlanError(
-            f"published_attention and published_activation name {count} different layers, pruned_layers is "
+            f"{which}_attention and {which}_activation name {count} different layers, pruned_layers is "
             f"{options.pruned_layers}",
-            hint='make the lists and the budget agree, or set layers = "search"',
+            hint="make the lists and the budget agree"
+            + (', or set layers = "search"' if which == "published" else ", or set both lists to []"),
         )
     return lists
 

@@ -1,0 +1,63 @@
+"""Published sizes of the recipes beside what the code counts, on shapes alone: no weights, no data, no training."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from vitcompress import distributed
+from vitcompress.pipeline.outlook import counted
+from vitcompress.pipeline.preflight import RunOptions, described, effective, folder_of
+from vitcompress.progress import Progress
+from vitcompress.recipe import Recipe, load_recipe
+
+CLOSE = 0.005  # a share of the published figure, besides the digits that it is printed with
+
+
+def compared(names: Iterable[str], progress: Progress | None = None) -> list[dict[str, Any]]:
+    """One record per recipe that reproduces something.
+
+    params_m, macs_g: {published, counted, off}: in millions and G, `off` as a share of the published figure; those
+    that were not published are None. macs_linear: the published MACs, and so the counted ones here, leave out the
+    products inside attention. met: whether all figures agree in their printed digits or to 0.5 %. reason: why not.
+    """
+    recipes = [recipe for recipe in map(load_recipe, names) if recipe.published is not None]
+    found = []
+    for number, recipe in enumerate(recipes):
+        found.append(_record(recipe))
+        if progress is not None:
+            progress.update("count", number + 1, len(recipes), recipe.name)
+    return found
+
+
+def _record(recipe: Recipe) -> dict[str, Any]:
+    published = recipe.published
+    assert published is not None
+    options = RunOptions(structure_only=True)
+    recipe = effective(recipe, options)
+    with torch.device("meta"):
+        nowhere = distributed.Runtime(torch.device("cpu"))
+        job = described(recipe, folder_of(recipe, options), nowhere, Progress(), None, structure_only=True)
+    cost = counted(job)["compressed"]
+    macs = cost.macs_linear if published.macs_linear else cost.macs
+    counts = {"params_m": cost.params / 1e6, "macs_g": macs / 1e9}
+    return {
+        "recipe": recipe.name,
+        **{key: _figure(getattr(published, key), count) for key, count in counts.items()},
+        "macs_linear": published.macs_linear,
+        "met": all(_met(getattr(published, key), count) for key, count in counts.items()),
+        "reason": published.deviation,
+    }
+
+
+def _figure(published: float | None, counted: float) -> dict[str, float | None]:
+    off = None if published is None else counted / published - 1
+    return {"published": published, "counted": counted, "off": off}
+
+
+def _met(published: float | None, counted: float) -> bool:
+    """Equal as printed, or to 0.5 %; what was not published is met by anything."""
+    if published is None:
+        return True
+    digits = len(str(published).partition(".")[2])
+    return round(counted, digits) == published or abs(counted / published - 1) <= CLOSE
