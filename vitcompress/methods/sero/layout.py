@@ -67,7 +67,9 @@ def project(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: flo
         PlanError: the layout cannot be that sparse.
     """
     if rules.layout == "ragged":
+        _check_some_live(spaces, sparsity)
         return _ragged(spaces, scores, ties, sparsity, rules.threshold)
+    _check_alignment(spaces, rules.round_to)
     ladders = [_ladder(group, scores, ties, rules) for group in _groups(spaces, rules.layout)]
     together = [ladders] if rules.threshold == "global" else [[ladder] for ladder in ladders]
     live: Live = {}
@@ -75,6 +77,24 @@ def project(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: flo
         for ladder, steps in zip(members, _climbed(members, sparsity, strict=len(together) == 1), strict=True):
             live |= _lowest_rungs(ladder, steps)
     return live
+
+
+def _check_some_live(spaces: Sequence[Space], sparsity: float) -> None:
+    total = sum(space.size for space in spaces)
+    if round((1 - sparsity) * total) < 1:
+        raise PlanError(
+            f"sparsity is {sparsity:g}, which takes all {total} units: no layer would be left", hint="lower sparsity"
+        )
+
+
+def _check_alignment(spaces: Sequence[Space], round_to: int) -> None:
+    for space in spaces:
+        width = space.size // space.heads
+        if round_to > width:
+            raise PlanError(
+                f"round_to is {round_to}, but {space.name} has only {width} channels per head",
+                hint=f"set round_to to {width} or less",
+            )
 
 
 def _ragged(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: float, threshold: Threshold) -> Live:
