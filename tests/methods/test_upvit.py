@@ -14,6 +14,7 @@ from contracts import images as pictures
 from method_world import context, model
 
 from vitcompress import surgery
+from vitcompress.checkpoint import write_json
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.methods import upvit
@@ -85,6 +86,15 @@ def test_every_candidate_loads_into_the_shallower_model() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
+
+
+def test_what_was_measured_is_told_in_forward_order(tmp_path: Path) -> None:
+    for number in (0, 2, 10):
+        write_json(tmp_path / f"scores-blocks.{number}.mlp.json", [1.0, 2.0])
+        write_json(tmp_path / f"blocks-{number}.json", {"ways": [f"block blocks.{number}"], "scores": [1.0]})
+    rounds, channels = upvit.tables(tmp_path)
+    assert [row[0] for row in channels["rows"]] == ["blocks.0.mlp", "blocks.2.mlp", "blocks.10.mlp"]
+    assert [row[1].split(" (")[0] for row in rounds["rows"]] == [f"block blocks.{n}" for n in (0, 2, 10)]
 
 
 def test_the_result_is_a_standard_timm_model(tmp_path: Path) -> None:

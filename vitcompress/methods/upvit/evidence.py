@@ -26,13 +26,18 @@ def _rounds(folder: Path) -> list[dict[str, Any]]:
 def _scored(folder: Path) -> Iterator[Scored]:
     """What was measured exactly; without any, the estimates."""
     kept = read_json(folder / "kept.json") if (folder / "kept.json").is_file() else {}
-    paths = sorted(folder.glob("scores-*.json"))
-    found = {path.stem.removeprefix("scores-"): read_json(path) for path in paths}
+    paths = {path.stem.removeprefix("scores-"): path for path in folder.glob("scores-*.json")}
+    found = {name: read_json(paths[name]) for name in sorted(paths, key=_forward)}
     if not found and (folder / "fisher.json").is_file():
         found = read_json(folder / "fisher.json")
     for name, scores in found.items():
         channels = kept.get(name) or kept.get(f"{name.removesuffix('attn')}qk") or []
         yield Scored(name, scores, channels)
+
+
+def _forward(name: str) -> list[tuple[int, str]]:
+    """Sorts by block number, not by its digits."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in name.split(".")]
 
 
 def tables(folder: Path) -> list[dict[str, Any]]:
