@@ -9,14 +9,14 @@ from typing import Any
 from torch import nn
 
 from vitcompress.checkpoint import differing, file_sha256, read_json, save_tensors, write_json
-from vitcompress.data import Splits
+from vitcompress.data import Images, Splits
 from vitcompress.distributed import Runtime
 from vitcompress.errors import ArtifactError
 from vitcompress.families import Family
 from vitcompress.models import InputConfig
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
-from vitcompress.train import TrainOptions
+from vitcompress.train import TrainOptions, TrainResult, train
 
 LEFT_WEIGHTS, LEFT = "weights.safetensors", "left.json"
 
@@ -71,6 +71,27 @@ class Context:
             write_json(path, value)
         self.runtime.barrier()
         return value
+
+    def run_training(
+        self, module: nn.Module, images: Images, heldout: Images | None, options: TrainOptions, name: str, **more: Any
+    ) -> TrainResult:
+        """`train` in the surroundings of this step.
+
+        name: of the folder below the step's that holds the training's state, and its label where `more` has none.
+        """
+        return train(
+            module,
+            images,
+            heldout,
+            options,
+            input=self.input,
+            runtime=self.runtime,
+            folder=self.folder / name,
+            label=more.pop("label", name),
+            seed=self.seed,
+            progress=self.progress,
+            **more,
+        )
 
     def hand_over(self, model: nn.Module) -> None:
         """Let the work go on with the weights of `model`, retrained but of the shapes that the step was given.

@@ -8,6 +8,7 @@ from timm.layers import GluMlp, Mlp
 from torch import Tensor, nn
 
 from vitcompress.families.anatomy import Axis, LinearPair, Site, Space, input_axis, linear_axes, norm_axes
+from vitcompress.families.edited import EditedBlock
 
 
 def plain(*parts: nn.Module | None) -> bool:
@@ -28,6 +29,18 @@ def norms_refusal(model: nn.Module) -> str | None:
     """`norm_refusal` of the first module that is named as a norm and refused."""
     norms = (module for name, module in model.named_modules() if "norm" in name.rpartition(".")[2])
     return next((reason for reason in map(norm_refusal, norms) if reason), None)
+
+
+def part_refusal(block: nn.Module, blocks: type, attentions: tuple[type, ...], ffns: tuple[type, ...]) -> str | None:
+    """The first of a block, its attention and its FFN that is of none of these types, as the end of a sentence."""
+    for what, part, kinds in (
+        ("blocks are", block, (blocks, EditedBlock)),
+        ("attention is a", getattr(block, "attn", None), attentions),
+        ("FFN is a", getattr(block, "mlp", None), ffns),
+    ):
+        if part is not None and type(part) not in kinds:
+            return f"its {what} {type(part).__name__}"
+    return None
 
 
 def staged_blocks(model: nn.Module, stages: str) -> dict[str, nn.Module]:

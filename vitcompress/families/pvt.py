@@ -18,7 +18,6 @@ from vitcompress.families.anatomy import (
     linear_axes,
     norm_axes,
 )
-from vitcompress.families.edited import EditedBlock
 
 SUPPORTED = "timm PVTv2 (b0 to b5, and the linear variant) with LayerNorm"
 NOT_FOLDABLE = "PVTv2's MLP has a depth-wise 3x3 convolution and cannot be folded exactly"
@@ -83,13 +82,8 @@ def refuses(model: nn.Module) -> str | None:
     return next((reason for reason in reasons if reason), None) or common.norms_refusal(model)
 
 
-def _block_refusal(block: Any) -> str | None:
-    if not isinstance(block, Block | EditedBlock):
-        return f"its blocks are {type(block).__name__}"
-    attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
-    if attn is not None and not isinstance(attn, Attention | SlicedReductionAttention):
-        return f"its attention is a {type(attn).__name__}"
-    return None if mlp is None or isinstance(mlp, MlpWithDepthwiseConv) else f"its FFN is a {type(mlp).__name__}"
+def _block_refusal(block: nn.Module) -> str | None:
+    return common.part_refusal(block, Block, (Attention, SlicedReductionAttention), (MlpWithDepthwiseConv,))
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:

@@ -33,7 +33,7 @@ from vitcompress.families.anatomy import (
     linear_axes,
     norm_axes,
 )
-from vitcompress.families.edited import EditedBlock, fixed_size
+from vitcompress.families.edited import fixed_size
 
 SUPPORTED = "timm SwinTransformers (v1 and S3) with LayerNorm and two-layer MLPs"
 
@@ -151,13 +151,9 @@ def refuses(model: nn.Module) -> str | None:
     return next((reason for reason in reasons if reason), None) or common.norms_refusal(model)
 
 
-def _block_refusal(block: Any) -> str | None:
-    if not isinstance(block, SwinTransformerBlock | EditedBlock):
-        return f"its blocks are {type(block).__name__}"
-    attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
-    if attn is not None and not isinstance(attn, WindowAttention | SlicedWindowAttention):
-        return f"its attention is a {type(attn).__name__}"
-    return None if mlp is None or type(mlp) in (Mlp, nn.Linear) else f"its FFN is a {type(mlp).__name__}"
+def _block_refusal(block: nn.Module) -> str | None:
+    attentions = (WindowAttention, SlicedWindowAttention, ShiftedWindowAttention)
+    return common.part_refusal(block, SwinTransformerBlock, attentions, (Mlp, nn.Linear))
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:

@@ -19,7 +19,6 @@ from vitcompress.families.anatomy import (
     linear_axes,
     norm_axes,
 )
-from vitcompress.families.edited import EditedBlock
 
 SUPPORTED = (
     "timm VisionTransformers with pre-norm blocks of multi-head attention (with or without qkv bias) and a two-layer "
@@ -81,20 +80,14 @@ def refuses(model: nn.Module) -> str | None:
 
 
 def _block_refusal(block: Any) -> str | None:
-    if not isinstance(block, Block | EditedBlock):
-        return f"its blocks are {type(block).__name__}"
-    attn: Any
-    mlp: Any
+    if refusal := common.part_refusal(block, Block, (Attention, SlicedAttention), (Mlp, GluMlp, nn.Linear)):
+        return refusal
     attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
-    if attn is not None and type(attn) not in (Attention, SlicedAttention):
-        return f"its attention is a {type(attn).__name__}"
-    if type(attn) is Attention and not common.plain(attn.q_norm, attn.k_norm, attn.norm, attn.gate):
+    if isinstance(attn, Attention) and not common.plain(attn.q_norm, attn.k_norm, attn.norm, attn.gate):
         return "its attention normalises q, k or its output, or is gated"
-    if mlp is not None and type(mlp) not in (Mlp, GluMlp, nn.Linear):
-        return f"its FFN is a {type(mlp).__name__}"
     if isinstance(mlp, Mlp | GluMlp) and not (common.plain(mlp.norm) and isinstance(mlp.fc1, nn.Linear)):
         return "its FFN normalises its hidden channels or is convolutional"
-    return "its gated FFN has no biases" if type(mlp) is GluMlp and mlp.fc1.bias is None else None
+    return "its gated FFN has no biases" if isinstance(mlp, GluMlp) and mlp.fc1.bias is None else None
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:

@@ -17,7 +17,6 @@ from vitcompress.checkpoint import read_json
 from vitcompress.families import Family
 from vitcompress.methods.depth import Stage
 from vitcompress.plan import Plan
-from vitcompress.train import train
 from vitcompress.workspace import Context
 
 
@@ -46,17 +45,13 @@ def recover(model: nn.Module, context: Context, options: RecoverOptions) -> Plan
     if options.alpha is not None:
         settings = replace(settings, alpha=options.alpha)
     copy = deepcopy(model)
-    train(
+    context.run_training(
         copy,
         context.data.train,
         context.data.heldout,
         settings,
-        input=context.input,
-        runtime=context.runtime,
-        folder=context.folder / "training",
+        "training",
         label="recovery between steps",
-        seed=context.seed,
-        progress=context.progress,
         teacher=context.teacher(),
     )
     context.hand_over(copy.cpu())

@@ -36,7 +36,6 @@ from vitcompress.methods.depth import (
 from vitcompress.methods.hetdpt import transfer_entropy
 from vitcompress.methods.hetdpt.accuracy_map import Row
 from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions, Measurement
-from vitcompress.train import train
 from vitcompress.workspace import Context
 
 
@@ -201,17 +200,13 @@ class _Collector:
         if not self.options.epochs:
             return
         images = training_part(self.context, self.options.images_per_class)
-        train(
+        self.context.run_training(
             model,
             images,
             None,
             fast_options(self.context, self.options, self.options.epochs, len(images)),
-            input=self.context.input,
-            runtime=self.context.runtime,
-            folder=self.context.folder / record["key"],
+            record["key"],
             label=f"step 1, {record['key']}",
-            seed=self.context.seed,
-            progress=self.context.progress,
         )
 
     def _forget(self, record: Record) -> None:

@@ -31,7 +31,6 @@ from vitcompress.methods.depth import (
     training_views,
 )
 from vitcompress.methods.hetdpt.collection import CollectionOptions
-from vitcompress.train import train
 from vitcompress.workspace import Context
 
 Record = dict[str, Any]
@@ -96,17 +95,13 @@ def _recovery(
     before = accuracy(without, context)
     images = training_part(context, options.images_per_class)
     if options.epochs:
-        train(
+        context.run_training(
             without,
             images,
             None,
             fast_options(context, options, options.epochs, len(images)),
-            input=context.input,
-            runtime=context.runtime,
-            folder=context.folder / _key(site),
+            _key(site),
             label=f"recovery of {site.name}",
-            seed=context.seed,
-            progress=context.progress,
         )
     return {
         "site": site.name,

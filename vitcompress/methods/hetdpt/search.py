@@ -36,7 +36,7 @@ from vitcompress.methods.depth import (
     layers,
     training_part,
 )
-from vitcompress.train import TrainOptions, train
+from vitcompress.train import TrainOptions
 from vitcompress.workspace import Context
 
 
@@ -142,17 +142,13 @@ class _Search:
         lowest = settings.min_lr / settings.lr
         restarts = self.options.schedule == "restarts"
         with self.watch.attached():
-            train(
+            self.context.run_training(
                 self.model,
                 images,
                 None,
                 settings,
-                input=self.context.input,
-                runtime=self.context.runtime,
-                folder=self.context.folder / "search",
+                "search",
                 label="step 2, importance search",
-                seed=self.context.seed,
-                progress=self.context.progress,
                 after_epoch=self._after_epoch,
                 lr_scale=lambda epoch: lr_scale(epoch, self.removals, lowest) if restarts else 1.0,
                 parameter_groups=parameter_groups(self.model, settings, self.options.score_lr),

@@ -40,7 +40,7 @@ from vitcompress.methods.sero.layout import (
     unit_spaces,
 )
 from vitcompress.plan import Plan
-from vitcompress.train import TrainOptions, train
+from vitcompress.train import TrainOptions
 from vitcompress.workspace import Context
 
 
@@ -169,17 +169,12 @@ def _explored(copy: nn.Module, context: Context, options: Options) -> Exploratio
         seed=context.seed,
     )
     try:
-        train(
+        context.run_training(
             copy,
             context.data.train,
             context.data.heldout,
             _settings(context.train, options),
-            input=context.input,
-            runtime=context.runtime,
-            folder=context.folder / "exploration",
-            label="exploration",
-            seed=context.seed,
-            progress=context.progress,
+            "exploration",
             hooks=found,
         )
     finally:
