@@ -10,7 +10,20 @@ from typing import Any
 
 import torch
 
-LIBRARIES = ("vitcompress", "torch", "timm", "onnx", "onnxruntime", "onnxruntime-gpu", "numpy")
+LIBRARIES = (
+    "vitcompress",
+    "torch",
+    "timm",
+    "onnx",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "openvino",
+    "tensorrt",
+    "tensorrt-rtx",
+    "numpy",
+)
+CPU_FLAGS = ("avx2", "avx_vnni", "f16c", "bf16", "i8mm")
+GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 DISTURBED = 0.25  # cores that other processes use, from which a measurement is called disturbed
 
 
@@ -20,6 +33,7 @@ def facts() -> dict[str, Any]:
         "system": platform.platform(),
         "python": sys.version.split()[0],
         "cpu": _cpu_name(),
+        "cpu_flags": cpu_flags(),
         "cpu_cores": os.cpu_count(),
         "cpu_cores_usable": usable_cores(),
         "memory_gb": _memory_gb(),
@@ -58,26 +72,35 @@ def others_cores(before: tuple[float, float, float] | None, after: tuple[float, 
     return max(0.0, (everyone - own) / wall)
 
 
-def gpu_state(index: int = 0) -> dict[str, Any] | None:
-    """Clocks, temperature, power, throttling and the number of other processes; None without CUDA or nvidia-ml-py."""
+def resident_bytes() -> int | None:
+    """Memory that this process holds now; None where the system does not tell."""
+    status = Path("/proc/self/statm")
+    return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.is_file() else None
+
+
+def peak_bytes() -> int | None:
+    """Most memory that this process has held."""
     try:
-        import pynvml  # type: ignore[import-not-found,unused-ignore]
-    except ImportError:
+        import resource
+    except ImportError:  # Windows
         return None
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        return {
-            "sm_clock_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
-            "memory_clock_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
-            "temperature_c": pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
-            "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-            "throttle_reasons": pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
-            "processes": len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)),
-            "driver": pynvml.nvmlSystemGetDriverVersion(),
-        }
-    except pynvml.NVMLError:
-        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def cpu_state() -> dict[str, Any]:
+    """Load, clock and governor of the processor now; None for what the system does not tell."""
+    clocks = [float(value) for value in _cpuinfo("cpu MHz")]
+    return {
+        "load_average": load_average(),
+        "clock_mhz": [min(clocks), max(clocks)] if clocks else None,
+        "governor": GOVERNOR.read_text().strip() if GOVERNOR.is_file() else None,
+    }
+
+
+def cpu_flags() -> list[str]:
+    """What the processor has for matrix products: avx2, avx512*, amx*, *vnni."""
+    flags = set(" ".join(_cpuinfo("flags")[:1] or _cpuinfo("Features")[:1]).split())
+    return sorted(flag for flag in flags if flag in CPU_FLAGS or flag.startswith(("avx512", "amx", "sve", "asimd")))
 
 
 def _version(name: str) -> str | None:
@@ -87,12 +110,16 @@ def _version(name: str) -> str | None:
         return None
 
 
+def _cpuinfo(key: str) -> list[str]:
+    """What the kernel says of each core under `key`."""
+    info = Path("/proc/cpuinfo")
+    pairs = [line.partition(":") for line in info.read_text().splitlines()] if info.is_file() else []
+    return [value.strip() for name, _, value in pairs if name.strip() == key]
+
+
 def _cpu_name() -> str:
     """The processor's name; the architecture where the system does not tell."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return next(iter(_cpuinfo("model name")), "") or platform.processor() or platform.machine()
 
 
 def _memory_gb() -> float | None:

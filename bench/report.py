@@ -170,7 +170,9 @@ def bench_table(entries: Sequence[Mapping[str, Any]]) -> Table:
     for row in (row for entry in entries for row in entry["rows"]):
         latency = [row["latency_ms"].get(key) for key in ("p50", "p90", "max")]
         times = ["" if value is None else f"{value:.3f}" for value in latency]
-        about = (Path(row["artifact"]).name, f"{row['runtime']} {row['device']}", row["precision"], str(row["threads"]))
+        how = "".join(f" +{name.replace('_', ' ')}" for name in ("compile", "cuda_graph", "transfers") if row.get(name))
+        where = f"{row['runtime']} {row['device']}"
+        about = (Path(row["artifact"]).name, where, f"{row['precision']}{how}", str(row["threads"]))
         rows.append((*about, row["protocol"], f"{row['images_per_second']:,.1f}", *times))
     return Table("Speed", columns, tuple(rows))
 

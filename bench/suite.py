@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitcompress.bench import machine, timing
+from vitcompress.bench import conditions, timing
+from vitcompress.bench.opening import open_all
 from vitcompress.errors import InputError
 from vitcompress.exporters.runner import TimedCall
-from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
+from vitcompress.exporters.runtimes import Runner, RunnerOptions
 from vitcompress.progress import Progress
 
 FORMAT = 1
@@ -20,29 +21,35 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure. `batch`, `warmup`, `runs`: None leaves what the protocol says.
+    """What to measure. `batch`, `warmup`, `runs`: None leaves what the protocol says; several batches are a sweep.
 
-    fail_under: every other artifact must be at least this many times as fast as the first one; what counts is the lower
-    end of the 95 % interval.
+    variants: settings in which torch models are measured side by side, as in `fp32,fp16+compile` or `all`. fail_under:
+    every other artifact must be at least this many times as fast as the first one; what counts is the lower end of the
+    95 % interval.
     """
 
     protocol: str = "robust"
-    batch: int | None = None
+    batch: int | tuple[int, ...] | None = None
     warmup: int | None = None
     runs: int | None = None
     runner: RunnerOptions = field(default_factory=RunnerOptions)
     fail_under: float | None = None
     seed: int = 0
+    variants: str | None = None
 
-    def resolved(self) -> timing.Protocol:
-        return timing.protocol(self.protocol, batch=self.batch, warmup=self.warmup, runs=self.runs)
+    def resolved(self) -> list[timing.Protocol]:
+        """One protocol per batch. Raises InputError for what cannot be measured."""
+        batches = self.batch if isinstance(self.batch, tuple) and self.batch else (self.batch,)
+        same = {"warmup": self.warmup, "runs": self.runs}
+        return [timing.protocol(self.protocol, batch=batch, **same) for batch in batches]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """`rows`: one per artifact. `ratios`: each later artifact against the first. All plain data.
+    """`rows`: one per artifact and batch. `ratios`: each later artifact against the first. All plain data.
 
-    `as_data` repeats the ratio of two artifacts as `ratio`.
+    notes: what the protocol leaves out. disturbed: why the figures may be wrong: others used the machine, or it slowed
+    down. `as_data` repeats the ratio of two artifacts as `ratio`.
     """
 
     rows: tuple[dict[str, Any], ...]
@@ -50,6 +57,8 @@ class Bench:
     machine: dict[str, Any]
     warnings: tuple[str, ...]
     fail_under: float | None = None
+    notes: tuple[str, ...] = ()
+    disturbed: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -61,7 +70,8 @@ class Bench:
         gate = {"fail_under": self.fail_under, "passed": self.passed}
         if len(self.ratios) == 1:
             known["ratio"] = self.ratios[0]
-        return {"bench_format": FORMAT, **known, "warnings": list(self.warnings), **gate}
+        said = {"warnings": list(self.warnings), "notes": list(self.notes), "disturbed": list(self.disturbed)}
+        return {"bench_format": FORMAT, **known, **said, **gate}
 
 
 def run(
@@ -71,7 +81,8 @@ def run(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Bench:
-    """Measure .onnx files, run folders and `timm:NAME`s in turns, the first one being the base of all ratios.
+    """Measure files, run folders, `timm:NAME`s and `timm-onnx:NAME`s in turns, the first one being the base of all
+    ratios.
 
     `settings` are fields of BenchOptions, for callers that have no options at hand.
 
@@ -81,31 +92,41 @@ def run(
     """
     options = replace(options or BenchOptions(), **settings)
     if not artifacts:
-        raise InputError("nothing to measure", hint="give .onnx files, run folders or timm:NAME")
-    if options.fail_under is not None and len(artifacts) < 2:
-        raise InputError("--fail-under compares with the first artifact, only one was given", hint="give two or more")
+        raise InputError("nothing to measure", hint="give files, run folders or timm:NAME")
     options.resolved()
     with ExitStack() as stack:
-        runners = []
-        for artifact in artifacts:
-            runner = open_runner(artifact, options.runner)
-            stack.callback(runner.close)
-            runners.append(runner)
+        runners = open_all(artifacts, options.runner, options.variants, stack)
+        if options.fail_under is not None and len(runners) < 2:
+            raise InputError(
+                "--fail-under compares with the first artifact, only one was given", hint="give two or more"
+            )
         return compare(runners, options, progress)
 
 
 def compare(runners: Sequence[Runner], options: BenchOptions, progress: Progress | None = None) -> Bench:
     """`run` for runners that are open already; they stay open."""
-    protocol = options.resolved()
+    parts = [_at_batch(runners, options, protocol, progress) for protocol in options.resolved()]
+    together: dict[str, Any] = {
+        name: tuple(item for part in parts for item in getattr(part, name))
+        for name in ("rows", "ratios", "warnings", "disturbed")
+    }
+    about = {**parts[0].machine, "conditions": [part.machine["conditions"] for part in parts]}
+    return Bench(**together, machine=about, fail_under=options.fail_under, notes=parts[0].notes)
+
+
+def _at_batch(
+    runners: Sequence[Runner], options: BenchOptions, protocol: timing.Protocol, progress: Progress | None
+) -> Bench:
     targets = [_target(runner, protocol.batch, options.seed) for runner in runners]
-    before, used = _state(runners), machine.cpu_seconds()
-    samples = timing.measure(targets, protocol, progress)
-    others = machine.others_cores(used, machine.cpu_seconds())
-    after = _state(runners)
-    rows = tuple(_row(r, s, protocol) for r, s in zip(runners, samples, strict=True))
-    ratios = tuple(asdict(timing.ratio(samples[0], later)) for later in samples[1:])
-    about = {**machine.facts(), "before": before, "after": after, "other_processes_cores": others}
-    return Bench(rows, _plain(ratios), about, tuple(_warnings(samples, about)), options.fail_under)
+    with conditions.watched([runner.describe() for runner in runners]) as watch:
+        samples = timing.measure(targets, protocol, progress, watch.joules)
+    rows = tuple(_row(*one, protocol, options, watch) for one in zip(runners, samples, targets, strict=True))
+    ratios = [asdict(timing.ratio(samples[0], later)) for later in samples[1:]]
+    about = {**conditions.facts(), "conditions": watch.found}
+    disturbed = tuple(conditions.disturbances(watch.found))
+    warned = tuple(conditions.warnings(samples, rows))
+    said = tuple(conditions.left_out(protocol, rows))
+    return Bench(rows, _plain(ratios, protocol.batch), about, (*warned, *disturbed), None, said, disturbed)
 
 
 def gated(found: Bench) -> str | None:
@@ -133,19 +154,23 @@ def _target(runner: Runner, batch: int, seed: int) -> timing.Target:
     return timing.Target(runner.name, step, runner.synchronize, runner.uses_events, timed)
 
 
-def _state(runners: Sequence[Runner]) -> dict[str, Any]:
-    on_gpu = any(str(runner.describe()["device"]).startswith("cuda") for runner in runners)
-    return {"load_average": machine.load_average(), "gpu": machine.gpu_state() if on_gpu else None}
-
-
-def _row(runner: Runner, samples: timing.Samples, protocol: timing.Protocol) -> dict[str, Any]:
+def _row(
+    runner: Runner,
+    samples: timing.Samples,
+    target: timing.Target,
+    protocol: timing.Protocol,
+    options: BenchOptions,
+    watch: "conditions.Watched",
+) -> dict[str, Any]:
     """One bench row: what was measured, how, and every sample."""
+    known = {"transfers": False, **runner.describe()}
     return {
-        **runner.describe(),
+        **known,
         "protocol": protocol.id,
         "batch": samples.batch,
         "input_size": list(runner.input_size),
-        "input": "standard normal, resident on the device; transfers are not timed",
+        "input": conditions.input_in_words(known),
+        "caches": "warm: input and weights are used again by every run",
         "warmup": samples.warmup_runs,
         "warmup_seconds": samples.warmup_seconds,
         "settled": samples.settled,
@@ -153,25 +178,18 @@ def _row(runner: Runner, samples: timing.Samples, protocol: timing.Protocol) -> 
         "clock": samples.clock,
         "images_per_second": samples.images_per_second,
         "latency_ms": samples.latency_ms(),
+        "variation": samples.variation,
         "drift": samples.drift,
+        "images_per_joule": samples.images_per_joule,
+        "joules": samples.joules,
+        "energy_of": watch.energy_of,
+        "memory": conditions.memory(known, target),
         "samples_ms": [list(map(float, block)) for block in samples.blocks_ms],
         "block_wall_ms": samples.wall_ms,
     }
 
 
-def _plain(ratios: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+def _plain(ratios: Sequence[Mapping[str, Any]], batch: int) -> tuple[dict[str, Any], ...]:
     """JSON knows no infinity: an interval without an upper end has None there."""
-    return tuple({**r, "ci95": [end if end < float("inf") else None for end in r["ci95"]]} for r in ratios)
-
-
-def _warnings(samples: Sequence[timing.Samples], about: Mapping[str, Any]) -> list[str]:
-    """What a reader should know before believing the figures."""
-    found = [
-        f"{s.name}: times drifted by {s.drift:+.1%} from the first to the last third" for s in samples if s.drifted
-    ]
-    found += [f"{s.name}: times had not settled after {s.warmup_seconds:.0f} s" for s in samples if s.settled is False]
-    if (others := about["other_processes_cores"] or 0.0) > machine.DISTURBED:
-        found.append(f"other processes kept {others:.1f} of {machine.usable_cores()} cores busy meanwhile")
-    if (processes := (about["before"]["gpu"] or {}).get("processes", 0)) > 1:
-        found.append(f"the GPU had {processes} processes")
-    return found
+    open_ended = [{**r, "ci95": [end if end < float("inf") else None for end in r["ci95"]]} for r in ratios]
+    return tuple({**r, "batch": batch} for r in open_ended)

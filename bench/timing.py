@@ -24,6 +24,7 @@ SETTLED = 0.05  # medians of three windows in a row this close together
 DRIFT = 0.05  # last third against first third: more than this is said
 TAIL = 10  # samples that must lie above a percentile before it is printed
 MISSED = 0.05  # of the intervals, at most
+COUNTER_SECONDS = 0.1  # how often energy counters are renewed, at the slowest
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,10 @@ class Target:
 
 @dataclass
 class Samples:
-    """All times of one target, in milliseconds: every run by block, and the wall-clock time of each block."""
+    """All times of one target, in milliseconds: every run by block, and the wall-clock time of each block.
+
+    joules: what all blocks used, each with its untimed run; None where no counter was read.
+    """
 
     name: str
     batch: int
@@ -95,6 +99,7 @@ class Samples:
     settled: bool | None = None
     blocks_ms: list[list[float]] = field(default_factory=list)
     wall_ms: list[float] = field(default_factory=list)
+    joules: float | None = None
 
     @property
     def runs_ms(self) -> np.ndarray:
@@ -104,6 +109,18 @@ class Samples:
     @property
     def images_per_second(self) -> float:
         return 1000.0 * self.batch * len(self.runs_ms) / sum(self.wall_ms)
+
+    @property
+    def images_per_joule(self) -> float | None:
+        """None where the blocks are too short for a counter that is renewed ten times a second."""
+        if not self.joules or np.median(self.wall_ms) < 1000 * COUNTER_SECONDS:
+            return None
+        return self.batch * (len(self.runs_ms) + len(self.blocks_ms)) / self.joules
+
+    @property
+    def variation(self) -> float | None:
+        """Standard deviation of the runs over their mean (CoV); None for a single run."""
+        return float(self.runs_ms.std(ddof=1) / self.runs_ms.mean()) if len(self.runs_ms) > 1 else None
 
     def latency_ms(self) -> dict[str, float | None]:
         """Mean, extremes, and the percentiles that ten samples or more lie above: p90 from 100 runs, p99 from 1000."""
@@ -125,10 +142,16 @@ class Samples:
         return abs(self.drift or 0.0) > DRIFT
 
 
-def measure(targets: Sequence[Target], protocol: Protocol, progress: Progress | None = None) -> list[Samples]:
+def measure(
+    targets: Sequence[Target],
+    protocol: Protocol,
+    progress: Progress | None = None,
+    joules: Callable[[], float] | None = None,
+) -> list[Samples]:
     """Time all targets in turns; one Samples per target, with equally many blocks in each.
 
-    Each block begins with one untimed run, as the target before left its own data in the caches.
+    Each block begins with one untimed run, as the target before left its own data in the caches. joules: reads a
+    counter of the energy used so far.
     """
     progress = progress or Progress()
     found = [Samples(t.name, protocol.batch, "cuda events" if t.events or t.timed else "wall") for t in targets]
@@ -138,9 +161,12 @@ def measure(targets: Sequence[Target], protocol: Protocol, progress: Progress | 
         progress.update(f"warm-up {target.name}", 1, 1)
     while not _enough(found, protocol):
         for target, samples in zip(targets, found, strict=True):
+            before = joules() if joules else 0.0
             times, wall = _block(target, _block_runs(samples, protocol))
             samples.blocks_ms.append(times)
             samples.wall_ms.append(wall)
+            if joules:
+                samples.joules = (samples.joules or 0.0) + joules() - before
         done = len(found[0].blocks_ms)
         total = done if _enough(found, protocol) else max(ROUNDS, done + 1)
         progress.update("rounds", done, total, f"{np.median(found[0].runs_ms):.2f} ms")

@@ -1,6 +1,7 @@
 """ONNX files as runners."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ class OnnxRunner:
     """An ONNX file in ONNX Runtime, on exactly the execution provider that was asked for."""
 
     def __init__(self, path: Path, options: RunnerOptions) -> None:
-        for setting, off in (("compile", False), ("sdpa", "auto")):
+        for setting, off in (("compile", False), ("sdpa", "auto"), ("cuda_graph", False)):
             if getattr(options, setting) != off:
-                raise InputError(f"{setting} is a setting of torch; {path.name} runs in ONNX Runtime")
+                raise InputError(f"{setting} is not offered for ONNX Runtime, in which {path.name} runs")
         self.name = str(path)
         self._session = Session(
             path,
@@ -30,6 +31,7 @@ class OnnxRunner:
             precision=options.precision,
             threads=options.threads,
         )
+        self._transfers = options.transfers and self._session.on_device
         self.input = self._input_config()
 
     def _input_config(self) -> InputConfig | None:
@@ -47,13 +49,18 @@ class OnnxRunner:
         return torch.from_numpy(np.asarray(self._session.run(images.detach().float().cpu().numpy())))
 
     def bind(self, images: Tensor) -> Callable[[], None]:
-        return self._session.bind(images.detach().float().cpu().numpy())
+        given = images.detach().float().cpu().numpy()
+        return partial(self._run, given) if self._transfers else self._session.bind(given)
+
+    def _run(self, images: np.ndarray) -> None:
+        """From the host and back to it."""
+        self._session.run(images)
 
     def synchronize(self) -> None:
         """Nothing: a call of the session returns when its outputs are there."""
 
     def describe(self) -> dict[str, Any]:
-        return {"artifact": self.name, **self._session.describe()}
+        return {"artifact": self.name, **self._session.describe(), "transfers": self._transfers}
 
     def close(self) -> None:
         self._session.close()

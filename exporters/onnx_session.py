@@ -80,6 +80,11 @@ class Session:
         return {"device_id": index, "use_tf32": str(int(self.precision == "tf32"))}
 
     @property
+    def on_device(self) -> bool:
+        """Whether images and logits have a way to go."""
+        return self.provider != CPU
+
+    @property
     def input_size(self) -> tuple[int, int, int]:
         """(channels, height, width)"""
         channels, height, width = self._input.shape[1:]

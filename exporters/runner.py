@@ -18,7 +18,8 @@ class RunnerOptions:
     takes that of the file, fp32 in torch; `tf32` is fp32 with TF32 products on CUDA, which `fp32` never uses. threads:
     CPU threads of one call; None leaves the runtime's default. compile and sdpa (`auto`, `math`, `flash`, `efficient`,
     `cudnn`) concern torch. weights: those of a `timm:` name (`random`, `hub`). trust: open an engine that no sidecar
-    vouches for. cuda_graph: replay an engine's run from a recorded CUDA graph.
+    vouches for. cuda_graph: replay a bound run from a recorded CUDA graph. transfers: a bound run begins and ends
+    with images and logits on the host.
     """
 
     device: str | None = None
@@ -30,6 +31,7 @@ class RunnerOptions:
     weights: str = "random"
     trust: bool = False
     cuda_graph: bool = False
+    transfers: bool = False
 
 
 @runtime_checkable
@@ -64,13 +66,17 @@ class Runner(Protocol):
         """images: (batch, channels, height, width), normalised, on any device -> (batch, classes)."""
 
     def bind(self, images: Tensor) -> Callable[[], None]:
-        """One forward pass of `images` as a call without arguments; inputs are already where the model computes."""
+        """One forward pass of `images` as a call without arguments.
+
+        Inputs are already where the model computes, unless transfers were asked for. One that is a TimedCall times
+        itself.
+        """
 
     def synchronize(self) -> None:
         """Wait until everything queued is done."""
 
     def describe(self) -> dict[str, Any]:
-        """Everything that changes how fast or how exact this runner is."""
+        """Everything that changes how fast or how exact this runner is; what it lacks of a setting is False there."""
 
     def close(self) -> None:
         """Give back what the runner holds, and restore what it changed."""

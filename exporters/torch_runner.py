@@ -22,6 +22,8 @@ SDPA = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 
+RUNS_BEFORE_RECORDING = 3  # as torch's documentation of CUDA graphs advises
+
 
 class TorchRunner:
     """A module in torch, in eval mode, on one device.
@@ -60,13 +62,56 @@ class TorchRunner:
         return out.float().cpu()
 
     def bind(self, images: Tensor) -> Callable[[], None]:
-        resident = images.to(self._device, self._type)
+        place: dict[str, Any] = {"device": self._device, "dtype": self._type}
+        resident = images.to(**place)
+        if self._options.cuda_graph:
+            return self._recorded(resident, self._host(images))
+        host = self._host(images)
 
         @torch.inference_mode()
         def step() -> None:
             self._set_process()
             with self._attention():
+                out = self._call(resident if host is None else host.to(**place, non_blocking=True))
+            if host is not None:
+                out.cpu()
+
+        return step
+
+    def _host(self, images: Tensor) -> Tensor | None:
+        """The images in page-locked memory of the host, where their way to the device is part of a run."""
+        if not self._transfers:
+            return None
+        host = images.to("cpu", self._type)
+        return host.pin_memory() if self._device.type == "cuda" else host
+
+    @property
+    def _transfers(self) -> bool:
+        """There is no way to go on the CPU."""
+        return self._options.transfers and self._device.type != "cpu"
+
+    @torch.inference_mode()
+    def _recorded(self, resident: Tensor, host: Tensor | None) -> Callable[[], None]:
+        """One run as a CUDA graph. Its kernels are chosen and its memory is taken before it is recorded."""
+        self._set_process()
+        make_stream: Any = torch.cuda.Stream
+        side = make_stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side), self._attention():
+            for _ in range(RUNS_BEFORE_RECORDING):
                 self._call(resident)
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph: Any = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), self._attention():
+            out = self._call(resident)
+
+        @torch.inference_mode()
+        def step() -> None:
+            if host is not None:
+                resident.copy_(host, non_blocking=True)
+            graph.replay()
+            if host is not None:
+                out.cpu()
 
         return step
 
@@ -102,7 +147,8 @@ class TorchRunner:
             "sdpa": self._options.sdpa,
             "compile": self._options.compile,
             "channels_last": False,
-            "cuda_graph": False,
+            "cuda_graph": self._options.cuda_graph,
+            "transfers": self._transfers,
             "graph_optimization": None,
             "weights": self._options.weights if self.name.startswith(TIMM) else None,
         }
@@ -145,3 +191,8 @@ def _check_torch_options(options: RunnerOptions, device: torch.device, precision
         raise InputError(f"threads must be 1 or more, got {options.threads}")
     if precision == "tf32" and device.type != "cuda":
         raise DeviceError(f"tf32 was asked for, {device.type} has none", hint="use fp32")
+    if options.cuda_graph and device.type != "cuda":
+        raise DeviceError(
+            f"a CUDA graph was asked for, the device is {device}: only CUDA kernels can be recorded",
+            hint="leave --cuda-graph out, or use --device cuda",
+        )

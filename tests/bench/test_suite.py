@@ -1,6 +1,7 @@
 """A measurement says everything that changes it, keeps every sample, and can fail a build."""
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from contracts import build, contract
 
 from vitcompress import checkpoint
-from vitcompress.bench import machine, suite
+from vitcompress.bench import conditions, machine, opening, suite
 from vitcompress.bench.suite import BenchOptions
+from vitcompress.bench.timing import protocol
 from vitcompress.errors import ArtifactError, DeviceError, InputError
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.exporters.runtimes import RunnerOptions
@@ -78,3 +80,87 @@ def test_other_processes_are_counted() -> None:
     assert machine.others_cores((0.0, 10.0, 4.0), (2.0, 15.0, 6.0)) == 1.5
     assert machine.others_cores(None, (2.0, 15.0, 6.0)) is None
     assert machine.usable_cores() >= 1
+
+
+def test_a_sweep_measures_every_batch_with_its_own_ratio(folder: Path) -> None:
+    data = suite.run([folder, folder / "model.onnx"], SMALL, batch=(1, 2), runs=3).as_data()
+    assert [(row["runtime"], row["batch"]) for row in data["rows"]] == [
+        (runtime, batch) for batch in (1, 2) for runtime in ("torch", "onnxruntime")
+    ]
+    assert [ratio["batch"] for ratio in data["ratios"]] == [1, 2]
+    assert "ratio" not in data
+    assert len(data["machine"]["conditions"]) == 2
+
+
+def test_variants_of_torch_models_stand_beside_files(folder: Path) -> None:
+    found = suite.run([folder, folder / "model.onnx"], SMALL, variants="fp32,bf16", runs=2)
+    assert [row["artifact"] for row in found.rows] == [f"{folder} fp32", f"{folder} bf16", str(folder / "model.onnx")]
+    assert [row["precision"] for row in found.rows] == ["fp32", "bf16", "fp32"]
+    assert len(found.ratios) == 2
+
+
+def test_variants_by_device() -> None:
+    assert "fp16+graph" in opening.settings("all", "cuda:1")
+    assert "tf32" not in opening.settings("all", "cpu")
+    assert opening.settings("bf16+compile", "cpu") == {"bf16+compile": {"precision": "bf16", "compile": True}}
+    with pytest.raises(InputError, match="did you mean compile"):
+        opening.settings("compil", "cpu")
+
+
+def test_timms_own_export_is_an_artifact() -> None:
+    found = suite.run(["timm-onnx:test_vit"], SMALL, batch=3, runs=1)
+    (row,) = found.rows
+    assert (row["artifact"], row["runtime"], row["batch"]) == ("timm-onnx:test_vit", "onnxruntime", 3)
+    own, ours = opening.open_all(["timm-onnx:test_vit", "timm:test_vit"], RunnerOptions(), None, ExitStack())
+    x = suite.synthetic_images(own.input_size, 2, 1)
+    torch.testing.assert_close(own(x), ours(x))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["", "model.onnx"])
+def test_cuda_graphs_are_refused_on_the_cpu(folder: Path, name: str) -> None:
+    with pytest.raises(InputError, match=r"(?i)cuda"):
+        suite.run([folder / name if name else folder], SMALL, runner=RunnerOptions(cuda_graph=True))
+
+
+def test_on_the_cpu_there_is_nothing_to_transfer(folder: Path) -> None:
+    found = suite.run([folder, folder / "model.onnx"], SMALL, runs=1, runner=RunnerOptions(transfers=True))
+    assert [row["transfers"] for row in found.rows] == [False, False]
+    assert all("nothing to transfer" in row["input"] for row in found.rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_recorded_graph_and_transfers_on_a_gpu(folder: Path) -> None:
+    found = suite.run([folder], SMALL, variants="all", runner=RunnerOptions(device="cuda", transfers=True))
+    assert {row["clock"] for row in found.rows} == {"cuda events"}
+    assert any(row["cuda_graph"] for row in found.rows) and all(row["transfers"] for row in found.rows)
+    assert all(row["memory"]["cuda_peak_bytes"] for row in found.rows)
+
+
+def test_what_a_protocol_leaves_out_is_said(folder: Path) -> None:
+    found = suite.run([folder], SMALL, runs=1)
+    said = " ".join(found.notes)
+    assert "leaves out" in said and "not the published protocol" in said and "device: cpu" in said
+    exact = conditions.left_out(protocol("paper"), [{"device": "cuda:0"}])
+    assert "not the published protocol" not in " ".join(exact)
+    assert list(conditions.left_out(protocol("robust"), [{"device": "cuda:0"}])) == []
+
+
+def test_disturbances_mark_the_run() -> None:
+    quiet = {"other_processes_cores": 0.1, "gpu": {"foreign_processes": [], "throttled_by": []}}
+    assert list(conditions.disturbances(quiet)) == []
+    busy = {"other_processes_cores": 1.5, "gpu": {"foreign_processes": [7], "throttled_by": ["software power cap"]}}
+    assert len(list(conditions.disturbances(busy))) == 3
+
+
+def test_conditions_of_a_cpu_run_are_recorded(folder: Path) -> None:
+    data = suite.run([folder / "model.onnx"], SMALL, runs=2).as_data()
+    (seen,) = data["machine"]["conditions"]
+    assert set(seen["cpu_before"]) == {"load_average", "clock_mhz", "governor"}
+    assert seen["host_peak_bytes"] > 1e6
+    assert seen["gpu"] is None
+    assert data["machine"]["cpu_flags"] == machine.cpu_flags()
+    (row,) = data["rows"]
+    assert row["energy_of"]
+    assert row["variation"] >= 0

@@ -1,5 +1,6 @@
 """Finished models: verify, export, measure and judge them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import click
 
 from vitcompress import console
 from vitcompress.cli.frame import answer, common, fell_short, working
-from vitcompress.cli.options import export_options, given
+from vitcompress.cli.options import export_options, given, numbers
 
 
 @click.command()
@@ -56,7 +57,7 @@ _threads = click.option("--threads", type=click.IntRange(1), help="CPU threads o
 @click.option(
     "--protocol", default="robust", show_default=True, help="paper (10 warm-up, 100 runs, batch 256) or robust."
 )
-@click.option("--batch", type=click.IntRange(1), help="Images per run (default: the protocol's).")
+@click.option("--batch", callback=numbers, metavar="N,N,...", help="Images per run; several are a sweep: 1,8,64,256.")
 @click.option("--warmup", type=click.IntRange(0), help="Runs before the measurement (default: the protocol's).")
 @click.option("--runs", type=click.IntRange(1), help="Timed runs per artifact (default: the protocol's).")
 @click.option(
@@ -64,6 +65,9 @@ _threads = click.option("--threads", type=click.IntRange(1), help="CPU threads o
 )
 @click.option("--precision", metavar="PRECISION", help="fp32, tf32, fp16, bf16 (default: the file's, fp32 in torch).")
 @click.option("--compile", is_flag=True, help="torch.compile (run folders and timm models).")
+@click.option("--variants", metavar="LIST|all", help="torch models in several settings: fp32,fp16+compile,fp16+graph.")
+@click.option("--cuda-graph", is_flag=True, help="Replay each run from a recorded CUDA graph (torch, engines).")
+@click.option("--transfers", is_flag=True, help="Time the way of images to the device and of logits back, too.")
 @_device
 @_provider
 @_threads
@@ -79,11 +83,14 @@ def bench(
     threads: int | None,
     trust: bool,
     compile: bool,
+    cuda_graph: bool,
+    transfers: bool,
     **options: Any,
 ) -> int:
     """Measure artifacts in turns, dense against compressed.
 
-    Run folders, .onnx files and timm:NAME; the first one is the base of all ratios.
+    Run folders, .onnx, .xml and .engine files, timm:NAME, and timm-onnx:NAME (the file that timm itself exports); the
+    first one is the base of all ratios.
     """
     with working(debug) as progress:
         from vitcompress.bench import report as reports
@@ -93,6 +100,7 @@ def bench(
         runner = RunnerOptions(
             device=device, provider=provider, precision=precision, threads=threads, compile=compile, trust=trust
         )
+        runner = replace(runner, cuda_graph=cuda_graph, transfers=transfers)
         found = suite.run(artifacts, suite.BenchOptions(runner=runner, **options), progress=progress)
         short = suite.gated(found)
     measured = found.as_data()

@@ -36,6 +36,14 @@ def batch_range(ctx: click.Context, param: click.Parameter, value: str | None) -
     return tuple(int(part) for part in parts) * (3 // len(parts))
 
 
+def numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """`1,8,64` as numbers, none below 1."""
+    found = words(ctx, param, value)
+    if any(not word.isdecimal() or not int(word) for word in found):
+        raise click.BadParameter(f"got {value!r}, expected numbers of 1 or more, as in 1,8,64")
+    return tuple(map(int, found)) or None
+
+
 def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     """`512M` as bytes."""
     if value is None:

@@ -138,9 +138,15 @@ def print_bench(found: Mapping[str, Any], table: Drawable) -> None:
         low, high = ratio["ci95"]
         upper = "open" if high is None else f"{high:.3f}"
         times = f"{ratio['median']:.3f} times as fast as {ratio['a']} (95 % interval {low:.3f} to {upper})"
-        print_text(f"{ratio['b']} is {times}: {ratio['verdict']}")
-    for warning in found["warnings"]:
-        print_line(f"note: {warning}")
+        print_text(f"batch {ratio['batch']}: {ratio['b']} is {times}: {ratio['verdict']}")
+    for row in found["rows"]:
+        if row["images_per_joule"]:
+            used = f"{row['images_per_joule']:.3g} images per joule of {row['energy_of']}"
+            print_text(f"batch {row['batch']}: {row['artifact']}: {used}")
+    for said in (*found["notes"], *found["warnings"]):
+        print_line(f"note: {said}")
+    if found["disturbed"]:
+        print_line("disturbed: measure again when nothing else runs before you believe these figures")
 
 
 def print_accuracy(found: Mapping[str, Any]) -> None:

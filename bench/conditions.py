@@ -1,0 +1,152 @@
+"""Under which conditions something was measured, and what a reader should know before believing it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitcompress.bench import machine, telemetry, timing
+
+NOISY = {"cuda": 0.025, "cpu": 0.10}  # variation of the runs from which they are called noisy; trtexec's limit on GPUs
+PAPER = (
+    "the paper protocol (10 warm-up and 100 timed runs at one batch size, synthetic images that lie on the device) "
+    "leaves out: loading and pre-processing of images, transfers, a warm-up until times settle, other batch sizes, and "
+    "the tail (100 runs carry no p99)",
+    "here the device is waited for between warm-up and measurement, and fp32 is without TF32 in products and in "
+    "convolutions; the published script did not wait, and left TF32 on in convolutions, torch's default",
+)
+
+
+@dataclass
+class Watched:
+    """joules: reads a counter of all processors that were used, None where there is none; energy_of says which, or why
+    there is none. found: what was seen, once the measurement is over.
+    """
+
+    joules: Callable[[], float] | None
+    energy_of: str
+    found: dict[str, Any] = field(default_factory=dict)
+
+
+def facts() -> dict[str, Any]:
+    """Hardware, versions, and the GPUs' settings."""
+    gpus: list[Any] = []
+    for index in range(torch.cuda.device_count()):
+        try:
+            gpus.append(_gpu(index).settings())
+        except LookupError as reason:
+            gpus.append(str(reason))
+    return {**machine.facts(), "gpu_settings": gpus}
+
+
+@contextmanager
+def watched(runners: Sequence[Mapping[str, Any]]) -> Iterator[Watched]:
+    """Watch all that can disturb a measurement of these runners (as described) while it is made."""
+    indices = sorted({_index(str(known["device"])) for known in runners if str(known["device"]).startswith("cuda")})
+    gpu, reason = None, None
+    if indices:
+        try:
+            gpu = _gpu(indices[0])
+        except LookupError as error:
+            reason = str(error)
+    watch = Watched(*_counter(runners, gpu, reason))
+    before, used = machine.cpu_state(), machine.cpu_seconds()
+    with telemetry.Watch(gpu) as look:
+        yield watch
+    watch.found = {
+        "cpu_before": before,
+        "cpu_after": machine.cpu_state(),
+        "other_processes_cores": machine.others_cores(used, machine.cpu_seconds()),
+        "host_peak_bytes": machine.peak_bytes(),
+        "gpu": look.summary(),
+        "gpu_unwatched": reason,
+    }
+
+
+def _gpu(index: int) -> telemetry.Gpu:
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None) if torch.cuda.is_available() else None
+    return telemetry.Gpu(index, None if uuid is None else f"GPU-{uuid}")
+
+
+def _index(device: str) -> int:
+    return int(device.partition(":")[2] or 0)
+
+
+def _counter(
+    runners: Sequence[Mapping[str, Any]], gpu: telemetry.Gpu | None, reason: str | None
+) -> tuple[Callable[[], float] | None, str]:
+    """The energy counter of the one kind of processor that all runners use, and its name or why there is none."""
+    kinds = {str(known["device"]).partition(":")[0] for known in runners}
+    if kinds == {"cuda"} and gpu is not None:
+        joules = gpu.joules
+        if joules() is None:
+            return None, "none: this GPU does not count its energy"
+        return lambda: joules() or 0.0, "the GPU (NVML), whoever used it"
+    if kinds == {"cpu"}:
+        counter = telemetry.rapl()
+        return counter, "the CPU packages (RAPL), whoever used them" if counter else "none: RAPL cannot be read here"
+    return None, f"none: {reason or 'artifacts on several kinds of devices'}"
+
+
+def memory(known: Mapping[str, Any], target: timing.Target) -> dict[str, int | None]:
+    """Peak of torch's allocator during one more run on CUDA; peak of the process of its own that an engine runs in."""
+    found: dict[str, int | None] = {"cuda_peak_bytes": None, "process_peak_bytes": None}
+    if known["runtime"] == "torch" and str(known["device"]).startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats(known["device"])
+        target.step()
+        target.synchronize()
+        found["cuda_peak_bytes"] = torch.cuda.max_memory_allocated(known["device"])
+    if pid := known.get("process"):
+        found["process_peak_bytes"] = _peak_of(int(pid))
+    return found
+
+
+def _peak_of(pid: int) -> int | None:
+    status = Path(f"/proc/{pid}/status")
+    lines = status.read_text().splitlines() if status.is_file() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), None)
+
+
+def input_in_words(known: Mapping[str, Any]) -> str:
+    """What is fed, and whether its way is timed."""
+    if str(known["device"]).startswith("cpu"):
+        return "standard normal, in the host's memory, where the model computes; there is nothing to transfer"
+    if known["transfers"]:
+        return "standard normal, from the host's page-locked memory; transfers of images and logits are timed"
+    return "standard normal, resident on the device; transfers are not timed"
+
+
+def left_out(protocol: timing.Protocol, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What the protocol does not tell."""
+    if protocol.name == "paper":
+        yield from PAPER
+        if (protocol.warmup, protocol.runs, protocol.batch) != (10, 100, 256):
+            yield f"this is not the published protocol, which is paper-10/100/256, but {protocol.id}"
+    if {row["device"] for row in rows} == {"cpu"}:
+        yield "device: cpu. No figure here says anything about a GPU"
+
+
+def disturbances(found: Mapping[str, Any]) -> Iterator[str]:
+    """Why the figures may be wrong: others used the processor, or it was slowed down."""
+    if (others := found["other_processes_cores"] or 0.0) > machine.DISTURBED:
+        yield f"other processes kept {others:.1f} of {machine.usable_cores()} cores busy meanwhile"
+    gpu = found["gpu"] or {}
+    if gpu.get("foreign_processes"):
+        yield f"other processes used the GPU: {', '.join(map(str, gpu['foreign_processes']))}"
+    if gpu.get("throttled_by"):
+        yield f"the GPU was slowed down by: {', '.join(gpu['throttled_by'])}"
+
+
+def warnings(samples: Sequence[timing.Samples], rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What the samples themselves say: drift, noise, a warm-up that did not settle."""
+    for one, row in zip(samples, rows, strict=True):
+        name = f"{one.name}, batch {one.batch}"
+        if one.drifted:
+            yield f"{name}: times drifted by {one.drift:+.1%} from the first to the last third"
+        if (one.variation or 0.0) > NOISY.get(str(row["device"]).partition(":")[0], NOISY["cpu"]):
+            yield f"{name}: noisy, the runs vary by {one.variation:.1%} (standard deviation over mean)"
+        if one.settled is False:
+            yield f"{name}: times had not settled after {one.warmup_seconds:.0f} s"

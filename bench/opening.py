@@ -1,0 +1,116 @@
+"""What may be measured: artifacts by name, timm's own ONNX export, and torch models in several settings."""
+
+import contextlib
+import io
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from timm.utils.onnx import onnx_export
+
+from vitcompress import models
+from vitcompress.errors import InputError, VitcompressError, did_you_mean
+from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
+from vitcompress.exporters.torch_runner import TIMM, TORCH_TYPES
+
+TIMM_ONNX = "timm-onnx:"  # the file that timm itself exports
+WORDS: dict[str, dict[str, Any]] = {
+    **{name: {"precision": name} for name in TORCH_TYPES},
+    "compile": {"compile": True},
+    "graph": {"cuda_graph": True},
+}
+ALL = {
+    "cuda": ("fp32", "tf32", "fp16", "bf16", "fp16+compile", "bf16+compile", "fp16+graph", "bf16+graph"),
+    "cpu": ("fp32", "bf16"),
+    "mps": ("fp32", "fp16"),
+}
+
+
+def open_all(
+    artifacts: Sequence[str | Path], options: RunnerOptions, variants: str | None, stack: ExitStack
+) -> list[Runner]:
+    """A runner for every artifact, and for every variant of those that run in torch; `stack` closes them.
+
+    Raises:
+        ArtifactError, DeviceError: one of them cannot be run as asked.
+        InputError: unknown variants, or a setting that a runtime does not have.
+    """
+    wanted = settings(variants, options.device) if variants else {}
+    runners = []
+    for artifact in artifacts:
+        for runner in _opened(artifact, options, wanted):
+            stack.callback(runner.close)
+            _check_done(runner, options)
+            runners.append(runner)
+    return runners
+
+
+def _opened(artifact: str | Path, options: RunnerOptions, wanted: dict[str, dict[str, Any]]) -> Iterator[Runner]:
+    name = str(artifact)
+    if name.startswith(TIMM_ONNX):
+        yield _timm_onnx(name, options)
+    elif wanted and (name.startswith(TIMM) or Path(artifact).is_dir()):
+        for variant, changes in wanted.items():
+            runner = open_runner(artifact, replace(options, **changes))
+            runner.name = f"{name} {variant}"
+            yield runner
+    else:
+        yield open_runner(artifact, options)
+
+
+def settings(variants: str, device: str | None) -> dict[str, dict[str, Any]]:
+    """`fp32,fp16+compile` as changes of RunnerOptions by name; `all`: what this kind of device has."""
+    kind = str(device or "cpu").partition(":")[0]
+    names: Sequence[str] = [name.strip() for name in variants.split(",") if name.strip()]
+    if names == ["all"]:
+        names = (*ALL.get(kind, ()), *(("fp32+compile",) if kind == "cpu" and shutil.which("c++") else ()))
+    found = {}
+    for name in names:
+        words = name.split("+")
+        for word in words:
+            if word not in WORDS:
+                hint = f"join words from {', '.join(WORDS)} with +, as in fp32,fp16+compile, or say all"
+                raise InputError(f"there is no variant {word!r}{did_you_mean(word, WORDS)}", hint=hint)
+        found[name] = {key: value for word in words for key, value in WORDS[word].items()}
+    return found
+
+
+def _timm_onnx(name: str, options: RunnerOptions) -> Runner:
+    """timm's own export of its model, with the batch dynamic; the file goes when it is open."""
+    model = models.create(name[len(TIMM_ONNX) :], weights=options.weights)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "timm.onnx"
+        export_by_timm(model, path)
+        runner = open_runner(path, options)
+    runner.name = name
+    return runner
+
+
+def export_by_timm(model: Any, path: Path) -> None:
+    """What `timm.utils.onnx.onnx_export` writes with torch's current exporter, at timm's own settings."""
+    size = models.input_config(model).size
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            onnx_export(model.eval(), str(path), input_size=size, use_dynamo=True)
+    except Exception as error:  # whatever torch's exporter raises in timm's hands
+        raise VitcompressError(f"timm could not export its model: {str(error).splitlines()[0]}") from error
+
+
+def _check_done(runner: Runner, options: RunnerOptions) -> None:
+    """A setting that a runtime does not have is refused, never left out in silence."""
+    known = runner.describe()
+    if options.cuda_graph and not known.get("cuda_graph"):
+        raise InputError(
+            f"{runner.name} runs in {known['runtime']}, which is not offered with CUDA graphs",
+            hint="leave --cuda-graph out",
+        )
+    if options.transfers and not known.get("transfers") and not str(known["device"]).startswith("cpu"):
+        raise InputError(
+            f"{runner.name} runs in {known['runtime']}, whose transfers are not timed", hint="leave --transfers out"
+        )

@@ -1,0 +1,89 @@
+"""Counters are read rightly, what is not there is said, and watching ends with the measurement."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vitcompress.bench import telemetry
+from vitcompress.bench.timing import Protocol, Samples, Target, measure
+
+
+def zone(folder: Path, name: str, microjoules: int) -> Path:
+    made = folder / name
+    made.mkdir()
+    (made / "energy_uj").write_text(str(microjoules))
+    (made / "max_energy_range_uj").write_text("1000000")
+    return made
+
+
+def test_packages_are_summed_and_counters_start_over(tmp_path: Path) -> None:
+    first, second = zone(tmp_path, "intel-rapl:0", 900_000), zone(tmp_path, "intel-rapl:1", 0)
+    zone(tmp_path, "intel-rapl:0:0", 0)  # a part of the first package
+    joules = telemetry.rapl(tmp_path)
+    assert joules is not None
+    assert joules() == 0
+    (second / "energy_uj").write_text("500000")
+    assert joules() == 0.5
+    (first / "energy_uj").write_text("100000")  # 0.9 J, then over the top at 1 J
+    (tmp_path / "intel-rapl:0:0" / "energy_uj").write_text("999999")
+    assert joules() == pytest.approx(0.7)
+
+
+def test_without_counters_there_is_no_energy(tmp_path: Path) -> None:
+    assert telemetry.rapl(tmp_path) is None
+
+
+def test_without_a_gpu_the_reason_is_said() -> None:
+    try:
+        telemetry.Gpu(0)
+    except LookupError as error:
+        assert "NVML" in str(error) or "nvidia-ml-py" in str(error)
+
+
+def test_a_summary_keeps_extremes_and_every_name() -> None:
+    state = {"sm_clock_mhz": 1000, "memory_clock_mhz": None, "temperature_c": 40, "power_w": 100.0, "busy_percent": 5}
+    seen = [
+        {**state, "throttled_by": [], "foreign_processes": None},
+        {**state, "sm_clock_mhz": 1500, "throttled_by": ["hardware slowdown"], "foreign_processes": [3]},
+    ]
+    found = telemetry.summary(seen)
+    assert found["sm_clock_mhz"] == [1000, 1500]
+    assert found["memory_clock_mhz"] is None
+    assert (found["throttled_by"], found["foreign_processes"], found["looks"]) == (["hardware slowdown"], [3], 2)
+
+
+def test_this_process_and_its_children_are_not_foreign() -> None:
+    assert telemetry.foreign([os.getpid()]) == []
+    assert telemetry.foreign([1]) == [1]
+
+
+def test_energy_counts_every_image_of_a_block() -> None:
+    counter = iter(float(i) for i in range(1000))
+    (samples,) = measure(
+        [Target("a", lambda: None)], Protocol("p", batch=4, warmup=0, runs=20), None, lambda: next(counter)
+    )
+    assert samples.joules == len(samples.blocks_ms) == 20  # one joule between two readings
+    assert samples.images_per_joule is None  # blocks far below what a counter resolves
+    long = Samples("a", 4, "wall", blocks_ms=[[200.0] * 3], wall_ms=[600.0], joules=8.0)
+    assert long.images_per_joule == 4 * (3 + 1) / 8
+
+
+def test_the_variation_of_the_runs() -> None:
+    values = [1.0, 2.0, 4.0]
+    samples = Samples("a", 1, "wall", blocks_ms=[values])
+    assert samples.variation == pytest.approx(np.std(values, ddof=1) / np.mean(values))
+    assert Samples("a", 1, "wall", blocks_ms=[[1.0]]).variation is None
+
+
+def test_a_target_that_times_itself_is_asked_for_its_runs() -> None:
+    asked: list[int] = []
+
+    def timed(runs: int) -> tuple[list[float], float]:
+        asked.append(runs)
+        return [1.0] * runs, 1.5 * runs
+
+    (samples,) = measure([Target("a", lambda: None, timed=timed)], Protocol("p", batch=2, warmup=1, runs=30))
+    assert sum(asked) == len(samples.runs_ms) == 30
+    assert (samples.clock, samples.images_per_second) == ("cuda events", 1000 * 2 * 30 / 45)
