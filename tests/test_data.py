@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision import transforms
 
 from vitcompress.data import (
     Augmentation,
@@ -20,7 +21,7 @@ from vitcompress.data import (
 )
 from vitcompress.distributed import Runtime
 from vitcompress.errors import DataError, InputError
-from vitcompress.loaders import DEIT
+from vitcompress.loaders import DEIT, train_transform
 from vitcompress.models import InputConfig
 from vitcompress.sources import ArrayImages
 
@@ -275,3 +276,21 @@ def test_a_batch_that_cannot_be_made_is_refused() -> None:
         train_loader(numbered(8), INPUT, Augmentation(), 9, 0, CPU)
     with pytest.raises(InputError, match="mix pairs"):
         train_loader(numbered(8), INPUT, Augmentation(mixup=0.8), 3, 0, CPU)
+
+
+@pytest.mark.parametrize("policy", ["rand-m10-inc1", "augmix-m10", "v0r"])
+def test_policies_may_ask_for_no_bits_at_all(policy: str) -> None:
+    """Their strongest posterizing, which Pillow refuses, is black."""
+    transform = train_transform(INPUT, Augmentation(no_aug=False, auto_augment=policy))
+    assert isinstance(transform, transforms.Compose)
+    steps = [step for step in transform.transforms if hasattr(step, "ops") or hasattr(step, "policy")]
+    operations = [op for step in steps for op in (*getattr(step, "ops", ()), *chain(*getattr(step, "policy", ())))]
+    found = [operation for operation in operations if operation.name.startswith("Posterize")]
+    assert found
+    image = Image.fromarray(np.full((4, 4), 200, np.uint8))
+    for operation in found:
+        assert operation.aug_fn(image, 0).getextrema() == (0, 0)
+        assert operation.aug_fn(image, 1).getextrema() == (128, 128)
+        assert operation.aug_fn(image, 8) is image
+    for _ in range(50):
+        transform(image)

@@ -35,6 +35,7 @@ LEVELS = [
         "models",
         "onnx_file",
         "optimization",
+        "posterize",
         "runlog",
         "sources",
         "standard",

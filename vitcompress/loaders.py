@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from vitcompress.distributed import Runtime, derived_seed
 from vitcompress.errors import DataError, InputError
+from vitcompress.posterize import allow_no_bits
 
 if TYPE_CHECKING:
     from vitcompress.models import InputConfig
@@ -198,6 +199,7 @@ def train_transform(input: "InputConfig", augmentation: Augmentation) -> Callabl
         std=input.std,
         use_prefetcher=True,
     )
+    allow_no_bits(transform)
     return transform
 
 

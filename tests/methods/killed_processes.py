@@ -1,0 +1,131 @@
+"""A script for test_killed_processes: two processes work together, are killed on the way, and start again.
+
+    python killed_processes.py FOLDER
+
+Each work runs in FOLDER/<work>/whole, never killed, and in FOLDER/<work>/<case>, where SIGKILL hits one process or both
+just before its n-th call of some system event. What is left of the two is killed then, as torchrun does, and two new
+ones go on to the end. Processes are forked from this one and meet as torchrun's do, by environment variables.
+"""
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import killed_training
+import torch
+from killed_training import OPTIONS, images, killer
+from method_world import context, model
+
+from vitcompress import models
+from vitcompress.checkpoint import save_tensors, write_text
+from vitcompress.distributed import Runtime, start, stop
+from vitcompress.families import family_of
+from vitcompress.gates import GatedModel
+from vitcompress.methods import sero, upvit
+from vitcompress.models import input_config
+from vitcompress.progress import Progress
+from vitcompress.train import train
+
+STEP, WRITTEN = "vitcompress.step", "os.rename"  # a forward pass; a file or folder that moves into place
+BOTH = (0, 1)
+
+
+def training(folder: Path, runtime: Runtime) -> None:
+    made = models.create(killed_training.ARCH, killed_training.ARGS, seed=0)
+    family = family_of(made)
+    gated = GatedModel(made, family, [s for s in family.sites(made) if s.kind in ("attention", "activation")])
+    gated.register_forward_hook(lambda *_: sys.audit(STEP))
+    train(
+        gated,
+        images(),
+        images(),
+        OPTIONS,
+        input=input_config(made),
+        runtime=runtime,
+        folder=folder / "search",
+        label="search",
+        seed=0,
+        progress=Progress(),
+        after_epoch=lambda epoch: gated.set_gate("blocks.1.mlp.act", 1.0 - 0.25 * (epoch + 1)),
+    )
+    if runtime.is_main:
+        save_tensors(folder / "trained.safetensors", gated.state_dict())
+
+
+def exploration(folder: Path, runtime: Runtime) -> None:
+    made = model()
+    made.register_forward_hook(lambda *_: sys.audit(STEP))
+    options = sero.Options(sparsity=0.5, epochs=4, refresh=2, lr=1e-3, round_to=2)
+    found = sero.plan(made, context(folder, made, runtime=runtime), options)
+    if runtime.is_main:
+        write_text(folder / "plan.json", found.to_json())
+
+
+def scoring(folder: Path, runtime: Runtime) -> None:
+    made = model()
+    options = upvit.Options(target_args={"embed_dim": 8, "num_heads": 1, "depth": 2}, images=24)
+    found = upvit.plan(made, context(folder, made, runtime=runtime), options)
+    if runtime.is_main:
+        write_text(folder / "plan.json", found.to_json())
+
+
+# Work -> case -> which processes die, before which call of what.
+CASES: dict[Callable[[Path, Runtime], None], dict[str, tuple[tuple[int, ...], str, int]]] = {
+    training: {"one": ((1,), STEP, 14), "both": (BOTH, STEP, 20), "writing": ((0,), WRITTEN, 7)},
+    exploration: {"one": ((1,), STEP, 10), "writing": ((0,), WRITTEN, 7)},
+    scoring: {"writing": ((0,), WRITTEN, 3)},
+}
+
+
+def alone(work: Callable[[Path, Runtime], None], folder: Path, kill: tuple[str, int] | None) -> None:
+    torch.set_num_threads(1)
+    if kill:
+        sys.addaudithook(killer(*kill))
+    runtime = start("cpu")
+    work(folder, runtime)
+    runtime.barrier()
+    stop()
+
+
+def together(
+    work: Callable[[Path, Runtime], None], folder: Path, kill: tuple[tuple[int, ...], str, int] | None
+) -> list[int]:
+    """The exit codes, or minus the signals, of two processes; when one has died, what is left is killed."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    children: dict[int, int] = {}
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            alone(work, folder, kill[1:] if kill and rank in kill[0] else None)
+            os._exit(0)
+        children[child] = rank
+    codes = [0, 0]
+    while children:
+        child, status = os.wait()
+        codes[children.pop(child)] = os.waitstatus_to_exitcode(status)
+        if status:
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+    return codes
+
+
+def main(folder: Path) -> None:
+    for work, cases in CASES.items():
+        place = folder / work.__name__
+        assert together(work, place / "whole", None) == [0, 0], work
+        for case, kill in cases.items():
+            assert -signal.SIGKILL in together(work, place / case, kill), (work, case)
+            written = sorted(str(path.relative_to(place)) for path in (place / case).rglob("*"))
+            write_text(place / f"{case}.txt", "\n".join(written))
+            assert together(work, place / case, None) == [0, 0], (work, case)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
