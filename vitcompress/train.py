@@ -141,6 +141,8 @@ def _epochs(job: Job, learner: Learner, loader: TrainLoader, heldout: EvalLoader
     stage, first = log.stage_of(job.folder, job.label), len(learner.history)
     if job.runtime.is_main:
         log.sync(stage, learner.history)
+        epochs, steps = job.options.epochs, learner.steps
+        job.progress.update(job.label, first * steps, epochs * steps, f"epoch {first + 1}/{epochs}")  # starts the clock
     with closing(log.tensorboard(stage, first) if job.runtime.is_main else Board(None, 0)) as board:
         for number in range(first, job.options.epochs):
             record = _epoch(job, learner, loader, heldout, number)
