@@ -8,7 +8,7 @@ a group is always its best channels, so numbers say all.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -157,6 +157,7 @@ def solved(groups: Sequence[Group], keep: Mapping[str, float], units: Units, tar
         PlanError: the target is out of reach, with the range that is not; or an alignment larger than a width.
     """
     check_units(groups, units)
+    target = replace(target, cost=_once(target.cost))
     _check_reach(groups, keep, units, target)
     free = _bisected(groups, keep, Units(), target, {})[0]
     found: list[tuple[Counts, float]] = []
@@ -165,6 +166,19 @@ def solved(groups: Sequence[Group], keep: Mapping[str, float], units: Units, tar
         if abs(found[-1][1] - target.amount) <= CLOSE * target.amount:
             break
     return min(found, key=lambda pair: abs(pair[1] - target.amount))[0]
+
+
+def _once(cost: Callable[[Counts], float]) -> Callable[[Counts], float]:
+    """`cost`, asked once for the same numbers: it may be a measurement."""
+    known: dict[tuple[int, ...], float] = {}
+
+    def asked(counts: Counts) -> float:
+        key = tuple(counts.values())
+        if key not in known:
+            known[key] = cost(counts)
+        return known[key]
+
+    return asked
 
 
 def _check_reach(groups: Sequence[Group], keep: Mapping[str, float], units: Units, target: Target) -> None:
@@ -191,20 +205,17 @@ def _bisected(
     groups: Sequence[Group], keep: Mapping[str, float], units: Units, target: Target, fixed: Counts
 ) -> tuple[Counts, float]:
     """The numbers nearest to the target, and what they cost, with those in `fixed` left alone."""
-    seen: dict[tuple[int, ...], float] = {}
     little, much = 0.0, 1.0
     best: tuple[Counts, float] | None = None
     for strength in (0.0, 1.0, *[None] * target.rounds):
         middle = (little + much) / 2 if strength is None else strength
         counts = {**_at(groups, keep, units, middle), **fixed}
-        key = tuple(counts.values())
-        if key not in seen:
-            seen[key] = target.cost(counts)
+        cost = target.cost(counts)
         if best is not None and abs(best[1] - target.amount) <= EXACT * target.amount:
             break
-        if best is None or abs(seen[key] - target.amount) < abs(best[1] - target.amount):
-            best = counts, seen[key]
+        if best is None or abs(cost - target.amount) < abs(best[1] - target.amount):
+            best = counts, cost
         if strength is None:
-            little, much = (middle, much) if seen[key] > target.amount else (little, middle)
+            little, much = (middle, much) if cost > target.amount else (little, middle)
     assert best is not None
     return best

@@ -164,6 +164,9 @@ def test_a_latency_is_aimed_at_with_the_clock_of_the_context(tmp_path: Path) -> 
     assert abs(clock(surgery.applied(made, found), "torch") / whole - 0.5) < 0.03
     with pytest.raises(PlanError, match="measure a latency"):
         isomorphic.plan(made, context(tmp_path / "none", made), options)
+    beyond = Options(**HALF, target="latency", amount=1e-6)
+    with pytest.raises(PlanError, match=r"1e-06 ms cannot be reached: this structure allows [\d.]+ ms to [\d.]+ ms"):
+        isomorphic.plan(made, context(tmp_path / "beyond", made, latency=clock), beyond)
 
 
 def test_widths_are_aligned(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""Every width method on every family: sliced equals masked, the result can be exported from plain data, or a reason."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contracts import SAME, assert_moved, assert_same, build, contract, images, logits
+
+from vitcompress import checkpoint, surgery
+from vitcompress.errors import PlanError
+from vitcompress.families import family_of
+from vitcompress.methods import METHODS, isomorphic, sero, upvit
+from vitcompress.methods.isomorphic import Alignment
+from vitcompress.plan import Plan
+from vitcompress.verify_slice import slice_check
+
+OPTIONS: dict[str, Any] = {
+    "isomorphic": isomorphic.Options(align=Alignment(residual=4, ffn=4, head_dim=2)),
+    "sero": sero.Options(sparsity=0.4, round_to=2),
+    "upvit": upvit.Options(target_args={"embed_dim": 8, "num_heads": 2}),
+}
+TARGETS = {"pvt": {"embed_dims": [8, 16], "depths": [1, 1]}, "swiglu": {"embed_dim": 8, "num_heads": 2}}
+REFUSED = {("upvit", "swin"): "its heads have relative position tables of their own"}
+
+
+@pytest.mark.parametrize(
+    "variant", ["plain", "distilled", "registers", "swiglu", "swin", "swin_padded", "pvt", "pvt_linear"]
+)
+@pytest.mark.parametrize("method", OPTIONS)
+def test_every_family_is_pruned_or_the_reason_is_said(method: str, variant: str, tmp_path: Path) -> None:
+    model, row = build(variant), contract(variant)
+    family, base, options = family_of(model), Plan(row.arch, row.arch_args), OPTIONS[method]
+    if method == "upvit" and variant.split("_")[0] in TARGETS:
+        options = upvit.Options(target_args=TARGETS[variant.split("_")[0]])
+    if reason := REFUSED.get((method, family.name)):
+        with pytest.raises(PlanError, match=reason) as caught:
+            METHODS[method].structure(model, family, base, options)
+        assert caught.value.hint
+        return
+    delta = METHODS[method].structure(model, family, base, options)
+    assert delta.kept
+    x = images(variant)
+    small = surgery.applied(model, delta)
+    assert_moved(logits(small, x), logits(model, x))
+    assert sum(p.numel() for p in small.parameters()) < 0.8 * sum(p.numel() for p in model.parameters())
+    check = slice_check(model, delta, x)
+    assert (
+        check.verdict == "passed"
+        and check.value is not None
+        and check.value <= SAME * float(logits(small, x).abs().max())
+    )
+    checkpoint.save_model(tmp_path / "small", small, base.then(delta))
+    again = checkpoint.load(tmp_path / "small")
+    assert_same(logits(again.double(), x), logits(small, x))
+
+
+def test_relative_position_tables_follow_the_heads_and_merging_reads_four_times() -> None:
+    model, row = build("swin"), contract("swin")
+    base = Plan(row.arch, row.arch_args)
+    delta = METHODS["isomorphic"].structure(model, family_of(model), base, OPTIONS["isomorphic"])
+    small = surgery.applied(model, delta)
+    for path, count in delta.heads.items():
+        whole, left = (m.get_parameter(f"{path}.relative_position_bias_table") for m in (model, small))
+        assert left.shape[1] == count < whole.shape[1]
+        channels = delta.kept[f"{path.removesuffix('.attn')}.qk"]
+        width = row.arch_args["embed_dim"] * (1 if "layers.0" in path else 2) // whole.shape[1]
+        assert torch.equal(left, whole[:, list(dict.fromkeys(c // width for c in channels))])
+    assert delta.heads
+    stream, size = delta.kept["layers.0.residual"], row.arch_args["embed_dim"]
+    norm, reduction = "layers.1.downsample.norm.weight", "layers.1.downsample.reduction.weight"
+    columns = [copy * size + channel for copy in range(4) for channel in stream]
+    assert torch.equal(small.get_parameter(norm), model.get_parameter(norm)[columns])
+    rows = list(delta.kept["layers.1.residual"])
+    assert torch.equal(small.get_parameter(reduction), model.get_parameter(reduction)[rows][:, columns])
