@@ -6,7 +6,6 @@ patterns that runtimes fuse. Opset 23 keeps attention as one `Attention` node.
 
 import json
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,12 +20,14 @@ from torch import Tensor, nn
 
 import vitcompress
 from vitcompress import checkpoint
+from vitcompress.byte_input import deployed, folds
 from vitcompress.errors import CheckFailedError, InputError, VitcompressError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters.artifact import Exported, Exporter, sidecar_path, write_sidecar
 from vitcompress.exporters.onnx_linear import join_linear_layers
 from vitcompress.exporters.onnx_tokens import drop_unread_tokens
 from vitcompress.models import InputConfig
+from vitcompress.precision import HALF, expanded
 from vitcompress.progress import Progress
 
 INPUT, OUTPUT = "images", "logits"
@@ -37,7 +38,8 @@ OPSETS = {
     22: "asked for",
     23: "asked for: attention stays one Attention node, which fewer runtimes know",
 }
-PRECISIONS = ("fp32", "fp16")
+PRECISIONS = ("fp32", "fp16", "bf16")
+BF16_FROM = 22
 ATTENTION_NODE_FROM = 23
 TRACED_BATCH = 2  # a traced size of 1 would be taken for a constant
 
@@ -58,11 +60,12 @@ def export(
     """Write `model` to `path` and its sidecar to `<path>.json`. On failure nothing is left behind.
 
     The file maps `images` (batch, channels, height, width), float32, normalised, to `logits` (batch, classes), float32,
-    for any batch. Metadata, each value JSON text: classes, mean, std, size, interpolation, crop, plan hash, versions.
+    for any batch; with `uint8` it takes bytes, (batch, height, width, channels), and normalises them itself. Metadata,
+    each value JSON text: classes, mean, std, size, interpolation, crop, precision, islands, input, plan hash, versions.
 
     Args:
-        options: precision (`fp16` stores and computes in half precision; input and output stay float32) and opset (20
-            to 23; None takes 20); the rest concerns other formats.
+        options: precision (`fp16` and `bf16` store and compute in half precision; logits stay float32), islands,
+            uint8 and opset (20 to 23; None takes 20, for bf16 22); the rest concerns other formats.
         extra: more metadata.
         lean: drop tokens that nobody reads, join linear layers; False leaves the patterns that TensorRT documents.
         external_data: keep the weights in `<path>.data`; None does so only above the 2 GB that one file can hold.
@@ -74,9 +77,10 @@ def export(
     """
     options = options or ExportOptions()
     check(options)
-    precision, opset = options.precision, options.opset or DEFAULT_OPSET
-    program = _program(_prepared(model, precision), input.size, opset)
-    about = {"plan_sha256": plan_digest, "precision": precision, "opset_reason": OPSETS[opset], **(extra or {})}
+    opset, reason = _opset(options)
+    module = deployed(model, input, options.precision, options.islands, uint8=options.uint8)
+    program = _program(module, _example(input, uint8=options.uint8), opset)
+    about = {"plan_sha256": plan_digest, **_choices(model, options), "opset_reason": reason, **(extra or {})}
     known = {key: json.dumps(value) for key, value in {**_metadata(input, classes, program), **about}.items()}
     _drop_empty_pads(program.model.graph)
     if lean:
@@ -88,7 +92,7 @@ def export(
     files = _save(program, path, external_data)
     size = sum((path.parent / name).stat().st_size for name in files)
     hashes = {name: checkpoint.file_sha256(path.parent / name) for name in files}
-    done = Exported(path, "onnx", precision, hashes[path.name], size, hashes, opset, OPSETS[opset], known)
+    done = Exported(path, "onnx", options.precision, hashes[path.name], size, hashes, opset, reason, known)
     write_sidecar(done)
     return done
 
@@ -99,43 +103,53 @@ def check(options: ExportOptions) -> None:
         raise InputError(f"ONNX precision {options.precision!r} is not offered", hint=f"use {' or '.join(PRECISIONS)}")
     if options.opset is not None and options.opset not in OPSETS:
         raise InputError(f"ONNX opset {options.opset} is not offered", hint=f"use one of {', '.join(map(str, OPSETS))}")
-
-
-def _prepared(model: nn.Module, precision: str) -> nn.Module:
-    """A copy of `model` on the CPU, in eval mode and in the precision to store."""
-    copy = deepcopy(model).cpu().eval()
-    if precision == "fp32":
-        return copy.float()
-    copy = copy.half()
-    lost = next((name for name, p in copy.named_parameters() if not torch.isfinite(p).all()), None)
-    if lost is not None:
-        raise CheckFailedError(
-            f"{lost} holds values that half precision cannot (above 65504)", hint="export with --precision fp32"
+    if options.precision == "bf16" and (options.opset or BF16_FROM) < BF16_FROM:
+        raise InputError(
+            f"opset {options.opset} has no convolution in bf16", hint=f"use --opset {BF16_FROM} or leave it out"
         )
-    return Float32Io(copy).eval()
+    if options.islands and options.precision not in HALF:
+        raise InputError(
+            f"islands of fp32 were given, but all is {options.precision}",
+            hint="leave them out, or use --precision fp16 or bf16",
+        )
 
 
-class Float32Io(nn.Module):
-    """A half-precision model that takes and gives float32."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: images, (batch, channels, height, width) -> logits, (batch, classes)."""
-        out: Tensor = self.model(x.half()).float()
-        return out
+def _opset(options: ExportOptions) -> tuple[int, str]:
+    """The operator set, and why."""
+    if options.opset is None and options.precision == "bf16":
+        return BF16_FROM, "the first with a convolution in bf16; attention decomposed, which runtimes fuse"
+    opset = options.opset or DEFAULT_OPSET
+    return opset, OPSETS[opset]
 
 
-def _program(model: nn.Module, size: tuple[int, int, int], opset: int) -> Any:
+def _choices(model: nn.Module, options: ExportOptions) -> dict[str, Any]:
+    """What was chosen, as metadata. islands: each by a name of its own."""
+    islands = expanded(model, options.islands) if options.islands else ()
+    normalisation = ("in the first convolution" if folds(model) else "in front") if options.uint8 else "by the caller"
+    return {
+        "precision": options.precision,
+        "islands": list(islands),
+        "input": "uint8" if options.uint8 else "float32",
+        "normalisation": normalisation,
+    }
+
+
+def _example(input: InputConfig, *, uint8: bool) -> Tensor:
+    """What the module is traced with."""
+    channels, height, width = input.size
+    if uint8:
+        return torch.zeros(TRACED_BATCH, height, width, channels, dtype=torch.uint8)
+    return torch.zeros(TRACED_BATCH, *input.size)
+
+
+def _program(model: nn.Module, example: Tensor, opset: int) -> Any:
     """torch's ONNX program of `model`, with the batch dynamic."""
     attention: Any = torch.ops.aten.scaled_dot_product_attention.default
     table = {} if opset >= ATTENTION_NODE_FROM else {attention: _attention}
     try:
         return torch.onnx.export(
             model,
-            (torch.zeros(TRACED_BATCH, *size),),
+            (example,),
             dynamo=True,
             opset_version=opset,
             dynamic_shapes=({0: torch.export.Dim("batch")},),
@@ -229,7 +243,7 @@ ONNX = Exporter(
     "onnx",
     ".onnx",
     export,
-    uses=frozenset({"precision", "opset"}),
+    uses=frozenset({"precision", "opset", "islands", "uint8"}),
     refuse=check,
     unavailable=lambda: None,
     cannot_run=lambda: None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vitcompress.rounding import arithmetic_limit, unit_roundoff
+from vitcompress.rounding import arithmetic_limit, narrowest, unit_roundoff
 
 
 def gamma(count: int, dtype: torch.dtype) -> float:
@@ -67,7 +67,7 @@ def reference(model: nn.Module, images: Tensor) -> Reference:
     limit = arithmetic_limit(model, images)
     with in_float64(model) as wide:
         exact: Tensor = wide(images.double())
-    return Reference(exact, limit, unit_roundoff(next(model.parameters()).dtype))
+    return Reference(exact, limit, unit_roundoff(narrowest(model)))
 
 
 @torch.no_grad()

@@ -43,6 +43,11 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+def narrowest(model: nn.Module) -> torch.dtype:
+    """The type of those of `model`'s parameters that hold the fewest digits."""
+    return max((parameter.dtype for parameter in model.parameters()), key=unit_roundoff)
+
+
 def factor(p: float) -> float:
     """The largest of normal deviations exceeds so many times its mean with a probability of at most `p`."""
     return 1 + math.sqrt(math.pi * math.log(1 / p))
@@ -90,7 +95,7 @@ def storage_limit(model: nn.Module, roundings: Mapping[str, int], images: Tensor
 
 def _drawable(model: nn.Module) -> tuple[nn.Module, float, float]:
     """`model` in float32 or better, the roundoff of its own type, and the one that errors are drawn with."""
-    own = next(model.parameters()).dtype
+    own = narrowest(model)
     wide = model if own in (torch.float32, torch.float64) else deepcopy(model).float()
     return wide, unit_roundoff(own), max(unit_roundoff(own), DRAWN)
 

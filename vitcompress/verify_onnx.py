@@ -5,9 +5,9 @@ Nothing here uses the code that exports or serves models: files are asked throug
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnxruntime as ort
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from vitcompress import onnx_file
 from vitcompress.bounds import reference
+from vitcompress.byte_input import deployed, to_bytes
 from vitcompress.checkpoint import differing
 from vitcompress.families import family_of
+from vitcompress.models import input_config
 from vitcompress.verdicts import Check, agreement, compared, largest_difference, listed
 
 BATCHES = (1, 2, 5)
@@ -33,20 +35,46 @@ def onnx_checks(
     Raises:
         ArtifactError: not an ONNX file, or one with unsafe external data.
     """
-    half = onnx_file.metadata(onnx_file.read(path)).get("precision") == '"fp16"'
-    wanted = torch.float16 if half else torch.float32
-    stored = model if _dtype(model) == wanted else deepcopy(model).to(wanted)
+    known = _known(path)
+    if known["precision"] == "bf16":
+        why = "ONNX Runtime has no bf16 convolution and matrix product on the CPU"
+        command = f"vitcompress verify {path.parent}"
+        return [
+            Check(f"{name}.batch1", "not_run", detail=f"{why}; run it on a GPU", command=command),
+            *structure_checks(model, path, name),
+            *file_checks(path, name),
+        ]
+    stored = stored_module(model, known)
+    images = to_bytes(images, input_config(model)) if known["uint8"] else images
     images = images.repeat(-(-max(batches) // len(images)), 1, 1, 1) if len(images) < max(batches) else images
     truth = reference(stored, images[: max(batches)])
     checks, session = [], _session(path)  # after the exact answers: a large model and its double-width self are enough
     for batch in batches:
         difference = largest_difference(_logits(session, images[:batch]), truth.exact[:batch])
-        detail = f"largest difference of the logits from float64, batch {batch}, {'fp16' if half else 'fp32'}"
+        detail = f"largest difference of the logits from float64, batch {batch}, {known['precision']}"
         checks.append(compared(f"{name}.batch{batch}", difference, truth.tolerance, detail))
     expected = _in_parts(lambda part: _torch_logits(stored, part), images)
     got = _in_parts(lambda part: _logits(session, part), images)
     checks.append(agreement(f"{name}.agreement", expected, got, truth.between))
     return [*checks, *structure_checks(model, path, name), *file_checks(path, name)]
+
+
+def stored_module(model: nn.Module, known: Mapping[str, Any]) -> nn.Module:
+    """What a file holds that was exported from `model` as `known` says: precision, islands and uint8."""
+    if known["precision"] == "fp32" and not known["uint8"] and _dtype(model) == torch.float32:
+        return model
+    islands = tuple(known["islands"])
+    return deployed(model, input_config(model), known["precision"], islands, uint8=known["uint8"])
+
+
+def _known(path: Path) -> dict[str, Any]:
+    """What the metadata of a file says of how it was exported."""
+    found = {key: json.loads(text) for key, text in onnx_file.metadata(onnx_file.read(path)).items()}
+    return {
+        "precision": found.get("precision", "fp32"),
+        "islands": found.get("islands", []),
+        "uint8": found.get("input") == "uint8",
+    }
 
 
 def structure_checks(model: nn.Module, path: Path, name: str = "onnx") -> list[Check]:
@@ -85,7 +113,8 @@ def _session(path: Path) -> ort.InferenceSession:
 
 
 def _logits(session: ort.InferenceSession, images: Tensor) -> Tensor:
-    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: images.float().numpy()})[0])
+    given = images if images.dtype == torch.uint8 else images.float()
+    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: given.numpy()})[0])
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -105,6 +105,7 @@ class Family:
     resized(model, space, width): store a new width of a residual space wherever timm reads it.
     entry(model): the parameters of which every token receives exactly one before the first block, with nothing but sums
         behind them; none where there are no such, and None in families whose tokens are merged on the way.
+    stem: path of the convolution that is given the images.
     not_foldable: why an FFN without its activation is not linear, as a sentence; empty where it is.
     """
 
@@ -121,6 +122,7 @@ class Family:
     resized: Callable[[nn.Module, str, int], None]
     not_foldable: str = ""
     entry: Callable[[nn.Module], tuple[str, ...]] | None = None
+    stem: str = "patch_embed.proj"
 
 
 def linear_axes(model: nn.Module, name: str, *, offset: int = 0, copies: int = 1) -> tuple[Axis, ...]:

@@ -1,0 +1,175 @@
+"""A model in the precision that it is deployed in: fp32, or half precision with explicit islands of fp32.
+
+Islands are casts in the module itself, so every exporter and every runtime is told the same and nothing is guessed:
+`norm` (all LayerNorms), `softmax` (all attention cores), `head` (the classifier), a module by its path, or
+`PATH.softmax` for the core of one attention. In an island the weights stay fp32.
+
+An attention core is q k^T, softmax and its product with v. It is widened as a whole, by casts of q, k and v, which is
+the form that TensorRT fuses with accumulation in fp32; attentions that compute their scores themselves (Swin) have
+the softmax alone in fp32.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from vitcompress.errors import CheckFailedError, InputError, did_you_mean
+from vitcompress.families import family_of
+
+HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+KINDS = ("norm", "softmax", "head")
+SOFTMAX = ".softmax"
+
+
+def in_precision(model: nn.Module, precision: str = "fp32", islands: Sequence[str] = ()) -> nn.Module:
+    """A copy of `model` on the CPU and in eval mode, which stores and computes in `precision` (fp32, tf32, fp16, bf16).
+
+    In half precision it takes and gives float32 all the same.
+
+    Raises:
+        InputError: an island that the model does not have, or islands in a model that is fp32 anyway.
+        CheckFailedError: a weight that half precision cannot hold.
+    """
+    copy = deepcopy(model).cpu().eval().float()
+    if precision not in HALF:
+        if islands:
+            raise InputError(f"islands of fp32 were given, the rest is {precision} too", hint="leave islands out")
+        return copy
+    names = expanded(copy, islands)
+    wide = [name for name in names if not name.endswith(SOFTMAX)]
+    heads = set(_heads(copy))
+    _narrow(copy, HALF[precision], wide)
+    for name in wide:
+        _widen(copy.get_submodule(name), HALF[precision], answers=name in heads)
+    for name in names:
+        if name.endswith(SOFTMAX) and not any(_is_in(name, island) for island in wide):
+            attention = name.removesuffix(SOFTMAX)
+            copy.set_submodule(attention, WideSoftmax(copy.get_submodule(attention)))
+    return Float32Io(copy, HALF[precision]).eval()
+
+
+def expanded(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
+    """Every island by a name of its own, in the order of the model: modules, and `PATH.softmax` of attentions.
+
+    Raises:
+        InputError: an island that the model does not have.
+    """
+    known = _by_kind(model)
+    cores = set(known["softmax"])
+    modules = dict(model.named_modules())
+    found: list[str] = []
+    for island in islands:
+        if island in known:
+            found += known[island]
+        elif island in cores or (island and island in modules):
+            found.append(island)
+        else:
+            close = did_you_mean(island, [*KINDS, *modules, *cores])
+            raise InputError(
+                f"the model has no part {island!r} to keep in fp32{close}",
+                hint=f"give {', '.join(KINDS)}, a module (blocks.0.mlp), or an attention (blocks.0.attn.softmax)",
+            )
+    order = {name: number for number, name in enumerate(modules)}
+    return tuple(sorted(set(found), key=lambda name: (order.get(name.removesuffix(SOFTMAX), 0), name)))
+
+
+def _by_kind(model: nn.Module) -> dict[str, list[str]]:
+    norms = [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
+    sites = (site.name for site in family_of(model).sites(model) if site.kind == "attention")
+    return {"norm": norms, "softmax": [f"{name}{SOFTMAX}" for name in sites], "head": list(_heads(model))}
+
+
+def _heads(model: nn.Module) -> Iterator[str]:
+    """The classifier's layers: what gives the logits."""
+    given: Callable[[], Any] | None = getattr(model, "get_classifier", None)
+    layers = given() if given else ()
+    found = layers if isinstance(layers, tuple) else (layers,)
+    for name, module in model.named_modules():
+        if any(module is layer for layer in found) and not isinstance(module, nn.Identity):
+            yield name
+
+
+def _is_in(name: str, island: str) -> bool:
+    return name == island or name.startswith(f"{island}.")
+
+
+def _narrow(model: nn.Module, dtype: torch.dtype, wide: Sequence[str]) -> None:
+    """Everything but the islands in `dtype`."""
+    for name, module in model.named_modules():
+        if any(_is_in(name, island) for island in wide):
+            continue
+        for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+                if not torch.isfinite(tensor).all():
+                    raise CheckFailedError(
+                        f"{f'{name}.{key}'.lstrip('.')} holds values that half precision cannot (above 65504)",
+                        hint="export with --precision fp32 or bf16, or keep the module in fp32 with --islands",
+                    )
+
+
+def _widen(module: nn.Module, low: torch.dtype, *, answers: bool) -> None:
+    """Cast what the module is given to fp32 and, unless it gives the logits, what it gives back to `low`."""
+    module.register_buffer("low", torch.zeros((), dtype=low), persistent=False)  # follows .float() and .double()
+    module.register_forward_pre_hook(lambda module, args: tuple(_wide(arg) for arg in args))
+    if not answers:
+        module.register_forward_hook(lambda module, args, out: _back(out, module.low.dtype))
+
+
+def _wide(value: Any) -> Any:
+    """fp32 for half precision; float64, in which models are checked, stays."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALF.values() else value
+
+
+def _back(value: Any, low: torch.dtype) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_back(part, low) for part in value)
+    return value.to(low) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
+
+
+class Float32Io(nn.Module):
+    """A model in half precision that takes and gives float32."""
+
+    kind: Tensor
+
+    def __init__(self, model: nn.Module, low: torch.dtype) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("kind", torch.zeros((), dtype=low), persistent=False)  # follows .double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: images, (batch, channels, height, width) -> logits, (batch, classes)."""
+        out: Tensor = _wide(self.model(x.to(self.kind.dtype)))
+        return out
+
+
+class WideSoftmax(nn.Module):
+    """An attention in half precision whose core computes in fp32."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """What the attention takes and gives."""
+        with _WideCores():
+            out: Tensor = self.attention(x, *args, **kwargs)
+        return out
+
+
+class _WideCores(TorchFunctionMode):
+    SOFTMAX = frozenset({Tensor.softmax, torch.softmax, F.softmax})
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention or func in self.SOFTMAX:
+            low = args[0].dtype
+            named = {key: _wide(value) for key, value in (kwargs or {}).items()}
+            return func(*map(_wide, args), **named).to(low)
+        return func(*args, **(kwargs or {}))
