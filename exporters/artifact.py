@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from vitcompress.checkpoint import read_json, write_json
-from vitcompress.errors import InputError
+from vitcompress.checkpoint import differing, file_sha256, read_json, write_json
+from vitcompress.errors import ArtifactError, InputError
 from vitcompress.export_options import ExportOptions
 from vitcompress.models import InputConfig
 from vitcompress.progress import Progress
@@ -111,6 +111,17 @@ def read_sidecar(path: Path) -> dict[str, Any] | None:
 def amend_sidecar(path: Path, **known: Any) -> None:
     """Record more about the exported file `path`, such as `verified=True`. It must have a sidecar."""
     write_json(sidecar_path(path), {**(read_sidecar(path) or {}), **known})
+
+
+def checked_sha256(path: Path) -> str:
+    """SHA-256 of `path`. Raises ArtifactError where its sidecar describes other files."""
+    sidecar = sidecar_path(path)
+    if sidecar.is_file() and (wrong := differing(sidecar)):
+        raise ArtifactError(
+            f"{path} is not the file that {sidecar.name} describes ({wrong[0]})",
+            hint="one of them was replaced; export again, or remove the .json to use the file as it is",
+        )
+    return file_sha256(path)
 
 
 def decoded(metadata: Mapping[str, str]) -> dict[str, Any]:

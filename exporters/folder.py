@@ -1,14 +1,19 @@
 """Export a finished run folder again: another format or precision, or on the machine that the format is made for."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vitcompress import checkpoint, exporters, models
 from vitcompress.errors import InputError, did_you_mean
 from vitcompress.export_options import ExportOptions
+from vitcompress.exporters import agreement
 from vitcompress.exporters.artifact import Exported, Exporter, read_sidecar
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
+from vitcompress.verdicts import Check, amend
+from vitcompress.verify import known_images
 
 
 def export_folder(
@@ -42,6 +47,45 @@ def export_folder(
         options=options,
         progress=progress,
     )
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What became of an exported file. path: where it lies now; it was moved when it failed."""
+
+    path: Path
+    verdict: str
+    checks: tuple[Check, ...]
+
+    @property
+    def reason(self) -> str:
+        """What of the checks that did not pass is to be told first."""
+        return next((f"{c.name}: {c.detail}" for c in self.checks if c.verdict != "passed"), "")
+
+    @property
+    def command(self) -> str | None:
+        return next((check.command for check in self.checks if check.command), None)
+
+    def as_data(self) -> dict[str, Any]:
+        checks = [check.as_data() for check in self.checks]
+        return {"verdict": self.verdict, "verified": self.verdict == "passed", "checks": checks}
+
+
+def settle(folder: Path, exported: Exported, progress: Progress | None = None) -> Settled:
+    """Hold an exported file against the model of the run `folder`, on the images that the folder was verified with.
+
+    The verdict goes into the sidecar and, where the file lies in the folder, into its verify.json; a file that fails is
+    moved to the folder `failed` beside it.
+    """
+    (progress or Progress()).stage(f"Compare {exported.path.name} with the model")
+    model = checkpoint.load(folder)
+    images, real = known_images(folder, model)
+    checks = agreement.file_checks(model, exported.path, images, real=real)
+    verdict = agreement.record(exported.path, checks)
+    if exported.path.parent.resolve() == folder.resolve():
+        amend(folder, checks, f"{agreement.PREFIX}{exported.path.name}")
+    path = agreement.set_aside(exported.path) if verdict == "failed" else exported.path
+    return Settled(path, verdict, tuple(checks))
 
 
 def writable(name: str) -> Exporter:

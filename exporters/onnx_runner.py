@@ -12,7 +12,7 @@ from torch import Tensor
 from vitcompress.errors import InputError
 from vitcompress.exporters.artifact import input_of
 from vitcompress.exporters.onnx_session import Session
-from vitcompress.exporters.runner import RunnerOptions
+from vitcompress.exporters.runner import RunnerOptions, as_given
 from vitcompress.models import InputConfig
 
 
@@ -32,10 +32,7 @@ class OnnxRunner:
             threads=options.threads,
         )
         self._transfers = options.transfers and self._session.on_device
-        self.input = self._input_config()
-
-    def _input_config(self) -> InputConfig | None:
-        return input_of(self._session.metadata, self.input_size)
+        self.input: InputConfig | None = input_of(self._session.metadata, self.input_size)
 
     @property
     def input_size(self) -> tuple[int, int, int]:
@@ -46,21 +43,29 @@ class OnnxRunner:
         return False  # the session has a stream of its own
 
     def __call__(self, images: Tensor) -> Tensor:
-        return torch.from_numpy(np.asarray(self._session.run(images.detach().float().cpu().numpy())))
+        return torch.from_numpy(np.asarray(self._session.run(self._fed(images))))
 
     def bind(self, images: Tensor) -> Callable[[], None]:
-        given = images.detach().float().cpu().numpy()
+        given = self._fed(images)
         return partial(self._run, given) if self._transfers else self._session.bind(given)
 
     def _run(self, images: np.ndarray) -> None:
         """From the host and back to it."""
         self._session.run(images)
 
+    def _fed(self, images: Tensor) -> np.ndarray:
+        return as_given(images, self.input, uint8=self._session.takes_bytes)
+
     def synchronize(self) -> None:
         """Nothing: a call of the session returns when its outputs are there."""
 
     def describe(self) -> dict[str, Any]:
-        return {"artifact": self.name, **self._session.describe(), "transfers": self._transfers}
+        return {
+            "artifact": self.name,
+            **self._session.describe(),
+            "input_type": "uint8" if self._session.takes_bytes else "float32",
+            "transfers": self._transfers,
+        }
 
     def close(self) -> None:
         self._session.close()

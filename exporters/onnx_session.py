@@ -8,16 +8,16 @@ import numpy as np
 import onnxruntime as ort
 
 from vitcompress import onnx_file
-from vitcompress.checkpoint import differing, file_sha256
 from vitcompress.errors import ArtifactError, DeviceError, InputError
-from vitcompress.exporters.artifact import decoded, sidecar_path
+from vitcompress.exporters.artifact import checked_sha256, decoded
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 PROVIDERS = {"cpu": CPU, "cuda": CUDA, "mps": "CoreMLExecutionProvider"}
 # A graph with a dynamic batch rightly keeps its shape arithmetic on the CPU; these must be where they were asked for.
 HEAVY = frozenset({"MatMul", "Gemm", "Conv", "Attention", "LayerNormalization", "Softmax", "Gelu", "FusedMatMul"})
 LOG_WARNINGS = 2  # ONNX Runtime's own default
-INPUT_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+OUTPUT_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+INPUT_TYPES = {**OUTPUT_TYPES, "tensor(uint8)": np.uint8}
 
 
 class Session:
@@ -39,7 +39,7 @@ class Session:
         threads: int | None = None,
     ) -> None:
         self.metadata = decoded(onnx_file.metadata(onnx_file.read(path)))
-        self.sha256 = _checked_sha256(path)
+        self.sha256 = checked_sha256(path)
         self._threads, self._device = threads, device
         self.provider = _provider(device, provider)
         self.precision = _precision(path, self.metadata.get("precision"), precision, self.provider)
@@ -87,11 +87,16 @@ class Session:
     @property
     def input_size(self) -> tuple[int, int, int]:
         """(channels, height, width)"""
-        channels, height, width = self._input.shape[1:]
-        return int(channels), int(height), int(width)
+        first, second, third = map(int, self._input.shape[1:])
+        return (third, first, second) if self.takes_bytes else (first, second, third)
+
+    @property
+    def takes_bytes(self) -> bool:
+        """Whether images are given as (batch, height, width, channels), 0 to 255."""
+        return bool(self._input.type == "tensor(uint8)")
 
     def run(self, images: np.ndarray) -> np.ndarray:
-        """images: (batch, channels, height, width) -> (batch, classes), float32."""
+        """images: (batch, channels, height, width), or bytes as `takes_bytes` says -> (batch, classes), float32."""
         out: np.ndarray = self.session.run([self._output.name], {self._input.name: self._fed(images)})[0]
         return out.astype(np.float32, copy=False)
 
@@ -107,7 +112,7 @@ class Session:
         place = (kind if self.provider != CPU else "cpu", int(index or 0))
         given = ort.OrtValue.ortvalue_from_numpy(self._fed(images), *place)
         shape = self.run(images).shape
-        dtype = INPUT_TYPES[self._output.type]
+        dtype = OUTPUT_TYPES[self._output.type]
         taken = ort.OrtValue.ortvalue_from_shape_and_type(list(shape), dtype, *place)
         binding = self.session.io_binding()
         binding.bind_ortvalue_input(self._input.name, given)
@@ -138,16 +143,6 @@ class Session:
         del self.session
 
 
-def _checked_sha256(path: Path) -> str:
-    sidecar = sidecar_path(path)
-    if sidecar.is_file() and (wrong := differing(sidecar)):
-        raise ArtifactError(
-            f"{path} is not the file that {sidecar.name} describes ({wrong[0]})",
-            hint="one of them was replaced; export again, or remove the .json to use the file as it is",
-        )
-    return file_sha256(path)
-
-
 def _provider(device: str, provider: str | None) -> str:
     kind = device.partition(":")[0]
     if kind not in PROVIDERS:
@@ -166,6 +161,11 @@ def _provider(device: str, provider: str | None) -> str:
 def _precision(path: Path, stored: Any, wanted: str | None, provider: str) -> str:
     """The precision that the file computes in; it cannot be chosen, but TF32 products on CUDA can."""
     own = str(stored or "as stored")
+    if own == "bf16" and provider == CPU:
+        raise DeviceError(
+            f"{path} computes in bf16, for which {CPU} has no convolution and no matrix product",
+            hint="run it on a GPU with --device cuda, or use OpenVINO with --precision bf16 on the CPU",
+        )
     if wanted in (None, stored) or (wanted == "fp32" and stored is None):
         return own if wanted is None else str(wanted)
     if wanted == "tf32" and provider == CUDA and own != "fp16":
@@ -180,7 +180,7 @@ def _ends(path: Path, session: Any) -> tuple[Any, Any]:
     if not image or not all(isinstance(size, int) for size in inputs[0].shape[1:]):
         shapes = ", ".join(f"{i.name} {i.type} {i.shape}" for i in inputs)
         raise ArtifactError(f"{path} does not take one image tensor of fixed size; it takes {shapes}")
-    if outputs[0].type not in INPUT_TYPES:
+    if outputs[0].type not in OUTPUT_TYPES:
         raise ArtifactError(f"{path} gives {outputs[0].type}, expected floating-point logits")
     return inputs[0], outputs[0]
 

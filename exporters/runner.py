@@ -4,8 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 from torch import Tensor
 
+from vitcompress.byte_input import to_bytes
+from vitcompress.errors import ArtifactError
 from vitcompress.models import InputConfig
 
 
@@ -80,3 +83,19 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Give back what the runner holds, and restore what it changed."""
+
+
+def as_given(images: Tensor, input: InputConfig | None, *, uint8: bool) -> np.ndarray:
+    """Normalised images, (batch, channels, height, width), as a file takes them: float32, or bytes with channels last.
+
+    Raises:
+        ArtifactError: bytes are wanted, and the file does not say how they were normalised.
+    """
+    if not uint8:
+        return np.ascontiguousarray(images.detach().float().cpu().numpy())
+    if input is None:
+        raise ArtifactError(
+            "the file takes bytes and does not say how it normalises them", hint="export it with vitcompress"
+        )
+    made: np.ndarray = to_bytes(images.detach().cpu(), input).numpy()
+    return made

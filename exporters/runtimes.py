@@ -12,6 +12,7 @@ from typing import Any
 from vitcompress import checkpoint, models
 from vitcompress.errors import ArtifactError
 from vitcompress.exporters.onnx_runner import OnnxRunner
+from vitcompress.exporters.openvino_runner import OpenVinoRunner
 from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.tensorrt_runner import EngineRunner
 from vitcompress.exporters.torch_runner import TIMM, TorchRunner
@@ -21,9 +22,9 @@ __all__ = ["RUNNERS", "Runner", "RunnerOptions", "TorchRunner", "open_runner"]
 # Suffix -> what runs the file.
 RUNNERS: dict[str, Callable[[Path, RunnerOptions], Runner]] = {
     ".onnx": OnnxRunner,
+    ".xml": OpenVinoRunner,
     **dict.fromkeys((".engine", ".trt", ".plan"), EngineRunner),
 }
-LATER = {".xml": "OpenVINO model"}
 
 
 def open_runner(artifact: str | Path, options: RunnerOptions | None = None, **settings: Any) -> Runner:
@@ -42,10 +43,5 @@ def open_runner(artifact: str | Path, options: RunnerOptions | None = None, **se
         return TorchRunner(checkpoint.load(path), options, name=name, sha256=checkpoint.file_sha256(weights))
     if path.suffix in RUNNERS:
         return RUNNERS[path.suffix](path, options)
-    if path.suffix in LATER:
-        raise ArtifactError(
-            f"{path} is a {LATER[path.suffix]}, which this version cannot run",
-            hint="give the .onnx file it was built from, a run folder or timm:NAME",
-        )
     what = "cannot be run" if path.exists() else "does not exist"
     raise ArtifactError(f"{path} {what}", hint=f"give a run folder, timm:NAME, or a file ({', '.join(RUNNERS)})")

@@ -1,7 +1,7 @@
 """One question, its answer and the limit it is held against: what verify.json is made of."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vitcompress.checkpoint import write_json
+from vitcompress.checkpoint import read_json, write_json
 from vitcompress.evaluate import wilson
 
 LEDGER = "verify.json"
@@ -50,6 +50,15 @@ class Verification:
 
     def write(self, folder: Path) -> None:
         write_json(folder / LEDGER, self.as_data())
+
+
+def amend(folder: Path, checks: Sequence[Check], prefix: str) -> None:
+    """Put `checks` in the place of those in the folder's verify.json whose names begin with `prefix`."""
+    known = read_json(folder / LEDGER).get("checks", []) if (folder / LEDGER).is_file() else []
+    kept = [check for check in known if not str(check["name"]).startswith(prefix)]
+    data = [*kept, *(check.as_data() for check in checks)]
+    found = {check["verdict"] for check in data}
+    write_json(folder / LEDGER, {"passed": "failed" not in found and "passed" in found, "checks": data})
 
 
 def compared(name: str, value: float, tolerance: float, detail: str = "") -> Check:

@@ -6,7 +6,7 @@ reload: what is on disk against what was in memory, bit for bit. onnx: see verif
 """
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -150,12 +150,18 @@ def standard_check(folder: Path, model: nn.Module, plan: Plan, images: Tensor) -
 # -------------------------------------------------------------------------------------------------------------- folders
 
 
-def verify_folder(folder: str | Path, images: Tensor | None = None, dense: Path | None = None) -> Verification:
+def verify_folder(
+    folder: str | Path,
+    images: Tensor | None = None,
+    dense: Path | None = None,
+    served: Callable[[Path, Tensor, bool], Iterable[Check]] | None = None,
+) -> Verification:
     """Check everything that a run folder claims, and record the verdicts in its verify.json.
 
     images: (count, channels, height, width), normalised. They and the answers to them are kept in the folder, so that a
     later call, here or on another machine, can do without. Without any, noise is used.
     dense: folder of the model before pruning, which dense.onnx is compared with; None looks in the run folder.
+    served: checks of the exported files in their own runtimes, given the folder, the images and whether these are real.
 
     Raises:
         ArtifactError, PlanError, WeightsError: not a run folder, or a damaged one.
@@ -166,13 +172,21 @@ def verify_folder(folder: str | Path, images: Tensor | None = None, dense: Path 
     seen = checkpoint.load_tensors(folder / SEEN) if (folder / SEEN).is_file() else {}
     given, logits, checks = _compressed(folder, images, seen)
     checks += _dense_onnx(folder, dense or folder / DENSE, given)  # when the compressed model is out of memory
-    checks += _engines(folder)
+    real = images is not None or bool(seen)
+    checks += served(folder, given, real) if served else _engines(folder)
     found = Verification(tuple(checks))
     with _tolerating_read_only((folder / LEDGER).is_file()):  # a read-only copy of a folder can be checked all the same
         if images is not None:
             checkpoint.save_tensors(folder / SEEN, {"images": images, "logits": logits})
         found.write(folder)
     return found
+
+
+def known_images(folder: Path, model: nn.Module) -> tuple[Tensor, bool]:
+    """The images that the folder was verified with, and True; noise and False where it has none."""
+    if (folder / SEEN).is_file():
+        return checkpoint.load_tensors(folder / SEEN)["images"], True
+    return _noise(model), False
 
 
 def _compressed(folder: Path, images: Tensor | None, seen: dict[str, Tensor]) -> tuple[Tensor, Tensor, list[Check]]:
@@ -213,7 +227,7 @@ def _engines(folder: Path) -> Iterator[Check]:
     for pattern in ENGINES:
         for path in sorted(folder.glob(pattern)):
             command = f"vitcompress verify {folder}"
-            yield Check(path.name, "not_run", detail="this version cannot run it", command=command)
+            yield Check(path.name, "not_run", detail="was not asked for", command=command)
 
 
 def _fold(folder: Path, model: nn.Module, plan: Plan, images: Tensor) -> list[Check]:

@@ -17,10 +17,11 @@ from vitcompress.cli.options import export_options, given, numbers
 def verify(folder: Path, as_json: bool, debug: bool) -> int:
     """Check again everything that a run folder claims."""
     with working(debug):
+        from vitcompress.exporters.agreement import folder_checks
         from vitcompress.pipeline import dense_of
         from vitcompress.verify import verify_folder
 
-        found = verify_folder(folder, dense=dense_of(folder))
+        found = verify_folder(folder, dense=dense_of(folder), served=folder_checks)
     answer(found.as_data(), as_json, lambda data: console.print_checks(data["checks"]))
     return 0 if found.passed else 1
 
@@ -30,18 +31,29 @@ def verify(folder: Path, as_json: bool, debug: bool) -> int:
 @click.option("--format", "name", default="onnx", show_default=True, metavar="FORMAT", help="Format to export to.")
 @export_options
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File to write (default: in DIR).")
+@click.option("--require-verified", is_flag=True, help="Exit 1 where the file cannot be checked on this machine.")
 @common
-def export(folder: Path, name: str, out: Path | None, as_json: bool, debug: bool, **options: Any) -> int:
+def export(
+    folder: Path, name: str, out: Path | None, require_verified: bool, as_json: bool, debug: bool, **options: Any
+) -> int:
     """Export a finished run folder again.
 
-    In another format or precision, or on the machine that the format is made for.
+    In another format or precision, or on the machine that the format is made for. The file is then asked what the model
+    is asked; one that answers otherwise is moved to the folder `failed`.
     """
     with working(debug) as progress:
         from vitcompress.export_options import ExportOptions
-        from vitcompress.exporters.folder import export_folder
+        from vitcompress.exporters.folder import export_folder, settle
 
         done = export_folder(folder, name, options=ExportOptions(**given(options)), out=out, progress=progress)
-    return answer({"folder": str(done.path.parent), **done.to_dict()}, as_json, console.print_export)
+        settled = settle(folder, done, progress)
+    found = {"folder": str(settled.path.parent), **done.to_dict(), **settled.as_data()}
+    answer(found, as_json, console.print_export)
+    if settled.verdict == "failed":
+        return fell_short(f"{done.path.name} does not answer as the model does: {settled.reason}", None, as_json)
+    if settled.verdict == "not_run" and require_verified:
+        return fell_short(f"{done.path.name} could not be checked here: {settled.reason}", settled.command, as_json)
+    return 0
 
 
 _device = click.option(

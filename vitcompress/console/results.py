@@ -101,6 +101,10 @@ def print_export(done: Mapping[str, Any]) -> None:
         f"{done['folder']}/{done['path']}  {done['format']} {done['precision']}, {done['bytes']:,} bytes, opset "
         f"{done['opset']} ({done['opset_reason']})"
     )
+    print_checks(done["checks"])
+    if done["verdict"] == "not_run":
+        commands = sorted({check["command"] for check in done["checks"] if check.get("command")})
+        print_text(f"not verified on this machine; on the target: {', '.join(commands)}")
 
 
 def print_result(table: Drawable, folder: object) -> None:

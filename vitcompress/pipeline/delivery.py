@@ -20,7 +20,7 @@ from vitcompress.bench import suite
 from vitcompress.checkpoint import read_json, write_json
 from vitcompress.data import eval_loader
 from vitcompress.evaluate import calibration_images, correct_mask, evaluate, mcnemar
-from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters import EXPORTERS, agreement
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.methods import METHODS
 from vitcompress.pipeline.preflight import Job, chosen_by
@@ -107,7 +107,7 @@ def verify(job: Job) -> None:
     if path.is_file():
         return
     job.progress.stage("Verify")
-    found = verify_folder(job.folder, images=_images(job), dense=job.dense_folder)
+    found = verify_folder(job.folder, images=_images(job), dense=job.dense_folder, served=agreement.folder_checks)
     passed = Counter(check.name.split(".")[0] for check in found.checks if check.verdict == "passed")
     job.progress.note("passed: " + ", ".join(f"{name} ({count})" for name, count in passed.items()))
     for check in found.checks:

@@ -34,6 +34,7 @@ LEFT_BY_RUNS = (
     "standard.*",
     "model-*.*",  # exported again in another precision
     "dense.*",
+    "failed",  # exported files that do not answer as the model does
     "plan.json",
     "log.jsonl",
     "tensorboard",

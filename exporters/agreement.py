@@ -1,0 +1,185 @@
+"""Does an exported file answer as the model does? Asked of the runtime that will serve it, on images without labels.
+
+The model in fp32 is held against the file at batch 1, 3 and, for engines, the best and the largest batch of their range
+(else all images at once). One number a precision, its share d, limits how far answers may move:
+
+- error: the largest difference of a logit, over the largest logit, is at most d;
+- cosine: 1 - cos of the logits is at most d^2 / 2, which a relative error of d in the logits makes of it;
+- kl: KL(model || file) of every image is at most 2 d^2 nats, so that no probability moves by more than d (Pinsker's
+  inequality: total variation <= sqrt(KL / 2));
+- flips: another top-1 answer only where the two best logits are closer than twice the error allowed, and not certainly
+  (Wilson's 95 % interval) in more than a share d of the images.
+
+d is 0.1 % in fp32, whose own rounding lies far below, 1 % with eleven significant bits (tf32, fp16) and, as roundings
+are eight times as large with eight bits, 8 % in bf16.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitcompress import checkpoint
+from vitcompress.byte_input import from_bytes, to_bytes
+from vitcompress.errors import ArtifactError, DeviceError, MissingExtraError, OutputError, VitcompressError
+from vitcompress.evaluate import wilson
+from vitcompress.exporters.artifact import amend_sidecar, read_sidecar
+from vitcompress.exporters.runner import Runner
+from vitcompress.exporters.runtimes import RUNNERS, open_runner
+from vitcompress.models import input_config
+from vitcompress.verdicts import Check, compared, largest_difference
+
+SHARES = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2}
+PREFIX = "agreement."
+FAILED = "failed"  # folder that files which do not answer as the model does are moved to
+SMALL = (1, 3)
+PART = 16  # images at a time through the model in torch
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far two sets of logits, (images, classes), are apart; `error` is relative to the largest logit."""
+
+    images: int
+    flips: int
+    unexplained: int
+    kl: float
+    cosine: float
+    error: float
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's 95 % interval of the share of flips."""
+        return wilson(self.flips, self.images)
+
+
+def compare(expected: Tensor, got: Tensor, share: float) -> Agreement:
+    """What lies between logits `expected` and `got`; flips are explained where `share` allows that error."""
+    exact, found = expected.double(), got.double()
+    scale = float(exact.abs().max())
+    best = exact.topk(min(2, exact.shape[1])).values
+    flipped = exact.argmax(1) != found.argmax(1)
+    unexplained = flipped & (best[:, 0] - best[:, -1] > 2 * share * scale)
+    kl = F.kl_div(found.log_softmax(1), exact.log_softmax(1), reduction="none", log_target=True).sum(1)
+    return Agreement(
+        len(exact),
+        int(flipped.sum()),
+        int(unexplained.sum()),
+        float(kl.max()),
+        float(F.cosine_similarity(exact, found, eps=1e-300).min()),
+        largest_difference(exact, found) / scale,
+    )
+
+
+def judged(found: Agreement, share: float, name: str, of: str) -> list[Check]:
+    """The checks of one comparison. of: what was compared, in words."""
+    low, high = found.interval
+    flips = f"{found.flips} of {found.images} top-1 answers differ (95 % interval {low:.1%} to {high:.1%})"
+    if found.flips:
+        flips += f", {found.flips - found.unexplained} of them between answers that were close anyway"
+    counted = compared(f"{name}.flips", low, share, f"{flips}; {of}")
+    return [
+        replace(counted, verdict="failed") if found.unexplained else counted,
+        compared(f"{name}.kl", found.kl, 2 * share**2, f"largest KL divergence of an image, nats; {of}"),
+        compared(f"{name}.cosine", 1 - found.cosine, share**2 / 2, f"1 - smallest cosine of the logits; {of}"),
+        compared(f"{name}.error", found.error, share, f"largest difference over the largest logit; {of}"),
+    ]
+
+
+def file_checks(model: nn.Module, path: Path, images: Tensor, *, real: bool = True) -> list[Check]:
+    """Whether the file `path` answers as `model` does on normalised `images`, (count, channels, height, width).
+
+    What this machine cannot run is `not_run`, with the reason and the command for the target. real: whether the images
+    are of the kind that the model is made for, and not noise.
+    """
+    name = f"{PREFIX}{path.name}"
+    try:
+        with closing(open_runner(path)) as runner:
+            return _asked(model, runner, name, images, real=real)
+    except (DeviceError, MissingExtraError) as error:
+        command = f"vitcompress verify {path.parent}"
+        return [Check(name, "not_run", detail=f"{error.message}; run the command on the target", command=command)]
+    except VitcompressError as error:
+        return [Check(name, "failed", detail=error.message)]
+
+
+@torch.inference_mode()
+def _asked(model: nn.Module, runner: Runner, name: str, images: Tensor, *, real: bool) -> list[Check]:
+    about = runner.describe()
+    share = SHARES.get(str(about["precision"]), SHARES["fp32"])
+    batches = _batches(runner, len(images))
+    if about.get("input_type") == "uint8":
+        input = input_config(model)
+        images = from_bytes(to_bytes(images, input), input)
+    model = model.float().eval()
+    expected = torch.cat([model(part) for part in torch.split(images, PART)])
+    rows, answers = list[Tensor](), list[Tensor]()
+    for batch in batches:
+        taken = torch.arange(batch) % len(images)
+        rows.append(expected[taken])
+        answers.append(runner(images[taken]))
+    what = f"{about['precision']} in {about['runtime']} on {about['device']}, batch {', '.join(map(str, batches))}"
+    of = what if real else f"{what}, on noise"
+    wrong = next((b for b, got in zip(batches, answers, strict=True) if not torch.isfinite(got).all()), None)
+    if wrong is not None:
+        return [Check(name, "failed", detail=f"answers at batch {wrong} are not finite; {of}")]
+    return judged(compare(torch.cat(rows), torch.cat(answers), share), share, name, of)
+
+
+def _batches(runner: Runner, images: int) -> tuple[int, ...]:
+    """1, 3 and the best and the largest of a range; all images where there is no range."""
+    low, best, high = runner.describe().get("batch_range") or (1, images, images)
+    return tuple(sorted({min(max(size, low), high) for size in (*SMALL, best, high)}))
+
+
+# --------------------------------------------------------------------------------------------- what follows from checks
+
+
+def verdict(checks: Iterable[Check]) -> str:
+    """failed if any did, passed if all did, else not_run."""
+    found = {check.verdict for check in checks}
+    return "failed" if "failed" in found else ("passed" if found == {"passed"} else "not_run")
+
+
+def record(path: Path, checks: Sequence[Check]) -> str:
+    """Write into the sidecar of `path` whether it is verified, and by what. Returns the verdict."""
+    found = verdict(checks)
+    if read_sidecar(path) is not None:
+        known = {"verdict": found, "checks": [check.as_data() for check in checks]}
+        amend_sidecar(path, verified=found == "passed", verification=known)
+    return found
+
+
+def set_aside(path: Path) -> Path:
+    """Move a file that failed, with all that belongs to it, to a folder of such files beside it."""
+    folder = path.parent / FAILED
+    sidecar = read_sidecar(path) or {}
+    try:
+        folder.mkdir(exist_ok=True)
+        for name in (*(sidecar.get("files") or {path.name: ""}), f"{path.name}.json"):
+            if (path.parent / name).is_file():
+                (path.parent / name).replace(folder / name)
+    except OSError as error:
+        raise OutputError(f"{path} could not be moved to {folder}: {error.strerror}") from None
+    return folder / path.name
+
+
+def exported_files(folder: Path) -> list[Path]:
+    """The files of the deployed model that some runtime opens."""
+    return sorted(path for path in folder.glob("model*") if path.suffix in RUNNERS)
+
+
+def folder_checks(folder: Path, images: Tensor, real: bool) -> Iterator[Check]:
+    """`file_checks` of every exported file of a run folder, recorded in their sidecars where these can be written."""
+    model: Any = None
+    for path in exported_files(folder):
+        model = checkpoint.load(folder) if model is None else model
+        checks = file_checks(model, path, images, real=real)
+        with suppress(OutputError, ArtifactError):  # a read-only copy; a sidecar that is no JSON is told by the runner
+            record(path, checks)
+        yield from checks

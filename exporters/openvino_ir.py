@@ -1,0 +1,123 @@
+"""OpenVINO IR: `model.xml` with its weights in `model.bin`, converted from the ONNX file that is exported otherwise.
+
+Weights stay uncompressed, so that the file is the model to the last bit. The precision is a hint for whoever runs the
+file, which changes the arithmetic and not the weights: fp32, or bf16 and fp16 where the processor has them.
+"""
+
+from collections.abc import Sequence
+from importlib import metadata, util
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch import nn
+
+from vitcompress import checkpoint
+from vitcompress.errors import InputError
+from vitcompress.export_options import ExportOptions
+from vitcompress.exporters import onnx_graph
+from vitcompress.exporters.artifact import Exported, Exporter, sidecar_path, write_sidecar
+from vitcompress.models import InputConfig
+from vitcompress.progress import Progress
+
+INFO = "vitcompress"  # where the IR keeps what its user must know
+HINTS = ("fp32", "fp16", "bf16")
+REASON = "decomposed attention, which OpenVINO fuses by itself"
+REMEDY = "pip install 'vitcompress[openvino]'"
+
+
+def unavailable() -> str | None:
+    """Why OpenVINO cannot be used here, None when it can."""
+    return None if util.find_spec("openvino") else f"openvino is not installed ({REMEDY})"
+
+
+def export(
+    model: nn.Module,
+    path: Path,
+    *,
+    input: InputConfig,
+    classes: Sequence[str] = (),
+    plan_digest: str = "",
+    options: ExportOptions | None = None,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write `model` to `path` (.xml), its weights beside it (.bin) and its sidecar; on failure nothing is left behind.
+
+    It takes and gives what the ONNX file does; see `onnx_graph.export`. The metadata lie in the IR's `rt_info` too.
+
+    Raises:
+        InputError: options that are not offered, or a `path` that does not end in .xml.
+        OutputError: the folder cannot be written.
+    """
+    options = options or ExportOptions()
+    check(options)
+    path = Path(path)
+    if path.suffix != ".xml":
+        raise InputError(f"an OpenVINO model is an .xml file, got {path.name}", hint="name it model.xml, say")
+    with TemporaryDirectory(prefix="vitcompress-") as folder:
+        stored = ExportOptions(opset=options.opset, uint8=options.uint8)
+        source = onnx_graph.export(
+            model,
+            Path(folder) / f"{path.stem}.onnx",
+            input=input,
+            classes=classes,
+            plan_digest=plan_digest,
+            options=stored,
+        )
+        known = {**source.metadata, "precision": f'"{options.precision}"'}
+        files = _convert(source.path, path, known)
+    hashes = {name: checkpoint.file_sha256(path.parent / name) for name in files}
+    done = Exported(
+        path,
+        "openvino",
+        options.precision,
+        hashes[path.name],
+        sum((path.parent / name).stat().st_size for name in files),
+        hashes,
+        source.opset,
+        source.opset_reason if options.opset else REASON,
+        known,
+        source={"name": source.path.name, "sha256": source.sha256},
+        build={"runtime": "openvino", "runtime_version": metadata.version("openvino"), "weights": "fp32"},
+    )
+    write_sidecar(done)
+    return done
+
+
+def check(options: ExportOptions) -> None:
+    """Raise InputError for a precision that is no hint of OpenVINO's, or an opset that ONNX does not offer."""
+    if options.precision not in HINTS:
+        raise InputError(f"OpenVINO has no precision {options.precision!r} here", hint=f"use one of {', '.join(HINTS)}")
+    onnx_graph.check(ExportOptions(opset=options.opset))
+
+
+def _convert(source: Path, path: Path, known: dict[str, str]) -> tuple[str, str]:
+    """Convert beside `path`, then move the weights and the graph into place."""
+    import openvino
+
+    weights = path.with_suffix(".bin")
+
+    def fill(beside: Path) -> None:
+        with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".part") as folder:
+            made = Path(folder) / path.name
+            converted: Any = openvino.convert_model(str(source))
+            for key, value in known.items():
+                converted.set_rt_info(value, [INFO, key])
+            openvino.save_model(converted, str(made), compress_to_fp16=False)
+            sidecar_path(path).unlink(missing_ok=True)  # it describes the files that are about to go
+            checkpoint.write(weights, made.with_suffix(".bin").replace)
+            made.replace(beside)
+
+    checkpoint.write(path, fill)
+    return path.name, weights.name
+
+
+OPENVINO = Exporter(
+    "openvino",
+    ".xml",
+    export,
+    uses=frozenset({"precision", "opset", "uint8"}),
+    refuse=check,
+    unavailable=unavailable,
+    cannot_run=unavailable,
+)
