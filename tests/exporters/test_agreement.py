@@ -1,0 +1,139 @@
+"""Exported files are asked what the model is asked: what agrees is verified, what does not is moved away."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitcompress import checkpoint, models
+from vitcompress.cli import main
+from vitcompress.errors import DeviceError
+from vitcompress.export_options import ExportOptions
+from vitcompress.exporters import agreement
+from vitcompress.exporters.artifact import read_sidecar
+from vitcompress.exporters.folder import export_folder, settle
+from vitcompress.exporters.runtimes import open_runner
+from vitcompress.plan import Plan
+from vitcompress.surgery import applied
+from vitcompress.verify import verify_folder
+
+ARCH = "vit_tiny_patch16_224"
+ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 3, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
+IMAGES = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run folder whose logits differ enough for answers to be told apart."""
+    plan = Plan(ARCH, ARGS, removed={"blocks.1.attn": "drop"})
+    model = applied(models.create(ARCH, ARGS), plan)
+    with torch.no_grad():
+        model.get_submodule("head").weight.mul_(30)
+    checkpoint.save_model(tmp_path / "run", model, plan)
+    return tmp_path / "run"
+
+
+def logits(*rows: list[float]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def test_figures_of_a_comparison() -> None:
+    expected, got = logits([2.0, 1.0], [0.0, 4.0]), logits([2.0, 1.0], [0.1, 4.0])
+    found = agreement.compare(expected, got, 0.01)
+    p = [math.exp(v) / (math.exp(0.0) + math.exp(4.0)) for v in (0.0, 4.0)]
+    q = [math.exp(v) / (math.exp(0.1) + math.exp(4.0)) for v in (0.1, 4.0)]
+    assert found.kl == pytest.approx(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
+    assert found.error == pytest.approx(0.1 / 4.0)
+    assert found.cosine == pytest.approx(4.0 / math.hypot(0.1, 4.0))
+    assert (found.flips, found.unexplained, found.images) == (0, 0, 2)
+
+
+@pytest.mark.parametrize(("margin", "verdict"), [(0.02, "passed"), (0.5, "failed")])
+def test_an_answer_may_change_only_where_two_were_close(margin: float, verdict: str) -> None:
+    """With a share of 1 % and a largest logit of 4, logits may be off by 0.04 each, so margins below 0.08 may turn."""
+    close = logits([4.0, 4.0 - margin])
+    expected = torch.cat([close, logits([0.0, 4.0]).repeat(199, 1)])
+    got = expected.clone()
+    got[0] = got[0].flip(0)
+    checks = {c.name: c for c in agreement.judged(agreement.compare(expected, got, 0.01), 0.01, "a", "here")}
+    assert checks["a.flips"].verdict == verdict and "1 of 200" in checks["a.flips"].detail
+
+
+def test_too_many_changes_fail_even_where_all_were_close() -> None:
+    expected = logits([4.0, 3.99]).repeat(100, 1)
+    got = expected.clone()
+    got[:10] = got[:10].flip(1)
+    checks = agreement.judged(agreement.compare(expected, got, 0.01), 0.01, "a", "here")
+    assert checks[0].verdict == "failed" and checks[0].value and checks[0].value > 0.01
+
+
+@pytest.mark.parametrize(
+    ("format", "options"),
+    [
+        ("onnx", ExportOptions(precision="fp16", islands=("norm", "softmax", "head"))),
+        ("onnx", ExportOptions(uint8=True)),
+        ("openvino", ExportOptions(uint8=True)),
+    ],
+)
+def test_what_answers_as_the_model_is_verified(folder: Path, format: str, options: ExportOptions) -> None:
+    settled = settle(folder, export_folder(folder, format, options=options))
+    assert settled.verdict == "passed", settled.checks
+    assert {c.name.rpartition(".")[2] for c in settled.checks} == {"flips", "kl", "cosine", "error"}
+    sidecar = read_sidecar(settled.path) or {}
+    assert sidecar["verified"] is True and sidecar["verification"]["verdict"] == "passed"
+    ledger = json.loads((folder / "verify.json").read_text())
+    assert f"agreement.{settled.path.name}.kl" in {check["name"] for check in ledger["checks"]}
+
+
+def test_what_does_not_is_moved_away(folder: Path) -> None:
+    done = export_folder(folder, "openvino")
+    model = checkpoint.load(folder)
+    with torch.no_grad():
+        model.get_submodule("head").bias[0] += 3.0
+    checkpoint.save_model(folder, model, Plan.from_json((folder / "plan.json").read_text()))
+    settled = settle(folder, done)
+    assert settled.verdict == "failed" and settled.path == folder / "failed" / "model.xml"
+    assert not list(folder.glob("model.xml*")) and not (folder / "model.bin").exists()
+    assert {p.name for p in (folder / "failed").iterdir()} == {"model.xml", "model.bin", "model.xml.json"}
+    assert (read_sidecar(settled.path) or {})["verified"] is False
+    assert json.loads((folder / "verify.json").read_text())["passed"] is False
+
+
+def test_what_cannot_run_here_is_not_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["export", str(folder), "--precision", "bf16", "--json"]
+    for more, code in (([], 0), (["--require-verified"], 1)):
+        with pytest.raises(SystemExit) as ended:
+            main(words + more)
+        assert ended.value.code == code
+        found = json.loads(capsys.readouterr().out)
+        assert (found["verdict"], found["verified"]) == ("not_run", False)
+        assert "bf16" in found["checks"][0]["detail"] and found["checks"][0]["command"].startswith("vitcompress verify")
+    assert (read_sidecar(folder / "model-bf16.onnx") or {})["verified"] is False
+    with pytest.raises(DeviceError, match="bf16"):
+        open_runner(folder / "model-bf16.onnx")
+
+
+def test_a_folder_is_checked_with_all_its_files(folder: Path) -> None:
+    export_folder(folder)
+    export_folder(folder, "openvino")
+    found = verify_folder(folder, IMAGES, served=agreement.folder_checks)
+    names = {check.name for check in found.checks if check.verdict == "passed"}
+    assert {"agreement.model.onnx.flips", "agreement.model.xml.error"} <= names
+    assert found.passed
+    assert (read_sidecar(folder / "model.onnx") or {})["verified"] is True
+
+
+def test_openvino_never_computes_in_another_precision(folder: Path) -> None:
+    path = export_folder(folder, "openvino").path
+    expected = checkpoint.load(folder)(IMAGES).detach()
+    for precision, share in (("fp32", 1e-3), ("bf16", 8e-2), ("fp16", 1e-2)):
+        try:
+            runner = open_runner(path, precision=precision)
+        except DeviceError as error:
+            assert precision in error.message  # this processor has no such arithmetic
+            continue
+        assert runner.describe()["precision"] == precision
+        error = agreement.compare(expected, runner(IMAGES), share).error
+        assert error <= share and (precision == "fp32" or error > 1e-6)
