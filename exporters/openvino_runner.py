@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitcompress.errors import ArtifactError, DeviceError, InputError, MissingExtraError
 from vitcompress.exporters.artifact import checked_sha256, decoded, input_of
-from vitcompress.exporters.openvino_ir import INFO, REMEDY, unavailable
+from vitcompress.exporters.openvino_ir import INFO, unavailable
 from vitcompress.exporters.runner import RunnerOptions, as_given
 from vitcompress.models import InputConfig
 
@@ -27,13 +27,13 @@ class OpenVinoRunner:
     """
 
     def __init__(self, path: Path, options: RunnerOptions) -> None:
-        if reason := unavailable():
-            raise MissingExtraError(f"{path.name} needs OpenVINO: {reason}", hint=REMEDY)
+        if unavailable():
+            raise MissingExtraError("openvino", "openvino", need=path.name)
         self.name, self._device, self._threads = str(path), _device(options), options.threads
         if self._threads is not None and self._threads < 1:
             raise InputError(f"threads must be 1 or more, got {self._threads}")
-        self._sha256 = checked_sha256(path)
         model = _read(path)
+        self._sha256 = checked_sha256(path)
         self._known = _metadata(model)
         self.precision = options.precision or str(self._known.get("precision", "fp32"))
         self._shape = _image_shape(path, model)
