@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 from whole_runs import ENVIRONMENT
 
 from vitcompress import cli, recipes, study
 from vitcompress.bench import report as reports
+from vitcompress.bench import study_pictures
 from vitcompress.checkpoint import read_json
 from vitcompress.errors import OutputError, RecipeError, VitcompressError
 from vitcompress.pipeline.folder import sole_user
@@ -261,40 +261,6 @@ def test_shipped_studies_give_every_row_the_same_training(name: str) -> None:
     assert any(not row.against for row in loaded.rows)  # something that all else is held against
 
 
-# -------------------------------------------------------------------------------------------------------------- figures
-
-
-def test_holm_corrects_as_in_the_textbook() -> None:
-    assert results.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert results.holm([0.9, 0.8]) == [1.0, 1.0] and results.holm([]) == []
-
-
-def rows_of(**macs: float) -> list[dict[str, Any]]:
-    return [
-        {"row": n, "curve": n[0], "macs": m, "macs_ratio": m, "against": ["b"] if n == "a1" else []}
-        for n, m in macs.items()
-    ]
-
-
-def test_a_row_is_held_against_the_nearest_of_a_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(0)
-    better = [rng.random(500) < 0.97 for _ in range(3)]
-    worse = [mask & (rng.random(500) < 0.9) for mask in better]
-    noise = [mask.copy() for mask in better]
-    noise[1][:3] ^= True
-    known = {"a1": better, "b1": noise, "b2": worse}
-    monkeypatch.setattr(results, "_right", lambda runs: known)
-    (near,) = results.pairs((), rows_of(a1=0.5, b1=0.45, b2=0.3))
-    assert near["against"] == "b1" and near["verdict"] == "within noise"
-    (far,) = results.pairs((), rows_of(a1=0.4, b1=0.6, b2=0.3))
-    assert far["against"] == "b2" and far["verdict"] == "better" and far["only_against"] == 0
-    assert far["mean"] == pytest.approx(np.mean([a.mean() - b.mean() for a, b in zip(better, worse, strict=True)]))
-    assert far["p_value"] == far["p_holm"] < 1e-6
-    known["a1"] = [better[0], worse[1], better[2]]  # one seed says otherwise
-    (mixed,) = results.pairs((), rows_of(a1=0.4, b1=0.6, b2=0.3))
-    assert mixed["verdict"] == "within noise" and mixed["differences"][1] == 0
-
-
 def test_tables_say_means_counts_and_verdicts(whole: tuple[Path, dict[str, Any]]) -> None:
     folder, found = whole
     page = (folder / "study.md").read_text()
@@ -303,3 +269,17 @@ def test_tables_say_means_counts_and_verdicts(whole: tuple[Path, dict[str, Any]]
     assert len(results.table(found).rows) == 3 and len(results.pair_table(found).rows) == 1
     bare = {**found, "speed": None, "rows": [{**row, "speedup": None} for row in found["rows"]]}
     assert {row[-1] for row in results.table(bare).rows} == {"not measured"}
+
+
+def test_pictures_show_what_was_found(whole: tuple[Path, dict[str, Any]]) -> None:
+    folder, found = whole
+    assert sorted(path.name for path in folder.glob("pictures/*")) == ["accuracy.png", "random-layers.png"]
+    figure = study_pictures.accuracy_figure(found)
+    assert [axes.get_xlabel() for axes in figure.axes] == [
+        "MACs, share of the dense model's",
+        "times as fast as the dense model",
+    ]
+    for axes, key in zip(figure.axes, ("macs_ratio", "speedup"), strict=True):
+        drawn = {tuple(line.get_xydata()[0]) for line in axes.get_lines() if len(line.get_xydata()) == 1}
+        assert {(row[key], 100 * row["top1_mean"]) for row in found["rows"]} <= drawn
+    assert len(study_pictures.accuracy_figure({**found, "speed": None}).axes) == 1

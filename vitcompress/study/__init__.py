@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vitcompress.errors import InputError
+from vitcompress.bench import study_pictures
+from vitcompress.errors import InputError, MissingExtraError
 from vitcompress.pipeline.folder import is_done
 from vitcompress.progress import Progress
 from vitcompress.study.design import Study, load_study
@@ -48,7 +49,7 @@ def dry_run(study: Study, options: StudyOptions) -> dict[str, Any]:
 
 
 def run(study: Study, options: StudyOptions, progress: Progress | None = None) -> dict[str, Any]:
-    """Train what is not trained, measure what is not measured, and write the tables; the content of study.json.
+    """Train what is not trained, measure what is not measured, write tables and pictures; the content of study.json.
 
     Raises:
         InputError: what the user gave is wrong; nothing was written.
@@ -63,7 +64,12 @@ def run(study: Study, options: StudyOptions, progress: Progress | None = None) -
     with opened(folder, study):
         carry_out(runs, options.jobs, progress)
         speed = measured(folder, study, runs, options.speed, progress)
-        return write(folder, study, runs, speed)
+        found = write(folder, study, runs, speed)
+    try:
+        study_pictures.draw(found, folder)
+    except MissingExtraError as error:
+        progress.note(f"no pictures: {error.message}: {error.hint}")
+    return found
 
 
 def _runs(study: Study, options: StudyOptions) -> tuple[Run, ...]:

@@ -96,6 +96,7 @@ def _spread(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _row(study: Study, name: str, seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     row = study.row(name)
+    before = [seed["before_recovery"] for seed in seeds if seed["before_recovery"] is not None]
     speedups = [seed["speedup"]["median"] for seed in seeds if seed["speedup"]]
     return {
         "row": name,
@@ -109,6 +110,7 @@ def _row(study: Study, name: str, seeds: Sequence[Mapping[str, Any]]) -> dict[st
         "macs_ratio_range": [end(seed["macs_ratio"] for seed in seeds) for end in (min, max)],
         "speedup": math.exp(fmean(map(math.log, speedups))) if speedups else None,
         "speedup_range": [min(speedups), max(speedups)] if speedups else None,
+        "before_recovery": fmean(before) if len(before) == len(seeds) else None,
         "recovery_epochs": row.recipe.finetune.epochs,
     }
 
@@ -182,14 +184,17 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def table(found: Mapping[str, Any]) -> Table:
-    """One line per row of the study, the dense model first."""
+    """One line per row of the study, the dense model first. `before recovery` is on held-out images, accuracy on test
+    images; of a step that trains what it prunes it is the accuracy after that training.
+    """
     dense = found["dense"]
     speed = "1" if found["speed"] else NOTHING
     counts = [sum(seed[key] for seed in dense["seeds"]) for key in ("correct", "total")]
-    first = ("dense", _accuracy(dense), f"{counts[0]} of {counts[1]}", *_sizes(dense["cost"]), "1", speed)
+    first = ("dense", "", _accuracy(dense), f"{counts[0]} of {counts[1]}", *_sizes(dense["cost"]), "1", speed)
     rows = [
         (
             row["title"],
+            "" if row["before_recovery"] is None else percent(row["before_recovery"]),
             _accuracy(row),
             f"{row['correct']} of {row['total']}",
             *_sizes(row),
@@ -198,7 +203,7 @@ def table(found: Mapping[str, Any]) -> Table:
         )
         for row in found["rows"]
     ]
-    columns = ("row", "accuracy", "right", "parameters", "MACs", "MACs ratio", "times as fast")
+    columns = ("row", "before recovery", "accuracy", "right", "parameters", "MACs", "MACs ratio", "times as fast")
     return Table(f"{found['study']}: {found['seeds']} seeds, {found['epochs']} epochs each", columns, (first, *rows))
 
 

@@ -27,10 +27,10 @@ def measured(
     path, weights = folder / FILE, _weights(runs)
     if path.is_file() and when != "again" and (found := read_json(path))["models"] == weights:
         return dict(found)
+    files = _exported(runs, progress)
     if when == "later":
         progress.note("speed is not measured yet; the same command without --speed later does it")
         return None
-    files = _exported(runs, progress)
     progress.stage(f"Measure {len(files)} models in turns")
     table = study.speed
     how = RunnerOptions(threads=table.threads)

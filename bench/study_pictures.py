@@ -1,0 +1,149 @@
+"""Pictures of a study: accuracy against cost and speed; by row and seed, which layers went and how wide the rest is."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vitcompress.bench.figures import new_figure, save
+from vitcompress.bench.pictures import draw_layers, draw_widths
+from vitcompress.bench.structure import Structure, structure_of
+from vitcompress.checkpoint import PLAN
+from vitcompress.plan import Plan
+
+MARKS = "osD^vPX<>hp"
+TICKS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 7, 10)
+Draw = Callable[[Any, Structure], None]
+
+
+def draw(found: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Draw the study `found` (the content of study.json) that lies in `folder` into `folder`/pictures.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    into = folder / "pictures"
+    written = [save(accuracy_figure(found), into / "accuracy.png")]
+    structures: dict[str, list[Structure]] = {}
+    for run in found["runs"]:
+        plan = Plan.from_json((folder / run["run"] / PLAN).read_text())
+        structures.setdefault(run["row"], []).append(structure_of(plan))
+    kinds: tuple[tuple[str, Draw, Callable[[Structure], bool]], ...] = (
+        ("layers", draw_layers, _lost_layers),
+        ("widths", draw_widths, _lost_channels),
+    )
+    for curve, rows in grouped(found["rows"]).items():
+        for kind, draw_one, lost in kinds:
+            shown = {row["title"]: structures[row["row"]] for row in rows if any(map(lost, structures[row["row"]]))}
+            if shown:
+                written.append(save(grid_figure(shown, draw_one), into / f"{_slug(curve)}-{kind}.png"))
+    return written
+
+
+def grouped(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Method -> its rows and those of what is held against it; what all are held against is nobody's."""
+    methods = _methods(rows)
+    found: dict[str, list[Mapping[str, Any]]] = {curve: [] for curve in methods}
+    for row in rows:
+        of = row["curve"] if row["curve"] in methods else next(iter(row["against"]), "")
+        if of in found:
+            found[of].append(row)
+    return found
+
+
+def _methods(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Curves that are held against the roots, which are held against nothing."""
+    roots = {row["curve"] for row in rows if not row["against"]}
+    return list(dict.fromkeys(row["curve"] for row in rows if set(row["against"]) & roots))
+
+
+def _slug(name: str) -> str:
+    """`HetDPT+` as `hetdpt_plus`."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower().replace("+", " plus")).strip("_")
+
+
+def _lost_layers(structure: Structure) -> bool:
+    return any(layer is not None and layer.state != "kept" for of in structure.layers.values() for layer in of)
+
+
+def _lost_channels(structure: Structure) -> bool:
+    """Whether a width is neither whole nor gone with its layer."""
+    widths = [width for of in structure.widths.values() for width in of if width is not None]
+    return any(0 < width.left < width.of for width in widths)
+
+
+def grid_figure(shown: Mapping[str, Sequence[Structure]], draw_one: Draw) -> Any:
+    """One line per row of the study, one column per seed."""
+    first = next(iter(shown.values()))[0]
+    lines = len(first.layers if draw_one is draw_layers else first.widths)
+    columns = max(map(len, shown.values()))
+    figure = new_figure((1.6 + 0.42 * len(first.blocks)) * columns, (0.75 + 0.27 * lines) * len(shown))
+    grid = figure.subplots(len(shown), columns, squeeze=False)
+    for line, (title, structures) in zip(grid, shown.items(), strict=True):
+        for seed, (axes, structure) in enumerate(zip(line, structures, strict=False)):
+            draw_one(axes, structure)
+            if legend := axes.get_legend():
+                legend.remove()
+            axes.set_title(f"{title}, seed {seed}", fontsize="small", loc="left")
+            axes.set_xlabel("")
+            axes.tick_params(labelsize="x-small")
+    return figure
+
+
+# ------------------------------------------------------------------------------------------------------------ accuracy
+
+
+def accuracy_figure(found: Mapping[str, Any]) -> Any:
+    """Mean accuracy with its standard deviation over seeds, against MACs and, where measured, against speed.
+
+    Methods are lines through their budgets; what they are held against has their colour, without a line.
+    """
+    sides = [("macs_ratio", "MACs, share of the dense model's")]
+    sides += [("speedup", "times as fast as the dense model")] if found["speed"] else []
+    figure = new_figure(3.4 + 5.2 * len(sides), 5.4)
+    for axes, (key, label) in zip(figure.subplots(1, len(sides), squeeze=False)[0], sides, strict=True):
+        for style, rows in _curves(found["rows"]):
+            _errorbars(axes, rows, key, style)
+        axes.axhline(100 * found["dense"]["top1_mean"], color="grey", ls=":", lw=1, label="dense")
+        axes.set(xlabel=label, ylabel="top-1 on the test images, %", xscale="log")
+        ends = [row[key] for row in found["rows"]]
+        ticks = [tick for tick in TICKS if min(ends) <= tick <= max(ends)]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+    figure.axes[0].invert_xaxis()
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize="x-small", frameon=False)
+    return figure
+
+
+def _curves(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Mapping[str, Any]]]]:
+    """How each curve is drawn, and its rows from the most costly on."""
+    methods = _methods(rows)
+    colours = {curve: f"C{number}" for number, curve in enumerate(methods)}
+    rivals: dict[str, int] = {}
+    for curve in dict.fromkeys(row["curve"] for row in rows):
+        own = sorted((row for row in rows if row["curve"] == curve), key=lambda row: -row["macs"])
+        if curve in methods:
+            yield {"color": colours[curve], "marker": "o", "ms": 6, "ls": "-", "label": curve}, own
+        elif not own[0]["against"]:
+            yield {"color": "black", "marker": "*", "ms": 11, "ls": "none", "label": own[0]["title"]}, own
+        else:
+            of = own[0]["against"][0]
+            rivals[of] = rivals.get(of, 0) + 1
+            style = {"marker": MARKS[rivals[of] % len(MARKS)], "mfc": "white", "ms": 5, "ls": ":", "lw": 0.6}
+            yield {"color": colours.get(of, "grey"), "label": curve, **style}, own
+
+
+def _errorbars(axes: Any, rows: Sequence[Mapping[str, Any]], key: str, style: Mapping[str, Any]) -> None:
+    spread = [100 * (row["top1_std"] or 0.0) for row in rows]
+    axes.errorbar(
+        [row[key] for row in rows],
+        [100 * row["top1_mean"] for row in rows],
+        yerr=spread,
+        capsize=2,
+        elinewidth=0.7,
+        **style,
+    )
+
+
+__all__ = ["accuracy_figure", "draw", "grid_figure", "grouped"]
