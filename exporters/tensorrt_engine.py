@@ -75,6 +75,7 @@ def export(
                 classes=classes,
                 plan_digest=plan_digest,
                 options=_for_onnx(options),
+                lean=False,  # its attention kernels are documented for the patterns that torch writes
             )
             built = build(flavour, source.path, _image(source, input), options, targets, progress)
             checkpoint.write_bytes(staged, built.data)

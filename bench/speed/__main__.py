@@ -15,12 +15,15 @@ import torch
 
 from vitcompress.bench import machine
 from vitcompress.bench.speed import (
+    dense,
     exploration,
     exporters,
     gates,
+    gpu,
     harness,
     importance,
     realised,
+    rtx,
     screens,
     slicing,
     widths,
@@ -33,12 +36,15 @@ PARTS: dict[str, Part] = {
     "gates": gates.run,
     "harness": harness.run,
     "realised": realised.run,
+    "dense": dense.run,
     "export": exporters.run,
+    "rtx": rtx.run,
     "widths": widths.run,
     "importance": importance.run,
     "screens": screens.run,
     "exploration": exploration.run,
     "slicing": slicing.run,
+    "gpu": gpu.run,
 }
 
 
@@ -47,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parsed(arguments)
     lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        options = Options(Path(folder), asked.arch, asked.batch, asked.runs, asked.threads)
+        batch, runs = asked.batch or Options.batch, asked.runs or Options.runs
+        given = asked.batch, asked.runs
+        options = Options(Path(folder), asked.arch, batch, runs, asked.threads, given)
         for part in asked.parts:
             for line in PARTS[part](options):
                 _say(text(line))
@@ -58,9 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "torch_threads": torch.get_num_threads(),
     }
     settings = {key: value for key, value in asdict(options).items() if key != "folder"}
-    write_json(asked.out, {"figures": lines, **about, "settings": {"parts": asked.parts, **settings}})
-    _say(f"written to {asked.out}")
+    out = _file(asked.out, asked.parts)
+    write_json(out, {"figures": lines, **about, "settings": {"parts": asked.parts, **settings}})
+    _say(f"written to {out}")
     return 0
+
+
+def _file(out: Path, parts: Sequence[str]) -> Path:
+    """The file itself; in a folder one named after the parts and what they ran on."""
+    where = torch.cuda.get_device_name().replace(" ", "-").lower() if torch.cuda.is_available() else "cpu"
+    return out if out.suffix == ".json" else out / f"speed-{'-'.join(parts)}-{where}.json"
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -72,12 +87,19 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     default = Options(Path())
-    parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"which of {', '.join(PARTS)} (default: all)")
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        default=[name for name in PARTS if name != "gpu"],
+        help=f"which of {', '.join(PARTS)} (default: all but gpu)",
+    )
     parser.add_argument("--arch", default=default.arch, help="model of the gates (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=default.batch, help="images per run (default: %(default)s)")
-    parser.add_argument("--runs", type=int, default=default.runs, help="timed runs (default: %(default)s)")
+    parser.add_argument("--batch", type=int, help=f"images per run (default: {default.batch}; gpu: 256)")
+    parser.add_argument("--runs", type=int, help=f"timed runs (default: {default.runs}; gpu: 100)")
     parser.add_argument("--threads", type=int, help="threads of a runtime's call (default: the runtime's)")
-    parser.add_argument("--out", type=Path, default=Path("bench/results/speed.json"), help="default: %(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=Path("bench/results/speed.json"), help="file, or folder (%(default)s)"
+    )
     found = parser.parse_args(arguments)
     if unknown := set(found.parts) - set(PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")

@@ -1,4 +1,4 @@
-"""Fold and export of DeiT-B in a process of its own: seconds and peak memory."""
+"""Every exporter on DeiT-B, each in a process of its own: seconds, peak memory and bytes; and folding before."""
 
 import json
 import resource
@@ -12,41 +12,69 @@ from typing import Any
 
 from vitcompress import models, surgery
 from vitcompress.bench.speed.parts import BYPASS, PUBLISHED, Options
-from vitcompress.exporters.onnx_graph import export
+from vitcompress.export_options import ExportOptions
+from vitcompress.exporters import EXPORTERS
 from vitcompress.models import input_config
 from vitcompress.plan import Plan
 
+NAME = "deit_b_hetdpt"
+
 
 def run(options: Options) -> Iterator[dict[str, Any]]:
-    """Each in a fresh process, so that its peak memory is its own."""
-    yield alone(__name__, "deit_b_hetdpt")
+    """One line per format; of formats that this machine cannot write, why."""
+    for name, exporter in EXPORTERS.items():
+        if reason := exporter.unavailable():
+            yield {"what": f"{name} of {NAME}", "text": f"not measured: {reason}"}
+        else:
+            yield exported(NAME if options.arch == Options.arch else options.arch, name, {})
 
 
-def alone(module: str, argument: str) -> dict[str, Any]:
-    """What `module`, run as a program of its own, says last (see `say`)."""
-    command = [sys.executable, "-m", module, argument]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+def exported(name: str, form: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """`here` in a process of its own; settings are fields of ExportOptions."""
+    return alone("vitcompress.bench.speed.exporters", name, form, json.dumps(settings))
+
+
+def alone(module: str, *arguments: str) -> dict[str, Any]:
+    """What `module`, run as a program of its own, says last (see `say`); its peak memory is its own then."""
+    done = subprocess.run([sys.executable, "-m", module, *arguments], check=False, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"what": " ".join((module.rpartition(".")[2], *arguments)), "text": f"failed: {last}"}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def here(name: str) -> dict[str, Any]:
-    """Seconds and peak memory (GiB) of folding and exporting a published configuration in this process."""
-    arch, attentions, activations = PUBLISHED[name]
+def here(name: str, form: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Seconds and peak memory (GiB) of exporting a model in this process.
+
+    name: a published configuration, whose folding is timed too, or a timm model.
+    """
+    arch, attentions, activations = PUBLISHED.get(name, (name, (), ()))
     model = models.create(arch)
-    plan = surgery.depth_plan(model, Plan(arch), attentions, activations, **BYPASS)
-    before = peak_gib()
-    began = time.perf_counter()
-    surgery.apply(model, plan)
-    surgery.fold(model, plan)
+    loaded, began = peak_gib(), time.perf_counter()
+    if attentions:
+        plan = surgery.depth_plan(model, Plan(arch), attentions, activations, **BYPASS)
+        surgery.apply(model, plan)
+        surgery.fold(model, plan)
     folded = time.perf_counter()
+    exporter = EXPORTERS[form]
+    options = ExportOptions(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+    exporter.check(options)
     with tempfile.TemporaryDirectory() as folder:
-        size = export(model, Path(folder) / "model.onnx", input=input_config(model)).bytes
+        path = Path(folder) / f"model{exporter.suffix}"
+        size = exporter.export(model, path, input=input_config(model), options=options).bytes
         exported = time.perf_counter()
-    times = {"fold_seconds": folded - began, "export_seconds": exported - folded}
-    memory = {"loaded_gib": before, "peak_gib": peak_gib()}
-    said = f"{times['fold_seconds']:.1f} s + {times['export_seconds']:.1f} s, peak {memory['peak_gib']:.2f} GiB"
-    return {"what": f"fold and export {name}", "text": said, **times, **memory, "file_bytes": size}
+    times = {"fold_seconds": folded - began if attentions else None, "export_seconds": exported - folded}
+    memory = {"loaded_gib": loaded, "peak_gib": peak_gib(), "file_bytes": size}
+    said = f"{times['export_seconds']:.1f} s, peak {memory['peak_gib']:.2f} GiB, file {size / 1e6:.1f} MB"
+    said = f"fold {times['fold_seconds']:.1f} s, export {said}" if attentions else said
+    about = {"what": f"{form} of {name}{_in_words(settings)}", "text": said, "settings": settings}
+    return {**about, **times, **memory}
+
+
+def _in_words(settings: dict[str, Any]) -> str:
+    sm = f", sm {', '.join(map(str, settings['sm']))}" if "sm" in settings else ""
+    return (f", {settings['precision']}" if "precision" in settings else "") + sm
 
 
 def peak_gib() -> float:
@@ -61,4 +89,4 @@ def say(found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    say(here(sys.argv[1]))
+    say(here(sys.argv[1], sys.argv[2], json.loads(sys.argv[3])))

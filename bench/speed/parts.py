@@ -22,13 +22,17 @@ BYPASS: dict[str, Any] = {"attention_bypass": "norm_identity", "both_pruned_outp
 
 @dataclass(frozen=True)
 class Options:
-    """arch: model of the parts that need one only. folder: where files may be made. threads: of a runtime's call."""
+    """arch: model of the parts that need one only. folder: where files may be made. threads: of a runtime's call.
+
+    given: batch and runs where they were asked for, for parts with a protocol of their own.
+    """
 
     folder: Path
     arch: str = "deit_small_patch16_224"
     batch: int = 8
     runs: int = 20
     threads: int | None = None
+    given: tuple[int | None, int | None] = (None, None)
 
 
 class Part(Protocol):

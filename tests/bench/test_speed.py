@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from vitcompress import models
 from vitcompress.bench.speed import __main__ as speed
-from vitcompress.bench.speed import exploration, gates, importance, parts, realised, screens, slicing, widths
+from vitcompress.bench.speed import exploration, exporters, gates, importance, parts, realised, screens, slicing, widths
 from vitcompress.bench.suite import synthetic_images
 from vitcompress.families import family_of
 from vitcompress.methods.upvit.importance import Importance, components
@@ -100,3 +101,38 @@ def test_padded_layouts_are_built_as_such() -> None:
 def test_a_screen_is_judged_by_what_it_removes() -> None:
     exact, found = (Plan("any", kept={"a": kept, "b": (0,)}) for kept in ((0, 1), (1, 2)))
     assert screens._common({"a": 4, "b": 2}, exact, found) == pytest.approx(2 / 3)
+
+
+@pytest.fixture(scope="module")
+def gpu_lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """What the measurement for GPUs writes, at its smallest."""
+    folder = tmp_path_factory.mktemp("results")
+    assert speed.main(["gpu", "--arch", TINY, "--batch", "1", "--runs", "1", "--out", str(folder)]) == 0
+    (written,) = folder.glob("speed-gpu-*.json")
+    found: dict[str, object] = json.loads(written.read_text())
+    return found
+
+
+def test_the_gpu_measurement_runs_through_and_says_where(gpu_lines: dict[str, list[dict[str, object]]]) -> None:
+    what = {line["what"].split(", ")[1]: line for line in gpu_lines["figures"]}
+    assert {"torch fp32", "torch bf16", "onnx fp32", "trt fp32"} <= set(what)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert all(line["device"] == device for line in gpu_lines["figures"])
+    rows = what["torch fp32"]["bench"]["rows"]
+    assert [row["artifact"] for row in rows] == ["dense", "pruned"]
+    assert all(row["samples_ms"] and row["protocol"].startswith("paper-10/1/1") for row in rows)
+    assert device == "cuda" or "not measured" in what["trt fp32"]["text"]
+
+
+def test_our_export_is_held_against_timms(tmp_path: Path) -> None:
+    out = tmp_path / "speed.json"
+    assert speed.main(["dense", "--arch", TINY, "--batch", "1", "--runs", "1", "--out", str(out)]) == 0
+    figures = json.loads(out.read_text())["figures"]
+    (ours,) = (line for line in figures if "our ONNX over timm's own ONNX" in line["what"])
+    assert ours["aim"] == [1.0, None] and len(ours["images_per_second"]) == 2
+
+
+def test_an_export_in_a_process_of_its_own_says_time_and_memory() -> None:
+    found = exporters.exported(TINY, "onnx", {})
+    assert found["file_bytes"] > 1e6 and found["peak_gib"] >= found["loaded_gib"] > 0 and found["fold_seconds"] is None
+    assert "failed" in exporters.alone("vitcompress.nothing")["text"]

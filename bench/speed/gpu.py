@@ -1,0 +1,126 @@
+"""The paper protocol on a GPU (else, labelled, on the CPU): dense and pruned in torch, ONNX Runtime and TensorRT."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitcompress import methods, models, surgery
+from vitcompress.bench import opening, suite
+from vitcompress.bench.speed.parts import Options
+from vitcompress.errors import VitcompressError
+from vitcompress.export_options import ExportOptions
+from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
+from vitcompress.families import family_of
+from vitcompress.models import input_config
+from vitcompress.plan import Plan
+from vitcompress.recipe import load_recipe
+
+RECIPES = (
+    "deit_s_hetdpt",
+    "deit_b_hetdpt",
+    "deit_s_sero",
+    "deit_b_sero",
+    "up_deit_s",
+    "deit_iso_2_6g",
+    "hetdpt_plus_2_4g",
+)
+FILES = {"onnx": ("fp32", "fp16"), "trt": ("fp32", "tf32", "fp16", "bf16")}  # formats and precisions for GPUs
+
+
+def run(options: Options) -> Iterator[dict[str, Any]]:
+    """A line per structure, runtime and setting: its speed-up over the dense model in the same ones, with both rows."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, dense, model in _pairs(options):
+        for what, make in _ways(name, dense, model, device, options):
+            try:
+                yield {"what": what, **_compared(make, options, device)}
+            except (VitcompressError, RuntimeError) as error:  # torch's own: out of memory, no kernel for this
+                yield {"what": what, "device": device, "text": f"not measured: {str(error).splitlines()[0]}"}
+
+
+def _pairs(options: Options) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Dense and pruned models, random weights; with another architecture than the default that one, pruned a little."""
+    if options.arch != Options.arch:
+        dense, model = models.create(options.arch), models.create(options.arch)
+        surgery.apply(
+            model, surgery.depth_plan(model, Plan(options.arch), (0,), (0,), attention_bypass="norm_identity")
+        )
+        yield f"{options.arch} without its first attention", dense, model
+        return
+    for name in RECIPES:
+        recipe = load_recipe(name)
+        dense, model = (models.create(recipe.model.name, recipe.model.args) for _ in range(2))
+        steps = ((step.method, step.options) for step in recipe.steps)
+        plan = methods.structure(model, family_of(model), Plan(recipe.model.name, recipe.model.args), steps)
+        surgery.apply(model, plan)
+        surgery.fold(model, plan)
+        yield name, dense, model
+
+
+Make = Callable[[ExitStack], Sequence[Runner]]
+
+
+def _ways(name: str, dense: nn.Module, model: nn.Module, device: str, options: Options) -> Iterator[tuple[str, Make]]:
+    """Each runtime and setting in words, and what opens dense and pruned in it."""
+    both = {"dense": dense, "pruned": model}
+    how = RunnerOptions(device=device, threads=options.threads)
+    for variant, changes in opening.settings(",".join(opening.ALL[device]), device).items():
+        yield f"{name}, torch {variant}", lambda stack, c=changes: _in_torch(both, replace(how, **c), stack)
+    for form, precisions in FILES.items():
+        for precision in precisions if device == "cuda" else precisions[:1]:
+            wish = ExportOptions(precision=precision)  # type: ignore[arg-type]
+            yield (
+                f"{name}, {form} {precision}",
+                lambda stack, f=form, w=wish: _exported(both, f, w, how, options, stack),
+            )
+
+
+def _in_torch(both: Mapping[str, nn.Module], how: RunnerOptions, stack: ExitStack) -> list[Runner]:
+    runners: list[Runner] = []
+    for name, model in both.items():
+        runner = TorchRunner(deepcopy(model), how, name=name)
+        stack.callback(runner.close)
+        runners.append(runner)
+    return runners
+
+
+def _exported(
+    both: Mapping[str, nn.Module],
+    form: str,
+    wish: ExportOptions,
+    how: RunnerOptions,
+    options: Options,
+    stack: ExitStack,
+) -> list[Runner]:
+    exporter = EXPORTERS[form]
+    for reason in (exporter.unavailable(), exporter.cannot_run()):
+        if reason:
+            raise VitcompressError(reason)
+    runners = []
+    for name, model in both.items():
+        path = options.folder / f"{name}{exporter.suffix}"
+        exporter.export(model, path, input=input_config(model), options=wish)
+        runner = open_runner(path, how)
+        stack.callback(runner.close)
+        runner.name = name
+        runners.append(runner)
+    return runners
+
+
+def _compared(make: Make, options: Options, device: str) -> dict[str, Any]:
+    with ExitStack() as stack:
+        batch, runs = options.given
+        found = suite.compare(make(stack), suite.BenchOptions("paper", batch, None, runs)).as_data()
+    ratio = found["ratio"]
+    figures = {"ratio": ratio["median"], "ci95": list(ratio["ci95"]), "aim": [None, None], "device": device}
+    return {
+        **figures,
+        "verdict": ratio["verdict"],
+        "bench": {key: found[key] for key in ("rows", "machine", "warnings")},
+    }
