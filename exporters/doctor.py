@@ -16,6 +16,24 @@ from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.onnx_session import Session
 
 LIBRARIES = ("torch", "timm", "onnx", "onnxruntime", "onnxruntime-gpu", "numpy", "safetensors")
+CPU = "CPUExecutionProvider"
+NO_FORMAT = "-"
+NO_CLOCKS = "times yes; clocks, power and energy not: pip install 'vitcompress[cuda]'"
+# Distributions whose versions matter, by target.
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "onnx": ("onnx", "onnxscript"),
+    "openvino": ("openvino",),
+    "trt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
+    "trt-rtx": ("tensorrt-rtx",),
+    "onnxruntime": ("onnxruntime", "onnxruntime-gpu"),
+}
+# What brings a provider of ONNX Runtime.
+PROVIDERS_WANTED = {
+    CPU: "pip install onnxruntime",
+    "CUDAExecutionProvider": "pip install 'vitcompress[cuda]'",
+    "TensorrtExecutionProvider": "pip install 'vitcompress[cuda]' 'tensorrt>=10.12,<11'",  # it loads libnvinfer.so.10
+    "NvTensorRTRTXExecutionProvider": "pip install onnxruntime-ep-nv-tensorrt-rtx",
+}
 # Package that must be importable, what brings it, what it is for.
 OPTIONAL = {
     "sklearn": ("pip install 'vitcompress[demo]'", "the built-in digits"),
@@ -31,7 +49,8 @@ def examine() -> dict[str, Any]:
         "versions": {name: version for name in LIBRARIES if (version := _version(name))},
         "devices": _devices(),
         "export": {name: exporter.unavailable() for name, exporter in EXPORTERS.items()},
-        "providers": {name: _provider_works(name) for name in onnxruntime.get_available_providers()},
+        "providers": {name: _provider_problem(name) is None for name in onnxruntime.get_available_providers()},
+        "targets": targets(),
         "optional": [_optional(package, *about) for package, about in OPTIONAL.items()],
     }
 
@@ -50,21 +69,59 @@ def _devices() -> dict[str, str | None]:
     return {"cpu": platform.processor() or platform.machine(), **(gpus or {"cuda": None}), "mps": mps}
 
 
+def targets() -> list[dict[str, Any]]:
+    """What can be exported, run and measured here: one record per format, ONNX Runtime provider and device of torch.
+
+    `export`, `run`, `measure`: None where it works, else why not and what to do; a target without a format of its own
+    has `-` for export.
+    """
+    formats = [
+        _target(name, exporter.unavailable(), exporter.cannot_run(), PACKAGES.get(name, ()), gpu=name.startswith("trt"))
+        for name, exporter in EXPORTERS.items()
+    ]
+    providers = [
+        _target(f"onnxruntime {name}", NO_FORMAT, _provider_problem(name), PACKAGES["onnxruntime"], gpu=name != CPU)
+        for name in PROVIDERS_WANTED
+    ]
+    devices = [
+        _target(f"torch {name}", NO_FORMAT, None if what else "there is none here", ("torch",), gpu="cuda" in name)
+        for name, what in _devices().items()
+    ]
+    return [*formats, *providers, *devices]
+
+
+def _target(name: str, export: str | None, run: str | None, packages: tuple[str, ...], *, gpu: bool) -> dict[str, Any]:
+    installed = [f"{package} {found}" for package in packages if (found := _version(package))]
+    clocks = None if not gpu or util.find_spec("pynvml") else NO_CLOCKS
+    return {"target": name, "export": export, "run": run, "measure": run or clocks, "version": ", ".join(installed)}
+
+
 def works_on(device: str) -> bool:
     """Whether ONNX Runtime can work on `device` (`cpu`, `cuda`, `cuda:1`) here."""
-    return _provider_works(None, device)
+    return _session_problem(None, device) is None
 
 
-def _provider_works(name: str | None, device: str = "cpu") -> bool:
-    """Whether a session really runs on the provider: that it is in the build says nothing about this machine."""
+def _provider_problem(name: str) -> str | None:
+    """Why a session cannot run on the provider; that it is in the build says nothing about this machine."""
+    if name not in onnxruntime.get_available_providers():
+        return f"not in this ONNX Runtime: {PROVIDERS_WANTED.get(name, 'install a build that has it')}"
+    kind = "cpu" if name == CPU else "mps" if name.startswith("CoreML") else "cuda"
+    if kind == "cuda" and not torch.cuda.is_available():
+        return "there is no NVIDIA GPU that torch can use here"
+    if problem := _session_problem(name, kind):
+        return f"{problem}: {PROVIDERS_WANTED.get(name, 'see the message')}"
+    return None
+
+
+def _session_problem(name: str | None, device: str) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "smallest.onnx"
         path.write_bytes(_smallest_model())
         try:
             Session(path, device=device, provider=name).close()
-        except VitcompressError:
-            return False
-        return True
+        except VitcompressError as error:
+            return error.message.replace(str(path), "a model")
+        return None
 
 
 def _smallest_model() -> bytes:

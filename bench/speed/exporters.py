@@ -58,7 +58,8 @@ def here(name: str, form: str, settings: dict[str, Any]) -> dict[str, Any]:
         surgery.fold(model, plan)
     folded = time.perf_counter()
     exporter = EXPORTERS[form]
-    options = ExportOptions(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    options = ExportOptions(**given)
     exporter.check(options)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"model{exporter.suffix}"

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from vitcompress import methods, models, surgery
 from vitcompress.bench import opening, suite
 from vitcompress.bench.speed.parts import Options
 from vitcompress.errors import VitcompressError
-from vitcompress.export_options import ExportOptions
+from vitcompress.export_options import ExportOptions, Precision
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
 from vitcompress.families import family_of
@@ -30,7 +32,10 @@ RECIPES = (
     "deit_iso_2_6g",
     "hetdpt_plus_2_4g",
 )
-FILES = {"onnx": ("fp32", "fp16"), "trt": ("fp32", "tf32", "fp16", "bf16")}  # formats and precisions for GPUs
+FILES: dict[str, tuple[Precision, ...]] = {
+    "onnx": ("fp32", "fp16"),
+    "trt": ("fp32", "tf32", "fp16", "bf16"),
+}  # for GPUs
 
 
 def run(options: Options) -> Iterator[dict[str, Any]]:
@@ -71,14 +76,11 @@ def _ways(name: str, dense: nn.Module, model: nn.Module, device: str, options: O
     both = {"dense": dense, "pruned": model}
     how = RunnerOptions(device=device, threads=options.threads)
     for variant, changes in opening.settings(",".join(opening.ALL[device]), device).items():
-        yield f"{name}, torch {variant}", lambda stack, c=changes: _in_torch(both, replace(how, **c), stack)
+        yield f"{name}, torch {variant}", partial(_in_torch, both, replace(how, **changes))
     for form, precisions in FILES.items():
         for precision in precisions if device == "cuda" else precisions[:1]:
-            wish = ExportOptions(precision=precision)  # type: ignore[arg-type]
-            yield (
-                f"{name}, {form} {precision}",
-                lambda stack, f=form, w=wish: _exported(both, f, w, how, options, stack),
-            )
+            wish = ExportOptions(precision=precision)
+            yield f"{name}, {form} {precision}", partial(_exported, both, form, wish, how, options.folder)
 
 
 def _in_torch(both: Mapping[str, nn.Module], how: RunnerOptions, stack: ExitStack) -> list[Runner]:
@@ -95,7 +97,7 @@ def _exported(
     form: str,
     wish: ExportOptions,
     how: RunnerOptions,
-    options: Options,
+    folder: Path,
     stack: ExitStack,
 ) -> list[Runner]:
     exporter = EXPORTERS[form]
@@ -104,7 +106,7 @@ def _exported(
             raise VitcompressError(reason)
     runners = []
     for name, model in both.items():
-        path = options.folder / f"{name}{exporter.suffix}"
+        path = folder / f"{name}{exporter.suffix}"
         exporter.export(model, path, input=input_config(model), options=wish)
         runner = open_runner(path, how)
         stack.callback(runner.close)

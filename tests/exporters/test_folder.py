@@ -68,4 +68,12 @@ def test_doctor_says_what_is_true_of_this_machine() -> None:
         assert found["devices"]["cuda"] is None and found["providers"].get("CUDAExecutionProvider", False) is False
     assert set(found["export"]) == set(EXPORTERS)
     assert {item["package"]: item["present"] for item in found["optional"]}["sklearn"] is True
+    targets = {row["target"]: row for row in found["targets"]}
+    assert set(EXPORTERS) < set(targets)
+    for name in ("onnx", "onnxruntime CPUExecutionProvider", "torch cpu"):
+        assert targets[name]["run"] is targets[name]["measure"] is None and targets[name]["version"]
+    rtx = targets["onnxruntime NvTensorRTRTXExecutionProvider"]
+    assert rtx["run"] is None or "pip install" in rtx["run"] or "GPU" in rtx["run"]
+    if not torch.cuda.is_available():
+        assert targets["torch cuda"]["run"] and targets["onnxruntime CUDAExecutionProvider"]["run"]
     json.dumps(found)

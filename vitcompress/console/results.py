@@ -172,17 +172,24 @@ def print_accuracy(found: Mapping[str, Any]) -> None:
 
 
 def print_doctor(found: Mapping[str, Any]) -> None:
-    """What this machine can do, one line each, and how to get the rest."""
-    lines = [("machine", ", ".join(f"{key} {value}" for key, value in found["machine"].items()))]
-    lines += [("library", f"{name} {version}") for name, version in found["versions"].items()]
-    lines += [("device", f"{name}: {what or 'none'}") for name, what in found["devices"].items()]
-    lines += [("export", f"{name}: {reason or 'yes'}") for name, reason in found["export"].items()]
-    lines += [
-        ("run", f"ONNX Runtime, {provider}: {'yes' if works else 'not on this machine'}")
-        for provider, works in found["providers"].items()
-    ]
-    lines += [
-        ("optional", f"{item['package']} ({item['for']}): {'yes' if item['present'] else 'no, ' + item['install']}")
-        for item in found["optional"]
-    ]
-    print_pairs(lines)
+    """What this machine can do per target, and below it why not and how to get the rest."""
+    machine = ", ".join(f"{key} {value}" for key, value in found["machine"].items())
+    libraries = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    print_text(f"{machine}\n{libraries}\n")
+    verbs = ("export", "run", "measure")
+    rows = [[row["target"], *(_can(row[verb]) for verb in verbs), row["version"]] for row in found["targets"]]
+    print_table("", ["target", *verbs, "version"], rows)
+    for row in found["targets"]:
+        reasons = dict.fromkeys(row[verb] for verb in verbs if row[verb] not in (None, "-"))
+        for reason in reasons:
+            print_text(f"  {row['target']}: {reason}")
+    missing = [item for item in found["optional"] if not item["present"]]
+    for item in missing:
+        print_text(f"  {item['package']} ({item['for']}): {item['install']}")
+    print_text("" if missing else "all optional packages are installed")
+
+
+def _can(reason: str | None) -> str:
+    if reason is None:
+        return "yes"
+    return "-" if reason == "-" else "partly" if reason.startswith("times yes") else "no"
