@@ -4,6 +4,8 @@ Works with TensorRT (10.12 to 11) and TensorRT for RTX alike. TF32 products are 
 switch them on by themselves.
 """
 
+import hashlib
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +20,7 @@ from vitcompress.exporters.onnx_graph import INPUT
 from vitcompress.exporters.tensorrt_flavours import RTX, Flavour
 from vitcompress.progress import Progress
 
+NUMBERED = re.compile(rb"mye\d+")  # names that the library gives to values inside a graph
 NETWORK = "vitcompress"  # a network without a name gets one that changes from build to build, and with it the bytes
 LOOK = 0.1  # seconds between two looks at whether the build is done or was interrupted
 COMPATIBLE = {"ampere+": "AMPERE_PLUS", "same": "SAME_COMPUTE_CAPABILITY"}
@@ -30,6 +33,11 @@ class Built:
     data: bytes
     seconds: float
     warnings: tuple[str, ...]
+
+    @property
+    def content_sha256(self) -> str:
+        """SHA-256 without the numbers of internal values, the only bytes in which two builds of a file may differ."""
+        return hashlib.sha256(NUMBERED.sub(b"mye", self.data)).hexdigest()
 
 
 def build(

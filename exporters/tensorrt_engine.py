@@ -6,6 +6,7 @@ asked, `<engine>.layers.json` (the layers as the library's inspector gives them)
 """
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,12 +16,14 @@ import onnx
 import torch
 from torch import nn
 
-from vitcompress import checkpoint
+from vitcompress import checkpoint, onnx_file
 from vitcompress.errors import DeviceError, InputError, OutputError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import onnx_graph
 from vitcompress.exporters.artifact import Exported, Exporter, sidecar_path, write_sidecar
+from vitcompress.exporters.engine_truth import read, truth
 from vitcompress.exporters.onnx_graph import ONNX
+from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.tensorrt_build import Built, build
 from vitcompress.exporters.tensorrt_flavours import (
     DATA_CENTRE,
@@ -32,6 +35,7 @@ from vitcompress.exporters.tensorrt_flavours import (
     capability,
     header_of,
 )
+from vitcompress.exporters.tensorrt_runner import EngineRunner
 from vitcompress.models import InputConfig
 from vitcompress.progress import Progress
 
@@ -81,6 +85,8 @@ def export(
             checkpoint.write_bytes(staged, built.data)
             done = _described(flavour, staged, source, built, options, targets)
             write_sidecar(done)
+            if cannot_run(flavour) is None:
+                done = _inspected(done, source, options)
             return _moved(done, path, source if options.keep_onnx else None)
 
 
@@ -201,6 +207,7 @@ def _described(
             "version_compatible": options.version_compatible,
             "gpu": torch.cuda.get_device_name() if flavour is TRT else None,
             "header": header_of(built.data),
+            "content_sha256": built.content_sha256,
             "seconds": round(built.seconds, 3),
             "warnings": [*built.warnings, *_doubts(flavour, built.data, version, targets)],
         },
@@ -222,12 +229,26 @@ def _reason(flavour: Flavour, options: ExportOptions) -> str:
     return "default of TensorRT for RTX" if flavour is RTX else "the GPU that it was built on"
 
 
+def _inspected(done: Exported, source: Exported, options: ExportOptions) -> Exported:
+    """The engine's own account of its layers beside it, and what that says of the engine in the sidecar."""
+    runner = EngineRunner(done.path, RunnerOptions(trust=options.version_compatible))
+    with closing(runner):
+        account = runner.layers()
+    checkpoint.write_text(layers_path(done.path), account)
+    nodes = onnx_file.facts(source.path).operators
+    checks = truth(read(account), options.precision, nodes.get("Softmax", 0) + nodes.get("Attention", 0))
+    done = replace(done, build={**done.build, "truth": [check.as_data() for check in checks]})
+    write_sidecar(done)
+    return done
+
+
 def _moved(done: Exported, path: Path, source: Exported | None) -> Exported:
     """Put what was staged into place, the sidecar last: an engine without one is not run."""
     staged = done.path.parent
     for old in _companions(path):
         old.unlink(missing_ok=True)
     names = [] if source is None else [*source.files, sidecar_path(source.path).name]
+    names += [found.name] if (found := layers_path(done.path)).is_file() else []
     for name in (*names, path.name, sidecar_path(path).name):
         (staged / name).replace(path.parent / name)
     return replace(done, path=path)

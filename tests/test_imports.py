@@ -47,7 +47,7 @@ LEVELS = [
         "training",
         "workspace",
     },
-    {"methods", "verify", "bounds", "rounding", "verdicts", "verify_onnx", "verify_slice"},
+    {"methods", "verify", "bounds", "rounding", "verdicts", "verify_engine", "verify_onnx", "verify_slice"},
     {"recipe", "exporters"},
     {"bench"},
     {"pipeline"},

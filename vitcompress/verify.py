@@ -22,6 +22,7 @@ from vitcompress.plan import Plan
 from vitcompress.rounding import storage_limit
 from vitcompress.standard import WEIGHTS as STANDARD
 from vitcompress.verdicts import LEDGER, Check, Verification, agreement, compared, largest_difference, listed
+from vitcompress.verify_engine import engine_checks
 from vitcompress.verify_onnx import file_checks, onnx_checks, plan_check, structure_checks
 from vitcompress.verify_slice import given_steps, slice_check, slice_checks
 
@@ -221,6 +222,8 @@ def _checks(folder: Path, model: nn.Module, plan: Plan, images: Tensor, seen: di
         apart = largest_difference(_answers(model, images), seen["logits"])
         yield compared("reload.recorded", apart, truth.between, "logits now against those recorded with the run")
     yield from _onnx(folder, model, plan, images)
+    for path in sorted(folder.glob("*.engine")):
+        yield from engine_checks(path, None if path.name.startswith("dense.") else model, plan.digest, images)
 
 
 def _engines(folder: Path) -> Iterator[Check]:

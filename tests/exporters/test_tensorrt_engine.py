@@ -13,19 +13,24 @@ from typing import Any
 
 import pytest
 import torch
-from contracts import build
+from click.testing import CliRunner
+from contracts import build, spaces_of
 from torch import nn
 
-from vitcompress import checkpoint
+from vitcompress import checkpoint, models, surgery
+from vitcompress.cli import main
 from vitcompress.errors import InputError, OutputError, VitcompressError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.artifact import sidecar_path
+from vitcompress.exporters.tensorrt_build import Built
 from vitcompress.exporters.tensorrt_build import build as build_engine
 from vitcompress.exporters.tensorrt_engine import _doubts, layers_path, source_path
 from vitcompress.exporters.tensorrt_flavours import RTX, RTX_DEFAULT, header_of
 from vitcompress.models import input_config
+from vitcompress.plan import Plan
 from vitcompress.progress import Progress
+from vitcompress.verify import verify_folder
 
 tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")
 TENSORRT_RTX = EXPORTERS["trt-rtx"]
@@ -81,19 +86,23 @@ def test_the_sidecar_says_what_the_engine_is(made: Path) -> None:
     assert not layers_path(made).exists() or torch.cuda.is_available()
 
 
-def bytes_of(made: Path, *targets: int, **options: Any) -> bytes:
+def rebuilt(made: Path, *targets: int, **options: Any) -> Built:
     """Only the build, from the ONNX file beside `made`."""
     wanted = ExportOptions(**{"precision": "fp16", **SMALL, **options})
-    return build_engine(RTX, source_path(made), (3, 8, 8), wanted, targets or (89,)).data
+    return build_engine(RTX, source_path(made), (3, 8, 8), wanted, targets or (89,))
 
 
-def test_two_builds_are_equal_byte_by_byte_and_others_are_not(made: Path) -> None:
-    assert bytes_of(made) == made.read_bytes()
-    assert len({bytes_of(made, 80), bytes_of(made, batch=(1, 2, 8)), made.read_bytes()}) == 3
+def test_two_builds_are_equal_but_for_the_numbers_of_internal_names_and_others_are_not(made: Path) -> None:
+    recorded = json.loads(sidecar_path(made).read_text())["build"]["content_sha256"]
+    again = rebuilt(made)
+    assert again.content_sha256 == recorded and len(again.data) == made.stat().st_size
+    different = sum(a != b for a, b in zip(again.data, made.read_bytes(), strict=True))
+    assert different <= 100  # some builds of this tiny model number a dozen values differently
+    assert len({rebuilt(made, 80).content_sha256, rebuilt(made, batch=(1, 2, 8)).content_sha256, recorded}) == 3
 
 
 def test_each_target_is_in_the_file(made: Path) -> None:
-    assert header_of(bytes_of(made, 120, 80))["sm"] == [80, 120]
+    assert header_of(rebuilt(made, 120, 80).data)["sm"] == [80, 120]
     assert header_of(made.read_bytes())["sm"] == [89]
 
 
@@ -101,8 +110,9 @@ def test_the_default_targets_are_stated_and_tf32_is_off_unless_asked_for(model: 
     plain, path = built(model, tmp_path / "m.engine", precision="fp32", sm=()), tmp_path / "m.engine"
     assert tuple(plain["build"]["sm"]) == tuple(plain["build"]["header"]["sm"]) == RTX_DEFAULT
     assert "default" in plain["build"]["sm_reason"] and plain["build"]["tf32"] is False
-    assert bytes_of(path, *RTX_DEFAULT, precision="fp32") == path.read_bytes()
-    assert bytes_of(path, *RTX_DEFAULT, precision="tf32") != path.read_bytes()
+    content = plain["build"]["content_sha256"]
+    assert rebuilt(path, *RTX_DEFAULT, precision="fp32").content_sha256 == content
+    assert rebuilt(path, *RTX_DEFAULT, precision="tf32").content_sha256 != content
     tf32 = built(model, path, precision="tf32", keep_onnx=False)
     assert (tf32["precision"], tf32["build"]["tf32"]) == ("tf32", True)
     assert tf32["source"]["sha256"] == plain["source"]["sha256"]  # the same fp32 file
@@ -168,11 +178,6 @@ def test_a_graph_that_the_library_refuses_is_named_by_its_node(model: nn.Module,
 
 def pruned_keys(model: nn.Module) -> nn.Module:
     """The model with half of the channels of queries and keys, all of the values."""
-    from contracts import spaces_of
-
-    from vitcompress import surgery
-    from vitcompress.plan import Plan
-
     copy = build("plain", dtype=torch.float32)
     kept = {name: tuple(range(0, s.size, 2)) for name, s in spaces_of(copy).items() if s.kind == "qk"}
     surgery.apply(copy, Plan("vit_tiny_patch16_224", {}, kept=kept))
@@ -251,3 +256,79 @@ def test_a_header_that_says_something_else_is_told(made: Path) -> None:
     data = made.read_bytes()
     assert _doubts(RTX, data, tensorrt_rtx.__version__, (89,)) == []
     assert len(_doubts(RTX, b"ftrt" + data[4:], "1.2.3.4", (80,))) == 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run folder with an engine in it that the command line has exported."""
+    arch = "vit_tiny_patch16_224"
+    args = {
+        "img_size": 8,
+        "patch_size": 4,
+        "in_chans": 1,
+        "embed_dim": 16,
+        "depth": 2,
+        "num_heads": 2,
+        "num_classes": 3,
+    }
+    plan, made = Plan(arch, args, removed={"blocks.1.attn": "drop"}), tmp_path_factory.mktemp("run") / "run"
+    checkpoint.save_model(made, surgery.applied(models.create(arch, args), plan), plan)
+    words = ["export", str(made), "--format", "trt-rtx", "--precision", "fp16", "--sm", "89", "--batch", "1:2:4"]
+    done = CliRunner().invoke(main, [*words, "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["path"], found["verified"], found["build"]["sm"]) == ("model-fp16.rtx.engine", False, [89])
+    if TENSORRT_RTX.cannot_run():
+        assert found["verdict"] == "not_run" and "verify" in found["checks"][-1]["command"]
+    return made
+
+
+def test_what_can_be_told_of_an_engine_without_running_it_is_verified(folder: Path) -> None:
+    found = {check.name: check for check in verify_folder(folder).checks}
+    engine = "model-fp16.rtx.engine"
+    expected = {f"{engine}.file", f"{engine}.source", f"{engine}.source.batch5", f"{engine}.source.plan"}
+    assert {name for name in expected if found[name].verdict != "passed"} == set()
+
+
+@pytest.mark.parametrize(
+    ("damaged", "fails"),
+    [
+        ("model-fp16.rtx.engine", {"file"}),
+        ("model-fp16.rtx.engine.json", {"file"}),
+        ("model-fp16.rtx.engine.onnx.json", {"source.file"}),
+    ],
+)
+def test_a_damaged_engine_fails_verification(damaged: str, fails: set[str], folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "run")
+    if damaged.endswith(".engine.json"):
+        (copy / damaged).unlink()
+    elif damaged.endswith(".json"):
+        known = json.loads((copy / damaged).read_text())
+        (copy / damaged).write_text(json.dumps({**known, "files": dict.fromkeys(known["files"], "0" * 64)}))
+    else:
+        (copy / damaged).write_bytes((copy / damaged).read_bytes()[:-1])
+    checks = verify_folder(copy).checks
+    assert {c.name for c in checks if c.verdict == "failed"} == {f"model-fp16.rtx.engine.{name}" for name in fails}
+
+
+@pytest.mark.skipif(TENSORRT_RTX.cannot_run() is None, reason="about machines that cannot run the engine")
+def test_what_was_not_run_here_falls_short_where_it_is_required(folder: Path, tmp_path: Path) -> None:
+    words = ["export", str(folder), "--format", "trt-rtx", "--sm", "89", "--batch", "1:2:4"]
+    done = CliRunner().invoke(main, [*words, "--out", str(tmp_path / "m.engine"), "--require-verified"])
+    assert done.exit_code == 1 and "could not be checked here" in done.stderr and (tmp_path / "m.engine").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--format", "trt-rtx", "--sm", "90"], "data centres"),
+        (["--format", "trt-rtx", "--sm", "ampere"], "no compute capability"),
+        (["--format", "trt-rtx", "--batch", "8:4:16"], "not in order"),
+        (["--format", "trt-rx"], "did you mean trt-rtx"),
+        (["--format", "onnx", "--sm", "89"], "means nothing to the format onnx"),
+    ],
+)
+def test_wrong_wishes_are_one_message_and_leave_nothing(words: list[str], says: str, folder: Path) -> None:
+    before = sorted(folder.iterdir())
+    done = CliRunner().invoke(main, ["export", str(folder), *words, "--json"])
+    assert done.exit_code == 2 and says in json.loads(done.stdout)["error"] and sorted(folder.iterdir()) == before

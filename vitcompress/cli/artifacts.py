@@ -51,6 +51,8 @@ def export(
     answer(found, as_json, console.print_export)
     if settled.verdict == "failed":
         return fell_short(f"{done.path.name} does not answer as the model does: {settled.reason}", None, as_json)
+    if wrong := [check["detail"] for check in done.build.get("truth", ()) if check["verdict"] == "failed"]:
+        return fell_short(f"{done.path.name} is not what was asked for: {wrong[0]}", None, as_json)
     if settled.verdict == "not_run" and require_verified:
         return fell_short(f"{done.path.name} could not be checked here: {settled.reason}", settled.command, as_json)
     return 0

@@ -31,9 +31,18 @@ def _recipe_names(ctx: click.Context, param: click.Parameter, incomplete: str) -
 @click.option(
     "--structure-only", is_flag=True, help="No training and no scoring: what would the result cost and how fast is it?"
 )
+@click.option("--require-verified", is_flag=True, help="Exit 1 unless every exported file was run here, too.")
 @click.option("--fresh", is_flag=True, help="Start over instead of continuing.")
 @common
-def recipe(source: str, sets: tuple[str, ...], dry_run: bool, as_json: bool, debug: bool, **options: Any) -> int:
+def recipe(
+    source: str,
+    sets: tuple[str, ...],
+    dry_run: bool,
+    require_verified: bool,
+    as_json: bool,
+    debug: bool,
+    **options: Any,
+) -> int:
     """Run a recipe, or continue it.
 
     Trains the dense model if need be, prunes, recovers, folds, verifies, exports, measures and reports. The same
@@ -55,7 +64,14 @@ def recipe(source: str, sets: tuple[str, ...], dry_run: bool, as_json: bool, deb
         return answer(outlook, as_json, console.print_outlook)
     found = {"folder": str(result.folder), "passed": result.passed, **result.report}
     answer(found, as_json, lambda _: console.print_result(reports.summary_table(result.report), result.folder))
-    return 0 if result.passed else fell_short("a check fell short", f"vitcompress verify {result.folder}", as_json)
+    if not result.passed:
+        return fell_short("a check fell short", f"vitcompress verify {result.folder}", as_json)
+    elsewhere = [
+        check for check in result.report["verify"]["checks"] if check["verdict"] == "not_run" and check["command"]
+    ]
+    if require_verified and elsewhere:
+        return fell_short(f"{elsewhere[0]['name']} was not run here", elsewhere[0]["command"], as_json)
+    return 0
 
 
 @click.group("recipes", invoke_without_command=True)

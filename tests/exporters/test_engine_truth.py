@@ -1,0 +1,111 @@
+"""What an inspector's account says of an engine, in both forms, and that each check can fail."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vitcompress.errors import ArtifactError
+from vitcompress.exporters.engine_truth import Limits, read, truth
+
+DATA = Path(__file__).parent / "data"
+
+
+def account(version: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DATA / f"inspector_{version}.json").read_text())
+    return found
+
+
+def verdicts(found: dict[str, Any], precision: str = "fp16", attentions: int = 1, **limits: float) -> dict[str, str]:
+    checks = truth(read(json.dumps(found)), precision, attentions, Limits(**limits))
+    return {check.name.removeprefix("engine."): check.verdict for check in checks}
+
+
+def retyped(found: dict[str, Any], text: str, layers: str = "") -> dict[str, Any]:
+    """The account with another type wherever a layer's kind contains `layers`."""
+    for layer in found["Layers"]:
+        if layers in layer["LayerType"]:
+            for tensor in (*layer["Inputs"], *layer["Outputs"]):
+                tensor["Datatype" if "Datatype" in tensor else "Format/Datatype"] = text
+            layer.pop("Weights", None)
+    return found
+
+
+def test_both_forms_tell_the_same() -> None:
+    old, new = (read(json.dumps(account(version))) for version in (10, 11))
+    assert old == new and len(old) == 14
+    assert sum(layer.heavy for layer in old) == 7  # patch embedding, q/k/v, attention, projection, two of the FFN, head
+    assert {layer.precision for layer in old if layer.heavy} == {"fp16"}
+    assert [layer.name for layer in old if layer.copies] == [old[0].name, "__myl_Cast_myl3_14"]
+    assert [layer.name for layer in old if layer.fused_attention] == ["_gemm_mha_v2_myl3_6"]
+
+
+@pytest.mark.parametrize("version", [10, 11])
+def test_a_good_engine_passes(version: int) -> None:
+    assert verdicts(account(version)) == {"precision": "passed", "attention": "passed", "copies": "passed"}
+
+
+@pytest.mark.parametrize("version", [10, 11])
+def test_a_silently_wider_engine_fails(version: int) -> None:
+    assert verdicts(retyped(account(version), "Float", "gemm"))["precision"] == "failed"
+    assert verdicts(account(version), "bf16")["precision"] == "failed"
+    assert verdicts(retyped(account(version), "BFloat16"), "bf16")["precision"] == "passed"
+
+
+@pytest.mark.parametrize(
+    ("text", "precision"),
+    [
+        ("Row major linear FP32", "fp32"),
+        ("Row major linear FP16 format", "fp16"),
+        ("Channel major FP16 format where channel % 8 == 0", "fp16"),
+        ("Thirty-two wide channel vectorized row major Int8 format", "int8"),
+        ("BFloat16", "bf16"),
+        ("FP8", "fp8"),
+        ("Int32", "other"),
+        ("Bool", "other"),
+        ("N/A due to dynamic shapes", None),
+        ("", None),
+    ],
+)
+def test_types_are_read_from_every_wording(text: str, precision: str | None) -> None:
+    layer = {"Name": "a", "LayerType": "gemm", "Inputs": [{"Name": "t", "Format/Datatype": text}], "Outputs": []}
+    assert read(json.dumps({"Layers": [layer]}))[0].inputs == (precision,)
+
+
+def test_attention_left_apart_fails_and_a_pruned_one_is_not_missed() -> None:
+    unfused = account(10)
+    for layer in unfused["Layers"]:
+        if "mha" in layer["Name"]:
+            layer["Name"], layer["TacticName"] = "__myl_MaxSubExpSumDivMul_myl3_6", "__myl_MaxSubExpSumDivMul"
+    assert verdicts(unfused)["attention"] == "failed"
+    assert verdicts(account(10), attentions=2)["attention"] == "failed"
+    assert verdicts(account(10), attentions=0)["attention"] == "passed"
+    assert verdicts(retyped(account(10), "Float"), "fp32")["attention"] == "not_run"
+
+
+def test_many_casts_fail() -> None:
+    found = account(11)
+    found["Layers"] += [{**found["Layers"][-1], "Name": f"__myl_CastMove_myl3_{n}"} for n in range(3)]
+    assert verdicts(found)["copies"] == "failed"
+    assert verdicts(found, copies=0.5)["copies"] == "passed"
+
+
+def test_tf32_in_an_fp32_engine_fails_and_is_allowed_where_asked_for() -> None:
+    found = retyped(account(10), "Float")
+    assert verdicts(found, "fp32")["precision"] == verdicts(found, "tf32")["precision"] == "passed"
+    for layer in found["Layers"]:
+        if layer["LayerType"] == "gemm":
+            layer["TacticName"] = "sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n_tilesize128x128x32_stage3"
+    assert verdicts(found, "fp32")["precision"] == "failed"
+    assert verdicts(found, "tf32")["precision"] == "passed"
+
+
+def test_what_the_account_leaves_open_is_not_passed() -> None:
+    assert verdicts(retyped(account(10), "N/A due to dynamic shapes"))["precision"] == "not_run"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"Layers": [1]}', '{"Layers": ["a", "b"], "Bindings": []}'])
+def test_what_is_no_account_is_refused(text: str) -> None:
+    with pytest.raises(ArtifactError):
+        read(text)
