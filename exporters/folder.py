@@ -12,6 +12,7 @@ from vitcompress.exporters import agreement
 from vitcompress.exporters.artifact import Exported, Exporter, read_sidecar
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
+from vitcompress.ranges import check_half
 from vitcompress.verdicts import Check, amend
 from vitcompress.verify import known_images
 
@@ -32,10 +33,13 @@ def export_folder(
     Raises:
         InputError: an unknown format, or one that this machine cannot write, or options that it does not offer.
         ArtifactError: not a finished run folder.
+        CheckFailedError: a result inside the model is too large for fp16, on the images it was verified with.
     """
     exporter, options = writable(name), options or ExportOptions()
     exporter.check(options)
     model = checkpoint.load(folder)
+    if options.precision == "fp16":
+        check_half(model, known_images(folder, model)[0], options.islands)
     path = out or folder / f"model{'' if options.precision == 'fp32' else '-' + options.precision}{exporter.suffix}"
     plan = Plan.from_json((folder / checkpoint.PLAN).read_text())
     return exporter.export(

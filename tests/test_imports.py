@@ -33,6 +33,7 @@ LEVELS = [
         "byte_input",
         "gates",
         "precision",
+        "ranges",
         "loaders",
         "models",
         "onnx_file",

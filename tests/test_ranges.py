@@ -1,0 +1,73 @@
+"""The scan finds what half precision cannot hold, names the layer, and says which islands help."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from contracts import build, images
+from torch import nn
+
+from vitcompress.errors import CheckFailedError
+from vitcompress.precision import in_precision
+from vitcompress.ranges import check_half, needed_islands, scan
+
+X = images("plain", dtype=torch.float32)
+
+
+def plain() -> nn.Module:
+    return build("plain", dtype=torch.float32)
+
+
+def with_large_ffn() -> nn.Module:
+    model = plain()
+    with torch.no_grad():
+        mlp = model.get_submodule("blocks.0.mlp")
+        mlp.fc1.weight.mul_(1e6)
+        mlp.fc2.weight.mul_(1e-7)
+    return model
+
+
+def with_large_scores() -> nn.Module:
+    """q and k so large that their products overflow, but not they themselves."""
+    model = plain()
+    with torch.no_grad():
+        model.get_submodule("blocks.1.attn.qkv").weight[:32].mul_(3e3)
+    return model
+
+
+@torch.no_grad()
+def test_ranges_are_those_of_the_modules() -> None:
+    model = plain()
+    found = scan(model, X)
+    assert found.given[""] == pytest.approx(float(model(X).abs().max()))
+    assert found.inside["blocks.0.mlp.fc1"] == pytest.approx(found.given["blocks.0.mlp.fc1"])
+    assert found.overflowing() == {}
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("made", "layer", "islands"),
+    [(with_large_ffn, "blocks.0.mlp.fc1", ("blocks.0.mlp",)), (with_large_scores, "blocks.1.attn", None)],
+)
+def test_what_overflows_is_named_and_its_island_helps(
+    made: Callable[[], nn.Module], layer: str, islands: tuple[str, ...] | None
+) -> None:
+    model = made()
+    with pytest.raises(CheckFailedError, match=layer) as caught:
+        check_half(model, X)
+    assert "65504" in caught.value.message and "--islands" in str(caught.value.hint)
+    needed = needed_islands(model, scan(model, X))
+    assert needed == (islands or ("blocks.1.attn.softmax",))
+    check_half(model, X, needed)
+    with torch.no_grad():
+        assert torch.isfinite(in_precision(model, "fp16", needed)(X)).all()
+
+
+def test_a_residual_stream_that_is_too_large_has_no_island() -> None:
+    model = plain()
+    with torch.no_grad():
+        model.get_submodule("patch_embed.proj").bias.add_(1e5)
+    assert needed_islands(model, scan(model, X)) is None
+    with pytest.raises(CheckFailedError, match="blocks") as caught:
+        check_half(model, X)
+    assert "--islands" not in str(caught.value.hint)

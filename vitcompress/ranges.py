@@ -1,0 +1,136 @@
+"""How large the numbers inside a model become on real images, and where half precision could not hold them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.module_tracker import ModuleTracker
+
+from vitcompress.errors import CheckFailedError
+from vitcompress.families import family_of
+from vitcompress.precision import SOFTMAX, expanded
+
+LARGEST = torch.finfo(torch.float16).max
+PART = 16  # images at a time
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Module by path -> the largest magnitude of any result inside it (`inside`) and of what it gives (`given`).
+
+    A module's `inside` counts the operations that it does itself, not those of its children.
+    """
+
+    inside: Mapping[str, float]
+    given: Mapping[str, float]
+
+    def overflowing(self, limit: float = LARGEST) -> dict[str, float]:
+        """The modules with a result beyond `limit`, and that result."""
+        return {name: value for name, value in self.inside.items() if not value <= limit}
+
+
+@torch.no_grad()
+def scan(model: nn.Module, images: Tensor) -> Ranges:
+    """The ranges of `model` in fp32 on normalised `images`, (count, channels, height, width)."""
+    seen = _Largest()
+    hooks = [
+        module.register_forward_hook(lambda _, args, out, name=name: seen.gives(name, out))
+        for name, module in model.named_modules()
+    ]
+    try:
+        with sdpa_kernel(SDPBackend.MATH), seen.tracker, seen:  # attention as the operations that it consists of
+            for part in torch.split(images, PART):
+                model(part)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Ranges(seen.inside, seen.given)
+
+
+class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is on, the largest magnitude that every module computes is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tracker = ModuleTracker()
+        self.inside: dict[str, float] = {}
+        self.given: dict[str, float] = {}
+        self.looking = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.is_floating_point() and not self.looking and not func.is_view:
+            _raise_to(self.inside, self._module(), self._size(out))
+        return out
+
+    def gives(self, name: str, out: Any) -> None:
+        for tensor in out if isinstance(out, tuple) else (out,):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                _raise_to(self.given, name, self._size(tensor))
+
+    def _module(self) -> str:
+        """The innermost module at work: its path without the model's own name."""
+        longest = max(self.tracker.parents - {"Global"}, key=lambda path: path.count("."), default="")
+        return str(longest).partition(".")[2]
+
+    def _size(self, tensor: Tensor) -> float:
+        self.looking = True
+        try:
+            return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+        finally:
+            self.looking = False
+
+
+def _raise_to(known: dict[str, float], name: str, value: float) -> None:
+    if not value <= known.get(name, 0.0):  # NaN counts as larger than anything
+        known[name] = value
+
+
+def needed_islands(model: nn.Module, ranges: Ranges, limit: float = LARGEST) -> tuple[str, ...] | None:
+    """The smallest parts of `model` that must stay in fp32 for nothing to overflow; None where no part would do.
+
+    That is the module itself or, where what it gives is too large as well, the first one around it that gives numbers
+    within `limit`. Where the residual stream itself is too large, only another precision helps.
+    """
+    attentions = {site.name for site in family_of(model).sites(model) if site.kind == "attention"}
+    found = set()
+    for name in ranges.overflowing(limit):
+        if name in attentions and ranges.given.get(name, 0.0) <= limit:
+            found.add(f"{name}{SOFTMAX}")
+            continue
+        while name and not ranges.given.get(name, 0.0) <= limit:
+            name = name.rpartition(".")[0]
+        if not name:
+            return None
+        found.add(name)
+    return tuple(sorted(found))
+
+
+def check_half(model: nn.Module, images: Tensor, islands: tuple[str, ...] = ()) -> Ranges:
+    """Scan `model`, and refuse fp16 where a result outside `islands` would overflow.
+
+    Raises:
+        CheckFailedError: naming the layer, the number that it reaches and what to do.
+    """
+    found = scan(model, images)
+    kept = expanded(model, islands)
+    over = {name: value for name, value in found.overflowing().items() if not _kept(name, kept)}
+    if not over:
+        return found
+    worst = max(over, key=lambda name: over[name])
+    needed = needed_islands(model, Ranges({**over}, found.given))
+    remedy = f"--islands {','.join(sorted({*islands, *needed}))}, or " if needed else ""
+    raise CheckFailedError(
+        f"{worst or 'the model'} reaches {over[worst]:.3g} on these images, half precision ends at {LARGEST:.0f} "
+        f"({len(over)} such {'layer' if len(over) == 1 else 'layers'})",
+        hint=f"use {remedy}--precision bf16 or fp32",
+    )
+
+
+def _kept(name: str, islands: tuple[str, ...]) -> bool:
+    cores = {island.removesuffix(SOFTMAX) for island in islands if island.endswith(SOFTMAX)}
+    return name in cores or any(name == island or name.startswith(f"{island}.") for island in islands)
