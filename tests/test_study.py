@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -237,6 +238,21 @@ def test_a_folder_of_something_else_is_left_alone(
     with pytest.raises(OutputError, match="not empty and not the folder of a study"):
         study.run(load_study(str(tiny)), study.StudyOptions(tmp_path / "full", seeds=1))
     with sole_user(folder), pytest.raises(OutputError, match="another process is working in"):
+        study.run(load_study(str(tiny)), study.StudyOptions(folder, seeds=1))
+
+
+def test_runs_that_do_not_know_a_setting_yet_have_its_default(
+    tiny: Path, whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(whole[0], tmp_path / "s")
+    recipe = folder / "random_2-seed0" / "recipe.toml"
+    text = recipe.read_text()
+    recipe.write_text(text.replace('attention_bypass = "drop"\n', ""))
+    assert recipe.read_text() != text
+    again = study.run(load_study(str(tiny)), study.StudyOptions(folder, seeds=1))
+    assert again["pairs"] == whole[1]["pairs"]
+    recipe.write_text(text.replace('attention_bypass = "drop"', 'attention_bypass = "double"'))
+    with pytest.raises(OutputError, match=r"attention_bypass is 'double' there, 'drop' here"):
         study.run(load_study(str(tiny)), study.StudyOptions(folder, seeds=1))
 
 

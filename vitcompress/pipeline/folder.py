@@ -16,9 +16,9 @@ from filelock import FileLock, Timeout
 
 from vitcompress.bench import report as reports
 from vitcompress.checkpoint import write_text
-from vitcompress.errors import OutputError
+from vitcompress.errors import OutputError, RecipeError
 from vitcompress.progress import Progress
-from vitcompress.recipe import Recipe
+from vitcompress.recipe import Recipe, parsed, recipe_of
 
 RECIPE = "recipe.toml"
 HEADER = "# The recipe of this run, every setting spelled out."
@@ -106,11 +106,19 @@ def _check_free(folder: Path, wanted: str, fresh: bool) -> None:
     found = path.read_text(encoding="utf-8", errors="replace")
     if fresh and not found.startswith(HEADER):
         raise OutputError(f"{path} was not written by a run, so nothing here is replaced", hint=ELSEWHERE)
-    if not fresh and found != wanted:
+    if not fresh and found != wanted and _spelled_out(found) != wanted:
         raise OutputError(
             f"{folder} holds a run of another recipe ({difference(found, wanted)})",
             hint=f"{ELSEWHERE}, or --fresh to start over in this one",
         )
+
+
+def _spelled_out(text: str) -> str:
+    """A run's recipe as this version writes it: what an earlier one did not know yet has its default there."""
+    try:
+        return written_recipe(recipe_of(RECIPE, parsed(RECIPE, text)), structure_only=STRUCTURE_ONLY in text)
+    except RecipeError:
+        return text
 
 
 def difference(there: str, here: str) -> str:
