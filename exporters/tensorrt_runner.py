@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from vitcompress.checkpoint import differing, file_sha256
 from vitcompress.errors import ArtifactError, DeviceError, InputError, VitcompressError
 from vitcompress.exporters.artifact import decoded, input_of, read_sidecar, sidecar_path
 from vitcompress.exporters.frames import receive, send
-from vitcompress.exporters.runner import RunnerOptions
+from vitcompress.exporters.runner import RunnerOptions, as_given
 from vitcompress.exporters.tensorrt_flavours import FLAVOURS, HEADER, RTX, Flavour, capability, header_of, kind_of
 
 DANGER = "running an engine is running code that its author chose"
@@ -88,13 +89,7 @@ class EngineRunner:
                 f"{self.name} takes batches of {low} to {high}, got {len(images)}",
                 hint="use such a --batch, or export with another range (--batch L:B:L)",
             )
-        self._process.bind(slot, self._fed(images))
-
-    def _fed(self, images: Tensor) -> Tensor:
-        """Images as the engine takes them; what is not UINT8 is converted on the GPU."""
-        if not self._takes_bytes:
-            return images.detach().float().cpu().contiguous()
-        raise InputError(f"{self.name} takes bytes, which this runner does not make of normalised images")
+        self._process.bind(slot, as_given(images, self.input, uint8=self._takes_bytes))
 
     def synchronize(self) -> None:
         """Nothing: a call returns when its outputs are there."""
@@ -123,6 +118,7 @@ class EngineRunner:
             "graph_optimization": build.get("optimization_level"),
             "weights": None,
             "sm": build.get("sm"),
+            "input_type": "uint8" if self._takes_bytes else "float32",
             "batch_range": self.facts["batch"],
             "verified": self._sidecar.get("verified"),
             "trusted_without_sidecar": not self._sidecar,
@@ -185,8 +181,8 @@ class EngineProcess:
             raise kind(f"{self._path} cannot be run: {answer['error']}")
         return answer, more
 
-    def bind(self, slot: int, images: Tensor) -> None:
-        self._ask({"do": "bind", "slot": slot, "shape": list(images.shape)}, images.numpy().tobytes())
+    def bind(self, slot: int, images: np.ndarray) -> None:
+        self._ask({"do": "bind", "slot": slot, "shape": list(images.shape)}, images.tobytes())
 
     def logits(self, slot: int) -> Tensor:
         answer, data = self._ask({"do": "run", "slot": slot})
@@ -282,7 +278,7 @@ def _gpu(path: Path, options: RunnerOptions, sidecar: dict[str, Any], flavour: F
     targets = build.get("sm")
     if targets and here not in targets and not _reaches(here, build.get("hardware_compatible"), targets):
         listed = ", ".join(map(str, targets))
-        raise ArtifactError(
+        raise DeviceError(
             f"{path} was built for compute capability {listed}, this GPU has {here}",
             hint=f"export it with --sm {here}" if flavour is RTX else "export it again on this machine",
         )

@@ -125,7 +125,7 @@ def test_an_engine_of_another_version_is_refused_with_the_version_that_runs_it(e
 
 def test_an_engine_for_another_gpu_is_refused(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorrt_runner, "capability", lambda index: 75)  # a Turing GPU, which no test machine has
-    with pytest.raises(ArtifactError, match="built for compute capability 80, 86, 89, 120, this GPU has 75") as caught:
+    with pytest.raises(DeviceError, match="built for compute capability 80, 86, 89, 120, this GPU has 75") as caught:
         open_runner(engine)
     assert "--sm 75" in str(caught.value.hint)
 
