@@ -58,8 +58,13 @@ class Agreement:
         return wilson(self.flips, self.images)
 
 
-def compare(expected: Tensor, got: Tensor, share: float) -> Agreement:
-    """What lies between logits `expected` and `got`; flips are explained where `share` allows that error."""
+def compare(expected: Tensor, got: Tensor, share: float, asked: Tensor | None = None) -> Agreement:
+    """What lies between logits `expected` and `got`; flips are explained where `share` allows that error.
+
+    asked: the image of each row, (rows,); one that is asked at several batch sizes counts once, and as flipped where
+    any of its answers is. None: every row is an image of its own.
+    """
+    image = torch.arange(len(expected)) if asked is None else asked
     exact, found = expected.double(), got.double()
     scale = float(exact.abs().max())
     best = exact.topk(min(2, exact.shape[1])).values
@@ -67,9 +72,9 @@ def compare(expected: Tensor, got: Tensor, share: float) -> Agreement:
     unexplained = flipped & (best[:, 0] - best[:, -1] > 2 * share * scale)
     kl = F.kl_div(found.log_softmax(1), exact.log_softmax(1), reduction="none", log_target=True).sum(1)
     return Agreement(
-        len(exact),
-        int(flipped.sum()),
-        int(unexplained.sum()),
+        len(image.unique()),
+        len(image[flipped].unique()),
+        len(image[unexplained].unique()),
         float(kl.max()),
         float(F.cosine_similarity(exact, found, eps=1e-300).min()),
         largest_difference(exact, found) / scale,
@@ -118,17 +123,18 @@ def _asked(model: nn.Module, runner: Runner, name: str, images: Tensor, *, real:
         images = from_bytes(to_bytes(images, input), input)
     model = model.float().eval()
     expected = torch.cat([model(part) for part in torch.split(images, PART)])
-    rows, answers = list[Tensor](), list[Tensor]()
+    asked, answers = list[Tensor](), list[Tensor]()
     for batch in batches:
         taken = torch.arange(batch) % len(images)
-        rows.append(expected[taken])
+        asked.append(taken)
         answers.append(runner(images[taken]))
     what = f"{about['precision']} in {about['runtime']} on {about['device']}, batch {', '.join(map(str, batches))}"
     of = what if real else f"{what}, on noise"
     wrong = next((b for b, got in zip(batches, answers, strict=True) if not torch.isfinite(got).all()), None)
     if wrong is not None:
         return [Check(name, "failed", detail=f"answers at batch {wrong} are not finite; {of}")]
-    return judged(compare(torch.cat(rows), torch.cat(answers), share), share, name, of)
+    rows = torch.cat(asked)
+    return judged(compare(expected[rows], torch.cat(answers), share, rows), share, name, of)
 
 
 def _batches(runner: Runner, images: int) -> tuple[int, ...]:

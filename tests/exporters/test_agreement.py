@@ -61,6 +61,13 @@ def test_an_answer_may_change_only_where_two_were_close(margin: float, verdict: 
     assert checks["a.flips"].verdict == verdict and "1 of 200" in checks["a.flips"].detail
 
 
+def test_an_image_that_is_asked_twice_counts_once() -> None:
+    expected = logits([1.0, 2.0], [3.0, 1.0], [1.0, 2.0])
+    got = logits([1.0, 2.0], [3.0, 1.0], [2.0, 1.0])
+    found = agreement.compare(expected, got, 0.01, torch.tensor([0, 1, 0]))
+    assert (found.images, found.flips, found.unexplained) == (2, 1, 1)
+
+
 def test_too_many_changes_fail_even_where_all_were_close() -> None:
     expected = logits([4.0, 3.99]).repeat(100, 1)
     got = expected.clone()
