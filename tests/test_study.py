@@ -109,6 +109,8 @@ def test_speed_is_measured_in_one_go_and_once(tiny: Path, whole: tuple[Path, dic
     assert str(folder) not in (folder / "study.json").read_text()
     same = study.run(load_study(str(tiny)), study.StudyOptions(folder, seeds=1))
     assert same == found
+    fewer = study.run(load_study(str(tiny), ["speed.runs=2"]), study.StudyOptions(folder, seeds=1))
+    assert [row["runs"] for row in fewer["speed"]["rows"]] != [row["runs"] for row in found["speed"]["rows"]]
     again = study.run(load_study(str(tiny)), study.StudyOptions(folder, seeds=1, speed="again"))
     assert again["speed"] != found["speed"] and again["pairs"] == found["pairs"]
 

@@ -1,6 +1,7 @@
 """How fast the rows are: all exported models in one go, in turns, so that what slows the machine slows all of them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,10 +23,12 @@ def measured(
 ) -> dict[str, Any] | None:
     """speed.json: `suite`'s rows and ratios with the names of runs, the first row being the dense model.
 
-    What was measured stands as long as it was of these very models. None where nothing is to be measured yet.
+    What was measured stands as long as it was of these very models and in this way. None where nothing is to be
+    measured yet.
     """
-    path, weights = folder / FILE, _weights(runs)
-    if path.is_file() and when != "again" and (found := read_json(path))["models"] == weights:
+    path = folder / FILE
+    about = {"models": _weights(runs), "settings": asdict(study.speed)}
+    if path.is_file() and when != "again" and about.items() <= (found := read_json(path)).items():
         return dict(found)
     files = _exported(runs, progress)
     if when == "later":
@@ -36,7 +39,7 @@ def measured(
     how = RunnerOptions(threads=table.threads)
     options = suite.BenchOptions(table.protocol, table.batch, table.warmup, table.runs, how)
     found = suite.run(list(files.values()), options, progress=progress).as_data()
-    found = {"models": weights, "correct": _correct(files, how), **_renamed(found, files)}
+    found = {**about, "correct": _correct(files, how), **_renamed(found, files)}
     write_json(path, found)
     return dict(found)
 
