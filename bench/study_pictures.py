@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from vitcompress.bench.figures import new_figure, save
@@ -12,6 +13,7 @@ from vitcompress.checkpoint import PLAN
 from vitcompress.plan import Plan
 
 MARKS = "osD^vPX<>hp"
+FAR_BELOW = 10.0  # points
 TICKS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 7, 10)
 Draw = Callable[[Any, Structure], None]
 
@@ -94,22 +96,25 @@ def grid_figure(shown: Mapping[str, Sequence[Structure]], draw_one: Draw) -> Any
 
 
 def accuracy_figure(found: Mapping[str, Any]) -> Any:
-    """Mean accuracy with its standard deviation over seeds, against MACs and, where measured, against speed.
+    """Mean accuracy, with a bar from the worst to the best seed, against MACs and, where measured, against speed.
 
-    Methods are lines through their budgets; what they are held against has their colour, without a line.
+    Methods are strong lines through their budgets; what they are held against has their colour, and hollow marks. Rows
+    that fell far below the rest are told at the lower edge.
     """
+    seeds = {row["row"]: _seeds(found, row["row"]) for row in found["rows"]}
     sides = [("macs_ratio", "MACs, share of the dense model's")]
     sides += [("speedup", "times as fast as the dense model")] if found["speed"] else []
     figure = new_figure(3.4 + 5.2 * len(sides), 5.4)
     for axes, (key, label) in zip(figure.subplots(1, len(sides), squeeze=False)[0], sides, strict=True):
         for style, rows in _curves(found["rows"]):
-            _errorbars(axes, rows, key, style)
+            _errorbars(axes, rows, key, style, seeds)
         axes.axhline(100 * found["dense"]["top1_mean"], color="grey", ls=":", lw=1, label="dense")
         axes.set(xlabel=label, ylabel="top-1 on the test images, %", xscale="log")
         ends = [row[key] for row in found["rows"]]
         ticks = [tick for tick in TICKS if min(ends) <= tick <= max(ends)]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
+        _without_collapsed(axes, found["rows"], key, seeds)
     figure.axes[0].invert_xaxis()
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize="x-small", frameon=False)
@@ -134,16 +139,39 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[dict[str, Any],
             yield {"color": colours.get(of, "grey"), "label": curve, **style}, own
 
 
-def _errorbars(axes: Any, rows: Sequence[Mapping[str, Any]], key: str, style: Mapping[str, Any]) -> None:
-    spread = [100 * (row["top1_std"] or 0.0) for row in rows]
-    axes.errorbar(
-        [row[key] for row in rows],
-        [100 * row["top1_mean"] for row in rows],
-        yerr=spread,
-        capsize=2,
-        elinewidth=0.7,
-        **style,
-    )
+def _seeds(found: Mapping[str, Any], row: str) -> list[float]:
+    """Top-1 of every seed of a row, percent."""
+    return [100 * run["correct"] / run["total"] for run in found["runs"] if run["row"] == row]
+
+
+def _errorbars(
+    axes: Any,
+    rows: Sequence[Mapping[str, Any]],
+    key: str,
+    style: Mapping[str, Any],
+    seeds: Mapping[str, Sequence[float]],
+) -> None:
+    means = [fmean(seeds[row["row"]]) for row in rows]
+    below = [mean - min(seeds[row["row"]]) for mean, row in zip(means, rows, strict=True)]
+    above = [max(seeds[row["row"]]) - mean for mean, row in zip(means, rows, strict=True)]
+    axes.errorbar([row[key] for row in rows], means, yerr=[below, above], capsize=2, elinewidth=0.7, **style)
+
+
+def _without_collapsed(
+    axes: Any, rows: Sequence[Mapping[str, Any]], key: str, seeds: Mapping[str, Sequence[float]]
+) -> None:
+    """Let the vertical axis show what is not far below the rest, and name what is."""
+    least = median(min(of) for of in seeds.values()) - FAR_BELOW
+    shown = [value for of in seeds.values() if min(of) >= least for value in of]
+    room = 0.08 * (max(shown) - min(shown)) or 1.0
+    axes.set_ylim(min(shown) - room, max(shown) + room)
+    for row in rows:
+        of = seeds[row["row"]]
+        if min(of) < least:
+            words = f"{row['curve']}:\n{', '.join(f'{value:.0f}' for value in sorted(of))} %"
+            axes.annotate(
+                words, (row[key], min(shown) - room), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=6
+            )
 
 
 __all__ = ["accuracy_figure", "draw", "grid_figure", "grouped"]
