@@ -72,13 +72,17 @@ def compare(expected: Tensor, got: Tensor, share: float, asked: Tensor | None = 
     unexplained = flipped & (best[:, 0] - best[:, -1] > 2 * share * scale)
     kl = F.kl_div(found.log_softmax(1), exact.log_softmax(1), reduction="none", log_target=True).sum(1)
     return Agreement(
-        len(image.unique()),
-        len(image[flipped].unique()),
-        len(image[unexplained].unique()),
+        _different(image),
+        _different(image[flipped]),
+        _different(image[unexplained]),
         float(kl.max()),
         float(F.cosine_similarity(exact, found, eps=1e-300).min()),
         largest_difference(exact, found) / scale,
     )
+
+
+def _different(images: Tensor) -> int:
+    return len(set(images.tolist()))
 
 
 def judged(found: Agreement, share: float, name: str, of: str) -> list[Check]:

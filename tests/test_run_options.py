@@ -107,11 +107,11 @@ def test_a_dry_run_names_all_that_is_missing(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("")
     options = pipeline.RunOptions(
-        out=tmp_path / "run", data="nowhere", weights="none.pth", export=("trt",), device="cuda:99"
+        out=tmp_path / "run", data="nowhere", weights="none.pth", export=("tflite",), device="cuda:99"
     )
     before = tree(tmp_path)
     said = "\n".join(pipeline.dry_run(recipe, options)["missing"])
-    for part in ("nowhere", "no weights at none.pth", "no export format 'trt'", "cuda:99", "not a run folder"):
+    for part in ("nowhere", "no weights at none.pth", "no export format 'tflite'", "cuda:99", "not a run folder"):
         assert part in said
     only = pipeline.dry_run(recipe, pipeline.RunOptions(out=tmp_path / "new", structure_only=True))
     assert only["missing"] == [] and not [row for row in only["stages"] if row["epochs"]]

@@ -66,10 +66,7 @@ def recipe(
     answer(found, as_json, lambda _: console.print_result(reports.summary_table(result.report), result.folder))
     if not result.passed:
         return fell_short("a check fell short", f"vitcompress verify {result.folder}", as_json)
-    elsewhere = [
-        check for check in result.report["verify"]["checks"] if check["verdict"] == "not_run" and check["command"]
-    ]
-    if require_verified and elsewhere:
+    if require_verified and (elsewhere := result.elsewhere):
         return fell_short(f"{elsewhere[0]['name']} was not run here", elsewhere[0]["command"], as_json)
     return 0
 

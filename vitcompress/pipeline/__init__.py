@@ -40,6 +40,12 @@ class RunResult:
     report: dict[str, Any]
     passed: bool
 
+    @property
+    def elsewhere(self) -> list[dict[str, Any]]:
+        """The checks that could not run here but can on another machine; all but the first process know of none."""
+        checks = self.report.get("verify", {}).get("checks", [])
+        return [check for check in checks if check["verdict"] == "not_run" and check["command"]]
+
 
 def run(recipe: Recipe, options: RunOptions | None = None, progress: Progress | None = None) -> RunResult:
     """Run `recipe` to its end, or continue it.
