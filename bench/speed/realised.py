@@ -34,7 +34,8 @@ def realised(
         export(model, paths[name], input=input_config(dense))
     wishes = suite.BenchOptions("paper", options.batch, 3, options.runs, RunnerOptions(threads=options.threads))
     found = suite.run(list(paths.values()), wishes)
-    about = {"batch": options.batch, "threads": options.threads, "warnings": list(found.warnings)}
+    warnings = [text.replace(f"{options.folder}/", "") for text in found.warnings]
+    about = {"batch": options.batch, "threads": options.threads, "warnings": warnings}
     for name, row, ratio in zip(smaller, found.rows[1:], found.ratios, strict=True):
         of_macs = macs["dense"] / macs[name]
         interval = [None if end is None else end / of_macs for end in ratio["ci95"]]
