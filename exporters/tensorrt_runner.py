@@ -115,6 +115,7 @@ class EngineRunner:
             "compile": False,
             "channels_last": False,
             "cuda_graph": self._options.cuda_graph,
+            "transfers": self._options.transfers,
             "graph_optimization": build.get("optimization_level"),
             "weights": None,
             "sm": build.get("sm"),
@@ -160,7 +161,8 @@ class EngineProcess:
         self.pid = self._process.pid
         opening = {"path": str(path.resolve()), "sha256": sha256, "flavour": flavour.name, "index": index}
         try:
-            self.facts, _ = self._ask({**opening, "cuda_graph": options.cuda_graph, "host_code": host_code})
+            wishes = {"cuda_graph": options.cuda_graph, "transfers": options.transfers}
+            self.facts, _ = self._ask({**opening, **wishes, "host_code": host_code})
         except BaseException:
             self.close()
             raise

@@ -28,13 +28,18 @@ class RefusedError(Exception):
 
 
 class Engine:
-    """A deserialised engine with its bindings. A binding is an input and an output on the GPU, and how they are run."""
+    """A deserialised engine with its bindings. A binding is an input and an output on the GPU, and how they are run.
 
-    def __init__(self, path: str, sha256: str, flavour: str, index: int, cuda_graph: bool, host_code: bool) -> None:
+    transfers: a run begins with the images, and ends with the logits, in page-locked memory of the host.
+    """
+
+    def __init__(
+        self, path: str, sha256: str, flavour: str, index: int, cuda_graph: bool, transfers: bool, host_code: bool
+    ) -> None:
         data = Path(path).read_bytes()
         if hashlib.sha256(data).hexdigest() != sha256:
             raise RefusedError("the file was changed meanwhile")
-        self._flavour, self._graph = FLAVOURS[flavour], cuda_graph
+        self._flavour, self._graph, self._transfers = FLAVOURS[flavour], cuda_graph, transfers
         self._library = self._flavour.load()
         torch.cuda.set_device(index)
         self._engine = self._deserialized(data, host_code)
@@ -96,8 +101,20 @@ class Engine:
         self._use(slot)
         self._enqueue()
         self._stream.synchronize()
-        if self._graph and self._flavour is not RTX:
-            self._bound[slot] = (images, out, self._captured())
+        run = self._captured() if self._graph and self._flavour is not RTX else self._enqueue
+        self._bound[slot] = (images, out, self._with_transfers(images, out, run) if self._transfers else run)
+
+    def _with_transfers(self, images: Tensor, out: Tensor, run: Callable[[], None]) -> Callable[[], None]:
+        """`run` between the way of the images to the GPU and that of the logits back, queued on the same stream."""
+        given, taken = (torch.empty_like(one, device="cpu", pin_memory=True) for one in (images, out))
+        given.copy_(images)
+
+        def step() -> None:
+            images.copy_(given, non_blocking=True)
+            run()
+            taken.copy_(out, non_blocking=True)
+
+        return step
 
     def _captured(self) -> Callable[[], None]:
         graph: Any = torch.cuda.CUDAGraph()

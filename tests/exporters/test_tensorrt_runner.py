@@ -28,7 +28,7 @@ from vitcompress.models import input_config
 
 tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")
 NO_GPU = not torch.cuda.is_available()
-OPEN = {"cuda_graph": False, "host_code": False}
+OPEN = {"cuda_graph": False, "transfers": False, "host_code": False}
 CAN_RUN = EXPORTERS["trt-rtx"].cannot_run() is None
 
 
@@ -228,11 +228,12 @@ def test_bench_refuses_an_engine_that_nobody_vouches_for(engine: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CAN_RUN, reason=f"TensorRT for RTX: {EXPORTERS['trt-rtx'].cannot_run()}")
+@pytest.mark.parametrize("transfers", [False, True])
 @pytest.mark.parametrize("cuda_graph", [False, True])
-def test_an_engine_answers_and_times_itself(cuda_graph: bool, engine: Path) -> None:
+def test_an_engine_answers_and_times_itself(cuda_graph: bool, transfers: bool, engine: Path) -> None:
     model = build("plain", dtype=torch.float32)
     images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    runner = open_runner(engine, cuda_graph=cuda_graph)
+    runner = open_runner(engine, cuda_graph=cuda_graph, transfers=transfers)
     try:
         with torch.inference_mode():
             expected = model(images)
@@ -244,6 +245,6 @@ def test_an_engine_answers_and_times_itself(cuda_graph: bool, engine: Path) -> N
             runner(images.repeat(2, 1, 1, 1)[:5])
         times, wall = runner.bind(images).timed(10)  # type: ignore[attr-defined]
         assert len(times) == 10 and min(times) > 0 and wall >= sum(times) * 0.5
-        assert runner.describe()["cuda_graph"] is cuda_graph
+        assert (runner.describe()["cuda_graph"], runner.describe()["transfers"]) == (cuda_graph, transfers)
     finally:
         runner.close()
