@@ -14,7 +14,7 @@ from vitcompress.checkpoint import read_json
 from vitcompress.errors import ArtifactError, PlanError, WeightsError
 from vitcompress.methods import METHODS
 from vitcompress.pipeline import preflight, stages
-from vitcompress.pipeline.folder import check_folder
+from vitcompress.pipeline.folder import check_folder, opened
 from vitcompress.pipeline.preflight import Job, RunOptions
 from vitcompress.progress import Progress
 from vitcompress.recipe import load_recipe
@@ -60,9 +60,10 @@ def prepared(folder: Path, text: str = RECIPE) -> Job:
     folder.mkdir(parents=True, exist_ok=True)
     (folder.parent / "steps.toml").write_text(text)
     recipe = load_recipe(str(folder.parent / "steps.toml"))
-    options = RunOptions(out=folder)
     check_folder(folder, recipe, structure_only=False, fresh=False)
-    return preflight.prepare(recipe, options, distributed.start("cpu"), Progress())
+    job = preflight.prepare(recipe, RunOptions(out=folder), distributed.start("cpu"), Progress())
+    with opened(folder, recipe, structure_only=False, fresh=False):
+        return job
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from whole_runs import SMALL, tree, with_steps
 
 from vitcompress import checkpoint, models, pipeline
 from vitcompress.errors import InputError, OutputError, PlanError, WeightsError
-from vitcompress.pipeline.folder import HEADER, sole_user
+from vitcompress.pipeline.folder import HEADER, opened, sole_user
 from vitcompress.plan import Plan
 
 
@@ -42,12 +42,43 @@ def test_structure_only_is_not_the_whole_run(tmp_path: Path) -> None:
         world.run(tmp_path, *world.BARE, "model.classes=10", **same)
 
 
-def test_two_runs_do_not_share_a_folder(small: Path) -> None:
+def unlocked(folder: Path) -> dict[str, int]:
+    """The tree without what looking at a lock changes."""
+    return {name: when for name, when in tree(folder).items() if not name.endswith(("state", ".lock"))}
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_two_runs_do_not_share_a_folder(small: Path, fresh: bool) -> None:
+    """The second one leaves all as it is, what the first one is just writing too."""
     (small / "run" / "report.json").unlink()
-    with sole_user(small / "run" / "state"), pytest.raises(OutputError, match="another process is working in"):
-        world.run(small, *world.BARE, text=SMALL)
-    world.run(small, *world.BARE, text=SMALL)
-    assert (small / "run" / "report.json").is_file()
+    (small / "run" / "state" / ".a.json.12345678.part").write_text("half")
+    with sole_user(small / "run" / "state"):
+        before = unlocked(small)
+        with pytest.raises(OutputError, match="another process is working in"):
+            world.run(small, *world.BARE, text=SMALL, fresh=fresh)
+        assert unlocked(small) == before
+    world.run(small, *world.BARE, text=SMALL, fresh=fresh)
+    assert (small / "run" / "report.json").is_file() and not list((small / "run").rglob("*.part"))
+
+
+def test_a_folder_taken_while_a_run_was_being_checked(small: Path) -> None:
+    """Both found it free; the other one was quicker, and is done."""
+    late = world.recipe(small, *world.BARE, "run.seed=4")
+    before = unlocked(small)
+    with (
+        pytest.raises(OutputError, match="another recipe"),
+        opened(small / "run", late, structure_only=False, fresh=False),
+    ):
+        pass
+    assert unlocked(small) == before
+
+
+def test_killed_before_its_recipe_was_written_a_run_begins_again(tmp_path: Path) -> None:
+    (tmp_path / "run" / "state").mkdir(parents=True)
+    (tmp_path / "run" / "state" / ".lock").touch()
+    (tmp_path / "run" / ".recipe.toml.12345678.part").write_text("half")
+    world.run(tmp_path, *world.BARE, text=SMALL)
+    assert not list((tmp_path / "run").glob(".recipe*"))
 
 
 def test_fresh_starts_over_and_keeps_what_is_not_a_runs(small: Path) -> None:

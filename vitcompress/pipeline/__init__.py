@@ -6,7 +6,7 @@ Every stage leaves its result in the run folder and is skipped when that result 
 run that was stopped.
 """
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from vitcompress import distributed
 from vitcompress.checkpoint import read_json
 from vitcompress.pipeline import delivery, stages
-from vitcompress.pipeline.folder import RECIPE, check_folder, is_done, sole_user
+from vitcompress.pipeline.folder import RECIPE, check_folder, is_done, opened
 from vitcompress.pipeline.outlook import dry_run
 from vitcompress.pipeline.preflight import (
     Job,
@@ -60,7 +60,8 @@ def run(recipe: Recipe, options: RunOptions | None = None, progress: Progress | 
     options, progress = options or RunOptions(), progress or Progress()
     recipe = effective(recipe, options)
     folder = folder_of(recipe, options)
-    check_folder(folder, recipe, structure_only=options.structure_only, fresh=options.fresh)
+    how = {"structure_only": options.structure_only, "fresh": options.fresh}
+    check_folder(folder, recipe, **how)
     check_formats(recipe)
     with ExitStack() as stack:
         stack.callback(distributed.stop)
@@ -69,7 +70,9 @@ def run(recipe: Recipe, options: RunOptions | None = None, progress: Progress | 
             progress.note(f"all is done: {folder}; --fresh starts over")
         else:
             job = prepare(recipe, options, runtime, progress)
-            stack.enter_context(sole_user(job.state) if runtime.is_main else nullcontext())
+            if runtime.is_main:
+                stack.enter_context(opened(folder, recipe, **how))
+            runtime.barrier()
             with distributed.cpu_threads(recipe.run.threads):
                 _train(job)
             distributed.stop()

@@ -15,7 +15,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from vitcompress.bench import report as reports
-from vitcompress.checkpoint import write_text
+from vitcompress.checkpoint import write_text, writing
 from vitcompress.errors import OutputError, RecipeError
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe, parsed, recipe_of
@@ -23,6 +23,7 @@ from vitcompress.recipe import Recipe, parsed, recipe_of
 RECIPE = "recipe.toml"
 HEADER = "# The recipe of this run, every setting spelled out."
 STRUCTURE_ONLY = "# Structure only: nothing was trained or scored."
+STATE, LOCK = "state", ".lock"
 # What a run leaves, in the order in which starting over takes it away: without a report the run is not done, and
 # without its recipe the folder would be nobody's.
 LEFT_BY_RUNS = (
@@ -38,10 +39,9 @@ LEFT_BY_RUNS = (
     "plan.json",
     "log.jsonl",
     "tensorboard",
-    "state",
+    f"{STATE}/*",
     RECIPE,
 )
-LOCK = ".lock"
 PARTS = ".*.part"  # files and folders that are being written
 # Weights of the dense model and of the compressed one before and after folding, their exports, and one that is being
 # written. Training adds a resume state with optimiser, average and best weights, twice while one replaces the other.
@@ -65,21 +65,28 @@ def sole_user(folder: Path, progress: Progress | None = None) -> Iterator[None]:
     Raises:
         OutputError: another process works in the folder, and waiting was not asked for.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        alone = _acquired(lock)
+    if not alone:
         if progress is None:
-            raise OutputError(
-                f"another process is working in {folder}", hint="wait for it, or choose another folder"
-            ) from None
+            raise OutputError(f"another process is working in {folder}", hint="wait for it, or choose another folder")
         progress.note(f"another run is working in {folder}: waiting for it")
         lock.acquire()
     try:
         yield
     finally:
         lock.release()
+
+
+def _acquired(lock: FileLock) -> bool:
+    """Take `lock` unless another process holds it; whether it was free."""
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return False
+    return True
 
 
 def is_done(folder: Path) -> bool:
@@ -100,7 +107,7 @@ def _check_free(folder: Path, wanted: str, fresh: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"{folder} is a file", hint=ELSEWHERE)
     if not path.is_file():
-        if folder.is_dir() and any(folder.iterdir()):
+        if folder.is_dir() and not all(map(_left_by_a_beginning, folder.iterdir())):
             raise OutputError(f"{folder} is not empty and not a run folder", hint=ELSEWHERE)
         return
     found = path.read_text(encoding="utf-8", errors="replace")
@@ -111,6 +118,12 @@ def _check_free(folder: Path, wanted: str, fresh: bool) -> None:
             f"{folder} holds a run of another recipe ({difference(found, wanted)})",
             hint=f"{ELSEWHERE}, or --fresh to start over in this one",
         )
+
+
+def _left_by_a_beginning(path: Path) -> bool:
+    """Whether a run that was killed before its recipe was written left this: it has locked the folder then."""
+    locked = path.name == STATE and path.is_dir() and {inner.name for inner in path.iterdir()} <= {LOCK}
+    return locked or path.match(f".{RECIPE}.*.part")
 
 
 def _spelled_out(text: str) -> str:
@@ -180,13 +193,22 @@ def _size(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
-def open_folder(folder: Path, recipe: Recipe, *, structure_only: bool, fresh: bool) -> None:
-    """Leave `folder` with the recipe of this run in it; with `fresh` also without the results of an earlier one."""
-    if fresh:
-        _clear(folder)
-    sweep(folder)
-    if not (folder / RECIPE).is_file():
-        write_text(folder / RECIPE, written_recipe(recipe, structure_only=structure_only))
+@contextmanager
+def opened(folder: Path, recipe: Recipe, *, structure_only: bool, fresh: bool) -> Iterator[None]:
+    """Be alone in `folder`, with the recipe of this run in it; with `fresh` without the results of an earlier one.
+
+    Raises:
+        OutputError: another process works in the folder, or it is another's by now; nothing in it was touched.
+    """
+    wanted = written_recipe(recipe, structure_only=structure_only)
+    with sole_user(folder / STATE):
+        _check_free(folder, wanted, fresh)  # again: somebody may have been in it since
+        if fresh:
+            _clear(folder)
+        sweep(folder)
+        if not (folder / RECIPE).is_file():
+            write_text(folder / RECIPE, wanted)
+        yield
 
 
 def sweep(folder: Path) -> None:
@@ -198,7 +220,8 @@ def sweep(folder: Path) -> None:
 def _clear(folder: Path) -> None:
     for pattern in LEFT_BY_RUNS:
         for path in sorted(folder.glob(pattern)):
-            _remove(path)
+            if path.name != LOCK:  # it is ours
+                _remove(path)
 
 
 def _remove(path: Path) -> None:

@@ -19,7 +19,7 @@ from vitcompress.families import Family, family_of
 from vitcompress.methods import METHODS
 from vitcompress.methods.baselines import FixedOptions, RandomOptions
 from vitcompress.models import InputConfig
-from vitcompress.pipeline.folder import check_disk, check_writable, open_folder
+from vitcompress.pipeline.folder import STATE, check_disk, check_writable
 from vitcompress.pipeline.teachers import check_teacher
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
@@ -59,7 +59,7 @@ class Job:
 
     @property
     def state(self) -> Path:
-        return self.folder / "state"
+        return self.folder / STATE
 
     @property
     def dense_folder(self) -> Path:
@@ -83,7 +83,7 @@ class Job:
 def dense_folder(recipe: Recipe, folder: Path) -> Path:
     """Where the dense model lives: shared by recipes that train it alike, else inside the run's `folder`."""
     trained = recipe.model.weights == "train"
-    return folder.parent / f"dense-{dense_key(recipe)}" if trained else folder / "state" / "dense"
+    return folder.parent / f"dense-{dense_key(recipe)}" if trained else folder / STATE / "dense"
 
 
 def alone(job: Job) -> Job:
@@ -124,7 +124,7 @@ def folder_of(recipe: Recipe, options: RunOptions) -> Path:
 
 
 def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Progress) -> Job:
-    """Check a run, `effective` already, and open its folder.
+    """Check a run, `effective` already.
 
     Raises:
         InputError: a subclass that says what is wrong; nothing was written.
@@ -140,9 +140,6 @@ def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Pro
     check_weights(job, fresh=options.fresh)
     check_recovery(job)
     runtime.barrier()  # nobody looks at the folder any more
-    if runtime.is_main:
-        open_folder(folder, recipe, structure_only=options.structure_only, fresh=options.fresh)
-    runtime.barrier()
     return job
 
 
