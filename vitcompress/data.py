@@ -62,10 +62,6 @@ class Splits:
     heldout: Images
     test: Images
 
-    def subset(self, dataset: Images, per_class: int, seed: int) -> Images:
-        """At most `per_class` images of every class of `dataset`, drawn by `seed`."""
-        return subset(dataset, per_class, seed)
-
 
 def open_data(options: DataOptions, seed: int) -> Splits:
     """All parts of the data set; `seed` decides which training images are held out, never what is tested.

@@ -44,11 +44,13 @@ class Runtime:
         return self.rank == 0
 
     def all_sum(self, tensor: Tensor) -> Tensor:
-        """The sum of `tensor` over all ranks, in float64 where the device has it; the same on every rank."""
-        wide = tensor.detach().to(torch.float32 if self.device.type == "mps" else torch.float64, copy=True)
+        """The sum of `tensor` over all ranks, in float64 where there is any, on its device; equal on every rank."""
+        place = tensor.device if self.world_size == 1 else self.device
+        dtype = torch.float32 if place.type == "mps" else torch.float64
+        wide = tensor.detach().to(dtype, copy=True).to(place)
         if self.world_size > 1:
             distributed.all_reduce(wide)
-        return wide
+        return wide.to(tensor.device)
 
     def broadcast(self, value: Any) -> Any:
         """What rank 0 passes as `value`, on every rank."""

@@ -76,7 +76,7 @@ def evaluate(predict: Callable[[Tensor], Tensor], loader: EvalLoader, runtime: R
         hits = _hits(logits, targets)
         loss = functional.cross_entropy(logits, targets, reduction="none").double().sum()
         sums += torch.tensor([hits[:, :1].sum(), hits.sum(), len(targets), loss], dtype=torch.float64)
-    correct, correct5, total, loss_sum = runtime.all_sum(sums.to(runtime.device, _wide(runtime))).tolist()
+    correct, correct5, total, loss_sum = runtime.all_sum(sums).tolist()
     if not total:
         raise DataError("there is no image to evaluate", hint="give a data set with test images")
     return Accuracy(round(correct), round(correct5), round(total), loss_sum / total)
@@ -84,11 +84,11 @@ def evaluate(predict: Callable[[Tensor], Tensor], loader: EvalLoader, runtime: R
 
 def correct_mask(predict: Callable[[Tensor], Tensor], loader: EvalLoader, runtime: Runtime) -> np.ndarray:
     """Which images `predict` gets right: booleans in the order of the data set, the same on every rank."""
-    mask = torch.zeros(loader.total, dtype=_wide(runtime))
+    mask = torch.zeros(loader.total)
     parts = [_hits(logits, targets)[:, 0] for logits, targets in _answers(predict, loader)]
     if parts:
         mask[runtime.rank :: runtime.world_size] = torch.cat(parts).to(mask.dtype)
-    return runtime.all_sum(mask.to(runtime.device)).cpu().numpy() > 0.5
+    return runtime.all_sum(mask).numpy() > 0.5
 
 
 def mcnemar(a_correct: np.ndarray, b_correct: np.ndarray) -> McNemar:
@@ -147,8 +147,3 @@ def _hits(logits: Tensor, targets: Tensor) -> Tensor:
     """Is the k-th best answer right: booleans (batch, up to 5)."""
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices
     return best == targets[:, None]
-
-
-def _wide(runtime: Runtime) -> torch.dtype:
-    """The widest float of the runtime's device."""
-    return torch.float32 if runtime.device.type == "mps" else torch.float64

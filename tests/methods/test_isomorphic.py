@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from vitcompress import cost, surgery
 from vitcompress.checkpoint import read_json
-from vitcompress.data import eval_loader
+from vitcompress.data import eval_loader, subset
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.evaluate import evaluate
 from vitcompress.families import family_of
@@ -65,7 +65,7 @@ def test_taylor_scores_are_what_they_say(tmp_path: Path) -> None:
     made = model()
     about = context(tmp_path, made)
     found = gradients(made, about, 24)
-    loader = eval_loader(about.data.subset(about.data.train, 8, 0), about.input, 5, about.runtime)
+    loader = eval_loader(subset(about.data.train, 8, 0), about.input, 5, about.runtime)
     for pixels, targets in loader:
         functional.cross_entropy(made(pixels), targets, reduction="sum").backward()
     mlp: Any = made.get_submodule("blocks.1.mlp")

@@ -10,8 +10,7 @@ from annotated_types import Ge, Gt
 from torch import Tensor, nn
 
 from vitcompress import cost, surgery
-from vitcompress.data import Images
-from vitcompress.distributed import Runtime
+from vitcompress.data import Images, subset
 from vitcompress.errors import PlanError
 from vitcompress.evaluate import evaluate
 from vitcompress.families import Family, Site
@@ -155,14 +154,10 @@ def gate_means(model: nn.Module, context: Context) -> dict[str, Tensor]:
         with torch.no_grad():
             for images, _ in training_views(context, GATE_IMAGES):
                 copy(images)
-        return {ffn: _over_all(s.total, context.runtime).tolist() for ffn, s in sums.items()}
+        return {ffn: context.runtime.all_sum(s.total).tolist() for ffn, s in sums.items()}
 
     found = context.memo("gate_means", measure)
     return {ffn: torch.tensor(total[:-1]) / total[-1] for ffn, total in found.items()}
-
-
-def _over_all(total: Tensor, runtime: Runtime) -> Tensor:
-    return total if runtime.world_size == 1 else runtime.all_sum(total.to(runtime.device)).cpu()
 
 
 class _GateSum:
@@ -234,7 +229,7 @@ def accuracy(model: nn.Module, context: Context) -> float:
 def training_part(context: Context, images_per_class: int) -> Images:
     """A class-balanced part of the training set, always the same one for a seed; all of it for 0."""
     data = context.data
-    return data.subset(data.train, images_per_class, context.seed) if images_per_class else data.train
+    return subset(data.train, images_per_class, context.seed) if images_per_class else data.train
 
 
 def training_views(context: Context, images: int) -> EvalLoader:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
+from vitcompress import checkpoint
 from vitcompress.errors import MissingExtraError
 from vitcompress.families import Site
 from vitcompress.methods.depth import (
@@ -50,7 +51,7 @@ def gradient_disparity(model: nn.Module, context: Context, budget: DepthOptions,
         now = torch.stack(torch.autograd.grad(loss, probe.score_parameters())).detach().cpu().double()
         sums += torch.stack([now.abs(), now, now**2])
         batches += 1
-    magnitude, mean, square = (_total(sums, context) / _total(batches, context)).tolist()
+    magnitude, mean, square = (context.runtime.all_sum(sums) / context.runtime.all_sum(batches)).tolist()
     return [
         {
             "site": site.name,
@@ -145,11 +146,4 @@ def plot(gradients: Sequence[Record], recovery: Sequence[Record], path: Path) ->
     right.set(xlabel="block without its layer", ylabel="held-out top-1, %", title="recovery asymmetry")
     left.legend()
     right.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-
-
-def _total(tensor: Tensor, context: Context) -> Tensor:
-    """Summed over all processes."""
-    runtime = context.runtime
-    return tensor if runtime.world_size == 1 else runtime.all_sum(tensor.to(runtime.device)).cpu()
+    checkpoint.write(path, lambda beside: figure.savefig(beside, format=path.suffix[1:]))

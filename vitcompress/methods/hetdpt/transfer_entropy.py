@@ -105,9 +105,9 @@ class Moments:
 
     def over_all(self, runtime: Runtime) -> "Moments":
         """The moments of the images of all processes together."""
-        weight = _sum(self.weight, runtime)
-        mean = _sum(self.mean * self.weight[:, None], runtime) / weight.clamp(min=1.0)[:, None]
-        squares = _sum(self.squares + self.weight[:, None] * (self.mean - mean) ** 2, runtime)
+        weight = runtime.all_sum(self.weight)
+        mean = runtime.all_sum(self.mean * self.weight[:, None]) / weight.clamp(min=1.0)[:, None]
+        squares = runtime.all_sum(self.squares + self.weight[:, None] * (self.mean - mean) ** 2)
         return Moments(weight, mean, squares)
 
     def deviation(self) -> Tensor:
@@ -134,7 +134,7 @@ def entropies(gated: GatedModel, removed: Sequence[Iterable[str]], on: Measureme
                 logits = gated(images)
                 correct[i] += (logits.argmax(dim=1) == targets).sum().item()
                 moments[i] = _add(moments[i], logits, batch)
-    hits = _sum(correct, on.runtime)
+    hits = on.runtime.all_sum(correct)
     return [_entropy(m.over_all(on.runtime), float(hit)) for m, hit in zip(moments, hits, strict=True) if m is not None]
 
 
@@ -207,11 +207,6 @@ def _entropy(moments: Moments, correct: float) -> Entropy:
     return Entropy(
         values[0], tuple(values[1:]), int((deviation[0] < SMALLEST_DEVIATION).sum()), images, 100 * correct / images
     )
-
-
-def _sum(tensor: Tensor, runtime: Runtime) -> Tensor:
-    """`tensor` summed over all processes, on the device it came from and in its precision."""
-    return tensor if runtime.world_size == 1 else runtime.all_sum(tensor.to(runtime.device)).to(tensor)
 
 
 def _weights(images: int, resamples: int, seed: int) -> Tensor:

@@ -64,9 +64,7 @@ def block_removal(model: nn.Module, context: Context, options: Options, goal: Go
 
 def _summed(context: Context, scores: Tensor) -> list[float]:
     """The sum over all processes."""
-    device = context.runtime.device
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    summed: list[float] = context.runtime.all_sum(scores.to(device, dtype)).tolist()
+    summed: list[float] = context.runtime.all_sum(scores).tolist()
     return summed
 
 
