@@ -17,7 +17,7 @@ from vitcompress.checkpoint import write_bytes
 from vitcompress.errors import ArtifactError, InputError, VitcompressError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters.onnx_graph import INPUT
-from vitcompress.exporters.tensorrt_flavours import RTX, Flavour
+from vitcompress.exporters.tensorrt_flavours import RTX, Flavour, log_of
 from vitcompress.progress import Progress
 
 NUMBERED = re.compile(rb"mye\d+")  # names that the library gives to values inside a graph
@@ -60,7 +60,7 @@ def build(
         KeyboardInterrupt: Ctrl-C; the build has been cancelled.
     """
     library = flavour.load()
-    log, began = _log(library), time.perf_counter()
+    log, began = log_of(library), time.perf_counter()
     builder = library.Builder(log)
     network = builder.create_network(1 << int(library.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     network.name = NETWORK
@@ -154,30 +154,6 @@ def _refused(flavour: Flavour, parser: Any, log: Any) -> VitcompressError:
         f"{flavour.title} cannot take {place}: {said}",
         hint="--opset 20 decomposes attention, which takes any width" if operator == "Attention" else None,
     )
-
-
-# The base classes of the two below come from the library, which is imported only when it is used.
-
-
-def _log(library: Any) -> Any:
-    """What the library says, kept instead of printed."""
-
-    class Log(library.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            library.ILogger.__init__(self)
-            self.warnings: list[str] = []
-            self.errors: list[str] = []
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity == library.ILogger.WARNING:
-                self.warnings.append(message.strip())
-            elif severity in (library.ILogger.ERROR, library.ILogger.INTERNAL_ERROR):
-                self.errors.append(message.strip())
-
-        def first_error(self) -> str:
-            return self.errors[0].splitlines()[0] if self.errors else "it gives no reason"
-
-    return Log()
 
 
 def _monitor(library: Any, flavour: Flavour, progress: Progress) -> Any:

@@ -96,3 +96,24 @@ def header_of(data: bytes) -> dict[str, Any]:
         "version": ".".join(str(part) for part in data[VERSION_BYTES]),
         "sm": targets if kind is RTX else None,
     }
+
+
+def log_of(library: Any) -> Any:
+    """What the library says, kept instead of printed: `warnings`, `errors`, and `first_error()` in one line."""
+
+    class Log(library.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            library.ILogger.__init__(self)
+            self.warnings: list[str] = []
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity == library.ILogger.WARNING:
+                self.warnings.append(message.strip())
+            elif severity in (library.ILogger.ERROR, library.ILogger.INTERNAL_ERROR):
+                self.errors.append(message.strip())
+
+        def first_error(self) -> str:
+            return self.errors[0].splitlines()[0] if self.errors else "it gives no reason"
+
+    return Log()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vitcompress.exporters.frames import receive, send
-from vitcompress.exporters.tensorrt_flavours import FLAVOURS, RTX
+from vitcompress.exporters.tensorrt_flavours import FLAVOURS, RTX, log_of
 
 TYPES = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "UINT8": torch.uint8}
 
@@ -50,13 +50,13 @@ class Engine:
         self._bound: dict[int, tuple[Tensor, Tensor, Callable[[], None]]] = {}
 
     def _deserialized(self, data: bytes, host_code: bool) -> Any:
-        log = _log(self._library)
+        log = log_of(self._library)
         self._runtime = self._library.Runtime(log)
         self._runtime.engine_host_code_allowed = host_code
         self._runtime.tempfile_control_flags = 0
         engine = self._runtime.deserialize_cuda_engine(data)
         if engine is None:
-            raise RefusedError(log.said[0].splitlines()[0] if log.said else "the library gives no reason")
+            raise RefusedError(log.first_error())
         return engine
 
     def _new_context(self) -> Any:
@@ -161,21 +161,6 @@ class Engine:
             self._library.LayerInformationFormat.JSON
         )
         return found
-
-
-def _log(library: Any) -> Any:
-    """Errors of the library, kept."""
-
-    class Log(library.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            library.ILogger.__init__(self)
-            self.said: list[str] = []
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity in (library.ILogger.ERROR, library.ILogger.INTERNAL_ERROR):
-                self.said.append(message.strip())
-
-    return Log()
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:

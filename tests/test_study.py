@@ -125,18 +125,13 @@ def test_mistakes_are_those_that_accuracy_counts(whole: tuple[Path, dict[str, An
     assert pair["only_row"] - pair["only_against"] == found["runs"][1]["correct"] - found["runs"][0]["correct"]
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "vitcompress", "study", *arguments]
-
-
 @pytest.mark.slow
 def test_killed_and_started_again_ends_where_one_left_alone_does(
     tiny: Path, whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     """Two processes at a time, killed by SIGKILL when the second run is under way; its workers end too."""
-    words = command(
-        str(tiny), "--out", str(tmp_path / "s"), "--seeds", "1", "--jobs", "2", "--speed", "later", "--json"
-    )
+    words = [sys.executable, "-m", "vitcompress", "study", str(tiny), "--out", str(tmp_path / "s"), "--seeds", "1"]
+    words += ["--jobs", "2", "--speed", "later", "--json"]
     process = subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     while not list(tmp_path.glob("s/*/state/recovery")) and process.poll() is None:
         time.sleep(0.005)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from vitcompress.bench.timing import PROTOCOLS, Protocol, Samples, Target, measure, protocol, ratio
+from vitcompress.bench.timing import PROTOCOLS, Protocol, Samples, Target, _settled, measure, protocol, ratio
 from vitcompress.errors import InputError
 
 
@@ -48,11 +48,18 @@ def test_synchronisation_follows_every_run_and_ends_the_warm_up() -> None:
     assert "".join(calls).replace("sw", "") == ""
 
 
-def test_a_settled_warm_up_is_told_from_one_that_is_not() -> None:
-    steady = Protocol("p", warmup=1, runs=1, settle=True, patience_seconds=5)
+@pytest.mark.parametrize(
+    ("runs", "settled"),
+    [([20.0] * 5 + [10.0] * 20 + [10.4] * 10, True), ([10.0] * 20 + [10.6] * 10, False), ([10.0] * 29, False)],
+)
+def test_a_settled_warm_up_is_told_from_one_that_is_not(runs: list[float], settled: bool) -> None:
+    """The last three windows of ten runs, their medians within 5 %."""
+    assert _settled(runs) is settled
+
+
+def test_patience_ends_a_warm_up_that_does_not_settle() -> None:
     (impatient,) = measure([Target("a", lambda: None)], Protocol("p", runs=1, settle=True, patience_seconds=0))
-    assert impatient.settled is False
-    assert steady.settle
+    assert impatient.settled is False and len(impatient.runs_ms) == 1
     assert PROTOCOLS["paper"].id == "paper-10/100/256"
 
 
