@@ -11,21 +11,15 @@ from vitcompress.bench.report import NOTHING, Table, big, change, counted, inter
 COLUMNS = ("run", "accuracy", "parameters", "MACs", "speed", "checks")
 
 
-def run(folders: Sequence[str | Path], plot_to: str | Path | None = None) -> dict[str, Any]:
-    """The reports of run folders as data: `runs`, one `table`, and the `plot` file where one was asked for.
+def run(folders: Sequence[str | Path]) -> dict[str, Any]:
+    """The reports of run folders as data: `runs`, and one `table`.
 
     Raises:
         ArtifactError: a folder without a report.
-        MissingExtraError: a plot was asked for and matplotlib is not installed.
     """
     found = {str(folder): reports.read(folder) for folder in folders}
     shown = table(found)
-    written = str(plot(found, Path(plot_to))) if plot_to is not None else None
-    return {
-        "runs": found,
-        "table": {"columns": list(shown.columns), "rows": list(map(list, shown.rows))},
-        "plot": written,
-    }
+    return {"runs": found, "table": {"columns": list(shown.columns), "rows": list(map(list, shown.rows))}}
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> Table:

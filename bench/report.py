@@ -8,13 +8,13 @@ The input is plain data, the content of report.json. Every key but `recipe` and 
     cost                   {dense, compressed}: {params, macs (attention products counted), macs_linear (not counted)}
     accuracy               {dense, compressed, FILE}: Accuracy.to_dict(); mcnemar: {only_a, only_b, p_value}
     before_recovery        {dense, pruned}: Accuracy.to_dict() on held-out images, right after pruning
+    recovery               {epochs, kept_epoch, kept, heldout}: which weights the recovery ended with
     bench                  [Bench.as_data()]: dense first, compressed second, one entry per runtime
     files                  {"dense.onnx": bytes, "model.onnx": bytes}
     verify                 {passed, checks}
     folding                one record per module that was or could have been folded
-    searched               which network the layers were chosen on; `layers`: "search" or "published"
+    searched               which network the layers were chosen on; `layers`: what they come from, in words
     teacher                what taught during recovery, None when nothing did
-    references             [{name, top1 (percent), note}]: dense models that the result should be held against
     published              figures of others, quoted as they were published: top1, params_m, macs_g, images_per_second,
                            speedup, hardware, source, note
     tables                 what the methods measured: [{title, columns, rows}], cells are text
@@ -200,7 +200,7 @@ def markdown(report: Mapping[str, Any]) -> str:
             f"## {table['title']}",
             Table("", tuple(table["columns"]), tuple(map(tuple, table["rows"]))).markdown(),
         ]
-    parts += [*_references(report), *_notes(report)]
+    parts += [*_published(report), *_notes(report)]
     if (report.get("model") or {}).get("input") and "model.onnx" in (report.get("files") or {}):
         parts += ["## Use it without vitcompress", f"```python\n{snippet(report['model']['input'])}```"]
     if classes := (report.get("model") or {}).get("classes"):
@@ -246,16 +246,10 @@ def _measured_on(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{settings} {tf32}.", "\n".join([*ratios, *warnings])]
 
 
-def _references(report: Mapping[str, Any]) -> list[str]:
-    lines = [
-        f"- {r['name']}: {r['top1']:g} % top-1{', ' + r['note'] if r.get('note') else ''}"
-        for r in report.get("references") or ()
-    ]
-    parts = ["## Dense references", "\n".join(lines)] if lines else []
-    if published := report.get("published"):
-        figures = [f"- {key.replace('_', ' ')}: {value}" for key, value in published.items() if value not in (None, "")]
-        parts += ["## As published by others, not measured here", "\n".join(figures)]
-    return parts
+def _published(report: Mapping[str, Any]) -> list[str]:
+    figures = (report.get("published") or {}).items()
+    lines = [f"- {key.replace('_', ' ')}: {value}" for key, value in figures if value not in (None, "")]
+    return ["## As published by others, not measured here", "\n".join(lines)] if lines else []
 
 
 def _notes(report: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
+from torch import nn
 
 from vitcompress import models
 from vitcompress.families import Family, Space, family_of
@@ -58,8 +58,7 @@ class Structure:
 
 def structure_of(plan: Plan) -> Structure:
     """What `plan` leaves of the model that it is for; built without weights. Raises InputError where timm cannot."""
-    with torch.device("meta"):
-        dense = models.create(plan.arch, plan.arch_args)
+    dense = models.outline(plan.arch, plan.arch_args)
     family = family_of(dense)
     blocks = tuple(family.blocks(dense))
     stages: dict[str, int] = {}
@@ -84,7 +83,7 @@ def _gone(plan: Plan, name: str) -> str | None:
     return next((stand for outer, stand in plan.removed.items() if f"{name}.".startswith(f"{outer}.")), None)
 
 
-def _layers(plan: Plan, family: Family, dense: torch.nn.Module, kind: str) -> Iterator[tuple[str, Layer]]:
+def _layers(plan: Plan, family: Family, dense: nn.Module, kind: str) -> Iterator[tuple[str, Layer]]:
     for site in family.sites(dense):
         if site.kind != kind:
             continue

@@ -94,6 +94,8 @@ def run(
     if not artifacts:
         raise InputError("nothing to measure", hint="give files, run folders or timm:NAME")
     options.resolved()
+    if options.fail_under is not None and not options.fail_under > 0:
+        raise InputError(f"--fail-under must be above 0, got {options.fail_under:g}", hint="as in --fail-under 1.4")
     with ExitStack() as stack:
         runners = open_all(artifacts, options.runner, options.variants, stack)
         if options.fail_under is not None and len(runners) < 2:

@@ -1,7 +1,6 @@
 """Every exporter on DeiT-B, each in a process of its own: seconds, peak memory and bytes; and folding before."""
 
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -10,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vitcompress import models, surgery
-from vitcompress.bench.speed.parts import BYPASS, PUBLISHED, Options
+from vitcompress import models, recipes, surgery
+from vitcompress.bench import machine
+from vitcompress.bench.speed.parts import Options, planned
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS
 from vitcompress.models import input_config
-from vitcompress.plan import Plan
 
 NAME = "deit_b_hetdpt"
 
@@ -47,13 +46,11 @@ def alone(module: str, *arguments: str) -> dict[str, Any]:
 def here(name: str, form: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Seconds and peak memory (GiB) of exporting a model in this process.
 
-    name: a published configuration, whose folding is timed too, or a timm model.
+    name: a recipe, whose pruning and folding is timed too, or a timm model.
     """
-    arch, attentions, activations = PUBLISHED.get(name, (name, (), ()))
-    model = models.create(arch)
+    model, plan = planned(name) if name in recipes.names() else (models.create(name), None)
     loaded, began = peak_gib(), time.perf_counter()
-    if attentions:
-        plan = surgery.depth_plan(model, Plan(arch), attentions, activations, **BYPASS)
+    if plan:
         surgery.apply(model, plan)
         surgery.fold(model, plan)
     folded = time.perf_counter()
@@ -65,10 +62,10 @@ def here(name: str, form: str, settings: dict[str, Any]) -> dict[str, Any]:
         path = Path(folder) / f"model{exporter.suffix}"
         size = exporter.export(model, path, input=input_config(model), options=options).bytes
         exported = time.perf_counter()
-    times = {"fold_seconds": folded - began if attentions else None, "export_seconds": exported - folded}
+    times = {"fold_seconds": folded - began if plan else None, "export_seconds": exported - folded}
     memory = {"loaded_gib": loaded, "peak_gib": peak_gib(), "file_bytes": size}
     said = f"{times['export_seconds']:.1f} s, peak {memory['peak_gib']:.2f} GiB, file {size / 1e6:.1f} MB"
-    said = f"fold {times['fold_seconds']:.1f} s, export {said}" if attentions else said
+    said = f"fold {times['fold_seconds']:.1f} s, export {said}" if plan else said
     about = {"what": f"{form} of {name}{_in_words(settings)}", "text": said, "settings": settings}
     return {**about, **times, **memory}
 
@@ -80,8 +77,7 @@ def _in_words(settings: dict[str, Any]) -> str:
 
 def peak_gib() -> float:
     """Most memory that this process has held."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+    return (machine.peak_bytes() or 0) / 2**30
 
 
 def say(found: dict[str, Any]) -> None:

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from vitcompress import models
 from vitcompress.bench import suite, timing
-from vitcompress.bench.speed.parts import BYPASS, Options, line
+from vitcompress.bench.speed.parts import Options, line
 from vitcompress.families import family_of
 from vitcompress.gates import GatedModel, channel_gates
 from vitcompress.models import input_config
 
 AIMS = {"channel gates": (0.0, 1.05), "score search": (0.0, 1.12)}
+BYPASS: dict[str, Any] = {"attention_bypass": "norm_identity", "both_pruned_output_act": "gelu"}  # released HetDPT code
 
 
 def run(options: Options) -> Iterator[dict[str, Any]]:

@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitcompress import methods, models, surgery
+from vitcompress import models, surgery
 from vitcompress.bench import opening, suite
-from vitcompress.bench.speed.parts import Options
+from vitcompress.bench.speed.parts import Options, structured
 from vitcompress.errors import VitcompressError
 from vitcompress.export_options import ExportOptions, Precision
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
-from vitcompress.families import family_of
 from vitcompress.models import input_config
 from vitcompress.plan import Plan
-from vitcompress.recipe import load_recipe
 
 RECIPES = (
     "deit_s_hetdpt",
@@ -59,13 +57,7 @@ def _pairs(options: Options) -> Iterator[tuple[str, nn.Module, nn.Module]]:
         yield f"{options.arch} without its first attention", dense, model
         return
     for name in RECIPES:
-        recipe = load_recipe(name)
-        dense, model = (models.create(recipe.model.name, recipe.model.args) for _ in range(2))
-        steps = ((step.method, step.options) for step in recipe.steps)
-        plan = methods.structure(model, family_of(model), Plan(recipe.model.name, recipe.model.args), steps)
-        surgery.apply(model, plan)
-        surgery.fold(model, plan)
-        yield name, dense, model
+        yield name, *structured(name)
 
 
 Make = Callable[[ExitStack], Sequence[Runner]]

@@ -1,23 +1,18 @@
-"""What all parts share: options, the published models, and the form of a line."""
+"""What all parts share: options, the models of recipes, and the form of a line."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
 
-from vitcompress import models, surgery
+from vitcompress import methods, models, surgery
 from vitcompress.bench import timing
+from vitcompress.families import family_of
 from vitcompress.plan import Plan
-
-# Published layers: HetDPT, tables 1 and 8 (attention, activation), with the bypass of the released code.
-PUBLISHED = {
-    "deit_s_hetdpt": ("deit_small_distilled_patch16_224", (1, 7, 10, 11), (7, 8, 10, 11)),
-    "deit_b_hetdpt": ("deit_base_distilled_patch16_224", (0, 3, 7, 8, 11), (2, 7, 8, 10, 11)),
-}
-BYPASS: dict[str, Any] = {"attention_bypass": "norm_identity", "both_pruned_output_act": "gelu"}
+from vitcompress.recipe import load_recipe
 
 
 @dataclass(frozen=True)
@@ -41,12 +36,19 @@ class Part(Protocol):
     def __call__(self, options: Options) -> Iterator[dict[str, Any]]: ...
 
 
-def compressed(name: str) -> tuple[nn.Module, nn.Module]:
-    """Dense and folded model of a published configuration, with random weights."""
-    arch, attentions, activations = PUBLISHED[name]
-    dense, model = (models.create(arch) for _ in range(2))
-    plan = surgery.depth_plan(model, Plan(arch), attentions, activations, **BYPASS)
-    surgery.apply(model, plan)
+def planned(name: str, changes: Sequence[str] = ()) -> tuple[nn.Module, Plan]:
+    """Dense model of a recipe with random weights, and the plan that it gives without scoring. changes: as `--set`."""
+    recipe = load_recipe(name, changes)
+    dense = models.create(recipe.model.name, recipe.model.args)
+    steps = ((step.method, step.options) for step in recipe.steps)
+    base = Plan(recipe.model.name, recipe.model.args)
+    return dense, methods.structure(dense, family_of(dense), base, steps)
+
+
+def structured(name: str, changes: Sequence[str] = ()) -> tuple[nn.Module, nn.Module]:
+    """Dense model of a recipe, and a copy that is pruned and folded as `planned`."""
+    dense, plan = planned(name, changes)
+    model = surgery.applied(dense, plan)
     surgery.fold(model, plan)
     return dense, model
 

@@ -5,12 +5,11 @@ from typing import Any
 
 from torch import nn
 
-from vitcompress import methods, models, surgery
-from vitcompress.bench.speed.parts import Options
+from vitcompress import models, surgery
+from vitcompress.bench.speed.parts import Options, structured
 from vitcompress.bench.speed.realised import realised
 from vitcompress.families import family_of
 from vitcompress.plan import Plan
-from vitcompress.recipe import load_recipe
 
 AIM = 0.9  # published hardware reached 0.74 (SERo), 0.63 (isomorphic pruning) and 0.77 (HetDPT+)
 # Widths of one head's q/k and v, and of an FFN, 30 % in all: SERo's table 3 loses most of q/k and least of v.
@@ -32,9 +31,9 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
     made = {f"deit_b_sero {name}": _sero(arch, *of, padded=name == "padded") for name, of in SERO.items()}
     yield from realised(models.create(arch), made, options, AIM)
     for name, layouts in ISOMORPHIC.items():
-        recipe = load_recipe(name)
-        made = {f"{name} {layout}": _structured(name, changes) for layout, changes in layouts.items()}
-        yield from realised(models.create(recipe.model.name, recipe.model.args), made, options, AIM)
+        pairs = {layout: structured(name, changes) for layout, changes in layouts.items()}
+        made = {f"{name} {layout}": model for layout, (_, model) in pairs.items()}
+        yield from realised(next(iter(pairs.values()))[0], made, options, AIM)
 
 
 def _sero(arch: str, qk: int, v: int, ffn: int, *, padded: bool = False) -> nn.Module:
@@ -51,14 +50,3 @@ def _sero(arch: str, qk: int, v: int, ffn: int, *, padded: bool = False) -> nn.M
             kept[space.name] = tuple(c for c in range(space.size) if c % head < wanted[space.kind])
             attentions |= dict.fromkeys([space.attention] if space.attention and padded else [])
     return surgery.apply(model, Plan(arch, kept=kept, padded=tuple(attentions)))
-
-
-def _structured(name: str, changes: list[str]) -> nn.Module:
-    """The structure that a recipe gives without scoring, folded."""
-    recipe = load_recipe(name, changes)
-    model = models.create(recipe.model.name, recipe.model.args)
-    steps = ((step.method, step.options) for step in recipe.steps)
-    plan = methods.structure(model, family_of(model), Plan(recipe.model.name, recipe.model.args), steps)
-    surgery.apply(model, plan)
-    surgery.fold(model, plan)
-    return model

@@ -72,6 +72,9 @@ def test_nothing_is_measured_when_one_cannot_be_opened(folder: Path) -> None:
         suite.run([folder], SMALL, fail_under=1.0)
     with pytest.raises(InputError, match="nothing to measure"):
         suite.run([], SMALL)
+    for wrong in (0.0, -1.4, float("nan")):
+        with pytest.raises(InputError, match="above 0"):
+            suite.run([folder, folder], SMALL, fail_under=wrong)
     with pytest.raises(DeviceError):
         suite.run([folder], SMALL, runner=RunnerOptions(device="cuda:9"))
 

@@ -59,7 +59,7 @@ def _output_error(path: Path, error: Exception) -> OutputError:
         )
     from_system = re.search(r"([^:]+) \(os error \d+\)", str(error))  # safetensors tells where in its code, too
     reason = getattr(error, "strerror", None) or (from_system[1].strip() if from_system else str(error))
-    return OutputError(f"{shown} cannot be written: {reason}", hint="choose another folder with --out")
+    return OutputError(f"{shown} cannot be written: {reason}", hint="choose another place, or make this one writable")
 
 
 def write_bytes(path: Path, data: bytes) -> None:

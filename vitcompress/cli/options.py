@@ -1,13 +1,27 @@
-"""What is typed after an option, as the value that the work wants; and the options of an export."""
+"""What is typed after an option, as the value that the work wants; how it is completed; the options of an export."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+
+
+Completion = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+
+
+def completed(names: Callable[[], Iterable[str]]) -> Completion:
+    """How a shell completes an argument that is one of `names()`, or a file."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        found = [CompletionItem(name) for name in names() if name.startswith(incomplete)]
+        return found or [CompletionItem(incomplete, type="file")]
+
+    return complete
 
 
 def words(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:

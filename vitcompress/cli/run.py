@@ -4,21 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
 
 from vitcompress import console
 from vitcompress import recipes as shipped
 from vitcompress.cli.frame import answer, common, fell_short, working
-from vitcompress.cli.options import words
-
-
-def _recipe_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    found = [CompletionItem(name) for name in shipped.names() if name.startswith(incomplete)]
-    return found or [CompletionItem(incomplete, type="file")]
+from vitcompress.cli.options import completed, words
 
 
 @click.command()
-@click.argument("source", metavar="NAME|FILE", shell_complete=_recipe_names)
+@click.argument("source", metavar="NAME|FILE", shell_complete=completed(shipped.names))
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Run folder (default: runs/NAME).")
 @click.option("--export", callback=words, metavar="FORMATS", help="Formats to export, as in onnx,trt.")
 @click.option("--data", metavar="PATH", help="Folder of images (PATH/train/CLASS, PATH/val/CLASS).")
@@ -91,7 +85,7 @@ def recipes(ctx: click.Context, count: bool, as_json: bool, debug: bool) -> int:
 
 
 @recipes.command()
-@click.argument("name", shell_complete=_recipe_names)
+@click.argument("name", shell_complete=completed(shipped.names))
 @common
 def show(name: str, as_json: bool, debug: bool) -> int:
     """Print a recipe's TOML, to read or to save and change."""

@@ -4,20 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
 
 from vitcompress import console, recipes
 from vitcompress.cli.frame import answer, common, working
-from vitcompress.cli.options import words
-
-
-def _names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    found = [CompletionItem(name) for name in recipes.study_names() if name.startswith(incomplete)]
-    return found or [CompletionItem(incomplete, type="file")]
+from vitcompress.cli.options import completed, words
 
 
 @click.command()
-@click.argument("source", metavar="NAME|FILE", shell_complete=_names)
+@click.argument("source", metavar="NAME|FILE", shell_complete=completed(recipes.study_names))
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder (default: runs/study-NAME).")
 @click.option("--seeds", type=int, default=3, show_default=True, help="Seeds of every row: 0, 1, ...")
 @click.option("--jobs", type=int, default=1, show_default=True, help="Runs at a time.")

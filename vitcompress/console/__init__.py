@@ -4,9 +4,7 @@ from vitcompress.console.drawing import (
     print_json,
     print_line,
     print_markdown,
-    print_records,
     print_table,
-    print_text,
     print_toml,
 )
 from vitcompress.console.errors import error_as_data, print_error
@@ -42,11 +40,9 @@ __all__ = [
     "print_markdown",
     "print_outlook",
     "print_recipes",
-    "print_records",
     "print_result",
     "print_study",
     "print_study_outlook",
     "print_table",
-    "print_text",
     "print_toml",
 ]
