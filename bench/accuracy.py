@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vitcompress.data import DataOptions, open_test
 from vitcompress.distributed import Runtime
@@ -78,28 +79,47 @@ def _judge(
     """One row, and which images were right (empty unless it is compared)."""
     runner = open_runner(artifact, options.runner)
     try:
-        loader = _loader(runner, classes, images, options)
+        asked = Asked(runner, options.batch)
+        loader = _loader(asked, classes, images, options)
         runtime = Runtime(torch.device("cpu"), workers=options.workers)
-        found = evaluate(runner, loader, runtime)
-        mask = correct_mask(runner, loader, runtime) if compared else np.empty(0, bool)
+        found = evaluate(asked, loader, runtime)
+        mask = correct_mask(asked, loader, runtime) if compared else np.empty(0, bool)
         return {"artifact": runner.name, **found.to_dict(), **_about(runner)}, mask
     finally:
         runner.close()
 
 
-def _loader(runner: Runner, classes: Sequence[str], images: Images, options: EvaluateOptions) -> Any:
+class Asked:
+    """A runner that is asked at any batch: what it takes of `batch` images at a time, filled up with the last one.
+
+    Files with a fixed batch, and engines whose smallest is not 1, could not be given the end of a data set otherwise.
+    """
+
+    def __init__(self, runner: Runner, batch: int) -> None:
+        self.runner = runner
+        least, _, most = runner.describe().get("batch_range") or (1, batch, batch)
+        self._least, self.batch = int(least), int(min(max(batch, least), most))
+
+    def __call__(self, images: Tensor) -> Tensor:
+        short = max(0, self._least - len(images))
+        filled = torch.cat([images, images[-1:].expand(short, *images.shape[1:])])
+        return self.runner(filled)[: len(images)]
+
+
+def _loader(asked: Asked, classes: Sequence[str], images: Images, options: EvaluateOptions) -> Any:
+    runner = asked.runner
     if runner.input is None:
         raise ArtifactError(
             f"{runner.name} does not say how its images are prepared (mean, std, crop)",
             hint="export it with vitcompress, or evaluate the run folder",
         )
-    told = runner(torch.zeros(2, *runner.input_size)).shape[1]
+    told = asked(torch.zeros(1, *runner.input_size)).shape[1]
     if told != len(classes):
         raise ArtifactError(
             f"{runner.name} tells {told} classes apart, the data has {len(classes)}",
             hint="evaluate it on data with its own classes",
         )
-    return eval_loader(images, runner.input, options.batch, Runtime(torch.device("cpu"), workers=options.workers))
+    return eval_loader(images, runner.input, asked.batch, Runtime(torch.device("cpu"), workers=options.workers))
 
 
 def _about(runner: Runner) -> dict[str, Any]:

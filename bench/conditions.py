@@ -115,7 +115,8 @@ def input_in_words(known: Mapping[str, Any]) -> str:
     if str(known["device"]).startswith("cpu"):
         return "standard normal, in the host's memory, where the model computes; there is nothing to transfer"
     if known["transfers"]:
-        return "standard normal, from the host's page-locked memory; transfers of images and logits are timed"
+        kind = "ordinary" if known["runtime"] == "onnxruntime" else "page-locked"
+        return f"standard normal, from the host's {kind} memory; transfers of images and logits are timed"
     return "standard normal, resident on the device; transfers are not timed"
 
 

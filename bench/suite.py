@@ -1,6 +1,6 @@
 """Artifacts side by side: opened as asked, measured in turns, reported with everything that changes the number."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -93,16 +93,26 @@ def run(
     options = replace(options or BenchOptions(), **settings)
     if not artifacts:
         raise InputError("nothing to measure", hint="give files, run folders or timm:NAME")
-    options.resolved()
+    protocols = options.resolved()
     if options.fail_under is not None and not options.fail_under > 0:
         raise InputError(f"--fail-under must be above 0, got {options.fail_under:g}", hint="as in --fail-under 1.4")
     with ExitStack() as stack:
-        runners = open_all(artifacts, options.runner, options.variants, stack)
+        runners = open_all(artifacts, _ranged(options, protocols), options.variants, stack)
         if options.fail_under is not None and len(runners) < 2:
             raise InputError(
                 "--fail-under compares with the first artifact, only one was given", hint="give two or more"
             )
         return compare(runners, options, progress)
+
+
+def _ranged(options: BenchOptions, protocols: Sequence[timing.Protocol]) -> RunnerOptions:
+    """How artifacts are opened: what is built for a range of batches is built for those that are measured."""
+    batches = sorted(protocol.batch for protocol in protocols)
+    return (
+        options.runner
+        if options.runner.batch
+        else replace(options.runner, batch=(batches[0], batches[-1], batches[-1]))
+    )
 
 
 def compare(runners: Sequence[Runner], options: BenchOptions, progress: Progress | None = None) -> Bench:
@@ -151,9 +161,9 @@ def synthetic_images(size: tuple[int, int, int], batch: int, seed: int) -> Tenso
 
 
 def _target(runner: Runner, batch: int, seed: int) -> timing.Target:
-    step: Callable[[], None] = runner.bind(synthetic_images(runner.input_size, batch, seed))
+    step = runner.bind(synthetic_images(runner.input_size, batch, seed))
     timed = step.timed if isinstance(step, TimedCall) else None
-    return timing.Target(runner.name, step, runner.synchronize, runner.uses_events, timed)
+    return timing.Target(runner.name, step, runner.synchronize, timed)
 
 
 def _row(

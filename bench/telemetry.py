@@ -59,7 +59,9 @@ class Gpu:
 
     def state(self) -> dict[str, Any]:
         """Clocks, temperature, power, what holds it back, and processes other than this one and its children."""
-        power, reasons = self._ask("nvmlDeviceGetPowerUsage"), self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+        power, reasons = self._ask("nvmlDeviceGetPowerUsage"), self._ask("nvmlDeviceGetCurrentClocksEventReasons")
+        if reasons is None:  # what drivers before 535 call them
+            reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
         running = self._ask("nvmlDeviceGetComputeRunningProcesses")
         use = self._ask("nvmlDeviceGetUtilizationRates")
         return {
@@ -78,9 +80,14 @@ class Gpu:
         return None if millijoules is None else millijoules / 1000
 
 
-def foreign(pids: list[int]) -> list[int]:
-    """Those that are neither this process nor started by it."""
-    return [pid for pid in pids if pid != os.getpid() and _parent(pid) != os.getpid()]
+def foreign(pids: list[int]) -> list[int] | None:
+    """Those that are neither this process nor started by it.
+
+    This process or one that it has started does use the GPU. Where none of them is in the list, it holds numbers of
+    another name space (in a container, those of its host), which say nothing of whose processes they are: None.
+    """
+    others = [pid for pid in pids if pid != os.getpid() and _parent(pid) != os.getpid()]
+    return None if pids and len(others) == len(pids) else others
 
 
 def _parent(pid: int) -> int | None:

@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import torch
 
 from vitcompress.errors import InputError
 from vitcompress.progress import Progress
@@ -72,14 +71,13 @@ def protocol(name: str, **changes: int | None) -> Protocol:
 class Target:
     """Something to time: `step` starts one run, `synchronize` waits for what was started.
 
-    With `events` the runs are queued on torch's current CUDA stream and timed by CUDA events there. `timed` runs as
-    often as it is told and times that itself (models in another process): milliseconds of each run, and of the block.
+    `timed` runs as often as it is told and times that itself, by CUDA events (work that is queued on a GPU, or done in
+    another process): milliseconds of each run, and of the block.
     """
 
     name: str
     step: Callable[[], object]
     synchronize: Callable[[], None] = lambda: None
-    events: bool = False
     timed: Callable[[int], tuple[list[float], float]] | None = None
 
 
@@ -154,7 +152,7 @@ def measure(
     counter of the energy used so far.
     """
     progress = progress or Progress()
-    found = [Samples(t.name, protocol.batch, "cuda events" if t.events or t.timed else "wall") for t in targets]
+    found = [Samples(t.name, protocol.batch, "cuda events" if t.timed else "wall") for t in targets]
     for target, samples in zip(targets, found, strict=True):
         progress.update(f"warm-up {target.name}", 0, 1)
         _warm_up(target, samples, protocol)
@@ -219,7 +217,7 @@ def _block(target: Target, runs: int) -> tuple[list[float], float]:
     target.synchronize()
     if target.timed is not None:
         return target.timed(runs)
-    return _block_by_events(target, runs) if target.events else _block_by_wall(target, runs)
+    return _block_by_wall(target, runs)
 
 
 def _block_by_wall(target: Target, runs: int) -> tuple[list[float], float]:
@@ -230,20 +228,6 @@ def _block_by_wall(target: Target, runs: int) -> tuple[list[float], float]:
         synchronize()
         marks.append(clock())
     return [1000.0 * (b - a) for a, b in pairwise(marks)], 1000.0 * (marks[-1] - marks[0])
-
-
-def _block_by_events(target: Target, runs: int) -> tuple[list[float], float]:
-    """CUDA events around each run, queued without waiting, and one synchronisation at the end."""
-    event: Any = torch.cuda.Event
-    marks = [event(enable_timing=True) for _ in range(runs + 1)]
-    began = time.perf_counter()
-    marks[0].record()
-    for mark in marks[1:]:
-        target.step()
-        mark.record()
-    target.synchronize()
-    wall = 1000.0 * (time.perf_counter() - began)
-    return [float(a.elapsed_time(b)) for a, b in pairwise(marks)], wall
 
 
 # ------------------------------------------------------------------------------------------------------------ comparing

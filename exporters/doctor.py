@@ -7,16 +7,17 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
+import numpy as np
 import torch
 from onnx import TensorProto, helper
 
 from vitcompress.errors import VitcompressError
 from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.onnx_providers import PROVIDERS
 from vitcompress.exporters.onnx_session import Session
+from vitcompress.exporters.runner import RunnerOptions
 
 LIBRARIES = ("torch", "timm", "onnx", "onnxruntime", "onnxruntime-gpu", "numpy", "safetensors")
-CPU = "CPUExecutionProvider"
 NO_FORMAT = "-"
 NO_CLOCKS = "times yes; clocks, power and energy not: pip install 'vitcompress[cuda]'"
 # Distributions whose versions matter, by target.
@@ -25,14 +26,6 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "openvino": ("openvino",),
     "trt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
     "trt-rtx": ("tensorrt-rtx",),
-    "onnxruntime": ("onnxruntime", "onnxruntime-gpu"),
-}
-# What brings a provider of ONNX Runtime.
-PROVIDERS_WANTED = {
-    CPU: "pip install onnxruntime",
-    "CUDAExecutionProvider": "pip install 'vitcompress[cuda]'",
-    "TensorrtExecutionProvider": "pip install 'vitcompress[cuda]' 'tensorrt>=10.12,<11'",  # it loads libnvinfer.so.10
-    "NvTensorRTRTXExecutionProvider": "pip install onnxruntime-ep-nv-tensorrt-rtx",
 }
 # Package that must be importable, what brings it, what it is for.
 OPTIONAL = {
@@ -49,7 +42,7 @@ def examine() -> dict[str, Any]:
         "versions": {name: version for name in LIBRARIES if (version := _version(name))},
         "devices": _devices(),
         "export": {name: exporter.unavailable() for name, exporter in EXPORTERS.items()},
-        "providers": {name: _provider_problem(name) is None for name in onnxruntime.get_available_providers()},
+        "providers": {n: provider_problem(n) is None for n, found in PROVIDERS.items() if found.present},
         "targets": targets(),
         "optional": [_optional(package, *about) for package, about in OPTIONAL.items()],
     }
@@ -79,15 +72,21 @@ def targets() -> list[dict[str, Any]]:
         _target(name, exporter.unavailable(), exporter.cannot_run(), PACKAGES.get(name, ()), gpu=name.startswith("trt"))
         for name, exporter in EXPORTERS.items()
     ]
-    providers = [
-        _target(f"onnxruntime {name}", NO_FORMAT, _provider_problem(name), PACKAGES["onnxruntime"], gpu=name != CPU)
-        for name in PROVIDERS_WANTED
+    served = [
+        _target(f"onnxruntime {n}", NO_FORMAT, provider_problem(n), found.packages, gpu=found.device == "cuda")
+        for n, found in PROVIDERS.items()
+        if found.device != "mps" or found.present
     ]
     devices = [
-        _target(f"torch {name}", NO_FORMAT, None if what else "there is none here", ("torch",), gpu="cuda" in name)
+        _target(f"torch {name}", NO_FORMAT, None if what else _no_device(name), ("torch",), gpu="cuda" in name)
         for name, what in _devices().items()
     ]
-    return [*formats, *providers, *devices]
+    return [*formats, *served, *devices]
+
+
+def _no_device(name: str) -> str:
+    built = name != "cuda" or torch.version.cuda
+    return f"torch finds none here{'' if built else ': it is built without CUDA, pip install one that is not'}"
 
 
 def _target(name: str, export: str | None, run: str | None, packages: tuple[str, ...], *, gpu: bool) -> dict[str, Any]:
@@ -98,29 +97,26 @@ def _target(name: str, export: str | None, run: str | None, packages: tuple[str,
 
 def works_on(device: str) -> bool:
     """Whether ONNX Runtime can work on `device` (`cpu`, `cuda`, `cuda:1`) here."""
-    return _session_problem(None, device) is None
+    return _session_problem(RunnerOptions(device)) is None
 
 
-def _provider_problem(name: str) -> str | None:
-    """Why a session cannot run on the provider; that it is in the build says nothing about this machine."""
-    if name not in onnxruntime.get_available_providers():
-        return f"not in this ONNX Runtime: {PROVIDERS_WANTED.get(name, 'install a build that has it')}"
-    kind = "cpu" if name == CPU else "mps" if name.startswith("CoreML") else "cuda"
-    if kind == "cuda" and not torch.cuda.is_available():
-        return "there is no NVIDIA GPU that torch can use here"
-    if problem := _session_problem(name, kind):
-        return f"{problem}: {PROVIDERS_WANTED.get(name, 'see the message')}"
-    return None
+def provider_problem(name: str) -> str | None:
+    """Why a session cannot run on a provider, and what to do; that it is installed says nothing of this machine."""
+    return _session_problem(RunnerOptions(provider=name))
 
 
-def _session_problem(name: str | None, device: str) -> str | None:
+def _session_problem(options: RunnerOptions) -> str | None:
+    """Why a session with one product of matrices cannot be opened and run."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "smallest.onnx"
         path.write_bytes(_smallest_model())
         try:
-            Session(path, device=device, provider=name).close()
+            session = Session(path, options)
+            session.run(np.ones((1, 1, 1, 1), np.float32))
+            session.close()
         except VitcompressError as error:
-            return error.message.replace(str(path), "a model")
+            said = f"{error.message}: {error.hint}" if error.hint else error.message
+            return said.replace(str(path), "a model").removeprefix(f"{options.provider} was asked for: ")
         return None
 
 
@@ -129,8 +125,12 @@ def _smallest_model() -> bytes:
         helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
         for name, shape in (("images", [1, 1, 1, 1]), ("logits", [1, 1]))
     )
-    node = helper.make_node("Flatten", ["images"], ["logits"])
-    graph = helper.make_graph([node], "smallest", [images], [logits])
+    weight = helper.make_tensor("weight", TensorProto.FLOAT, [1, 1], [2.0])
+    nodes = [
+        helper.make_node("Flatten", ["images"], ["flat"]),
+        helper.make_node("Gemm", ["flat", "weight"], ["logits"]),
+    ]
+    graph = helper.make_graph(nodes, "smallest", [images], [logits], [weight])
     made: bytes = helper.make_model(
         graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)]
     ).SerializeToString()

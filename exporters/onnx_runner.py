@@ -20,17 +20,11 @@ class OnnxRunner:
     """An ONNX file in ONNX Runtime, on exactly the execution provider that was asked for."""
 
     def __init__(self, path: Path, options: RunnerOptions) -> None:
-        for setting, off in (("compile", False), ("sdpa", "auto"), ("cuda_graph", False)):
+        for setting, off in (("compile", False), ("sdpa", "auto")):
             if getattr(options, setting) != off:
                 raise InputError(f"{setting} is not offered for ONNX Runtime, in which {path.name} runs")
         self.name = str(path)
-        self._session = Session(
-            path,
-            device=options.device or "cpu",
-            provider=options.provider,
-            precision=options.precision,
-            threads=options.threads,
-        )
+        self._session = Session(path, options)
         self._transfers = options.transfers and self._session.on_device
         self.input: InputConfig | None = input_of(self._session.metadata, self.input_size)
 
@@ -38,14 +32,10 @@ class OnnxRunner:
     def input_size(self) -> tuple[int, int, int]:
         return self._session.input_size
 
-    @property
-    def uses_events(self) -> bool:
-        return False  # the session has a stream of its own
-
     def __call__(self, images: Tensor) -> Tensor:
         return torch.from_numpy(np.asarray(self._session.run(self._fed(images))))
 
-    def bind(self, images: Tensor) -> Callable[[], None]:
+    def bind(self, images: Tensor) -> Callable[[], object]:
         given = self._fed(images)
         return partial(self._run, given) if self._transfers else self._session.bind(given)
 
@@ -57,7 +47,7 @@ class OnnxRunner:
         return as_given(images, self.input, uint8=self._session.takes_bytes)
 
     def synchronize(self) -> None:
-        """Nothing: a call of the session returns when its outputs are there."""
+        self._session.synchronize()
 
     def describe(self) -> dict[str, Any]:
         return {

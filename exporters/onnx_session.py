@@ -1,23 +1,35 @@
 """One ONNX file in ONNX Runtime, without its silent fallbacks."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+import torch
 
 from vitcompress import onnx_file
 from vitcompress.errors import ArtifactError, DeviceError, InputError
+from vitcompress.export_options import DEFAULTS
+from vitcompress.exporters import onnx_libraries as libraries
+from vitcompress.exporters import onnx_providers as providers
 from vitcompress.exporters.artifact import checked_sha256, decoded
+from vitcompress.exporters.cuda_queue import Queued
+from vitcompress.exporters.onnx_providers import CPU, Wish
+from vitcompress.exporters.runner import RunnerOptions, check_batch
 
-CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
-PROVIDERS = {"cpu": CPU, "cuda": CUDA, "mps": "CoreMLExecutionProvider"}
 # A graph with a dynamic batch rightly keeps its shape arithmetic on the CPU; these must be where they were asked for.
-HEAVY = frozenset({"MatMul", "Gemm", "Conv", "Attention", "LayerNormalization", "Softmax", "Gelu", "FusedMatMul"})
-LOG_WARNINGS = 2  # ONNX Runtime's own default
+HEAVY = frozenset(
+    {"MatMul", "Gemm", "Conv", "Attention", "LayerNormalization", "Softmax", "Gelu", "FusedMatMul", "FusedGemm"}
+    | {"FusedConv", "MultiHeadAttention", "SkipLayerNormalization", "BiasGelu", "FastGelu"}
+)
+LOG_WARNINGS, LOG_ERRORS, LOG_NOTHING = 2, 3, 4  # the first is ONNX Runtime's own default
 OUTPUT_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 INPUT_TYPES = {**OUTPUT_TYPES, "tensor(uint8)": np.uint8}
+BEFORE_RECORDING = 3  # passes before a CUDA graph is replayed: the first ones take memory and record it
+NO_GRAPH = "-1"  # graph number of a pass that is neither recorded nor replayed
 
 
 class Session:
@@ -27,62 +39,95 @@ class Session:
         ArtifactError: not ONNX, unsafe external data, not the file its sidecar describes, or not one image tensor in
             and one out.
         DeviceError: a provider that is not there or did not take the work, or a precision the file does not have.
+        InputError: settings that the provider does not have.
+        OutputError: a folder for what the provider builds that cannot be used.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        device: str = "cpu",
-        provider: str | None = None,
-        precision: str | None = None,
-        threads: int | None = None,
-    ) -> None:
-        self.metadata = decoded(onnx_file.metadata(onnx_file.read(path)))
+    def __init__(self, path: Path, options: RunnerOptions) -> None:
+        model = onnx_file.read(path)
+        self.metadata = decoded(onnx_file.metadata(model))
         self.sha256 = checked_sha256(path)
-        self._threads, self._device = threads, device
-        self.provider = _provider(device, provider)
-        self.precision = _precision(path, self.metadata.get("precision"), precision, self.provider)
-        self.session = self._open(path)
-        self._input, self._output = _ends(path, self.session)
+        self._provider, self._device = providers.chosen(options.device, options.provider)
+        self.provider, self._threads = self._provider.name, options.threads
+        self.precision = providers.precision_of(path, self.metadata.get("precision"), options.precision, self._provider)
+        providers.check_settings(self._provider, options)
+        self.cuda_graph, self._graphs = options.cuda_graph, count(1)
+        self._stream = _stream(self._device)
+        self.batch_range, wish = self._wish(model, options)
+        self.told = self._provider.told(wish)
+        self.session = self._open(path, wish)
+        self.elsewhere = self._check_place()
+        self._name, (self._input, self._output) = path.name, _ends(path, self.session)
+        if isinstance(fixed := self._input.shape[0], int):
+            self.batch_range = (fixed, fixed, fixed)
 
-    def _open(self, path: Path) -> Any:
+    def _wish(self, model: Any, options: RunnerOptions) -> tuple[tuple[int, int, int] | None, Wish]:
+        """The range of batches that is built for, None where nothing is built, and what the provider is told."""
+        cache = None if options.engine_cache is None else libraries.prepared_cache(options.engine_cache)
+        name, sizes = _image_input(model)
+        dynamic = self._provider.builds and sizes and not sizes[0]
+        batches = (options.batch or DEFAULTS["batch"]) if dynamic else None
+        profile = tuple(f"{name}:{'x'.join(map(str, (batch, *sizes[1:])))}" for batch in batches or ())
+        stream = 0 if self._stream is None else int(self._stream.cuda_stream)
+        index = providers.index_of(self._device)
+        return batches, Wish(index, self.precision == "tf32", options.cuda_graph, stream, profile, cache)
+
+    def _open(self, path: Path, wish: Wish) -> Any:
         options = ort.SessionOptions()
-        options.log_severity_level = 4  # what goes wrong is raised, not logged
+        options.log_severity_level = LOG_NOTHING  # what goes wrong is raised, not logged
         if self._threads is not None:
             if self._threads < 1:
                 raise InputError(f"threads must be 1 or more, got {self._threads}")
             options.intra_op_num_threads = self._threads
-        if self.provider != CPU:
-            options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-        chosen = [(self.provider, self._provider_options())]
-        ort.set_default_logger_severity(4)
+        if self.provider == CPU:
+            return self._made(path, options, [(CPU, {})])
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        with libraries.native_errors():
+            given = providers.attach(self._provider, options, wish)
         try:
-            session = ort.InferenceSession(str(path), options, providers=chosen, enable_fallback=0)
+            with libraries.native_errors() as said:
+                session = self._made(path, options, given)
+        except DeviceError as error:
+            raise self._broken(libraries.missing(said)) if libraries.missing(said) else error from None
+        taken = session.get_providers()[0]
+        if taken != self.provider:
+            raise self._broken(libraries.missing(said) or f"ONNX Runtime took {taken} instead")
+        return session
+
+    def _broken(self, why: str | None) -> DeviceError:
+        return DeviceError(
+            f"{self.provider} of ONNX Runtime does not work here: {why}",
+            hint=f"{self._provider.remedy}; `vitcompress doctor` shows what this machine has",
+        )
+
+    def _made(self, path: Path, options: Any, given: Any) -> Any:
+        ort.set_default_logger_severity(LOG_NOTHING if self.provider == CPU else LOG_ERRORS)
+        try:
+            return ort.InferenceSession(str(path), options, providers=given, enable_fallback=0)
         except Exception as error:  # noqa: BLE001 - its own exception classes share no base but this one
-            what = f"{self.provider} of ONNX Runtime cannot run {path}: {str(error).splitlines()[0]}"
+            what = f"{self.provider} of ONNX Runtime cannot run {path}: {libraries.said_by(error)}"
             raise (ArtifactError if self.provider == CPU else DeviceError)(what) from None
         finally:
             ort.set_default_logger_severity(LOG_WARNINGS)
-        if session.get_providers()[0] != self.provider:
-            raise DeviceError(
-                f"{self.provider} was asked for, ONNX Runtime fell back to {session.get_providers()[0]}",
-                hint="`vitcompress doctor` shows what is missing; use --device cpu to measure the CPU",
-            )
-        if self.provider != CPU and (elsewhere := heavy_elsewhere(session, self.provider)):
-            raise DeviceError(f"{self.provider} left the work to others: {', '.join(elsewhere)}")
-        return session
 
-    def _provider_options(self) -> dict[str, str]:
-        if self.provider != CUDA:
-            return {}
-        index = self._device.partition(":")[2] or "0"
-        return {"device_id": index, "use_tf32": str(int(self.precision == "tf32"))}
+    def _check_place(self) -> list[str]:
+        """Kinds of nodes that were left to the CPU. Raises DeviceError for more than the arithmetic of shapes."""
+        if self.provider == CPU:
+            return []
+        places = assignment(self.session)
+        if heavy := heavy_elsewhere(places, self.provider):
+            raise DeviceError(
+                f"{self.provider} left the work to others: {', '.join(heavy)}",
+                hint="it does not take these nodes as they are in the file; try another --opset, or another provider",
+            )
+        if not places.get(self.provider):
+            raise DeviceError(f"{self.provider} took no part of the file", hint="use another provider")
+        return sorted({kind for name, kinds in places.items() if name != self.provider for kind in kinds})
 
     @property
     def on_device(self) -> bool:
         """Whether images and logits have a way to go."""
-        return self.provider != CPU
+        return self._stream is not None
 
     @property
     def input_size(self) -> tuple[int, int, int]:
@@ -97,44 +142,83 @@ class Session:
 
     def run(self, images: np.ndarray) -> np.ndarray:
         """images: (batch, channels, height, width), or bytes as `takes_bytes` says -> (batch, classes), float32."""
-        out: np.ndarray = self.session.run([self._output.name], {self._input.name: self._fed(images)})[0]
+        feed = {self._input.name: self._fed(images)}
+        out: np.ndarray = self.session.run([self._output.name], feed, self._run_options(NO_GRAPH))[0]
         return out.astype(np.float32, copy=False)
 
     def _fed(self, images: np.ndarray) -> np.ndarray:
-        fixed = self._input.shape[0]
-        if isinstance(fixed, int) and len(images) != fixed:
-            raise InputError(f"this file takes batches of {fixed} only, got {len(images)}", hint=f"use --batch {fixed}")
+        if self.batch_range is not None:
+            check_batch(self._name, self.batch_range, len(images))
         return np.ascontiguousarray(images, dtype=INPUT_TYPES[self._input.type])
 
-    def bind(self, images: np.ndarray) -> Callable[[], None]:
+    def bind(self, images: np.ndarray) -> Callable[[], object]:
         """One pass over `images` as a call: inputs and outputs stay where the provider computes."""
-        kind, _, index = self._device.partition(":")
-        place = (kind if self.provider != CPU else "cpu", int(index or 0))
-        given = ort.OrtValue.ortvalue_from_numpy(self._fed(images), *place)
-        shape = self.run(images).shape
-        dtype = OUTPUT_TYPES[self._output.type]
-        taken = ort.OrtValue.ortvalue_from_shape_and_type(list(shape), dtype, *place)
+        if self._stream is not None:
+            return self._queued(self._fed(images))
+        given = ort.OrtValue.ortvalue_from_numpy(self._fed(images))
+        taken = ort.OrtValue.ortvalue_from_numpy(np.empty(self._answer_shape(images), OUTPUT_TYPES[self._output.type]))
         binding = self.session.io_binding()
         binding.bind_ortvalue_input(self._input.name, given)
         binding.bind_ortvalue_output(self._output.name, taken)
         session = self.session
         return lambda: session.run_with_iobinding(binding)
 
+    def _queued(self, images: np.ndarray) -> Queued:
+        """One pass on the session's stream. Tensors are torch's; each binding has a CUDA graph of its own."""
+        index = providers.index_of(self._device)
+        given = torch.from_numpy(images).to(f"cuda:{index}")
+        kind = OUTPUT_TYPES[self._output.type]
+        taken = torch.from_numpy(np.empty(self._answer_shape(images), kind)).to(given.device)
+        torch.cuda.synchronize(given.device)
+        binding = self.session.io_binding()
+        binding.bind_input(self._input.name, "cuda", index, images.dtype.type, given.shape, given.data_ptr())
+        binding.bind_output(self._output.name, "cuda", index, kind, taken.shape, taken.data_ptr())
+        options = self._run_options(str(next(self._graphs)) if self.cuda_graph else NO_GRAPH, wait=False)
+        queued = Queued(partial(self.session.run_with_iobinding, binding, options), self._stream, (given, taken))
+        for _ in range(BEFORE_RECORDING if self.cuda_graph else 0):
+            queued()
+        self.synchronize()
+        return queued
+
+    def _answer_shape(self, images: np.ndarray) -> tuple[int, ...]:
+        """(batch, classes), asked of a pass only where the file leaves it open."""
+        sizes = self._output.shape[1:]
+        known = len(sizes) == 1 and all(isinstance(size, int) for size in sizes)
+        return (len(images), *sizes) if known else self.run(images).shape
+
+    def _run_options(self, graph: str, *, wait: bool = True) -> Any:
+        """How one pass is made. graph: number of the CUDA graph that it is recorded in and replayed from."""
+        options = ort.RunOptions()
+        if self._provider.graph_number:
+            options.add_run_config_entry(self._provider.graph_number, graph)
+        options.add_run_config_entry("disable_synchronize_execution_providers", str(int(not wait)))
+        return options
+
+    def synchronize(self) -> None:
+        """Wait for what is queued."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def describe(self) -> dict[str, Any]:
+        told = {key: value for key, value in self.told.items() if not key.endswith("user_compute_stream")}
         return {
             "sha256": self.sha256,
             "runtime": "onnxruntime",
             "runtime_version": ort.__version__,
             "device": self._device,
-            "device_name": None,
+            "device_name": None if self._stream is None else torch.cuda.get_device_name(self._stream.device),
             "provider": self.provider,
+            "provider_versions": libraries.versions(self._provider.packages),
+            "provider_options": told,
+            "nodes_on_cpu": self.elsewhere,
+            "batch_range": None if self.batch_range is None else list(self.batch_range),
             "precision": self.precision,
-            "tf32": self.precision == "tf32",
+            "tf32": self.precision == "tf32" or self._provider.tf32 == "always",
             "threads": self._threads or "runtime default",
             "sdpa": None,
             "compile": False,
             "channels_last": False,
-            "cuda_graph": False,
+            "cuda_graph": self.cuda_graph,
             "graph_optimization": "ORT_ENABLE_ALL",
             "weights": None,
         }
@@ -143,34 +227,20 @@ class Session:
         del self.session
 
 
-def _provider(device: str, provider: str | None) -> str:
-    kind = device.partition(":")[0]
-    if kind not in PROVIDERS:
-        raise DeviceError(f"device {device!r} is not known", hint=f"use one of {', '.join(PROVIDERS)}")
-    wanted = provider or PROVIDERS[kind]
-    if (wanted == CPU) != (kind == "cpu"):
-        raise DeviceError(f"{wanted} does not compute on {device}", hint="give --device and --provider that agree")
-    if wanted not in ort.get_available_providers():
-        raise DeviceError(
-            f"{wanted} was asked for, this ONNX Runtime has {', '.join(ort.get_available_providers())}",
-            hint="`vitcompress doctor` shows what is missing",
-        )
-    return wanted
+def _stream(device: str) -> Any:
+    """A CUDA stream of the session's own, on which CUDA events can time it; None on other devices."""
+    if not device.startswith("cuda"):
+        return None
+    stream: Any = torch.cuda.Stream
+    return stream(torch.device("cuda", providers.index_of(device)))
 
 
-def _precision(path: Path, stored: Any, wanted: str | None, provider: str) -> str:
-    """The precision that the file computes in; it cannot be chosen, but TF32 products on CUDA can."""
-    own = str(stored or "as stored")
-    if own == "bf16" and provider == CPU:
-        raise DeviceError(
-            f"{path} computes in bf16, for which {CPU} has no convolution and no matrix product",
-            hint="run it on a GPU with --device cuda, or use OpenVINO with --precision bf16 on the CPU",
-        )
-    if wanted in (None, stored) or (wanted == "fp32" and stored is None):
-        return own if wanted is None else str(wanted)
-    if wanted == "tf32" and provider == CUDA and own != "fp16":
-        return "tf32"
-    raise DeviceError(f"{path} computes in {own}, {wanted} was asked for", hint=f"export it with --precision {wanted}")
+def _image_input(model: Any) -> tuple[str, tuple[int, ...]]:
+    """Name and sizes of the one input, 0 for what is not fixed; ("", ()) where there is not one of images."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    given = [value for value in model.graph.input if value.name not in constants]
+    sizes = tuple(dim.dim_value for dim in given[0].type.tensor_type.shape.dim) if len(given) == 1 else ()
+    return (given[0].name, sizes) if len(sizes) == 4 and all(sizes[1:]) else ("", ())
 
 
 def _ends(path: Path, session: Any) -> tuple[Any, Any]:
@@ -185,7 +255,15 @@ def _ends(path: Path, session: Any) -> tuple[Any, Any]:
     return inputs[0], outputs[0]
 
 
-def heavy_elsewhere(session: Any, provider: str) -> list[str]:
-    """Kinds of heavy nodes that run on another provider than `provider`; needs recorded assignment info."""
-    found: Iterable[Any] = session.get_provider_graph_assignment_info()
-    return sorted({n.op_type for part in found if part.ep_name != provider for n in part.get_nodes()} & HEAVY)
+def assignment(session: Any) -> dict[str, set[str]]:
+    """Provider -> kinds of the nodes that it computes; needs recorded assignment info."""
+    parts: Iterable[Any] = session.get_provider_graph_assignment_info()
+    found: dict[str, set[str]] = {}
+    for part in parts:
+        found.setdefault(part.ep_name, set()).update(node.op_type for node in part.get_nodes())
+    return found
+
+
+def heavy_elsewhere(places: dict[str, set[str]], provider: str) -> list[str]:
+    """Kinds of heavy nodes that another provider than `provider` computes."""
+    return sorted({kind for name, kinds in places.items() if name != provider for kind in kinds} & HEAVY)

@@ -66,15 +66,11 @@ class OpenVinoRunner:
     def input_size(self) -> tuple[int, int, int]:
         return self._shape
 
-    @property
-    def uses_events(self) -> bool:
-        return False
-
     def __call__(self, images: Tensor) -> Tensor:
         found = self._request.infer([self._fed(images)], share_inputs=True)
         return torch.from_numpy(np.array(found[0], dtype=np.float32))
 
-    def bind(self, images: Tensor) -> Callable[[], None]:
+    def bind(self, images: Tensor) -> Callable[[], object]:
         import openvino
 
         request = self._compiled.create_infer_request()

@@ -1,14 +1,15 @@
 """What every runtime offers: how an artifact is to be run, and a model that can be asked, described and timed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
 from vitcompress.byte_input import to_bytes
-from vitcompress.errors import ArtifactError
+from vitcompress.errors import ArtifactError, InputError
 from vitcompress.models import InputConfig
 
 
@@ -22,7 +23,8 @@ class RunnerOptions:
     CPU threads of one call; None leaves the runtime's default. compile and sdpa (`auto`, `math`, `flash`, `efficient`,
     `cudnn`) concern torch. weights: those of a `timm:` name (`random`, `hub`). trust: open an engine that no sidecar
     vouches for. cuda_graph: replay a bound run from a recorded CUDA graph. transfers: a bound run begins and ends
-    with images and logits on the host.
+    with images and logits on the host. batch: (least, best, largest) number of images, for providers that build for a
+    range first; None is that of `ExportOptions`. engine_cache: folder where these keep what they build, which is code.
     """
 
     device: str | None = None
@@ -35,11 +37,13 @@ class RunnerOptions:
     trust: bool = False
     cuda_graph: bool = False
     transfers: bool = False
+    batch: tuple[int, int, int] | None = None
+    engine_cache: Path | None = None
 
 
 @runtime_checkable
 class TimedCall(Protocol):
-    """A bound call that can time itself, for models that run in another process."""
+    """A bound call that can time itself: work that is queued on a GPU, or done in another process."""
 
     def __call__(self) -> None:
         """One run."""
@@ -61,14 +65,10 @@ class Runner(Protocol):
     def input_size(self) -> tuple[int, int, int]:
         """(channels, height, width)"""
 
-    @property
-    def uses_events(self) -> bool:
-        """Whether calls are queued on torch's current CUDA stream, so that CUDA events time them."""
-
     def __call__(self, images: Tensor) -> Tensor:
         """images: (batch, channels, height, width), normalised, on any device -> (batch, classes)."""
 
-    def bind(self, images: Tensor) -> Callable[[], None]:
+    def bind(self, images: Tensor) -> Callable[[], object]:
         """One forward pass of `images` as a call without arguments.
 
         Inputs are already where the model computes, unless transfers were asked for. One that is a TimedCall times
@@ -99,3 +99,16 @@ def as_given(images: Tensor, input: InputConfig | None, *, uint8: bool) -> np.nd
         )
     made: np.ndarray = to_bytes(images.detach().cpu(), input).numpy()
     return made
+
+
+def check_batch(name: str, allowed: Sequence[int], images: int) -> None:
+    """Raise InputError for a batch outside the range (least, best, largest) that `name` was built for."""
+    low, _, high = allowed
+    if not low <= images <= high:
+        those = f"{low} only" if low == high else f"{low} to {high}"
+        raise InputError(
+            f"{name} takes batches of {those}, got {images}",
+            hint=f"use --batch {low}"
+            if low == high
+            else "use such a --batch, or export with another range (--batch L:B:L)",
+        )

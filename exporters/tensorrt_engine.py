@@ -92,11 +92,9 @@ def export(
 
 def unavailable(flavour: Flavour) -> str | None:
     """Why this machine cannot build such engines, None when it can."""
-    if reason := flavour.missing():
-        return reason
     if flavour is TRT and capability() is None:
-        return f"{NO_GPU}; build on the target, or use trt-rtx for GeForce and RTX"
-    return None
+        return f"{NO_GPU}; build on the target ({flavour.install}), or use trt-rtx for GeForce and RTX"
+    return flavour.missing()
 
 
 def cannot_run(flavour: Flavour) -> str | None:
@@ -105,7 +103,7 @@ def cannot_run(flavour: Flavour) -> str | None:
         return reason
     here = capability()
     if here is None:
-        return "there is no CUDA GPU here"
+        return "there is no CUDA GPU here: run it on the target"
     if flavour is RTX and here not in buildable(flavour.load()):
         return f"TensorRT for RTX does not run on this GPU (compute capability {here})"
     return None

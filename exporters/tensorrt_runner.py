@@ -17,7 +17,7 @@ from vitcompress.checkpoint import differing, file_sha256
 from vitcompress.errors import ArtifactError, DeviceError, InputError, VitcompressError
 from vitcompress.exporters.artifact import decoded, input_of, read_sidecar, sidecar_path
 from vitcompress.exporters.frames import receive, send
-from vitcompress.exporters.runner import RunnerOptions, as_given
+from vitcompress.exporters.runner import RunnerOptions, as_given, check_batch
 from vitcompress.exporters.tensorrt_flavours import FLAVOURS, HEADER, RTX, Flavour, capability, header_of, kind_of
 
 DANGER = "running an engine is running code that its author chose"
@@ -42,6 +42,8 @@ class EngineRunner:
         self._sha256 = file_sha256(path)
         self._metadata = decoded(self._sidecar.get("metadata", {}))
         _check_settings(path, options, self._sidecar)
+        for images in (options.batch or ()) if (built := self._sidecar.get("build", {}).get("batch")) else ():
+            check_batch(self.name, built, images)
         self._index = _gpu(path, options, self._sidecar, self._flavour)
         self._process = EngineProcess(
             path, self._sha256, self._flavour, self._index, options, host_code=self._needs_host_code()
@@ -69,10 +71,6 @@ class EngineRunner:
     def _takes_bytes(self) -> bool:
         return bool(self.facts["input_type"] == "UINT8")
 
-    @property
-    def uses_events(self) -> bool:
-        return False  # nothing is queued in this process; a bound call times itself with events in its own
-
     def __call__(self, images: Tensor) -> Tensor:
         self._put(0, images)
         return self._process.logits(0)
@@ -83,12 +81,7 @@ class EngineRunner:
         return BoundEngine(self._process, slot)
 
     def _put(self, slot: int, images: Tensor) -> None:
-        low, _, high = self.facts["batch"]
-        if not low <= len(images) <= high:
-            raise InputError(
-                f"{self.name} takes batches of {low} to {high}, got {len(images)}",
-                hint="use such a --batch, or export with another range (--batch L:B:L)",
-            )
+        check_batch(self.name, self.facts["batch"], len(images))
         self._process.bind(slot, as_given(images, self.input, uint8=self._takes_bytes))
 
     def synchronize(self) -> None:

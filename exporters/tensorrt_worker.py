@@ -8,15 +8,16 @@ is reported holds no time for talking across the process boundary.
 import hashlib
 import os
 import sys
-import time
 from collections.abc import Callable
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
+from vitcompress.exporters.cuda_queue import Queued
 from vitcompress.exporters.frames import receive, send
 from vitcompress.exporters.tensorrt_flavours import FLAVOURS, RTX, log_of
 
@@ -27,8 +28,21 @@ class RefusedError(Exception):
     """The engine cannot be run; the message says why."""
 
 
+@dataclass(frozen=True)
+class Binding:
+    """An input and an output on the GPU, the context that runs them, and the call that does."""
+
+    images: Tensor
+    out: Tensor
+    context: Any
+    queued: Queued
+
+
 class Engine:
-    """A deserialised engine with its bindings. A binding is an input and an output on the GPU, and how they are run.
+    """A deserialised engine with its bindings.
+
+    All of them share one context, unless CUDA graphs are recorded: a graph replays what its context held when it was
+    recorded, so each one has a context that nothing else sets shapes in.
 
     transfers: a run begins with the images, and ends with the logits, in page-locked memory of the host.
     """
@@ -43,17 +57,19 @@ class Engine:
         self._library = self._flavour.load()
         torch.cuda.set_device(index)
         self._engine = self._deserialized(data, host_code)
-        self._context = self._new_context()
         stream: Any = torch.cuda.Stream
         self._stream = stream()  # not the default one, which would synchronise each run
         self._input, self._output = self._ends()
-        self._bound: dict[int, tuple[Tensor, Tensor, Callable[[], None]]] = {}
+        self._records = cuda_graph and self._flavour is not RTX  # RTX records by itself
+        self._shared = None if self._records else self._new_context()
+        self._bound: dict[int, Binding] = {}
 
     def _deserialized(self, data: bytes, host_code: bool) -> Any:
         log = log_of(self._library)
         self._runtime = self._library.Runtime(log)
         self._runtime.engine_host_code_allowed = host_code
-        self._runtime.tempfile_control_flags = 0
+        if not host_code:  # code that an engine brings along is loaded from a file, if only one in memory
+            self._runtime.tempfile_control_flags = 0
         engine = self._runtime.deserialize_cuda_engine(data)
         if engine is None:
             raise RefusedError(log.first_error())
@@ -61,7 +77,11 @@ class Engine:
 
     def _new_context(self) -> Any:
         if self._flavour is not RTX:
-            return self._engine.create_execution_context()
+            context = self._engine.create_execution_context()
+            if context.active_optimization_profile < 0:  # only the first context is given the profile by itself
+                context.set_optimization_profile_async(0, self._stream.cuda_stream)
+                self._stream.synchronize()
+            return context
         config, library = self._engine.create_runtime_config(), self._library
         # LAZY would measure fallback kernels while the right ones are still being compiled.
         config.dynamic_shapes_kernel_specialization_strategy = library.DynamicShapesKernelSpecializationStrategy.EAGER
@@ -94,17 +114,21 @@ class Engine:
         wanted = TYPES[self._engine.get_tensor_dtype(self._input).name]
         given = torch.frombuffer(data, dtype=torch.uint8 if wanted is torch.uint8 else torch.float32)
         images = given.reshape(shape).to("cuda", wanted)
-        self._context.set_input_shape(self._input, tuple(shape))
+        context = self._shared or self._new_context()
+        context.set_input_shape(self._input, tuple(shape))
         kind = TYPES[self._engine.get_tensor_dtype(self._output).name]
-        out = torch.empty(tuple(self._context.get_tensor_shape(self._output)), dtype=kind, device="cuda")
-        self._bound[slot] = (images, out, self._enqueue)
-        self._use(slot)
-        self._enqueue()
+        out = torch.empty(tuple(context.get_tensor_shape(self._output)), dtype=kind, device="cuda")
+        torch.cuda.synchronize()  # the images are there before another stream reads them
+        self._bound[slot] = bound = Binding(images, out, context, Queued(partial(self._enqueue, context), self._stream))
+        self._prepare(bound)
+        bound.queued()
         self._stream.synchronize()
-        run = self._captured() if self._graph and self._flavour is not RTX else self._enqueue
-        self._bound[slot] = (images, out, self._with_transfers(images, out, run) if self._transfers else run)
+        run: Callable[[], object] = self._recorded(context) if self._records else bound.queued.step
+        if self._transfers:
+            run = self._with_transfers(images, out, run)
+        self._bound[slot] = replace(bound, queued=Queued(run, self._stream))
 
-    def _with_transfers(self, images: Tensor, out: Tensor, run: Callable[[], None]) -> Callable[[], None]:
+    def _with_transfers(self, images: Tensor, out: Tensor, run: Callable[[], object]) -> Callable[[], None]:
         """`run` between the way of the images to the GPU and that of the logits back, queued on the same stream."""
         given, taken = (torch.empty_like(one, device="cpu", pin_memory=True) for one in (images, out))
         given.copy_(images)
@@ -116,44 +140,34 @@ class Engine:
 
         return step
 
-    def _captured(self) -> Callable[[], None]:
+    def _recorded(self, context: Any) -> Callable[[], None]:
         graph: Any = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream):
-            self._enqueue()
+            self._enqueue(context)
         replay: Callable[[], None] = graph.replay
         return replay
 
-    def _use(self, slot: int) -> Callable[[], None]:
-        """The call that runs a binding once, with its tensors in place."""
-        images, out, run = self._bound[slot]
-        self._context.set_input_shape(self._input, tuple(images.shape))
-        self._context.set_tensor_address(self._input, images.data_ptr())
-        self._context.set_tensor_address(self._output, out.data_ptr())
-        return run
+    def _prepare(self, bound: Binding) -> None:
+        """Set a binding's shape and tensors in its context."""
+        bound.context.set_input_shape(self._input, tuple(bound.images.shape))
+        bound.context.set_tensor_address(self._input, bound.images.data_ptr())
+        bound.context.set_tensor_address(self._output, bound.out.data_ptr())
 
-    def _enqueue(self) -> None:
-        if not self._context.execute_async_v3(self._stream.cuda_stream):
+    def _enqueue(self, context: Any) -> None:
+        if not context.execute_async_v3(self._stream.cuda_stream):
             raise RefusedError("the library could not run it")
 
     def run(self, slot: int) -> Tensor:
         """One pass: logits, (batch, classes), float32, on the CPU."""
         self.timed(slot, 1)
-        return self._bound[slot][1].float().cpu()
+        return self._bound[slot].out.float().cpu()
 
     def timed(self, slot: int, runs: int) -> tuple[list[float], float]:
         """Milliseconds of each run, by CUDA events without waiting between, and of all of them on the wall."""
-        event: Any = torch.cuda.Event
-        marks = [event(enable_timing=True) for _ in range(runs + 1)]
-        step = self._use(slot)
-        with torch.cuda.stream(self._stream):
-            began = time.perf_counter()
-            marks[0].record()
-            for mark in marks[1:]:
-                step()
-                mark.record()
-            self._stream.synchronize()
-            wall = 1000.0 * (time.perf_counter() - began)
-        return [float(a.elapsed_time(b)) for a, b in pairwise(marks)], wall
+        bound = self._bound[slot]
+        if not self._records:  # another binding may have run in the shared context
+            self._prepare(bound)
+        return bound.queued.timed(runs)
 
     def layers(self) -> str:
         """The engine's layers as the inspector's JSON."""

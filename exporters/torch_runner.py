@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitcompress import models
 from vitcompress.errors import DeviceError, InputError
+from vitcompress.exporters.cuda_queue import Queued
 from vitcompress.exporters.runner import RunnerOptions
 
 TIMM = "timm:"  # what names of models to be built by timm begin with
@@ -50,10 +51,6 @@ class TorchRunner:
     def input_size(self) -> tuple[int, int, int]:
         return self.input.size
 
-    @property
-    def uses_events(self) -> bool:
-        return self._device.type == "cuda"
-
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
         self._set_process()
@@ -61,12 +58,12 @@ class TorchRunner:
             out: Tensor = self._call(images.to(self._device, self._type))
         return out.float().cpu()
 
-    def bind(self, images: Tensor) -> Callable[[], None]:
+    def bind(self, images: Tensor) -> Callable[[], object]:
         place: dict[str, Any] = {"device": self._device, "dtype": self._type}
         resident = images.to(**place)
-        if self._options.cuda_graph:
-            return self._recorded(resident, self._host(images))
         host = self._host(images)
+        if self._options.cuda_graph:
+            return self._queued(self._recorded(resident, host))
 
         @torch.inference_mode()
         def step() -> None:
@@ -76,7 +73,11 @@ class TorchRunner:
             if host is not None:
                 out.cpu()
 
-        return step
+        return self._queued(step)
+
+    def _queued(self, step: Callable[[], None]) -> Callable[[], None]:
+        """`step` as a call that CUDA events can time, where it is queued on a GPU."""
+        return Queued(step, torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else step
 
     def _host(self, images: Tensor) -> Tensor | None:
         """The images in page-locked memory of the host, where their way to the device is part of a run."""
@@ -95,15 +96,15 @@ class TorchRunner:
         """One run as a CUDA graph. Its kernels are chosen and its memory is taken before it is recorded."""
         self._set_process()
         make_stream: Any = torch.cuda.Stream
-        side = make_stream(self._device)
+        side = make_stream(self._device)  # also what is recorded on: a stream of this GPU, whichever is the current one
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side), self._attention():
             for _ in range(RUNS_BEFORE_RECORDING):
                 self._call(resident)
+            graph: Any = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=side):
+                out = self._call(resident)
         torch.cuda.current_stream(self._device).wait_stream(side)
-        graph: Any = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph), self._attention():
-            out = self._call(resident)
 
         @torch.inference_mode()
         def step() -> None:

@@ -10,6 +10,7 @@ from vitcompress.bench import suite, timing
 from vitcompress.bench.speed.parts import Options, line
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.exporters.onnx_session import Session
+from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.models import input_config
 
 AIM = (0.99, 1.01)
@@ -22,7 +23,7 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
     path = options.folder / "harness.onnx"
     model = models.create(ARCH)
     export(model, path, input=input_config(model))
-    session = Session(path, threads=options.threads)
+    session = Session(path, RunnerOptions(threads=options.threads))
     images = suite.synthetic_images(session.input_size, BATCH, 0).numpy()
     bare = partial(session.session.run, None, {"images": images})
     protocol = timing.Protocol("block", BATCH, warmup=1, runs=5)

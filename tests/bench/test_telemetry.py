@@ -1,6 +1,8 @@
 """Counters are read rightly, what is not there is said, and watching ends with the measurement."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +58,15 @@ def test_a_summary_keeps_extremes_and_every_name() -> None:
 
 def test_this_process_and_its_children_are_not_foreign() -> None:
     assert telemetry.foreign([os.getpid()]) == []
-    assert telemetry.foreign([1]) == [1]
+    assert telemetry.foreign([os.getpid(), 1]) == [1]
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert telemetry.foreign([child.pid]) == []
+
+
+def test_numbers_of_another_name_space_say_nothing() -> None:
+    """In a container NVML may give the numbers of its host; this process, which uses the GPU, is not among them."""
+    assert telemetry.foreign([1]) is None
+    assert telemetry.foreign([]) == []
 
 
 def test_energy_counts_every_image_of_a_block() -> None:

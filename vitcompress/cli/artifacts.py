@@ -63,6 +63,12 @@ _device = click.option(
 )
 _trust = click.option("--trust", is_flag=True, help="Open engines that no sidecar vouches for. They can run any code.")
 _provider = click.option("--provider", metavar="NAME", help="ONNX Runtime execution provider, by its full name.")
+_engine_cache = click.option(
+    "--engine-cache",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Folder of your own for what TensorRT providers of ONNX Runtime build, to be used again.",
+)
 _threads = click.option("--threads", type=click.IntRange(1), help="CPU threads of one call (default: the runtime's).")
 
 
@@ -80,10 +86,11 @@ _threads = click.option("--threads", type=click.IntRange(1), help="CPU threads o
 @click.option("--precision", metavar="PRECISION", help="fp32, tf32, fp16, bf16 (default: the file's, fp32 in torch).")
 @click.option("--compile", is_flag=True, help="torch.compile (run folders and timm models).")
 @click.option("--variants", metavar="LIST|all", help="torch models in several settings: fp32,fp16+compile,fp16+graph.")
-@click.option("--cuda-graph", is_flag=True, help="Replay each run from a recorded CUDA graph (torch, engines).")
+@click.option("--cuda-graph", is_flag=True, help="Replay each run from a recorded CUDA graph (not on the CPU).")
 @click.option("--transfers", is_flag=True, help="Time the way of images to the device and of logits back, too.")
 @_device
 @_provider
+@_engine_cache
 @_threads
 @_trust
 @common
@@ -93,6 +100,7 @@ def bench(
     debug: bool,
     device: str | None,
     provider: str | None,
+    engine_cache: Path | None,
     precision: str | None,
     threads: int | None,
     trust: bool,
@@ -114,7 +122,7 @@ def bench(
         runner = RunnerOptions(
             device=device, provider=provider, precision=precision, threads=threads, compile=compile, trust=trust
         )
-        runner = replace(runner, cuda_graph=cuda_graph, transfers=transfers)
+        runner = replace(runner, cuda_graph=cuda_graph, transfers=transfers, engine_cache=engine_cache)
         found = suite.run(artifacts, suite.BenchOptions(runner=runner, **options), progress=progress)
         short = suite.gated(found)
     measured = found.as_data()
@@ -130,6 +138,7 @@ def bench(
 @click.option("--workers", type=click.IntRange(0), default=0, show_default=True, help="Processes that load images.")
 @_device
 @_provider
+@_engine_cache
 @_threads
 @_trust
 @common
@@ -139,6 +148,7 @@ def evaluate(
     debug: bool,
     device: str | None,
     provider: str | None,
+    engine_cache: Path | None,
     threads: int | None,
     trust: bool,
     **options: Any,
@@ -151,6 +161,8 @@ def evaluate(
         from vitcompress.bench import accuracy
         from vitcompress.exporters.runtimes import RunnerOptions
 
-        runner = RunnerOptions(device=device, provider=provider, threads=threads, trust=trust)
+        runner = RunnerOptions(
+            device=device, provider=provider, threads=threads, trust=trust, engine_cache=engine_cache
+        )
         found = accuracy.run(artifacts, accuracy.EvaluateOptions(runner=runner, **options), progress)
     return answer(found, as_json, console.print_accuracy)

@@ -1,0 +1,252 @@
+"""Execution providers of ONNX Runtime: what each needs, what it is told, and why it cannot be used here.
+
+One is asked for by name or by device, is loaded with what it needs, and computes or is refused: never another one
+instead. Precision lies in the ONNX file, so that providers are told of none but TF32, which concerns how fp32 products
+are computed and which only CUDA's provider leaves to its user.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import onnxruntime as ort
+import torch
+
+from vitcompress.errors import DeviceError, InputError, did_you_mean
+from vitcompress.exporters import onnx_libraries as libraries
+from vitcompress.exporters.onnx_libraries import RTX
+from vitcompress.exporters.runner import RunnerOptions
+
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+TENSORRT, COREML = "TensorrtExecutionProvider", "CoreMLExecutionProvider"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a session is told. index: number of the GPU. stream: address of the CUDA stream to compute on.
+
+    profile: (least, best, largest) shape of the input as `images:1x3x224x224`, empty where it is fixed in the file.
+    cache: folder for what the provider builds, None keeps nothing.
+    """
+
+    index: int = 0
+    tf32: bool = False
+    cuda_graph: bool = False
+    stream: int = 0
+    profile: tuple[str, ...] = ()
+    cache: Path | None = None
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One execution provider.
+
+    device: kind of the device that it computes on. remedy: what brings it. packages: distributions that it consists of.
+    tf32: whether fp32 products are computed in TF32: `never`, as `asked`, or `always` (TensorRT's default, which its
+    providers do not hand on). graph_number: run option that numbers the CUDA graphs of a session, one for each bound
+    input; empty where it keeps a single one for all of them. builds: it compiles the file for a range of batches first,
+    and can keep that. load: makes what it needs known to the process. told: its
+    options.
+    """
+
+    name: str
+    device: str
+    remedy: str
+    packages: tuple[str, ...] = ("onnxruntime", "onnxruntime-gpu")
+    tf32: Literal["never", "asked", "always"] = "never"
+    graph_number: str = ""
+    builds: bool = False
+    load: Callable[[], None] = lambda: None
+    told: Callable[[Wish], dict[str, str]] = lambda wish: {}
+
+    @property
+    def present(self) -> bool:
+        """Whether it is installed, which says nothing of whether it works here."""
+        return self.name in ort.get_available_providers() or (self.name == RTX and libraries.rtx_installed())
+
+
+def _told_cuda(wish: Wish) -> dict[str, str]:
+    return {
+        "device_id": str(wish.index),
+        "use_tf32": str(int(wish.tf32)),
+        "user_compute_stream": str(wish.stream),
+        "enable_cuda_graph": str(int(wish.cuda_graph)),
+    }
+
+
+def _told_tensorrt(wish: Wish) -> dict[str, str]:
+    """Without one of the precision flags the network is strongly typed: it computes as the file says."""
+    told = {
+        "device_id": str(wish.index),
+        "user_compute_stream": str(wish.stream),
+        "trt_fp16_enable": "0",
+        "trt_bf16_enable": "0",
+        "trt_int8_enable": "0",
+        **_profile("trt", wish),
+    }
+    if wish.cache is not None:
+        told |= {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(wish.cache)}
+        told |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": str(wish.cache)}
+    return told
+
+
+def _told_rtx(wish: Wish) -> dict[str, str]:
+    told = {
+        "has_user_compute_stream": "1",
+        "user_compute_stream": str(wish.stream),
+        "enable_cuda_graph": str(int(wish.cuda_graph)),
+        **_profile("nv", wish),
+    }
+    return told | ({} if wish.cache is None else {"nv_runtime_cache_path": str(wish.cache)})
+
+
+def _profile(prefix: str, wish: Wish) -> dict[str, str]:
+    kinds = ("min", "opt", "max")
+    return {f"{prefix}_profile_{kind}_shapes": shape for kind, shape in zip(kinds, wish.profile, strict=False)}
+
+
+PROVIDERS = {
+    provider.name: provider
+    for provider in (
+        Provider(CPU, "cpu", "pip install onnxruntime"),
+        Provider(
+            CUDA,
+            "cuda",
+            "pip install 'vitcompress[cuda]'",
+            ("onnxruntime-gpu", "nvidia-cuda-runtime", "nvidia-cublas", "nvidia-curand", "nvidia-cudnn-cu13"),
+            tf32="asked",
+            graph_number="gpu_graph_id",
+            load=libraries.load_cuda,
+            told=_told_cuda,
+        ),
+        Provider(
+            TENSORRT,
+            "cuda",
+            "pip install 'vitcompress[cuda]' 'tensorrt>=10.13,<11'",  # it is linked to libnvinfer.so.10
+            ("onnxruntime-gpu", "tensorrt"),
+            tf32="always",
+            builds=True,
+            load=libraries.load_tensorrt,
+            told=_told_tensorrt,
+        ),
+        Provider(
+            RTX,
+            "cuda",
+            "pip install onnxruntime-ep-nv-tensorrt-rtx",
+            ("onnxruntime-gpu", "onnxruntime", "onnxruntime-ep-nv-tensorrt-rtx"),
+            tf32="always",
+            graph_number="cuda_graph_annotation_id",
+            builds=True,
+            load=libraries.load_rtx,
+            told=_told_rtx,
+        ),
+        Provider(COREML, "mps", "pip install onnxruntime, on macOS"),
+    )
+}
+OF_DEVICE = {"cpu": CPU, "cuda": CUDA, "mps": COREML}  # what a device computes with when no provider is named
+
+
+def chosen(device: str | None, name: str | None) -> tuple[Provider, str]:
+    """The provider and the device of a session; where one of them is not given, the other says which.
+
+    Raises:
+        DeviceError: one that is not known, two that do not go together, or a provider that is not installed here, or
+            has no GPU here to compute on.
+    """
+    if name is not None and name not in PROVIDERS:
+        raise DeviceError(
+            f"there is no execution provider {name!r}{did_you_mean(name, PROVIDERS)}",
+            hint=f"the providers are {', '.join(PROVIDERS)}",
+        )
+    wanted = device or (PROVIDERS[name].device if name else "cpu")
+    kind, _, index = wanted.partition(":")
+    if kind not in OF_DEVICE or not (index or "0").isdecimal():
+        raise DeviceError(f"device {wanted!r} is not known", hint="use cpu, cuda, cuda:N or mps")
+    found = PROVIDERS[name or OF_DEVICE[kind]]
+    if found.device != kind:
+        raise DeviceError(
+            f"{found.name} does not compute on {wanted}", hint=f"use --device {found.device}, or leave --device out"
+        )
+    if problem := absent(found, wanted):
+        raise DeviceError(f"{found.name} was asked for: {problem}", hint=_way_out(found))
+    return found, wanted
+
+
+def absent(provider: Provider, device: str) -> str | None:
+    """Why a provider cannot be there: no such GPU, or it is not installed. None when there is no reason."""
+    if provider.device == "cuda" and index_of(device) >= torch.cuda.device_count():
+        return f"it computes on an NVIDIA GPU, and torch finds no {device} here"
+    if not provider.present:
+        return f"this ONNX Runtime has {', '.join(ort.get_available_providers())} only"
+    return None
+
+
+def _way_out(provider: Provider) -> str:
+    if provider.device == "cuda" and not torch.cuda.device_count():
+        return f"run it where there is one ({provider.remedy}); --device cpu runs the file here"
+    return f"{provider.remedy}; `vitcompress doctor` shows what this machine has"
+
+
+def index_of(device: str) -> int:
+    """`cuda:1` -> 1"""
+    return int(device.partition(":")[2] or 0)
+
+
+def attach(provider: Provider, options: Any, wish: Wish) -> list[tuple[str, dict[str, str]]] | None:
+    """Load a provider and have a session's options use it. Returns what the session is to be given as `providers`.
+
+    Raises:
+        DeviceError: it cannot be loaded, or does not support the GPU.
+    """
+    provider.load()
+    told = provider.told(wish)
+    if provider.name != RTX:
+        return [(provider.name, told)]
+    devices = [device for device in ort.get_ep_devices() if device.ep_name == RTX]
+    numbered = ((int(device.ep_options.get("device_id", n)), device) for n, device in enumerate(devices))
+    found = [device for number, device in numbered if number == wish.index]
+    if not found:
+        raise DeviceError(
+            f"{RTX} does not support cuda:{wish.index}: it finds {len(devices)} GPUs that it supports",
+            hint="it is for GeForce and RTX (compute capability 8.6, 8.9, 12.0 and later); use CUDAExecutionProvider",
+        )
+    options.add_provider_for_devices(found, told)
+    return None
+
+
+def check_settings(provider: Provider, options: RunnerOptions) -> None:
+    if options.cuda_graph and provider.device != "cuda":
+        raise DeviceError(
+            f"a CUDA graph was asked for, and {provider.name} has no CUDA kernels to record",
+            hint="leave --cuda-graph out, or use --device cuda",
+        )
+    if options.cuda_graph and not provider.graph_number:
+        raise InputError(
+            f"{provider.name} keeps one CUDA graph for all that a session is given, so that none is used here",
+            hint="leave --cuda-graph out, or measure an engine with it: vitcompress export DIR --format trt",
+        )
+    if options.engine_cache is not None and not provider.builds:
+        raise InputError(f"{provider.name} builds nothing that a cache could keep", hint="leave --engine-cache out")
+
+
+def precision_of(path: Path, stored: Any, wanted: str | None, provider: Provider) -> str:
+    """The precision that the file computes in; it cannot be chosen, but TF32 products on CUDA can."""
+    own = str(stored or "as stored")
+    if own == "bf16" and provider.name == CPU:
+        raise DeviceError(
+            f"{path} computes in bf16, for which {CPU} has no convolution and no matrix product",
+            hint="run it on a GPU with --device cuda, or use OpenVINO with --precision bf16 on the CPU",
+        )
+    if provider.tf32 == "always" and own == "fp32":
+        if wanted == "fp32":
+            raise DeviceError(
+                f"{provider.name} computes the products of fp32 files in TF32 and cannot be told not to",
+                hint="give --precision tf32, or use an engine: vitcompress export DIR --format trt",
+            )
+        own = "tf32"
+    if wanted in (None, own) or (wanted == "fp32" and stored is None):
+        return own if wanted is None else str(wanted)
+    if wanted == "tf32" and provider.tf32 == "asked" and own in ("fp32", "as stored"):
+        return "tf32"
+    raise DeviceError(f"{path} computes in {own}, {wanted} was asked for", hint=f"export it with --precision {wanted}")

@@ -1,0 +1,242 @@
+"""Execution providers of ONNX Runtime: asked for by name, told what they need, else refused in one sentence."""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+import pytest
+import torch
+from contracts import build, images
+
+from vitcompress.bench import suite
+from vitcompress.errors import DeviceError, InputError, OutputError
+from vitcompress.exporters import onnx_libraries as libraries
+from vitcompress.exporters import onnx_providers as providers
+from vitcompress.exporters.doctor import provider_problem
+from vitcompress.exporters.onnx_graph import export
+from vitcompress.exporters.onnx_providers import CPU, CUDA, PROVIDERS, RTX, TENSORRT, Wish
+from vitcompress.exporters.runtimes import RunnerOptions, open_runner
+from vitcompress.models import input_config
+
+X = images("plain", dtype=torch.float32)
+ON_GPUS = [name for name, provider in PROVIDERS.items() if provider.device == "cuda"]
+PROFILE = ("images:1x3x8x8", "images:4x3x8x8", "images:8x3x8x8")
+
+
+@pytest.fixture(scope="module")
+def onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("onnx") / "model.onnx"
+    model = build("plain", dtype=torch.float32)
+    export(model, path, input=input_config(model))
+    return path
+
+
+def test_the_table_names_what_this_onnx_runtime_calls_them() -> None:
+    ours = {CPU, CUDA, TENSORRT} & set(ort.get_available_providers())
+    assert CPU in ours and all(PROVIDERS[name].present for name in ours)
+    assert PROVIDERS[RTX].present is libraries.rtx_installed()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_without_a_gpu_the_remedy_is_named(name: str, onnx: Path) -> None:
+    with pytest.raises(DeviceError, match=rf"{name} was asked for: .*torch finds no cuda here") as caught:
+        open_runner(onnx, provider=name)
+    assert PROVIDERS[name].remedy in str(caught.value.hint) and "--device cpu" in str(caught.value.hint)
+    assert "pip install" in str(provider_problem(name))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"provider": "CUDAExecutionProvidr"}, "did you mean CUDAExecutionProvider"),
+        ({"provider": CPU, "device": "cuda"}, "does not compute on cuda"),
+        ({"provider": CUDA, "device": "cpu"}, "does not compute on cpu"),
+        ({"device": "cuda:x"}, "not known"),
+        ({"cuda_graph": True}, "a CUDA graph was asked for"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], says: str, onnx: Path) -> None:
+    with pytest.raises(DeviceError, match=says) as caught:
+        open_runner(onnx, **options)
+    assert caught.value.hint
+
+
+def test_a_cache_where_nothing_is_built_is_refused(onnx: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="builds nothing"):
+        open_runner(onnx, engine_cache=tmp_path / "cache")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cpu_by_its_name_is_the_default(onnx: Path) -> None:
+    for options in ({}, {"provider": CPU}, {"device": "cpu"}):
+        with closing(open_runner(onnx, **options)) as runner:
+            about = runner.describe()
+            assert (about["provider"], about["device"], about["nodes_on_cpu"]) == (CPU, "cpu", [])
+            assert about["batch_range"] is None and about["provider_options"] == {}
+
+
+def test_tensorrt_is_told_the_range_of_batches_and_no_precision(tmp_path: Path) -> None:
+    told = PROVIDERS[TENSORRT].told(Wish(1, profile=PROFILE, cache=tmp_path, stream=7))
+    assert {told[f"trt_{kind}_enable"] for kind in ("fp16", "bf16", "int8")} == {
+        "0"
+    }  # the file says what it computes in
+    assert [told[f"trt_profile_{kind}_shapes"] for kind in ("min", "opt", "max")] == list(PROFILE)
+    assert (told["device_id"], told["user_compute_stream"], told["trt_engine_cache_path"]) == ("1", "7", str(tmp_path))
+    rtx = PROVIDERS[RTX].told(Wish(profile=PROFILE, cache=tmp_path))
+    assert (rtx["nv_profile_opt_shapes"], rtx["nv_runtime_cache_path"]) == (PROFILE[1], str(tmp_path))
+    bare = PROVIDERS[TENSORRT].told(Wish())
+    assert not [key for key in bare if "profile" in key or "cache" in key]
+
+
+@pytest.mark.skipif(TENSORRT not in ort.get_available_providers(), reason="not in this ONNX Runtime")
+def test_the_library_knows_every_option_that_it_is_told() -> None:
+    folder = Path(ort.__file__).parent / "capi"
+    (library,) = (path for path in folder.iterdir() if "providers_tensorrt" in path.name)
+    told = PROVIDERS[TENSORRT].told(Wish(profile=PROFILE, cache=folder))
+    known = library.read_bytes()
+    assert [key for key in told if key.startswith("trt_") and key.encode() not in known] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "wanted", "computed"),
+    [
+        (CPU, "fp32", None, "fp32"),
+        (CUDA, "fp32", None, "fp32"),
+        (CUDA, "fp32", "tf32", "tf32"),
+        (CUDA, None, "fp32", "fp32"),
+        (CUDA, "fp16", None, "fp16"),
+        (TENSORRT, "fp32", None, "tf32"),
+        (TENSORRT, "fp32", "tf32", "tf32"),
+        (RTX, "bf16", None, "bf16"),
+        (CPU, "bf16", None, DeviceError),
+        (CPU, "fp32", "tf32", DeviceError),
+        (CUDA, "fp16", "tf32", DeviceError),
+        (TENSORRT, "fp32", "fp32", DeviceError),
+        (RTX, "fp16", "fp32", DeviceError),
+    ],
+)
+def test_precision_is_the_files_and_tf32_is_never_called_fp32(
+    name: str, stored: str | None, wanted: str | None, computed: Any
+) -> None:
+    if computed is DeviceError:
+        with pytest.raises(DeviceError):
+            providers.precision_of(Path("m.onnx"), stored, wanted, PROVIDERS[name])
+    else:
+        assert providers.precision_of(Path("m.onnx"), stored, wanted, PROVIDERS[name]) == computed
+
+
+@pytest.fixture
+def logged() -> Iterator[None]:
+    ort.set_default_logger_severity(3)
+    yield
+    ort.set_default_logger_severity(2)
+
+
+@pytest.mark.skipif(TENSORRT not in ort.get_available_providers(), reason="not in this ONNX Runtime")
+@pytest.mark.skipif(libraries.util.find_spec("tensorrt") is not None, reason="TensorRT is installed")
+def test_a_library_that_is_missing_is_named(onnx: Path, logged: None) -> None:
+    options = ort.SessionOptions()
+    given = providers.attach(PROVIDERS[TENSORRT], options, Wish())
+    with pytest.raises(RuntimeError) as caught, libraries.native_errors() as said:
+        ort.InferenceSession(str(onnx), options, providers=given, enable_fallback=0)
+    assert libraries.said_by(caught.value).startswith("Please install TensorRT libraries")
+    assert re.fullmatch(r"libnvinfer\.so\.\d+ is missing", str(libraries.missing(said)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a driver")
+@pytest.mark.skipif(not libraries.rtx_installed(), reason="the package of the provider is not installed")
+def test_a_plugin_that_cannot_be_loaded_says_what_it_misses() -> None:
+    with pytest.raises(DeviceError, match=r"cannot be loaded: lib\S+ is missing"):
+        providers.attach(PROVIDERS[RTX], ort.SessionOptions(), Wish())
+
+
+def test_what_libraries_write_is_caught_and_nothing_later(capfd: pytest.CaptureFixture[str]) -> None:
+    with libraries.native_errors() as said:
+        os.write(2, b"first\nno lib.so.1: cannot open shared object file\nlast\n\n")
+    os.write(2, b"later\n")
+    assert said[0] == "first" and capfd.readouterr().err == "later\n"
+    assert libraries.missing(said) == "lib.so.1 is missing" and libraries.missing(said[2:]) is None
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX's")
+def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+    """What lies there is executed."""
+    made = libraries.prepared_cache(tmp_path / "mine" / "cache")
+    assert made.is_dir() and made.stat().st_mode & 0o077 == 0
+    assert libraries.prepared_cache(made) == made
+    made.chmod(0o777)
+    with pytest.raises(OutputError, match="others can write") as caught:
+        libraries.prepared_cache(made)
+    assert "chmod" in str(caught.value.hint)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="Not a directory"):
+        libraries.prepared_cache(tmp_path / "file" / "cache")
+
+
+# ------------------------------------------------------------------------------------------------------------ on a GPU
+
+
+def here(name: str) -> str:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if problem := provider_problem(name):
+        pytest.skip(problem)
+    return name
+
+
+@torch.no_grad()
+def expected(x: torch.Tensor) -> torch.Tensor:
+    return build("plain", dtype=torch.float32)(x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_a_provider_computes_everything_heavy_and_answers_as_the_model(name: str, onnx: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache" if PROVIDERS[here(name)].builds else None
+    with closing(open_runner(onnx, provider=name, batch=(1, 4, 8), engine_cache=cache)) as runner:
+        about = runner.describe()
+        share = 1e-2 if about["precision"] == "tf32" else 1e-3  # the agreement gate's
+        for batch in (1, 3, 8):
+            x = X.repeat(8, 1, 1, 1)[:batch]
+            assert (runner(x) - expected(x)).abs().max() <= share * expected(x).abs().max()
+        assert (about["provider"], about["device"]) == (name, "cuda") and about["device_name"]
+        assert about["batch_range"] == ([1, 4, 8] if PROVIDERS[name].builds else None)
+        times, wall = runner.bind(X).timed(5)  # type: ignore[attr-defined]
+        assert len(times) == 5 and min(times) > 0 and wall > 0
+        if PROVIDERS[name].builds:
+            assert any(tmp_path.joinpath("cache").iterdir())
+            with pytest.raises(InputError, match="takes batches of 1 to 8, got 9"):
+                runner(X.repeat(9, 1, 1, 1)[:9])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [n for n in ON_GPUS if PROVIDERS[n].graph_number])
+def test_each_binding_replays_its_own_graph(name: str, onnx: Path) -> None:
+    """Two bindings of other images and sizes, in turns: a graph that was mixed up would answer for the other."""
+    with closing(open_runner(onnx, provider=here(name), batch=(1, 4, 8), cuda_graph=True)) as runner:
+        inputs = [X[:1], X.flip(0)]
+        bound = [runner.bind(x) for x in inputs]
+        for turn in (0, 1, 0, 1):
+            bound[turn]()
+            runner.synchronize()
+            got = bound[turn].tensors[1].float().cpu()  # type: ignore[attr-defined]
+            want = expected(inputs[turn])
+            assert (got - want).abs().max() <= 1e-2 * want.abs().max()
+    options = suite.BenchOptions("paper", (1, 4), 1, 3, RunnerOptions(provider=name, cuda_graph=True))
+    rows = suite.run([onnx], options).rows
+    assert [(row["batch"], row["cuda_graph"], row["clock"]) for row in rows] == [
+        (1, True, "cuda events"),
+        (4, True, "cuda events"),
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [n for n in ON_GPUS if not PROVIDERS[n].graph_number])
+def test_a_graph_for_all_inputs_is_refused(name: str, onnx: Path) -> None:
+    with pytest.raises(InputError, match="keeps one CUDA graph"):
+        open_runner(onnx, provider=here(name), cuda_graph=True)

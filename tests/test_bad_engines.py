@@ -1,0 +1,191 @@
+"""Engines and ONNX files that are not what a command needs, on the command line: one sentence, exit code 2, no traces.
+
+Engines are those of TensorRT for RTX, which are built for real without a GPU.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from click.testing import CliRunner
+from command_line import begin, refused, run_folder
+
+from vitcompress import cli
+from vitcompress.checkpoint import file_sha256
+from vitcompress.exporters.artifact import amend_sidecar, read_sidecar, sidecar_path
+from vitcompress.exporters.onnx_providers import PROVIDERS
+
+tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")
+ENGINE = "model.rtx.engine"
+EXPORT = ("export", "run", "--format", "trt-rtx", "--sm", "89", "--batch", "1:2:4")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder with a finished run and an engine in it."""
+    with pytest.MonkeyPatch.context() as patch:
+        begin(tmp_path_factory.mktemp("made") / "home", patch)
+        run_folder()
+        done = CliRunner().invoke(cli.main, [*EXPORT, "--json"])
+        assert done.exit_code == 0, done.output
+        return Path.cwd()
+
+
+@pytest.fixture(autouse=True)
+def home(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it to work in."""
+    shutil.copytree(made, tmp_path / "home")
+    monkeypatch.chdir(tmp_path / "home")
+    return Path("run", ENGINE)
+
+
+# ------------------------------------------------------------------------------------------------------------- engines
+
+
+def truncated(engine: Path) -> Path:
+    engine.write_bytes(engine.read_bytes()[:5000])
+    return engine
+
+
+def cut_to_its_header(engine: Path) -> Path:
+    """Even where the sidecar vouches for it."""
+    return claim(engine, engine.read_bytes()[:20])
+
+
+def renamed(engine: Path) -> Path:
+    return engine.rename("other.engine")
+
+
+def renamed_with_its_sidecar(engine: Path) -> Path:
+    sidecar_path(engine).rename("other.engine.json")
+    return engine.rename("other.engine")
+
+
+def of_tensorrt_proper(engine: Path) -> Path:
+    return claim(engine, b"ftrt" + engine.read_bytes()[4:])
+
+
+def of_rtx_called_proper(engine: Path) -> Path:
+    amend_sidecar(engine, format="trt")
+    return engine
+
+
+def of_another_version(engine: Path) -> Path:
+    build = (read_sidecar(engine) or {})["build"]
+    amend_sidecar(engine, build={**build, "runtime_version": "1.4.0.9"})
+    return engine
+
+
+def claim(engine: Path, content: bytes) -> Path:
+    """Other bytes, for which the sidecar vouches."""
+    engine.write_bytes(content)
+    amend_sidecar(engine, files={engine.name: file_sha256(engine)})
+    return engine
+
+
+@pytest.mark.parametrize("command", [("bench",), ("evaluate", "--data", "digits")], ids=["bench", "evaluate"])
+@pytest.mark.parametrize(
+    ("make", "sentence", "step"),
+    [
+        (truncated, "not vouched for", "--trust"),
+        (renamed, "there is no such file", "--trust"),
+        (renamed_with_its_sidecar, "missing", "--trust"),
+        (cut_to_its_header, "is not a TensorRT engine", "export it again"),
+        (of_tensorrt_proper, "written by TensorRT, its sidecar says trt-rtx", "export it again"),
+        (of_rtx_called_proper, "written by TensorRT for RTX, its sidecar says trt", "export it again"),
+        (of_another_version, f"built by TensorRT for RTX 1.4.0.9, here is {tensorrt_rtx.__version__}", "==1.4.0.9"),
+    ],
+)
+def test_an_engine_that_is_not_what_it_seems(
+    make: Callable[[Path], Path], sentence: str, step: str, command: tuple[str, ...], home: Path
+) -> None:
+    said = refused(command[0], str(make(home)), *command[1:])
+    assert sentence in said and step in said
+
+
+@without_gpu
+@pytest.mark.parametrize("command", [("bench", "--batch", "2"), ("evaluate", "--data", "digits")])
+def test_an_engine_where_there_is_no_gpu(command: tuple[str, ...], home: Path) -> None:
+    said = refused(command[0], str(home), *command[1:])
+    assert "this machine has no cuda:0" in said and "on the target" in said
+
+
+def test_a_batch_outside_the_range_of_an_engine(home: Path) -> None:
+    said = refused("bench", str(home), "--batch", "1,8")
+    assert "takes batches of 1 to 4, got 8" in said and "--batch L:B:L" in said
+
+
+@without_gpu
+def test_tensorrt_proper_where_it_cannot_be_built() -> None:
+    said = refused("export", "run", "--format", "trt")
+    assert "trt cannot be exported on this machine" in said and ("pip install" in said or "on the target" in said)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--batch", "8:4:16"), "not in order"),
+        (("--batch", "4:2:1"), "not in order"),
+        (("--batch", "0:1:2"), "expected least:best:largest"),
+        (("--sm", "61"), "does not know compute capability 61"),
+        (("--sm", "90"), "--format trt"),
+        (("--sm", "ampere"), "no compute capability"),
+        (("--precision", "fp8"), "fp8"),
+    ],
+)
+def test_wishes_that_no_engine_fulfils(words: tuple[str, ...], sentence: str) -> None:
+    assert sentence in refused(*EXPORT[:4], *words)
+
+
+def test_an_error_is_one_panel_for_a_person(home: Path) -> None:
+    done = CliRunner().invoke(cli.main, ["bench", str(truncated(home))])
+    assert done.exit_code == 2 and done.stdout == "" and done.stderr.count("╭") == 1
+    assert "Traceback" not in done.stderr and "--trust" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------- ONNX files
+
+
+def changed(path: Path, name: str | None = None, batch: int | None = None) -> str:
+    """A copy of an ONNX file whose input has another name or a fixed batch."""
+    model = onnx.load(str(path))
+    (given,) = model.graph.input
+    for node in model.graph.node:
+        node.input[:] = [name if name and one == given.name else one for one in node.input]
+    given.name = name or given.name
+    if batch:
+        given.type.tensor_type.shape.dim[0].dim_value = batch
+    onnx.save(model, "changed.onnx")
+    return "changed.onnx"
+
+
+def test_an_input_of_another_name_is_no_matter() -> None:
+    path = changed(Path("run/model.onnx"), name="pixel_values")
+    done = CliRunner().invoke(cli.main, ["bench", path, "--protocol", "paper", "--runs", "2", "--batch", "2", "--json"])
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["batch"] == 2
+
+
+def test_a_file_with_a_fixed_batch() -> None:
+    path = changed(Path("run/model.onnx"), batch=3)
+    said = refused("bench", path, "--batch", "8")
+    assert "takes batches of 3 only, got 8" in said and "--batch 3" in said
+
+
+@without_gpu
+@pytest.mark.parametrize("name", [name for name, provider in PROVIDERS.items() if provider.device == "cuda"])
+@pytest.mark.parametrize("command", [("bench",), ("evaluate", "--data", "digits")], ids=["bench", "evaluate"])
+def test_a_provider_that_cannot_work_here(command: tuple[str, ...], name: str) -> None:
+    said = refused(command[0], "run/model.onnx", *command[1:], "--provider", name, "--engine-cache", "kept")
+    assert name in said and "pip install" in said and "torch finds no cuda here" in said
+
+
+def test_a_provider_that_nobody_knows() -> None:
+    said = refused("bench", "run/model.onnx", "--provider", "CUDAExecutionProvidr")
+    assert "did you mean CUDAExecutionProvider?" in said and "TensorrtExecutionProvider" in said
