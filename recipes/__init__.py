@@ -45,8 +45,8 @@ def _stems(folder: Path) -> tuple[str, ...]:
 
 
 def _unknown(what: str, name: str, choices: tuple[str, ...], hint: str) -> InputError:
-    close = ", ".join(nearest(name, choices) or choices)
+    close = nearest(name, choices)
     return InputError(
-        f"there is no {what} called {name!r}, and no such file; nearest: {close}",
+        f"there is no {what} called {name!r}, and no such file{'; nearest: ' if close else ''}{', '.join(close)}",
         hint=f"{hint}; the path of a .toml file works as well",
     )

@@ -200,6 +200,26 @@ def test_a_surprise_is_one_panel_and_a_traceback_only_on_request(monkeypatch: py
     assert "Traceback" in invoke("act", "--debug").stderr
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes\nframe 0")]
+)
+def test_too_little_memory_is_no_surprise(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise error
+
+    add_command(monkeypatch, fail)
+    result = invoke("act")
+    assert result.exit_code == 1 and "not enough memory" in result.stderr and "smaller batch" in result.stderr
+    assert "mistake in vitcompress" not in result.stderr and "frame 0" not in result.stderr
+
+
+def test_a_system_that_refuses_is_no_mistake_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_command(monkeypatch, lambda: Path("/nowhere/at/all").read_text())
+    result = invoke("act")
+    assert result.exit_code == 1 and "mistake in vitcompress" not in result.stderr
+    assert "the system refused (/nowhere/at/all): No such file or directory" in " ".join(result.stderr.split())
+
+
 def test_only_one_process_of_a_host_complains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     result = invoke("recipe", "digits_hetdtp")

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import sys
 import threading
 import traceback
@@ -18,6 +19,7 @@ from vitcompress.errors import CheckFailedError, InputError, VitcompressError
 from vitcompress.progress import Progress
 
 STOPPED = 130  # what a shell reports of a program that Ctrl-C ended
+OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|failed to allocate memory|bad_alloc", re.IGNORECASE)
 
 
 class Stopped(Exception):
@@ -64,11 +66,23 @@ def _exit_code(call: Callable[[], Any], arguments: Sequence[str]) -> int:
     except VitcompressError as error:
         return _fail(error, as_json, debug)
     except Exception as error:  # noqa: BLE001 - the last line of defence: a person never sees a traceback unasked
-        surprise = VitcompressError(
-            f"unexpected {type(error).__name__}: {error}",
-            hint="this is a mistake in vitcompress; --debug shows where it happened",
+        return _fail(_surprise(error), as_json, debug)
+
+
+def _surprise(error: Exception) -> VitcompressError:
+    """What could happen anywhere: too little memory, a system that refuses; else a mistake of ours."""
+    if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
+        return VitcompressError(
+            f"there is not enough memory: {(str(error) or type(error).__name__).splitlines()[0]}",
+            hint="use a smaller batch or model, or a machine with more; --debug shows where it happened",
         )
-        return _fail(surprise, as_json, debug)
+    if isinstance(error, OSError) and error.strerror:
+        place = f" ({error.filename})" if error.filename else ""
+        return VitcompressError(f"the system refused{place}: {error.strerror}", hint="--debug shows where it happened")
+    return VitcompressError(
+        f"unexpected {type(error).__name__}: {error}",
+        hint="this is a mistake in vitcompress; --debug shows where it happened",
+    )
 
 
 def _fail(error: VitcompressError, as_json: bool, debug: bool) -> int:

@@ -12,7 +12,7 @@ from vitcompress import checkpoint, methods, models, surgery
 from vitcompress.bench import timing
 from vitcompress.data import Splits, open_data
 from vitcompress.distributed import Runtime
-from vitcompress.errors import DeviceError, InputError
+from vitcompress.errors import DeviceError, InputError, did_you_mean
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.doctor import works_on
 from vitcompress.families import Family, family_of
@@ -169,7 +169,9 @@ def check_formats(recipe: Recipe) -> None:
     table = recipe.export
     for name in table.formats:
         if name not in EXPORTERS:
-            raise InputError(f"no export format {name!r}", hint=f"there are: {', '.join(EXPORTERS)}")
+            raise InputError(
+                f"no export format {name!r}{did_you_mean(name, EXPORTERS)}", hint=f"there are: {', '.join(EXPORTERS)}"
+            )
         if reason := EXPORTERS[name].unavailable():
             raise InputError(
                 f"{name} cannot be exported here: {reason}",
