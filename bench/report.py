@@ -3,7 +3,7 @@
 The input is plain data, the content of report.json. Every key but `recipe` and `cost` may be missing or None.
 
     recipe, summary        name and sentence of the recipe
-    model                  {arch, arch_args, input: InputConfig as data, classes: [names]}
+    model                  {arch, arch_args, input: InputConfig as data, classes: [names], uint8: files take bytes}
     plan                   the plan as data, `plan_sha256` its digest
     cost                   {dense, compressed}: {params, macs (attention products counted), macs_linear (not counted)}
     accuracy               {dense, compressed, FILE}: Accuracy.to_dict(); mcnemar: {only_a, only_b, p_value}
@@ -201,9 +201,11 @@ def markdown(report: Mapping[str, Any]) -> str:
             Table("", tuple(table["columns"]), tuple(map(tuple, table["rows"]))).markdown(),
         ]
     parts += [*_published(report), *_notes(report)]
-    if (report.get("model") or {}).get("input") and "model.onnx" in (report.get("files") or {}):
-        parts += ["## Use it without vitcompress", f"```python\n{snippet(report['model']['input'])}```"]
-    if classes := (report.get("model") or {}).get("classes"):
+    about = report.get("model") or {}
+    if about.get("input") and "model.onnx" in (report.get("files") or {}):
+        lines = snippet(about["input"], uint8=about.get("uint8", False))
+        parts += ["## Use it without vitcompress", f"```python\n{lines}```"]
+    if classes := about.get("classes"):
         parts += ["## Classes", ", ".join(classes)]
     return "\n\n".join(part for part in parts if part) + "\n"
 

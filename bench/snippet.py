@@ -12,15 +12,23 @@ classes = json.loads(session.get_modelmeta().custom_metadata_map["classes"])
 image = Image.open({image!r}).convert({mode!r})
 image = image.resize({size}, Image.Resampling.{filter})
 left, top = round((image.width - {width}) / 2), round((image.height - {height}) / 2)
-pixels = np.asarray(image.crop((left, top, left + {width}, top + {height})), np.float32).reshape({height}, {width}, -1)
-images = ((pixels / 255 - {mean}) / {std}).astype(np.float32).transpose(2, 0, 1)[None]
+pixels = np.asarray(image.crop((left, top, left + {width}, top + {height})), np.{type}).reshape({height}, {width}, -1)
+images = {images}
 print(classes[session.run(None, {{"images": images}})[0].argmax()])
 """
+# What the file takes: normalised images, or bytes that it normalises itself.
+NORMALISED = "((pixels / 255 - {mean}) / {std}).astype(np.float32).transpose(2, 0, 1)[None]"
+BYTES = "pixels[None]"
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
-def snippet(input: Mapping[str, Any], model: str = "model.onnx", image: str = "photo.jpg") -> str:
-    """The ten lines for a model that takes `input` (an InputConfig as data). They prepare images as timm evaluates."""
+def snippet(
+    input: Mapping[str, Any], model: str = "model.onnx", image: str = "photo.jpg", *, uint8: bool = False
+) -> str:
+    """The ten lines for a model that takes `input` (an InputConfig as data). They prepare images as timm evaluates.
+
+    uint8: the file takes bytes, and normalises them itself.
+    """
     channels, height, width = input["size"]
     scaled = [math.floor(side / input["crop_pct"]) for side in (width, height)]
     return LINES.format(
@@ -31,8 +39,8 @@ def snippet(input: Mapping[str, Any], model: str = "model.onnx", image: str = "p
         filter=str(input["interpolation"] if input["interpolation"] != "random" else "bilinear").upper(),
         width=width,
         height=height,
-        mean=_values(input["mean"]),
-        std=_values(input["std"]),
+        type="uint8" if uint8 else "float32",
+        images=BYTES if uint8 else NORMALISED.format(mean=_values(input["mean"]), std=_values(input["std"])),
     )
 
 

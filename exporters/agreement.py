@@ -14,9 +14,10 @@ d is 0.1 % in fp32, whose own rounding lies far below, 1 % with eleven significa
 are eight times as large with eight bits, 8 % in bf16.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitcompress import checkpoint
+from vitcompress import checkpoint, onnx_file
 from vitcompress.byte_input import from_bytes, to_bytes
 from vitcompress.errors import ArtifactError, DeviceError, MissingExtraError, OutputError, VitcompressError
 from vitcompress.evaluate import wilson
-from vitcompress.exporters.artifact import amend_sidecar, read_sidecar
+from vitcompress.exporters.artifact import amend_sidecar, decoded, input_of, read_sidecar
+from vitcompress.exporters.onnx_rounded import rounded_answers
 from vitcompress.exporters.runner import Runner
 from vitcompress.exporters.runtimes import RUNNERS, open_runner
-from vitcompress.models import input_config
+from vitcompress.models import InputConfig
+from vitcompress.precision import HALF
 from vitcompress.verdicts import Check, compared, largest_difference
 
+Answers = Callable[[Tensor], Tensor]  # normalised images -> logits
 SHARES = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2}
 PREFIX = "agreement."
+REFUSED = "state/refused.json"  # files that a recipe asks for and that fell short -> why
 FAILED = "failed"  # folder that files which do not answer as the model does are moved to
 SMALL = (1, 3)
 PART = 16  # images at a time through the model in torch
@@ -100,33 +105,41 @@ def judged(found: Agreement, share: float, name: str, of: str) -> list[Check]:
     ]
 
 
-def file_checks(model: nn.Module, path: Path, images: Tensor, *, real: bool = True) -> list[Check]:
+def file_checks(
+    model: nn.Module, path: Path, images: Tensor, *, real: bool = True, device: str | None = None
+) -> list[Check]:
     """Whether the file `path` answers as `model` does on normalised `images`, (count, channels, height, width).
 
-    What this machine cannot run is `not_run`, with the reason and the command for the target. real: whether the images
-    are of the kind that the model is made for, and not noise.
+    What this machine cannot run is `not_run`, with the reason and the command for the target. ONNX files in half
+    precision are asked once more by `rounded_checks`. real: whether the images are of the kind that the model is made
+    for, and not noise. device: None is what the file is made for, else the CPU.
     """
     name = f"{PREFIX}{path.name}"
+    expected = cache(partial(model_answers, model))
     try:
-        with closing(open_runner(path)) as runner:
-            return _asked(model, runner, name, images, real=real)
+        with closing(open_runner(path, device=device)) as runner:
+            checks = _asked(expected, runner, name, images, real=real)
     except (DeviceError, MissingExtraError) as error:
         command = f"vitcompress verify {path.parent}"
-        return [Check(name, "not_run", detail=f"{error.message}; run the command on the target", command=command)]
+        checks = [Check(name, "not_run", detail=f"{error.message}; run the command on the target", command=command)]
     except VitcompressError as error:
         return [Check(name, "failed", detail=error.message)]
+    return checks if device else [*checks, *rounded_checks(expected, path, images, real=real)]
 
 
 @torch.inference_mode()
-def _asked(model: nn.Module, runner: Runner, name: str, images: Tensor, *, real: bool) -> list[Check]:
+def model_answers(model: nn.Module, images: Tensor) -> Tensor:
+    """Logits in fp32, (count, classes)."""
+    model = model.float().eval()
+    return torch.cat([model(part) for part in torch.split(images, PART)])
+
+
+def _asked(expected: Answers, runner: Runner, name: str, images: Tensor, *, real: bool) -> list[Check]:
     about = runner.describe()
     share = SHARES.get(str(about["precision"]), SHARES["fp32"])
     batches = _batches(runner, len(images))
-    if about.get("input_type") == "uint8":
-        input = input_config(model)
-        images = from_bytes(to_bytes(images, input), input)
-    model = model.float().eval()
-    expected = torch.cat([model(part) for part in torch.split(images, PART)])
+    if about.get("input_type") == "uint8" and runner.input is not None:
+        images = _as_bytes(images, runner.input)
     asked, answers = list[Tensor](), list[Tensor]()
     for batch in batches:
         taken = torch.arange(batch) % len(images)
@@ -138,13 +151,41 @@ def _asked(model: nn.Module, runner: Runner, name: str, images: Tensor, *, real:
     if wrong is not None:
         return [Check(name, "failed", detail=f"answers at batch {wrong} are not finite; {of}")]
     rows = torch.cat(asked)
-    return judged(compare(expected[rows], torch.cat(answers), share, rows), share, name, of)
+    return judged(compare(expected(images)[rows], torch.cat(answers), share, rows), share, name, of)
+
+
+def _as_bytes(images: Tensor, input: InputConfig) -> Tensor:
+    """The normalised images that stand for the nearest bytes."""
+    return from_bytes(to_bytes(images, input), input)
 
 
 def _batches(runner: Runner, images: int) -> tuple[int, ...]:
     """1, 3 and the best and the largest of a range; all images where there is no range."""
     low, best, high = runner.describe().get("batch_range") or (1, images, images)
     return tuple(sorted({min(max(size, low), high) for size in (*SMALL, best, high)}))
+
+
+def rounded_checks(expected: Answers, path: Path, images: Tensor, *, real: bool = True) -> list[Check]:
+    """Whether an ONNX file in half precision still answers as it should where every result is rounded to that.
+
+    A GPU rounds them; ONNX Runtime on the CPU, without kernels for half precision, does not. This is a proxy for the
+    hardware that such files are for. Nothing is asked of other files. expected: images -> the model's answers.
+    """
+    known = decoded(onnx_file.metadata(onnx_file.read(path))) if path.suffix == ".onnx" else {}
+    precision, input = known.get("precision"), input_of(known)
+    if precision not in HALF or input is None:
+        return []
+    name = f"{PREFIX}{path.name}.rounded"
+    images = _as_bytes(images, input) if known.get("input") == "uint8" else images
+    what = f"every result rounded to {precision} in onnxruntime on cpu, a proxy for the GPU"
+    of = what if real else f"{what}, on noise"
+    try:
+        got = rounded_answers(path, images)
+    except VitcompressError as error:
+        return [Check(name, "failed", detail=error.message)]
+    if not torch.isfinite(got).all():
+        return [Check(name, "failed", detail=f"answers are not finite; {of}")]
+    return judged(compare(expected(images), got, SHARES[precision]), SHARES[precision], name, of)
 
 
 # --------------------------------------------------------------------------------------------- what follows from checks
@@ -169,9 +210,11 @@ def set_aside(path: Path) -> Path:
     """Move a file that failed, with all that belongs to it, to a folder of such files beside it."""
     folder = path.parent / FAILED
     sidecar = read_sidecar(path) or {}
+    beside = (found.name for found in path.parent.iterdir() if found.name.startswith(f"{path.name}."))
+    names = dict.fromkeys((path.name, *(sidecar.get("files") or ()), *beside))
     try:
         folder.mkdir(exist_ok=True)
-        for name in (*(sidecar.get("files") or {path.name: ""}), f"{path.name}.json"):
+        for name in names:
             if (path.parent / name).is_file():
                 (path.parent / name).replace(folder / name)
     except OSError as error:
@@ -179,17 +222,38 @@ def set_aside(path: Path) -> Path:
     return folder / path.name
 
 
-def exported_files(folder: Path) -> list[Path]:
-    """The files of the deployed model that some runtime opens."""
-    return sorted(path for path in folder.glob("model*") if path.suffix in RUNNERS)
+def refused(folder: Path) -> dict[str, str]:
+    """The files that a run should have exported and could not, by name, and why."""
+    path = folder / REFUSED
+    return dict(checkpoint.read_json(path)) if path.is_file() else {}
 
 
-def folder_checks(folder: Path, images: Tensor, real: bool) -> Iterator[Check]:
-    """`file_checks` of every exported file of a run folder, recorded in their sidecars where these can be written."""
-    model: Any = None
-    for path in exported_files(folder):
-        model = checkpoint.load(folder) if model is None else model
-        checks = file_checks(model, path, images, real=real)
-        with suppress(OutputError, ArtifactError):  # a read-only copy; a sidecar that is no JSON is told by the runner
-            record(path, checks)
-        yield from checks
+def refuse(folder: Path, files: dict[str, str]) -> None:
+    """Remember them."""
+    checkpoint.write_json(folder / REFUSED, files)
+
+
+def exported_files(folder: Path, stem: str = "model") -> list[Path]:
+    """The files of the deployed model, or of the `dense` one, that some runtime opens."""
+    return sorted(path for path in folder.glob(f"{stem}*") if path.suffix in RUNNERS)
+
+
+def folder_checks(folder: Path, images: Tensor, real: bool, dense: Path) -> Iterator[Check]:
+    """`file_checks` of every exported file of a run folder, recorded in their sidecars where these can be written.
+
+    dense: folder of the model before pruning, which the files of its export are held against.
+    """
+    for name, why in refused(folder).items():
+        if not (folder / name).is_file():
+            yield Check(f"export.{name}", "failed", detail=why)
+    for stem, source in (("model", folder), ("dense", dense)):
+        model: Any = None
+        for path in exported_files(folder, stem):
+            if model is None and not (source / checkpoint.PLAN).is_file():
+                yield Check(f"{PREFIX}{path.name}", "not_run", detail="its model is not here to be compared with")
+                continue
+            model = checkpoint.load(source) if model is None else model
+            checks = file_checks(model, path, images, real=real)
+            with suppress(OutputError, ArtifactError):  # a read-only copy; a damaged sidecar is told by the runner
+                record(path, checks)
+            yield from checks

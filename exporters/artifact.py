@@ -24,6 +24,7 @@ class Exported:
     metadata: what a user of the file must know (classes, pre-processing, plan hash, versions), each value JSON text.
     source: name and SHA-256 of the ONNX file that it was built from. build: what it was built with and for (runtime
     and version, compute capabilities, range of batches, flags). verified: its answers were held against the model's.
+    islands_search: which sets of fp32 islands were tried, who judged them, and which was chosen.
     """
 
     path: Path
@@ -38,6 +39,7 @@ class Exported:
     source: dict[str, str] = field(default_factory=dict)
     build: dict[str, Any] = field(default_factory=dict)
     verified: bool = False
+    islands_search: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "path": self.path.name}

@@ -8,11 +8,11 @@ from typing import Any
 from vitcompress import checkpoint, exporters, models
 from vitcompress.errors import InputError, did_you_mean
 from vitcompress.export_options import ExportOptions
-from vitcompress.exporters import agreement
+from vitcompress.exporters import agreement, exporting
 from vitcompress.exporters.artifact import Exported, Exporter, read_sidecar
+from vitcompress.exporters.tensorrt_engine import source_path
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
-from vitcompress.ranges import check_half
 from vitcompress.verdicts import Check, amend
 from vitcompress.verify import known_images
 
@@ -33,22 +33,25 @@ def export_folder(
     Raises:
         InputError: an unknown format, or one that this machine cannot write, or options that it does not offer.
         ArtifactError: not a finished run folder.
-        CheckFailedError: a result inside the model is too large for fp16, on the images it was verified with.
+        CheckFailedError: a result inside the model is too large for fp16, on the images it was verified with, or
+            no set of fp32 islands makes the file agree.
     """
     exporter, options = writable(name), options or ExportOptions()
     exporter.check(options)
     model = checkpoint.load(folder)
-    if options.precision == "fp16":
-        check_half(model, known_images(folder, model)[0], options.islands)
+    images, real = known_images(folder, model)
     path = out or folder / f"model{'' if options.precision == 'fp32' else '-' + options.precision}{exporter.suffix}"
     plan = Plan.from_json((folder / checkpoint.PLAN).read_text())
-    return exporter.export(
+    return exporting.export(
+        exporter,
         model,
         path,
+        images,
         input=models.input_config(model),
         classes=class_names(folder),
         plan_digest=plan.digest,
         options=options,
+        real=real,
         progress=progress,
     )
 
@@ -78,13 +81,17 @@ class Settled:
 def settle(folder: Path, exported: Exported, progress: Progress | None = None) -> Settled:
     """Hold an exported file against the model of the run `folder`, on the images that the folder was verified with.
 
-    The verdict goes into the sidecar and, where the file lies in the folder, into its verify.json; a file that fails is
-    moved to the folder `failed` beside it.
+    So is the ONNX file beneath an engine, which most machines can run. The verdict goes into the sidecar and, where the
+    file lies in the folder, into its verify.json; a file that fails is moved to the folder `failed` beside it.
     """
     (progress or Progress()).stage(f"Compare {exported.path.name} with the model")
     model = checkpoint.load(folder)
     images, real = known_images(folder, model)
-    checks = agreement.file_checks(model, exported.path, images, real=real)
+    checks, source = agreement.file_checks(model, exported.path, images, real=real), source_path(exported.path)
+    if source.is_file():
+        beneath = agreement.file_checks(model, source, images, real=real)
+        agreement.record(source, beneath)
+        checks = [*checks, *beneath]
     verdict = agreement.record(exported.path, checks)
     if exported.path.parent.resolve() == folder.resolve():
         amend(folder, checks, f"{agreement.PREFIX}{exported.path.name}")

@@ -40,6 +40,10 @@ from vitcompress.models import InputConfig
 from vitcompress.progress import Progress
 
 COMMON = ONNX.uses | {"batch", "sm", "optimization_level", "workspace", "keep_onnx"}
+DECOMPOSED = (
+    "decomposed attention, in the pattern that TensorRT documents as fused and at any widths of q/k and v; its "
+    "Attention operator wants them equal"
+)
 NO_GPU = "TensorRT builds on a GPU, and there is none here"
 ONLY_TRT = {"timing_cache", "hardware_compatible", "version_compatible"}  # need a GPU, or parts that RTX leaves out
 
@@ -188,7 +192,7 @@ def _described(
         len(built.data),
         {staged.name: sha256},
         source.opset,
-        source.opset_reason,
+        DECOMPOSED if source.opset == onnx_graph.DEFAULT_OPSET else source.opset_reason,
         source.metadata,
         source={"name": source.path.name, "sha256": source.sha256},
         build={

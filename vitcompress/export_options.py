@@ -9,6 +9,7 @@ from annotated_types import Ge, Le
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16"]
 Positive = Annotated[int, Ge(1)]
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class ExportOptions:
     opset: of ONNX, also of the file that an engine is built from; None lets the exporter choose and record why.
     batch: (least, best, largest) number of images; an engine is tuned for the middle one.
     sm: GPU compute capabilities (89 is 8.9) that an engine is for; none lets the exporter choose and say which.
-    islands: modules that stay in fp32 when the rest does not, by their names in the model.
+    islands: modules that stay in fp32 when the rest does not, by their names in the model; `auto` is the smallest
+        set that a search finds, beside those that are named.
     uint8: the file takes bytes, (batch, height, width, channels) of 0 to 255, and normalises them itself.
     optimization_level: 0 (quick build) to 5 (quick engine); None leaves the builder's own.
     workspace: bytes that an engine may use beside its weights; None leaves the builder's own.

@@ -1,8 +1,8 @@
 """A model in the precision that it is deployed in: fp32, or half precision with explicit islands of fp32.
 
 Islands are casts in the module itself, so every exporter and every runtime is told the same and nothing is guessed:
-`norm` (all LayerNorms), `softmax` (all attention cores), `head` (the classifier), a module by its path, or
-`PATH.softmax` for the core of one attention. In an island the weights stay fp32.
+`norm` (all LayerNorms), `softmax` (all attention cores), `head` (the classifier), `ffn` (all FFNs), a module by its
+path, or `PATH.softmax` for the core of one attention. In an island the weights stay fp32.
 
 An attention core is q k^T, softmax and its product with v. It is widened as a whole, by casts of q, k and v, which is
 the form that TensorRT fuses with accumulation in fp32; attentions that compute their scores themselves (Swin) have
@@ -22,7 +22,7 @@ from vitcompress.errors import CheckFailedError, InputError, did_you_mean
 from vitcompress.families import family_of
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
-KINDS = ("norm", "softmax", "head")
+KINDS = ("norm", "softmax", "head", "ffn")
 SOFTMAX = ".softmax"
 
 
@@ -47,7 +47,7 @@ def in_precision(model: nn.Module, precision: str = "fp32", islands: Sequence[st
     for name in wide:
         _widen(copy.get_submodule(name), HALF[precision], answers=name in heads)
     for name in names:
-        if name.endswith(SOFTMAX) and not any(_is_in(name, island) for island in wide):
+        if name.endswith(SOFTMAX):
             attention = name.removesuffix(SOFTMAX)
             copy.set_submodule(attention, WideSoftmax(copy.get_submodule(attention)))
     return Float32Io(copy, HALF[precision]).eval()
@@ -55,6 +55,8 @@ def in_precision(model: nn.Module, precision: str = "fp32", islands: Sequence[st
 
 def expanded(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
     """Every island by a name of its own, in the order of the model: modules, and `PATH.softmax` of attentions.
+
+    What lies inside another island is not one of its own.
 
     Raises:
         InputError: an island that the model does not have.
@@ -75,13 +77,34 @@ def expanded(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
                 hint=f"give {', '.join(KINDS)}, a module (blocks.0.mlp), or an attention (blocks.0.attn.softmax)",
             )
     order = {name: number for number, name in enumerate(modules)}
-    return tuple(sorted(set(found), key=lambda name: (order.get(name.removesuffix(SOFTMAX), 0), name)))
+    outer = {name for name in found if not any(name != other and _is_in(name, other) for other in found)}
+    return tuple(sorted(outer, key=lambda name: (order.get(name.removesuffix(SOFTMAX), 0), name)))
+
+
+def present(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
+    """Those of `islands` that `model` has: what was pruned needs none."""
+    kinds = _by_kind(model)
+    known = {*kinds, *kinds["softmax"], *dict(model.named_modules())} - {""}
+    return tuple(island for island in islands if island in known)
+
+
+def in_short(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
+    """Islands as `expanded` gives them, with the name of a kind in the place of all that are of it."""
+    left = list(islands)
+    whole = {kind: names for kind, names in _by_kind(model).items() if names and set(names) <= set(left)}
+    covered = {name for names in whole.values() for name in names}
+    return (*whole, *(name for name in left if name not in covered))
 
 
 def _by_kind(model: nn.Module) -> dict[str, list[str]]:
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
-    sites = (site.name for site in family_of(model).sites(model) if site.kind == "attention")
-    return {"norm": norms, "softmax": [f"{name}{SOFTMAX}" for name in sites], "head": list(_heads(model))}
+    sites = family_of(model).sites(model)
+    return {
+        "norm": norms,
+        "softmax": [f"{site.name}{SOFTMAX}" for site in sites if site.kind == "attention"],
+        "head": list(_heads(model)),
+        "ffn": [site.name for site in sites if site.kind == "ffn"],
+    }
 
 
 def _heads(model: nn.Module) -> Iterator[str]:

@@ -20,9 +20,9 @@ PART = 16  # images at a time
 
 @dataclass(frozen=True)
 class Ranges:
-    """Module by path -> the largest magnitude of any result inside it (`inside`) and of what it gives (`given`).
+    """Module by path -> the largest magnitude of any weight of it or result inside it (`inside`), and of what it gives.
 
-    A module's `inside` counts the operations that it does itself, not those of its children.
+    A module's `inside` counts its own weights and the operations that it does itself, not those of its children.
     """
 
     inside: Mapping[str, float]
@@ -48,6 +48,9 @@ def scan(model: nn.Module, images: Tensor) -> Ranges:
     finally:
         for hook in hooks:
             hook.remove()
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            _raise_to(seen.inside, name, float(parameter.abs().max()))
     return Ranges(seen.inside, seen.given)
 
 
@@ -86,7 +89,8 @@ class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _raise_to(known: dict[str, float], name: str, value: float) -> None:
-    if not value <= known.get(name, 0.0):  # NaN counts as larger than anything
+    before = known.get(name, 0.0)
+    if before == before and not value <= before:  # NaN counts as larger than anything
         known[name] = value
 
 
@@ -110,24 +114,36 @@ def needed_islands(model: nn.Module, ranges: Ranges, limit: float = LARGEST) -> 
     return tuple(sorted(found))
 
 
-def check_half(model: nn.Module, images: Tensor, islands: tuple[str, ...] = ()) -> Ranges:
+def check_half(
+    model: nn.Module, images: Tensor, islands: tuple[str, ...] = (), *, offer_islands: bool = True
+) -> Ranges:
     """Scan `model`, and refuse fp16 where a result outside `islands` would overflow.
+
+    offer_islands: name those that would help, for formats that have them.
 
     Raises:
         CheckFailedError: naming the layer, the number that it reaches and what to do.
     """
     found = scan(model, images)
+    if over := outside(model, found, islands):
+        needed = needed_islands(model, Ranges(over, found.given)) if offer_islands else None
+        remedy = f"--islands {','.join(sorted({*islands, *needed}))} or auto, or " if needed else ""
+        raise CheckFailedError(told(over), hint=f"use {remedy}--precision bf16 or fp32")
+    return found
+
+
+def outside(model: nn.Module, found: Ranges, islands: tuple[str, ...] = ()) -> dict[str, float]:
+    """The modules outside `islands` that would overflow in fp16, and what they reach."""
     kept = expanded(model, islands)
-    over = {name: value for name, value in found.overflowing().items() if not _kept(name, kept)}
-    if not over:
-        return found
+    return {name: value for name, value in found.overflowing().items() if not _kept(name, kept)}
+
+
+def told(over: Mapping[str, float]) -> str:
+    """The worst of what would overflow, in words."""
     worst = max(over, key=lambda name: over[name])
-    needed = needed_islands(model, Ranges({**over}, found.given))
-    remedy = f"--islands {','.join(sorted({*islands, *needed}))}, or " if needed else ""
-    raise CheckFailedError(
+    return (
         f"{worst or 'the model'} reaches {over[worst]:.3g} on these images, half precision ends at {LARGEST:.0f} "
-        f"({len(over)} such {'layer' if len(over) == 1 else 'layers'})",
-        hint=f"use {remedy}--precision bf16 or fp32",
+        f"({len(over)} such {'layer' if len(over) == 1 else 'layers'})"
     )
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tomli_w
 from annotated_types import Ge, Le
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue, ValidationError, create_model
 from pydantic_core import to_jsonable_python
 
 from vitcompress import recipes
@@ -61,11 +61,17 @@ class Finetune(TrainOptions):
     teacher_weights: str | None = None
 
 
+def _listed(value: Any) -> Any:
+    """One word for a list of one."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
 @dataclass(frozen=True)
 class ExportTable(ExportOptions):
     """What is exported, and how; each format takes of the options what concerns it."""
 
     formats: tuple[str, ...] = ("onnx",)
+    islands: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
 
 
 @dataclass(frozen=True)

@@ -155,14 +155,15 @@ def verify_folder(
     folder: str | Path,
     images: Tensor | None = None,
     dense: Path | None = None,
-    served: Callable[[Path, Tensor, bool], Iterable[Check]] | None = None,
+    served: Callable[[Path, Tensor, bool, Path], Iterable[Check]] | None = None,
 ) -> Verification:
     """Check everything that a run folder claims, and record the verdicts in its verify.json.
 
     images: (count, channels, height, width), normalised. They and the answers to them are kept in the folder, so that a
     later call, here or on another machine, can do without. Without any, noise is used.
     dense: folder of the model before pruning, which dense.onnx is compared with; None looks in the run folder.
-    served: checks of the exported files in their own runtimes, given the folder, the images and whether these are real.
+    served: checks of the exported files in their own runtimes, given the folder, the images, whether these are
+        real, and the folder of the model before pruning.
 
     Raises:
         ArtifactError, PlanError, WeightsError: not a run folder, or a damaged one.
@@ -172,9 +173,10 @@ def verify_folder(
         raise ArtifactError(f"there is no folder {folder}", hint="name a run folder, as in runs/digits_hetdpt")
     seen = checkpoint.load_tensors(folder / SEEN) if (folder / SEEN).is_file() else {}
     given, logits, checks = _compressed(folder, images, seen)
-    checks += _dense_onnx(folder, dense or folder / DENSE, given)  # when the compressed model is out of memory
+    before = dense or folder / DENSE
+    checks += _dense_onnx(folder, before, given)  # when the compressed model is out of memory
     real = images is not None or bool(seen)
-    checks += served(folder, given, real) if served else _engines(folder)
+    checks += served(folder, given, real, before) if served else _engines(folder)
     found = Verification(tuple(checks))
     with _tolerating_read_only((folder / LEDGER).is_file()):  # a read-only copy of a folder can be checked all the same
         if images is not None:
@@ -187,14 +189,14 @@ def known_images(folder: Path, model: nn.Module) -> tuple[Tensor, bool]:
     """The images that the folder was verified with, and True; noise and False where it has none."""
     if (folder / SEEN).is_file():
         return checkpoint.load_tensors(folder / SEEN)["images"], True
-    return _noise(model), False
+    return noise(model), False
 
 
 def _compressed(folder: Path, images: Tensor | None, seen: dict[str, Tensor]) -> tuple[Tensor, Tensor, list[Check]]:
     """What the deployed model was asked, what it answered, and all checks of it."""
     model = checkpoint.load(folder)
     plan = Plan.from_json((folder / checkpoint.PLAN).read_text())
-    given = images if images is not None else seen.get("images", _noise(model))
+    given = images if images is not None else seen.get("images", noise(model))
     return given, _answers(model, given), list(_checks(folder, model, plan, given, seen))
 
 
@@ -202,7 +204,8 @@ def _tolerating_read_only(allowed: bool) -> AbstractContextManager[object]:
     return suppress(OutputError) if allowed else nullcontext()
 
 
-def _noise(model: nn.Module) -> Tensor:
+def noise(model: nn.Module) -> Tensor:
+    """A few images of noise in the size that `model` takes, always the same: (count, channels, height, width)."""
     from vitcompress.models import input_config
 
     return torch.randn(EXACT_IMAGES, *input_config(model).size, generator=torch.Generator().manual_seed(0))

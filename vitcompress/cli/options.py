@@ -75,7 +75,12 @@ EXPORT = (
     click.option("--opset", type=int, help="ONNX operator set (default: chosen and recorded with the reason)."),
     click.option("--batch", callback=batch_range, metavar="L:B:L", help="Least, best and largest batch of an engine."),
     click.option("--sm", callback=capabilities, metavar="LIST", help="Compute capabilities of an engine, as in 80,89."),
-    click.option("--islands", callback=words, metavar="NAMES", help="Modules that stay in fp32."),
+    click.option(
+        "--islands",
+        callback=words,
+        metavar="NAMES",
+        help="What stays in fp32: norm, softmax, head, ffn, module paths; auto.",
+    ),
     click.option("--uint8", is_flag=True, help="Take bytes (batch, height, width, channels); normalise in the file."),
     click.option("--optimization-level", type=click.IntRange(0, 5), help="0 builds quickly, 5 the quickest engine."),
     click.option("--workspace", callback=size, metavar="SIZE", help="Memory an engine may use, as in 4G."),

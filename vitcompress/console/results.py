@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from vitcompress.console.drawing import print_line, print_pairs, print_records, print_table, print_text, stream_console
@@ -27,7 +27,7 @@ class Drawable(Protocol):
 def print_checks(checks: Iterable[Mapping[str, Any]]) -> None:
     """The verdicts of a verification, with value and tolerance; what did not run with the command that runs it."""
     console = stream_console(stderr=False)
-    table = Table("check", "verdict", "value", "tolerance", "detail", header_style="bold")
+    table = Table(Column("check", overflow="fold"), "verdict", "value", "tolerance", "detail", header_style="bold")
     for check in checks:
         verdict = str(check["verdict"])
         detail = " ".join(str(check[key]) for key in ("detail", "command") if check.get(key))
@@ -101,10 +101,25 @@ def print_export(done: Mapping[str, Any]) -> None:
         f"{done['folder']}/{done['path']}  {done['format']} {done['precision']}, {done['bytes']:,} bytes, opset "
         f"{done['opset']} ({done['opset_reason']})"
     )
+    if done["islands_search"]:
+        print_search(done["islands_search"])
     print_checks(done["checks"])
     if done["verdict"] == "not_run":
         commands = sorted({check["command"] for check in done["checks"] if check.get("command")})
         print_text(f"not verified on this machine; on the target: {', '.join(commands)}")
+
+
+def print_search(found: Mapping[str, Any]) -> None:
+    """The sets of fp32 islands that were tried, and which one was taken."""
+    table = Table("fp32 islands", "verdict", "judge", "reason", header_style="bold")
+    for tried in found["tries"]:
+        verdict = Text(tried["verdict"], style=VERDICTS[tried["verdict"]])
+        table.add_row(Text(", ".join(tried["islands"]) or "none"), verdict, Text(tried["by"]), Text(tried["reason"]))
+    stream_console(stderr=False).print(table)
+    proven = "no island of it can be left out" if found["smallest"] else "it may not be the smallest, the tries ran out"
+    proxy = "; the judge is a proxy, verify on the target" if found["proxy"] else ""
+    on = f"on {found['images']} images{'' if found['real'] else ' of noise'}"
+    print_text(f"kept in fp32: {', '.join(found['chosen']) or 'nothing'} ({on}; {proven}{proxy})")
 
 
 def print_result(table: Drawable, folder: object) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from vitcompress import distributed
 from vitcompress.checkpoint import read_json
-from vitcompress.pipeline import delivery, stages
+from vitcompress.pipeline import delivery, exports, stages
 from vitcompress.pipeline.folder import RECIPE, check_folder, is_done, opened
 from vitcompress.pipeline.outlook import dry_run
 from vitcompress.pipeline.preflight import (
@@ -99,7 +99,7 @@ def _train(job: Job) -> None:
 def _deliver(job: Job) -> None:
     """What the first process does when the others have left. Each part loads what it needs, one model at a time."""
     delivery.fold(job)
-    delivery.export(job)
+    exports.export(job)
     delivery.verify(job)
     delivery.judge(job)
     delivery.bench(job)

@@ -20,9 +20,10 @@ from vitcompress.bench import suite
 from vitcompress.checkpoint import read_json, write_json
 from vitcompress.data import eval_loader
 from vitcompress.evaluate import calibration_images, correct_mask, evaluate, mcnemar
-from vitcompress.exporters import EXPORTERS, agreement
+from vitcompress.exporters import agreement
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.methods import METHODS
+from vitcompress.pipeline.exports import class_names, drop_failed, exported, islands_told, plan_of, runnable
 from vitcompress.pipeline.preflight import Job, chosen_by
 from vitcompress.pipeline.stages import UNFOLDED, UNFOLDED_PLAN, step_folder
 from vitcompress.plan import Plan
@@ -64,48 +65,17 @@ def _folded(records: Sequence[surgery.FoldRecord]) -> Iterator[str]:
         yield f"{len(scales)} LayerScales: folded, {surgery.INTO_THE_LINEAR}"
 
 
-def export(job: Job) -> None:
-    """Both models in every format that the recipe asks for: a fair comparison needs the same exporter."""
-    table = job.recipe.export
-    for name in table.formats:
-        exporter = EXPORTERS[name]
-        for stem, folder, plan in (("dense", job.dense_folder, job.base), ("model", job.folder, plan_of(job))):
-            path = job.folder / f"{stem}{exporter.suffix}"
-            if Path(f"{path}.json").is_file():
-                continue
-            job.progress.stage(f"Export {path.name}")
-            exporter.export(
-                checkpoint.load(folder),
-                path,
-                input=job.input,
-                classes=class_names(job),
-                plan_digest=plan.digest,
-                options=table.only(exporter.uses),
-                progress=job.progress,
-            )
-        if reason := exporter.cannot_run():
-            job.progress.note(f"{name} is not run here: {reason}; on the target: vitcompress verify {job.folder}")
-
-
-def class_names(job: Job) -> tuple[str, ...]:
-    """The data's class names, numbers where there is no data."""
-    if job.data is not None:
-        return job.data.classes
-    return tuple(str(number) for number in range(job.classes))
-
-
-def plan_of(job: Job) -> Plan:
-    return Plan.from_json((job.folder / checkpoint.PLAN).read_text())
-
-
 # ----------------------------------------------------------------------------------------------------- verify and judge
 
 
 def verify(job: Job) -> None:
     """verify.json: everything that the run folder claims, checked on real images where there are any."""
-    path = job.folder / "verify.json"
-    if path.is_file():
-        return
+    if not (job.folder / "verify.json").is_file():
+        _verify(job)
+    drop_failed(job)
+
+
+def _verify(job: Job) -> None:
     job.progress.stage("Verify")
     found = verify_folder(job.folder, images=_images(job), dense=job.dense_folder, served=agreement.folder_checks)
     passed = Counter(check.name.split(".")[0] for check in found.checks if check.verdict == "passed")
@@ -148,22 +118,9 @@ def _judged(job: Job) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     """One after the other, so that one at a time is in memory."""
     for name, folder in (("dense", job.dense_folder), ("compressed", job.folder)):
         yield name, checkpoint.load(folder, job.runtime.device)
-    for path, device in _runnable(job, "model").values():
+    for path, device in runnable(job, "model").values():
         with closing(open_runner(path, device=device)) as runner:
             yield path.name, runner
-
-
-def _exported(job: Job, stem: str) -> list[Path]:
-    return [job.folder / f"{stem}{EXPORTERS[name].suffix}" for name in job.recipe.export.formats]
-
-
-def _runnable(job: Job, stem: str) -> dict[str, tuple[Path, str | None]]:
-    """The exported files that can be run on this machine, by format, each with the device to run it on."""
-    return {
-        name: (job.folder / f"{stem}{EXPORTERS[name].suffix}", job.onnx_device if name == "onnx" else None)
-        for name in job.recipe.export.formats
-        if EXPORTERS[name].cannot_run() is None
-    }
 
 
 # -------------------------------------------------------------------------------------------------------------- measure
@@ -176,11 +133,11 @@ def bench(job: Job) -> None:
         return
     job.progress.stage("Measure dense against compressed")
     table = job.recipe.bench
-    dense = _runnable(job, "dense")
+    dense = runnable(job, "dense")
     pairs: list[tuple[Path, Path, str | None]] = [
         (dense[name][0], after, device)
-        for name, (after, device) in _runnable(job, "model").items()
-        if name != "onnx" or "onnxruntime" in table.runtimes
+        for name, (after, device) in runnable(job, "model").items()
+        if name in dense and (name != "onnx" or "onnxruntime" in table.runtimes)
     ]
     if "torch" in table.runtimes:
         pairs.append((job.dense_folder, job.folder, str(job.runtime.device)))
@@ -216,6 +173,7 @@ def report(job: Job) -> None:
                 "weights": job.recipe.model.weights,
                 "input": job.input.to_dict(),
                 "classes": list(class_names(job)),
+                "uint8": job.recipe.export.uint8,
             },
             "plan": json.loads(plan.to_json()),
             "plan_sha256": plan.digest,
@@ -227,7 +185,7 @@ def report(job: Job) -> None:
             "before_recovery": before,
             "recovery": _read(job.state / "recovery.json"),
             "bench": _read(job.folder / "bench.json"),
-            "files": {path.name: _size(path) for stem in ("dense", "model") for path in _exported(job, stem)},
+            "files": {path.name: _size(path) for stem in ("dense", "model") for path in exported(job, stem)},
             "verify": read_json(job.folder / "verify.json"),
             "folding": _read(job.state / FOLDING),
             "searched": f"{plan.arch} with the weights that recovery starts from" if "search" in chosen else None,
@@ -265,5 +223,6 @@ def _remarks(job: Job) -> Iterator[str]:
             "The dense weights of distilled DeiT were themselves trained with a RegNetY teacher, so no result that "
             "starts from them was reached without an extra model."
         )
+    yield from islands_told(job)
     if job.runtime.device.type == "cpu":
         yield "Measured on a CPU: ratios to other hardware do not carry over."

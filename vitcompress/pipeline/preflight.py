@@ -13,6 +13,7 @@ from vitcompress.bench import timing
 from vitcompress.data import Splits, open_data
 from vitcompress.distributed import Runtime
 from vitcompress.errors import DeviceError, InputError, did_you_mean
+from vitcompress.export_options import AUTO
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.doctor import works_on
 from vitcompress.families import Family, family_of
@@ -22,6 +23,7 @@ from vitcompress.models import InputConfig
 from vitcompress.pipeline.folder import STATE, check_disk, check_writable
 from vitcompress.pipeline.teachers import check_teacher
 from vitcompress.plan import Plan
+from vitcompress.precision import expanded
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe, dense_key
 from vitcompress.train import check_options
@@ -133,6 +135,7 @@ def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Pro
     data = None if options.structure_only else open_data(recipe.data, recipe.run.seed)
     job = described(recipe, folder, runtime, progress, data, structure_only=options.structure_only)
     structure(job)
+    check_islands(job)
     check_training(job)
     check_bench(job)
     check_room(job)
@@ -184,6 +187,11 @@ def check_formats(recipe: Recipe) -> None:
             f"export.{idle[0]} is {getattr(table, idle[0])!r}, which means nothing to {', '.join(table.formats)}",
             hint="leave it out, or export to a format that uses it",
         )
+
+
+def check_islands(job: Job) -> None:
+    """Raise InputError for an fp32 island that the model before pruning does not have."""
+    expanded(job.blank, (name for name in job.recipe.export.islands if name != AUTO))
 
 
 def check_training(job: Job) -> None:

@@ -1,0 +1,85 @@
+"""One way to export, for recipes and for `vitcompress export`: look what fp16 cannot hold, choose islands, write."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from vitcompress.checkpoint import write_json
+from vitcompress.errors import CheckFailedError
+from vitcompress.export_options import AUTO, ExportOptions
+from vitcompress.exporters.agreement import FAILED
+from vitcompress.exporters.artifact import Exported, Exporter, write_sidecar
+from vitcompress.exporters.islands import Search, judge_of, search
+from vitcompress.models import InputConfig
+from vitcompress.progress import Progress
+from vitcompress.ranges import Ranges, check_half, scan
+
+
+def export(
+    exporter: Exporter,
+    model: nn.Module,
+    path: Path,
+    images: Tensor,
+    *,
+    input: InputConfig,
+    classes: Sequence[str] = (),
+    plan_digest: str = "",
+    options: ExportOptions,
+    real: bool = True,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write `model` in the format of `exporter`, as it does itself, in half precision after a look at the ranges.
+
+    images: (count, channels, height, width), normalised; what is scanned and, for the islands `auto`, compared. real:
+    whether they are of the kind that the model is made for, and not noise.
+
+    Raises:
+        CheckFailedError: a result inside the model is too large for fp16, or no set of islands makes the file agree.
+            What was tried then lies in `failed/<name>.islands.json` beside `path`.
+        InputError, VitcompressError, OutputError: as the exporter.
+    """
+    found = None
+    if AUTO in options.islands:
+        found = _searched(exporter, model, images, options, input, real=real, progress=progress)
+        options = replace(options, islands=_chosen(found, options, path))
+    elif options.precision == "fp16":
+        check_half(model, images, options.islands, offer_islands="islands" in exporter.uses)
+    done = exporter.export(
+        model, path, input=input, classes=classes, plan_digest=plan_digest, options=options, progress=progress
+    )
+    if found is not None:
+        done = replace(done, islands_search=found.as_data())
+        write_sidecar(done)
+    return done
+
+
+def _searched(
+    exporter: Exporter,
+    model: nn.Module,
+    images: Tensor,
+    options: ExportOptions,
+    input: InputConfig,
+    *,
+    real: bool,
+    progress: Progress | None,
+) -> Search:
+    fixed = tuple(name for name in options.islands if name != AUTO)
+    ranges = scan(model, images) if options.precision == "fp16" else Ranges({}, {})
+    judge = judge_of(exporter, model, images, options, input, real=real)
+    return search(model, judge, ranges, images, fixed=fixed, real=real, progress=progress)
+
+
+def _chosen(found: Search, options: ExportOptions, path: Path) -> tuple[str, ...]:
+    """The islands that were found; where there are none, what was tried is left for a person to read."""
+    if found.chosen is not None:
+        return found.chosen
+    account = path.parent / FAILED / f"{path.name}.islands.json"
+    write_json(account, found.as_data())
+    last = found.tries[-1]
+    raise CheckFailedError(
+        f"{path.name} in {options.precision} does not answer as the model does with any set of fp32 islands: "
+        f"{len(found.tries)} were tried, the largest ({', '.join(last.islands)}) failed: {last.reason}",
+        hint=f"use --precision {'bf16 or ' if options.precision == 'fp16' else ''}fp32; {account} tells of every set",
+    )

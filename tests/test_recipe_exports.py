@@ -1,0 +1,123 @@
+"""What a recipe exports in half precision or with bytes as input is scanned, verified and measured like all else."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import whole_runs as world
+from PIL import Image
+from whole_runs import ARCH, ARGS, SMALL
+
+from vitcompress import checkpoint, models
+from vitcompress.errors import InputError
+from vitcompress.exporters.agreement import folder_checks
+from vitcompress.exporters.artifact import read_sidecar
+from vitcompress.exporters.runtimes import open_runner
+from vitcompress.verify import verify_folder
+
+HALF = SMALL + '[export]\nprecision = "fp16"\n'
+GATE = ("flips", "kl", "cosine", "error")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, world.Told]:
+    """A whole run that takes bytes, in fp16 with islands that are searched."""
+    return world.run(tmp_path_factory.mktemp("home"), text=f'{HALF}islands = "auto"\nuint8 = true\n')
+
+
+@pytest.mark.slow
+def test_both_files_are_searched_verified_and_measured(finished: tuple[Any, world.Told]) -> None:
+    result, told = finished
+    assert result.passed
+    verdicts = {check["name"]: check for check in result.report["verify"]["checks"]}
+    for name in ("dense.onnx", "model.onnx"):
+        search = (read_sidecar(result.folder / name) or {})["islands_search"]
+        assert search["chosen"] == [] and search["real"] and search["images"] == 64
+        assert [note for note in told.notes if note.startswith("fp32 islands: no island: passed")]
+        for kind in (*GATE, *(f"rounded.{kind}" for kind in GATE)):
+            assert verdicts[f"agreement.{name}.{kind}"]["verdict"] == "passed"
+        assert f"{name} keeps nothing in fp32" in " ".join(result.report["notes"])
+    assert {"dense", "compressed", "model.onnx"} <= set(result.report["accuracy"])
+    rows = result.report["bench"][0]["rows"]
+    assert [(row["precision"], row["input_type"]) for row in rows] == [("fp16", "uint8")] * 2
+
+
+@pytest.mark.slow
+def test_dense_files_are_held_against_the_dense_model(finished: tuple[Any, world.Told], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0].folder, folder)
+    (folder / "dense.onnx").write_bytes((folder / "model.onnx").read_bytes())
+    (home,) = finished[0].folder.parent.glob("dense-*")
+    found = verify_folder(folder, dense=home, served=folder_checks)
+    failed = {check.name for check in found.checks if check.verdict == "failed"}
+    assert any(name.startswith("agreement.dense.onnx") for name in failed)
+    assert not any(name.startswith("agreement.model.onnx") for name in failed)
+    elsewhere = [
+        check for check in verify_folder(folder, served=folder_checks).checks if "agreement.dense" in check.name
+    ]
+    assert [check.verdict for check in elsewhere] == ["not_run"]
+
+
+@pytest.mark.slow
+def test_the_lines_of_the_report_give_the_file_bytes(finished: tuple[Any, world.Told], tmp_path: Path) -> None:
+    folder = finished[0].folder
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "report.md").read_text(), re.DOTALL)
+    assert "uint8" in code and "255" not in code
+    pixels = np.random.default_rng(0).integers(0, 255, (8, 8), np.uint8).astype(np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photo.png")
+    shutil.copy(folder / "model.onnx", tmp_path)
+    code = code.replace("photo.jpg", "photo.png")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    model = checkpoint.load(folder)
+    config = models.input_config(model)
+    images = (torch.from_numpy(pixels).float()[None, None] / 255 - config.mean[0]) / config.std[0]
+    expected = open_runner(folder / "model.onnx")(images).argmax(1)
+    assert done.stdout.strip() == str(int(expected))
+    assert int(model(images).argmax(1)) == int(expected)
+
+
+# -------------------------------------------------------------------------------------------------- what falls short
+
+
+def overflowing(path: Path) -> str:
+    """Weights of a model whose residual stream is too large for fp16."""
+    model = models.create(ARCH, {**ARGS, "num_classes": 10})
+    with torch.no_grad():
+        model.get_submodule("patch_embed.proj").bias.add_(1e5)
+    checkpoint.save_tensors(path, model.state_dict())
+    return str(path)
+
+
+@pytest.mark.parametrize("islands", ["[]", '"auto"'])
+def test_a_file_that_overflows_is_left_out_and_the_run_goes_on(islands: str, tmp_path: Path) -> None:
+    text = f"{HALF}islands = {islands}\n".replace('weights = "train"', "classes = 10")
+    text = re.sub(r"\[dense\].*?\n\n", "", text, flags=re.DOTALL)
+    options = {"structure_only": True, "weights": overflowing(tmp_path / "large.safetensors")}
+    result, _ = world.run(tmp_path, text=text, **options)
+    assert not result.passed and result.report["files"] == {}
+    failed = {check["name"]: check for check in result.report["verify"]["checks"] if check["verdict"] == "failed"}
+    assert set(failed) == {"export.dense.onnx", "export.model.onnx"}
+    assert "65504" in failed["export.model.onnx"]["detail"] and "bf16" in failed["export.model.onnx"]["detail"]
+    assert not list(result.folder.glob("*.onnx*"))
+    assert [entry["rows"][0]["runtime"] for entry in result.report["bench"]] == ["torch"]
+    again = verify_folder(result.folder, served=folder_checks)
+    assert {check.name for check in again.checks if check.verdict == "failed"} == set(failed)
+
+
+def test_an_island_that_is_not_there_is_told_before_anything_is_done(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no part 'blocks\.7'"):
+        world.run(tmp_path, "export.islands=blocks.7", text=HALF)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_word_is_a_list_of_one(tmp_path: Path) -> None:
+    recipe = world.recipe(tmp_path, "export.islands=auto", text=HALF)
+    assert recipe.export.islands == ("auto",)
+    assert json.dumps(world.recipe(tmp_path / "again", text=recipe.to_toml()).export.islands) == '["auto"]'

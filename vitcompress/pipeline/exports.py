@@ -1,0 +1,148 @@
+"""The files of a run: both models in every format that the recipe asks for, and what of them falls short."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from vitcompress import checkpoint
+from vitcompress.checkpoint import read_json
+from vitcompress.errors import CheckFailedError, DeviceError
+from vitcompress.evaluate import calibration_images
+from vitcompress.export_options import AUTO, ExportOptions
+from vitcompress.exporters import EXPORTERS, agreement, exporting
+from vitcompress.exporters.artifact import Exporter, read_sidecar
+from vitcompress.exporters.runtimes import open_runner
+from vitcompress.pipeline.preflight import Job
+from vitcompress.plan import Plan
+from vitcompress.precision import present
+from vitcompress.verify import noise
+
+LOOKED_AT = 64  # images on which ranges are scanned and islands chosen
+
+
+def export(job: Job) -> None:
+    """Both models in every format that the recipe asks for: a fair comparison needs the same exporter.
+
+    A file that half precision does not allow is told and left out; the rest of the run does without it.
+    """
+    refused = agreement.refused(job.folder)
+    for name in job.recipe.export.formats:
+        exporter = EXPORTERS[name]
+        for stem, folder, plan in (("dense", job.dense_folder, job.base), ("model", job.folder, plan_of(job))):
+            path = job.folder / f"{stem}{exporter.suffix}"
+            if path.name in refused or _stands(path, job, exporter):
+                continue
+            job.progress.stage(f"Export {path.name}")
+            try:
+                _export(job, exporter, path, checkpoint.load(folder), plan)
+            except CheckFailedError as error:
+                refused[path.name] = f"{error.message}; {error.hint} in `vitcompress export {job.folder}`"
+                agreement.refuse(job.folder, refused)
+                job.progress.note(refused[path.name])
+        if reason := exporter.cannot_run():
+            job.progress.note(f"{name} is not run here: {reason}; on the target: vitcompress verify {job.folder}")
+
+
+def _stands(path: Path, job: Job, exporter: Exporter) -> bool:
+    """Whether the file is there with all that is to be said of it."""
+    known, searched = read_sidecar(path), AUTO in _options(job, exporter).islands
+    return known is not None and (not searched or bool(known.get("islands_search")))
+
+
+def _options(job: Job, exporter: Exporter) -> ExportOptions:
+    return job.recipe.export.only(exporter.uses)
+
+
+def _export(job: Job, exporter: Exporter, path: Path, model: nn.Module, plan: Plan) -> None:
+    options = _options(job, exporter)
+    here = present(model, options.islands)
+    if gone := [name for name in options.islands if name not in (*here, AUTO)]:
+        job.progress.note(f"not in {path.name}, so no islands there: {', '.join(gone)}")
+    islands = tuple(name for name in options.islands if name not in gone)
+    images, real = _looked_at(job, model)
+    exporting.export(
+        exporter,
+        model,
+        path,
+        images,
+        input=job.input,
+        classes=class_names(job),
+        plan_digest=plan.digest,
+        options=replace(options, islands=islands),
+        real=real,
+        progress=job.progress,
+    )
+
+
+def _looked_at(job: Job, model: nn.Module) -> tuple[Tensor, bool]:
+    """Images on which something may be chosen, as test images may not be, and True; noise and False without any."""
+    if job.data is None:
+        return noise(model), False
+    source = job.data.heldout or job.data.train
+    return calibration_images(source, job.input, min(LOOKED_AT, len(source)), job.recipe.run.seed), True
+
+
+def class_names(job: Job) -> tuple[str, ...]:
+    """The data's class names, numbers where there is no data."""
+    if job.data is not None:
+        return job.data.classes
+    return tuple(str(number) for number in range(job.classes))
+
+
+def plan_of(job: Job) -> Plan:
+    return Plan.from_json((job.folder / checkpoint.PLAN).read_text())
+
+
+# --------------------------------------------------------------------------------------------- what is there at the end
+
+
+def drop_failed(job: Job) -> None:
+    """Move away each file that does not answer as its model does, and remember why it is not there."""
+    refused = agreement.refused(job.folder)
+    checks = read_json(job.folder / "verify.json")["checks"]
+    for path in (path for stem in ("dense", "model") for path in exported(job, stem)):
+        name = f"{agreement.PREFIX}{path.name}"
+        wrong = [c for c in checks if c["verdict"] == "failed" and f"{c['name']}.".startswith(f"{name}.")]
+        if wrong and path.is_file():
+            refused[path.name] = f"{wrong[0]['name']}: {wrong[0]['detail']}"
+            agreement.refuse(job.folder, refused)
+            job.progress.note(f"{path.name} does not answer as its model does: moved to {agreement.set_aside(path)}")
+
+
+def exported(job: Job, stem: str) -> list[Path]:
+    """The files of one model that the recipe asks for and that are there."""
+    paths = (job.folder / f"{stem}{EXPORTERS[name].suffix}" for name in job.recipe.export.formats)
+    return [path for path in paths if path.is_file()]
+
+
+def runnable(job: Job, stem: str) -> dict[str, tuple[Path, str | None]]:
+    """Those of them that can be run on this machine, by format, each with the device to run it on."""
+    found = {}
+    for name in job.recipe.export.formats:
+        path, device = job.folder / f"{stem}{EXPORTERS[name].suffix}", job.onnx_device if name == "onnx" else None
+        if path.is_file() and EXPORTERS[name].cannot_run() is None and _opens(path, device, job):
+            found[name] = path, device
+    return found
+
+
+def _opens(path: Path, device: str | None, job: Job) -> bool:
+    """Whether the device computes in the precision of the file, which not every processor does."""
+    try:
+        open_runner(path, device=device).close()
+    except DeviceError as error:
+        job.progress.note(f"{path.name} is not run here: {error.message}")
+        return False
+    return True
+
+
+def islands_told(job: Job) -> Iterator[str]:
+    """Which parts of the exported files stay in fp32, and who said so."""
+    for path in (path for stem in ("dense", "model") for path in exported(job, stem)):
+        found: dict[str, Any] = (read_sidecar(path) or {}).get("islands_search") or {}
+        if found:
+            tried = f"{len(found['tries'])} sets of islands tried, judged by {found['judge']}"
+            proxy = ", a proxy for the GPU" if found["proxy"] else ""
+            yield f"{path.name} keeps {', '.join(found['chosen']) or 'nothing'} in fp32 ({tried}{proxy})."
