@@ -72,12 +72,6 @@ def others_cores(before: tuple[float, float, float] | None, after: tuple[float, 
     return max(0.0, (everyone - own) / wall)
 
 
-def resident_bytes() -> int | None:
-    """Memory that this process holds now; None where the system does not tell."""
-    status = Path("/proc/self/statm")
-    return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.is_file() else None
-
-
 def peak_bytes() -> int | None:
     """Most memory that this process has held."""
     try:

@@ -1,6 +1,6 @@
 """What timm's families have in common: blocks of two residual branches, attention with packed q, k and v, MLPs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.nn.functional as F
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from vitcompress.families.anatomy import Axis, LinearPair, Site, Space, input_axis, linear_axes, norm_axes
 from vitcompress.families.edited import EditedBlock
+
+Describe = Callable[[nn.Module, str, Any], tuple[list[Space], list[Axis]]]  # of a part of the block at a path
 
 
 def plain(*parts: nn.Module | None) -> bool:
@@ -104,6 +106,20 @@ def ffn(model: nn.Module, path: str, mlp: Any) -> tuple[list[Space], list[Axis]]
 def child_axes(model: nn.Module, path: str, block: nn.Module, names: tuple[str, ...]) -> list[Axis]:
     """The axes of these norms and LayerScales of a block, as far as it has them."""
     return [axis for name in names if hasattr(block, name) for axis in norm_axes(model, f"{path}.{name}")]
+
+
+def block_spaces(
+    model: nn.Module, path: str, block: nn.Module, norms: tuple[str, ...], attention: Describe
+) -> tuple[list[Space], list[Axis]]:
+    """Spaces inside a block, and the residual axes of all its parts. attention: as `packed_attention` does it."""
+    spaces: list[Space] = []
+    stream = child_axes(model, path, block, norms)
+    for name, describe in (("attn", attention), ("mlp", ffn)):
+        if hasattr(block, name):
+            own, axes = describe(model, path, getattr(block, name))
+            spaces += own
+            stream += axes
+    return spaces, stream
 
 
 def linear_pair(model: nn.Module, ffn: str) -> LinearPair | None:

@@ -106,16 +106,9 @@ def spaces(model: Any) -> tuple[Space, ...]:
     inner: list[Space] = []
     residual = {f"stages.{name}": _entry(model, f"stages.{name}") for name, _ in model.stages.named_children()}
     for path, block in blocks(model).items():
-        stream = residual[path.rsplit(".", 2)[0]]
-        stream += common.child_axes(model, path, block, ("norm1", "norm2"))
-        if hasattr(block, "attn"):
-            of_attention, axes = _attention(model, path, block.attn)
-            inner += of_attention
-            stream += axes
-        if hasattr(block, "mlp"):
-            hidden, axes = common.ffn(model, path, block.mlp)
-            inner += hidden
-            stream += axes
+        own, axes = common.block_spaces(model, path, block, ("norm1", "norm2"), _attention)
+        inner += own
+        residual[path.rsplit(".", 2)[0]] += axes
     for name, axes in residual.items():
         axes += _exit(model, name)
     streams = (Space(f"{n}.residual", "residual", _width(model, n), tuple(axes)) for n, axes in residual.items())

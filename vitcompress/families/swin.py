@@ -6,6 +6,7 @@ attention (`ShiftedWindowAttention`).
 """
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -176,21 +177,20 @@ def spaces(model: Any) -> tuple[Space, ...]:
     inner: list[Space] = []
     residual: dict[str, list[Axis]] = {name: _entry(model, name) for name in _stages(model)}
     for path, block in blocks(model).items():
-        stream = residual[path.rsplit(".", 2)[0]]
-        stream += common.child_axes(model, path, block, ("norm1", "norm2"))
-        if hasattr(block, "attn"):
-            (qk, v), axes = common.packed_attention(model, path, block.attn)
-            table = Axis(f"{path}.attn.relative_position_bias_table", 1, per_head=True)
-            inner += [Space(qk.name, qk.kind, qk.size, (*qk.axes, table), qk.heads, qk.attention), v]
-            stream += axes
-        if hasattr(block, "mlp"):
-            hidden, axes = common.ffn(model, path, block.mlp)
-            inner += hidden
-            stream += axes
+        own, axes = common.block_spaces(model, path, block, ("norm1", "norm2"), _attention)
+        inner += own
+        residual[path.rsplit(".", 2)[0]] += axes
     for name, axes in residual.items():
         axes += _exit(model, name)
     streams = (Space(f"{n}.residual", "residual", _width(model, n), tuple(axes)) for n, axes in residual.items())
     return (*inner, *streams)
+
+
+def _attention(model: nn.Module, path: str, attn: Any) -> tuple[list[Space], list[Axis]]:
+    """As packed attention has them, with a column of the position table for each head."""
+    (qk, v), axes = common.packed_attention(model, path, attn)
+    table = Axis(f"{path}.attn.relative_position_bias_table", 1, per_head=True)
+    return [replace(qk, axes=(*qk.axes, table)), v], axes
 
 
 def _stages(model: nn.Module) -> list[str]:

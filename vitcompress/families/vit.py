@@ -108,12 +108,9 @@ def spaces(model: Any) -> tuple[Space, ...]:
     inner: list[Space] = []
     residual: list[Axis] = list(_stem_axes(model))
     for path, block in blocks(model).items():
-        residual += common.child_axes(model, path, block, ("norm1", "ls1", "norm2", "ls2"))
-        for name, describe in (("attn", common.packed_attention), ("mlp", common.ffn)):
-            if hasattr(block, name):
-                own, axes = describe(model, path, getattr(block, name))
-                inner += own
-                residual += axes
+        own, axes = common.block_spaces(model, path, block, ("norm1", "ls1", "norm2", "ls2"), common.packed_attention)
+        inner += own
+        residual += axes
     residual += [axis for name in ("norm", "fc_norm") for axis in norm_axes(model, name)]
     residual += [input_axis(name) for name in HEADS if isinstance(getattr(model, name, None), nn.Linear)]
     return (*inner, Space("residual", "residual", _width(model), tuple(residual)))
