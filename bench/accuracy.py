@@ -12,7 +12,7 @@ from torch import Tensor
 from vitcompress.data import DataOptions, open_test
 from vitcompress.distributed import Runtime
 from vitcompress.errors import ArtifactError, InputError
-from vitcompress.evaluate import correct_mask, evaluate, mcnemar
+from vitcompress.evaluate import judged, mcnemar
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.loaders import Images, eval_loader
 from vitcompress.progress import Progress
@@ -49,7 +49,7 @@ def run(
     rows, right = [], []
     for artifact in artifacts:
         progress.stage(f"Evaluate {artifact}")
-        row, mask = _judge(artifact, classes, images, options, compared=len(artifacts) > 1)
+        row, mask = _judge(artifact, classes, images, options)
         rows.append(row)
         right.append(mask)
         progress.note(f"{row['correct']} of {row['total']} right")
@@ -74,16 +74,15 @@ def data_of(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptions:
 
 
 def _judge(
-    artifact: str, classes: Sequence[str], images: Images, options: EvaluateOptions, *, compared: bool
+    artifact: str, classes: Sequence[str], images: Images, options: EvaluateOptions
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """One row, and which images were right (empty unless it is compared)."""
+    """One row, and which images were right."""
     runner = open_runner(artifact, options.runner)
     try:
         asked = Asked(runner, options.batch)
         loader = _loader(asked, classes, images, options)
         runtime = Runtime(torch.device("cpu"), workers=options.workers)
-        found = evaluate(asked, loader, runtime)
-        mask = correct_mask(asked, loader, runtime) if compared else np.empty(0, bool)
+        found, mask = judged(asked, loader, runtime)
         return {"artifact": runner.name, **found.to_dict(), **_about(runner)}, mask
     finally:
         runner.close()

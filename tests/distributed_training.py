@@ -20,7 +20,7 @@ from vitcompress import models
 from vitcompress.checkpoint import save_tensors, write_json
 from vitcompress.data import Augmentation, eval_loader, train_loader
 from vitcompress.distributed import Runtime, start, stop
-from vitcompress.evaluate import correct_mask, evaluate
+from vitcompress.evaluate import judged
 from vitcompress.families import family_of
 from vitcompress.gates import GatedModel
 from vitcompress.models import input_config
@@ -93,8 +93,8 @@ def main(folder: Path) -> None:
         tensors |= {f"{optimizer}.{name}": value for name, value in module.state_dict().items()}
     tensors |= {f"start.{name}": value for name, value in gated().state_dict().items()}
     loader = eval_loader(images(), input_config(module.model), 5, runtime)
-    facts["accuracy"] = asdict(evaluate(module, loader, runtime))
-    facts["correct"] = correct_mask(module, loader, runtime).tolist()
+    accuracy, right = judged(module, loader, runtime)
+    facts |= {"accuracy": asdict(accuracy), "correct": right.tolist()}
     with torch.no_grad():
         answers = [functional.log_softmax(module(pixels), 1) for pixels, _ in loader]
     tensors["entropy"] = runtime.all_sum(-sum((p.exp() * p).sum() for p in answers))  # type: ignore[arg-type]

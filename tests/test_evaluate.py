@@ -11,7 +11,7 @@ from torch import Tensor
 from vitcompress.data import eval_loader
 from vitcompress.distributed import Runtime
 from vitcompress.errors import DataError, VitcompressError
-from vitcompress.evaluate import Accuracy, calibration_images, correct_mask, evaluate, mcnemar, wilson
+from vitcompress.evaluate import Accuracy, calibration_images, evaluate, judged, mcnemar, wilson
 from vitcompress.models import InputConfig
 from vitcompress.sources import ArrayImages
 
@@ -65,9 +65,16 @@ def test_loss_is_the_mean_over_images_not_batches() -> None:
     assert evaluate(predict, loader, CPU).loss == pytest.approx(expected, rel=1e-6)
 
 
-def test_correct_mask_is_in_the_order_of_the_data() -> None:
-    mask = correct_mask(oracle(5, wrong={0, 4, 9}), eval_loader(numbered(11, 5), INPUT, 3, CPU), CPU)
+def test_what_is_right_is_told_in_the_order_of_the_data_and_asked_once() -> None:
+    predict, asked = oracle(5, wrong={0, 4, 9}, second={4}), list[int]()
+
+    def counted(images: Tensor) -> Tensor:
+        asked.append(len(images))
+        return predict(images)
+
+    found, mask = judged(counted, eval_loader(numbered(11, 5), INPUT, 3, CPU), CPU)
     assert mask.dtype == bool and np.flatnonzero(~mask).tolist() == [0, 4, 9]
+    assert (found.correct, found.total) == (mask.sum(), 11) and sum(asked) == 11
 
 
 def test_numbers_that_are_not_finite_are_not_counted_as_answers() -> None:

@@ -69,26 +69,30 @@ def evaluate(predict: Callable[[Tensor], Tensor], loader: EvalLoader, runtime: R
     """Accuracy of `predict` (images (batch, C, H, W) -> logits (batch, classes)) over all ranks' shares of `loader`.
 
     Raises:
+        DataError: there is no image.
         VitcompressError: when a logit is not finite, as no accuracy can be read from it.
     """
-    sums = torch.zeros(4, dtype=torch.float64)
+    return judged(predict, loader, runtime)[0]
+
+
+def judged(predict: Callable[[Tensor], Tensor], loader: EvalLoader, runtime: Runtime) -> tuple[Accuracy, np.ndarray]:
+    """`evaluate`, and which images `predict` gets right: booleans in the order of the data set, the same on every rank.
+
+    Every image is asked once.
+    """
+    loss, parts = torch.zeros((), dtype=torch.float64), [torch.zeros(0, 2)]
     for logits, targets in _answers(predict, loader):
         hits = _hits(logits, targets)
-        loss = functional.cross_entropy(logits, targets, reduction="none").double().sum()
-        sums += torch.tensor([hits[:, :1].sum(), hits.sum(), len(targets), loss], dtype=torch.float64)
-    correct, correct5, total, loss_sum = runtime.all_sum(sums).tolist()
-    if not total:
+        parts.append(torch.stack([hits[:, 0], hits.any(dim=1)], dim=1))
+        loss += functional.cross_entropy(logits, targets, reduction="none").double().sum()
+    right = torch.zeros(loader.total, 2)
+    right[runtime.rank :: runtime.world_size] = torch.cat(parts)
+    if not loader.total:
         raise DataError("there is no image to evaluate", hint="give a data set with test images")
-    return Accuracy(round(correct), round(correct5), round(total), loss_sum / total)
-
-
-def correct_mask(predict: Callable[[Tensor], Tensor], loader: EvalLoader, runtime: Runtime) -> np.ndarray:
-    """Which images `predict` gets right: booleans in the order of the data set, the same on every rank."""
-    mask = torch.zeros(loader.total)
-    parts = [_hits(logits, targets)[:, 0] for logits, targets in _answers(predict, loader)]
-    if parts:
-        mask[runtime.rank :: runtime.world_size] = torch.cat(parts).to(mask.dtype)
-    return runtime.all_sum(mask).numpy() > 0.5
+    found, loss_sum = runtime.all_sum(right), float(runtime.all_sum(loss))
+    correct, correct5 = found.sum(dim=0).round().int().tolist()
+    accuracy = Accuracy(correct, correct5, loader.total, loss_sum / loader.total)
+    return accuracy, found[:, 0].numpy() > 0.5
 
 
 def mcnemar(a_correct: np.ndarray, b_correct: np.ndarray) -> McNemar:

@@ -57,13 +57,19 @@ def test_a_timm_name_is_a_runner() -> None:
     assert runner.describe()["weights"] == "random"
 
 
+class Batches(list):
+    """What an EvalLoader is to an evaluation."""
+
+    total = len(X)
+
+
 def test_a_runner_can_be_evaluated(folder: Path) -> None:
     from vitcompress.distributed import Runtime
 
     best = expected().argmax(1)
     runner = open_runner(folder / "model.onnx")
-    batch = [(X, best)]
-    assert evaluate(runner, batch, Runtime(torch.device("cpu"))).top1 == 1.0
+    batches = Batches([(X, best)])
+    assert evaluate(runner, batches, Runtime(torch.device("cpu"))).top1 == 1.0
 
 
 def test_threads_are_set_for_each_call_and_restored() -> None:

@@ -19,7 +19,7 @@ from vitcompress.bench import report as reports
 from vitcompress.bench import suite
 from vitcompress.checkpoint import read_json, write_json
 from vitcompress.data import eval_loader
-from vitcompress.evaluate import calibration_images, correct_mask, evaluate, mcnemar
+from vitcompress.evaluate import calibration_images, judged, mcnemar
 from vitcompress.exporters import agreement
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.methods import METHODS
@@ -105,8 +105,8 @@ def judge(job: Job) -> None:
     found: dict[str, Any] = {}
     right: dict[str, np.ndarray] = {}
     for name, predict in _judged(job):
-        found[name] = evaluate(predict, loader, job.runtime).to_dict()
-        right[name] = correct_mask(predict, loader, job.runtime)
+        accuracy, right[name] = judged(predict, loader, job.runtime)
+        found[name] = accuracy.to_dict()
         job.progress.note(f"{name}: {found[name]['correct']} of {found[name]['total']} right")
     test = mcnemar(right["dense"], right["compressed"])
     found["mcnemar"] = asdict(test)
