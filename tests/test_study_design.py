@@ -1,0 +1,79 @@
+"""A study's file and what is asked of it: mistakes are told before anything runs, and shipped studies are fair."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from tiny_study import TINY
+
+from vitcompress import cli, recipes, study
+from vitcompress.errors import RecipeError
+from vitcompress.study.design import epochs_before_recovery, load_study
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study's file."""
+    path = tmp_path_factory.mktemp("studies") / "tiny.toml"
+    path.write_text(TINY)
+    return path
+
+
+def said(*arguments: str) -> str:
+    done = CliRunner().invoke(cli.main, ["study", *arguments, "--json"])
+    assert done.exit_code == 2, done.output
+    return str(json.loads(done.stdout)["error"])
+
+
+def test_wrong_arguments_are_told_and_nothing_is_written(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said("digit") == "there is no study called 'digit', and no such file; nearest: digits"
+    assert said(str(tiny), "--seeds", "0") == "seeds must be 1 or more, got 0"
+    assert said(str(tiny), "--jobs", "0") == "jobs must be 1 or more, got 0"
+    assert said(str(tiny), "--rows", "contol") == "the study has no row 'contol', did you mean control?"
+    assert "speed.protocol" in said(str(tiny), "--set", "speed.protocol=often")
+    assert "row random_2: pruned_layers is 9" in said(str(tiny), "--set", "row.1.step.0.pruned_layers=9")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("epochs = 2\n", "epochs = 1\n"), "row control: 1 epochs in all leave 0 for the recovery"),
+        (("epochs = 2\n", ""), "epochs"),
+        (('name = "random_2"', 'name = "control"'), "row control: there are two of this name"),
+        (('name = "random_2"', 'name = "Random 2"'), "row[1].name"),
+        (('["Control"]', '["Contrl"]'), "got 'Contrl', expected the curve of a row, did you mean Control?"),
+        (("[options.random]", "[options.randm]"), "options.randm   no such method, did you mean random?"),
+        (("attention = 1", "atention = 1"), "row random_2: step[0].atention"),
+        (('distillation = "soft"', 'epochs = 3, distillation = "soft"'), "base.finetune.epochs"),
+    ],
+)
+def test_mistakes_in_the_file_are_told(tiny: Path, tmp_path: Path, change: tuple[str, str], words: str) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(TINY.replace(*change))
+    with pytest.raises(RecipeError) as caught:
+        load_study(str(path))
+    assert words in caught.value.message and "of the study" in caught.value.message
+
+
+def test_a_dry_run_says_what_rows_cost_and_writes_nothing(tiny: Path, tmp_path: Path) -> None:
+    found = study.dry_run(load_study(str(tiny)), study.StudyOptions(tmp_path / "s", seeds=2))
+    assert found["runs"] == 4 and [row["row"] for row in found["rows"]] == ["control", "random_2"]
+    assert found["rows"][0]["macs_ratio"] == 1 > found["rows"][1]["macs_ratio"] and found["missing"] == []
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", recipes.study_names())
+def test_shipped_studies_give_every_row_the_same_training(name: str) -> None:
+    loaded = load_study(name)
+    assert {epochs_before_recovery(r.recipe) + r.recipe.finetune.epochs for r in loaded.rows} == {loaded.epochs}
+    assert len({replace(r.recipe.finetune, epochs=1) for r in loaded.rows if r.recipe.finetune}) == 1
+    assert len({(r.recipe.dense, r.recipe.data) for r in loaded.rows}) == 1
+    opening = [line.removeprefix("#").strip() for line in recipes.study_text(name).splitlines() if line.startswith("#")]
+    assert any(line.startswith(f"vitcompress study {name}") for line in opening)
+    assert any(not row.against for row in loaded.rows)  # something that all else is held against
