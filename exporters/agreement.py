@@ -121,7 +121,8 @@ def file_checks(
             checks = _asked(expected, runner, name, images, real=real)
     except (DeviceError, MissingExtraError) as error:
         command = f"vitcompress verify {path.parent}"
-        checks = [Check(name, "not_run", detail=f"{error.message}; run the command on the target", command=command)]
+        detail = f"{error.message}; {error.hint or 'run the command on the target'}"
+        checks = [Check(name, "not_run", detail=detail, command=command)]
     except VitcompressError as error:
         return [Check(name, "failed", detail=error.message)]
     return checks if device else [*checks, *rounded_checks(expected, path, images, real=real)]

@@ -7,7 +7,7 @@ and `Bindings` has become `I/O Tensors`.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,15 @@ TYPES = (
     ("fp32", re.compile(r"float|fp32", re.I)),
 )
 WIDTH = {"fp8": 1, "int8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
-FUSED_ATTENTION = re.compile(r"mha|flash|fused_?attention", re.I)
+FUSED_ATTENTION = re.compile(r"_gem[mv]_mha|fmha|flash|fused_?(?:mha|attention)", re.I)
 SOFTMAX = re.compile(r"softmax|SubExpSum", re.I)  # the latter is how generated kernels spell it
 HEAVY_TYPES = re.compile(r"gemm|matrix_?multiply|convolution|fullyconnected", re.I)
-HEAVY_NAMES = re.compile(r"gemm|xmma|cutlass|h16816|cublas|convolution", re.I)
+HEAVY_NAMES = re.compile(r"gemm|xmma|cutlass|h16816|cublas|convolution|\b__myl_(?:bb\d+_\d+_)?Fc", re.I)
 COPIES = re.compile(r"reformat|^cast$", re.I)
-CAST_KERNEL = re.compile(r"^_{2}myl_(?:(?:Repl)?Cast|Move)+(?:_|$)")  # a generated kernel that does nothing else
+# A generated kernel that does nothing else; older versions spell operators with three letters.
+CAST_KERNEL = re.compile(r"^_{2}myl_(?:bb\d+_\d+_)?(?:(?:Repl?)?Cast?|Move?)+(?:_|$)")
+IDLE = re.compile(r"^(noop|constant|wait|signal|shape_call)$", re.I)  # takes no time on the GPU
+OPAQUE = re.compile(r"^myelin$|^\{ForeignNode", re.I)  # many layers as one, which nothing is told of
 HALF = ("fp16", "bf16")  # fused attention kernels exist for these
 
 
@@ -74,6 +77,16 @@ class Layer:
         return bool(COPIES.search(self.kind) or CAST_KERNEL.search(self.name))
 
     @property
+    def idle(self) -> bool:
+        """Whether it does nothing, such as a reformat that the next layer does on the way."""
+        return bool(IDLE.search(self.kind))
+
+    @property
+    def opaque(self) -> bool:
+        """Whether it stands for many layers that are not told one by one."""
+        return bool(OPAQUE.search(self.kind) or OPAQUE.search(self.name))
+
+    @property
     def softmax(self) -> bool:
         """Whether it is a softmax of its own: attention that was not fused."""
         return not self.fused_attention and bool(SOFTMAX.search(f"{self.name} {self.kind} {self.metadata}"))
@@ -112,10 +125,20 @@ def _layer(data: Mapping[str, Any]) -> Layer:
         str(data.get("LayerType", "")),
         str(data.get("TacticName") or ""),
         str(data.get("Metadata") or ""),
-        tuple(_type(tensor) for tensor in data.get("Inputs", ())),
-        tuple(_type(tensor) for tensor in data.get("Outputs", ())),
+        _types(data.get("Inputs", ())),
+        _types(data.get("Outputs", ())),
         _named(str(weights.get("Type", ""))) if isinstance(weights, Mapping) else None,
     )
+
+
+def _types(tensors: Iterable[Mapping[str, Any]]) -> tuple[str | None, ...]:
+    return tuple(_type(tensor) for tensor in tensors if not _single(tensor))
+
+
+def _single(tensor: Mapping[str, Any]) -> bool:
+    """Whether a tensor is one value: a product's factors are fp32 whatever is multiplied."""
+    sizes = tensor.get("Dimensions")
+    return isinstance(sizes, list) and all(size == 1 for size in sizes)
 
 
 def _type(tensor: Mapping[str, Any]) -> str | None:
@@ -142,9 +165,10 @@ def truth(layers: Sequence[Layer], precision: str, attentions: int, limits: Limi
 def _checks(layers: Sequence[Layer], precision: str, attentions: int, limits: Limits) -> Iterator[Check]:
     yield _precision(layers, precision, limits)
     yield _attention(layers, precision, attentions)
-    copies = sum(layer.copies for layer in layers)
-    share = copies / len(layers) if layers else 1.0
-    detail = f"{copies} of {len(layers)} layers only cast or reformat"
+    working = [layer for layer in layers if not layer.idle]
+    copies = sum(layer.copies for layer in working)
+    share = copies / len(working) if working else 1.0
+    detail = f"{copies} of {len(working)} layers only cast or reformat"
     yield Check("engine.copies", "passed" if share <= limits.copies else "failed", share, limits.copies, detail)
 
 
@@ -152,6 +176,8 @@ def _precision(layers: Sequence[Layer], wanted: str, limits: Limits) -> Check:
     """Share of the heavy layers in the requested precision. TF32 may do less than it may: plain fp32 is no failure."""
     name, heavy = "engine.precision", [layer for layer in layers if layer.heavy]
     known = [layer for layer in heavy if layer.precision is not None]
+    if hidden := sum(layer.opaque for layer in layers):
+        return Check(name, "not_run", detail=f"{hidden} layers stand for many whose precision is not told")
     if not known or len(known) < limits.precision * len(heavy):
         why = f"the precision of {len(heavy) - len(known)} of {len(heavy)} heavy layers is not told"
         return Check(name, "not_run", detail=why)
@@ -171,5 +197,7 @@ def _attention(layers: Sequence[Layer], precision: str, attentions: int) -> Chec
     detail = f"{fused} fused attention kernels and {apart} softmaxes apart from them, for {attentions} attentions"
     if precision not in HALF:
         return Check(name, "not_run", detail=f"{detail}; fused kernels are for half precision")
+    if fused < attentions and any(layer.opaque for layer in layers):
+        return Check(name, "not_run", detail=f"{detail}; some layers stand for many that are not told")
     good = fused >= attentions and (attentions == 0 or apart == 0)
     return Check(name, "passed" if good else "failed", float(fused), float(attentions), detail)

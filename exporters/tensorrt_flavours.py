@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vitcompress.errors import InputError, MissingExtraError
+from vitcompress.errors import DeviceError, InputError, MissingExtraError
 
 DATA_CENTRE = (90, 100, 103, 107, 110)  # Hopper and Blackwell of data centres and robots: not for TensorRT for RTX
 RTX_DEFAULT = (80, 86, 89, 120)  # Ampere, Ada and Blackwell: what TensorRT for RTX itself builds for
@@ -28,16 +28,16 @@ class Flavour:
     oldest: tuple[int, ...]
 
     def load(self) -> Any:
-        """The library. Raises MissingExtraError where it is not installed, InputError for one that cannot be used."""
+        """The library. Raises MissingExtraError where it is not installed, DeviceError for one that cannot be used."""
         try:
             library = importlib.import_module(self.module)
         except ModuleNotFoundError:
             raise MissingExtraError(self.module, self.extra, need=self.title) from None
         except (ImportError, OSError) as error:  # it is there, a shared library that it needs is not
-            raise InputError(f"{self.title} cannot be loaded: {error}", hint=self.install) from None
+            raise DeviceError(f"{self.title} cannot be loaded: {error}", hint=self.install) from None
         if version_of(library) < self.oldest:
             oldest = ".".join(map(str, self.oldest))
-            raise InputError(
+            raise DeviceError(
                 f"{self.title} {library.__version__} is too old, {oldest} or later is needed", hint=self.install
             )
         return library

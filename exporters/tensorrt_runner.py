@@ -31,8 +31,8 @@ class EngineRunner:
     """An engine on one GPU.
 
     Raises:
-        ArtifactError: not an engine, one that nobody vouches for, or one of another library, version or GPU.
-        DeviceError: no such GPU here, or a precision that the engine does not have.
+        ArtifactError: not an engine, or one that nobody vouches for.
+        DeviceError: it was built for another GPU, by another version than is here, or in another precision.
     """
 
     def __init__(self, path: Path, options: RunnerOptions) -> None:
@@ -240,7 +240,7 @@ def _check_version(path: Path, head: bytes, sidecar: dict[str, Any], flavour: Fl
     build = sidecar.get("build", {})
     made = build.get("runtime_version") or header_of(head)["version"]
     if made != here and not build.get("version_compatible"):
-        raise ArtifactError(
+        raise DeviceError(
             f"{path} was built by {flavour.title} {made}, here is {here}, which does not run it",
             hint=f"export it again on this machine, or pip install {flavour.module.replace('_', '-')}=={made}",
         )

@@ -10,7 +10,7 @@ VitcompressError            exit 1
     ├── PlanError           a plan that contradicts itself or its model
     ├── ArtifactError       a file that is not what its name says
     ├── MissingExtraError   an optional package that is not installed
-    ├── DeviceError         a device or provider that is not there
+    ├── DeviceError         a device, provider or version of a runtime that is not there
     └── OutputError         a folder that cannot be written or holds something else
 """
 
@@ -78,7 +78,7 @@ class MissingExtraError(InputError):
 
 
 class DeviceError(InputError):
-    """A device, provider or precision that this machine does not have."""
+    """A device, provider, precision or version of a runtime that this machine does not have."""
 
 
 class OutputError(InputError):

@@ -1,15 +1,19 @@
-"""Run folders with an engine in them: what can be told of it without running it, and wrong wishes for one."""
+"""Run folders with an engine in them: what can be told of it without running it, what fails, and wrong wishes."""
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import whole_runs
 from click.testing import CliRunner
 
 from vitcompress import checkpoint, models, surgery
 from vitcompress.cli import main
-from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters import EXPORTERS, tensorrt_runner
+from vitcompress.exporters.agreement import folder_checks
+from vitcompress.exporters.artifact import amend_sidecar, read_sidecar
 from vitcompress.plan import Plan
 from vitcompress.verify import verify_folder
 
@@ -68,6 +72,72 @@ def test_a_damaged_engine_fails_verification(damaged: str, fails: set[str], fold
         (copy / damaged).write_bytes((copy / damaged).read_bytes()[:-1])
     checks = verify_folder(copy).checks
     assert {c.name for c in checks if c.verdict == "failed"} == {f"model-fp16.rtx.engine.{name}" for name in fails}
+
+
+ENGINE = "model-fp16.rtx.engine"
+
+
+def served(folder: Path) -> tuple[str, str, str | None]:
+    """Verdict, detail and command of what runs the engine, and whether the folder's other checks pass."""
+    found = verify_folder(folder, served=folder_checks)
+    (check,) = (check for check in found.checks if check.name == f"agreement.{ENGINE}")
+    assert found.passed == (check.verdict != "failed")
+    return check.verdict, check.detail, check.command
+
+
+def claim(engine: Path, **build: Any) -> None:
+    """Change what the sidecar says of the build, and let it vouch for the bytes that are there."""
+    known = read_sidecar(engine) or {}
+    amend_sidecar(engine, build={**known["build"], **build}, files={engine.name: checkpoint.file_sha256(engine)})
+
+
+def test_an_engine_of_another_version_is_for_the_target_to_run(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "run"))
+    claim(copy / ENGINE, runtime_version="1.4.0.9")
+    verdict, detail, command = served(copy)
+    assert (verdict, command) == ("not_run", f"vitcompress verify {copy}")
+    assert "built by TensorRT for RTX 1.4.0.9" in detail and "pip install tensorrt-rtx==1.4.0.9" in detail
+    known = read_sidecar(copy / ENGINE) or {}
+    assert known["verified"] is False and known["verification"]["verdict"] == "not_run"
+
+
+def test_an_engine_for_another_gpu_is_for_the_target_to_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "run"))
+    monkeypatch.setattr(tensorrt_runner, "capability", lambda index: 75)  # a Turing GPU, which no test machine has
+    verdict, detail, command = served(copy)
+    assert (verdict, command) == ("not_run", f"vitcompress verify {copy}")
+    assert "built for compute capability 89, this GPU has 75" in detail and "--sm 75" in detail
+
+
+@pytest.mark.parametrize("foreign", ["of the other library", "no engine", "not vouched for"])
+def test_a_foreign_engine_fails(foreign: str, folder: Path, tmp_path: Path) -> None:
+    """Also where it could not run anyway, and whatever its sidecar says of versions."""
+    copy = Path(shutil.copytree(folder, tmp_path / "run"))
+    engine = copy / ENGINE
+    data = engine.read_bytes()
+    engine.write_bytes({"of the other library": b"ftrt" + data[4:], "no engine": bytes(100)}.get(foreign, data + b"x"))
+    if foreign != "not vouched for":
+        claim(engine, runtime_version="1.4.0.9")
+        amend_sidecar(engine, format="trt-rtx" if foreign == "of the other library" else "")
+    assert served(copy)[0] == "failed"
+
+
+@pytest.mark.skipif(TENSORRT_RTX.cannot_run() is None, reason="about machines that cannot run the engine")
+def test_a_recipe_warns_of_what_was_not_run_here_and_falls_short_only_where_that_is_required(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(whole_runs.SMALL)
+    words = ["recipe", str(tmp_path / "small.toml"), "--out", str(tmp_path / "run"), "--export", "trt-rtx"]
+    words += ["--structure-only", "--weights", "random", "--set", "export.sm=[89]", "--set", 'bench.runtimes=["torch"]']
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    assert "warning: not run here: agreement.model.rtx.engine" in done.stderr
+    assert f"on the target: vitcompress verify {tmp_path / 'run'}" in done.stderr
+    again = CliRunner().invoke(main, [*words, "--require-verified"])
+    assert again.exit_code == 1 and "agreement.model.rtx.engine was not run here" in again.stderr
+    found = json.loads((tmp_path / "run" / "verify.json").read_text())
+    assert found["passed"] is True
+    assert json.loads((tmp_path / "run" / "model.rtx.engine.json").read_text())["verified"] is False
 
 
 @pytest.mark.skipif(TENSORRT_RTX.cannot_run() is None, reason="about machines that cannot run the engine")

@@ -111,7 +111,7 @@ def test_an_engine_of_the_other_library_is_told_by_its_first_bytes(engine: Path)
 def test_an_engine_of_another_version_is_refused_with_the_version_that_runs_it(engine: Path) -> None:
     claim(engine, runtime_version="1.4.0.9")
     with pytest.raises(
-        ArtifactError, match=rf"built by TensorRT for RTX 1\.4\.0\.9, here is {tensorrt_rtx.__version__}"
+        DeviceError, match=rf"built by TensorRT for RTX 1\.4\.0\.9, here is {tensorrt_rtx.__version__}"
     ) as caught:
         open_runner(engine)
     assert "tensorrt-rtx==1.4.0.9" in str(caught.value.hint)
@@ -119,7 +119,7 @@ def test_an_engine_of_another_version_is_refused_with_the_version_that_runs_it(e
     data = bytearray(engine.read_bytes())
     data[24:28] = bytes([1, 4, 0, 9])
     engine.write_bytes(data)
-    with pytest.raises(ArtifactError, match=r"1\.4\.0\.9"):
+    with pytest.raises(DeviceError, match=r"1\.4\.0\.9"):
         open_runner(engine, trust=True)  # then by its header
 
 
