@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitcompress.bench import recorded
 from vitcompress.data import DataOptions, open_test
 from vitcompress.distributed import Runtime
 from vitcompress.errors import ArtifactError, InputError
@@ -24,20 +25,24 @@ DIGITS = "digits"
 @dataclass(frozen=True)
 class EvaluateOptions:
     """data: a folder of images (PATH/val/CLASS), `digits`, or None for that of the run folder. workers: processes that
-    load images.
+    load images. bench: a file with the output of `vitcompress bench --json`, to tell speeds from; what the run folder
+    of an artifact measured is known without.
     """
 
     data: str | None = None
     split: str | None = None
     batch: int = 64
     workers: int = 0
+    bench: Path | None = None
     runner: RunnerOptions = field(default_factory=RunnerOptions)
 
 
 def run(
     artifacts: Sequence[str], options: EvaluateOptions | None = None, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Accuracy of .onnx files, run folders and `timm:NAME`s on one test set; several are compared with the first.
+    """Accuracy of files, run folders and `timm:NAME`s on one test set; several are compared with the first.
+
+    Each row holds the file's hash and, where the same file was measured in the same way, its `speed`.
 
     Raises:
         ArtifactError, DeviceError: one of them cannot be run, or has another number of classes than the data.
@@ -45,12 +50,13 @@ def run(
         InputError: no data is named and no run folder says which it was.
     """
     options, progress = options or EvaluateOptions(), progress or Progress()
+    given = recorded.benches(options.bench) if options.bench else []
     classes, images = open_test(data_of(artifacts, options))
     rows, right = [], []
     for artifact in artifacts:
         progress.stage(f"Evaluate {artifact}")
         row, mask = _judge(artifact, classes, images, options)
-        rows.append(row)
+        rows.append({**row, "speed": _speed(artifact, row, given)})
         right.append(mask)
         progress.note(f"{row['correct']} of {row['total']} right")
     tests = [
@@ -123,4 +129,12 @@ def _loader(asked: Asked, classes: Sequence[str], images: Images, options: Evalu
 
 def _about(runner: Runner) -> dict[str, Any]:
     known = runner.describe()
-    return {key: known.get(key) for key in ("sha256", "runtime", "device", "precision")}
+    return {key: known.get(key) for key in ("sha256", *recorded.SAME)}
+
+
+def _speed(artifact: str, row: dict[str, Any], given: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """How fast the artifact was, by what was `given` and by what its run folder measured."""
+    folder = Path(artifact) if Path(artifact).is_dir() else Path(artifact).parent
+    entries = recorded.benches(folder / recorded.BENCH) if (folder / recorded.BENCH).is_file() else []
+    how = {key: row[key] for key in ("runtime", "device", "precision")}
+    return recorded.speed([*entries, *given], row["sha256"], **how)

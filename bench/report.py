@@ -10,6 +10,8 @@ The input is plain data, the content of report.json. Every key but `recipe` and 
     before_recovery        {dense, pruned}: Accuracy.to_dict() on held-out images, right after pruning
     recovery               {epochs, kept_epoch, kept, heldout}: which weights the recovery ended with
     bench                  [Bench.as_data()]: dense first, compressed second, one entry per runtime
+    artifacts              one record per exported file of the compressed model: file, sha256, bytes, precision,
+                           verified, its accuracy (Accuracy.to_dict()) and speed (bench.recorded.speed) or None
     files                  {"dense.onnx": bytes, "model.onnx": bytes}
     verify                 {passed, checks}
     folding                one record per module that was or could have been folded
@@ -27,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vitcompress.bench import deployed
 from vitcompress.bench.snippet import snippet
 from vitcompress.checkpoint import read_json, write_json, write_text
 from vitcompress.errors import ArtifactError
@@ -107,6 +110,11 @@ def interval(ratio: Mapping[str, Any]) -> str:
 def summary_table(report: Mapping[str, Any]) -> Table:
     """What a manager wants to know: before, after, change."""
     rows = [_accuracy_row(report.get("accuracy") or {})]
+    rows += [
+        (f"accuracy of {entry['file']}", "", counted(entry["accuracy"]), "")
+        for entry in report.get("artifacts") or ()
+        if entry["accuracy"]
+    ]
     cost = report["cost"]
     for name, key in (("parameters", "params"), ("MACs per image", "macs")):
         before, after = cost["dense"][key], cost["compressed"][key]
@@ -193,8 +201,10 @@ def markdown(report: Mapping[str, Any]) -> str:
     parts = [*head, *_removed(report), "## Cost", cost_table(report).markdown()]
     if report.get("bench"):
         parts += ["## Speed", bench_table(report["bench"]).markdown(), *_measured_on(report["bench"])]
-    if report.get("verify"):
-        parts += ["## Checks", verify_table(report["verify"]).markdown()]
+    if files := report.get("artifacts"):
+        parts += ["## Exported files", Table("", *deployed.artifacts(files)).markdown()]
+    if verify := report.get("verify"):
+        parts += ["## Checks", verify_table(verify).markdown(), *_weights(verify.get("weights"))]
     for table in report.get("tables") or ():
         parts += [
             f"## {table['title']}",
@@ -246,6 +256,14 @@ def _measured_on(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     settings = f"Measured on {where}; {versions}. Artifacts took turns; input: {row['input']}."
     tf32 = "; ".join(f"{e['rows'][0]['runtime']}: TF32 {'on' if e['rows'][0]['tf32'] else 'off'}" for e in entries)
     return [f"{settings} {tf32}.", "\n".join([*ratios, *warnings])]
+
+
+def _weights(found: Mapping[str, Any] | None) -> list[str]:
+    """What the plan changed, from the dense model to the bytes of each file."""
+    if not found:
+        return []
+    lines = "\n".join(f"- {line}" for line in deployed.bytes_of(found))
+    return ["## Weights", Table("", *deployed.weights(found)).markdown(), lines]
 
 
 def _published(report: Mapping[str, Any]) -> list[str]:

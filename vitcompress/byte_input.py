@@ -10,6 +10,7 @@ convolution that pads (PVTv2) adds zeros to normalised images, which no byte sta
 normalised first.
 """
 
+from collections.abc import Iterator
 from copy import deepcopy
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from vitcompress.families import family_of
 from vitcompress.models import InputConfig
-from vitcompress.precision import HALF, in_precision
+from vitcompress.precision import HALF, Float32Io, WideSoftmax, in_precision
 
 LARGEST = 255
 
@@ -100,3 +101,22 @@ def _statistics(images: Tensor, input: InputConfig) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each channel, in the shape of images."""
     mean, std = (torch.tensor(v, dtype=torch.float64, device=images.device) for v in (input.mean, input.std))
     return mean[:, None, None], std[:, None, None]
+
+
+WRAPPERS: dict[type[nn.Module], str] = {Float32Io: "model", ByteInput: "model", WideSoftmax: "attention"}
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a module that `deployed` made, by the names that the model itself has for them."""
+    return {name: tensor for name, tensor in _named(module, "") if tensor.dim()}
+
+
+def _named(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    inner = next((getattr(module, name) for kind, name in WRAPPERS.items() if isinstance(module, kind)), None)
+    if inner is not None:
+        yield from _named(inner, prefix)
+        return
+    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        yield f"{prefix}{name}", tensor
+    for name, child in module.named_children():
+        yield from _named(child, f"{prefix}{name}.")

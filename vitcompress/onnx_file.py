@@ -49,7 +49,7 @@ def read(path: Path) -> Any:
         raise _not_onnx(path, str(error)) from None
     if not model.ir_version or not model.graph.node or not model.graph.output:
         raise _not_onnx(path, "it holds no graph")
-    for tensor in _tensors(model.graph):
+    for tensor in tensors(model):
         _check_location(path, tensor)
     return model
 
@@ -62,27 +62,67 @@ def _check_location(path: Path, tensor: Any) -> None:
     """External data may lie only in the model's own folder, else a file could read anything on this machine."""
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
         return
-    location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+    place = location(tensor)
     folder = path.resolve().parent
-    if not location or Path(location).is_absolute() or not (folder / location).resolve().is_relative_to(folder):
+    if not place or Path(place).is_absolute() or not (folder / place).resolve().is_relative_to(folder):
         raise ArtifactError(
-            f"{path} keeps the tensor {tensor.name} at {location!r}, outside its own folder",
+            f"{path} keeps the tensor {tensor.name} at {place!r}, outside its own folder",
             hint="do not run it; export it again from a source that you trust",
         )
-    if not (folder / location).is_file():
-        raise ArtifactError(f"{path} needs the file {location} beside it, which is missing", hint="copy both files")
+    if not (folder / place).is_file():
+        raise ArtifactError(f"{path} needs the file {place} beside it, which is missing", hint="copy both files")
 
 
-def _tensors(graph: Any) -> Iterator[Any]:
-    """Every tensor of a graph and of the graphs inside it."""
-    yield from graph.initializer
-    for sparse in graph.sparse_initializer:
-        yield from (sparse.values, sparse.indices)
-    for node in graph.node:
-        for attribute in node.attribute:
-            yield from (attribute.t, *attribute.tensors)
-            for inner in (attribute.g, *attribute.graphs):
-                yield from _tensors(inner)
+def tensors(model: Any) -> Iterator[Any]:
+    """Every tensor of a model: of its graph, of the graphs and functions inside it."""
+    for graph in _graphs(model):
+        yield from graph.initializer
+        for sparse in graph.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
+    for attribute in _attributes(model):
+        yield from (attribute.t, *attribute.tensors)
+
+
+def _graphs(model: Any) -> Iterator[Any]:
+    yield model.graph
+    for training in model.training_info:
+        yield from (training.initialization, training.algorithm)
+    for attribute in _attributes(model):
+        yield from (attribute.g, *attribute.graphs)
+
+
+def _attributes(model: Any) -> Iterator[Any]:
+    """Every attribute of every node, inner graphs too."""
+    waiting = [model.graph, *model.functions]
+    waiting += [graph for training in model.training_info for graph in (training.initialization, training.algorithm)]
+    while waiting:
+        for node in waiting.pop().node:
+            for attribute in node.attribute:
+                yield attribute
+                waiting += [attribute.g, *attribute.graphs]
+
+
+def doc_bytes(model: Any) -> int:
+    """Bytes of text that only people read."""
+    nodes = [node for graph in (*_graphs(model), *model.functions) for node in graph.node]
+    return sum(len(part.doc_string.encode()) for part in (model, model.graph, *model.functions, *nodes))
+
+
+def long_lists(model: Any, longest: int) -> tuple[str, ...]:
+    """Names of the attributes that are lists of more numbers than `longest`, which a tensor could hide in."""
+    return tuple(a.name for a in _attributes(model) if max(len(a.floats), len(a.ints), len(a.s)) > longest)
+
+
+def location(tensor: Any) -> str | None:
+    """The file that holds a tensor's values, empty where that is not told; None for one whose values are inside."""
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return None
+    return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+
+
+def external_files(model: Any) -> tuple[str, ...]:
+    """Names of the files that hold a model's large tensors."""
+    return tuple(sorted({place for tensor in tensors(model) if (place := location(tensor))}))
 
 
 def external_files(model: Any) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """One question, its answer and the limit it is held against: what verify.json is made of."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,9 +36,13 @@ class Check:
 
 @dataclass(frozen=True)
 class Verification:
-    """All checks of one artifact. It passed when none failed and at least one was run."""
+    """All checks of one artifact. It passed when none failed and at least one was run.
+
+    weights: the way of every tensor from the plan to the files, see `verify_weights.table`.
+    """
 
     checks: tuple[Check, ...]
+    weights: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -46,7 +50,8 @@ class Verification:
         return "failed" not in verdicts and "passed" in verdicts
 
     def as_data(self) -> dict[str, Any]:
-        return {"passed": self.passed, "checks": [check.as_data() for check in self.checks]}
+        data = {"passed": self.passed, "checks": [check.as_data() for check in self.checks]}
+        return {**data, "weights": dict(self.weights)} if self.weights else data
 
     def write(self, folder: Path) -> None:
         write_json(folder / LEDGER, self.as_data())
@@ -54,11 +59,11 @@ class Verification:
 
 def amend(folder: Path, checks: Sequence[Check], prefix: str) -> None:
     """Put `checks` in the place of those in the folder's verify.json whose names begin with `prefix`."""
-    known = read_json(folder / LEDGER).get("checks", []) if (folder / LEDGER).is_file() else []
-    kept = [check for check in known if not str(check["name"]).startswith(prefix)]
+    known = read_json(folder / LEDGER) if (folder / LEDGER).is_file() else {}
+    kept = [check for check in known.get("checks", []) if not str(check["name"]).startswith(prefix)]
     data = [*kept, *(check.as_data() for check in checks)]
     found = {check["verdict"] for check in data}
-    write_json(folder / LEDGER, {"passed": "failed" not in found and "passed" in found, "checks": data})
+    write_json(folder / LEDGER, {**known, "passed": "failed" not in found and "passed" in found, "checks": data})
 
 
 def compared(name: str, value: float, tolerance: float, detail: str = "") -> Check:

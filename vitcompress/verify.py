@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from vitcompress.verdicts import LEDGER, Check, Verification, agreement, compare
 from vitcompress.verify_engine import engine_checks
 from vitcompress.verify_onnx import file_checks, onnx_checks, plan_check, structure_checks
 from vitcompress.verify_slice import given_steps, slice_check, slice_checks
+from vitcompress.verify_weights import file_checks as weights_in
+from vitcompress.verify_weights import weight_checks
 
 __all__ = [
     "Check",
@@ -172,12 +175,12 @@ def verify_folder(
     if not folder.is_dir():
         raise ArtifactError(f"there is no folder {folder}", hint="name a run folder, as in runs/digits_hetdpt")
     seen = checkpoint.load_tensors(folder / SEEN) if (folder / SEEN).is_file() else {}
-    given, logits, checks = _compressed(folder, images, seen)
+    given, logits, checks, weights = _compressed(folder, images, seen)
     before = dense or folder / DENSE
     checks += _dense_onnx(folder, before, given)  # when the compressed model is out of memory
     real = images is not None or bool(seen)
     checks += served(folder, given, real, before) if served else _engines(folder)
-    found = Verification(tuple(checks))
+    found = Verification(tuple(checks), weights)
     with _tolerating_read_only((folder / LEDGER).is_file()):  # a read-only copy of a folder can be checked all the same
         if images is not None:
             checkpoint.save_tensors(folder / SEEN, {"images": images, "logits": logits})
@@ -192,12 +195,16 @@ def known_images(folder: Path, model: nn.Module) -> tuple[Tensor, bool]:
     return noise(model), False
 
 
-def _compressed(folder: Path, images: Tensor | None, seen: dict[str, Tensor]) -> tuple[Tensor, Tensor, list[Check]]:
-    """What the deployed model was asked, what it answered, and all checks of it."""
+def _compressed(
+    folder: Path, images: Tensor | None, seen: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, list[Check], dict[str, Any]]:
+    """What the deployed model was asked, what it answered, all checks of it, and the way of its weights."""
     model = checkpoint.load(folder)
     plan = Plan.from_json((folder / checkpoint.PLAN).read_text())
     given = images if images is not None else seen.get("images", noise(model))
-    return given, _answers(model, given), list(_checks(folder, model, plan, given, seen))
+    checks = list(_checks(folder, model, plan, given, seen))
+    held, weights = weight_checks(folder, model, plan)
+    return given, _answers(model, given), [*checks, *held], weights
 
 
 def _tolerating_read_only(allowed: bool) -> AbstractContextManager[object]:
@@ -274,4 +281,5 @@ def _dense_onnx(folder: Path, dense: Path, images: Tensor) -> Iterator[Check]:
         return
     model = checkpoint.load(dense)
     yield from onnx_checks(model, path, images[:EXACT_IMAGES], name=name)
+    yield from weights_in(model, path)
     yield plan_check(path, Plan.from_json((dense / checkpoint.PLAN).read_text()).digest, name)

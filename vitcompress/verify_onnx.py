@@ -35,7 +35,7 @@ def onnx_checks(
     Raises:
         ArtifactError: not an ONNX file, or one with unsafe external data.
     """
-    known = _known(path)
+    known = told_by(path)
     if known["precision"] == "bf16":
         why = "ONNX Runtime has no bf16 convolution and matrix product on the CPU"
         command = f"vitcompress verify {path.parent}"
@@ -67,7 +67,7 @@ def stored_module(model: nn.Module, known: Mapping[str, Any]) -> nn.Module:
     return deployed(model, input_config(model), known["precision"], islands, uint8=known["uint8"])
 
 
-def _known(path: Path) -> dict[str, Any]:
+def told_by(path: Path) -> dict[str, Any]:
     """What the metadata of a file says of how it was exported."""
     found = {key: json.loads(text) for key, text in onnx_file.metadata(onnx_file.read(path)).items()}
     return {

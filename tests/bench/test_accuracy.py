@@ -1,6 +1,6 @@
 """`vitcompress evaluate`: counts that equal a count by hand, and refusals before anything is judged."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import onnx
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vitcompress import checkpoint, models
-from vitcompress.bench import accuracy
+from vitcompress.bench import accuracy, suite
 from vitcompress.data import DataOptions, open_test
 from vitcompress.distributed import Runtime
 from vitcompress.errors import ArtifactError, InputError
@@ -90,3 +90,31 @@ def test_the_figures_are_those_of_evaluate(tmp_path: Path) -> None:
     expected = evaluate(model, eval_loader(images, models.input_config(model), 64, runtime), runtime).to_dict()
     row = accuracy.run([str(made)], accuracy.EvaluateOptions(data="digits"))["rows"][0]
     assert expected.items() <= row.items()
+
+
+def test_rows_hold_the_speed_of_the_same_bytes_run_in_the_same_way(tmp_path: Path) -> None:
+    made = folder(tmp_path / "run", seed=1)
+    model = checkpoint.load(made)
+    onnx_graph.export(model, made / "model.onnx", input=models.input_config(model))
+    options = suite.BenchOptions("paper", 2, 1, 3)
+    measured = suite.run((made / "model.onnx", made / "model.onnx"), options).as_data()
+    asked = accuracy.EvaluateOptions(data="digits", batch=540)
+    artifacts = [str(made / "model.onnx"), str(made)]
+    assert [row["speed"] for row in accuracy.run(artifacts, asked)["rows"]] == [None, None]
+    checkpoint.write_json(tmp_path / "printed.json", measured)
+    given = accuracy.run(artifacts, replace(asked, bench=tmp_path / "printed.json"))["rows"]
+    checkpoint.write_json(made / "bench.json", [measured])
+    rows = accuracy.run(artifacts, asked)["rows"]
+    expected = measured["rows"][1]
+    assert rows == given and rows[1]["speed"] is None  # torch was not measured
+    assert rows[0]["sha256"] == expected["sha256"] == checkpoint.file_sha256(made / "model.onnx")
+    assert {key: expected[key] for key in rows[0]["speed"]} == rows[0]["speed"] and rows[0]["speed"]["batch"] == 2
+    measured["rows"][1]["precision"] = measured["rows"][0]["precision"] = "bf16"
+    checkpoint.write_json(made / "bench.json", [measured])
+    assert accuracy.run(artifacts, asked)["rows"][0]["speed"] is None
+
+
+def test_a_file_that_holds_no_measurement_is_refused(tmp_path: Path) -> None:
+    checkpoint.write_json(tmp_path / "other.json", {"rows": 3})
+    with pytest.raises(ArtifactError, match="holds no measurement"):
+        accuracy.run(["nowhere.onnx"], accuracy.EvaluateOptions(data="digits", bench=tmp_path / "other.json"))

@@ -193,3 +193,33 @@ def test_the_cost_of_a_model_fits_the_report() -> None:
     counted = cost.measure(build("plain", dtype=torch.float32), (3, 8, 8)).to_dict()
     rows = report.cost_table({"recipe": "x", "cost": {"dense": counted, "compressed": counted}}).rows
     assert rows[0] == ("parameters", f"{counted['params']:,}", f"{counted['params']:,}", "+0.0 %")
+
+
+def test_exported_files_are_told_with_accuracy_speed_and_hash_in_one_row() -> None:
+    known = {"file": "model.onnx", "sha256": "0123456789abcdef", "bytes": 712340, "precision": "fp32", "verified": True}
+    speed = {"images_per_second": 9457.4, "batch": 256}
+    engine = {**known, "file": "model.engine", "verified": False, "accuracy": None, "speed": None}
+    data = {"recipe": "x", "cost": COST, "artifacts": [{**known, "accuracy": accuracy(529), "speed": speed}, engine]}
+    page = report.markdown(data)
+    told = "98.0 % (529 of 540) | 9,457 (batch 256) | fp32 | 712,340 | yes | 0123456789ab"
+    assert f"| model.onnx | {told} |" in page and "| model.engine | - | - | fp32 | 712,340 | no |" in page
+    rows = {row[0]: row for row in report.summary_table(data).rows}
+    assert rows["accuracy of model.onnx"][2] == "98.0 % (529 of 540)" and "accuracy of model.engine" not in rows
+
+
+def test_equal_ways_of_weights_are_one_row() -> None:
+    def tensor(block: int, torch: list[int]) -> dict[str, object]:
+        name = f"blocks.{block}.mlp.fc1.weight"
+        held = {"model.onnx": {"tensor": "val_3", "shape": torch[::-1], "bytes": 4096}}
+        sizes = {"dense": {name: [128, 16]}, "planned": torch, "torch": torch}
+        return {"name": name, "change": "sliced", **sizes, "files": held}
+
+    gone = {**tensor(3, []), "change": "removed", "planned": None, "torch": None, "files": {}}
+    files = [{"file": "model.onnx", "bytes": 9, "of_model": 5, "of_constants": 1, "of_graph": 3, "parameters": 2}]
+    ways = {"tensors": [tensor(0, [64, 16]), tensor(1, [32, 16]), tensor(2, [64, 16]), gone], "files": files}
+    verify = {"passed": True, "checks": [], "weights": ways}
+    page = report.markdown({"recipe": "x", "cost": COST, "verify": verify})
+    assert "| blocks.{0,2}.mlp.fc1.weight | sliced | 128x16 | 64x16 | 64x16 | 16x64, 4,096 B |" in page
+    assert "| blocks.1.mlp.fc1.weight | sliced | 128x16 | 32x16 |" in page
+    assert "| blocks.3.mlp.fc1.weight | removed | 128x16 | - | - | - |" in page
+    assert "model.onnx: 9 bytes, 5 of them the tensors of the model (2 parameters), 1 constants, 3 the graph" in page

@@ -17,12 +17,17 @@ from vitcompress.cli.options import export_options, given, numbers
 def verify(folder: Path, as_json: bool, debug: bool) -> int:
     """Check again everything that a run folder claims."""
     with working(debug):
+        from vitcompress.bench import deployed
+        from vitcompress.bench import report as reports
         from vitcompress.exporters.agreement import folder_checks
         from vitcompress.pipeline import dense_of
         from vitcompress.verify import verify_folder
 
         found = verify_folder(folder, dense=dense_of(folder), served=folder_checks)
-    answer(found.as_data(), as_json, lambda data: console.print_checks(data["checks"]))
+        data = found.as_data()
+        ways = reports.Table("weights", *deployed.weights(found.weights))
+    said = [*deployed.bytes_of(found.weights), reports.verdicts(data)]
+    answer(data, as_json, lambda _: console.print_verification(data["checks"], ways, said))
     return 0 if found.passed else 1
 
 
@@ -136,6 +141,9 @@ def bench(
 @click.option("--split", metavar="NAME", help="Folder below PATH (default: val, validation or test).")
 @click.option("--batch", type=click.IntRange(1), default=64, show_default=True, help="Images per call.")
 @click.option("--workers", type=click.IntRange(0), default=0, show_default=True, help="Processes that load images.")
+@click.option(
+    "--bench", type=click.Path(path_type=Path, dir_okay=False), help="Output of `bench --json`, to tell speeds from."
+)
 @_device
 @_provider
 @_engine_cache
@@ -155,7 +163,8 @@ def evaluate(
 ) -> int:
     """Top-1 and top-5 of artifacts, with counts.
 
-    Several artifacts are compared with the first on the same images.
+    Several artifacts are compared with the first on the same images. Files that their run folder measured are told with
+    their speed.
     """
     with working(debug) as progress:
         from vitcompress.bench import accuracy

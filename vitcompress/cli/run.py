@@ -63,7 +63,7 @@ def recipe(
     if elsewhere := result.elsewhere:
         names, commands = (", ".join(dict.fromkeys(check[key] for check in elsewhere)) for key in ("name", "command"))
         if require_verified:
-            return fell_short(f"{names} was not run here", commands, as_json)
+            return fell_short(f"not run here: {names}", commands, as_json)
         console.print_line(f"warning: not run here: {names}; on the target: {commands}")
     return 0
 

@@ -22,6 +22,7 @@ from vitcompress.console.results import (
     print_result,
     print_study,
     print_study_outlook,
+    print_verification,
 )
 
 __all__ = [
@@ -45,4 +46,5 @@ __all__ = [
     "print_study_outlook",
     "print_table",
     "print_toml",
+    "print_verification",
 ]

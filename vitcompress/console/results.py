@@ -41,6 +41,15 @@ def print_checks(checks: Iterable[Mapping[str, Any]]) -> None:
     console.print(table)
 
 
+def print_verification(checks: Iterable[Mapping[str, Any]], ways: Drawable, said: Iterable[str]) -> None:
+    """The verdicts, what became of every weight that the plan changed, and what is `said` of all that."""
+    print_checks(checks)
+    if ways.rows:
+        print_table(ways.title, ways.columns, ways.rows)
+    for line in said:
+        print_text(line)
+
+
 def _figure(value: Any) -> Text:
     if value is None:
         return Text("")
@@ -169,7 +178,7 @@ def print_bench(found: Mapping[str, Any], table: Drawable) -> None:
 
 
 def print_accuracy(found: Mapping[str, Any]) -> None:
-    """Accuracy with counts, and McNemar's test of every later artifact against the first."""
+    """Accuracy with counts, speed where it was measured, and McNemar's test of each later row against the first."""
     rows = [
         [
             row["artifact"],
@@ -177,13 +186,21 @@ def print_accuracy(found: Mapping[str, Any]) -> None:
             f"{row['correct']}/{row['total']}",
             "{:.2f} to {:.2f} %".format(*(100 * end for end in row["top1_ci95"])),
             f"{100 * row['top5']:.2f} %",
+            _speed(row["speed"]),
+            (row["sha256"] or "")[:12],
         ]
         for row in found["rows"]
     ]
-    print_table("", ["artifact", "top-1", "right", "95 % interval", "top-5"], rows)
+    print_table("", ["artifact", "top-1", "right", "95 % interval", "top-5", "images/s", "sha256"], rows)
     for test in found["mcnemar"]:
         only = f"{test['only_a']} images only the first gets right, {test['only_b']} only the other"
         print_text(f"{test['a']} against {test['b']}: {only}, p = {test['p_value']:.3g} (McNemar, exact)")
+
+
+def _speed(measured: Mapping[str, Any] | None) -> str:
+    if measured is None:
+        return "not measured"
+    return f"{measured['images_per_second']:,.0f} (batch {measured['batch']})"
 
 
 def print_doctor(found: Mapping[str, Any]) -> None:

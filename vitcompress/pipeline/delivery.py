@@ -5,7 +5,7 @@ Each stage leaves its result in the run folder and does nothing when that result
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -15,8 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from vitcompress import checkpoint, cost, surgery
+from vitcompress.bench import recorded, suite
 from vitcompress.bench import report as reports
-from vitcompress.bench import suite
 from vitcompress.checkpoint import read_json, write_json
 from vitcompress.data import eval_loader
 from vitcompress.evaluate import calibration_images, judged, mcnemar
@@ -128,7 +128,7 @@ def _judged(job: Job) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
 
 def bench(job: Job) -> None:
     """bench.json: dense against compressed, interleaved, in the exported formats and in torch."""
-    path = job.folder / "bench.json"
+    path = job.folder / recorded.BENCH
     if path.is_file():
         return
     job.progress.stage("Measure dense against compressed")
@@ -162,6 +162,7 @@ def report(job: Job) -> None:
     plan = plan_of(job)
     chosen = chosen_by(job.recipe, searched=not job.structure_only)
     accuracy, before = _read(job.state / "accuracy.json"), _read(job.state / "before_recovery.json")
+    measured = _read(job.folder / recorded.BENCH)
     reports.write(
         job.folder,
         {
@@ -184,7 +185,8 @@ def report(job: Job) -> None:
             "accuracy": accuracy,
             "before_recovery": before,
             "recovery": _read(job.state / "recovery.json"),
-            "bench": _read(job.folder / "bench.json"),
+            "bench": measured,
+            "artifacts": [_artifact(path, accuracy or {}, measured or []) for path in exported(job, "model")],
             "files": {path.name: _size(path) for stem in ("dense", "model") for path in exported(job, stem)},
             "verify": read_json(job.folder / "verify.json"),
             "folding": _read(job.state / FOLDING),
@@ -206,6 +208,14 @@ def _read(path: Path) -> Any:
 def _size(path: Path) -> int:
     """Bytes of an exported file and the data files beside it, as its sidecar counts them."""
     return int(read_json(Path(f"{path}.json"))["bytes"])
+
+
+def _artifact(path: Path, accuracy: Mapping[str, Any], measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """An exported file with what was found of it: how right and how fast it is."""
+    known = read_json(Path(f"{path}.json"))
+    said = {key: known[key] for key in ("sha256", "bytes", "precision", "verified")}
+    speed = recorded.speed(measured, known["sha256"])
+    return {"file": path.name, **said, "accuracy": accuracy.get(path.name), "speed": speed}
 
 
 def _tables(job: Job, number: int) -> list[dict[str, Any]]:

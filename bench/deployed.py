@@ -1,0 +1,66 @@
+"""What is said of the files that are deployed: how right, how fast and how large they are, and whence their weights."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Columns = tuple[str, ...]
+Rows = tuple[tuple[str, ...], ...]
+NONE = "-"
+
+
+def artifacts(found: Iterable[Mapping[str, Any]]) -> tuple[Columns, Rows]:
+    """One row per exported file, accuracy beside speed and hash; the entries of `artifacts` in report.json."""
+    columns = ("file", "top-1", "images/s", "precision", "bytes", "answers checked here", "sha256")
+    return columns, tuple(_artifact(entry) for entry in found)
+
+
+def _artifact(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    right, speed = entry["accuracy"], entry["speed"]
+    top1 = NONE if right is None else f"{100 * right['top1']:.1f} % ({right['correct']} of {right['total']})"
+    rate = NONE if speed is None else f"{speed['images_per_second']:,.0f} (batch {speed['batch']})"
+    checked = "yes" if entry["verified"] else "no"
+    return entry["file"], top1, rate, entry["precision"], f"{entry['bytes']:,}", checked, entry["sha256"][:12]
+
+
+def weights(found: Mapping[str, Any]) -> tuple[Columns, Rows]:
+    """The matrices that a plan changed, from the dense model to each file; `found` is `verify_weights.table`."""
+    files = [entry["file"] for entry in found["files"]]
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for tensor in found["tensors"]:
+        if any(len(shape) > 1 for shape in tensor["dense"].values()):
+            groups.setdefault((_pattern(tensor["name"]), *_way(tensor, files)), []).append(tensor["name"])
+    columns = ("weight", "change", "dense", "planned", "torch", *files)
+    return columns, tuple((_together(names), *way) for (_, *way), names in groups.items())
+
+
+def bytes_of(found: Mapping[str, Any]) -> tuple[str, ...]:
+    """One sentence per file: its bytes and what they are."""
+    return tuple(
+        f"{entry['file']}: {entry['bytes']:,} bytes, {entry['of_model']:,} of them the tensors of the model "
+        f"({entry['parameters']:,} parameters), {entry['of_constants']:,} constants, {entry['of_graph']:,} the graph"
+        for entry in found["files"]
+    )
+
+
+def _way(tensor: Mapping[str, Any], files: Sequence[str]) -> tuple[str, ...]:
+    dense = " + ".join(map(_sized, tensor["dense"].values()))
+    held = [tensor["files"].get(name) for name in files]
+    places = (NONE if place is None else f"{_sized(place['shape'])}, {place['bytes']:,} B" for place in held)
+    return tensor["change"], dense, _sized(tensor["planned"]), _sized(tensor["torch"]), *places
+
+
+def _sized(shape: Sequence[int] | None) -> str:
+    return NONE if shape is None else "x".join(map(str, shape)) or "scalar"
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def _together(names: Sequence[str]) -> str:
+    """`blocks.0.mlp.weight` and `blocks.3.mlp.weight` as `blocks.{0,3}.mlp.weight`."""
+    parts = list(zip(*(name.split(".") for name in names), strict=True))
+    if sum(len(set(part)) > 1 for part in parts) > 1:
+        return f"{_pattern(names[0])} ({len(names)} of them)"
+    return ".".join(part[0] if len(set(part)) == 1 else f"{{{','.join(part)}}}" for part in parts)

@@ -1,0 +1,32 @@
+"""Speeds that were measured before, found again by the hash of what was measured."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vitcompress.checkpoint import read_json
+from vitcompress.errors import ArtifactError
+
+BENCH = "bench.json"  # what a run measured
+SAME = ("runtime", "device", "precision", "threads")
+TOLD = ("images_per_second", "latency_ms", "batch", "protocol", *SAME)
+
+
+def benches(path: Path) -> list[dict[str, Any]]:
+    """What `vitcompress bench --json` printed to the file `path`, or a run wrote there, one entry per measurement.
+
+    Raises:
+        ArtifactError: it is missing, or neither of these.
+    """
+    found = read_json(path)
+    entries = found if isinstance(found, list) else [found]
+    if not all(isinstance(entry, dict) and isinstance(entry.get("rows"), list) for entry in entries):
+        raise ArtifactError(f"{path} holds no measurement", hint="give what `vitcompress bench --json` printed")
+    return entries
+
+
+def speed(entries: Iterable[Mapping[str, Any]], sha256: str, **how: Any) -> dict[str, Any] | None:
+    """The last measurement of the file with this hash, run as `how` says (keys of SAME); None where there is none."""
+    rows = (row for entry in entries for row in entry["rows"])
+    same = [row for row in rows if row.get("sha256") == sha256 and all(row.get(key) == how[key] for key in how)]
+    return {key: same[-1].get(key) for key in TOLD} if sha256 and same else None

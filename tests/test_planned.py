@@ -1,0 +1,99 @@
+"""Planned sizes, by arithmetic, are those that surgery leaves, in every family."""
+
+from dataclasses import replace
+
+import pytest
+from contracts import BYPASSES, contract, every_variant, sites_of, spaces_of
+from torch import nn
+
+from vitcompress import models, surgery
+from vitcompress.families import family_of
+from vitcompress.plan import Plan
+from vitcompress.planned import planned
+from vitcompress.verify_weights import plan_check, plan_rows
+
+
+def outline(plan: Plan) -> nn.Module:
+    return models.outline(plan.arch, plan.arch_args)
+
+
+def narrow(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Half of the channels of every space, whole heads where it has heads."""
+    return {name: tuple(range(space.size // 2)) for name, space in spaces_of(model).items()}
+
+
+def depth(model: nn.Module, base: Plan, bypass: str = "drop") -> Plan:
+    """One attention fewer, and where activations can go one of those."""
+    acts = [] if family_of(model).not_foldable else [1]
+    return base.then(surgery.depth_plan(model, base, [0], acts, attention_bypass=bypass))
+
+
+def folded(model: nn.Module, plan: Plan) -> Plan:
+    """`plan` with every FFN and LayerScale folded that can be, cheaper or not."""
+    without = [act.rpartition(".")[0] for act in plan.removed if act.endswith(".act")]
+    pruned = surgery.applied(model, plan)
+    return replace(plan, folded=(*without, *family_of(pruned).scales(pruned)))
+
+
+@every_variant
+@pytest.mark.parametrize("bypass", BYPASSES)
+def test_depth(variant: str, bypass: str) -> None:
+    base = contract(variant).plan
+    dense = outline(base)
+    plan = folded(dense, depth(dense, base, bypass))
+    check = plan_check(plan_rows(plan), surgery.applied(dense, plan))
+    assert check.verdict == "passed", check.detail
+    changes = {row.change for row in planned(dense, plan)}
+    assert "removed" in changes and ("folded" in changes) != bool(family_of(dense).not_foldable)
+
+
+@every_variant
+def test_width(variant: str) -> None:
+    base = contract(variant).plan
+    dense = outline(base)
+    heads = {space.attention: space.heads // 2 for space in spaces_of(dense).values() if space.attention}
+    plan = replace(base, kept=narrow(dense), heads=heads)
+    check = plan_check(plan_rows(plan), surgery.applied(dense, plan))
+    assert check.verdict == "passed", check.detail
+    rows = {row.name: row for row in planned(dense, plan)}
+    assert all(row.change == "sliced" for name, row in rows.items() if name.endswith("attn.qkv.weight"))
+
+
+@every_variant
+def test_both(variant: str) -> None:
+    base = contract(variant).plan
+    dense = outline(base)
+    plan = depth(dense, base)
+    left = surgery.applied(dense, plan)
+    plan = folded(dense, replace(plan, kept=narrow(left)))
+    check = plan_check(plan_rows(plan), surgery.applied(dense, plan))
+    assert check.verdict == "passed", check.detail
+
+
+@pytest.mark.parametrize("wrong", ["nothing was removed", "nothing was folded", "one channel more", "another tensor"])
+def test_another_size_fails(wrong: str) -> None:
+    base = contract("layer_scale").plan
+    dense = outline(base)
+    plan = folded(dense, replace(depth(dense, base), kept={"residual": tuple(range(8))}))
+    others = {
+        "nothing was removed": replace(plan, removed={}, folded=()),
+        "nothing was folded": replace(plan, folded=()),
+        "one channel more": replace(plan, kept={"residual": tuple(range(9))}),
+        "another tensor": plan,
+    }
+    model = surgery.applied(dense, others[wrong])
+    if wrong == "another tensor":
+        model.register_parameter("more", nn.Parameter(model.get_parameter("cls_token")))
+    assert plan_check(plan_rows(plan), surgery.applied(dense, plan)).verdict == "passed"
+    check = plan_check(plan_rows(plan), model)
+    assert check.verdict == "failed" and "planned" in check.detail
+
+
+def test_blocks_that_are_gone_leave_nothing() -> None:
+    base = contract("plain").plan
+    dense = outline(base)
+    block = sites_of(dense, "block")[0].name
+    rows = planned(dense, replace(base, removed={block: "drop"}))
+    assert {row.name for row in rows if row.planned is None} == {
+        name for name in dense.state_dict() if name.startswith(f"{block}.")
+    }

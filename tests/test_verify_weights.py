@@ -1,0 +1,241 @@
+"""Where the bytes of an exported file go, and that nothing which a plan took away can hide in one."""
+
+import json
+import re
+import shutil
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from contracts import build, contract, having, kept_channels
+from onnx import helper, numpy_helper
+from torch import nn
+
+from vitcompress import checkpoint, surgery
+from vitcompress.bench import deployed
+from vitcompress.export_options import ExportOptions
+from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.artifact import sidecar_path
+from vitcompress.exporters.onnx_graph import export
+from vitcompress.families import family_of
+from vitcompress.models import input_config
+from vitcompress.plan import Plan
+from vitcompress.verify import verify_folder
+from vitcompress.verify_weights import account, account_checks, file_checks, plan_rows, weight_checks
+
+
+def pruned(variant: str) -> tuple[nn.Module, nn.Module, Plan]:
+    """A dense model, and what is left of it without an attention, an activation and some channels; folded."""
+    dense = build(variant, dtype=torch.float32)
+    base = contract(variant).plan
+    acts = [] if family_of(dense).not_foldable else having(dense, "activation", [1])
+    plan = base.then(surgery.depth_plan(dense, base, having(dense, "attention", [0]), acts))
+    plan = replace(plan, kept=kept_channels(surgery.applied(dense, plan), {"mlp", "v"}))
+    model = surgery.applied(dense, plan)
+    return dense, model, surgery.fold(model, plan).plan
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with its ONNX file."""
+    folder = tmp_path_factory.mktemp("run")
+    _, model, plan = pruned("layer_scale")
+    checkpoint.save_model(folder, model, plan)
+    export(model, folder / "model.onnx", input=input_config(model), plan_digest=plan.digest)
+    return folder
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def verdicts(folder: Path) -> dict[str, tuple[str, str]]:
+    """Verdict and detail of each check."""
+    model, plan = checkpoint.load(folder), Plan.from_json((folder / "plan.json").read_text())
+    return {check.name: (check.verdict, check.detail) for check in weight_checks(folder, model, plan)[0]}
+
+
+def changed(path: Path, edit: Any) -> None:
+    """The ONNX file after `edit` of its graph."""
+    model = onnx.load(str(path))
+    edit(model.graph)
+    onnx.save(model, str(path))
+
+
+@pytest.mark.parametrize("variant", ["swin", "pvt"])
+def test_every_byte_of_a_file_is_explained(variant: str, tmp_path: Path) -> None:
+    _, model, plan = pruned(variant)
+    path = tmp_path / "model.onnx"
+    export(model, path, input=input_config(model))
+    found = account(model, path, plan_rows(plan))
+    assert found.wrong == () and [check.verdict for check in account_checks(found, "x")] == ["passed"] * 2
+    assert found.size == path.stat().st_size == found.of_model + found.of_constants + found.graph
+    held = set(found.found) | {"layers.0.blocks.1.attn.relative_position_bias_table"}  # folded to what it is read as
+    assert {name for name, parameter in model.named_parameters() if parameter.numel() > 64} <= held | {
+        "layers.1.blocks.0.attn.relative_position_bias_table"
+    }
+
+
+def test_a_finished_folder_passes_and_its_table_tells_the_way_of_each_weight(folder: Path) -> None:
+    found = verify_folder(folder)
+    checks = {check.name: check for check in found.checks}
+    for name in ("weights", "weights.model.onnx", "weights.model.onnx.bytes"):
+        assert checks[name].verdict == "passed", checks[name]
+    assert checks["weights.model.onnx.bytes"].value == checks["weights.model.onnx.bytes"].tolerance
+    table = json.loads((folder / "verify.json").read_text())["weights"]
+    rows = {row["name"]: row for row in table["tensors"]}
+    folded = rows["blocks.1.mlp.weight"]
+    assert folded["change"] == "folded" and folded["planned"] == folded["torch"] == [16, 16]
+    assert sorted(folded["dense"].values()) == [[16, 32], [32, 16]]
+    assert folded["files"]["model.onnx"]["shape"] == [16, 16] and folded["files"]["model.onnx"]["bytes"] == 4 * 256
+    gone, sliced = rows["blocks.0.attn.qkv.weight"], rows["blocks.1.attn.qkv.weight"]
+    assert (gone["change"], gone["planned"], gone["torch"], gone["files"]) == ("removed", None, None, {})
+    assert sliced["change"] == "sliced" and sliced["planned"] == sliced["torch"] != sliced["dense"][sliced["name"]]
+    assert sorted(sliced["files"]["model.onnx"]["shape"]) == sorted(sliced["planned"])
+    columns, lines = deployed.weights(table)
+    assert columns[-1] == "model.onnx" and any(line[0] == "blocks.1.mlp.weight" for line in lines)
+    (said,) = deployed.bytes_of(table)
+    model = checkpoint.load(folder)
+    assert f"({sum(p.numel() for p in model.parameters()):,} parameters)" in said
+    assert f"{(folder / 'model.onnx').stat().st_size:,} bytes" in said
+
+
+# ---------------------------------------------------------------------------------------------------- what cannot hide
+
+
+def dense_weight(rows: int, columns: int) -> onnx.TensorProto:
+    values = np.random.default_rng(0).standard_normal((rows, columns)).astype(np.float32)
+    return numpy_helper.from_array(values, "left_over")
+
+
+def in_a_constant(graph: onnx.GraphProto) -> None:
+    graph.node.insert(0, helper.make_node("Constant", [], ["left_over"], value=dense_weight(48, 16)))
+
+
+def in_an_attribute(graph: onnx.GraphProto) -> None:
+    graph.node.insert(0, helper.make_node("Constant", [], ["left_over"], value_floats=[0.5] * 768))
+
+
+def in_a_comment(graph: onnx.GraphProto) -> None:
+    graph.doc_string = "x" * 3072
+
+
+def twice(graph: onnx.GraphProto) -> None:
+    weight = next(tensor for tensor in graph.initializer if len(tensor.dims) == 2)
+    again = onnx.TensorProto()
+    again.CopyFrom(weight)
+    again.name = "again"
+    graph.initializer.append(again)
+
+
+@pytest.mark.parametrize(
+    ("edit", "fails", "says"),
+    [
+        (lambda graph: graph.initializer.append(dense_weight(48, 16)), "weights.model.onnx", "dense blocks.0.attn.qkv"),
+        (lambda graph: graph.initializer.append(dense_weight(16, 48)), "weights.model.onnx", "dense blocks.0.attn.qkv"),
+        (in_a_constant, "weights.model.onnx", "left_over (48x16)"),
+        (in_an_attribute, "weights.model.onnx", "value_floats"),
+        (in_a_comment, "weights.model.onnx.bytes", "bytes beside"),
+        (twice, "weights.model.onnx", "a second time"),
+    ],
+    ids=["dense", "dense, turned", "constant", "attribute", "comment", "twice"],
+)
+def test_a_weight_that_nothing_reads_does_not_hide(edit: Any, fails: str, says: str, folder: Path) -> None:
+    before = verdicts(folder)
+    changed(folder / "model.onnx", edit)
+    after = verdicts(folder)
+    assert before[fails][0] == "passed" and after[fails][0] == "failed" and says in after[fails][1]
+
+
+def test_bytes_that_no_reader_knows_do_not_hide(folder: Path) -> None:
+    path = folder / "model.onnx"
+    path.write_bytes(path.read_bytes() + b"\xba\x3e\x80\x08" + bytes(1024))  # a field 999 of 1024 bytes
+    assert verdicts(folder)["weights.model.onnx.bytes"][0] == "failed"
+
+
+def test_masked_weights_are_not_sliced_ones(folder: Path) -> None:
+    """Zeros where channels should be gone: the answers are the same, the file is not what was planned."""
+    dense, model, plan = pruned("layer_scale")
+    masked = surgery.applied(dense, replace(plan, kept={}, heads={}, folded=()))
+    with torch.no_grad():
+        for space in family_of(masked).spaces(masked):
+            gone = sorted(set(range(space.size)) - set(plan.kept.get(space.name, range(space.size))))
+            for axis in space.axes if space.name in plan.kept else ():
+                at = [axis.offset + copy * space.size + channel for copy in range(axis.copies) for channel in gone]
+                masked.get_parameter(axis.tensor).index_fill_(axis.dim, torch.tensor(at), 0.0)
+    masked = surgery.apply(masked, Plan(plan.arch, plan.arch_args, folded=plan.folded))
+    export(masked, folder / "model.onnx", input=input_config(model))
+    assert verdicts(folder)["weights.model.onnx"][0] == "failed"
+    wrong = account(model, folder / "model.onnx", plan_rows(plan)).wrong
+    hiding = r"\((16x32|32x16)\) is no weight of the model, but has the size of the dense blocks\.\d\.mlp\.fc"
+    assert any(re.search(hiding, line) for line in wrong), wrong
+
+
+def test_an_unfolded_pair_is_not_the_folded_layer(folder: Path) -> None:
+    dense, model, plan = pruned("layer_scale")
+    export(surgery.applied(dense, replace(plan, folded=())), folder / "model.onnx", input=input_config(model))
+    assert verdicts(folder)["weights.model.onnx"][0] == "failed"
+    wrong = account(model, folder / "model.onnx").wrong
+    assert "blocks.1.mlp.weight (16x16) is not in the file" in wrong
+    assert sum("(20x16) is no weight" in line or "(16x20) is no weight" in line for line in wrong) >= 2
+
+
+def test_a_model_of_other_sizes_than_planned_fails(folder: Path) -> None:
+    _, model, plan = pruned("layer_scale")
+    other = replace(plan, kept={name: channels[1:] for name, channels in plan.kept.items() if "mlp" in name})
+    checks = weight_checks(folder, model, other)[0]
+    assert checks[0].verdict == "failed" and "planned" in checks[0].detail
+
+
+# --------------------------------------------------------------------------------------------------------- other files
+
+
+@pytest.mark.parametrize("format", ["onnx", "openvino"])
+def test_other_precisions_and_formats_are_accounted_for_as_they_are(format: str, tmp_path: Path) -> None:
+    if EXPORTERS[format].unavailable():
+        pytest.skip(f"{format} cannot be written here")
+    model = pruned("layer_scale")[1]
+    half: dict[str, Any] = {"precision": "fp16", "islands": ("norm", "softmax", "head")} if format == "onnx" else {}
+    path = tmp_path / f"model{EXPORTERS[format].suffix}"
+    EXPORTERS[format].export(model, path, input=input_config(model), options=ExportOptions(uint8=True, **half))
+    assert [check.verdict for check in file_checks(model, path)] == ["passed", "passed"], file_checks(model, path)
+    other = deepcopy(model)
+    with torch.no_grad():
+        other.get_submodule("blocks.1.mlp").weight[0] += 1.0
+    assert file_checks(other, path)[0].verdict == "failed"
+
+
+def test_data_beside_the_file_are_counted_and_gaps_in_them_found(tmp_path: Path) -> None:
+    model = pruned("layer_scale")[1]
+    path = tmp_path / "model.onnx"
+    export(model, path, input=input_config(model), external_data=True)
+    data = path.with_name("model.onnx.data")
+    assert account(model, path).size == path.stat().st_size + data.stat().st_size
+    assert [check.verdict for check in file_checks(model, path)] == ["passed", "passed"]
+    data.write_bytes(data.read_bytes() + bytes(4096))
+    found = file_checks(model, path)
+    assert found[1].verdict == "failed" and found[1].value - found[1].tolerance == 4096
+
+
+def test_a_damaged_file_is_a_failed_check(folder: Path) -> None:
+    (folder / "model-fp16.onnx").write_bytes(b"nothing of the kind")
+    (folder / "model.xml").write_text("<net><layers>")
+    found = verdicts(folder)
+    assert found["weights.model-fp16.onnx"][0] == found["weights.model.xml"][0] == "failed"
+    assert found["weights.model.onnx"][0] == "passed" and not sidecar_path(folder / "model.xml").exists()
+
+
+def test_biases_of_zero_may_be_left_out_and_others_may_not(folder: Path) -> None:
+    model = checkpoint.load(folder)
+    with torch.no_grad():
+        model.get_submodule("blocks.1.mlp").bias = nn.Parameter(torch.full((65,), 0.0))
+    assert account(model, folder / "model.onnx").wrong == ()
+    with torch.no_grad():
+        model.get_submodule("blocks.1.mlp").bias[3] = 0.5
+    assert account(model, folder / "model.onnx").wrong == ("blocks.1.mlp.bias (65) is not in the file",)

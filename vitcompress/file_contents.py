@@ -1,0 +1,126 @@
+"""What an exported file is made of, byte by byte: the tensors that it holds, and what is not a tensor.
+
+Nothing is run, and one tensor at a time is read.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import onnx
+from onnx import numpy_helper
+
+from vitcompress import onnx_file
+from vitcompress.errors import ArtifactError
+
+ALIGNED = 65536  # data files leave less than this between tensors, so that these can be mapped into memory
+LONGEST = 64  # numbers that a node may be set with
+Span = tuple[int, int]  # where a tensor's values begin in a file, and where they end
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a file. size: bytes of its values. read: these, in C order."""
+
+    name: str
+    shape: tuple[int, ...]
+    size: int
+    read: Callable[[], bytes]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The tensors of a file, and where its other bytes go.
+
+    size: bytes of the file and its data files. graph: of nodes, names, metadata, and padding between tensors. lists:
+    names of what in the graph is numbers too many to be settings of a node.
+    """
+
+    tensors: tuple[Stored, ...]
+    size: int
+    graph: int
+    lists: tuple[str, ...] = ()
+
+
+def contents(path: Path) -> Contents:
+    """What the ONNX file or OpenVINO model `path` holds. Raises ArtifactError where it is neither, or damaged."""
+    return _ir(path) if path.suffix == ".xml" else _onnx(path)
+
+
+def _onnx(path: Path) -> Contents:
+    model = onnx_file.read(path)
+    model.DiscardUnknownFields()
+    protos = [tensor for tensor in onnx_file.tensors(model) if tensor.ByteSize()]
+    stored = tuple(Stored(t.name, tuple(t.dims), _payload(t), partial(_values, t, path.parent)) for t in protos)
+    inside = sum(_payload(tensor) for tensor in protos if not onnx_file.location(tensor))
+    graph = model.ByteSize() - inside - onnx_file.doc_bytes(model)
+    size = path.stat().st_size
+    for name in onnx_file.external_files(model):
+        graph += _padding(_span(tensor) for tensor in protos if onnx_file.location(tensor) == name)
+        size += (path.parent / name).stat().st_size
+    return Contents(stored, size, graph, onnx_file.long_lists(model, LONGEST))
+
+
+def _payload(tensor: Any) -> int:
+    """Bytes that a tensor's values take, in its file or in a data file."""
+    if onnx_file.location(tensor):
+        begin, end = _span(tensor)
+        return end - begin
+    if tensor.raw_data:
+        return len(tensor.raw_data)
+    without = onnx.TensorProto(dims=tensor.dims, data_type=tensor.data_type, name=tensor.name)
+    return int(tensor.ByteSize() - without.ByteSize())
+
+
+def _values(tensor: Any, folder: Path) -> bytes:
+    if tensor.raw_data:
+        return bytes(tensor.raw_data)
+    values: bytes = numpy_helper.to_array(tensor, base_dir=str(folder)).tobytes()
+    return values
+
+
+def _span(tensor: Any) -> Span:
+    known = {entry.key: entry.value for entry in tensor.external_data}
+    begin = int(known.get("offset", 0))
+    return begin, begin + int(known["length"])
+
+
+def _padding(spans: Iterable[Span]) -> int:
+    """Bytes between tensors in a data file; a larger gap than alignment needs is none."""
+    ordered = sorted({(0, 0), *spans})
+    gaps = [begin - end for (_, end), (begin, _) in pairwise(ordered)]
+    return sum(gap for gap in gaps if 0 < gap < ALIGNED)
+
+
+# ------------------------------------------------------------------------------------------------------------- OpenVINO
+
+
+def _ir(path: Path) -> Contents:
+    """An IR names its constants in the .xml, with the place of each in the .bin."""
+    data = path.with_suffix(".bin")
+    try:
+        layers = ElementTree.parse(path).getroot().iter("layer")
+        known = [(layer.get("name", ""), layer.find("data")) for layer in layers if layer.get("type") == "Const"]
+        places = [(name, data_of.attrib) for name, data_of in known if data_of is not None]
+        found = {int(at["offset"]): _constant(name, at, data) for name, at in places}
+        size = path.stat().st_size + data.stat().st_size
+    except (OSError, ElementTree.ParseError, LookupError, ValueError) as error:
+        raise ArtifactError(f"{path} is not a whole OpenVINO model: {error}", hint="copy or export it again") from None
+    spans = [(offset, offset + tensor.size) for offset, tensor in found.items()]
+    return Contents(tuple(found.values()), size, path.stat().st_size + _padding(spans))
+
+
+def _constant(name: str, at: dict[str, str], data: Path) -> Stored:
+    offset, length = int(at["offset"]), int(at["size"])
+    shape = tuple(int(size) for size in at["shape"].split(",") if size.strip())
+    return Stored(name, shape, length, partial(_part, data, offset, length))
+
+
+def _part(path: Path, offset: int, length: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(length)

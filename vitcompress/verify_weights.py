@@ -1,0 +1,248 @@
+"""From the plan to the bytes of a file: no weight is larger than was planned, and none is there that the model lacks.
+
+plan -> torch: the sizes that the plan leaves, by arithmetic, against those of the model that is deployed. torch ->
+file: every tensor in an exported file is, by its values, one of the model's, as it is or transposed, or is explained;
+so a weight of the dense model, a masked one, or a pair that should be one cannot hide in the file. bytes: what is in
+the file beside those tensors is no more than its graph and its constants take.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vitcompress import models
+from vitcompress.byte_input import tensors_of
+from vitcompress.checkpoint import read_json
+from vitcompress.errors import ArtifactError
+from vitcompress.file_contents import Stored, contents
+from vitcompress.plan import Plan
+from vitcompress.planned import Planned, Shape, planned
+from vitcompress.verdicts import Check, compared, listed
+from vitcompress.verify_onnx import stored_module, told_by
+
+CHECK = "weights"
+SMALL = 64  # values: sizes, scales and indices that a graph computes with
+
+
+@dataclass(frozen=True)
+class Account:
+    """Where the bytes of an exported file go.
+
+    found: tensor of the model -> what holds its values. constants: what the graph computes with beside them. wrong:
+    what should not be there, or is not, a phrase each. size: of the file with its data files. graph: what of it no
+    tensor takes.
+    """
+
+    found: Mapping[str, Stored]
+    constants: tuple[Stored, ...]
+    wrong: tuple[str, ...]
+    size: int
+    graph: int
+
+    @property
+    def of_model(self) -> int:
+        """Bytes of the tensors that are the model's."""
+        return sum({id(tensor): tensor.size for tensor in self.found.values()}.values())
+
+    @property
+    def of_constants(self) -> int:
+        return sum(tensor.size for tensor in self.constants)
+
+
+# ---------------------------------------------------------------------------------------------------------- plan, torch
+
+
+def plan_rows(plan: Plan) -> tuple[Planned, ...]:
+    """What the plan makes of every tensor of its dense model."""
+    return planned(models.outline(plan.arch, plan.arch_args), plan)
+
+
+def plan_check(rows: Sequence[Planned], model: nn.Module) -> Check:
+    """Has every tensor of `model` the size that was planned, and is there no other?"""
+    sizes = _sizes(model)
+    changes = {change: sum(row.change == change for row in rows) for change in ("sliced", "folded", "removed")}
+    told = ", ".join(f"{count} {change}" for change, count in changes.items())
+    return listed(CHECK, _deviations(rows, sizes), f"{len(sizes)} tensors of the planned sizes ({told})")
+
+
+def _sizes(model: nn.Module) -> dict[str, Shape]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def _deviations(rows: Iterable[Planned], sizes: Mapping[str, Shape]) -> Iterator[str]:
+    wanted = {row.name: row.planned for row in rows}
+    for name in dict.fromkeys((*wanted, *sizes)):
+        if wanted.get(name) != sizes.get(name):
+            yield f"{name}: {_told(wanted.get(name))} planned, {_told(sizes.get(name))} in the model"
+
+
+def _told(shape: Shape | None) -> str:
+    return "none" if shape is None else "x".join(map(str, shape)) or "scalar"
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+def account(stored: nn.Module, path: Path, rows: Iterable[Planned] = ()) -> Account:
+    """Where the bytes of the file `path` go, which was exported from the module `stored` (precision and all).
+
+    rows: what the plan changed, to tell which dense weight hides.
+
+    Raises:
+        ArtifactError: the file is damaged.
+    """
+    held = contents(path)
+    tensors = tensors_of(stored)
+    found, left = _by_value(tensors, held.tensors)
+    missing = {name: tensor for name, tensor in tensors.items() if name not in found and tensor.numel() > SMALL}
+    sources = {id(tensor): source for tensor in left if (source := _source(tensor, missing))}
+    constants = [tensor for tensor in left if id(tensor) in sources or _count(tensor) <= SMALL]
+    dense = {name: size for row in rows if row.change != "kept" for name, size in row.dense.items()}
+    known = {id(tensor) for tensor in constants}
+    foreign = [tensor for tensor in left if id(tensor) not in known]
+    wrong = [f"{t.name} ({_told(t.shape)}){_foreign(t, found, dense)}" for t in foreign]
+    lost = [n for n, t in missing.items() if _is_needed(t) and n not in sources.values()]
+    wrong += [f"{name} ({_told(tuple(tensors[name].shape))}) is not in the file" for name in lost]
+    wrong += [f"{name} is a long list of numbers in a node" for name in held.lists]
+    return Account(found, tuple(constants), tuple(wrong), held.size, held.graph)
+
+
+def _is_needed(tensor: Tensor) -> bool:
+    """Whether a file must hold it: exporters leave out biases of zero, and write what buffers say into the graph."""
+    return isinstance(tensor, nn.Parameter) and bool((tensor != tensor.flatten()[0]).any())
+
+
+def _by_value(tensors: Mapping[str, Tensor], held: Sequence[Stored]) -> tuple[dict[str, Stored], list[Stored]]:
+    """The model's tensors with what holds the same values, and what is left of the file."""
+    places: dict[bytes, list[Stored]] = {}
+    for stored in held:
+        places.setdefault(_digest(stored.read()), []).append(stored)
+    found: dict[str, Stored] = {}
+    for name, tensor in tensors.items():
+        turned = [tensor.T] if tensor.dim() == 2 else []
+        same = next((places[key] for way in (tensor, *turned) if (key := _digest(_bytes(way))) in places), None)
+        if same:  # tensors of equal values may be one in the file; one that is there too often is left
+            found[name] = same.pop(0) if len(same) > 1 else same[0]
+    used = {id(stored) for stored in found.values()}
+    return found, [stored for stored in held if id(stored) not in used]
+
+
+def _source(stored: Stored, missing: Mapping[str, Tensor]) -> str | None:
+    """The tensor of the model, not in the file itself, that all values of `stored` are taken from."""
+    for name, tensor in missing.items():
+        kind = np.dtype(f"u{tensor.element_size()}")
+        if stored.size == _count(stored) * kind.itemsize:
+            values, ours = np.frombuffer(stored.read(), kind), np.frombuffer(_bytes(tensor), kind)
+            if np.isin(values, ours).all():
+                return name
+    return None
+
+
+def _count(stored: Stored) -> int:
+    return int(np.prod(stored.shape, dtype=np.int64))
+
+
+def _foreign(stored: Stored, found: Mapping[str, Stored], dense: Mapping[str, Shape]) -> str:
+    """What is wrong with a tensor that is not the model's."""
+    values = _digest(stored.read())
+    again = [name for name, other in found.items() if other.size == stored.size and _digest(other.read()) == values]
+    same = [name for name, shape in dense.items() if sorted(shape) == sorted(stored.shape)]
+    if again:
+        return f" holds {again[0]} a second time"
+    return f" is no weight of the model{f', but has the size of the dense {same[0]}' if same else ''}"
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    data: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return data
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def account_checks(found: Account, name: str) -> list[Check]:
+    """Does the file hold the tensors of the model and no others, and no bytes that nothing explains?"""
+    held = f"{len(found.found)} tensors of the model by their values, {len(found.constants)} constants"
+    detail = (
+        f"bytes beside the model's {found.of_model:,}; {found.graph:,} of the graph and {found.of_constants:,} of "
+        f"constants explain them"
+    )
+    beside, explained = found.size - found.of_model, found.graph + found.of_constants
+    return [
+        listed(name, found.wrong, held),
+        compared(f"{name}.bytes", float(beside), float(explained), detail),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------- table
+
+
+def table(rows: Iterable[Planned], model: nn.Module, files: Mapping[str, Account]) -> dict[str, Any]:
+    """The way of every tensor that the plan changed, as plain data, and where the bytes of each file go."""
+    sizes = _sizes(model)
+    return {
+        "tensors": [
+            {
+                "name": row.name,
+                "change": row.change,
+                "dense": {name: list(shape) for name, shape in row.dense.items()},
+                "planned": None if row.planned is None else list(row.planned),
+                "torch": list(sizes[row.name]) if row.name in sizes else None,
+                "files": {name: _place(held.found[row.name]) for name, held in files.items() if row.name in held.found},
+            }
+            for row in rows
+            if row.change != "kept"
+        ],
+        "files": [
+            {
+                "file": name,
+                "bytes": held.size,
+                "of_model": held.of_model,
+                "of_constants": held.of_constants,
+                "of_graph": held.graph,
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            }
+            for name, held in files.items()
+        ],
+    }
+
+
+def _place(stored: Stored) -> dict[str, Any]:
+    return {"tensor": stored.name, "shape": list(stored.shape), "bytes": stored.size}
+
+
+# --------------------------------------------------------------------------------------------------------------- folder
+
+
+def weight_checks(folder: Path, model: nn.Module, plan: Plan) -> tuple[list[Check], dict[str, Any]]:
+    """Checks and table of the run `folder`, with every file in it that `model`, the deployed one, was exported to."""
+    rows = plan_rows(plan)
+    checks, files = [plan_check(rows, model)], dict[str, Account]()
+    for path in sorted([*folder.glob("model*.onnx"), *folder.glob("model*.xml")]):
+        try:
+            files[path.name] = account(as_exported(model, path), path, rows)
+            checks += account_checks(files[path.name], f"{CHECK}.{path.name}")
+        except ArtifactError as error:
+            checks.append(Check(f"{CHECK}.{path.name}", "failed", detail=error.message))
+    return checks, table(rows, model, files)
+
+
+def file_checks(model: nn.Module, path: Path) -> list[Check]:
+    """The checks of one file that `model` was exported to."""
+    return account_checks(account(as_exported(model, path), path), f"{CHECK}.{path.name}")
+
+
+def as_exported(model: nn.Module, path: Path) -> nn.Module:
+    """The module whose tensors the file `path` should hold: an IR keeps its weights in fp32 whatever it computes in."""
+    if path.suffix == ".onnx":
+        return stored_module(model, told_by(path))
+    sidecar = path.with_name(f"{path.name}.json")
+    told = dict(read_json(sidecar)).get("metadata", {}) if sidecar.is_file() else {}
+    return stored_module(model, {"precision": "fp32", "islands": (), "uint8": told.get("input") == '"uint8"'})
