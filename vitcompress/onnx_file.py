@@ -125,18 +125,6 @@ def external_files(model: Any) -> tuple[str, ...]:
     return tuple(sorted({place for tensor in tensors(model) if (place := location(tensor))}))
 
 
-def external_files(model: Any) -> tuple[str, ...]:
-    """Names of the files that hold a model's large tensors."""
-    found = {
-        entry.value
-        for tensor in _tensors(model.graph)
-        if tensor.data_location == onnx.TensorProto.EXTERNAL
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
-    return tuple(sorted(found))
-
-
 def metadata(model: Any) -> dict[str, str]:
     return {entry.key: entry.value for entry in model.metadata_props}
 
