@@ -15,6 +15,7 @@ from vitcompress.distributed import Runtime
 from vitcompress.families import family_of
 from vitcompress.families.answer import answer_block
 from vitcompress.methods.upvit.blocks import candidates, removal, scores, whole_blocks
+from vitcompress.methods.upvit.deletion import deletion
 from vitcompress.methods.upvit.fisher import estimates
 from vitcompress.methods.upvit.importance import Component, Importance, components, divergence
 from vitcompress.plan import Plan
@@ -110,31 +111,77 @@ def test_divergence_is_summed_over_images() -> None:
     assert divergence(z, z).tolist() == [0.0]
 
 
-def test_the_estimate_is_the_curvature() -> None:
-    """With all signs drawn, half of j^T F j; and where a channel hardly matters, near the exact score."""
+def curvature(made: nn.Module, component: Component, channel: int, x: Tensor) -> float:
+    """1/2 j^T F j, with j from finite differences; q and k lose what the channel adds to their product."""
+
+    @torch.no_grad()
+    def answer(value: float) -> Tensor:
+        gates = {}
+        for space in component.spaces:
+            gates[space.name] = torch.ones(1, component.size, dtype=torch.float64)
+            gates[space.name][0, channel] = value**0.5 if space.kind == "qk" else value
+        with deletion(made, component.spaces, gates):
+            return made(x)
+
+    step = 1e-5
+    j = (answer(1 + step) - answer(1 - step)) / (2 * step)
+    q = torch.softmax(logits(made, x), 1)
+    return 0.5 * float(((q * j**2).sum(1) - (q * j).sum(1) ** 2).sum())
+
+
+@pytest.mark.parametrize("variant", ["plain", "pvt"])
+def test_the_estimate_with_all_directions_is_the_curvature(variant: str) -> None:
+    made, x = build(variant), pictures(variant, count=3)
+    own = components(family_of(made).spaces(made))
+    found = estimates(made, own, Batches.of(x), directions=5, seed=0)
+    for component in own:
+        for channel in (0, component.size - 1):
+            expected = curvature(made, component, channel, x)
+            assert expected > 0  # finite differences: an error of the order of step^2 and of roundoff / step
+            assert float(found[component.name][channel]) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("directions", [1, 2, 3])
+def test_the_estimate_with_fewer_directions_is_right_on_average(directions: int) -> None:
+    """Of every copy of an image its own signs are drawn."""
+    made, x, copies = build("plain"), pictures("plain", count=1), 512
+    own = components(family_of(made).spaces(made))
+    exact = estimates(made, own, Batches.of(x), directions=5, seed=0)
+    many: Any = [(x.repeat(copies, 1, 1, 1), torch.zeros(copies))]
+    found = estimates(made, own, many, directions=directions, seed=0)
+    for component in own:
+        # The square of a sum of random signs has at most a deviation of sqrt(2) of its mean; to five of them.
+        bound = 5 * (2 / copies) ** 0.5 * exact[component.name]
+        assert ((found[component.name] / copies - exact[component.name]).abs() <= bound).all()
+
+
+def test_leading_directions_leave_less_to_chance() -> None:
+    made, x, copies = build("plain"), pictures("plain", count=1), 64
+    own = components(family_of(made).spaces(made))
+    exact = torch.cat(list(estimates(made, own, Batches.of(x), directions=5, seed=0).values()))
+    errors = {}
+    for directions in (1, 2, 3):
+        drawn = [estimates(made, own, Batches.of(x), directions=directions, seed=seed) for seed in range(copies)]
+        found = torch.stack([torch.cat(list(one.values())) for one in drawn])
+        errors[directions] = float(((found - exact) / exact).square().mean())
+    assert errors[3] < errors[2] < errors[1]
+
+
+def test_the_estimate_of_an_attention_is_near_its_deletion() -> None:
+    """Small enough, a channel's loss moves answers linearly: the estimate is S(c) itself then, without q k twice."""
     made, x = build("plain"), pictures("plain", count=2)
-    family = family_of(made)
-    own = components(family.spaces(made))
-    found = estimates(made, own, Batches.of(x), draws=1024, seed=0)
-    component = own[0]
-    from vitcompress.methods.upvit.deletion import deletion
-
-    for channel in (0, 5):
-
-        def answer(value: Tensor, channel: int = channel) -> Tensor:
-            gate = torch.ones(1, component.size, dtype=torch.float64)
-            gate = torch.cat([gate[:, :channel], value.reshape(1, 1), gate[:, channel + 1 :]], dim=1)
-            with deletion(made, component.spaces, {space.name: gate for space in component.spaces}):
-                return made(x)
-
-        one = torch.ones((), dtype=torch.float64)
-        step = 1e-5
-        with torch.no_grad():
-            j = (answer(one + step) - answer(one - step)) / (2 * step)
-            q = torch.softmax(made(x), 1)
-        expected = 0.5 * float(((q * j**2).sum(1) - (q * j).sum(1) ** 2).sum())
-        # The mean of 1024 draws of a square of a sum of random signs: its deviation is at most sqrt(2 / draws).
-        assert float(found[component.name][channel]) == pytest.approx(expected, rel=5 * (2 / 1024) ** 0.5)
+    with torch.no_grad():
+        for block in made.blocks:
+            block.attn.qkv.weight[32:].mul_(0.0)  # no values: only q and k act, through the attention that others have
+            block.attn.qkv.weight.mul_(0.05)
+            block.attn.qkv.bias.mul_(0.05)
+            block.attn.qkv.bias[32:] = torch.linspace(-1, 1, 16)
+            block.attn.qkv.weight[32:] = torch.eye(16)
+    component = next(c for c in components(family_of(made).spaces(made)) if c.kind == "attention")
+    qk_only = Component(component.name, component.kind, tuple(s for s in component.spaces if s.kind == "qk"))
+    estimate = estimates(made, [qk_only], Batches.of(x), directions=5, seed=0)[component.name]
+    exact = Importance(made, family_of(made), images_at_once=8).scores(qk_only, Batches.of(x))
+    assert torch.allclose(estimate, exact, rtol=0.1, atol=0) and float(exact.min()) > 0
 
 
 def test_block_scores_are_those_of_the_models_without_them() -> None:

@@ -18,8 +18,8 @@ class Options:
     as `given` or of the `current` one.
 
     score: `exact` deletes each channel; `fisher` ranks by the Gauss-Newton estimate alone; `screened` measures exactly
-    only the `band` of channels around the cut, as a screen ranks them: `screen` is the same estimate, with `draws`
-    random directions per image, or exact scores on `screen_images` images. Channels to compare with: `magnitude` (sum
+    only the `band` of channels around the cut, as a screen ranks them: `screen` is the same estimate, with so many
+    `directions` per image, or exact scores on `screen_images` images. Channels to compare with: `magnitude` (sum
     of |w|), `random` (by the run's seed). images_at_once bounds the memory.
     """
 
@@ -32,5 +32,5 @@ class Options:
     screen: Literal["fisher", "images"] = "fisher"
     screen_images: Annotated[int, Ge(1)] = 500
     band: Annotated[float, Gt(0), Le(1)] = 0.5
-    draws: Annotated[int, Ge(1)] = 8
+    directions: Annotated[int, Ge(1)] = 3
     images_at_once: Annotated[int, Ge(1)] = 512
