@@ -1,5 +1,6 @@
 """Counted parameters and multiply-accumulates are the exact integers of the closed form, in both conventions."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -111,6 +112,19 @@ def test_dinov2_giant_without_whole_branches(giant: nn.Module, attentions: int, 
     branch = {"attention": 9443328 + 3072 + 1536, "ffn": 18884096 + 3072 + 1536}
     assert found == 1134923364 - attentions * branch["attention"] - ffns * branch["ffn"]
     assert round(found / 1e6, 2) == published
+
+
+def test_the_published_size_of_dinov2_giant_has_one_reading() -> None:
+    """Any 15 layers; FFNs gone as a whole or folded to one layer; norms and LayerScales gone with them or not."""
+    width, fits = 1536, []
+    for attentions, whole, norms, scales in itertools.product(range(16), (True, False), (True, False), (True, False)):
+        attention = 9443328 + 2 * width * norms + width * scales
+        ffn = 18884096 + 2 * width * norms + width * scales if whole else 18884096 - width**2 - width
+        left = 1134923364 - attentions * attention - (15 - attentions) * ffn
+        for folded in (0, 80 - 15 * scales * whole - attentions * scales * (not whole)):  # LayerScales left to fold
+            if round((left - folded * width) / 1e6, 2) == 927.12:
+                fits.append((attentions, 15 - attentions, whole, norms, scales, folded))
+    assert fits == [(8, 7, True, True, True, 0)]
 
 
 @pytest.mark.parametrize("stand_in", ["mean_gate", "drop_gate"])

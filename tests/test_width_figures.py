@@ -71,6 +71,13 @@ def test_a_recipe_meets_what_was_published_or_says_why_not(name: str) -> None:
         assert found["reason"].endswith(".") and len(found["reason"].split()) > 5
 
 
+def test_dinov2_giant_is_deployed_without_its_layer_scales() -> None:
+    """Two in each of 40 blocks, but the 15 that went with their branches, are folded: by so much less is counted."""
+    found = shipped("dinov2_g_hetdpt")["params_m"]
+    unfolded = round(1e6 * found["counted"]) + (2 * 40 - 15) * 1536
+    assert unfolded == 927118948 and round(unfolded / 1e6, 2) == found["published"]
+
+
 def test_counted_sizes_are_those_of_the_outlook() -> None:
     found = shipped("nose_deit_s_3")
     cost = dry_run(load_recipe("nose_deit_s_3"), RunOptions(structure_only=True))["cost"]["compressed"]
