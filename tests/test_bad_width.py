@@ -40,6 +40,10 @@ def recipe(step: str, model: str = MODEL) -> str:
         ('method = "sero"\nsparsity = 0.5\nepochs = 1', ["warmup_epochs is 1 of 1", "raise epochs"]),
         (f'{ISOMORPHIC}\ntarget = "macs"\namount = 1e-6', ["1e-06 G MACs cannot be reached", "allows", " to "]),
         (f'{ISOMORPHIC}\ntarget = "params"\namount = 9.0', ["9 M parameters cannot be reached", "allows"]),
+        (
+            f'{ISOMORPHIC}\ntarget = "latency"\namount = 1e-6\nlatency_on = "torch"',
+            ["1e-06 ms cannot be reached", "allows"],
+        ),
         ('method = "isomorphic"\ntarget = "macs"', ["no amount", "G MACs"]),
         ('method = "isomorphic"', ["multiples of 64", "has only 16", "16 or less"]),
         ('method = "upvit"\ntarget_args = { num_heads = 3 }', ["embed_dim", "timm"]),
@@ -58,8 +62,13 @@ def test_refused(step: str, words: list[str], mode: str) -> None:
     [
         ('method = "hetdpt"\npruned_layers = 2', PVT, ["depth-wise 3x3 convolution", "cannot be folded exactly"]),
         ('method = "upvit"\ntarget_args = { embed_dim = 8 }', SWIN, ["cannot prune a swin model", "position tables"]),
+        (
+            'method = "upvit"\ntarget_args = { embed_dim = 16, num_heads = 2 }',
+            MODEL.replace("embed_dim = 16", "embed_dim = 24").replace("num_heads = 2", "num_heads = 3"),
+            ["3 heads cannot become 2", "divides 3"],
+        ),
     ],
-    ids=["hetdpt on pvt", "upvit on swin"],
+    ids=["hetdpt on pvt", "upvit on swin", "three heads to two"],
 )
 def test_what_a_family_does_not_allow(step: str, model: str, words: list[str]) -> None:
     said = refused("recipe", recipe(step, model), "--structure-only")

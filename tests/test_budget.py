@@ -82,7 +82,9 @@ def test_strength_moves_all_shares_in_proportion() -> None:
 def test_a_budget_is_met_to_the_channel_without_alignment(share: float) -> None:
     groups = world()
     wanted = share * 4 * 256 * 256
-    counts = budget.solved(groups, {"ffn": 0.5, "residual": 0.5}, Units(), target(wanted))
+    met = budget.solved(groups, {"ffn": 0.5, "residual": 0.5}, Units(), target(wanted))
+    counts = met.counts
+    assert met.cost == spent(counts) and (met.least, met.most) == (4.0, 4 * 256 * 256)
     # One channel of the stream, the largest step there is, costs as many units as there are FFN channels.
     assert abs(spent(counts) - wanted) <= sum(counts[f"b{number}"] for number in range(4)) + counts["residual"]
 
@@ -91,7 +93,7 @@ def test_a_budget_is_met_to_the_channel_without_alignment(share: float) -> None:
 def test_an_aligned_budget_is_met_by_what_can_be_aligned_finely(share: float) -> None:
     """The stream moves in steps of a quarter; the FFNs make up for it."""
     units, wanted = Units(residual=64, ffn=8), share * 4 * 256 * 256
-    counts = budget.solved(world(), {"ffn": 0.5, "residual": 0.5}, units, target(wanted))
+    counts = budget.solved(world(), {"ffn": 0.5, "residual": 0.5}, units, target(wanted)).counts
     assert counts["residual"] % 64 == 0
     assert all(counts[f"b{number}"] % 8 == 0 for number in range(4))
     assert abs(spent(counts) / wanted - 1) <= 0.02

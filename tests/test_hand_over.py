@@ -15,7 +15,8 @@ from vitcompress.errors import ArtifactError, PlanError, WeightsError
 from vitcompress.methods import METHODS
 from vitcompress.pipeline import preflight, stages
 from vitcompress.pipeline.folder import check_folder, opened
-from vitcompress.pipeline.preflight import Job, RunOptions
+from vitcompress.pipeline.job import Job
+from vitcompress.pipeline.preflight import RunOptions
 from vitcompress.progress import Progress
 from vitcompress.recipe import load_recipe
 from vitcompress.workspace import LEFT, LEFT_WEIGHTS, seal
@@ -92,7 +93,7 @@ def test_what_a_step_leaves_reaches_the_end(job: Job, dense: nn.Module, steps: s
     by_hand = surgery.applied(dense, first)
     untrained = deepcopy(by_hand)
     surgery.fold(untrained, job.base)
-    left = checkpoint.load_tensors(stages.step_folder(job, 1) / LEFT_WEIGHTS)
+    left = checkpoint.load_tensors(job.step_folder(1) / LEFT_WEIGHTS)
     assert any(not torch.equal(left[name], value) for name, value in by_hand.state_dict().items())
     by_hand.load_state_dict(left)
     folding = surgery.fold(by_hand, job.base)
@@ -112,7 +113,7 @@ def test_the_plan_alone_rebuilds_the_shapes(dense: nn.Module, job: Job, steps: s
 
 
 def test_taken_again_nothing_is_trained(job: Job, dense: nn.Module, steps: stages.Steps) -> None:
-    path = stages.step_folder(job, 1) / LEFT_WEIGHTS
+    path = job.step_folder(1) / LEFT_WEIGHTS
     written = path.stat().st_mtime_ns
     again = stages.take_steps(job, dense)
     assert same(again.model, steps.model) and (again.base, again.last) == (steps.base, steps.last)
@@ -120,7 +121,7 @@ def test_taken_again_nothing_is_trained(job: Job, dense: nn.Module, steps: stage
 
 
 def test_the_step_trains_as_recovery_does(job: Job, steps: stages.Steps) -> None:
-    state = checkpoint.load_state(stages.step_folder(job, 1) / "training")
+    state = checkpoint.load_state(job.step_folder(1) / "training")
     assert state is not None
     made_with = state.data["made_with"]["options"]
     assert (made_with["epochs"], made_with["lr"], made_with["distillation"]) == (1, 1e-2, "soft")
@@ -132,7 +133,7 @@ def test_stopped_between_weights_and_plan_it_hands_over_the_same(
     stopped = prepared(tmp_path / "run")
     stages.take_steps(stopped, stages.dense_model(stopped))
     for number in (1, 2, 3):
-        (stages.step_folder(stopped, number) / "plan.json").unlink()
+        (stopped.step_folder(number) / "plan.json").unlink()
     again = stages.take_steps(prepared(tmp_path / "run"), stages.dense_model(stopped))
     assert same(again.model, steps.model) and again.plan == steps.plan
 
@@ -141,7 +142,7 @@ def test_weights_of_another_step_are_refused(tmp_path: Path) -> None:
     broken = prepared(tmp_path / "run")
     dense = stages.dense_model(broken)
     stages.take_steps(broken, dense)
-    path = stages.step_folder(broken, 1) / LEFT_WEIGHTS
+    path = broken.step_folder(1) / LEFT_WEIGHTS
     tensors = checkpoint.load_tensors(path)
     checkpoint.save_tensors(path, tensors, {"plan": broken.base.digest})
     with pytest.raises(ArtifactError, match=r"not as its step left it: weights\.safetensors: sha256 is"):
@@ -160,14 +161,14 @@ def test_weights_that_are_gone_are_not_silently_replaced_by_older_ones(tmp_path:
     broken = prepared(tmp_path / "run")
     dense = stages.dense_model(broken)
     stages.take_steps(broken, dense)
-    (stages.step_folder(broken, 1) / lost).unlink()
+    (broken.step_folder(1) / lost).unlink()
     with pytest.raises(ArtifactError, match=r"not as its step left it: .*missing") as raised:
         stages.take_steps(broken, dense)
     assert lost in raised.value.message and "--fresh" in str(raised.value.hint)
 
 
 def test_what_was_folded_in_between_is_in_the_tables(job: Job, steps: stages.Steps) -> None:
-    folder = stages.step_folder(job, 2)
+    folder = job.step_folder(2)
     (table,) = METHODS["fold"].tables(folder)
     rows = {row[0]: row for row in table["rows"]}
     assert rows["blocks.0.mlp"][1] == "yes" and len(rows) == len(read_json(folder / "fold.json"))
@@ -185,7 +186,7 @@ def test_nose_fades_out_on_the_weights_handed_over(tmp_path: Path) -> None:
     steps = stages.take_steps(faded, dense)
     stages.recover(faded, dense, steps)
     kept = checkpoint.load_parts(faded.state / stages.UNFOLDED_PLAN, faded.state / stages.UNFOLDED)
-    left = checkpoint.load_tensors(stages.step_folder(faded, 1) / LEFT_WEIGHTS)
+    left = checkpoint.load_tensors(faded.step_folder(1) / LEFT_WEIGHTS)
     assert torch.equal(kept.state_dict()["head.weight"], left["head.weight"])
     assert not torch.equal(left["head.weight"], dense.state_dict()["head.weight"])
 

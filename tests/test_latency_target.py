@@ -8,10 +8,12 @@ import torch
 
 from vitcompress import models
 from vitcompress.distributed import Runtime
-from vitcompress.errors import InputError
+from vitcompress.errors import InputError, PlanError
 from vitcompress.methods import METHODS, isomorphic
+from vitcompress.pipeline import RunOptions, latency, run
+from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import latency_ms
-from vitcompress.pipeline.preflight import Job, described, structure
+from vitcompress.pipeline.preflight import described, structure
 from vitcompress.progress import Progress
 from vitcompress.recipe import load_recipe
 
@@ -45,3 +47,56 @@ def test_without_a_clock_the_structure_is_that_of_the_shares(tmp_path: Path) -> 
         structure(job(tmp_path, f"step.0.target={target}", "step.0.amount=1.0")) for target in ("latency", "ratios")
     ]
     assert plans[0] == plans[1]
+
+
+PER_MS = 1000  # parameters that stand for a millisecond where no real clock is wanted
+WHOLE = ["step.0.target=latency", "step.0.latency_on=torch", "bench.runtimes=['torch']", "bench.protocol=paper"]
+QUICK = ["bench.warmup=0", "bench.runs=1", "export.formats=[]", "model.args.depth=2", "model.classes=10"]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real latencies of models this small scatter; their parameters do not."""
+    count = lambda job, model, runtime: sum(p.numel() for p in model.parameters()) / PER_MS  # noqa: E731
+    monkeypatch.setattr(latency, "_measured", count)
+
+
+def whole(folder: Path, *sets: str) -> dict[str, Any]:
+    """The report of a structure-only run that solves for a latency."""
+    recipe = load_recipe("digits_isomorphic", [*WHOLE, *QUICK, *sets])
+    return run(recipe, RunOptions(out=folder, structure_only=True)).report
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_whole_run_meets_the_latency_and_says_what_came_out(tmp_path: Path) -> None:
+    report = whole(tmp_path / "run", "step.0.amount=40")
+    assert report["cost"]["compressed"]["params"] == pytest.approx(40 * PER_MS, rel=0.05)
+    target, widths = report["tables"]
+    assert target["rows"][0][0] == "40 ms on torch" and len(target["rows"][0]) == len(target["columns"])
+    assert {row[0] for row in widths["rows"]} >= {"residual", "blocks.0.mlp"}
+    assert any("Latency aimed at: 40 ms on torch; measured at the end: " in note for note in report["notes"])
+    assert not any("missed" in note for note in report["notes"])
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_latency_that_the_steps_of_the_widths_skip_is_told_in_the_report(tmp_path: Path) -> None:
+    coarse = ["step.0.align={residual=64, ffn=128, head_dim=16}", "step.0.keep_heads=1.0", "step.0.keep_head_dim=1.0"]
+    report = whole(tmp_path / "run", "step.0.amount=77", *coarse)
+    (missed,) = (note for note in report["notes"] if "missed" in note)
+    reached = report["cost"]["compressed"]["params"] / PER_MS
+    assert f"77 ms on torch was asked for, the nearest widths found come to {reached:.4g} ms on torch" in missed
+    assert f"({100 * (reached / 77 - 1):+.1f} %)" in missed and abs(reached / 77 - 1) > 0.05
+    assert "this structure allows " in missed
+
+
+@pytest.mark.usefixtures("clock")
+def test_all_steps_before_are_taken_when_the_range_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HetDPT+ after its depth step is smaller than the dense model, and what is asked for lies above it."""
+    asked: list[float] = []
+    real = latency._measured
+    monkeypatch.setattr(latency, "_measured", lambda *about: asked.append(real(*about)) or asked[-1])
+    sets = [s.replace("step.0", "step.3") for s in (*WHOLE, "step.0.amount=299")]
+    recipe = load_recipe("digits_hetdpt_plus", [*sets, *(s for s in QUICK if "depth" not in s)])
+    with pytest.raises(PlanError, match=r"299 ms cannot be reached: this structure allows [\d.]+ ms to 2\d\d\.\d ms"):
+        run(recipe, RunOptions(out=tmp_path / "run", structure_only=True))
+    assert len(asked) == 2 and not (tmp_path / "run").exists()

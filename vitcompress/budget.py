@@ -128,12 +128,26 @@ def check_units(groups: Iterable[Group], units: Units) -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """What the result may cost: `amount` of what `cost(counts)` measures, said to people as `words`."""
+    """What the result may cost: `amount` of what `cost(counts)` measures, said to people as `words`.
+
+    rounds: halvings of the interval at most. exact: share of the amount within which nothing nearer is looked for.
+    """
 
     amount: float
     cost: Callable[[Counts], float]
     words: str
     rounds: int = ROUNDS
+    exact: float = EXACT
+
+
+@dataclass(frozen=True)
+class Met:
+    """How a target was met: what the chosen numbers cost, and the least and the most that could be had."""
+
+    counts: Counts
+    cost: float
+    least: float
+    most: float
 
 
 def shares(keep: Mapping[str, float], strength: float) -> dict[str, float]:
@@ -146,7 +160,7 @@ def shares(keep: Mapping[str, float], strength: float) -> dict[str, float]:
     return {scope: share ** (strength / (1 - strength)) for scope, share in keep.items()}
 
 
-def solved(groups: Sequence[Group], keep: Mapping[str, float], units: Units, target: Target) -> Counts:
+def solved(groups: Sequence[Group], keep: Mapping[str, float], units: Units, target: Target) -> Met:
     """The numbers of kept channels whose cost is nearest to the target, by bisection on one strength for all shares.
 
     A residual stream touches every layer, so one step of its alignment may change the cost by more than all the rest
@@ -156,16 +170,15 @@ def solved(groups: Sequence[Group], keep: Mapping[str, float], units: Units, tar
     Raises:
         PlanError: the target is out of reach, with the range that is not; or an alignment larger than a width.
     """
-    check_units(groups, units)
     target = replace(target, cost=_once(target.cost))
-    _check_reach(groups, keep, units, target)
+    least, most = check_reach(groups, keep, units, target)
     free = _bisected(groups, keep, Units(), target, {})[0]
     found: list[tuple[Counts, float]] = []
     for shift in (0, -1, 1):
         found.append(_bisected(groups, keep, units, target, _residual(groups, free, units, shift)))
         if abs(found[-1][1] - target.amount) <= CLOSE * target.amount:
             break
-    return min(found, key=lambda pair: abs(pair[1] - target.amount))[0]
+    return Met(*min(found, key=lambda pair: abs(pair[1] - target.amount)), least, most)
 
 
 def _once(cost: Callable[[Counts], float]) -> Callable[[Counts], float]:
@@ -181,7 +194,11 @@ def _once(cost: Callable[[Counts], float]) -> Callable[[Counts], float]:
     return asked
 
 
-def _check_reach(groups: Sequence[Group], keep: Mapping[str, float], units: Units, target: Target) -> None:
+def check_reach(
+    groups: Sequence[Group], keep: Mapping[str, float], units: Units, target: Target
+) -> tuple[float, float]:
+    """The least and the most that this structure can cost. Raises PlanError when the target is not between them."""
+    check_units(groups, units)
     most, least = (target.cost(_at(groups, keep, units, strength)) for strength in (0.0, 1.0))
     if not least <= target.amount <= most:
         raise PlanError(
@@ -189,6 +206,7 @@ def _check_reach(groups: Sequence[Group], keep: Mapping[str, float], units: Unit
             f"{target.words.format(least)} to {target.words.format(most)}",
             hint="change the target, or let more kinds of width shrink (keep_ratio, keep_heads, keep_head_dim below 1)",
         )
+    return least, most
 
 
 def _at(groups: Sequence[Group], keep: Mapping[str, float], units: Units, strength: float) -> Counts:
@@ -211,7 +229,7 @@ def _bisected(
         middle = (little + much) / 2 if strength is None else strength
         counts = {**_at(groups, keep, units, middle), **fixed}
         cost = target.cost(counts)
-        if best is not None and abs(best[1] - target.amount) <= EXACT * target.amount:
+        if best is not None and abs(best[1] - target.amount) <= target.exact * target.amount:
             break
         if best is None or abs(cost - target.amount) < abs(best[1] - target.amount):
             best = counts, cost

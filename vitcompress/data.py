@@ -63,6 +63,12 @@ class Splits:
     test: Images
 
 
+def no_data() -> Splits:
+    """Nothing to look at, for work that needs no images."""
+    nothing = ArrayImages(np.empty((0, 1, 1), np.uint8), np.empty(0, np.int64))
+    return Splits("no data", (), nothing, nothing, nothing)
+
+
 def open_data(options: DataOptions, seed: int) -> Splits:
     """All parts of the data set; `seed` decides which training images are held out, never what is tested.
 

@@ -19,6 +19,7 @@ from vitcompress.progress import Progress
 from vitcompress.train import TrainOptions, TrainResult, train
 
 LEFT_WEIGHTS, LEFT = "weights.safetensors", "left.json"
+Clock = Callable[[nn.Module, str], float]  # (model, `onnxruntime` or `torch`) -> milliseconds of one call
 
 
 def seal(folder: Path) -> None:
@@ -43,8 +44,7 @@ class Context:
 
     plan: what was already done to the model that the method is given. folder: the step's own, for resume state.
     train: the recipe's fine-tuning options, the default source of batch size and augmentation. teacher(): who teaches
-    during recovery, None where nobody does. latency(model, runtime): milliseconds of one call on `onnxruntime` or
-    `torch`; None where nothing can be measured.
+    during recovery, None where nobody does. latency: the clock, None where nothing can be measured.
     """
 
     arch: str
@@ -59,7 +59,7 @@ class Context:
     progress: Progress
     train: TrainOptions
     teacher: Callable[[], nn.Module | None] = lambda: None
-    latency: Callable[[nn.Module, str], float] | None = None
+    latency: Clock | None = None
 
     def memo(self, name: str, compute: Callable[[], Any]) -> Any:
         """The JSON data of `compute()`, computed once and kept in the step's folder; every process gets the same."""

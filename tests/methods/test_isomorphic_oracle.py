@@ -53,7 +53,7 @@ def ours(model: nn.Module, round_to: int) -> Plan:
     scores = channel_scores(model, spaces, lambda name, weight: (weight * gradients[name]).abs())
     groups = groups_of(spaces, scores, options.scope)
     sizes = Sizes(model, spaces, groups, Plan(ARCH, ARGS), None)
-    return sizes.delta(isomorphic.chosen(groups, options, sizes))
+    return sizes.delta(isomorphic.chosen(groups, options, sizes)[0])
 
 
 def theirs(model: Any, round_to: int) -> dict[str, list[int]]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from vitcompress import surgery
-from vitcompress.checkpoint import load_state, load_tensors, read_json
+from vitcompress.checkpoint import load_state, load_tensors, read_json, write_json
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import family_of
 from vitcompress.methods import METHODS, sero
@@ -232,7 +232,10 @@ def test_tables_tell_what_was_achieved(tmp_path: Path) -> None:
     for kind, (live, total) in record["counts"].items():
         assert rows[kind][1:4] == [str(total), str(live), f"{100 * (1 - live / total):.2f} %"]
     assert len(widths["rows"]) == 9 and [row[0] for row in trace["rows"]] == ["1", "2", "3", "4"]
-    assert METHODS["sero"].tables(tmp_path / "nowhere") == []
+    assert METHODS["sero"].tables(tmp_path / "nowhere") == METHODS["sero"].remarks(tmp_path / "nowhere") == []
+    assert METHODS["sero"].remarks(tmp_path) == []
+    write_json(tmp_path / "exploration.json", record | {"skipped": 3})
+    assert "skipped 3 refreshes" in METHODS["sero"].remarks(tmp_path)[0]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from vitcompress import surgery
 from vitcompress.checkpoint import write_json
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
-from vitcompress.methods import upvit
+from vitcompress.methods import METHODS, upvit
 from vitcompress.methods.upvit.blocks import candidates, removal, whole_blocks, without
 from vitcompress.methods.upvit.regroup import least_first, regrouped
 from vitcompress.plan import Plan
@@ -168,6 +168,12 @@ def test_a_proxy_that_is_too_small_is_said(tmp_path: Path) -> None:
     made = model()
     upvit.plan(made, context(tmp_path, made, progress=Notes()), upvit.Options(target_args={"mlp_ratio": 2.0}, images=6))
     assert any("6 proxy images are too few" in text and "73.65 %" in text for text in Notes.told)
+    (told,) = METHODS["upvit"].remarks(tmp_path)
+    assert told in Notes.told and METHODS["upvit"].remarks(tmp_path / "nowhere") == []
+    Notes.told.clear()
+    unmeasured = upvit.Options(target_args={"mlp_ratio": 2.0}, images=6, score="magnitude")
+    upvit.plan(made, context(tmp_path / "magnitude", made, progress=Notes()), unmeasured)
+    assert not any("too few" in text for text in Notes.told) and METHODS["upvit"].remarks(tmp_path / "magnitude") == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from vitcompress.methods import baselines, evidence, hetdpt, isomorphic, nose, s
 from vitcompress.methods.charts import Chart
 from vitcompress.methods.depth import Stage
 from vitcompress.plan import Plan
-from vitcompress.workspace import Context
+from vitcompress.workspace import Clock, Context
 
 __all__ = ["METHODS", "Method", "Stage", "structure"]
 
@@ -28,8 +28,11 @@ class Method:
     structure(model, family, base, options): a plan of the same size without data or scoring; raises PlanError when
     the options ask for more than the model has. stages(options, prunable): the work ahead on a model with so many
     attentions and activations, for a dry run. dilute(options, epochs): gate value of the removed layers at each epoch
-    of the recovery, for methods that fade them out; None removes them at once. tables(folder), charts(folder): what the
-    step measured, for the report.
+    of the recovery, for methods that fade them out; None removes them at once. tables(folder), charts(folder),
+    remarks(folder): what the step measured, for the report, and what its reader must know.
+
+    timed(options): where a latency is aimed at, options with which `plan` needs a clock but no data; else None.
+    check_reach(model, family, base, options, clock): raises PlanError when such a latency is out of reach.
     """
 
     summary: str
@@ -40,6 +43,9 @@ class Method:
     dilute: Callable[[Any, int], Callable[[int], float]] | None = None
     tables: Callable[[Path], list[dict[str, Any]]] = evidence.tables
     charts: Callable[[Path], list[Chart]] = evidence.charts
+    remarks: Callable[[Path], list[str]] = lambda folder: []
+    timed: Callable[[Any], Any | None] = lambda options: None
+    check_reach: Callable[[nn.Module, Family, Plan, Any, Clock], None] = lambda *about: None
 
 
 METHODS: dict[str, Method] = {
@@ -104,6 +110,9 @@ METHODS: dict[str, Method] = {
         isomorphic.stages,
         tables=isomorphic.tables,
         charts=isomorphic.charts,
+        remarks=isomorphic.remarks,
+        timed=isomorphic.timed,
+        check_reach=isomorphic.check_reach,
     ),
     "sero": Method(
         "q/k, v and FFN channels: masks explored while training, one threshold over all layers",
@@ -113,6 +122,7 @@ METHODS: dict[str, Method] = {
         sero.stages,
         tables=sero.tables,
         charts=sero.charts,
+        remarks=sero.remarks,
     ),
     "recover": Method(
         "train the model as it is, between two steps",
@@ -136,6 +146,7 @@ METHODS: dict[str, Method] = {
         upvit.stages,
         tables=upvit.tables,
         charts=upvit.charts,
+        remarks=upvit.remarks,
     ),
 }
 

@@ -12,7 +12,7 @@ published), timm is not patched, and the result is a plan instead of a pickled m
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,7 @@ from annotated_types import Ge, Gt, Le
 from torch import nn
 
 from vitcompress import budget
-from vitcompress.budget import Counts, Group, Target, Units
+from vitcompress.budget import Counts, Group, Met, Target, Units
 from vitcompress.checkpoint import read_json
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space
@@ -29,7 +29,7 @@ from vitcompress.methods.charts import Chart, ranked
 from vitcompress.methods.depth import Stage
 from vitcompress.methods.widths import ALL, GIGA, MILLION, Scope, Sizes, groups_of
 from vitcompress.plan import Plan
-from vitcompress.workspace import Context
+from vitcompress.workspace import Clock, Context
 
 Share = Annotated[float, Gt(0), Le(1)]
 Multiple = Annotated[int, Ge(1)]
@@ -39,7 +39,8 @@ WORDS = {
     "params": "{:.4g} M parameters",
     "latency": "{:.4g} ms",
 }
-LATENCY_ROUNDS = 10  # each is a measurement
+LATENCY_ROUNDS = 7  # each is a measurement
+MISSED = 0.05  # share of a latency that its measurements scatter by; targets that are counted are met to `budget.CLOSE`
 
 
 @dataclass(frozen=True)
@@ -95,16 +96,17 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
         scores = scored(model, spaces, context, options.criterion, options.images)
         groups = groups_of(spaces, scores, options.scope)
         sizes = Sizes(model, spaces, groups, context.plan, _clock(context, options))
-        counts = chosen(groups, options, sizes)
+        counts, met = chosen(groups, options, sizes)
         rows = [
             {"name": g.name, "kind": g.kind, "kept": counts[g.name], "of": g.size, "scores": g.scores.tolist()}
             for g in groups
         ]
         found = {"rows": rows, "cost": sizes.costs(counts).to_dict(), "plan": sizes.delta(counts).to_json()}
-        return found | ({"latency_ms": sizes.latency(counts)} if options.target == "latency" else {})
+        return found if met is None else found | {"target": _reached(options, met, sizes)}
 
     found = context.memo("widths", choose)
-    context.progress.note(_sentence(found))
+    for line in (_sentence(found), *_missed(found)):
+        context.progress.note(line)
     delta = Plan.from_json(found["plan"])
     if options.attention_scale == "reset":
         context.hand_over(rescaled(model, spaces, delta))
@@ -117,11 +119,30 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
     Raises:
         PlanError: a target out of reach, or an alignment larger than a width.
     """
+    groups, sizes = _unscored(model, family, base, options, None)
+    return sizes.delta(chosen(groups, options, sizes)[0])
+
+
+def timed(options: Options) -> Options | None:
+    """What `plan` needs no data for, only a clock, to find the structure that meets a latency; None without one."""
+    return replace(options, criterion="random") if options.target == "latency" else None
+
+
+def check_reach(model: nn.Module, family: Family, base: Plan, options: Options, clock: Clock) -> None:
+    """Measure the largest and the smallest model. Raises PlanError when the latency asked for is not in between."""
+    groups, sizes = _unscored(model, family, base, options, clock)
+    if (target := _target(options, sizes)) is not None:
+        budget.check_reach(groups, _shares(groups, options), options.units, target)
+
+
+def _unscored(
+    model: nn.Module, family: Family, base: Plan, options: Options, clock: Clock | None
+) -> tuple[tuple[Group, ...], Sizes]:
+    """Groups ranked at random, which all have the sizes that scores would give."""
     _check(options)
     spaces = family.spaces(model)
     groups = groups_of(spaces, random_scores(spaces, 0), options.scope)
-    sizes = Sizes(model, spaces, groups, base, None)
-    return sizes.delta(chosen(groups, options, sizes))
+    return groups, Sizes(model, spaces, groups, base, _on(clock, options))
 
 
 def stages(options: Options, prunable: int) -> list[Stage]:
@@ -131,12 +152,24 @@ def stages(options: Options, prunable: int) -> list[Stage]:
 
 
 def tables(folder: Path) -> list[dict[str, Any]]:
-    """What is left of every width."""
+    """What is left of every width, and of the target."""
     path = folder / "widths.json"
     if not path.is_file():
         return []
-    rows = [[r["name"], r["kind"].replace("_", " "), str(r["kept"]), str(r["of"])] for r in read_json(path)["rows"]]
-    return [{"title": "Isomorphic pruning: widths", "columns": ["where", "kind", "kept", "of"], "rows": rows}]
+    found = read_json(path)
+    rows = [[r["name"], r["kind"].replace("_", " "), str(r["kept"]), str(r["of"])] for r in found["rows"]]
+    widths = {"title": "Isomorphic pruning: widths", "columns": ["where", "kind", "kept", "of"], "rows": rows}
+    if (aim := found.get("target")) is None:
+        return [widths]
+    columns = ["asked for", "reached", "least possible", "most possible"]
+    rows = [[_said(aim, aim[key]) for key in ("amount", "reached", "least", "most")]]
+    return [{"title": "Isomorphic pruning: target", "columns": columns, "rows": rows}, widths]
+
+
+def remarks(folder: Path) -> list[str]:
+    """That the target was missed, if it was."""
+    path = folder / "widths.json"
+    return _missed(read_json(path)) if path.is_file() else []
 
 
 def charts(folder: Path) -> list[Chart]:
@@ -168,30 +201,72 @@ def _check(options: Options) -> None:
 
 def _clock(context: Context, options: Options) -> Callable[[nn.Module], float] | None:
     """What tells the latency of a model on the runtime asked for."""
-    measure = context.latency
-    if options.target == "latency" and measure is None:
+    if options.target == "latency" and context.latency is None:
         raise PlanError("nothing here can measure a latency", hint="set target to macs or params")
-    return None if measure is None else lambda candidate: measure(candidate, options.latency_on)
+    return _on(context.latency, options)
+
+
+def _on(clock: Clock | None, options: Options) -> Callable[[nn.Module], float] | None:
+    return None if clock is None else lambda candidate: clock(candidate, options.latency_on)
 
 
 def _sentence(found: Mapping[str, Any]) -> str:
-    spent = found["cost"]
+    spent, aim = found["cost"], found.get("target", {})
     text = f"{spent['params'] / MILLION:.2f} M parameters, {spent['macs'] / GIGA:.3f} G MACs"
-    return text + (f", {found['latency_ms']:.3f} ms" if "latency_ms" in found else "")
+    return text + (f", {_said(aim, aim['reached'])}" if aim.get("kind") == "latency" else "")
 
 
-def chosen(groups: Sequence[Group], options: Options, sizes: Sizes) -> Counts:
-    """How many channels each group keeps, by the shares as they are or scaled to the target."""
+def _reached(options: Options, met: Met, sizes: Sizes) -> dict[str, Any]:
+    """How the target was met, as plain data. A latency is measured once more: the one chosen by may be a lucky one."""
+    timed = options.target == "latency"
+    reached = sizes.latency(met.counts) if timed else met.cost
+    on = options.latency_on if timed else None
+    known = {"kind": options.target, "on": on, "amount": options.amount, "reached": reached}
+    return known | {"least": met.least, "most": met.most}
+
+
+def _said(aim: Mapping[str, Any], value: float) -> str:
+    return WORDS[aim["kind"]].format(value) + (f" on {aim['on']}" if aim["on"] else "")
+
+
+def _missed(found: Mapping[str, Any]) -> list[str]:
+    """The sentence that says by how much, where more is missed than counts as met."""
+    aim = found.get("target")
+    if aim is None or abs(off := aim["reached"] / aim["amount"] - 1) <= (MISSED if aim["on"] else budget.CLOSE):
+        return []
+    least, most = (WORDS[aim["kind"]].format(aim[key]) for key in ("least", "most"))
+    return [
+        f"isomorphic pruning missed its target: {_said(aim, aim['amount'])} was asked for, the nearest widths found "
+        f"come to {_said(aim, aim['reached'])} ({100 * off:+.1f} %); this structure allows {least} to {most}, in finer "
+        "steps with smaller multiples in align"
+    ]
+
+
+def _shares(groups: Sequence[Group], options: Options) -> dict[str, float]:
+    """Scope -> share of its channels that is kept."""
     share = {"residual": options.keep_ratio, "ffn": options.keep_ratio}
     share |= {"head": options.keep_heads, "head_dim": options.keep_head_dim}
-    keep = {g.scope: options.keep_ratio if g.scope == ALL else share[g.kind] for g in groups}
-    budget.check_units(groups, options.units)
+    return {g.scope: options.keep_ratio if g.scope == ALL else share[g.kind] for g in groups}
+
+
+def _target(options: Options, sizes: Sizes) -> Target | None:
+    """What is solved for; None with shares as they are, or for a latency without a clock."""
     spend = sizes.measure(options.target)
     if options.amount is None or spend is None:
-        return budget.fitted(groups, budget.thresholded(groups, keep), options.units)
-    rounds = LATENCY_ROUNDS if options.target == "latency" else budget.ROUNDS
-    target = Target(options.amount, spend, WORDS[options.target], rounds)
-    return budget.solved(groups, keep, options.units, target)
+        return None
+    if options.target == "latency":
+        return Target(options.amount, spend, WORDS["latency"], LATENCY_ROUNDS, budget.CLOSE)
+    return Target(options.amount, spend, WORDS[options.target])
+
+
+def chosen(groups: Sequence[Group], options: Options, sizes: Sizes) -> tuple[Counts, Met | None]:
+    """How many channels each group keeps, by the shares as they are or scaled to the target, and how that was met."""
+    keep = _shares(groups, options)
+    if (target := _target(options, sizes)) is not None:
+        met = budget.solved(groups, keep, options.units, target)
+        return met.counts, met
+    budget.check_units(groups, options.units)
+    return budget.fitted(groups, budget.thresholded(groups, keep), options.units), None
 
 
 def rescaled(model: nn.Module, spaces: Sequence[Space], delta: Plan) -> nn.Module:

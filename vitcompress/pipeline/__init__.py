@@ -15,17 +15,9 @@ from vitcompress import distributed
 from vitcompress.checkpoint import read_json
 from vitcompress.pipeline import delivery, exports, stages
 from vitcompress.pipeline.folder import RECIPE, check_folder, is_done, opened
+from vitcompress.pipeline.job import Job, alone, dense_folder
 from vitcompress.pipeline.outlook import dry_run
-from vitcompress.pipeline.preflight import (
-    Job,
-    RunOptions,
-    alone,
-    check_formats,
-    dense_folder,
-    effective,
-    folder_of,
-    prepare,
-)
+from vitcompress.pipeline.preflight import RunOptions, check_formats, effective, folder_of, prepare
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe, load_recipe
 

@@ -24,8 +24,9 @@ from vitcompress.exporters import agreement
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.methods import METHODS
 from vitcompress.pipeline.exports import class_names, drop_failed, exported, islands_told, plan_of, runnable
-from vitcompress.pipeline.preflight import Job, chosen_by
-from vitcompress.pipeline.stages import UNFOLDED, UNFOLDED_PLAN, step_folder
+from vitcompress.pipeline.job import Job
+from vitcompress.pipeline.preflight import chosen_by
+from vitcompress.pipeline.stages import UNFOLDED, UNFOLDED_PLAN
 from vitcompress.plan import Plan
 from vitcompress.standard import WEIGHTS as STANDARD
 from vitcompress.standard import save_standard
@@ -219,11 +220,15 @@ def _artifact(path: Path, accuracy: Mapping[str, Any], measured: Sequence[Mappin
 
 
 def _tables(job: Job, number: int) -> list[dict[str, Any]]:
-    return METHODS[job.recipe.steps[number].method].tables(step_folder(job, number))
+    return METHODS[job.recipe.steps[number].method].tables(job.step_folder(number))
 
 
 def _remarks(job: Job) -> Iterator[str]:
     """What a reader could otherwise misunderstand."""
+    for number, step in enumerate(job.recipe.steps):
+        yield from METHODS[step.method].remarks(job.step_folder(number))
+        if METHODS[step.method].timed(step.options) is not None:
+            yield from _latency_at_the_end(job, step.options)
     if job.structure_only:
         yield "Nothing was trained or scored: cost and speed are those of this structure, accuracy is not known."
     if job.recipe.model.weights == "random":
@@ -236,3 +241,14 @@ def _remarks(job: Job) -> Iterator[str]:
     yield from islands_told(job)
     if job.runtime.device.type == "cpu":
         yield "Measured on a CPU: ratios to other hardware do not carry over."
+
+
+def _latency_at_the_end(job: Job, options: Any) -> Iterator[str]:
+    """What a step that aimed at a latency came to after everything else, where its runtime was measured again."""
+    for entry in _read(job.folder / "bench.json") or ():
+        row = entry["rows"][1]
+        if row["runtime"] == options.latency_on:
+            yield (
+                f"Latency aimed at: {options.amount:g} ms on {row['runtime']}; measured at the end: "
+                f"{row['latency_ms']['p50']:.4g} ms (median, {row['protocol']}, batch {row['batch']})."
+            )

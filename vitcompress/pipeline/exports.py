@@ -15,7 +15,7 @@ from vitcompress.export_options import AUTO, ExportOptions
 from vitcompress.exporters import EXPORTERS, agreement, exporting
 from vitcompress.exporters.artifact import Exporter, read_sidecar
 from vitcompress.exporters.runtimes import open_runner
-from vitcompress.pipeline.preflight import Job
+from vitcompress.pipeline.job import Job
 from vitcompress.plan import Plan
 from vitcompress.precision import present
 from vitcompress.verify import noise

@@ -1,28 +1,60 @@
-"""How long a model takes on a runtime: what a step that aims at a latency asks while it plans."""
+"""How long a model takes on a runtime: what a step that aims at a latency asks while it plans, and before that."""
 
 import tempfile
 from contextlib import closing
 from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
 
+from vitcompress import checkpoint, distributed, models, surgery
 from vitcompress.bench import suite
 from vitcompress.errors import InputError
 from vitcompress.exporters.onnx_graph import ONNX
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
-from vitcompress.pipeline.preflight import Job
+from vitcompress.methods import METHODS
+from vitcompress.pipeline.job import Job
+from vitcompress.precision import present
 
 WARMUP, RUNS = 10, 40  # of one candidate: dozens are measured, and the benchmark at the end looks closer
 
 
+def check_latency(job: Job, *, fresh: bool) -> None:
+    """Raise PlanError for a latency that no structure of a step can have, by measuring with random weights.
+
+    Nothing is measured where all such steps were taken already.
+    """
+    steps = job.recipe.steps
+    timed = [number for number, step in enumerate(steps) if METHODS[step.method].timed(step.options) is not None]
+    taken = not fresh and all((job.step_folder(number) / checkpoint.PLAN).is_file() for number in timed)
+    if not timed or job.runtime.broadcast(taken):
+        return
+    model, plan = models.create(job.recipe.model.name, job.arch_args), job.base
+    with distributed.cpu_threads(job.recipe.run.threads):
+        for number, step in enumerate(steps[: timed[-1] + 1]):
+            method = METHODS[step.method]
+            if number in timed:
+                job.progress.stage(f"Measure the range of latencies of step {number + 1}")
+                method.check_reach(model, job.family, plan, step.options, partial(latency_ms, job))
+            delta = method.structure(model, job.family, plan, step.options)
+            model, plan = surgery.applied(model, delta), plan.then(delta)
+
+
 def latency_ms(job: Job, model: nn.Module, runtime: str) -> float:
     """Median milliseconds of one call on `runtime` (`onnxruntime` or `torch`), at the batch size of the recipe's
-    [bench], on the run's device and in the precision of [export]; 1 where the recipe gives no batch size.
+    [bench], on the run's device and in the precision of [export]; 1 where the recipe gives no batch size. The first
+    process measures while the others wait, and all get the same.
 
     Raises:
         InputError: a runtime that is not one of these.
     """
+    found = _measured(job, model, runtime) if job.runtime.is_main else None
+    return float(job.runtime.broadcast(found))
+
+
+def _measured(job: Job, model: nn.Module, runtime: str) -> float:
     options = suite.BenchOptions("paper", job.recipe.bench.batch or 1, WARMUP, RUNS, seed=job.recipe.run.seed)
     with tempfile.TemporaryDirectory() as folder, closing(_runner(job, model, runtime, Path(folder))) as runner:
         return float(suite.compare([runner], options).rows[0]["latency_ms"]["p50"])
@@ -35,6 +67,8 @@ def _runner(job: Job, model: nn.Module, runtime: str, folder: Path) -> Runner:
         return TorchRunner(deepcopy(model), options, name="candidate")
     if runtime == "onnxruntime":
         path = folder / "candidate.onnx"
-        ONNX.export(deepcopy(model).cpu(), path, input=job.input, options=wanted.only(ONNX.uses))
+        # Islands are searched for when all is done; here those count that are named and still in the model.
+        named = replace(wanted.only(ONNX.uses), islands=present(model, wanted.islands))
+        ONNX.export(deepcopy(model).cpu(), path, input=job.input, options=named)
         return open_runner(path, device=job.onnx_device)
     raise InputError(f"no runtime {runtime!r} to measure on", hint="use onnxruntime or torch")

@@ -11,8 +11,8 @@ from vitcompress.data import Splits, open_data
 from vitcompress.errors import InputError
 from vitcompress.methods import METHODS
 from vitcompress.pipeline.folder import check_folder, check_writable
+from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.preflight import (
-    Job,
     RunOptions,
     check_bench,
     check_formats,

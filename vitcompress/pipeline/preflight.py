@@ -1,12 +1,10 @@
 """Everything that can fail is tried here, before the first training step and before anything is written."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from vitcompress import checkpoint, methods, models, surgery
 from vitcompress.bench import timing
@@ -16,16 +14,17 @@ from vitcompress.errors import DeviceError, InputError, did_you_mean
 from vitcompress.export_options import AUTO
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.doctor import works_on
-from vitcompress.families import Family, family_of
+from vitcompress.families import family_of
 from vitcompress.methods import METHODS
 from vitcompress.methods.baselines import FixedOptions, RandomOptions
-from vitcompress.models import InputConfig
-from vitcompress.pipeline.folder import STATE, check_disk, check_writable
+from vitcompress.pipeline.folder import check_disk, check_writable
+from vitcompress.pipeline.job import Job
+from vitcompress.pipeline.latency import check_latency
 from vitcompress.pipeline.teachers import check_teacher
 from vitcompress.plan import Plan
 from vitcompress.precision import expanded
 from vitcompress.progress import Progress
-from vitcompress.recipe import Recipe, dense_key
+from vitcompress.recipe import Recipe
 from vitcompress.train import check_options
 
 BETWEEN = ("recover", "fold")  # steps that choose nothing
@@ -42,55 +41,6 @@ class RunOptions:
     device: str | None = None
     structure_only: bool = False
     fresh: bool = False
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run of one recipe: the recipe with all wishes applied, its folder, and what was found before starting."""
-
-    recipe: Recipe
-    folder: Path
-    runtime: Runtime
-    progress: Progress
-    data: Splits | None
-    arch_args: dict[str, Any]
-    input: InputConfig
-    family: Family
-    structure_only: bool
-    blank: nn.Module = field(repr=False)
-
-    @property
-    def state(self) -> Path:
-        return self.folder / STATE
-
-    @property
-    def dense_folder(self) -> Path:
-        return dense_folder(self.recipe, self.folder)
-
-    @property
-    def onnx_device(self) -> str:
-        """Where ONNX Runtime works: on the run's device, on the CPU where that is an Apple GPU."""
-        return "cpu" if self.runtime.device.type == "mps" else str(self.runtime.device)
-
-    @property
-    def classes(self) -> int:
-        return int(getattr(self.blank, "num_classes", 0))
-
-    @property
-    def base(self) -> Plan:
-        """The plan of the dense model."""
-        return Plan(self.recipe.model.name, self.arch_args)
-
-
-def dense_folder(recipe: Recipe, folder: Path) -> Path:
-    """Where the dense model lives: shared by recipes that train it alike, else inside the run's `folder`."""
-    trained = recipe.model.weights == "train"
-    return folder.parent / f"dense-{dense_key(recipe)}" if trained else folder / STATE / "dense"
-
-
-def alone(job: Job) -> Job:
-    """The job for the first process without the others."""
-    return replace(job, runtime=replace(job.runtime, rank=0, world_size=1))
 
 
 def effective(recipe: Recipe, options: RunOptions) -> Recipe:
@@ -142,6 +92,7 @@ def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Pro
     check_writable(job.dense_folder)
     check_weights(job, fresh=options.fresh)
     check_recovery(job)
+    check_latency(job, fresh=options.fresh)
     runtime.barrier()  # nobody looks at the folder any more
     return job
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from vitcompress import checkpoint, models, surgery
 from vitcompress.checkpoint import write_json, write_text
-from vitcompress.data import eval_loader
+from vitcompress.data import eval_loader, no_data
 from vitcompress.evaluate import evaluate
 from vitcompress.gates import GATED_KINDS, GatedModel
 from vitcompress.methods import METHODS
 from vitcompress.pipeline.folder import sole_user, sweep
+from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import latency_ms
-from vitcompress.pipeline.preflight import Job
 from vitcompress.pipeline.teachers import teacher
 from vitcompress.plan import Plan
 from vitcompress.train import TrainOptions, TrainResult, train
@@ -104,11 +104,6 @@ def _training(result: TrainResult) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------------------- plan
 
 
-def step_folder(job: Job, number: int) -> Path:
-    """Where step `number` keeps what it measured."""
-    return job.state / f"step-{number}-{job.recipe.steps[number].method}"
-
-
 @dataclass(frozen=True)
 class Steps:
     """What the steps came to.
@@ -139,14 +134,14 @@ def take_steps(job: Job, dense: nn.Module) -> Steps:
         delta = _step_plan(job, dense, number, model, base)
         _take_over(job, number, model, base)
         if (delta.kept or delta.folded) and job.runtime.is_main:
-            keep_given(step_folder(job, number), model, base)
+            keep_given(job.step_folder(number), model, base)
         taken = Steps(model, base, delta)
     return taken
 
 
 def _take_over(job: Job, number: int, model: nn.Module, plan: Plan) -> None:
     """Give `model` the weights that step `number`, which was given it, has left, if it has left any."""
-    path = step_folder(job, number) / LEFT_WEIGHTS
+    path = job.step_folder(number) / LEFT_WEIGHTS
     found = checkpoint.load_for(path, plan) if job.runtime.is_main and path.is_file() else None
     left: dict[str, Tensor] | None = job.runtime.broadcast(found)
     if left is not None:
@@ -154,20 +149,21 @@ def _take_over(job: Job, number: int, model: nn.Module, plan: Plan) -> None:
 
 
 def _step_plan(job: Job, dense: nn.Module, number: int, model: nn.Module, plan: Plan) -> Plan:
-    step, folder = job.recipe.steps[number], step_folder(job, number)
+    step, folder = job.recipe.steps[number], job.step_folder(number)
     method, path = METHODS[step.method], folder / "plan.json"
     text = job.runtime.broadcast(path.read_text() if job.runtime.is_main and path.is_file() else None)
     if text is not None:
         if job.runtime.is_main:
             check_sealed(folder)
         return Plan.from_json(text)
-    if job.structure_only:
+    timed = method.timed(step.options) if job.structure_only else None
+    if job.structure_only and timed is None:
         delta = method.structure(model, job.family, plan, step.options)
     else:
         published = getattr(step.options, "layers", "search") == "published"
         what = "the published layers" if published else method.summary
         job.progress.stage(f"Step {number + 1} of {len(job.recipe.steps)}: {what}")
-        delta = method.plan(model, _context(job, dense, plan, folder), step.options)
+        delta = method.plan(model, _context(job, dense, plan, folder), timed or step.options)
     if job.runtime.is_main:
         seal(folder)
         write_text(path, delta.to_json())
@@ -175,13 +171,12 @@ def _step_plan(job: Job, dense: nn.Module, number: int, model: nn.Module, plan: 
 
 
 def _context(job: Job, dense: nn.Module, plan: Plan, folder: Path) -> Context:
-    assert job.data is not None
     return Context(
         job.recipe.model.name,
         job.arch_args,
         plan,
         job.family,
-        job.data,
+        job.data or no_data(),
         job.input,
         job.runtime,
         folder,

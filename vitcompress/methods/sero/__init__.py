@@ -25,7 +25,7 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import Family, Space
 from vitcompress.methods.depth import Stage
-from vitcompress.methods.sero.evidence import FILE, charts, record, tables
+from vitcompress.methods.sero.evidence import FILE, charts, record, remarks, tables
 from vitcompress.methods.sero.exploration import Criterion, CriterionPass, Exploration, WeightScale
 from vitcompress.methods.sero.layout import (
     Layout,
@@ -215,4 +215,4 @@ def _silence(model: nn.Module, spaces: tuple[Space, ...], channels: dict[str, tu
                 tensor.index_fill_(axis.dim, torch.tensor(places, device=tensor.device), 0.0)
 
 
-__all__ = ["Options", "charts", "plan", "sparsity_at", "stages", "structure", "tables"]
+__all__ = ["Options", "charts", "plan", "remarks", "sparsity_at", "stages", "structure", "tables"]

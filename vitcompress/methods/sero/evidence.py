@@ -46,6 +46,18 @@ def tables(folder: Path) -> list[dict[str, Any]]:
     return [_kinds(found), _widths(found["spaces"]), _trace(found["trace"])]
 
 
+def remarks(folder: Path) -> list[str]:
+    """That gradients were not finite, if some were, from the step's `folder`."""
+    path = folder / f"{FILE}.json"
+    skipped = read_json(path)["skipped"] if path.is_file() else 0
+    if not skipped:
+        return []
+    return [
+        f"SERo skipped {skipped} refreshes of its masks because gradients were not finite; the masks before them "
+        "stayed. With amp = 'bf16' or 'none', or a lower learning rate, none need be skipped"
+    ]
+
+
 def _kinds(found: dict[str, Any]) -> dict[str, Any]:
     rows = [(kind, total, live, found["revived"][kind]) for kind, (live, total) in found["counts"].items() if total]
     rows.append(("all", *(sum(row[i] for row in rows) for i in (1, 2, 3))))

@@ -17,7 +17,7 @@ from torch import nn
 from vitcompress.families import Family
 from vitcompress.methods.depth import Stage
 from vitcompress.methods.upvit.blocks import removal
-from vitcompress.methods.upvit.evidence import charts, tables
+from vitcompress.methods.upvit.evidence import charts, remarks, tables
 from vitcompress.methods.upvit.goal import Goal, goal_of, left
 from vitcompress.methods.upvit.importance import Component, components
 from vitcompress.methods.upvit.options import Options
@@ -26,7 +26,7 @@ from vitcompress.methods.upvit.scoring import UNMEASURED, block_removal, orders,
 from vitcompress.plan import Plan
 from vitcompress.workspace import Context
 
-__all__ = ["Options", "charts", "plan", "stages", "structure", "tables"]
+__all__ = ["Options", "charts", "plan", "remarks", "stages", "structure", "tables"]
 
 
 def plan(model: nn.Module, context: Context, options: Options) -> Plan:
@@ -37,7 +37,7 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
     """
     goal = goal_of(model, context.family, context.plan, options)
     loader = proxy(context, options.images)
-    warn_of_few(context, loader)
+    warn_of_few(context, options, goal, loader)
     model.to(context.runtime.device)
     try:
         removed = block_removal(model, context, options, goal, loader)
@@ -70,7 +70,7 @@ def stages(options: Options, prunable: int) -> list[Stage]:
     if options.score in UNMEASURED:
         return []
     if options.score == "fisher":
-        return [Stage("Gauss-Newton estimate of every channel", 1, options.draws, images=options.images)]
+        return [Stage("Gauss-Newton estimate of every channel", 1, options.directions, images=options.images)]
     found = [Stage("delete every channel alone, one measurement each", 1, 1, images=options.images)]
     if options.score == "screened":
         images = options.images if options.screen == "fisher" else options.screen_images

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from vitcompress.checkpoint import read_json
 from vitcompress.methods.charts import Chart, Line, ranked
 from vitcompress.methods.upvit.regroup import least_first
+from vitcompress.methods.upvit.scoring import too_few
 
 
 class Scored(NamedTuple):
@@ -60,6 +61,12 @@ def tables(folder: Path) -> list[dict[str, Any]]:
         columns = ["component", "channels", "kept", "sum of KL", "share of it that is kept"]
         found.append({"title": "UP-ViT: importance of channels", "columns": columns, "rows": rows})
     return found
+
+
+def remarks(folder: Path) -> list[str]:
+    """That the images were too few, if they were, from the step's `folder`."""
+    path = folder / "proxy.json"
+    return too_few(read_json(path)["images"]) if path.is_file() else []
 
 
 def charts(folder: Path) -> list[Chart]:

@@ -29,13 +29,24 @@ def proxy(context: Context, images: int) -> EvalLoader:
     return eval_loader(training_part(context, per_class), context.input, PROXY_BATCH, context.runtime)
 
 
-def warn_of_few(context: Context, loader: EvalLoader) -> None:
-    if loader.total < FEW_IMAGES:
-        context.progress.note(
-            f"{loader.total} proxy images are too few to rank channels reliably: UP-ViT (Table D14, ImageNet) reached "
-            "73.65 % with 500, no better than without any (74.09 %), 74.62 % with 1000, 75.79 % with 2000, 75.94 % "
-            "with 5000; set images to 2000 or more"
-        )
+def warn_of_few(context: Context, options: Options, goal: Goal, loader: EvalLoader) -> None:
+    """Say it when what is measured is measured on too few images."""
+    blocks_go = any(len(of) > goal.target.depths[stage] for stage, of in goal.stages.items())
+    if blocks_go or options.score not in UNMEASURED:
+        found = context.memo("proxy", lambda: {"images": loader.total})
+        for line in too_few(found["images"]):
+            context.progress.note(line)
+
+
+def too_few(images: int) -> list[str]:
+    """What to know of a ranking by so many images; nothing of one by enough."""
+    if images >= FEW_IMAGES:
+        return []
+    return [
+        f"{images} proxy images are too few to rank channels reliably: UP-ViT (Table D14, ImageNet) reached "
+        "73.65 % with 500, no better than without any (74.09 %), 74.62 % with 1000, 75.79 % with 2000, 75.94 % "
+        "with 5000; set images to 2000 or more"
+    ]
 
 
 def block_removal(model: nn.Module, context: Context, options: Options, goal: Goal, loader: EvalLoader) -> list[str]:
@@ -112,7 +123,7 @@ def _fisher(
     model: nn.Module, context: Context, options: Options, wanted: Sequence[Component], loader: EvalLoader
 ) -> dict[str, list[float]]:
     seed = 1000 * context.seed + context.runtime.rank
-    found = estimates(model, wanted, loader, draws=options.draws, seed=seed)
+    found = estimates(model, wanted, loader, directions=options.directions, seed=seed)
     return {name: _summed(context, scores) for name, scores in found.items()}
 
 

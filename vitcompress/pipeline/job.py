@@ -1,0 +1,69 @@
+"""One run of one recipe, as all stages of the pipeline know it."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from vitcompress.data import Splits
+from vitcompress.distributed import Runtime
+from vitcompress.families import Family
+from vitcompress.models import InputConfig
+from vitcompress.pipeline.folder import STATE
+from vitcompress.plan import Plan
+from vitcompress.progress import Progress
+from vitcompress.recipe import Recipe, dense_key
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of one recipe: the recipe with all wishes applied, its folder, and what was found before starting."""
+
+    recipe: Recipe
+    folder: Path
+    runtime: Runtime
+    progress: Progress
+    data: Splits | None
+    arch_args: dict[str, Any]
+    input: InputConfig
+    family: Family
+    structure_only: bool
+    blank: nn.Module = field(repr=False)
+
+    @property
+    def state(self) -> Path:
+        return self.folder / STATE
+
+    def step_folder(self, number: int) -> Path:
+        """Where step `number` keeps what it measured."""
+        return self.state / f"step-{number}-{self.recipe.steps[number].method}"
+
+    @property
+    def dense_folder(self) -> Path:
+        return dense_folder(self.recipe, self.folder)
+
+    @property
+    def onnx_device(self) -> str:
+        """Where ONNX Runtime works: on the run's device, on the CPU where that is an Apple GPU."""
+        return "cpu" if self.runtime.device.type == "mps" else str(self.runtime.device)
+
+    @property
+    def classes(self) -> int:
+        return int(getattr(self.blank, "num_classes", 0))
+
+    @property
+    def base(self) -> Plan:
+        """The plan of the dense model."""
+        return Plan(self.recipe.model.name, self.arch_args)
+
+
+def dense_folder(recipe: Recipe, folder: Path) -> Path:
+    """Where the dense model lives: shared by recipes that train it alike, else inside the run's `folder`."""
+    trained = recipe.model.weights == "train"
+    return folder.parent / f"dense-{dense_key(recipe)}" if trained else folder / STATE / "dense"
+
+
+def alone(job: Job) -> Job:
+    """The job for the first process without the others."""
+    return replace(job, runtime=replace(job.runtime, rank=0, world_size=1))
