@@ -117,7 +117,8 @@ def wilson(successes: int, trials: int) -> tuple[float, float]:
     share, weight = successes / trials, _Z95**2 / trials
     centre = (share + weight / 2) / (1 + weight)
     half = _Z95 / (1 + weight) * math.sqrt(share * (1 - share) / trials + weight / (4 * trials))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    low, high = max(0.0, centre - half), min(1.0, centre + half)
+    return low if successes else 0.0, high if successes < trials else 1.0  # exact at the ends, where rounding is not
 
 
 def calibration_images(dataset: Images, input: "InputConfig", count: int, seed: int) -> Tensor:

@@ -23,7 +23,7 @@ from vitcompress.plan import Plan
 from vitcompress.rounding import storage_limit
 from vitcompress.standard import WEIGHTS as STANDARD
 from vitcompress.verdicts import LEDGER, Check, Verification, agreement, compared, largest_difference, listed
-from vitcompress.verify_engine import engine_checks
+from vitcompress.verify_engine import engine_checks, engine_weights
 from vitcompress.verify_onnx import file_checks, onnx_checks, plan_check, structure_checks
 from vitcompress.verify_slice import given_steps, slice_check, slice_checks
 from vitcompress.verify_weights import file_checks as weights_in
@@ -233,7 +233,10 @@ def _checks(folder: Path, model: nn.Module, plan: Plan, images: Tensor, seen: di
         yield compared("reload.recorded", apart, truth.between, "logits now against those recorded with the run")
     yield from _onnx(folder, model, plan, images)
     for path in sorted(folder.glob("*.engine")):
-        yield from engine_checks(path, None if path.name.startswith("dense.") else model, plan.digest, images)
+        deployed = None if path.name.startswith("dense.") else model
+        yield from engine_checks(path, deployed, plan.digest, images)
+        if deployed is not None:
+            yield from engine_weights(path, deployed, plan, folder / UNFOLDED)
 
 
 def _engines(folder: Path) -> Iterator[Check]:

@@ -1,5 +1,8 @@
 """What can be told of an engine without running it: its bytes, its plan, and the ONNX file that it was built from.
 
+An engine's format is not documented, but engines keep most matrices as they are: of a pair that was folded the product
+must be found among its bytes, and neither of the two.
+
 Whether the engine itself answers as the model does is asked where it can be run, by `exporters.agreement`.
 """
 
@@ -8,12 +11,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from vitcompress.checkpoint import differing, file_sha256, read_json
-from vitcompress.verdicts import Check, listed
+from vitcompress.checkpoint import differing, file_sha256, load_tensors, read_json
+from vitcompress.plan import Plan
+from vitcompress.precision import HALF
+from vitcompress.verdicts import Check, compared, listed
 from vitcompress.verify_onnx import onnx_checks, plan_check
+from vitcompress.verify_weights import CHECK, data_of, plan_rows
 
+ALIKE = ("precision", "opset")  # what two engines must have in common for their sizes to be compared, and of the build:
+BUILT_ALIKE = ("runtime_version", "sm", "batch", "tf32", "optimization_level", "hardware_compatible")
 KNOWN = {field.name for field in fields(Check)}
 
 
@@ -44,3 +53,55 @@ def _source(path: Path, model: nn.Module, digest: str, images: Tensor, known: di
     yield listed(name, wrong, f"built from {source.name}, sha256 {str(recorded)[:12]}")
     yield from onnx_checks(model, source, images, name=name)
     yield plan_check(source, digest, name)
+
+
+def engine_weights(path: Path, model: nn.Module, plan: Plan, unfolded: Path) -> Iterator[Check]:
+    """What the bytes of the engine `path` tell of the weights of `model`, the deployed one.
+
+    unfolded: the weights before folding, as the run kept them.
+    """
+    sidecar = path.with_name(f"{path.name}.json")
+    if not sidecar.is_file():
+        return
+    known = dict(read_json(sidecar))
+    if plan.folded and unfolded.is_file():
+        yield _folded(path, model, plan, load_tensors(unfolded), known)
+    if not plan.kept:
+        yield from _size(path, known)
+
+
+def _folded(path: Path, model: nn.Module, plan: Plan, before: dict[str, Tensor], known: dict[str, Any]) -> Check:
+    """The products of folded pairs are in the engine, in its own precision, and no layer of such a pair is."""
+    name, engine = f"{CHECK}.{path.name}", path.read_bytes()
+    kinds = {torch.float32, HALF.get(str(known.get("precision")), torch.float32)}  # an island is fp32
+    rows = [row for row in plan_rows(plan) if row.change == "folded" and len(row.planned or ()) == 2]
+    after = model.state_dict()
+    products = [row.name for row in rows if _holds(engine, after[row.name], kinds)]
+    pairs = [part for row in rows for part in row.dense if part in before]
+    left = [part for part in pairs if _holds(engine, before[part], kinds)]
+    if not products and not left:
+        why = f"none of {len(rows)} folded layers is found as it is: the engine keeps them in a form of its own"
+        return Check(name, "not_run", detail=why)
+    told = (
+        f"{len(products)} of {len(rows)} folded layers found as they are, none of the {len(pairs)} that they stand for"
+    )
+    return listed(name, (f"{part} was folded, and is in the engine" for part in left), told)
+
+
+def _holds(engine: bytes, matrix: Tensor, kinds: set[torch.dtype]) -> bool:
+    """Whether the values of a matrix, or of its transpose, lie in the engine in one of these types."""
+    return any(data_of(way.to(kind)) in engine for kind in kinds for way in (matrix, matrix.T))
+
+
+def _size(path: Path, known: dict[str, Any]) -> Iterator[Check]:
+    """With layers taken away and none narrowed, it is not larger than the dense model's engine that was built alike."""
+    dense = path.with_name(path.name.replace("model", "dense", 1))
+    sidecar = dense.with_name(f"{dense.name}.json")
+    if dense == path or not (dense.is_file() and sidecar.is_file()):
+        return
+    other = dict(read_json(sidecar))
+    same = all(known.get(key) == other.get(key) for key in ALIKE)
+    same &= all(known.get("build", {}).get(key) == other.get("build", {}).get(key) for key in BUILT_ALIKE)
+    if same:
+        size, limit = path.stat().st_size, dense.stat().st_size
+        yield compared(f"{CHECK}.{path.name}.bytes", float(size), float(limit), f"bytes, against those of {dense.name}")

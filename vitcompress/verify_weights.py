@@ -126,7 +126,7 @@ def _by_value(tensors: Mapping[str, Tensor], held: Sequence[Stored]) -> tuple[di
     found: dict[str, Stored] = {}
     for name, tensor in tensors.items():
         turned = [tensor.T] if tensor.dim() == 2 else []
-        same = next((places[key] for way in (tensor, *turned) if (key := _digest(_bytes(way))) in places), None)
+        same = next((places[key] for way in (tensor, *turned) if (key := _digest(data_of(way))) in places), None)
         if same:  # tensors of equal values may be one in the file; one that is there too often is left
             found[name] = same.pop(0) if len(same) > 1 else same[0]
     used = {id(stored) for stored in found.values()}
@@ -138,7 +138,7 @@ def _source(stored: Stored, missing: Mapping[str, Tensor]) -> str | None:
     for name, tensor in missing.items():
         kind = np.dtype(f"u{tensor.element_size()}")
         if stored.size == _count(stored) * kind.itemsize:
-            values, ours = np.frombuffer(stored.read(), kind), np.frombuffer(_bytes(tensor), kind)
+            values, ours = np.frombuffer(stored.read(), kind), np.frombuffer(data_of(tensor), kind)
             if np.isin(values, ours).all():
                 return name
     return None
@@ -158,7 +158,8 @@ def _foreign(stored: Stored, found: Mapping[str, Stored], dense: Mapping[str, Sh
     return f" is no weight of the model{f', but has the size of the dense {same[0]}' if same else ''}"
 
 
-def _bytes(tensor: Tensor) -> bytes:
+def data_of(tensor: Tensor) -> bytes:
+    """The values of a tensor as bytes in C order."""
     data: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return data
 

@@ -124,20 +124,50 @@ def test_a_foreign_engine_fails(foreign: str, folder: Path, tmp_path: Path) -> N
     assert served(copy)[0] == "failed"
 
 
-@pytest.mark.skipif(TENSORRT_RTX.cannot_run() is None, reason="about machines that cannot run the engine")
-def test_a_recipe_warns_of_what_was_not_run_here_and_falls_short_only_where_that_is_required(tmp_path: Path) -> None:
-    (tmp_path / "small.toml").write_text(whole_runs.SMALL)
-    words = ["recipe", str(tmp_path / "small.toml"), "--out", str(tmp_path / "run"), "--export", "trt-rtx"]
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, str]:
+    """The words of a recipe, the folder that it has left, and what it said."""
+    place = tmp_path_factory.mktemp("recipe")
+    (place / "small.toml").write_text(whole_runs.SMALL)
+    words = ["recipe", str(place / "small.toml"), "--out", str(place / "run"), "--export", "trt-rtx"]
     words += ["--structure-only", "--weights", "random", "--set", "export.sm=[89]", "--set", 'bench.runtimes=["torch"]']
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 0, done.output
-    assert "warning: not run here: agreement.model.rtx.engine" in done.stderr
-    assert f"on the target: vitcompress verify {tmp_path / 'run'}" in done.stderr
+    return words, place / "run", done.stderr
+
+
+@pytest.mark.skipif(TENSORRT_RTX.cannot_run() is None, reason="about machines that cannot run the engine")
+def test_a_recipe_warns_of_what_was_not_run_here_and_falls_short_only_where_that_is_required(
+    small: tuple[list[str], Path, str],
+) -> None:
+    words, run, said = small
+    assert "warning: not run here: agreement.model.rtx.engine" in said
+    assert f"on the target: vitcompress verify {run}" in said
     again = CliRunner().invoke(main, [*words, "--require-verified"])
     assert again.exit_code == 1 and "not run here: agreement.model.rtx.engine" in again.stderr
-    found = json.loads((tmp_path / "run" / "verify.json").read_text())
-    assert found["passed"] is True
-    assert json.loads((tmp_path / "run" / "model.rtx.engine.json").read_text())["verified"] is False
+    assert json.loads((run / "verify.json").read_text())["passed"] is True
+    assert json.loads((run / "model.rtx.engine.json").read_text())["verified"] is False
+
+
+def test_a_folded_layer_is_in_the_engine_and_the_pair_is_not(
+    small: tuple[list[str], Path, str], tmp_path: Path
+) -> None:
+    _, run, _ = small
+    before = {check.name: check for check in verify_folder(run).checks}
+    weights, size = before["weights.model.rtx.engine"], before["weights.model.rtx.engine.bytes"]
+    assert weights.verdict == size.verdict == "passed" and weights.detail.startswith("1 of 1 folded layers found")
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    shutil.copy(copy / "dense.rtx.engine", copy / "model.rtx.engine")  # nothing was trained: its layers are the pair's
+    with (copy / "model.rtx.engine").open("ab") as file:
+        file.write(bytes(1))
+    amend_sidecar(
+        copy / "model.rtx.engine", files={"model.rtx.engine": checkpoint.file_sha256(copy / "model.rtx.engine")}
+    )
+    after = {check.name: check for check in verify_folder(copy).checks}
+    assert after["model.rtx.engine.file"].verdict == "passed"
+    weights, size = after["weights.model.rtx.engine"], after["weights.model.rtx.engine.bytes"]
+    assert weights.verdict == "failed" and "mlp.fc1.weight was folded, and is in the engine" in weights.detail
+    assert size.verdict == "failed" and size.value == (size.tolerance or 0) + 1
 
 
 @pytest.mark.skipif(TENSORRT_RTX.cannot_run() is None, reason="about machines that cannot run the engine")

@@ -182,8 +182,7 @@ def print_accuracy(found: Mapping[str, Any]) -> None:
     rows = [
         [
             row["artifact"],
-            f"{100 * row['top1']:.2f} %",
-            f"{row['correct']}/{row['total']}",
+            f"{100 * row['top1']:.2f} % ({row['correct']}/{row['total']})",
             "{:.2f} to {:.2f} %".format(*(100 * end for end in row["top1_ci95"])),
             f"{100 * row['top5']:.2f} %",
             _speed(row["speed"]),
@@ -191,7 +190,7 @@ def print_accuracy(found: Mapping[str, Any]) -> None:
         ]
         for row in found["rows"]
     ]
-    print_table("", ["artifact", "top-1", "right", "95 % interval", "top-5", "images/s", "sha256"], rows)
+    print_table("", ["artifact", "top-1", "95 % interval", "top-5", "images/s", "sha256"], rows)
     for test in found["mcnemar"]:
         only = f"{test['only_a']} images only the first gets right, {test['only_b']} only the other"
         print_text(f"{test['a']} against {test['b']}: {only}, p = {test['p_value']:.3g} (McNemar, exact)")
