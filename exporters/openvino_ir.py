@@ -4,6 +4,9 @@ Weights stay uncompressed, so that the file is the model to the last bit. The pr
 file, which changes the arithmetic and not the weights: fp32, or bf16 and fp16 where the processor has them.
 """
 
+import errno
+import os
+import shutil
 from collections.abc import Sequence
 from importlib import metadata, util
 from pathlib import Path
@@ -23,6 +26,7 @@ from vitcompress.progress import Progress
 INFO = "vitcompress"  # where the IR keeps what its user must know
 HINTS = ("fp32", "fp16", "bf16")
 REASON = "decomposed attention, which OpenVINO fuses by itself"
+SMALL = 2**16  # bytes left on a disk from which it is called full
 REMEDY = "pip install 'vitcompress[openvino]'"
 
 
@@ -103,13 +107,25 @@ def _convert(source: Path, path: Path, known: dict[str, str]) -> tuple[str, str]
             converted: Any = openvino.convert_model(str(source))
             for key, value in known.items():
                 converted.set_rt_info(value, [INFO, key])
-            openvino.save_model(converted, str(made), compress_to_fp16=False)
+            _save(converted, made)
             sidecar_path(path).unlink(missing_ok=True)  # it describes the files that are about to go
             checkpoint.write(weights, made.with_suffix(".bin").replace)
             made.replace(beside)
 
     checkpoint.write(path, fill)
     return path.name, weights.name
+
+
+def _save(converted: Any, path: Path) -> None:
+    """Raises OSError where OpenVINO only says that a stream failed."""
+    import openvino
+
+    try:
+        openvino.save_model(converted, str(path), compress_to_fp16=False)
+    except RuntimeError as error:
+        full = shutil.disk_usage(path.parent).free < SMALL
+        number = errno.ENOSPC if full else errno.EIO
+        raise OSError(number, os.strerror(number) if full else str(error).splitlines()[0]) from None
 
 
 OPENVINO = Exporter(

@@ -7,9 +7,10 @@ switch them on by themselves.
 import hashlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,19 @@ def build(
         KeyboardInterrupt: Ctrl-C; the build has been cancelled.
     """
     library = flavour.load()
+    monitor = _monitor(library, flavour, progress or Progress())
+    return _watched(partial(_built, library, flavour, onnx, size, options, targets, monitor), monitor)
+
+
+def _built(
+    library: Any,
+    flavour: Flavour,
+    onnx: Path,
+    size: Sequence[int],
+    options: ExportOptions,
+    targets: Sequence[int],
+    monitor: Any,
+) -> Built:
     log, began = log_of(library), time.perf_counter()
     builder = library.Builder(log)
     network = builder.create_network(1 << int(library.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -70,17 +84,16 @@ def build(
     config = _config(library, flavour, builder, options, targets)
     cache = _use_timing_cache(config, options.timing_cache)
     _add_profile(builder, config, size, options.batch)
-    monitor = _monitor(library, flavour, progress or Progress())
     config.progress_monitor = monitor
-    data = _watched(builder, network, config, monitor)
-    if data is None:
+    made = builder.build_serialized_network(network, config)
+    if made is None:
         raise VitcompressError(
             f"{flavour.title} {library.__version__} could not build the engine: {log.first_error()}",
             hint="try another opset, precision or target; the message is the library's own",
         )
     if options.timing_cache is not None:
         write_bytes(options.timing_cache, bytes(memoryview(cache.serialize())))
-    return Built(data, time.perf_counter() - began, tuple(log.warnings))
+    return Built(bytes(memoryview(made)), time.perf_counter() - began, tuple(log.warnings))
 
 
 def _config(library: Any, flavour: Flavour, builder: Any, options: ExportOptions, targets: Sequence[int]) -> Any:
@@ -127,18 +140,20 @@ def _add_profile(builder: Any, config: Any, size: Sequence[int], batch: Sequence
     config.add_optimization_profile(profile)
 
 
-def _watched(builder: Any, network: Any, config: Any, monitor: Any) -> bytes | None:
-    """The engine, None when the build failed. Runs in a thread of its own, so that Ctrl-C is heard here meanwhile."""
+def _watched(work: Callable[[], Built], monitor: Any) -> Built:
+    """The result of `work`, done in a thread of its own, so that Ctrl-C is heard here meanwhile.
+
+    Everything that the library calls back runs there: it swallows a KeyboardInterrupt that is raised in its log.
+    """
     with ThreadPoolExecutor(1, "build") as pool:
-        work: Future[Any] = pool.submit(builder.build_serialized_network, network, config)
         try:
-            while not work.done():
+            done: Future[Built] = pool.submit(work)
+            while not done.done():
                 time.sleep(LOOK)
         except BaseException:
             monitor.stopped = True  # the builder asks before each of its steps; leaving the block waits for its end
             raise
-    made = work.result()
-    return None if made is None else bytes(memoryview(made))
+    return done.result()
 
 
 def _refused(flavour: Flavour, parser: Any, log: Any) -> VitcompressError:

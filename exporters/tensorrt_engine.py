@@ -45,6 +45,7 @@ DECOMPOSED = (
     "Attention operator wants them equal"
 )
 NO_GPU = "TensorRT builds on a GPU, and there is none here"
+TURING = 75
 ONLY_TRT = {"timing_cache", "hardware_compatible", "version_compatible"}  # need a GPU, or parts that RTX leaves out
 
 
@@ -118,6 +119,12 @@ def refuse(flavour: Flavour, options: ExportOptions) -> None:
     ONNX.check(_for_onnx(options))
     if flavour is RTX:
         _refuse_targets(options.sm, buildable(flavour.load()))
+        if TURING in options.sm and options.precision != "fp16":
+            raise InputError(
+                f"on Turing (compute capability {TURING}) TensorRT for RTX computes in fp16 only, "
+                f"{options.precision} was asked for",
+                hint=f"give --precision fp16, or leave {TURING} out of --sm",
+            )
 
 
 def _refuse_targets(wanted: Sequence[int], known: Sequence[int]) -> None:

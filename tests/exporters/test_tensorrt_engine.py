@@ -129,6 +129,7 @@ def test_the_build_shows_its_progress(made: Path) -> None:
         ({"sm": (90,)}, "data centres"),
         ({"sm": (100,)}, "data centres"),
         ({"sm": (61,)}, "does not know compute capability 61"),
+        ({"sm": (75, 89)}, "fp16 only, fp32 was asked for"),
         ({"batch": (8, 4, 16)}, "not in order"),
         ({"batch": (1, 16, 8)}, "not in order"),
         ({"timing_cache": Path("kernels.bin")}, "timing_cache was given"),

@@ -51,6 +51,9 @@ def writing(path: Path) -> Iterator[None]:
 def _output_error(path: Path, error: Exception) -> OutputError:
     # What is being written lies in a folder that nobody will find again: the one around it is meant.
     shown = next((part.parent for part in path.parents if part.name.endswith(".part")), path)
+    named = Path(str(getattr(error, "filename", None) or shown))
+    if named.parent == shown.parent and not named.name.endswith(".part"):
+        shown = named  # a file that goes with it: a sidecar, a folder
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
     if full:
         return OutputError(

@@ -1,0 +1,127 @@
+"""What only a GPU shows of engines, in both flavours: built there, run, held against the model, inspected, measured."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from vitcompress import checkpoint, models
+from vitcompress.cli import main
+from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.artifact import read_sidecar
+from vitcompress.exporters.engine_truth import read
+from vitcompress.exporters.runtimes import open_runner
+from vitcompress.exporters.tensorrt_engine import layers_path
+from vitcompress.plan import Plan
+
+ARCH = "vit_tiny_patch16_224"
+ARGS = {"img_size": 112, "embed_dim": 128, "depth": 2, "num_heads": 2, "num_classes": 10}  # heads of 64, 50 tokens
+FLAVOURS = ("trt", "trt-rtx")
+WHY_NOT = {name: EXPORTERS[name].unavailable() or EXPORTERS[name].cannot_run() for name in FLAVOURS}
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(all(WHY_NOT.values()), reason="; ".join(f"{name}: {why}" for name, why in WHY_NOT.items())),
+]
+
+
+def called(*words: str | Path) -> dict[str, Any]:
+    done = CliRunner().invoke(main, [*map(str, words), "--json"])
+    assert done.exit_code == 0, done.output
+    return dict(json.loads(done.stdout))
+
+
+@pytest.fixture(scope="module", params=FLAVOURS)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An engine in fp16, exported from a run folder on the command line."""
+    if why := WHY_NOT[request.param]:
+        pytest.skip(why)
+    run = tmp_path_factory.mktemp(request.param) / "run"
+    checkpoint.save_model(run, models.create(ARCH, ARGS), Plan(ARCH, ARGS))
+    wishes = ("--precision", "fp16", "--batch", "1:4:8", "--workspace", "1G", "--optimization-level", "2")
+    done = CliRunner().invoke(main, ["export", str(run), "--format", request.param, *wishes, "--json"])
+    assert done.exit_code in (0, 1), done.output  # 1: the truth about so small an engine may fall short
+    return run / json.loads(done.stdout)["path"]
+
+
+@torch.inference_mode()
+def expected(engine: Path, images: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = checkpoint.load(engine.parent)(images)
+    return logits
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Within what the agreement gate allows in fp16."""
+    return float((got - want).abs().max()) <= 1e-2 * float(want.abs().max())
+
+
+IMAGES = torch.randn(8, 3, 112, 112, generator=torch.Generator().manual_seed(0))
+
+
+def test_it_agrees_with_the_model_and_the_folder_verifies(engine: Path) -> None:
+    known = read_sidecar(engine) or {}
+    assert known["verified"] is True and known["verification"]["verdict"] == "passed"
+    found = called("verify", engine.parent)
+    assert {c["verdict"] for c in found["checks"] if c["name"].startswith(f"agreement.{engine.name}")} == {"passed"}
+
+
+def test_it_answers_at_every_batch_of_its_range_and_at_no_other(engine: Path) -> None:
+    with closing(open_runner(engine)) as runner:
+        for batch in (1, 3, 8):
+            assert close(runner(IMAGES[:batch]), expected(engine, IMAGES[:batch]))
+        about = runner.describe()
+        assert about["device"] == "cuda:0" and about["device_name"] and about["batch_range"] == [1, 4, 8]
+    refused = CliRunner().invoke(main, ["bench", str(engine), "--batch", "9", "--json"])
+    assert refused.exit_code == 2 and "takes batches of 1 to 8, got 9" in json.loads(refused.stdout)["error"]
+
+
+def test_its_layers_are_told_and_heavy_ones_compute_in_half_precision(engine: Path) -> None:
+    layers = read(layers_path(engine).read_text())
+    assert any(layer.heavy for layer in layers)
+    checks = {check["name"]: check for check in (read_sidecar(engine) or {})["build"]["truth"]}
+    assert set(checks) == {"engine.precision", "engine.attention", "engine.copies"}
+    assert checks["engine.precision"]["verdict"] == "passed", checks
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_bindings_take_turns_and_answer_for_their_own_images(cuda_graph: bool, engine: Path) -> None:
+    with closing(open_runner(engine, cuda_graph=cuda_graph)) as runner:
+        parts = [IMAGES[:1], IMAGES[1:5]]
+        bound: list[Any] = [runner.bind(part) for part in parts]
+        for turn in (0, 1, 0, 1):
+            times, wall = bound[turn].timed(3)
+            assert len(times) == 3 and min(times) > 0 and wall > 0
+            got = runner._process.logits(bound[turn]._slot)  # type: ignore[attr-defined]
+            assert close(got, expected(engine, parts[turn]))
+
+
+@pytest.mark.parametrize("settings", [(), ("--cuda-graph",), ("--transfers",), ("--cuda-graph", "--transfers")])
+def test_it_is_measured_with_every_setting_beside_the_model_in_torch(settings: tuple[str, ...], engine: Path) -> None:
+    how = ("--protocol", "paper", "--runs", "20", "--batch", "1,8", "--device", "cuda")
+    rows = called("bench", engine, engine.parent, *how, *settings)["rows"]
+    assert [(row["runtime"].startswith("TensorRT"), row["batch"]) for row in rows] == [
+        (True, 1),
+        (False, 1),
+        (True, 8),
+        (False, 8),
+    ]
+    for row in rows:
+        assert row["clock"] == "cuda events" and row["images_per_second"] > 0 and min(row["samples_ms"][0]) > 0
+        assert (row["cuda_graph"], row["transfers"]) == ("--cuda-graph" in settings, "--transfers" in settings)
+
+
+def test_measured_kernels_are_remembered_from_build_to_build(engine: Path, tmp_path: Path) -> None:
+    if (read_sidecar(engine) or {})["format"] != "trt":
+        pytest.skip("TensorRT for RTX has no such cache")
+    cache, out = tmp_path / "kernels.bin", tmp_path / "model.engine"
+    words = ["export", str(engine.parent), "--format", "trt", "--timing-cache", str(cache), "--out", str(out)]
+    for _ in range(2):
+        assert CliRunner().invoke(main, words).exit_code in (0, 1)
+        assert cache.stat().st_size > 0
+    cache.write_bytes(b"nothing of the kind")
+    refused = CliRunner().invoke(main, words)
+    assert refused.exit_code == 2 and "not a timing cache" in refused.stderr
