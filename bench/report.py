@@ -152,9 +152,10 @@ def _speed_rows(entry: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]
 
 def _file_rows(files: Mapping[str, int]) -> Iterable[tuple[str, str, str, str]]:
     for name, after in files.items():
-        before = files.get(f"dense{Path(name).suffix}")
-        if name.startswith("model.") and before:
-            yield f"file size ({Path(name).suffix[1:]})", f"{big(before)}B", f"{big(after)}B", change(before, after)
+        kind = name.removeprefix("model.")
+        before = files.get(f"dense.{kind}")
+        if kind != name and before:
+            yield f"file size ({kind})", f"{big(before)}B", f"{big(after)}B", change(before, after)
 
 
 def verdicts(verify: Mapping[str, Any]) -> str:
@@ -216,7 +217,8 @@ def markdown(report: Mapping[str, Any]) -> str:
         lines = snippet(about["input"], uint8=about.get("uint8", False))
         parts += ["## Use it without vitcompress", f"```python\n{lines}```"]
     if classes := about.get("classes"):
-        parts += ["## Classes", ", ".join(classes)]
+        nameless = list(classes) == [str(number) for number in range(len(classes))]
+        parts += ["## Classes", f"{len(classes)}, named by their numbers" if nameless else ", ".join(classes)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -56,6 +56,7 @@ def export(
     extra: Mapping[str, Any] | None = None,
     external_data: bool | None = None,
     lean: bool = True,
+    reason: str | None = None,
 ) -> Exported:
     """Write `model` to `path` and its sidecar to `<path>.json`. On failure nothing is left behind.
 
@@ -68,6 +69,7 @@ def export(
             uint8 and opset (20 to 23; None takes 20, for bf16 22); the rest concerns other formats.
         extra: more metadata.
         lean: drop tokens that nobody reads, join linear layers; False leaves the patterns that TensorRT documents.
+        reason: why the default opset is right for what the file is for; None is what holds everywhere.
         external_data: keep the weights in `<path>.data`; None does so only above the 2 GB that one file can hold.
 
     Raises:
@@ -77,10 +79,10 @@ def export(
     """
     options = options or ExportOptions()
     check(options)
-    opset, reason = _opset(options)
+    opset, why = _opset(options, reason)
     module = deployed(model, input, options.precision, options.islands, uint8=options.uint8)
     program = _program(module, _example(input, uint8=options.uint8), opset)
-    about = {"plan_sha256": plan_digest, **_choices(model, options), "opset_reason": reason, **(extra or {})}
+    about = {"plan_sha256": plan_digest, **_choices(model, options), "opset_reason": why, **(extra or {})}
     known = {key: json.dumps(value) for key, value in {**_metadata(input, classes, program), **about}.items()}
     _drop_empty_pads(program.model.graph)
     if lean:
@@ -92,7 +94,7 @@ def export(
     files = _save(program, path, external_data)
     size = sum((path.parent / name).stat().st_size for name in files)
     hashes = {name: checkpoint.file_sha256(path.parent / name) for name in files}
-    done = Exported(path, "onnx", options.precision, hashes[path.name], size, hashes, opset, reason, known)
+    done = Exported(path, "onnx", options.precision, hashes[path.name], size, hashes, opset, why, known)
     write_sidecar(done)
     return done
 
@@ -114,12 +116,13 @@ def check(options: ExportOptions) -> None:
         )
 
 
-def _opset(options: ExportOptions) -> tuple[int, str]:
-    """The operator set, and why."""
+def _opset(options: ExportOptions, reason: str | None) -> tuple[int, str]:
+    """The operator set, and why; `reason` is that of whoever asks for the default one."""
     if options.opset is None and options.precision == "bf16":
         return BF16_FROM, "the first with a convolution in bf16; attention decomposed, which runtimes fuse"
-    opset = options.opset or DEFAULT_OPSET
-    return opset, OPSETS[opset]
+    if options.opset is None:
+        return DEFAULT_OPSET, reason or OPSETS[DEFAULT_OPSET]
+    return options.opset, OPSETS[options.opset]
 
 
 def _choices(model: nn.Module, options: ExportOptions) -> dict[str, Any]:

@@ -67,6 +67,7 @@ def export(
             classes=classes,
             plan_digest=plan_digest,
             options=stored,
+            reason=REASON,
         )
         known = {**source.metadata, "precision": f'"{options.precision}"'}
         files = _convert(source.path, path, known)
@@ -79,7 +80,7 @@ def export(
         sum((path.parent / name).stat().st_size for name in files),
         hashes,
         source.opset,
-        source.opset_reason if options.opset else REASON,
+        source.opset_reason,
         known,
         source={"name": source.path.name, "sha256": source.sha256},
         build={"runtime": "openvino", "runtime_version": metadata.version("openvino"), "weights": "fp32"},

@@ -85,6 +85,7 @@ def export(
                 plan_digest=plan_digest,
                 options=_for_onnx(options),
                 lean=False,  # its attention kernels are documented for the patterns that torch writes
+                reason=DECOMPOSED,
             )
             built = build(flavour, source.path, _image(source, input), options, targets, progress)
             checkpoint.write_bytes(staged, built.data)
@@ -199,7 +200,7 @@ def _described(
         len(built.data),
         {staged.name: sha256},
         source.opset,
-        DECOMPOSED if source.opset == onnx_graph.DEFAULT_OPSET else source.opset_reason,
+        source.opset_reason,
         source.metadata,
         source={"name": source.path.name, "sha256": source.sha256},
         build={

@@ -102,6 +102,13 @@ def test_the_page_names_what_was_removed_measured_and_published(measured: tuple[
     assert report.read(measured[0]) == json.loads(json.dumps(measured[1]))
 
 
+def test_an_engine_is_beside_the_dense_one() -> None:
+    files = {"dense.rtx.engine": 4_000_000, "model.rtx.engine": 3_000_000, "model.onnx": 1}
+    rows = report.summary_table({"recipe": "x", "cost": COST, "files": files}).rows
+    sizes = [row for row in rows if row[0].startswith("file size")]
+    assert sizes == [("file size (rtx.engine)", "4.00 MB", "3.00 MB", "-25.0 %")]
+
+
 def test_a_run_without_data_has_a_report_too() -> None:
     page = report.markdown({"recipe": "deit_b_hetdpt", "cost": COST})
     assert page.count(report.NOTHING) == 6

@@ -123,8 +123,8 @@ def test_what_cannot_run_here_is_not_run(folder: Path, capsys: pytest.CaptureFix
 
 
 def test_a_folder_is_checked_with_all_its_files(folder: Path) -> None:
-    export_folder(folder)
-    export_folder(folder, "openvino")
+    plain, openvino = export_folder(folder), export_folder(folder, "openvino")
+    assert "runs everywhere" in plain.opset_reason and "OpenVINO" in openvino.opset_reason
     found = verify_folder(folder, IMAGES, served=agreement.folder_checks)
     names = {check.name for check in found.checks if check.verdict == "passed"}
     assert {"agreement.model.onnx.flips", "agreement.model.xml.error"} <= names

@@ -77,6 +77,7 @@ def test_the_sidecar_says_what_the_engine_is(made: Path) -> None:
     assert build["header"] == {"written_by": RTX.title, "version": tensorrt_rtx.__version__, "sm": [89]}
     assert build["warnings"] == []
     known = {key: json.loads(text) for key, text in found["metadata"].items()}
+    assert found["opset"] == 20 and "TensorRT" in found["opset_reason"] == known["opset_reason"]
     assert known["plan_sha256"] == "ab12" and known["classes"][0] == "ant" and known["size"] == [3, 8, 8]
     assert checkpoint.differing(sidecar_path(source_path(made))) == []
     assert not layers_path(made).exists() or torch.cuda.is_available()

@@ -43,7 +43,7 @@ def export(job: Job) -> None:
                 agreement.refuse(job.folder, refused)
                 job.progress.note(refused[path.name])
         if reason := exporter.cannot_run():
-            job.progress.note(f"{name} is not run here: {reason}; on the target: vitcompress verify {job.folder}")
+            job.progress.note(f"{name} is not run here: {reason} (`vitcompress verify {job.folder}`)")
 
 
 def _stands(path: Path, job: Job, exporter: Exporter) -> bool:
@@ -133,7 +133,7 @@ def _opens(path: Path, device: str | None, job: Job) -> bool:
     try:
         open_runner(path, device=device).close()
     except DeviceError as error:
-        job.progress.note(f"{path.name} is not run here: {error.message}")
+        job.progress.note(f"{path.name} is not run here: {error.message.removeprefix(f'{path} ')}")
         return False
     return True
 
@@ -143,6 +143,6 @@ def islands_told(job: Job) -> Iterator[str]:
     for path in (path for stem in ("dense", "model") for path in exported(job, stem)):
         found: dict[str, Any] = (read_sidecar(path) or {}).get("islands_search") or {}
         if found:
-            tried = f"{len(found['tries'])} sets of islands tried, judged by {found['judge']}"
-            proxy = ", a proxy for the GPU" if found["proxy"] else ""
-            yield f"{path.name} keeps {', '.join(found['chosen']) or 'nothing'} in fp32 ({tried}{proxy})."
+            proxy = ", which is a proxy for the GPU" if found["proxy"] else ""
+            chosen, tries = ", ".join(found["chosen"]) or "nothing", len(found["tries"])
+            yield f"{path.name} keeps {chosen} in fp32. Sets tried: {tries}. Judge: {found['judge']}{proxy}."
