@@ -68,9 +68,9 @@ def changed(path: Path, edit: Any) -> None:
     onnx.save(model, str(path))
 
 
-@pytest.mark.parametrize("variant", ["swin", "pvt"])
-def test_every_byte_of_a_file_is_explained(variant: str, tmp_path: Path) -> None:
-    _, model, plan = pruned(variant)
+def test_every_byte_of_a_file_is_explained(tmp_path: Path) -> None:
+    """Of the family that has most beside its weights: index tables, and biases that are read through them."""
+    _, model, plan = pruned("swin")
     path = tmp_path / "model.onnx"
     export(model, path, input=input_config(model))
     found = account(model, path, plan_rows(plan))

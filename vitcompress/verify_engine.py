@@ -6,7 +6,7 @@ must be found among its bytes, and neither of the two.
 Whether the engine itself answers as the model does is asked where it can be run, by `exporters.agreement`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vitcompress.checkpoint import differing, file_sha256, load_tensors, read_json
 from vitcompress.plan import Plan
+from vitcompress.planned import Planned
 from vitcompress.precision import HALF
 from vitcompress.verdicts import Check, compared, listed
 from vitcompress.verify_onnx import onnx_checks, plan_check
@@ -64,17 +65,19 @@ def engine_weights(path: Path, model: nn.Module, plan: Plan, unfolded: Path) -> 
     if not sidecar.is_file():
         return
     known = dict(read_json(sidecar))
-    if plan.folded and unfolded.is_file():
-        yield _folded(path, model, plan, load_tensors(unfolded), known)
+    rows = [row for row in plan_rows(plan) if row.change == "folded" and len(row.planned or ()) == 2]
+    if rows and unfolded.is_file():
+        yield _folded(path, model, rows, load_tensors(unfolded), known)
     if not plan.kept:
         yield from _size(path, known)
 
 
-def _folded(path: Path, model: nn.Module, plan: Plan, before: dict[str, Tensor], known: dict[str, Any]) -> Check:
+def _folded(
+    path: Path, model: nn.Module, rows: Sequence[Planned], before: dict[str, Tensor], known: dict[str, Any]
+) -> Check:
     """The products of folded pairs are in the engine, in its own precision, and no layer of such a pair is."""
     name, engine = f"{CHECK}.{path.name}", path.read_bytes()
     kinds = {torch.float32, HALF.get(str(known.get("precision")), torch.float32)}  # an island is fp32
-    rows = [row for row in plan_rows(plan) if row.change == "folded" and len(row.planned or ()) == 2]
     after = model.state_dict()
     products = [row.name for row in rows if _holds(engine, after[row.name], kinds)]
     pairs = [part for row in rows for part in row.dense if part in before]
@@ -82,9 +85,8 @@ def _folded(path: Path, model: nn.Module, plan: Plan, before: dict[str, Tensor],
     if not products and not left:
         why = f"none of {len(rows)} folded layers is found as it is: the engine keeps them in a form of its own"
         return Check(name, "not_run", detail=why)
-    told = (
-        f"{len(products)} of {len(rows)} folded layers found as they are, none of the {len(pairs)} that they stand for"
-    )
+    told = f"{len(products)} of {len(rows)} folded layers found as they are"
+    told += f", none of the {len(pairs)} that they stand for" if pairs else "; what they stand for was not kept"
     return listed(name, (f"{part} was folded, and is in the engine" for part in left), told)
 
 
