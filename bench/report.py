@@ -180,6 +180,7 @@ def bench_table(entries: Sequence[Mapping[str, Any]]) -> Table:
         latency = [row["latency_ms"].get(key) for key in ("p50", "p90", "max")]
         times = ["" if value is None else f"{value:.3f}" for value in latency]
         how = "".join(f" +{name.replace('_', ' ')}" for name in ("compile", "cuda_graph", "transfers") if row.get(name))
+        how += " +uint8" if row.get("input_type") == "uint8" else ""  # its normalisation is timed, too
         where = f"{row['runtime']} {row['device']}"
         about = (Path(row["artifact"]).name, where, f"{row['precision']}{how}", str(row["threads"]))
         rows.append((*about, row["protocol"], f"{row['images_per_second']:,.1f}", *times))

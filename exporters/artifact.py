@@ -82,8 +82,10 @@ class Exporter:
         """Raise InputError for options that the format does not offer, before any work."""
         for name in options.given():
             if name not in self.uses:
+                value = getattr(options, name)
+                shown = ", ".join(map(str, value)) if isinstance(value, tuple) else repr(value)
                 raise InputError(
-                    f"{name} was given as {getattr(options, name)!r}, which means nothing to the format {self.name}",
+                    f"{name} was given as {shown}, which means nothing to the format {self.name}",
                     hint=f"leave it out; {self.name} knows {', '.join(sorted(self.uses))}",
                 )
         low, best, high = options.batch

@@ -9,7 +9,7 @@ from contracts import build, images
 from torch import Tensor, nn
 
 from vitcompress.errors import CheckFailedError, InputError
-from vitcompress.precision import expanded, in_precision
+from vitcompress.precision import expanded, in_precision, in_short, present
 
 X = images("plain", dtype=torch.float32)
 
@@ -38,6 +38,29 @@ def test_names_of_islands_in_the_order_of_the_model() -> None:
         "head",
     )
     assert expanded(plain(), ("norm",))[:2] == ("blocks.0.norm1", "blocks.0.norm2")
+
+
+def test_what_lies_inside_an_island_is_not_one_of_its_own() -> None:
+    assert expanded(plain(), ("blocks.0", "norm", "softmax")) == (
+        "blocks.0",
+        "blocks.1.norm1",
+        "blocks.1.attn.softmax",
+        "blocks.1.norm2",
+        "norm",
+    )
+    kept = answers(plain(), ("blocks.0.mlp", "blocks.0.mlp.fc1"))
+    assert torch.equal(kept, answers(plain(), ("blocks.0.mlp",)))
+
+
+def test_short_names_stand_for_the_same_islands() -> None:
+    model, names = plain(), expanded(plain(), ("norm", "head", "blocks.0.mlp"))
+    assert in_short(model, names) == ("norm", "head", "blocks.0.mlp")
+    assert expanded(model, in_short(model, names)) == names
+    assert in_short(model, names[1:])[0] == "head"
+    assert present(model, ("norm", "blocks.1.attn.softmax", "blocks.7", "blocks.0.mlp.softmax")) == (
+        "norm",
+        "blocks.1.attn.softmax",
+    )
 
 
 @pytest.mark.parametrize("wrong", ["blocks.9", "blocks.0.mlp.softmax", "", "norms"])

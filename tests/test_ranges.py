@@ -9,7 +9,7 @@ from torch import nn
 
 from vitcompress.errors import CheckFailedError
 from vitcompress.precision import in_precision
-from vitcompress.ranges import check_half, needed_islands, scan
+from vitcompress.ranges import PART, check_half, needed_islands, scan
 
 X = images("plain", dtype=torch.float32)
 
@@ -71,3 +71,23 @@ def test_a_residual_stream_that_is_too_large_has_no_island() -> None:
     with pytest.raises(CheckFailedError, match="blocks") as caught:
         check_half(model, X)
     assert "--islands" not in str(caught.value.hint)
+
+
+def test_a_weight_that_is_too_large_counts_where_its_results_are_not() -> None:
+    model = plain()
+    with torch.no_grad():
+        head = model.get_submodule("head")
+        head.weight[:, 0] = 1e5
+        model.get_submodule("norm").weight[0] = model.get_submodule("norm").bias[0] = 0
+    found = scan(model, X)
+    assert found.given["head"] < found.inside["head"] == pytest.approx(1e5)
+    assert needed_islands(model, found) == ("head",)
+    check_half(model, X, ("head",))
+    with pytest.raises(CheckFailedError, match="head reaches 1e") as caught:
+        check_half(model, X, offer_islands=False)
+    assert "--islands" not in str(caught.value.hint)
+
+
+def test_what_is_no_number_is_not_forgotten() -> None:
+    found = scan(plain(), torch.cat([torch.full((PART, *X.shape[1:]), torch.nan), X]))
+    assert found.overflowing() and "blocks.0.mlp.fc1" in found.overflowing()

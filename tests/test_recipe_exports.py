@@ -47,6 +47,7 @@ def test_both_files_are_searched_verified_and_measured(finished: tuple[Any, worl
     assert {"dense", "compressed", "model.onnx"} <= set(result.report["accuracy"])
     rows = result.report["bench"][0]["rows"]
     assert [(row["precision"], row["input_type"]) for row in rows] == [("fp16", "uint8")] * 2
+    assert "| fp16 +uint8 |" in (result.folder / "report.md").read_text()
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from vitcompress.errors import CheckFailedError, InputError, did_you_mean
+from vitcompress.export_options import AUTO
 from vitcompress.families import family_of
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -71,10 +72,10 @@ def expanded(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
         elif island in cores or (island and island in modules):
             found.append(island)
         else:
-            close = did_you_mean(island, [*KINDS, *modules, *cores])
+            close = did_you_mean(island, [AUTO, *KINDS, *modules, *cores])
             raise InputError(
                 f"the model has no part {island!r} to keep in fp32{close}",
-                hint=f"give {', '.join(KINDS)}, a module (blocks.0.mlp), or an attention (blocks.0.attn.softmax)",
+                hint=f"give {', '.join((AUTO, *KINDS))}, a module (blocks.0.mlp), an attention (blocks.0.attn.softmax)",
             )
     order = {name: number for number, name in enumerate(modules)}
     outer = {name for name in found if not any(name != other and _is_in(name, other) for other in found)}
