@@ -85,8 +85,8 @@ def targets() -> list[dict[str, Any]]:
 
 
 def _no_device(name: str) -> str:
-    built = name != "cuda" or torch.version.cuda
-    return f"torch finds none here{'' if built else ': it is built without CUDA, pip install one that is not'}"
+    lacks_cuda = name == "cuda" and not torch.version.cuda
+    return f"torch finds no such device here{': it is built without CUDA (see pytorch.org)' if lacks_cuda else ''}"
 
 
 def _target(name: str, export: str | None, run: str | None, packages: tuple[str, ...], *, gpu: bool) -> dict[str, Any]:

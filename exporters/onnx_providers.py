@@ -123,8 +123,8 @@ PROVIDERS = {
         Provider(
             TENSORRT,
             "cuda",
-            "pip install 'vitcompress[cuda]' 'tensorrt>=10.13,<11'",  # it is linked to libnvinfer.so.10
-            ("onnxruntime-gpu", "tensorrt"),
+            "pip install 'vitcompress[cuda]' 'tensorrt-cu13<11'",  # it is linked to libnvinfer.so.10
+            ("onnxruntime-gpu", "tensorrt-cu13", "tensorrt"),
             tf32="always",
             builds=True,
             load=libraries.load_tensorrt,
@@ -134,7 +134,7 @@ PROVIDERS = {
             RTX,
             "cuda",
             "pip install onnxruntime-ep-nv-tensorrt-rtx",
-            ("onnxruntime-gpu", "onnxruntime", "onnxruntime-ep-nv-tensorrt-rtx"),
+            ("onnxruntime-gpu", "onnxruntime", "onnxruntime-ep-nv-tensorrt-rtx", "onnxruntime-ep-nv-tensorrt-rtx-cu13"),
             tf32="always",
             graph_number="cuda_graph_annotation_id",
             builds=True,
@@ -184,7 +184,7 @@ def absent(provider: Provider, device: str) -> str | None:
 
 def _way_out(provider: Provider) -> str:
     if provider.device == "cuda" and not torch.cuda.device_count():
-        return f"run it where there is one ({provider.remedy}); --device cpu runs the file here"
+        return f"run it where there is one ({provider.remedy}); --device cpu without --provider runs the file here"
     return f"{provider.remedy}; `vitcompress doctor` shows what this machine has"
 
 
@@ -220,6 +220,11 @@ def check_settings(provider: Provider, options: RunnerOptions) -> None:
         raise DeviceError(
             f"a CUDA graph was asked for, and {provider.name} has no CUDA kernels to record",
             hint="leave --cuda-graph out, or use --device cuda",
+        )
+    if options.cuda_graph and options.transfers:
+        raise InputError(
+            "ONNX Runtime replays a CUDA graph on images that stay where they are: no transfers are timed with it",
+            hint="leave --cuda-graph or --transfers out",
         )
     if options.cuda_graph and not provider.graph_number:
         raise InputError(

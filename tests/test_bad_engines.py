@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 from command_line import begin, refused, run_folder
 
-from vitcompress import cli
+from vitcompress import checkpoint, cli
 from vitcompress.checkpoint import file_sha256
 from vitcompress.exporters.artifact import amend_sidecar, read_sidecar, sidecar_path
 from vitcompress.exporters.onnx_providers import PROVIDERS
@@ -176,6 +176,19 @@ def test_a_file_with_a_fixed_batch() -> None:
     path = changed(Path("run/model.onnx"), batch=3)
     said = refused("bench", path, "--batch", "8")
     assert "takes batches of 3 only, got 8" in said and "--batch 3" in said
+
+
+@pytest.mark.parametrize("form", ["onnx", "trt-rtx"])
+def test_a_model_that_half_precision_cannot_hold(form: str) -> None:
+    """Found by the range scan before anything is exported: a gate that falls short, so exit code 1."""
+    model = checkpoint.load("run")
+    with torch.no_grad():
+        model.get_submodule("patch_embed.proj").bias.add_(1e5)
+    weights = Path("run", checkpoint.WEIGHTS)
+    weights.unlink()
+    checkpoint.save_tensors(weights, model.state_dict())
+    said = refused("export", "run", "--format", form, "--precision", "fp16", code=1)
+    assert "65504" in said and "such layers" in said and "--precision bf16" in said
 
 
 @without_gpu

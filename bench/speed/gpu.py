@@ -17,6 +17,8 @@ from vitcompress.bench.speed.parts import Options, structured
 from vitcompress.errors import VitcompressError
 from vitcompress.export_options import ExportOptions, Precision
 from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.onnx_libraries import RTX
+from vitcompress.exporters.onnx_providers import CUDA, TENSORRT
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
 from vitcompress.models import input_config
 from vitcompress.plan import Plan
@@ -34,6 +36,7 @@ FILES: dict[str, tuple[Precision, ...]] = {
     "onnx": ("fp32", "fp16"),
     "trt": ("fp32", "tf32", "fp16", "bf16"),
 }  # for GPUs
+PROVIDERS = (CUDA, TENSORRT, RTX)  # of ONNX Runtime
 
 
 def run(options: Options) -> Iterator[dict[str, Any]]:
@@ -69,10 +72,14 @@ def _ways(name: str, dense: nn.Module, model: nn.Module, device: str, options: O
     how = RunnerOptions(device=device, threads=options.threads)
     for variant, changes in opening.settings(",".join(opening.ALL[device]), device).items():
         yield f"{name}, torch {variant}", partial(_in_torch, both, replace(how, **changes))
+    batch = options.given[0]
     for form, precisions in FILES.items():
         for precision in precisions if device == "cuda" else precisions[:1]:
             wish = ExportOptions(precision=precision)
-            yield f"{name}, {form} {precision}", partial(_exported, both, form, wish, how, options.folder)
+            for provider in PROVIDERS if form == "onnx" and device == "cuda" else (None,):
+                served = replace(how, provider=provider, batch=(batch, batch, batch) if batch else None)
+                where = f" in {provider}" if provider else ""
+                yield f"{name}, {form} {precision}{where}", partial(_exported, both, form, wish, served, options.folder)
 
 
 def _in_torch(both: Mapping[str, nn.Module], how: RunnerOptions, stack: ExitStack) -> list[Runner]:

@@ -18,7 +18,8 @@ from vitcompress.exporters import onnx_libraries as libraries
 from vitcompress.exporters import onnx_providers as providers
 from vitcompress.exporters.doctor import provider_problem
 from vitcompress.exporters.onnx_graph import export
-from vitcompress.exporters.onnx_providers import CPU, CUDA, PROVIDERS, RTX, TENSORRT, Wish
+from vitcompress.exporters.onnx_libraries import RTX
+from vitcompress.exporters.onnx_providers import CPU, CUDA, PROVIDERS, TENSORRT, Wish
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.models import input_config
 
