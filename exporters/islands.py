@@ -20,12 +20,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vitcompress.errors import CheckFailedError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import onnx_graph
 from vitcompress.exporters.agreement import file_checks, model_answers, rounded_checks, verdict
 from vitcompress.exporters.artifact import Export, Exporter
 from vitcompress.exporters.doctor import works_on
 from vitcompress.exporters.onnx_graph import ONNX
+from vitcompress.exporters.tensorrt_engine import TENSORRT_RTX
+from vitcompress.exporters.tensorrt_flavours import RTX_DEFAULT, capability
 from vitcompress.models import InputConfig
 from vitcompress.precision import expanded, in_short
 from vitcompress.progress import Progress
@@ -90,7 +93,7 @@ def judge_of(
 
     images: (count, channels, height, width), normalised. real: they are not noise.
     """
-    on_gpu = works_on(GPU) if exporter is ONNX else exporter.cannot_run() is None
+    on_gpu = _runs_on_gpu(exporter, options)
     write: Export = exporter.export if on_gpu else partial(onnx_graph.export, lean=exporter is ONNX)
     options = options if on_gpu else options.only(ONNX.uses)
     expected = cache(partial(model_answers, model))
@@ -106,6 +109,14 @@ def judge_of(
     if on_gpu:
         return Judge(f"{exporter.name} on {GPU}", False, ask)
     return Judge(f"ONNX Runtime on the CPU, every result rounded to {options.precision}", True, ask)
+
+
+def _runs_on_gpu(exporter: Exporter, options: ExportOptions) -> bool:
+    """Whether what `exporter` writes with `options` can be asked on a GPU of this machine."""
+    if exporter is ONNX:
+        return works_on(GPU)
+    targets = options.sm or (RTX_DEFAULT if exporter is TENSORRT_RTX else ())
+    return exporter.cannot_run() is None and (not targets or capability() in targets)
 
 
 def search(
@@ -164,7 +175,10 @@ class _Tries:
         short = in_short(self.model, names)
         if over := outside(self.model, self.ranges, names):
             return Try(short, "failed", SCAN, told(over))
-        checks = self.judge.ask(names)
+        try:
+            checks = self.judge.ask(names)
+        except CheckFailedError as error:  # a weight that half precision cannot hold
+            return Try(short, "failed", self.judge.title, error.message)
         worst = next((check for check in checks if check.verdict != "passed"), checks[-1])
         figures = {check.name.rpartition(".")[2]: _finite(check.value) for check in checks if check.tolerance}
         reason = f"{worst.name.rpartition('.')[2]}: {worst.detail}"

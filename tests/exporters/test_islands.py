@@ -123,6 +123,16 @@ def test_bf16_needs_none() -> None:
     assert result.proxy or torch.cuda.is_available()
 
 
+def test_a_weight_that_no_scan_saw_fails_the_set_and_not_the_search() -> None:
+    """Ranges that know nothing of it: the export itself refuses the weight, until it lies in an island."""
+    model = plain()
+    with torch.no_grad():
+        model.get_submodule("head").weight[0, 0] = 1e6
+    result = search(model, torch_judge(model), Ranges({}, {}), X)
+    assert result.chosen == ("head",)
+    assert "head.weight" in result.tries[0].reason and result.tries[0].verdict == "failed"
+
+
 def test_what_is_named_stays_and_is_not_tried_without() -> None:
     result = found(with_large_ffn(), fixed=("head",))
     assert result.chosen == ("head", "blocks.0.mlp")
