@@ -133,7 +133,7 @@ def curvature(made: nn.Module, component: Component, channel: int, x: Tensor) ->
 def test_the_estimate_with_all_directions_is_the_curvature(variant: str) -> None:
     made, x = build(variant), pictures(variant, count=3)
     own = components(family_of(made).spaces(made))
-    found = estimates(made, own, Batches.of(x), directions=5, seed=0)
+    found = estimates(made, own, Batches.of(x), directions=4)
     for component in own:
         for channel in (0, component.size - 1):
             expected = curvature(made, component, channel, x)
@@ -141,30 +141,13 @@ def test_the_estimate_with_all_directions_is_the_curvature(variant: str) -> None
             assert float(found[component.name][channel]) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("directions", [1, 2, 3])
-def test_the_estimate_with_fewer_directions_is_right_on_average(directions: int) -> None:
-    """Of every copy of an image its own signs are drawn."""
-    made, x, copies = build("plain"), pictures("plain", count=1), 512
+def test_more_directions_tell_more_and_there_are_one_less_than_classes() -> None:
+    made, x = build("plain"), pictures("plain")
     own = components(family_of(made).spaces(made))
-    exact = estimates(made, own, Batches.of(x), directions=5, seed=0)
-    many: Any = [(x.repeat(copies, 1, 1, 1), torch.zeros(copies))]
-    found = estimates(made, own, many, directions=directions, seed=0)
-    for component in own:
-        # The square of a sum of random signs has at most a deviation of sqrt(2) of its mean; to five of them.
-        bound = 5 * (2 / copies) ** 0.5 * exact[component.name]
-        assert ((found[component.name] / copies - exact[component.name]).abs() <= bound).all()
-
-
-def test_leading_directions_leave_less_to_chance() -> None:
-    made, x, copies = build("plain"), pictures("plain", count=1), 64
-    own = components(family_of(made).spaces(made))
-    exact = torch.cat(list(estimates(made, own, Batches.of(x), directions=5, seed=0).values()))
-    errors = {}
-    for directions in (1, 2, 3):
-        drawn = [estimates(made, own, Batches.of(x), directions=directions, seed=seed) for seed in range(copies)]
-        found = torch.stack([torch.cat(list(one.values())) for one in drawn])
-        errors[directions] = float(((found - exact) / exact).square().mean())
-    assert errors[3] < errors[2] < errors[1]
+    found = [torch.cat(list(estimates(made, own, Batches.of(x), directions=n).values())) for n in (1, 2, 4, 5, 99)]
+    assert (found[0] < found[1]).all() and (found[1] < found[2]).all()
+    assert torch.equal(found[2], found[3]) and torch.equal(found[2], found[4])
+    assert float(found[0].sum() / found[2].sum()) > 1 / 4  # the largest of four shares
 
 
 def test_the_estimate_of_an_attention_is_near_its_deletion() -> None:
@@ -179,7 +162,7 @@ def test_the_estimate_of_an_attention_is_near_its_deletion() -> None:
             block.attn.qkv.weight[32:] = torch.eye(16)
     component = next(c for c in components(family_of(made).spaces(made)) if c.kind == "attention")
     qk_only = Component(component.name, component.kind, tuple(s for s in component.spaces if s.kind == "qk"))
-    estimate = estimates(made, [qk_only], Batches.of(x), directions=5, seed=0)[component.name]
+    estimate = estimates(made, [qk_only], Batches.of(x), directions=4)[component.name]
     exact = Importance(made, family_of(made), images_at_once=8).scores(qk_only, Batches.of(x))
     assert torch.allclose(estimate, exact, rtol=0.1, atol=0) and float(exact.min()) > 0
 

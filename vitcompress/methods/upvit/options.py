@@ -32,5 +32,5 @@ class Options:
     screen: Literal["fisher", "images"] = "fisher"
     screen_images: Annotated[int, Ge(1)] = 500
     band: Annotated[float, Gt(0), Le(1)] = 0.5
-    directions: Annotated[int, Ge(1)] = 3
+    directions: Annotated[int, Ge(1)] = 2
     images_at_once: Annotated[int, Ge(1)] = 512

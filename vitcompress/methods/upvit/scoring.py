@@ -122,8 +122,7 @@ def _unmeasured(
 def _fisher(
     model: nn.Module, context: Context, options: Options, wanted: Sequence[Component], loader: EvalLoader
 ) -> dict[str, list[float]]:
-    seed = 1000 * context.seed + context.runtime.rank
-    found = estimates(model, wanted, loader, directions=options.directions, seed=seed)
+    found = estimates(model, wanted, loader, directions=options.directions)
     return {name: _summed(context, scores) for name, scores in found.items()}
 
 
