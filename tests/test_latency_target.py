@@ -97,6 +97,8 @@ def test_all_steps_before_are_taken_when_the_range_is_measured(tmp_path: Path, m
     monkeypatch.setattr(latency, "_measured", lambda *about: asked.append(real(*about)) or asked[-1])
     sets = [s.replace("step.0", "step.3") for s in (*WHOLE, "step.0.amount=299")]
     recipe = load_recipe("digits_hetdpt_plus", [*sets, *(s for s in QUICK if "depth" not in s)])
-    with pytest.raises(PlanError, match=r"299 ms cannot be reached: this structure allows [\d.]+ ms to 2\d\d\.\d ms"):
+    with pytest.raises(
+        PlanError, match=r"299 ms on torch cannot be reached: this structure allows [\d.]+ ms to 2\d\d\.\d ms"
+    ):
         run(recipe, RunOptions(out=tmp_path / "run", structure_only=True))
     assert len(asked) == 2 and not (tmp_path / "run").exists()

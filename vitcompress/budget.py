@@ -130,7 +130,8 @@ def check_units(groups: Iterable[Group], units: Units) -> None:
 class Target:
     """What the result may cost: `amount` of what `cost(counts)` measures, said to people as `words`.
 
-    rounds: halvings of the interval at most. exact: share of the amount within which nothing nearer is looked for.
+    rounds: halvings of the interval at most. exact: share of the amount within which nothing nearer is looked for. on:
+    the runtime, where the cost is one of it.
     """
 
     amount: float
@@ -138,6 +139,7 @@ class Target:
     words: str
     rounds: int = ROUNDS
     exact: float = EXACT
+    on: str | None = None
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,8 @@ def check_reach(
     most, least = (target.cost(_at(groups, keep, units, strength)) for strength in (0.0, 1.0))
     if not least <= target.amount <= most:
         raise PlanError(
-            f"{target.words.format(target.amount)} cannot be reached: this structure allows "
+            f"{target.words.format(target.amount)}{f' on {target.on}' if target.on else ''} cannot be reached: this "
+            "structure allows "
             f"{target.words.format(least)} to {target.words.format(most)}",
             hint="change the target, or let more kinds of width shrink (keep_ratio, keep_heads, keep_head_dim below 1)",
         )

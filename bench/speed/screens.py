@@ -2,8 +2,8 @@
 
 The model is that of `digits_up`, trained here; exact scores delete every one of its channels. What a screen saves grows
 with the model, as exact scores take a pass per channel and the estimate a few for all of them (see `importance`). Both
-are timed as a whole step is, images included. On this model, of about 2000 channels, a hundred times cheaper is what one
-or two directions are; measuring any share of the channels exactly costs that share.
+are timed as a whole step is, images included. On this model, of about 2000 channels, a hundred times cheaper is what
+one or two directions are; measuring any share of the channels exactly costs that share.
 """
 
 import time

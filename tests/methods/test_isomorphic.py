@@ -161,11 +161,17 @@ def test_a_latency_is_aimed_at_with_the_clock_of_the_context(tmp_path: Path) -> 
     options = Options(**HALF, target="latency", amount=0.5 * whole, latency_on="torch")
     found = isomorphic.plan(made, context(tmp_path, made, latency=clock), options)
     assert asked == {"torch"}
+    known = len(list(tmp_path.glob("latency-torch-*.json")))
+    (tmp_path / "widths.json").unlink()  # killed before it was done: what was measured is not measured again
+    never = context(tmp_path, made, latency=lambda *about: pytest.fail("measured again"))
+    assert isomorphic.plan(made, never, options) == found and known >= 5
     assert abs(clock(surgery.applied(made, found), "torch") / whole - 0.5) < 0.03
     with pytest.raises(PlanError, match="measure a latency"):
         isomorphic.plan(made, context(tmp_path / "none", made), options)
     beyond = Options(**HALF, target="latency", amount=1e-6)
-    with pytest.raises(PlanError, match=r"1e-06 ms cannot be reached: this structure allows [\d.]+ ms to [\d.]+ ms"):
+    with pytest.raises(
+        PlanError, match=r"1e-06 ms on onnxruntime cannot be reached: this structure allows [\d.]+ ms to [\d.]+ ms"
+    ):
         isomorphic.plan(made, context(tmp_path / "beyond", made, latency=clock), beyond)
 
 

@@ -10,7 +10,7 @@ widths are aligned for the runtimes and the shares can be solved for a target (`
 published), timm is not patched, and the result is a plan instead of a pickled model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from vitcompress.families import Family, Space
 from vitcompress.methods.channel_scores import Criterion, random_scores, scored
 from vitcompress.methods.charts import Chart, ranked
 from vitcompress.methods.depth import Stage
-from vitcompress.methods.widths import ALL, GIGA, MILLION, Scope, Sizes, groups_of
+from vitcompress.methods.widths import ALL, GIGA, MILLION, Scope, Sizes, Timed, groups_of
 from vitcompress.plan import Plan
 from vitcompress.workspace import Clock, Context
 
@@ -39,7 +39,7 @@ WORDS = {
     "params": "{:.4g} M parameters",
     "latency": "{:.4g} ms",
 }
-LATENCY_ROUNDS = 7  # each is a measurement
+LATENCY_ROUNDS = 5  # each is an export and a measurement
 MISSED = 0.05  # share of a latency that its measurements scatter by; targets that are counted are met to `budget.CLOSE`
 
 
@@ -102,7 +102,7 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
             for g in groups
         ]
         found = {"rows": rows, "cost": sizes.costs(counts).to_dict(), "plan": sizes.delta(counts).to_json()}
-        return found if met is None else found | {"target": _reached(options, met, sizes)}
+        return found if met is None else found | {"target": _reached(options, met)}
 
     found = context.memo("widths", choose)
     for line in (_sentence(found), *_missed(found)):
@@ -142,7 +142,8 @@ def _unscored(
     _check(options)
     spaces = family.spaces(model)
     groups = groups_of(spaces, random_scores(spaces, 0), options.scope)
-    return groups, Sizes(model, spaces, groups, base, _on(clock, options))
+    timed = None if clock is None else lambda candidate, delta: clock(candidate, options.latency_on)
+    return groups, Sizes(model, spaces, groups, base, timed)
 
 
 def stages(options: Options, prunable: int) -> list[Stage]:
@@ -199,15 +200,19 @@ def _check(options: Options) -> None:
         )
 
 
-def _clock(context: Context, options: Options) -> Callable[[nn.Module], float] | None:
-    """What tells the latency of a model on the runtime asked for."""
-    if options.target == "latency" and context.latency is None:
+def _clock(context: Context, options: Options) -> Timed | None:
+    """What tells the latency of a model on the runtime asked for; what it told is kept, so a run can be continued."""
+    measure = context.latency
+    if options.target == "latency" and measure is None:
         raise PlanError("nothing here can measure a latency", hint="set target to macs or params")
-    return _on(context.latency, options)
+    if measure is None:
+        return None
 
+    def latency(candidate: nn.Module, delta: Plan) -> float:
+        name = f"latency-{options.latency_on}-{delta.digest[:16]}"
+        return float(context.memo(name, lambda: measure(candidate, options.latency_on)))
 
-def _on(clock: Clock | None, options: Options) -> Callable[[nn.Module], float] | None:
-    return None if clock is None else lambda candidate: clock(candidate, options.latency_on)
+    return latency
 
 
 def _sentence(found: Mapping[str, Any]) -> str:
@@ -216,12 +221,10 @@ def _sentence(found: Mapping[str, Any]) -> str:
     return text + (f", {_said(aim, aim['reached'])}" if aim.get("kind") == "latency" else "")
 
 
-def _reached(options: Options, met: Met, sizes: Sizes) -> dict[str, Any]:
-    """How the target was met, as plain data. A latency is measured once more: the one chosen by may be a lucky one."""
-    timed = options.target == "latency"
-    reached = sizes.latency(met.counts) if timed else met.cost
-    on = options.latency_on if timed else None
-    known = {"kind": options.target, "on": on, "amount": options.amount, "reached": reached}
+def _reached(options: Options, met: Met) -> dict[str, Any]:
+    """How the target was met, as plain data."""
+    on = options.latency_on if options.target == "latency" else None
+    known = {"kind": options.target, "on": on, "amount": options.amount, "reached": met.cost}
     return known | {"least": met.least, "most": met.most}
 
 
@@ -255,7 +258,7 @@ def _target(options: Options, sizes: Sizes) -> Target | None:
     if options.amount is None or spend is None:
         return None
     if options.target == "latency":
-        return Target(options.amount, spend, WORDS["latency"], LATENCY_ROUNDS, budget.CLOSE)
+        return Target(options.amount, spend, WORDS["latency"], LATENCY_ROUNDS, budget.CLOSE, options.latency_on)
     return Target(options.amount, spend, WORDS[options.target])
 
 

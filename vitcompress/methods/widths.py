@@ -19,6 +19,7 @@ from vitcompress.plan import Plan
 Scope = Literal["isomorphic", "global", "local"]
 ALL = "all"  # the scope of everything but heads, where nothing is told apart
 MILLION, GIGA = 1e6, 1e9
+Timed = Callable[[nn.Module, Plan], float]  # (model as deployed, what was taken from it) -> milliseconds
 
 
 def groups_of(spaces: Sequence[Space], scores: Scores, scope: Scope) -> tuple[Group, ...]:
@@ -80,7 +81,7 @@ class Sizes:
         spaces: Sequence[Space],
         groups: Sequence[Group],
         base: Plan,
-        clock: Callable[[nn.Module], float] | None,
+        clock: Timed | None,
     ) -> None:
         self.spaces, self.groups, self.base, self.clock = spaces, {g.name: g for g in groups}, base, clock
         self.model = model
@@ -125,7 +126,8 @@ class Sizes:
     def latency(self, counts: Counts) -> float:
         """Milliseconds of the model as it will be deployed."""
         assert self.clock is not None
-        return self.clock(_deployed(self.model, self.base, self.delta(counts)))
+        delta = self.delta(counts)
+        return self.clock(_deployed(self.model, self.base, delta), delta)
 
 
 def _deployed(model: nn.Module, base: Plan, delta: Plan) -> nn.Module:
