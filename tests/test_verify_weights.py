@@ -69,8 +69,8 @@ def changed(path: Path, edit: Any) -> None:
 
 
 def test_every_byte_of_a_file_is_explained(tmp_path: Path) -> None:
-    """Of the family that has most beside its weights: index tables, and biases that are read through them."""
-    _, model, plan = pruned("swin")
+    """Of the family that has most beside its weights: masks, index tables, and biases that are read through them."""
+    _, model, plan = pruned("swin_dynamic")
     path = tmp_path / "model.onnx"
     export(model, path, input=input_config(model))
     found = account(model, path, plan_rows(plan))
@@ -151,6 +151,17 @@ def test_a_weight_that_nothing_reads_does_not_hide(edit: Any, fails: str, says: 
     changed(folder / "model.onnx", edit)
     after = verdicts(folder)
     assert before[fails][0] == "passed" and after[fails][0] == "failed" and says in after[fails][1]
+
+
+def test_masks_and_indices_are_no_weights_and_zeros_are(folder: Path) -> None:
+    index = numpy_helper.from_array(np.arange(200, dtype=np.int64), "index")
+    mask = numpy_helper.from_array(np.where(np.arange(256).reshape(16, 16) % 3, 0.0, -100.0).astype(np.float32), "mask")
+    changed(folder / "model.onnx", lambda graph: graph.initializer.extend([index, mask]))
+    assert verdicts(folder)["weights.model.onnx"][0] == "passed"
+    zeros = numpy_helper.from_array(np.zeros((48, 16), np.float32), "zeros")
+    changed(folder / "model.onnx", lambda graph: graph.initializer.append(zeros))
+    verdict, detail = verdicts(folder)["weights.model.onnx"]
+    assert verdict == "failed" and "zeros (48x16) is no weight of the model, but has the size of the dense" in detail
 
 
 def test_bytes_that_no_reader_knows_do_not_hide(folder: Path) -> None:

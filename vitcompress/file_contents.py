@@ -18,18 +18,20 @@ from vitcompress import onnx_file
 from vitcompress.errors import ArtifactError
 
 ALIGNED = 65536  # data files leave less than this between tensors, so that these can be mapped into memory
+REAL = tuple(getattr(onnx.TensorProto, kind) for kind in ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE"))
 LONGEST = 64  # numbers that a node may be set with
 Span = tuple[int, int]  # where a tensor's values begin in a file, and where they end
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor in a file. size: bytes of its values. read: these, in C order."""
+    """One tensor in a file. size: bytes of its values. read: these, in C order. real: no integers and no booleans."""
 
     name: str
     shape: tuple[int, ...]
     size: int
     read: Callable[[], bytes]
+    real: bool
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def _onnx(path: Path) -> Contents:
     model = onnx_file.read(path)
     model.DiscardUnknownFields()
     protos = [tensor for tensor in onnx_file.tensors(model) if tensor.ByteSize()]
-    stored = tuple(Stored(t.name, tuple(t.dims), _payload(t), partial(_values, t, path.parent)) for t in protos)
+    stored = tuple(_stored(tensor, path.parent) for tensor in protos)
     inside = sum(_payload(tensor) for tensor in protos if not onnx_file.location(tensor))
     graph = model.ByteSize() - inside - onnx_file.doc_bytes(model)
     size = path.stat().st_size
@@ -63,6 +65,11 @@ def _onnx(path: Path) -> Contents:
         graph += _padding(_span(tensor) for tensor in protos if onnx_file.location(tensor) == name)
         size += (path.parent / name).stat().st_size
     return Contents(stored, size, graph, onnx_file.long_lists(model, LONGEST))
+
+
+def _stored(tensor: Any, folder: Path) -> Stored:
+    real = tensor.data_type in REAL
+    return Stored(tensor.name, tuple(tensor.dims), _payload(tensor), partial(_values, tensor, folder), real)
 
 
 def _payload(tensor: Any) -> int:
@@ -117,7 +124,8 @@ def _ir(path: Path) -> Contents:
 def _constant(name: str, at: dict[str, str], data: Path) -> Stored:
     offset, length = int(at["offset"]), int(at["size"])
     shape = tuple(int(size) for size in at["shape"].split(",") if size.strip())
-    return Stored(name, shape, length, partial(_part, data, offset, length))
+    real = at["element_type"].startswith(("f", "bf"))
+    return Stored(name, shape, length, partial(_part, data, offset, length), real)
 
 
 def _part(path: Path, offset: int, length: int) -> bytes:

@@ -27,7 +27,8 @@ from vitcompress.verdicts import Check, compared, listed
 from vitcompress.verify_onnx import stored_module, told_by
 
 CHECK = "weights"
-SMALL = 64  # values: sizes, scales and indices that a graph computes with
+SMALL = 64  # values: sizes and scales that a graph computes with
+FEW = 16  # different values: a mask's
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def account(stored: nn.Module, path: Path, rows: Iterable[Planned] = ()) -> Acco
     found, left = _by_value(tensors, held.tensors)
     missing = {name: tensor for name, tensor in tensors.items() if name not in found and tensor.numel() > SMALL}
     sources = {id(tensor): source for tensor in left if (source := _source(tensor, missing))}
-    constants = [tensor for tensor in left if id(tensor) in sources or _count(tensor) <= SMALL]
+    constants = [tensor for tensor in left if id(tensor) in sources or _is_constant(tensor)]
     dense = {name: size for row in rows if row.change != "kept" for name, size in row.dense.items()}
     known = {id(tensor) for tensor in constants}
     foreign = [tensor for tensor in left if id(tensor) not in known]
@@ -142,6 +143,18 @@ def _source(stored: Stored, missing: Mapping[str, Tensor]) -> str | None:
             if np.isin(values, ours).all():
                 return name
     return None
+
+
+def _is_constant(stored: Stored) -> bool:
+    """Whether it is what a graph computes with: indices, a few values, or a mask of few different ones.
+
+    A weight is neither; nothing but zeros are the weights of a layer that was masked as a whole.
+    """
+    if not stored.real or _count(stored) <= SMALL:
+        return True
+    width = stored.size // _count(stored)
+    different = len(np.unique(np.frombuffer(stored.read(), np.dtype(f"u{width}"))))
+    return 1 < different <= FEW
 
 
 def _count(stored: Stored) -> int:
