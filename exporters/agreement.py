@@ -29,7 +29,7 @@ from vitcompress import checkpoint, onnx_file
 from vitcompress.byte_input import from_bytes, to_bytes
 from vitcompress.errors import ArtifactError, DeviceError, MissingExtraError, OutputError, VitcompressError
 from vitcompress.evaluate import wilson
-from vitcompress.exporters.artifact import amend_sidecar, decoded, input_of, read_sidecar
+from vitcompress.exporters.artifact import amend_sidecar, input_of, read_sidecar
 from vitcompress.exporters.onnx_rounded import rounded_answers
 from vitcompress.exporters.runner import Runner
 from vitcompress.exporters.runtimes import RUNNERS, open_runner
@@ -172,7 +172,7 @@ def rounded_checks(expected: Answers, path: Path, images: Tensor, *, real: bool 
     A GPU rounds them; ONNX Runtime on the CPU, without kernels for half precision, does not. This is a proxy for the
     hardware that such files are for. Nothing is asked of other files. expected: images -> the model's answers.
     """
-    known = decoded(onnx_file.metadata(onnx_file.read(path))) if path.suffix == ".onnx" else {}
+    known = checkpoint.decoded(onnx_file.metadata(onnx_file.read(path))) if path.suffix == ".onnx" else {}
     precision, input = known.get("precision"), input_of(known)
     if precision not in HALF or input is None:
         return []

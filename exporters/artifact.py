@@ -1,6 +1,5 @@
 """What is known about an exported file: a record, and the sidecar `<file>.json` beside it that carries it."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -126,17 +125,6 @@ def checked_sha256(path: Path) -> str:
             hint="one of them was replaced; export again, or remove the .json to use the file as it is",
         )
     return file_sha256(path)
-
-
-def decoded(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Metadata values that are JSON, as data; files of other tools may hold anything."""
-    found: dict[str, Any] = {}
-    for key, text in metadata.items():
-        try:
-            found[key] = json.loads(text)
-        except ValueError:
-            found[key] = text
-    return found
 
 
 def input_of(known: Mapping[str, Any], size: tuple[int, int, int] | None = None) -> InputConfig | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vitcompress import checkpoint, onnx_file
 from vitcompress.errors import ArtifactError
-from vitcompress.exporters.artifact import decoded, input_of
+from vitcompress.exporters.artifact import input_of
 from vitcompress.exporters.runner import as_given
 
 HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -38,7 +38,7 @@ def rounded_answers(path: Path, images: Tensor) -> Tensor:
         OutputError: weights in a file of their own, in a folder that cannot be written.
     """
     model = onnx_file.read(path)
-    known = decoded(onnx_file.metadata(model))
+    known = checkpoint.decoded(onnx_file.metadata(model))
     takes_bytes = model.graph.input[0].type.tensor_type.elem_type == TensorProto.UINT8
     with _session(path, spelled_out(model)) as session:
         name = session.get_inputs()[0].name

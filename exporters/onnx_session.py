@@ -11,11 +11,12 @@ import onnxruntime as ort
 import torch
 
 from vitcompress import onnx_file
+from vitcompress.checkpoint import decoded
 from vitcompress.errors import ArtifactError, DeviceError, InputError
 from vitcompress.export_options import DEFAULTS
 from vitcompress.exporters import onnx_libraries as libraries
 from vitcompress.exporters import onnx_providers as providers
-from vitcompress.exporters.artifact import checked_sha256, decoded
+from vitcompress.exporters.artifact import checked_sha256
 from vitcompress.exporters.cuda_queue import Queued
 from vitcompress.exporters.onnx_providers import CPU, Wish
 from vitcompress.exporters.runner import RunnerOptions, check_batch

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitcompress.checkpoint import decoded
 from vitcompress.errors import ArtifactError, DeviceError, InputError, MissingExtraError
-from vitcompress.exporters.artifact import checked_sha256, decoded, input_of
+from vitcompress.exporters.artifact import checked_sha256, input_of
 from vitcompress.exporters.openvino_ir import INFO, unavailable
 from vitcompress.exporters.runner import RunnerOptions, as_given
 from vitcompress.models import InputConfig

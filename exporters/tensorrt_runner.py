@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import vitcompress
-from vitcompress.checkpoint import differing, file_sha256
+from vitcompress.checkpoint import decoded, differing, file_sha256
 from vitcompress.errors import ArtifactError, DeviceError, InputError, VitcompressError
-from vitcompress.exporters.artifact import decoded, input_of, read_sidecar, sidecar_path
+from vitcompress.exporters.artifact import input_of, read_sidecar, sidecar_path
 from vitcompress.exporters.frames import receive, send
 from vitcompress.exporters.runner import RunnerOptions, as_given, check_batch
 from vitcompress.exporters.tensorrt_flavours import FLAVOURS, HEADER, RTX, Flavour, capability, header_of, kind_of

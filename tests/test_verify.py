@@ -5,9 +5,11 @@ import shutil
 from copy import deepcopy
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from contracts import build, contract, every_variant, having, images, sites_of
+from onnx import TensorProto, helper
 from torch import nn
 
 from vitcompress import checkpoint, surgery
@@ -164,6 +166,27 @@ def test_another_model_in_the_place_of_the_onnx_file_fails(folder: Path) -> None
     found = verdicts(list(verify_folder(folder).checks))
     failing = {name for name, verdict in found.items() if verdict == "failed"}
     assert failing >= {"onnx.batch1", "onnx.shapes", "onnx.layers", "onnx.file", "onnx.plan"}
+
+
+@pytest.mark.parametrize(
+    ("known", "size", "why"),
+    [
+        ({"author": "no JSON"}, 16, "cannot run"),
+        ({"precision": '"int4"'}, 8, "is not vitcompress's"),
+        ({"islands": "7"}, 8, "is not vitcompress's"),
+        ({}, 8, "answers"),
+    ],
+)
+def test_a_file_of_another_tool_in_the_place_of_the_onnx_file_is_refused(
+    known: dict[str, str], size: int, why: str, folder: Path
+) -> None:
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ("n", 3, size, size)) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "other", [x], [y])
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)])
+    helper.set_model_props(model, known)
+    onnx.save(model, folder / "model.onnx")
+    with pytest.raises(ArtifactError, match=why):
+        verify_folder(folder)
 
 
 def test_another_model_in_the_place_of_the_dense_onnx_file_fails(folder: Path) -> None:

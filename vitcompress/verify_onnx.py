@@ -3,7 +3,6 @@
 Nothing here uses the code that exports or serves models: files are asked through ONNX Runtime directly, on the CPU.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,12 +16,15 @@ from torch import Tensor, nn
 from vitcompress import onnx_file
 from vitcompress.bounds import reference
 from vitcompress.byte_input import deployed, to_bytes
-from vitcompress.checkpoint import differing
+from vitcompress.checkpoint import decoded, differing
+from vitcompress.errors import ArtifactError
 from vitcompress.families import family_of
 from vitcompress.models import input_config
+from vitcompress.precision import HALF
 from vitcompress.verdicts import Check, agreement, compared, largest_difference, listed
 
 BATCHES = (1, 2, 5)
+AGAIN = "export it again: `vitcompress export`"
 
 
 def onnx_checks(
@@ -33,7 +35,7 @@ def onnx_checks(
     Answers are compared with float64 at each batch size; half-precision files with the model in half precision.
 
     Raises:
-        ArtifactError: not an ONNX file, or one with unsafe external data.
+        ArtifactError: not an ONNX file, one with unsafe external data, or one that cannot be asked what `model` can.
     """
     known = told_by(path)
     if known["precision"] == "bf16":
@@ -48,7 +50,8 @@ def onnx_checks(
     images = to_bytes(images, input_config(model)) if known["uint8"] else images
     images = images.repeat(-(-max(batches) // len(images)), 1, 1, 1) if len(images) < max(batches) else images
     truth = reference(stored, images[: max(batches)])
-    checks, session = [], _session(path)  # after the exact answers: a large model and its double-width self are enough
+    checks: list[Check] = []
+    session = _session(path, images[:1], truth.exact[:1])  # after the exact answers: two large models are enough
     for batch in batches:
         difference = largest_difference(_logits(session, images[:batch]), truth.exact[:batch])
         detail = f"largest difference of the logits from float64, batch {batch}, {known['precision']}"
@@ -68,13 +71,20 @@ def stored_module(model: nn.Module, known: Mapping[str, Any]) -> nn.Module:
 
 
 def told_by(path: Path) -> dict[str, Any]:
-    """What the metadata of a file says of how it was exported."""
-    found = {key: json.loads(text) for key, text in onnx_file.metadata(onnx_file.read(path)).items()}
-    return {
+    """What the metadata of a file says of how it was exported. Raises ArtifactError where another tool wrote it."""
+    found = _metadata(path)
+    told = {
         "precision": found.get("precision", "fp32"),
         "islands": found.get("islands", []),
         "uint8": found.get("input") == "uint8",
     }
+    if told["precision"] not in ("fp32", *HALF) or not isinstance(told["islands"], list):
+        raise ArtifactError(f"the metadata of {path} is not vitcompress's", hint=AGAIN)
+    return told
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    return decoded(onnx_file.metadata(onnx_file.read(path)))
 
 
 def structure_checks(model: nn.Module, path: Path, name: str = "onnx") -> list[Check]:
@@ -99,17 +109,25 @@ def file_checks(path: Path, name: str = "onnx") -> list[Check]:
 
 def plan_check(path: Path, digest: str, name: str = "onnx") -> Check:
     """Was the file exported from the plan with this digest?"""
-    recorded = json.loads(onnx_file.metadata(onnx_file.read(path)).get("plan_sha256", "null"))
+    recorded = _metadata(path).get("plan_sha256")
     wrong = [] if recorded == digest else [f"the file carries {str(recorded)[:12]}, plan.json is {digest[:12]}"]
     return listed(f"{name}.plan", wrong, f"plan {digest[:12]}")
 
 
-def _session(path: Path) -> ort.InferenceSession:
+def _session(path: Path, image: Tensor, expected: Tensor) -> ort.InferenceSession:
+    """ONNX Runtime with a file that takes `image` and answers in the shape of `expected`."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     # Threads that spin while they wait take the processor from whatever else wants it; nothing is timed here.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    try:
+        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        sizes = _logits(session, image).shape
+    except Exception as error:  # noqa: BLE001 - its own exception classes share no base but this one
+        raise ArtifactError(f"ONNX Runtime cannot run {path}: {str(error).splitlines()[0]}", hint=AGAIN) from None
+    if sizes != expected.shape:
+        raise ArtifactError(f"{path} answers {tuple(sizes)}, the model {tuple(expected.shape)}", hint=AGAIN)
+    return session
 
 
 def _logits(session: ort.InferenceSession, images: Tensor) -> Tensor:

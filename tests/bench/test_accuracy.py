@@ -114,7 +114,8 @@ def test_rows_hold_the_speed_of_the_same_bytes_run_in_the_same_way(tmp_path: Pat
     assert accuracy.run(artifacts, asked)["rows"][0]["speed"] is None
 
 
-def test_a_file_that_holds_no_measurement_is_refused(tmp_path: Path) -> None:
-    checkpoint.write_json(tmp_path / "other.json", {"rows": 3})
+@pytest.mark.parametrize("other", [{"rows": 3}, {"rows": [{"artifact": "model.onnx", "top1": 0.5}]}, [3]])
+def test_a_file_that_holds_no_measurement_is_refused(other: object, tmp_path: Path) -> None:
+    checkpoint.write_json(tmp_path / "other.json", other)
     with pytest.raises(ArtifactError, match="holds no measurement"):
         accuracy.run(["nowhere.onnx"], accuracy.EvaluateOptions(data="digits", bench=tmp_path / "other.json"))

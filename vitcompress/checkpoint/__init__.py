@@ -1,6 +1,7 @@
 """What lies on disk: written beside its target and moved into place, plain data only (safetensors and JSON)."""
 
 from vitcompress.checkpoint.files import (
+    decoded,
     differing,
     file_sha256,
     read_json,
@@ -18,6 +19,7 @@ __all__ = [
     "PLAN",
     "WEIGHTS",
     "State",
+    "decoded",
     "differing",
     "file_sha256",
     "load",

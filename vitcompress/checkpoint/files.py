@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,17 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ArtifactError(f"{path} cannot be read as JSON: {error}") from None
+
+
+def decoded(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Metadata values that are JSON, as data; files of other tools may hold anything."""
+    found: dict[str, Any] = {}
+    for key, text in metadata.items():
+        try:
+            found[key] = json.loads(text)
+        except ValueError:
+            found[key] = text
+    return found
 
 
 def file_sha256(path: Path) -> str:
