@@ -9,6 +9,11 @@ Rows = tuple[tuple[str, ...], ...]
 NONE = "-"
 
 
+def rate(per_second: float) -> str:
+    """Three digits where that is more than whole numbers show: 2.94, 1,234."""
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
+
+
 def artifacts(found: Iterable[Mapping[str, Any]]) -> tuple[Columns, Rows]:
     """One row per exported file, accuracy beside speed and hash; the entries of `artifacts` in report.json."""
     columns = ("file", "top-1", "images/s", "precision", "bytes", "answers checked here", "sha256")
@@ -18,9 +23,9 @@ def artifacts(found: Iterable[Mapping[str, Any]]) -> tuple[Columns, Rows]:
 def _artifact(entry: Mapping[str, Any]) -> tuple[str, ...]:
     right, speed = entry["accuracy"], entry["speed"]
     top1 = NONE if right is None else f"{100 * right['top1']:.1f} % ({right['correct']} of {right['total']})"
-    rate = NONE if speed is None else f"{speed['images_per_second']:,.0f} (batch {speed['batch']})"
+    fast = NONE if speed is None else f"{rate(speed['images_per_second'])} (batch {speed['batch']})"
     checked = "yes" if entry["verified"] else "no"
-    return entry["file"], top1, rate, entry["precision"], f"{entry['bytes']:,}", checked, entry["sha256"][:12]
+    return entry["file"], top1, fast, entry["precision"], f"{entry['bytes']:,}", checked, entry["sha256"][:12]
 
 
 def weights(found: Mapping[str, Any]) -> tuple[Columns, Rows]:

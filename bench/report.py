@@ -82,11 +82,6 @@ def big(number: float) -> str:
     return f"{number:g}"
 
 
-def rate(per_second: float) -> str:
-    """Three digits where that is more than whole numbers show: 2.94, 1,234."""
-    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
-
-
 def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
@@ -146,7 +141,7 @@ def _speed_rows(entry: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]
     before, after = dense["latency_ms"]["p50"], compressed["latency_ms"]["p50"]
     yield f"latency, median ({where})", f"{before:.2f} ms", f"{after:.2f} ms", change(before, after)
     faster = f"{ratio['median']:.2f}x ({interval(ratio)}): {ratio['verdict']}"
-    rates = [f"{rate(row['images_per_second'])} images/s" for row in (dense, compressed)]
+    rates = [f"{deployed.rate(row['images_per_second'])} images/s" for row in (dense, compressed)]
     yield f"throughput ({where})", rates[0], rates[1], faster
 
 

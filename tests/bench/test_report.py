@@ -206,10 +206,13 @@ def test_exported_files_are_told_with_accuracy_speed_and_hash_in_one_row() -> No
     known = {"file": "model.onnx", "sha256": "0123456789abcdef", "bytes": 712340, "precision": "fp32", "verified": True}
     speed = {"images_per_second": 9457.4, "batch": 256}
     engine = {**known, "file": "model.engine", "verified": False, "accuracy": None, "speed": None}
-    data = {"recipe": "x", "cost": COST, "artifacts": [{**known, "accuracy": accuracy(529), "speed": speed}, engine]}
+    slow = {**engine, "file": "model.xml", "speed": {"images_per_second": 0.2987, "batch": 1}}
+    files = [{**known, "accuracy": accuracy(529), "speed": speed}, engine, slow]
+    data = {"recipe": "x", "cost": COST, "artifacts": files}
     page = report.markdown(data)
     told = "98.0 % (529 of 540) | 9,457 (batch 256) | fp32 | 712,340 | yes | 0123456789ab"
     assert f"| model.onnx | {told} |" in page and "| model.engine | - | - | fp32 | 712,340 | no |" in page
+    assert "| model.xml | - | 0.299 (batch 1) |" in page
     rows = {row[0]: row for row in report.summary_table(data).rows}
     assert rows["accuracy of model.onnx"][2] == "98.0 % (529 of 540)" and "accuracy of model.engine" not in rows
 

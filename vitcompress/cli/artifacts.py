@@ -167,11 +167,11 @@ def evaluate(
     their speed.
     """
     with working(debug) as progress:
-        from vitcompress.bench import accuracy
+        from vitcompress.bench import accuracy, deployed
         from vitcompress.exporters.runtimes import RunnerOptions
 
         runner = RunnerOptions(
             device=device, provider=provider, threads=threads, trust=trust, engine_cache=engine_cache
         )
         found = accuracy.run(artifacts, accuracy.EvaluateOptions(runner=runner, **options), progress)
-    return answer(found, as_json, console.print_accuracy)
+    return answer(found, as_json, lambda data: console.print_accuracy(data, deployed.rate))

@@ -1,6 +1,6 @@
 """What each command has found, drawn."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rich.table import Column, Table
@@ -177,15 +177,18 @@ def print_bench(found: Mapping[str, Any], table: Drawable) -> None:
         print_line("disturbed: measure again when nothing else runs before you believe these figures")
 
 
-def print_accuracy(found: Mapping[str, Any]) -> None:
-    """Accuracy with counts, speed where it was measured, and McNemar's test of each later row against the first."""
+def print_accuracy(found: Mapping[str, Any], rate: Callable[[float], str]) -> None:
+    """Accuracy with counts, speed where it was measured, and McNemar's test of each later row against the first.
+
+    rate: images per second -> how they are written.
+    """
     rows = [
         [
             row["artifact"],
             f"{100 * row['top1']:.2f} % ({row['correct']}/{row['total']})",
             "{:.2f} to {:.2f} %".format(*(100 * end for end in row["top1_ci95"])),
             f"{100 * row['top5']:.2f} %",
-            _speed(row["speed"]),
+            _speed(row["speed"], rate),
             (row["sha256"] or "")[:12],
         ]
         for row in found["rows"]
@@ -196,10 +199,10 @@ def print_accuracy(found: Mapping[str, Any]) -> None:
         print_text(f"{test['a']} against {test['b']}: {only}, p = {test['p_value']:.3g} (McNemar, exact)")
 
 
-def _speed(measured: Mapping[str, Any] | None) -> str:
+def _speed(measured: Mapping[str, Any] | None, rate: Callable[[float], str]) -> str:
     if measured is None:
         return "not measured"
-    return f"{measured['images_per_second']:,.0f} (batch {measured['batch']})"
+    return f"{rate(measured['images_per_second'])} (batch {measured['batch']})"
 
 
 def print_doctor(found: Mapping[str, Any]) -> None:
