@@ -1,7 +1,7 @@
 """Top-1 and top-5 of artifacts on the same labelled images, with counts, and whether a difference is real."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +68,21 @@ def run(
 
 def data_of(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptions:
     """The test data: what was asked for, else what the first run folder among the artifacts was made with."""
+    found = _data_of(artifacts, options)
+    if options.split is None:
+        return found
+    if found.source == DIGITS:
+        raise InputError(
+            f"the digits have no split {options.split!r}, only their test images", hint="leave --split out"
+        )
+    return replace(found, test_split=options.split)
+
+
+def _data_of(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptions:
     if options.data == DIGITS:
         return DataOptions()
     if options.data is not None:
-        return DataOptions("imagefolder", options.data, test_split=options.split, workers=options.workers)
+        return DataOptions("imagefolder", options.data, workers=options.workers)
     for artifact in map(Path, artifacts):
         recipe = (artifact if artifact.is_dir() else artifact.parent) / "recipe.toml"
         if recipe.is_file():

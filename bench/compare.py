@@ -7,6 +7,7 @@ from typing import Any
 from vitcompress.bench import report as reports
 from vitcompress.bench.figures import check_path, new_figure, save
 from vitcompress.bench.report import NOTHING, Table, big, change, counted, interval
+from vitcompress.errors import InputError
 
 COLUMNS = ("run", "accuracy", "parameters", "MACs", "speed", "checks")
 
@@ -57,11 +58,20 @@ def points(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plot(found: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
-    """Accuracy against speed-up with both intervals, one point per run, as an image at `path` (.png, .svg, .pdf)."""
+    """Accuracy against speed-up with both intervals, one point per run, as an image at `path` (.png, .svg, .pdf).
+
+    Raises:
+        InputError: no run has both, or another kind of image.
+    """
     check_path(path)
+    shown = points(found)
+    if not shown:
+        raise InputError(
+            "none of these runs has both an accuracy and a speed to plot", hint="--structure-only runs have no accuracy"
+        )
     figure = new_figure(7, 4.5)
     axes = figure.subplots()
-    for point in points(found):
+    for point in shown:
         x, y = point["speedup"], 100 * point["top1"]
         (left, right), (low, high) = point["speedup_ci95"], [100 * end for end in point["top1_ci95"]]
         across = [[x - left], [(x if right is None else right) - x]]

@@ -177,16 +177,19 @@ def test_another_model_in_the_place_of_the_onnx_file_fails(folder: Path) -> None
         ({}, 8, "answers"),
     ],
 )
-def test_a_file_of_another_tool_in_the_place_of_the_onnx_file_is_refused(
-    known: dict[str, str], size: int, why: str, folder: Path
+@pytest.mark.parametrize(("file", "check"), [("model.onnx", "onnx"), ("dense.onnx", "onnx.dense")])
+def test_a_file_of_another_tool_in_the_place_of_an_onnx_file_fails_and_no_older_verdict_stands(
+    file: str, check: str, known: dict[str, str], size: int, why: str, folder: Path
 ) -> None:
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ("n", 3, size, size)) for name in "xy")
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "other", [x], [y])
     model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)])
     helper.set_model_props(model, known)
-    onnx.save(model, folder / "model.onnx")
-    with pytest.raises(ArtifactError, match=why):
-        verify_folder(folder)
+    onnx.save(model, folder / file)
+    failed = {found.name: found.detail for found in verify_folder(folder).checks if found.verdict == "failed"}
+    assert why in failed[check]
+    recorded = json.loads((folder / "verify.json").read_text())
+    assert not recorded["passed"] and check in {one["name"] for one in recorded["checks"] if not one["passed"]}
 
 
 def test_another_model_in_the_place_of_the_dense_onnx_file_fails(folder: Path) -> None:

@@ -46,6 +46,7 @@ UNFOLDED, UNFOLDED_PLAN = "state/unfolded.safetensors", "state/unfolded_plan.jso
 SEEN = "state/verify.safetensors"  # the images that were looked at, and the answers to them
 EXACT_IMAGES = 8  # images that are evaluated in float64 too
 DENSE = "state/dense"  # where a run keeps the dense model, unless it shares it with others
+DENSE_ONNX = "onnx.dense"
 ENGINES = ("*.engine", "*.xml")
 WHOLE = "the plan keeps every channel"
 
@@ -177,7 +178,7 @@ def verify_folder(
     seen = checkpoint.load_tensors(folder / SEEN) if (folder / SEEN).is_file() else {}
     given, logits, checks, weights = _compressed(folder, images, seen)
     before = dense or folder / DENSE
-    checks += _dense_onnx(folder, before, given)  # when the compressed model is out of memory
+    checks += _or_failed(DENSE_ONNX, _dense_onnx(folder, before, given))  # when the compressed model is out of memory
     real = images is not None or bool(seen)
     checks += served(folder, given, real, before) if served else _engines(folder)
     found = Verification(tuple(checks), weights)
@@ -231,12 +232,20 @@ def _checks(folder: Path, model: nn.Module, plan: Plan, images: Tensor, seen: di
         truth = reference(model, images[:EXACT_IMAGES])
         apart = largest_difference(_answers(model, images), seen["logits"])
         yield compared("reload.recorded", apart, truth.between, "logits now against those recorded with the run")
-    yield from _onnx(folder, model, plan, images)
+    yield from _or_failed("onnx", _onnx(folder, model, plan, images))
     for path in sorted(folder.glob("*.engine")):
         deployed = None if path.name.startswith("dense.") else model
-        yield from engine_checks(path, deployed, plan.digest, images)
+        yield from _or_failed(path.name, engine_checks(path, deployed, plan.digest, images))
         if deployed is not None:
             yield from engine_weights(path, deployed, plan, folder / UNFOLDED)
+
+
+def _or_failed(name: str, checks: Iterable[Check]) -> Iterator[Check]:
+    """The checks of a file. One that cannot be read or asked is a failed check: an older verdict must not stand."""
+    try:
+        yield from checks
+    except ArtifactError as error:
+        yield Check(name, "failed", detail=error.message)
 
 
 def _engines(folder: Path) -> Iterator[Check]:
@@ -265,17 +274,19 @@ def _folding_steps(folder: Path, images: Tensor) -> Iterator[Check]:
                 yield replace(check, name=f"{check.name}.{step.name}")
 
 
-def _onnx(folder: Path, model: nn.Module, plan: Plan, images: Tensor) -> list[Check]:
+def _onnx(folder: Path, model: nn.Module, plan: Plan, images: Tensor) -> Iterator[Check]:
     path = folder / "model.onnx"
     if not path.is_file():
         why = "no ONNX file was exported"
-        return [Check("onnx", "not_run", detail=why, command=f"vitcompress export {folder} --format onnx")]
-    return [*onnx_checks(model, path, images), plan_check(path, plan.digest)]
+        yield Check("onnx", "not_run", detail=why, command=f"vitcompress export {folder} --format onnx")
+        return
+    yield from onnx_checks(model, path, images)
+    yield plan_check(path, plan.digest)
 
 
 def _dense_onnx(folder: Path, dense: Path, images: Tensor) -> Iterator[Check]:
     """The other file of every comparison is the model before pruning."""
-    path, name = folder / "dense.onnx", "onnx.dense"
+    path, name = folder / "dense.onnx", DENSE_ONNX
     if not path.is_file():
         return
     if not (dense / checkpoint.PLAN).is_file():

@@ -72,6 +72,8 @@ def test_the_data_is_that_of_the_run_folder_unless_another_is_named(tmp_path: Pa
     assert accuracy.data_of([str(made)], digits) == DataOptions()
     elsewhere = accuracy.data_of([str(made)], accuracy.EvaluateOptions(data="pictures", split="val2"))
     assert (elsewhere.source, elsewhere.path, elsewhere.test_split) == ("imagefolder", "pictures", "val2")
+    with pytest.raises(InputError, match="the digits have no split 'val2'"):
+        accuracy.data_of([str(made)], replace(none, split="val2"))
     with pytest.raises(InputError, match="no data"):
         accuracy.data_of(["timm:vit_tiny_patch16_224"], none)
 

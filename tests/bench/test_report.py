@@ -189,11 +189,15 @@ def test_runs_side_by_side(measured: tuple[Path, dict[str, object]], tmp_path: P
         compare.run([tmp_path])
 
 
-def test_what_the_plot_shows(measured: tuple[Path, dict[str, object]]) -> None:
+def test_what_the_plot_shows(measured: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
     (point,) = compare.points({"run": measured[1]})
     assert point["top1"] == 521 / 540
     assert point["speedup_ci95"][0] <= point["speedup"]
-    assert compare.points({"run": {"recipe": "x", "cost": COST}}) == []
+    structure = {"run": {"recipe": "x", "cost": COST}}
+    assert compare.points(structure) == []
+    with pytest.raises(InputError, match="both an accuracy and a speed"):
+        compare.plot(structure, tmp_path / "plot.png")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_cost_of_a_model_fits_the_report() -> None:

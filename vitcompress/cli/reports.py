@@ -35,7 +35,7 @@ def report(folders: tuple[str, ...], plot: Path | None, pictures: Path | None, a
         from vitcompress.bench import report as reports
 
         found = compare.run(folders)
-        wanted = plot or len(folders) > 1
+        wanted = plot or (len(folders) > 1 and compare.points(found["runs"]))
         found["plot"] = _plotted(lambda path: compare.plot(found["runs"], path), plot, progress) if wanted else None
         if pictures:
             from vitcompress.bench.pictures import draw
