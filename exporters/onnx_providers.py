@@ -243,15 +243,16 @@ def precision_of(path: Path, stored: Any, wanted: str | None, provider: Provider
             f"{path} computes in bf16, for which {CPU} has no convolution and no matrix product",
             hint="run it on a GPU with --device cuda, or use OpenVINO with --precision bf16 on the CPU",
         )
-    if provider.tf32 == "always" and own == "fp32":
-        if wanted == "fp32":
-            raise DeviceError(
-                f"{provider.name} computes the products of fp32 files in TF32 and cannot be told not to",
-                hint="give --precision tf32, or use an engine: vitcompress export DIR --format trt",
-            )
+    wide = own in ("fp32", "as stored")
+    if wide and wanted == "fp32" and provider.tf32 == "always":
+        raise DeviceError(
+            f"{provider.name} computes fp32 products in TF32 and cannot be told not to",
+            hint="give --precision tf32, or use an engine: vitcompress export DIR --format trt",
+        )
+    if wide and wanted == "tf32" and provider.tf32 != "never":
+        return "tf32"
+    if own == "fp32" and provider.tf32 == "always":
         own = "tf32"
     if wanted in (None, own) or (wanted == "fp32" and stored is None):
         return own if wanted is None else str(wanted)
-    if wanted == "tf32" and provider.tf32 == "asked" and own in ("fp32", "as stored"):
-        return "tf32"
     raise DeviceError(f"{path} computes in {own}, {wanted} was asked for", hint=f"export it with --precision {wanted}")

@@ -1,5 +1,7 @@
 """Thresholds within scopes, aligned widths, and budgets that are met or refused with what is possible."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -97,6 +99,20 @@ def test_an_aligned_budget_is_met_by_what_can_be_aligned_finely(share: float) ->
     assert counts["residual"] % 64 == 0
     assert all(counts[f"b{number}"] % 8 == 0 for number in range(4))
     assert abs(spent(counts) / wanted - 1) <= 0.02
+
+
+def test_nothing_is_asked_for_once_the_target_is_met() -> None:
+    """A cost may be an export and a measurement."""
+    asked: list[float] = []
+    wanted = 0.3 * 4 * 256 * 256
+
+    def measured(counts: Counts) -> float:
+        asked.append(spent(counts))
+        return asked[-1]
+
+    counting = replace(target(wanted), cost=measured, exact=0.05)
+    met = budget.solved(world(), {"ffn": 0.5, "residual": 1.0}, Units(), counting)
+    assert len(asked) > 2 and abs(asked[-1] / wanted - 1) <= 0.05 and met.cost == asked[-1]
 
 
 @pytest.mark.parametrize("amount", [1.0, 4 * 256 * 256 + 1.0])

@@ -112,6 +112,18 @@ def test_a_file_that_overflows_is_left_out_and_the_run_goes_on(islands: str, tmp
     assert {check.name for check in again.checks if check.verdict == "failed"} == set(failed)
 
 
+def test_a_file_that_was_taken_away_is_exported_again(tmp_path: Path) -> None:
+    text = re.sub(r"\[dense\].*?\n\n", "", SMALL.replace('weights = "train"', "classes = 10"), flags=re.DOTALL)
+    options = {"text": text, "structure_only": True, "weights": "random"}
+    folder = world.run(tmp_path, **options)[0].folder
+    before = (folder / "model.onnx").read_bytes()
+    for name in ("report.json", "model.onnx"):  # its sidecar stays
+        (folder / name).unlink()
+    result, told = world.run(tmp_path, **options)
+    assert (folder / "model.onnx").read_bytes() == before and "model.onnx" in result.report["files"]
+    assert [stage for stage in told.stages if stage.startswith("Export")] == ["Export model.onnx"]
+
+
 def test_an_island_that_is_not_there_is_told_before_anything_is_done(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no part 'blocks\.7'"):
         world.run(tmp_path, "export.islands=blocks.7", text=HALF)

@@ -229,11 +229,11 @@ def _bisected(
     little, much = 0.0, 1.0
     best: tuple[Counts, float] | None = None
     for strength in (0.0, 1.0, *[None] * target.rounds):
+        if best is not None and abs(best[1] - target.amount) <= target.exact * target.amount:
+            break
         middle = (little + much) / 2 if strength is None else strength
         counts = {**_at(groups, keep, units, middle), **fixed}
         cost = target.cost(counts)
-        if best is not None and abs(best[1] - target.amount) <= target.exact * target.amount:
-            break
         if best is None or abs(cost - target.amount) < abs(best[1] - target.amount):
             best = counts, cost
         if strength is None:

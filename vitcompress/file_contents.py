@@ -18,20 +18,25 @@ from vitcompress import onnx_file
 from vitcompress.errors import ArtifactError
 
 ALIGNED = 65536  # data files leave less than this between tensors, so that these can be mapped into memory
-REAL = tuple(getattr(onnx.TensorProto, kind) for kind in ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE"))
+INDEX = (onnx.TensorProto.INT64, onnx.TensorProto.INT32, onnx.TensorProto.BOOL)
+IR_INDEX = ("i64", "i32", "boolean")
 LONGEST = 64  # numbers that a node may be set with
 Span = tuple[int, int]  # where a tensor's values begin in a file, and where they end
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor in a file. size: bytes of its values. read: these, in C order. real: no integers and no booleans."""
+    """One tensor in a file. size: bytes of its values. read: these, in C order. index: of a type that graphs index and
+    choose with; integers of other types may be quantised weights.
+
+    `read` raises ArtifactError where the values are not whole.
+    """
 
     name: str
     shape: tuple[int, ...]
     size: int
     read: Callable[[], bytes]
-    real: bool
+    index: bool
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,8 @@ def _onnx(path: Path) -> Contents:
 
 
 def _stored(tensor: Any, folder: Path) -> Stored:
-    real = tensor.data_type in REAL
-    return Stored(tensor.name, tuple(tensor.dims), _payload(tensor), partial(_values, tensor, folder), real)
+    index = tensor.data_type in INDEX
+    return Stored(tensor.name, tuple(tensor.dims), _payload(tensor), partial(_values, tensor, folder), index)
 
 
 def _payload(tensor: Any) -> int:
@@ -86,14 +91,25 @@ def _payload(tensor: Any) -> int:
 def _values(tensor: Any, folder: Path) -> bytes:
     if tensor.raw_data:
         return bytes(tensor.raw_data)
-    values: bytes = numpy_helper.to_array(tensor, base_dir=str(folder)).tobytes()
+    try:
+        values: bytes = numpy_helper.to_array(tensor, base_dir=str(folder)).tobytes()
+    except ValueError as error:
+        raise _damaged(tensor.name, str(error)) from None
     return values
+
+
+def _damaged(name: str, why: str) -> ArtifactError:
+    return ArtifactError(f"the tensor {name} is not whole: {why}", hint="copy or export the file again")
 
 
 def _span(tensor: Any) -> Span:
     known = {entry.key: entry.value for entry in tensor.external_data}
-    begin = int(known.get("offset", 0))
-    return begin, begin + int(known["length"])
+    try:
+        begin = int(known.get("offset", 0))
+        return begin, begin + int(known["length"])
+    except (LookupError, ValueError):
+        told = ", ".join(f"{key} {value}" for key, value in known.items())
+        raise _damaged(tensor.name, f"its place in a data file is told as {told}") from None
 
 
 def _padding(spans: Iterable[Span]) -> int:
@@ -124,11 +140,14 @@ def _ir(path: Path) -> Contents:
 def _constant(name: str, at: dict[str, str], data: Path) -> Stored:
     offset, length = int(at["offset"]), int(at["size"])
     shape = tuple(int(size) for size in at["shape"].split(",") if size.strip())
-    real = at["element_type"].startswith(("f", "bf"))
-    return Stored(name, shape, length, partial(_part, data, offset, length), real)
+    index = at["element_type"] in IR_INDEX
+    return Stored(name, shape, length, partial(_part, name, data, offset, length), index)
 
 
-def _part(path: Path, offset: int, length: int) -> bytes:
+def _part(name: str, path: Path, offset: int, length: int) -> bytes:
     with path.open("rb") as file:
         file.seek(offset)
-        return file.read(length)
+        values = file.read(length)
+    if len(values) != length:
+        raise _damaged(name, f"{path.name} ends before its {length} bytes from {offset} on do")
+    return values

@@ -46,8 +46,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        verdicts = {check.verdict for check in self.checks}
-        return "failed" not in verdicts and "passed" in verdicts
+        return _passed(check.verdict for check in self.checks)
 
     def as_data(self) -> dict[str, Any]:
         data = {"passed": self.passed, "checks": [check.as_data() for check in self.checks]}
@@ -62,8 +61,12 @@ def amend(folder: Path, checks: Sequence[Check], prefix: str) -> None:
     known = read_json(folder / LEDGER) if (folder / LEDGER).is_file() else {}
     kept = [check for check in known.get("checks", []) if not str(check["name"]).startswith(prefix)]
     data = [*kept, *(check.as_data() for check in checks)]
-    found = {check["verdict"] for check in data}
-    write_json(folder / LEDGER, {**known, "passed": "failed" not in found and "passed" in found, "checks": data})
+    write_json(folder / LEDGER, {**known, "passed": _passed(check["verdict"] for check in data), "checks": data})
+
+
+def _passed(verdicts: Iterable[str]) -> bool:
+    found = set(verdicts)
+    return "failed" not in found and "passed" in found
 
 
 def compared(name: str, value: float, tolerance: float, detail: str = "") -> Check:

@@ -29,6 +29,7 @@ from vitcompress.verify_onnx import stored_module, told_by
 CHECK = "weights"
 SMALL = 64  # values: sizes and scales that a graph computes with
 FEW = 16  # different values: a mask's
+WIDTHS = (1, 2, 4, 8)  # bytes of one value
 
 
 @dataclass(frozen=True)
@@ -135,12 +136,12 @@ def _by_value(tensors: Mapping[str, Tensor], held: Sequence[Stored]) -> tuple[di
 
 
 def _source(stored: Stored, missing: Mapping[str, Tensor]) -> str | None:
-    """The tensor of the model, not in the file itself, that all values of `stored` are taken from."""
+    """The tensor of the model, not in the file itself, that `stored` is read from: both have the same set of values."""
     for name, tensor in missing.items():
         kind = np.dtype(f"u{tensor.element_size()}")
-        if stored.size == _count(stored) * kind.itemsize:
+        if stored.size == _count(stored) * kind.itemsize >= tensor.nbytes:
             values, ours = np.frombuffer(stored.read(), kind), np.frombuffer(data_of(tensor), kind)
-            if np.isin(values, ours).all():
+            if np.array_equal(np.unique(values), np.unique(ours)):
                 return name
     return None
 
@@ -150,9 +151,11 @@ def _is_constant(stored: Stored) -> bool:
 
     A weight is neither; nothing but zeros are the weights of a layer that was masked as a whole.
     """
-    if not stored.real or _count(stored) <= SMALL:
+    if stored.index or _count(stored) <= SMALL:
         return True
     width = stored.size // _count(stored)
+    if width not in WIDTHS or stored.size != width * _count(stored):
+        return False
     different = len(np.unique(np.frombuffer(stored.read(), np.dtype(f"u{width}"))))
     return 1 < different <= FEW
 

@@ -245,7 +245,7 @@ def _remarks(job: Job) -> Iterator[str]:
 
 def _latency_at_the_end(job: Job, options: Any) -> Iterator[str]:
     """What a step that aimed at a latency came to after everything else, where its runtime was measured again."""
-    for entry in _read(job.folder / "bench.json") or ():
+    for entry in _read(job.folder / recorded.BENCH) or ():
         row = entry["rows"][1]
         if row["runtime"] == options.latency_on:
             yield (

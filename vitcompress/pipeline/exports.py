@@ -39,7 +39,8 @@ def export(job: Job) -> None:
             try:
                 _export(job, exporter, path, checkpoint.load(folder), plan)
             except CheckFailedError as error:
-                refused[path.name] = f"{error.message}; {error.hint} in `vitcompress export {job.folder}`"
+                way_out = f"; {error.hint} in `vitcompress export {job.folder}`" if error.hint else ""
+                refused[path.name] = f"{error.message}{way_out}"
                 agreement.refuse(job.folder, refused)
                 job.progress.note(refused[path.name])
         if reason := exporter.cannot_run():
@@ -49,7 +50,7 @@ def export(job: Job) -> None:
 def _stands(path: Path, job: Job, exporter: Exporter) -> bool:
     """Whether the file is there with all that is to be said of it."""
     known, searched = read_sidecar(path), AUTO in _options(job, exporter).islands
-    return known is not None and (not searched or bool(known.get("islands_search")))
+    return path.is_file() and known is not None and (not searched or bool(known.get("islands_search")))
 
 
 def _options(job: Job, exporter: Exporter) -> ExportOptions:
@@ -106,7 +107,7 @@ def drop_failed(job: Job) -> None:
     for path in (path for stem in ("dense", "model") for path in exported(job, stem)):
         name = f"{agreement.PREFIX}{path.name}"
         wrong = [c for c in checks if c["verdict"] == "failed" and f"{c['name']}.".startswith(f"{name}.")]
-        if wrong and path.is_file():
+        if wrong:
             refused[path.name] = f"{wrong[0]['name']}: {wrong[0]['detail']}"
             agreement.refuse(job.folder, refused)
             job.progress.note(f"{path.name} does not answer as its model does: moved to {agreement.set_aside(path)}")

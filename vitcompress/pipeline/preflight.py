@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -186,13 +185,16 @@ def deltas(job: Job) -> Iterator[Plan]:
     Raises:
         PlanError: a step asks for more than the model has.
     """
-    steps = ((step.method, step.options) for step in job.recipe.steps)
-    return methods.deltas(job.blank, job.family, job.base, steps)
+    return methods.deltas(job.blank, job.family, job.base, _steps(job))
 
 
 def structure(job: Job) -> Plan:
     """The plan of all steps without data or scoring. Raises PlanError like `deltas`."""
-    return reduce(Plan.then, deltas(job), job.base)
+    return methods.structure(job.blank, job.family, job.base, _steps(job))
+
+
+def _steps(job: Job) -> Iterator[tuple[str, Any]]:
+    return ((step.method, step.options) for step in job.recipe.steps)
 
 
 def check_room(job: Job) -> None:
