@@ -91,7 +91,7 @@ def export(
             checkpoint.write_bytes(staged, built.data)
             done = _described(flavour, staged, source, built, options, targets)
             write_sidecar(done)
-            if cannot_run(flavour) is None:
+            if cannot_run(flavour) is None and capability() in targets:
                 done = _inspected(done, source, options)
             return _moved(done, path, source if options.keep_onnx else None)
 

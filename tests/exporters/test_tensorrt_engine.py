@@ -18,7 +18,7 @@ from torch import nn
 from vitcompress import checkpoint, surgery
 from vitcompress.errors import InputError, OutputError, VitcompressError
 from vitcompress.export_options import ExportOptions
-from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters import EXPORTERS, tensorrt_engine, tensorrt_runner
 from vitcompress.exporters.artifact import sidecar_path
 from vitcompress.exporters.tensorrt_build import Built
 from vitcompress.exporters.tensorrt_build import build as build_engine
@@ -64,6 +64,16 @@ def made(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(model: nn.Module, path: Path, **options: Any) -> dict[str, Any]:
     wanted = ExportOptions(**{**SMALL, **options})
     return TENSORRT_RTX.export(model, path, input=input_config(model), options=wanted).to_dict()
+
+
+def test_an_engine_for_other_gpus_than_the_one_here_is_built_and_not_opened(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (tensorrt_engine, tensorrt_runner):
+        monkeypatch.setattr(module, "capability", lambda index=0: 86)  # a GPU that a test machine need not have
+    path = tmp_path / "model.rtx.engine"
+    assert built(model, path)["build"]["sm"] == [89]
+    assert path.is_file() and "truth" not in json.loads(sidecar_path(path).read_text())["build"]
 
 
 def test_the_sidecar_says_what_the_engine_is(made: Path) -> None:
