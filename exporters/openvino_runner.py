@@ -1,6 +1,7 @@
 """OpenVINO models as runners: on exactly the device and in exactly the precision that were asked for."""
 
 from collections.abc import Callable
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -44,15 +45,13 @@ class OpenVinoRunner:
         self._request = self._compiled.create_infer_request()
 
     def _compile(self, path: Path, model: Any) -> Any:
-        import openvino
-
         if self.precision not in HINTS:
             raise DeviceError(f"OpenVINO has no precision {self.precision!r}", hint=f"use {', '.join(HINTS)}")
         config = {"INFERENCE_PRECISION_HINT": HINTS[self.precision], "PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": "1"}
         if self._threads is not None:
             config["INFERENCE_NUM_THREADS"] = str(self._threads)
         try:
-            compiled = openvino.Core().compile_model(model, self._device, config)
+            compiled = _core().compile_model(model, self._device, config)
         except RuntimeError as error:
             raise ArtifactError(f"OpenVINO cannot run {path}: {_first_line(error)}") from None
         taken = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
@@ -126,15 +125,25 @@ def _device(options: RunnerOptions) -> str:
     return "CPU"
 
 
-def _read(path: Path) -> Any:
+@cache
+def _core() -> Any:
+    """The one core of this process, which ends with it.
+
+    A core takes over the thread's alternate signal stack and gives back, at its end, the one that it found. Of two,
+    the second gives back the first one's: memory that is no longer there, and the next signal kills the process.
+    """
     import openvino
 
+    return openvino.Core()
+
+
+def _read(path: Path) -> Any:
     if not path.is_file():
         raise ArtifactError(f"there is no file {path}", hint="`vitcompress export` writes one from a run folder")
     if not path.with_suffix(".bin").is_file():
         raise ArtifactError(f"{path} needs {path.stem}.bin beside it, which is missing", hint="copy both files")
     try:
-        return openvino.Core().read_model(str(path))
+        return _core().read_model(str(path))
     except RuntimeError as error:
         raise ArtifactError(
             f"{path} is not an OpenVINO model: {_first_line(error)}", hint="copy or export it again"

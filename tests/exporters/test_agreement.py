@@ -2,6 +2,9 @@
 
 import json
 import math
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,3 +147,25 @@ def test_openvino_never_computes_in_another_precision(folder: Path) -> None:
         assert runner.describe()["precision"] == precision
         error = agreement.compare(expected, runner(IMAGES), share).error
         assert error <= share and (precision == "fp32" or error > 1e-6)
+
+
+SIGNALLED = """
+import signal, sys
+from pathlib import Path
+from vitcompress.exporters.openvino_runner import OpenVinoRunner
+from vitcompress.exporters.runner import RunnerOptions
+
+first, second = (OpenVinoRunner(Path(sys.argv[1]), RunnerOptions()) for _ in range(2))
+first.close(), second.close()
+del first, second
+signal.signal(signal.SIGUSR1, lambda *_: print("heard"))
+signal.raise_signal(signal.SIGUSR1)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="signals of POSIX")
+def test_signals_are_heard_after_two_openvino_models(folder: Path) -> None:
+    """Each core of OpenVINO brings a signal stack along; the first one's must not stay behind without its memory."""
+    path = export_folder(folder, "openvino").path
+    done = subprocess.run([sys.executable, "-c", SIGNALLED, str(path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "heard\n"), done.stderr
