@@ -20,6 +20,7 @@ from vitcompress.errors import InputError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import onnx_graph
 from vitcompress.exporters.artifact import Exported, Exporter, sidecar_path, write_sidecar
+from vitcompress.exporters.openvino_library import load
 from vitcompress.models import InputConfig
 from vitcompress.progress import Progress
 
@@ -98,14 +99,12 @@ def check(options: ExportOptions) -> None:
 
 def _convert(source: Path, path: Path, known: dict[str, str]) -> tuple[str, str]:
     """Convert beside `path`, then move the weights and the graph into place."""
-    import openvino
-
     weights = path.with_suffix(".bin")
 
     def fill(beside: Path) -> None:
         with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".part") as folder:
             made = Path(folder) / path.name
-            converted: Any = openvino.convert_model(str(source))
+            converted: Any = load().convert_model(str(source))
             for key, value in known.items():
                 converted.set_rt_info(value, [INFO, key])
             _save(converted, made)
@@ -119,10 +118,8 @@ def _convert(source: Path, path: Path, known: dict[str, str]) -> tuple[str, str]
 
 def _save(converted: Any, path: Path) -> None:
     """Raises OSError where OpenVINO only says that a stream failed."""
-    import openvino
-
     try:
-        openvino.save_model(converted, str(path), compress_to_fp16=False)
+        load().save_model(converted, str(path), compress_to_fp16=False)
     except RuntimeError as error:
         full = shutil.disk_usage(path.parent).free < SMALL
         number = errno.ENOSPC if full else errno.EIO

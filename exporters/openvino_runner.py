@@ -1,7 +1,6 @@
 """OpenVINO models as runners: on exactly the device and in exactly the precision that were asked for."""
 
 from collections.abc import Callable
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from vitcompress.checkpoint import decoded
 from vitcompress.errors import ArtifactError, DeviceError, InputError, MissingExtraError
 from vitcompress.exporters.artifact import checked_sha256, input_of
 from vitcompress.exporters.openvino_ir import INFO, unavailable
+from vitcompress.exporters.openvino_library import core, load
 from vitcompress.exporters.runner import RunnerOptions, as_given
 from vitcompress.models import InputConfig
 
@@ -51,7 +51,7 @@ class OpenVinoRunner:
         if self._threads is not None:
             config["INFERENCE_NUM_THREADS"] = str(self._threads)
         try:
-            compiled = _core().compile_model(model, self._device, config)
+            compiled = core().compile_model(model, self._device, config)
         except RuntimeError as error:
             raise ArtifactError(f"OpenVINO cannot run {path}: {_first_line(error)}") from None
         taken = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
@@ -71,11 +71,9 @@ class OpenVinoRunner:
         return torch.from_numpy(np.array(found[0], dtype=np.float32))
 
     def bind(self, images: Tensor) -> Callable[[], object]:
-        import openvino
-
         request = self._compiled.create_infer_request()
         given = self._fed(images)
-        request.set_input_tensor(0, openvino.Tensor(given, shared_memory=True))
+        request.set_input_tensor(0, load().Tensor(given, shared_memory=True))
 
         def step(keep: np.ndarray = given) -> None:
             request.infer()
@@ -125,25 +123,13 @@ def _device(options: RunnerOptions) -> str:
     return "CPU"
 
 
-@cache
-def _core() -> Any:
-    """The one core of this process, which ends with it.
-
-    A core takes over the thread's alternate signal stack and gives back, at its end, the one that it found. Of two,
-    the second gives back the first one's: memory that is no longer there, and the next signal kills the process.
-    """
-    import openvino
-
-    return openvino.Core()
-
-
 def _read(path: Path) -> Any:
     if not path.is_file():
         raise ArtifactError(f"there is no file {path}", hint="`vitcompress export` writes one from a run folder")
     if not path.with_suffix(".bin").is_file():
         raise ArtifactError(f"{path} needs {path.stem}.bin beside it, which is missing", hint="copy both files")
     try:
-        return _core().read_model(str(path))
+        return core().read_model(str(path))
     except RuntimeError as error:
         raise ArtifactError(
             f"{path} is not an OpenVINO model: {_first_line(error)}", hint="copy or export it again"

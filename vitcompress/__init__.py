@@ -3,6 +3,7 @@
 Public names are imported on first use, so that `vitcompress --help` answers without torch.
 """
 
+import os
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +21,9 @@ _HOMES = {
     "measure": "cost",
     "run": "pipeline",
 }
+
+# ONNX Runtime (from 1.29 on) reports models and machine to its maker unless it is told not to before it is imported.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 # In a checkout, exporters, bench and recipes lie beside this folder; the installed package holds them inside.
 _CHECKOUT = Path(__file__).resolve().parent.parent
