@@ -14,7 +14,7 @@ from vitcompress.exporters.artifact import Exported, Exporter, write_sidecar
 from vitcompress.exporters.islands import Search, judge_of, search
 from vitcompress.models import InputConfig
 from vitcompress.progress import Progress
-from vitcompress.ranges import Ranges, check_half, scan
+from vitcompress.ranges import Ranges, check_half, check_islands_help, scan
 
 
 def export(
@@ -36,8 +36,9 @@ def export(
     whether they are of the kind that the model is made for, and not noise.
 
     Raises:
-        CheckFailedError: a result inside the model is too large for fp16, or no set of islands makes the file agree.
-            What was tried then lies in `failed/<name>.islands.json` beside `path`.
+        PrecisionError: a result inside the model is too large for fp16; nothing was written.
+        CheckFailedError: no set of islands makes the file agree. What was tried then lies in
+            `failed/<name>.islands.json` beside `path`.
         InputError, VitcompressError, OutputError: as the exporter.
     """
     found = None
@@ -67,6 +68,7 @@ def _searched(
 ) -> Search:
     fixed = tuple(name for name in options.islands if name != AUTO)
     ranges = scan(model, images) if options.precision == "fp16" else Ranges({}, {})
+    check_islands_help(model, ranges, fixed)
     judge = judge_of(exporter, model, images, options, input, real=real)
     return search(model, judge, ranges, images, fixed=fixed, real=real, progress=progress)
 

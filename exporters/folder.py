@@ -33,8 +33,9 @@ def export_folder(
     Raises:
         InputError: an unknown format, or one that this machine cannot write, or options that it does not offer.
         ArtifactError: not a finished run folder.
-        CheckFailedError: a result inside the model is too large for fp16, on the images it was verified with, or
-            no set of fp32 islands makes the file agree.
+        PrecisionError: a result inside the model is too large for fp16, on the images it was verified with; nothing
+            was written.
+        CheckFailedError: no set of fp32 islands makes the file agree.
     """
     exporter, options = writable(name), options or ExportOptions()
     exporter.check(options)

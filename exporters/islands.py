@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vitcompress.errors import CheckFailedError
+from vitcompress.errors import CheckFailedError, PrecisionError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import onnx_graph
 from vitcompress.exporters.agreement import file_checks, model_answers, rounded_checks, verdict
@@ -177,7 +177,7 @@ class _Tries:
             return Try(short, "failed", SCAN, told(over))
         try:
             checks = self.judge.ask(names)
-        except CheckFailedError as error:  # a weight that half precision cannot hold
+        except (CheckFailedError, PrecisionError) as error:  # such as a weight that half precision cannot hold
             return Try(short, "failed", self.judge.title, error.message)
         worst = next((check for check in checks if check.verdict != "passed"), checks[-1])
         figures = {check.name.rpartition(".")[2]: _finite(check.value) for check in checks if check.tolerance}

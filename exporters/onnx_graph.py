@@ -74,7 +74,8 @@ def export(
 
     Raises:
         InputError: a precision or opset that is not offered.
-        CheckFailedError: a weight that half precision cannot hold, or a graph that onnx.checker refuses.
+        PrecisionError: a weight that half precision cannot hold.
+        CheckFailedError: a graph that onnx.checker refuses.
         OutputError: the folder cannot be written.
     """
     options = options or ExportOptions()

@@ -4,6 +4,7 @@ Engines are those of TensorRT for RTX, which are built for real without a GPU.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -178,17 +179,34 @@ def test_a_file_with_a_fixed_batch() -> None:
     assert "takes batches of 3 only, got 8" in said and "--batch 3" in said
 
 
-@pytest.mark.parametrize("form", ["onnx", "trt-rtx"])
-def test_a_model_that_half_precision_cannot_hold(form: str) -> None:
-    """Found by the range scan before anything is exported: a gate that falls short, so exit code 1."""
+def with_large(layer: str) -> None:
+    """Give the run a model in which `layer` gives more than half precision holds."""
     model = checkpoint.load("run")
     with torch.no_grad():
-        model.get_submodule("patch_embed.proj").bias.add_(1e5)
+        model.get_submodule(layer).bias.add_(1e5)
     weights = Path("run", checkpoint.WEIGHTS)
     weights.unlink()
     checkpoint.save_tensors(weights, model.state_dict())
-    said = refused("export", "run", "--format", form, "--precision", "fp16", code=1)
-    assert "65504" in said and "such layers" in said and "--precision bf16" in said
+
+
+@pytest.mark.parametrize(
+    ("form", "islands"), [("onnx", ""), ("onnx", "head"), ("onnx", "auto"), ("openvino", ""), ("trt-rtx", "")]
+)
+def test_a_model_that_half_precision_cannot_hold(form: str, islands: str) -> None:
+    """Found by the range scan before anything is exported; no island helps, so none is offered or searched."""
+    with_large("patch_embed.proj")
+    given = ("--islands", islands) if islands else ()
+    said = refused("export", "run", "--format", form, "--precision", "fp16", *given)
+    assert re.search(r"^\S+ reaches 1000\d\d on these images, half precision ends at 65504", said), said
+    assert "use --precision bf16" in said and "--islands" not in said
+
+
+@pytest.mark.parametrize(("form", "remedy"), [("onnx", "--islands head or auto, or "), ("openvino", "")])
+def test_a_layer_that_half_precision_cannot_hold_and_an_island_that_helps(form: str, remedy: str) -> None:
+    with_large("head")
+    said = refused("export", "run", "--format", form, "--precision", "fp16")
+    assert re.search(r"^head reaches (999|1000)\d\d on these images, half precision ends at 65504 ", said), said
+    assert f"use {remedy}--precision bf16" in said
 
 
 @without_gpu

@@ -33,6 +33,15 @@ def test_a_model_is_timed_where_it_was_asked_for_and_left_as_it_is(runtime: str,
     assert not list(tmp_path.iterdir())
 
 
+def test_weights_that_half_precision_cannot_hold_are_timed_all_the_same(tmp_path: Path) -> None:
+    """In the middle of a run: what cannot be shipped in fp16 is told by its export, when all else is done."""
+    about = job(tmp_path, "export.precision=fp16")
+    model = models.create(about.recipe.model.name, about.arch_args)
+    with torch.no_grad():
+        model.get_submodule("head").bias.add_(1e5)
+    assert latency_ms(about, model, "onnxruntime") > 0
+
+
 def test_an_unknown_runtime_is_refused(tmp_path: Path) -> None:
     about = job(tmp_path)
     with pytest.raises(InputError, match="no runtime 'tflite'"):

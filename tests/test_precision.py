@@ -8,7 +8,7 @@ import torch
 from contracts import build, images
 from torch import Tensor, nn
 
-from vitcompress.errors import CheckFailedError, InputError
+from vitcompress.errors import InputError, PrecisionError
 from vitcompress.precision import expanded, in_precision, in_short, present
 
 X = images("plain", dtype=torch.float32)
@@ -122,7 +122,8 @@ def test_an_overflow_inside_an_ffn_is_gone_in_an_island() -> None:
 def test_a_weight_that_half_precision_cannot_hold_may_lie_in_an_island() -> None:
     model = plain()
     model.get_submodule("head").weight[0, 0] = 1e6
-    with pytest.raises(CheckFailedError, match=r"head\.weight"):
+    with pytest.raises(PrecisionError, match=r"head\.weight holds 1e\+06, half precision ends at 65504") as caught:
         in_precision(model, "fp16")
+    assert caught.value.hint == "use --islands head or auto, or --precision bf16 or fp32"
     assert torch.isfinite(answers(model, ("head",))).all()
     assert torch.isfinite(answers(model, precision="bf16")).all()

@@ -7,9 +7,9 @@ import torch
 from contracts import build, images
 from torch import nn
 
-from vitcompress.errors import CheckFailedError
+from vitcompress.errors import PrecisionError
 from vitcompress.precision import in_precision
-from vitcompress.ranges import PART, check_half, needed_islands, scan
+from vitcompress.ranges import LARGEST, PART, check_half, needed_islands, scan
 
 X = images("plain", dtype=torch.float32)
 
@@ -53,7 +53,7 @@ def test_what_overflows_is_named_and_its_island_helps(
     made: Callable[[], nn.Module], layer: str, islands: tuple[str, ...] | None
 ) -> None:
     model = made()
-    with pytest.raises(CheckFailedError, match=layer) as caught:
+    with pytest.raises(PrecisionError, match=layer) as caught:
         check_half(model, X)
     assert "65504" in caught.value.message and "--islands" in str(caught.value.hint)
     needed = needed_islands(model, scan(model, X))
@@ -68,7 +68,7 @@ def test_a_residual_stream_that_is_too_large_has_no_island() -> None:
     with torch.no_grad():
         model.get_submodule("patch_embed.proj").bias.add_(1e5)
     assert needed_islands(model, scan(model, X)) is None
-    with pytest.raises(CheckFailedError, match="blocks") as caught:
+    with pytest.raises(PrecisionError, match="blocks") as caught:
         check_half(model, X)
     assert "--islands" not in str(caught.value.hint)
 
@@ -83,9 +83,20 @@ def test_a_weight_that_is_too_large_counts_where_its_results_are_not() -> None:
     assert found.given["head"] < found.inside["head"] == pytest.approx(1e5)
     assert needed_islands(model, found) == ("head",)
     check_half(model, X, ("head",))
-    with pytest.raises(CheckFailedError, match="head reaches 1e") as caught:
+    with pytest.raises(PrecisionError, match="head reaches 100000 ") as caught:
         check_half(model, X, offer_islands=False)
     assert "--islands" not in str(caught.value.hint)
+
+
+def test_a_classifier_gives_logits_that_only_fp32_holds_when_it_is_an_island() -> None:
+    model = plain()
+    with torch.no_grad():
+        model.get_submodule("head").bias.add_(1e5)
+    found = scan(model, X)
+    assert found.given[""] > LARGEST and needed_islands(model, found) == ("head",)
+    check_half(model, X, ("head",))
+    with torch.no_grad():
+        assert torch.isfinite(in_precision(model, "fp16", ("head",))(X)).all()
 
 
 def test_what_is_no_number_is_not_forgotten() -> None:

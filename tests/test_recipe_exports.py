@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 import whole_runs as world
+from click.testing import CliRunner
 from PIL import Image
 from whole_runs import ARCH, ARGS, SMALL
 
-from vitcompress import checkpoint, models
+from vitcompress import checkpoint, cli, models
 from vitcompress.errors import InputError
+from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.agreement import folder_checks
 from vitcompress.exporters.artifact import read_sidecar
 from vitcompress.exporters.runtimes import open_runner
@@ -87,19 +89,44 @@ def test_the_lines_of_the_report_give_the_file_bytes(finished: tuple[Any, world.
 # -------------------------------------------------------------------------------------------------- what falls short
 
 
-def overflowing(path: Path) -> str:
-    """Weights of a model whose residual stream is too large for fp16."""
+def overflowing(path: Path, *, only_head: bool = False) -> str:
+    """Weights of a model whose residual stream is too large for fp16, or whose head alone is."""
     model = models.create(ARCH, {**ARGS, "num_classes": 10})
     with torch.no_grad():
-        model.get_submodule("patch_embed.proj").bias.add_(1e5)
+        if only_head:
+            model.get_submodule("head").weight.mul_(1e6)
+        else:
+            model.get_submodule("patch_embed.proj").bias.add_(1e5)
     checkpoint.save_tensors(path, model.state_dict())
     return str(path)
 
 
+def untrained(text: str) -> str:
+    """A recipe that takes the weights it is given."""
+    return re.sub(r"\[dense\].*?\n\n", "", text.replace('weights = "train"', "classes = 10"), flags=re.DOTALL)
+
+
+@pytest.mark.skipif(EXPORTERS["openvino"].unavailable() is not None, reason="OpenVINO is not installed")
+def test_a_trained_run_whose_file_overflows_keeps_all_other_files_and_says_which(tmp_path: Path) -> None:
+    """OpenVINO has no islands, so its file in fp16 is refused after the training; with its head in fp32 ONNX is not."""
+    home = tmp_path / "tiny.toml"
+    text = untrained(f'{HALF}islands = "head"\nformats = ["onnx", "openvino"]\n')
+    home.write_text(text.replace("lr = 1e-3", "lr = 1e-9"))
+    words = ["recipe", str(home), "--weights", overflowing(tmp_path / "large.safetensors", only_head=True)]
+    done = CliRunner().invoke(cli.main, [*words, "--out", str(tmp_path / "run"), "--json"])
+    assert done.exit_code == 1, done.output
+    report = json.loads(done.stdout)
+    assert set(report["files"]) == {"dense.onnx", "model.onnx"} and report["accuracy"]["model.onnx"]["total"]
+    failed = {check["name"]: check["detail"] for check in report["verify"]["checks"] if check["verdict"] == "failed"}
+    assert set(failed) == {"export.dense.xml", "export.model.xml"}, failed
+    for file, said in failed.items():
+        assert re.search(r"^head reaches \S+ on these images, half precision ends at 65504", said), said
+        assert "use --precision bf16" in said and f"| {file} | failed |" in (tmp_path / "run/report.md").read_text()
+
+
 @pytest.mark.parametrize("islands", ["[]", '"auto"'])
 def test_a_file_that_overflows_is_left_out_and_the_run_goes_on(islands: str, tmp_path: Path) -> None:
-    text = f"{HALF}islands = {islands}\n".replace('weights = "train"', "classes = 10")
-    text = re.sub(r"\[dense\].*?\n\n", "", text, flags=re.DOTALL)
+    text = untrained(f"{HALF}islands = {islands}\n")
     options = {"structure_only": True, "weights": overflowing(tmp_path / "large.safetensors")}
     result, _ = world.run(tmp_path, text=text, **options)
     assert not result.passed and result.report["files"] == {}
@@ -113,7 +140,7 @@ def test_a_file_that_overflows_is_left_out_and_the_run_goes_on(islands: str, tmp
 
 
 def test_a_file_that_was_taken_away_is_exported_again(tmp_path: Path) -> None:
-    text = re.sub(r"\[dense\].*?\n\n", "", SMALL.replace('weights = "train"', "classes = 10"), flags=re.DOTALL)
+    text = untrained(SMALL)
     options = {"text": text, "structure_only": True, "weights": "random"}
     folder = world.run(tmp_path, **options)[0].folder
     before = (folder / "model.onnx").read_bytes()

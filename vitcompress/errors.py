@@ -10,6 +10,7 @@ VitcompressError            exit 1
     ├── PlanError           a plan that contradicts itself or its model
     ├── ArtifactError       a file that is not what its name says
     ├── MissingExtraError   an optional package that is not installed
+    ├── PrecisionError      numbers that the precision asked for cannot hold
     ├── DeviceError         a device, provider or version of a runtime that is not there
     └── OutputError         a folder that cannot be written or holds something else
 """
@@ -75,6 +76,10 @@ class MissingExtraError(InputError):
         super().__init__(
             f"{need} needs the package {package}, which is not installed", hint=f"pip install 'vitcompress[{extra}]'"
         )
+
+
+class PrecisionError(InputError):
+    """Weights, or results inside the model, that the precision asked for cannot hold."""
 
 
 class DeviceError(InputError):

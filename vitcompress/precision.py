@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from vitcompress.errors import CheckFailedError, InputError, did_you_mean
+from vitcompress.errors import InputError, PrecisionError, did_you_mean
 from vitcompress.export_options import AUTO
 from vitcompress.families import family_of
 
@@ -34,7 +34,7 @@ def in_precision(model: nn.Module, precision: str = "fp32", islands: Sequence[st
 
     Raises:
         InputError: an island that the model does not have, or islands in a model that is fp32 anyway.
-        CheckFailedError: a weight that half precision cannot hold.
+        PrecisionError: a weight that half precision cannot hold.
     """
     copy = deepcopy(model).cpu().eval().float()
     if precision not in HALF:
@@ -43,10 +43,10 @@ def in_precision(model: nn.Module, precision: str = "fp32", islands: Sequence[st
         return copy
     names = expanded(copy, islands)
     wide = [name for name in names if not name.endswith(SOFTMAX)]
-    heads = set(_heads(copy))
+    answering = set(heads(copy))
     _narrow(copy, HALF[precision], wide)
     for name in wide:
-        _widen(copy.get_submodule(name), HALF[precision], answers=name in heads)
+        _widen(copy.get_submodule(name), HALF[precision], answers=name in answering)
     for name in names:
         if name.endswith(SOFTMAX):
             attention = name.removesuffix(SOFTMAX)
@@ -103,12 +103,12 @@ def _by_kind(model: nn.Module) -> dict[str, list[str]]:
     return {
         "norm": norms,
         "softmax": [f"{site.name}{SOFTMAX}" for site in sites if site.kind == "attention"],
-        "head": list(_heads(model)),
+        "head": list(heads(model)),
         "ffn": [site.name for site in sites if site.kind == "ffn"],
     }
 
 
-def _heads(model: nn.Module) -> Iterator[str]:
+def heads(model: nn.Module) -> Iterator[str]:
     """The classifier's layers: what gives the logits."""
     given: Callable[[], Any] | None = getattr(model, "get_classifier", None)
     layers = given() if given else ()
@@ -129,11 +129,13 @@ def _narrow(model: nn.Module, dtype: torch.dtype, wide: Sequence[str]) -> None:
             continue
         for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if tensor.is_floating_point():
-                tensor.data = tensor.data.to(dtype)
+                largest, tensor.data = float(tensor.detach().abs().max()), tensor.data.to(dtype)
                 if not torch.isfinite(tensor).all():
-                    raise CheckFailedError(
-                        f"{f'{name}.{key}'.lstrip('.')} holds values that half precision cannot (above 65504)",
-                        hint="export with --precision fp32 or bf16, or keep the module in fp32 with --islands",
+                    kept = f"--islands {name} or auto, or " if name else ""
+                    raise PrecisionError(
+                        f"{f'{name}.{key}'.lstrip('.')} holds {largest:.6g}, half precision ends at "
+                        f"{torch.finfo(dtype).max:.5g}",
+                        hint=f"use {kept}--precision bf16 or fp32",
                     )
 
 

@@ -10,9 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
-from vitcompress.errors import CheckFailedError
+from vitcompress.errors import PrecisionError
 from vitcompress.families import family_of
-from vitcompress.precision import SOFTMAX, expanded
+from vitcompress.precision import SOFTMAX, expanded, heads
 
 LARGEST = torch.finfo(torch.float16).max
 PART = 16  # images at a time
@@ -98,15 +98,17 @@ def needed_islands(model: nn.Module, ranges: Ranges, limit: float = LARGEST) -> 
     """The smallest parts of `model` that must stay in fp32 for nothing to overflow; None where no part would do.
 
     That is the module itself or, where what it gives is too large as well, the first one around it that gives numbers
-    within `limit`. Where the residual stream itself is too large, only another precision helps.
+    within `limit`; what a classifier gives stays in fp32 with it. Where the residual stream itself is too large, only
+    another precision helps.
     """
+    answering = set(heads(model))
     attentions = {site.name for site in family_of(model).sites(model) if site.kind == "attention"}
     found = set()
     for name in ranges.overflowing(limit):
         if name in attentions and ranges.given.get(name, 0.0) <= limit:
             found.add(f"{name}{SOFTMAX}")
             continue
-        while name and not ranges.given.get(name, 0.0) <= limit:
+        while name and name not in answering and not ranges.given.get(name, 0.0) <= limit:
             name = name.rpartition(".")[0]
         if not name:
             return None
@@ -122,14 +124,26 @@ def check_half(
     offer_islands: name those that would help, for formats that have them.
 
     Raises:
-        CheckFailedError: naming the layer, the number that it reaches and what to do.
+        PrecisionError: naming the layer, the number that it reaches and what to do.
     """
     found = scan(model, images)
     if over := outside(model, found, islands):
         needed = needed_islands(model, Ranges(over, found.given)) if offer_islands else None
-        remedy = f"--islands {','.join(sorted({*islands, *needed}))} or auto, or " if needed else ""
-        raise CheckFailedError(told(over), hint=f"use {remedy}--precision bf16 or fp32")
+        raise too_large(over, (*islands, *needed) if needed else ())
     return found
+
+
+def check_islands_help(model: nn.Module, found: Ranges, islands: tuple[str, ...] = ()) -> None:
+    """Raise PrecisionError where no islands beside `islands` keep fp16 from overflowing, so that none need be tried."""
+    over = outside(model, found, islands)
+    if over and needed_islands(model, Ranges(over, found.given)) is None:
+        raise too_large(over)
+
+
+def too_large(over: Mapping[str, float], islands: tuple[str, ...] = ()) -> PrecisionError:
+    """The error that says what would overflow, and that `islands`, where there are any, would help."""
+    remedy = f"--islands {','.join(sorted(set(islands)))} or auto, or " if islands else ""
+    return PrecisionError(told(over), hint=f"use {remedy}--precision bf16 or fp32")
 
 
 def outside(model: nn.Module, found: Ranges, islands: tuple[str, ...] = ()) -> dict[str, float]:
@@ -142,7 +156,7 @@ def told(over: Mapping[str, float]) -> str:
     """The worst of what would overflow, in words."""
     worst = max(over, key=lambda name: over[name])
     return (
-        f"{worst or 'the model'} reaches {over[worst]:.3g} on these images, half precision ends at {LARGEST:.0f} "
+        f"{worst or 'the model'} reaches {over[worst]:.6g} on these images, half precision ends at {LARGEST:.0f} "
         f"({len(over)} such {'layer' if len(over) == 1 else 'layers'})"
     )
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vitcompress import checkpoint
 from vitcompress.checkpoint import read_json
-from vitcompress.errors import CheckFailedError, DeviceError
+from vitcompress.errors import CheckFailedError, DeviceError, PrecisionError
 from vitcompress.evaluate import calibration_images
 from vitcompress.export_options import AUTO, ExportOptions
 from vitcompress.exporters import EXPORTERS, agreement, exporting
@@ -38,7 +38,7 @@ def export(job: Job) -> None:
             job.progress.stage(f"Export {path.name}")
             try:
                 _export(job, exporter, path, checkpoint.load(folder), plan)
-            except CheckFailedError as error:
+            except (CheckFailedError, PrecisionError) as error:
                 way_out = f"; {error.hint} in `vitcompress export {job.folder}`" if error.hint else ""
                 refused[path.name] = f"{error.message}{way_out}"
                 agreement.refuse(job.folder, refused)

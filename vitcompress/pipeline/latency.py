@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from vitcompress import checkpoint, distributed, models, surgery
@@ -16,7 +17,7 @@ from vitcompress.exporters.onnx_graph import ONNX
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
 from vitcompress.methods import METHODS
 from vitcompress.pipeline.job import Job
-from vitcompress.precision import present
+from vitcompress.precision import HALF, present
 
 WARMUP, RUNS = 10, 40  # of one candidate: dozens are measured, and the benchmark at the end looks closer
 
@@ -69,6 +70,18 @@ def _runner(job: Job, model: nn.Module, runtime: str, folder: Path) -> Runner:
         path = folder / "candidate.onnx"
         # Islands are searched for when all is done; here those count that are named and still in the model.
         named = replace(wanted.only(ONNX.uses), islands=present(model, wanted.islands))
-        ONNX.export(deepcopy(model).cpu(), path, input=job.input, options=named)
+        ONNX.export(_holdable(model, wanted.precision), path, input=job.input, options=named)
         return open_runner(path, device=job.onnx_device)
     raise InputError(f"no runtime {runtime!r} to measure on", hint="use onnxruntime or torch")
+
+
+def _holdable(model: nn.Module, precision: str) -> nn.Module:
+    """A copy on the CPU with no number that half precision cannot hold: no time depends on what they are, and that
+    such a model cannot be shipped in it is told where it is exported.
+    """
+    copy = deepcopy(model).cpu()
+    if precision in HALF:
+        for tensor in (*copy.parameters(), *copy.buffers()):
+            if tensor.is_floating_point():
+                tensor.data.clamp_(-torch.finfo(HALF[precision]).max, torch.finfo(HALF[precision]).max)
+    return copy
