@@ -14,8 +14,8 @@ d is 0.1 % in fp32, whose own rounding lies far below, 1 % with eleven significa
 are eight times as large with eight bits, 8 % in bf16.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -27,9 +27,9 @@ from torch.nn import functional as F
 
 from vitcompress import checkpoint, onnx_file
 from vitcompress.byte_input import from_bytes, to_bytes
-from vitcompress.errors import ArtifactError, DeviceError, MissingExtraError, OutputError, VitcompressError
+from vitcompress.errors import DeviceError, MissingExtraError, VitcompressError
 from vitcompress.evaluate import wilson
-from vitcompress.exporters.artifact import amend_sidecar, input_of, read_sidecar
+from vitcompress.exporters.artifact import input_of
 from vitcompress.exporters.onnx_rounded import rounded_answers
 from vitcompress.exporters.runner import Runner
 from vitcompress.exporters.runtimes import RUNNERS, open_runner
@@ -40,8 +40,6 @@ from vitcompress.verdicts import Check, compared, largest_difference
 Answers = Callable[[Tensor], Tensor]  # normalised images -> logits
 SHARES = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2}
 PREFIX = "agreement."
-REFUSED = "state/refused.json"  # files that a recipe asks for and that fell short -> why
-FAILED = "failed"  # folder that files which do not answer as the model does are moved to
 SMALL = (1, 3)
 PART = 16  # images at a time through the model in torch
 
@@ -189,64 +187,17 @@ def rounded_checks(expected: Answers, path: Path, images: Tensor, *, real: bool 
     return judged(compare(expected(images), got, SHARES[precision]), SHARES[precision], name, of)
 
 
-# --------------------------------------------------------------------------------------------- what follows from checks
-
-
 def verdict(checks: Iterable[Check]) -> str:
     """failed if any did, passed if all did, else not_run."""
     found = {check.verdict for check in checks}
     return "failed" if "failed" in found else ("passed" if found == {"passed"} else "not_run")
 
 
-def record(path: Path, checks: Sequence[Check]) -> str:
-    """Write into the sidecar of `path` whether it is verified, and by what. Returns the verdict."""
-    found = verdict(checks)
-    if read_sidecar(path) is not None:
-        known = {"verdict": found, "checks": [check.as_data() for check in checks]}
-        amend_sidecar(path, verified=found == "passed", verification=known)
-    return found
-
-
-def set_aside(path: Path) -> Path:
-    """Move a file that failed, with all that belongs to it, to a folder of such files beside it."""
-    folder = path.parent / FAILED
-    sidecar = read_sidecar(path) or {}
-    beside = (found.name for found in path.parent.iterdir() if found.name.startswith(f"{path.name}."))
-    names = dict.fromkeys((path.name, *(sidecar.get("files") or ()), *beside))
-    try:
-        folder.mkdir(exist_ok=True)
-        for name in names:
-            if (path.parent / name).is_file():
-                (path.parent / name).replace(folder / name)
-    except OSError as error:
-        raise OutputError(f"{path} could not be moved to {folder}: {error.strerror}") from None
-    return folder / path.name
-
-
-def refused(folder: Path) -> dict[str, str]:
-    """The files that a run should have exported and could not, by name, and why."""
-    path = folder / REFUSED
-    return dict(checkpoint.read_json(path)) if path.is_file() else {}
-
-
-def refuse(folder: Path, files: dict[str, str]) -> None:
-    """Remember them."""
-    checkpoint.write_json(folder / REFUSED, files)
-
-
-def exported_files(folder: Path, stem: str = "model") -> list[Path]:
-    """The files of the deployed model, or of the `dense` one, that some runtime opens."""
-    return sorted(path for path in folder.glob(f"{stem}*") if path.suffix in RUNNERS)
-
-
 def folder_checks(folder: Path, images: Tensor, real: bool, dense: Path) -> Iterator[Check]:
-    """`file_checks` of every exported file of a run folder, recorded in their sidecars where these can be written.
+    """`file_checks` of every exported file of a run folder.
 
     dense: folder of the model before pruning, which the files of its export are held against.
     """
-    for name, why in refused(folder).items():
-        if not (folder / name).is_file():
-            yield Check(f"export.{name}", "failed", detail=why)
     for stem, source in (("model", folder), ("dense", dense)):
         model: Any = None
         for path in exported_files(folder, stem):
@@ -254,7 +205,9 @@ def folder_checks(folder: Path, images: Tensor, real: bool, dense: Path) -> Iter
                 yield Check(f"{PREFIX}{path.name}", "not_run", detail="its model is not here to be compared with")
                 continue
             model = checkpoint.load(source) if model is None else model
-            checks = file_checks(model, path, images, real=real)
-            with suppress(OutputError, ArtifactError):  # a read-only copy; a damaged sidecar is told by the runner
-                record(path, checks)
-            yield from checks
+            yield from file_checks(model, path, images, real=real)
+
+
+def exported_files(folder: Path, stem: str) -> list[Path]:
+    """The files of the deployed model (`model`), or of the `dense` one, that some runtime opens."""
+    return sorted(path for path in folder.glob(f"{stem}*") if path.suffix in RUNNERS)

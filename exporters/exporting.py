@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from vitcompress.checkpoint import write_json
 from vitcompress.errors import CheckFailedError
 from vitcompress.export_options import AUTO, ExportOptions
-from vitcompress.exporters.agreement import FAILED
 from vitcompress.exporters.artifact import Exported, Exporter, write_sidecar
+from vitcompress.exporters.gate import FAILED
 from vitcompress.exporters.islands import Search, judge_of, search
 from vitcompress.models import InputConfig
 from vitcompress.progress import Progress

@@ -1,20 +1,24 @@
 """Export a finished run folder again: another format or precision, or on the machine that the format is made for."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from vitcompress import checkpoint, exporters, models
 from vitcompress.errors import InputError, did_you_mean
 from vitcompress.export_options import ExportOptions
-from vitcompress.exporters import agreement, exporting
+from vitcompress.exporters import agreement, exporting, gate
 from vitcompress.exporters.artifact import Exported, Exporter, read_sidecar
 from vitcompress.exporters.tensorrt_engine import source_path
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
-from vitcompress.verdicts import Check, amend
-from vitcompress.verify import known_images
+from vitcompress.verdicts import Check, Verification, amend
+from vitcompress.verify import UNFOLDED, known_images
+from vitcompress.verify_engine import engine_weights
+from vitcompress.verify_weights import TOLD, told_files, weight_checks
 
 
 def export_folder(
@@ -67,8 +71,8 @@ class Settled:
 
     @property
     def reason(self) -> str:
-        """What of the checks that did not pass is to be told first."""
-        return next((f"{c.name}: {c.detail}" for c in self.checks if c.verdict != "passed"), "")
+        """What of the checks that led to the verdict is to be told first."""
+        return next((f"{c.name}: {c.detail}" for c in self.checks if c.verdict == self.verdict), "")
 
     @property
     def command(self) -> str | None:
@@ -86,18 +90,27 @@ def settle(folder: Path, exported: Exported, progress: Progress | None = None) -
     file lies in the folder, into its verify.json; a file that fails is moved to the folder `failed` beside it.
     """
     (progress or Progress()).stage(f"Compare {exported.path.name} with the model")
-    model = checkpoint.load(folder)
+    path, source = exported.path, source_path(exported.path)
+    here, files = path.parent.resolve() == folder.resolve(), [path, *([source] if source.is_file() else [])]
+    found = _held(folder, files, all_told=here)
+    for file in reversed(files):
+        verdict = gate.record(file, gate.of(file, found.checks))
+    if here:
+        named = {check.name for check in found.checks}
+        amend(folder, found, lambda name: name in named or gate.is_about(path, name))
+    path = gate.set_aside(path) if verdict == "failed" else path
+    return Settled(path, verdict, tuple(gate.of(exported.path, found.checks)))
+
+
+def _held(folder: Path, files: Sequence[Path], *, all_told: bool) -> Verification:
+    """Weights and answers of the `files`. all_told: the weights of the folder's other files, too, for its ledger."""
+    model, plan = checkpoint.load(folder), Plan.from_json((folder / checkpoint.PLAN).read_text())
     images, real = known_images(folder, model)
-    checks, source = agreement.file_checks(model, exported.path, images, real=real), source_path(exported.path)
-    if source.is_file():
-        beneath = agreement.file_checks(model, source, images, real=real)
-        agreement.record(source, beneath)
-        checks = [*checks, *beneath]
-    verdict = agreement.record(exported.path, checks)
-    if exported.path.parent.resolve() == folder.resolve():
-        amend(folder, checks, f"{agreement.PREFIX}{exported.path.name}")
-    path = agreement.set_aside(exported.path) if verdict == "failed" else exported.path
-    return Settled(path, verdict, tuple(checks))
+    told = {path for path in files if path.suffix in TOLD} | set(told_files(folder) if all_told else ())
+    weights, table = weight_checks(model, plan, sorted(told))
+    engines = (engine_weights(path, model, plan, folder / UNFOLDED) for path in files if path.suffix == ".engine")
+    answers = (agreement.file_checks(model, path, images, real=real) for path in files)
+    return Verification((*chain(*answers), *weights, *chain(*engines)), table)
 
 
 def writable(name: str) -> Exporter:

@@ -13,19 +13,26 @@ import pytest
 import torch
 import whole_runs as world
 from click.testing import CliRunner
+from damage import carry
 from PIL import Image
 from whole_runs import ARCH, ARGS, SMALL
 
 from vitcompress import checkpoint, cli, models
 from vitcompress.errors import InputError
-from vitcompress.exporters import EXPORTERS
-from vitcompress.exporters.agreement import folder_checks
+from vitcompress.exporters import EXPORTERS, gate
 from vitcompress.exporters.artifact import read_sidecar
 from vitcompress.exporters.runtimes import open_runner
-from vitcompress.verify import verify_folder
 
 HALF = SMALL + '[export]\nprecision = "fp16"\n'
 GATE = ("flips", "kl", "cosine", "error")
+
+
+def untrained(text: str) -> str:
+    """A recipe that takes the weights it is given."""
+    return re.sub(r"\[dense\].*?\n\n", "", text.replace('weights = "train"', "classes = 10"), flags=re.DOTALL)
+
+
+STRUCTURE: dict[str, Any] = {"text": untrained(SMALL), "structure_only": True, "weights": "random"}
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +65,11 @@ def test_dense_files_are_held_against_the_dense_model(finished: tuple[Any, world
     shutil.copytree(finished[0].folder, folder)
     (folder / "dense.onnx").write_bytes((folder / "model.onnx").read_bytes())
     (home,) = finished[0].folder.parent.glob("dense-*")
-    found = verify_folder(folder, dense=home, served=folder_checks)
+    found = gate.verify(folder, dense=home)
     failed = {check.name for check in found.checks if check.verdict == "failed"}
     assert any(name.startswith("agreement.dense.onnx") for name in failed)
     assert not any(name.startswith("agreement.model.onnx") for name in failed)
-    elsewhere = [
-        check for check in verify_folder(folder, served=folder_checks).checks if "agreement.dense" in check.name
-    ]
+    elsewhere = [check for check in gate.verify(folder).checks if "agreement.dense" in check.name]
     assert [check.verdict for check in elsewhere] == ["not_run"]
 
 
@@ -101,11 +106,6 @@ def overflowing(path: Path, *, only_head: bool = False) -> str:
     return str(path)
 
 
-def untrained(text: str) -> str:
-    """A recipe that takes the weights it is given."""
-    return re.sub(r"\[dense\].*?\n\n", "", text.replace('weights = "train"', "classes = 10"), flags=re.DOTALL)
-
-
 @pytest.mark.skipif(EXPORTERS["openvino"].unavailable() is not None, reason="OpenVINO is not installed")
 def test_a_trained_run_whose_file_overflows_keeps_all_other_files_and_says_which(tmp_path: Path) -> None:
     """OpenVINO has no islands, so its file in fp16 is refused after the training; with its head in fp32 ONNX is not."""
@@ -135,20 +135,43 @@ def test_a_file_that_overflows_is_left_out_and_the_run_goes_on(islands: str, tmp
     assert "65504" in failed["export.model.onnx"]["detail"] and "bf16" in failed["export.model.onnx"]["detail"]
     assert not list(result.folder.glob("*.onnx*"))
     assert [entry["rows"][0]["runtime"] for entry in result.report["bench"]] == ["torch"]
-    again = verify_folder(result.folder, served=folder_checks)
+    again = gate.verify(result.folder)
     assert {check.name for check in again.checks if check.verdict == "failed"} == set(failed)
 
 
-def test_a_file_that_was_taken_away_is_exported_again(tmp_path: Path) -> None:
-    text = untrained(SMALL)
-    options = {"text": text, "structure_only": True, "weights": "random"}
-    folder = world.run(tmp_path, **options)[0].folder
+@pytest.fixture(scope="module")
+def structure(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without training."""
+    return world.run(tmp_path_factory.mktemp("structure"), **STRUCTURE)[0].folder
+
+
+def test_a_file_that_was_taken_away_is_exported_again(structure: Path, tmp_path: Path) -> None:
+    shutil.copytree(structure.parent, tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / "run"
     before = (folder / "model.onnx").read_bytes()
     for name in ("report.json", "model.onnx"):  # its sidecar stays
         (folder / name).unlink()
-    result, told = world.run(tmp_path, **options)
+    result, told = world.run(tmp_path, **STRUCTURE)
     assert (folder / "model.onnx").read_bytes() == before and "model.onnx" in result.report["files"]
     assert [stage for stage in told.stages if stage.startswith("Export")] == ["Export model.onnx"]
+
+
+@pytest.mark.parametrize("stem", ["model", "dense"])
+def test_a_file_with_a_weight_that_is_not_its_own_is_moved_away(stem: str, structure: Path, tmp_path: Path) -> None:
+    shutil.copytree(structure.parent, tmp_path, dirs_exist_ok=True)
+    folder, name = tmp_path / "run", f"{stem}.onnx"
+    carry(folder / name)
+    for left in ("verify.json", "report.json"):
+        (folder / left).unlink()
+    result, told = world.run(tmp_path, **STRUCTURE)
+    assert not result.passed and name not in result.report["files"]
+    failed = {check["name"] for check in result.report["verify"]["checks"] if check["verdict"] == "failed"}
+    assert f"weights.{name}" in failed and not any(one.startswith("agreement") for one in failed)
+    assert (folder / "failed" / name).is_file() and not list(folder.glob(f"{name}*"))
+    assert any(f"{name} is not its model: moved to" in note and "left_over" in note for note in told.notes)
+    known = read_sidecar(folder / "failed" / name) or {}
+    assert (known["verified"], known["verification"]["verdict"]) == (False, "failed")
+    assert "left_over" in gate.refused(folder)[name]
 
 
 def test_an_island_that_is_not_there_is_told_before_anything_is_done(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """One question, its answer and the limit it is held against: what verify.json is made of."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -56,12 +56,17 @@ class Verification:
         write_json(folder / LEDGER, self.as_data())
 
 
-def amend(folder: Path, checks: Sequence[Check], prefix: str) -> None:
-    """Put `checks` in the place of those in the folder's verify.json whose names begin with `prefix`."""
+def amend(folder: Path, found: Verification, replaced: Callable[[str], bool]) -> None:
+    """Put the checks and weights of `found` in the place of those in the folder's verify.json.
+
+    replaced: whether an older check, given its name, is not to stay.
+    """
     known = read_json(folder / LEDGER) if (folder / LEDGER).is_file() else {}
-    kept = [check for check in known.get("checks", []) if not str(check["name"]).startswith(prefix)]
-    data = [*kept, *(check.as_data() for check in checks)]
-    write_json(folder / LEDGER, {**known, "passed": _passed(check["verdict"] for check in data), "checks": data})
+    kept = [check for check in known.get("checks", []) if not replaced(str(check["name"]))]
+    new = found.as_data()
+    data = [*kept, *new.pop("checks")]
+    passed = _passed(check["verdict"] for check in data)
+    write_json(folder / LEDGER, {**known, **new, "passed": passed, "checks": data})
 
 
 def _passed(verdicts: Iterable[str]) -> bool:

@@ -26,8 +26,7 @@ from vitcompress.verdicts import LEDGER, Check, Verification, agreement, compare
 from vitcompress.verify_engine import engine_checks, engine_weights
 from vitcompress.verify_onnx import file_checks, onnx_checks, plan_check, structure_checks
 from vitcompress.verify_slice import given_steps, slice_check, slice_checks
-from vitcompress.verify_weights import file_checks as weights_in
-from vitcompress.verify_weights import weight_checks
+from vitcompress.verify_weights import told_files, weight_checks
 
 __all__ = [
     "Check",
@@ -204,7 +203,7 @@ def _compressed(
     plan = Plan.from_json((folder / checkpoint.PLAN).read_text())
     given = images if images is not None else seen.get("images", noise(model))
     checks = list(_checks(folder, model, plan, given, seen))
-    held, weights = weight_checks(folder, model, plan)
+    held, weights = weight_checks(model, plan, told_files(folder))
     return given, _answers(model, given), [*checks, *held], weights
 
 
@@ -286,14 +285,15 @@ def _onnx(folder: Path, model: nn.Module, plan: Plan, images: Tensor) -> Iterato
 
 def _dense_onnx(folder: Path, dense: Path, images: Tensor) -> Iterator[Check]:
     """The other file of every comparison is the model before pruning."""
-    path, name = folder / "dense.onnx", DENSE_ONNX
-    if not path.is_file():
+    path, name, files = folder / "dense.onnx", DENSE_ONNX, told_files(folder, "dense")
+    if not files:
         return
     if not (dense / checkpoint.PLAN).is_file():
         yield Check(name, "not_run", detail="the dense model is not here to be compared with")
-        yield from file_checks(path, name)
+        yield from file_checks(path, name) if path.is_file() else ()
         return
-    model = checkpoint.load(dense)
-    yield from onnx_checks(model, path, images[:EXACT_IMAGES], name=name)
-    yield from weights_in(model, path)
-    yield plan_check(path, Plan.from_json((dense / checkpoint.PLAN).read_text()).digest, name)
+    model, plan = checkpoint.load(dense), Plan.from_json((dense / checkpoint.PLAN).read_text())
+    yield from weight_checks(model, plan, files)[0][1:]  # without that of the plan, which is not this run's
+    if path.is_file():
+        yield from onnx_checks(model, path, images[:EXACT_IMAGES], name=name)
+        yield plan_check(path, plan.digest, name)

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from damage import carry
 
 from vitcompress import checkpoint, models
 from vitcompress.cli import main
 from vitcompress.errors import DeviceError
 from vitcompress.export_options import ExportOptions
-from vitcompress.exporters import agreement
+from vitcompress.exporters import agreement, gate
 from vitcompress.exporters.artifact import read_sidecar
 from vitcompress.exporters.folder import export_folder, settle
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.plan import Plan
 from vitcompress.surgery import applied
-from vitcompress.verify import verify_folder
 
 ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 3, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
@@ -90,11 +90,17 @@ def test_too_many_changes_fail_even_where_all_were_close() -> None:
 def test_what_answers_as_the_model_is_verified(folder: Path, format: str, options: ExportOptions) -> None:
     settled = settle(folder, export_folder(folder, format, options=options))
     assert settled.verdict == "passed", settled.checks
-    assert {c.name.rpartition(".")[2] for c in settled.checks} == {"flips", "kl", "cosine", "error"}
+    name = settled.path.name
+    answers = {f"agreement.{name}.{kind}" for kind in ("flips", "kl", "cosine", "error")}
+    asked = answers | {f"weights.{name}", f"weights.{name}.bytes"}
+    assert asked <= {check.name for check in settled.checks} == {c.name for c in settled.checks if "." in c.name}
     sidecar = read_sidecar(settled.path) or {}
     assert sidecar["verified"] is True and sidecar["verification"]["verdict"] == "passed"
+    assert {check["name"] for check in sidecar["verification"]["checks"]} == {check.name for check in settled.checks}
     ledger = json.loads((folder / "verify.json").read_text())
-    assert f"agreement.{settled.path.name}.kl" in {check["name"] for check in ledger["checks"]}
+    assert asked | {"weights"} <= {check["name"] for check in ledger["checks"]}
+    (entry,) = ledger["weights"]["files"]
+    assert (entry["file"], entry["bytes"]) == (name, sidecar["bytes"])
 
 
 def test_what_does_not_is_moved_away(folder: Path) -> None:
@@ -109,6 +115,21 @@ def test_what_does_not_is_moved_away(folder: Path) -> None:
     assert {p.name for p in (folder / "failed").iterdir()} == {"model.xml", "model.bin", "model.xml.json"}
     assert (read_sidecar(settled.path) or {})["verified"] is False
     assert json.loads((folder / "verify.json").read_text())["passed"] is False
+
+
+def test_what_answers_as_the_model_and_carries_a_weight_that_is_not_its_own_is_moved_away(folder: Path) -> None:
+    done = export_folder(folder)
+    assert settle(folder, done).verdict == "passed"
+    carry(done.path)
+    settled = settle(folder, done)
+    failed = {check.name for check in settled.checks if check.verdict == "failed"}
+    assert (settled.verdict, failed) == ("failed", {"weights.model.onnx", "weights.model.onnx.bytes"})
+    assert "left_over" in settled.reason
+    assert settled.path == folder / "failed" / "model.onnx" and not list(folder.glob("model.onnx*"))
+    sidecar = read_sidecar(settled.path) or {}
+    assert (sidecar["verified"], sidecar["verification"]["verdict"]) == (False, "failed")
+    ledger = json.loads((folder / "verify.json").read_text())
+    assert {c["name"] for c in ledger["checks"] if not c["passed"]} == failed and ledger["passed"] is False
 
 
 def test_what_cannot_run_here_is_not_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,10 +149,11 @@ def test_what_cannot_run_here_is_not_run(folder: Path, capsys: pytest.CaptureFix
 def test_a_folder_is_checked_with_all_its_files(folder: Path) -> None:
     plain, openvino = export_folder(folder), export_folder(folder, "openvino")
     assert "runs everywhere" in plain.opset_reason and "OpenVINO" in openvino.opset_reason
-    found = verify_folder(folder, IMAGES, served=agreement.folder_checks)
+    found = gate.verify(folder, IMAGES)
     names = {check.name for check in found.checks if check.verdict == "passed"}
     assert {"agreement.model.onnx.flips", "agreement.model.xml.error"} <= names
     assert found.passed
+    assert {"weights.model.onnx", "weights.model.xml.bytes"} <= names
     assert (read_sidecar(folder / "model.onnx") or {})["verified"] is True
 
 

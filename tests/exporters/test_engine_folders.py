@@ -11,8 +11,7 @@ from click.testing import CliRunner
 
 from vitcompress import checkpoint, models, surgery
 from vitcompress.cli import main
-from vitcompress.exporters import EXPORTERS, tensorrt_runner
-from vitcompress.exporters.agreement import folder_checks
+from vitcompress.exporters import EXPORTERS, gate, tensorrt_runner
 from vitcompress.exporters.artifact import amend_sidecar, read_sidecar
 from vitcompress.plan import Plan
 from vitcompress.verify import verify_folder
@@ -79,7 +78,7 @@ ENGINE = "model-fp16.rtx.engine"
 
 def served(folder: Path) -> tuple[str, str, str | None]:
     """Verdict, detail and command of what runs the engine, and whether the folder's other checks pass."""
-    found = verify_folder(folder, served=folder_checks)
+    found = gate.verify(folder)
     (check,) = (check for check in found.checks if check.name == f"agreement.{ENGINE}")
     assert found.passed == (check.verdict != "failed")
     return check.verdict, check.detail, check.command

@@ -19,11 +19,10 @@ def verify(folder: Path, as_json: bool, debug: bool) -> int:
     with working(debug):
         from vitcompress.bench import deployed
         from vitcompress.bench import report as reports
-        from vitcompress.exporters.agreement import folder_checks
+        from vitcompress.exporters import gate
         from vitcompress.pipeline import dense_of
-        from vitcompress.verify import verify_folder
 
-        found = verify_folder(folder, dense=dense_of(folder), served=folder_checks)
+        found = gate.verify(folder, dense=dense_of(folder))
         data = found.as_data()
         ways = reports.Table("weights", *deployed.weights(found.weights))
     said = [*deployed.bytes_of(found.weights), reports.verdicts(data)]
@@ -43,8 +42,8 @@ def export(
 ) -> int:
     """Export a finished run folder again.
 
-    In another format or precision, or on the machine that the format is made for. The file is then asked what the model
-    is asked; one that answers otherwise is moved to the folder `failed`.
+    In another format or precision, or on the machine that the format is made for. The file is then held against the
+    model, its weights and its answers; one that falls short is moved to the folder `failed`.
     """
     with working(debug) as progress:
         from vitcompress.export_options import ExportOptions
@@ -55,7 +54,7 @@ def export(
     found = {"folder": str(settled.path.parent), **done.to_dict(), **settled.as_data()}
     answer(found, as_json, console.print_export)
     if settled.verdict == "failed":
-        return fell_short(f"{done.path.name} does not answer as the model does: {settled.reason}", None, as_json)
+        return fell_short(f"{done.path.name} is not the model, see {settled.path}: {settled.reason}", None, as_json)
     if wrong := [check["detail"] for check in done.build.get("truth", ()) if check["verdict"] == "failed"]:
         return fell_short(f"{done.path.name} is not what was asked for: {wrong[0]}", None, as_json)
     if settled.verdict == "not_run" and require_verified:

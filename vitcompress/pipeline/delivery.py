@@ -20,7 +20,7 @@ from vitcompress.bench import report as reports
 from vitcompress.checkpoint import read_json, write_json
 from vitcompress.data import eval_loader
 from vitcompress.evaluate import calibration_images, judged, mcnemar
-from vitcompress.exporters import agreement
+from vitcompress.exporters import gate
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.methods import METHODS
 from vitcompress.pipeline.exports import class_names, drop_failed, exported, islands_told, plan_of, runnable
@@ -30,7 +30,6 @@ from vitcompress.pipeline.stages import UNFOLDED, UNFOLDED_PLAN
 from vitcompress.plan import Plan
 from vitcompress.standard import WEIGHTS as STANDARD
 from vitcompress.standard import save_standard
-from vitcompress.verify import verify_folder
 
 REPORT, FOLDING, MISTAKES = reports.JSON, "folding.json", "mistakes.json"
 VERIFIED_IMAGES = 64
@@ -78,7 +77,7 @@ def verify(job: Job) -> None:
 
 def _verify(job: Job) -> None:
     job.progress.stage("Verify")
-    found = verify_folder(job.folder, images=_images(job), dense=job.dense_folder, served=agreement.folder_checks)
+    found = gate.verify(job.folder, images=_images(job), dense=job.dense_folder)
     passed = Counter(check.name.split(".")[0] for check in found.checks if check.verdict == "passed")
     job.progress.note("passed: " + ", ".join(f"{name} ({count})" for name, count in passed.items()))
     for check in found.checks:

@@ -12,7 +12,7 @@ from vitcompress.checkpoint import read_json
 from vitcompress.errors import CheckFailedError, DeviceError, PrecisionError
 from vitcompress.evaluate import calibration_images
 from vitcompress.export_options import AUTO, ExportOptions
-from vitcompress.exporters import EXPORTERS, agreement, exporting
+from vitcompress.exporters import EXPORTERS, exporting, gate
 from vitcompress.exporters.artifact import Exporter, read_sidecar
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.pipeline.job import Job
@@ -28,7 +28,7 @@ def export(job: Job) -> None:
 
     A file that half precision does not allow is told and left out; the rest of the run does without it.
     """
-    refused = agreement.refused(job.folder)
+    refused = gate.refused(job.folder)
     for name in job.recipe.export.formats:
         exporter = EXPORTERS[name]
         for stem, folder, plan in (("dense", job.dense_folder, job.base), ("model", job.folder, plan_of(job))):
@@ -41,7 +41,7 @@ def export(job: Job) -> None:
             except (CheckFailedError, PrecisionError) as error:
                 way_out = f"; {error.hint} in `vitcompress export {job.folder}`" if error.hint else ""
                 refused[path.name] = f"{error.message}{way_out}"
-                agreement.refuse(job.folder, refused)
+                gate.refuse(job.folder, refused)
                 job.progress.note(refused[path.name])
         if reason := exporter.cannot_run():
             job.progress.note(f"{name} is not run here: {reason} (`vitcompress verify {job.folder}`)")
@@ -101,16 +101,14 @@ def plan_of(job: Job) -> Plan:
 
 
 def drop_failed(job: Job) -> None:
-    """Move away each file that does not answer as its model does, and remember why it is not there."""
-    refused = agreement.refused(job.folder)
+    """Move away each file that did not pass the gate, and remember why it is not there."""
+    refused = gate.refused(job.folder)
     checks = read_json(job.folder / "verify.json")["checks"]
     for path in (path for stem in ("dense", "model") for path in exported(job, stem)):
-        name = f"{agreement.PREFIX}{path.name}"
-        wrong = [c for c in checks if c["verdict"] == "failed" and f"{c['name']}.".startswith(f"{name}.")]
-        if wrong:
+        if wrong := [c for c in checks if c["verdict"] == "failed" and gate.is_about(path, c["name"])]:
             refused[path.name] = f"{wrong[0]['name']}: {wrong[0]['detail']}"
-            agreement.refuse(job.folder, refused)
-            job.progress.note(f"{path.name} does not answer as its model does: moved to {agreement.set_aside(path)}")
+            gate.refuse(job.folder, refused)
+            job.progress.note(f"{path.name} is not its model: moved to {gate.set_aside(path)}; {refused[path.name]}")
 
 
 def exported(job: Job, stem: str) -> list[Path]:

@@ -1,0 +1,96 @@
+"""What may be left looking finished: a file that holds the weights of its model and answers as that does.
+
+Two kinds of checks are asked of every exported file, whether a recipe or `vitcompress export` wrote it: its weights by
+`verify_weights`, its answers by `agreement`. Their verdict goes into its sidecar. A file that fails one is moved away.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from torch import Tensor
+
+from vitcompress import checkpoint
+from vitcompress.errors import ArtifactError, OutputError
+from vitcompress.exporters import agreement
+from vitcompress.exporters.agreement import PREFIX, exported_files, folder_checks
+from vitcompress.exporters.artifact import amend_sidecar, read_sidecar
+from vitcompress.verdicts import Check, Verification
+from vitcompress.verify import verify_folder
+from vitcompress.verify_weights import CHECK as WEIGHTS
+
+KINDS = (PREFIX, f"{WEIGHTS}.")
+REFUSED = "state/refused.json"  # files that a recipe asks for and that fell short -> why
+FAILED = "failed"  # folder that files which fell short are moved to
+
+
+def is_about(path: Path, name: str) -> bool:
+    """Whether the check `name` is one that the gate asks of `path`, or of the ONNX file beneath it."""
+    return f"{name}.".startswith(tuple(f"{kind}{path.name}." for kind in KINDS))
+
+
+def of(path: Path, checks: Iterable[Check]) -> list[Check]:
+    """Those of `checks` that the gate asks of `path`."""
+    return [check for check in checks if is_about(path, check.name)]
+
+
+def verdict(checks: Iterable[Check]) -> str:
+    """failed if any did, else the verdict on its answers: the bytes of an engine may tell nothing of its weights."""
+    failed = (check for check in checks if check.verdict == "failed" or check.name.startswith(PREFIX))
+    return agreement.verdict(failed)
+
+
+def record(path: Path, checks: Sequence[Check]) -> str:
+    """Write into the sidecar of `path` whether it is verified, and by what. Returns the verdict."""
+    found = verdict(checks)
+    if read_sidecar(path) is not None:
+        known = {"verdict": found, "checks": [check.as_data() for check in checks]}
+        amend_sidecar(path, verified=found == "passed", verification=known)
+    return found
+
+
+def set_aside(path: Path) -> Path:
+    """Move a file that failed, with all that belongs to it, to a folder of such files beside it."""
+    folder = path.parent / FAILED
+    sidecar = read_sidecar(path) or {}
+    beside = (found.name for found in path.parent.iterdir() if found.name.startswith(f"{path.name}."))
+    names = dict.fromkeys((path.name, *(sidecar.get("files") or ()), *beside))
+    try:
+        folder.mkdir(exist_ok=True)
+        for name in names:
+            if (path.parent / name).is_file():
+                (path.parent / name).replace(folder / name)
+    except OSError as error:
+        raise OutputError(f"{path} could not be moved to {folder}: {error.strerror}") from None
+    return folder / path.name
+
+
+def refused(folder: Path) -> dict[str, str]:
+    """The files that a run should have exported and could not, by name, and why."""
+    path = folder / REFUSED
+    return dict(checkpoint.read_json(path)) if path.is_file() else {}
+
+
+def refuse(folder: Path, files: dict[str, str]) -> None:
+    """Remember them."""
+    checkpoint.write_json(folder / REFUSED, files)
+
+
+def verify(folder: Path, images: Tensor | None = None, dense: Path | None = None) -> Verification:
+    """`verify_folder` with every exported file in its own runtime, and the verdicts in the sidecars of the files.
+
+    Raises:
+        ArtifactError, PlanError, WeightsError: as `verify_folder`.
+    """
+    found = verify_folder(folder, images, dense, served=_served)
+    for path in (path for stem in ("model", "dense") for path in exported_files(folder, stem)):
+        with suppress(OutputError, ArtifactError):  # a read-only copy; a damaged sidecar is told by the runner
+            record(path, of(path, found.checks))
+    return found
+
+
+def _served(folder: Path, images: Tensor, real: bool, dense: Path) -> Iterator[Check]:
+    for name, why in refused(folder).items():
+        if not (folder / name).is_file():
+            yield Check(f"export.{name}", "failed", detail=why)
+    yield from folder_checks(folder, images, real, dense)
