@@ -3,7 +3,8 @@
 Nothing is run, and one tensor at a time is read.
 """
 
-from collections.abc import Callable, Iterable
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -26,8 +27,9 @@ Span = tuple[int, int]  # where a tensor's values begin in a file, and where the
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor in a file. size: bytes of its values. read: these, in C order. index: of a type that graphs index and
-    choose with; integers of other types may be quantised weights.
+    """One tensor in a file. size: bytes of its values. own: those of them that no tensor before it has; tensors of the
+    same bytes may lie in one place. read: the values, in C order. index: of a type that graphs index and choose with;
+    integers of other types may be quantised weights.
 
     `read` raises ArtifactError where the values are not whole.
     """
@@ -35,6 +37,7 @@ class Stored:
     name: str
     shape: tuple[int, ...]
     size: int
+    own: int
     read: Callable[[], bytes]
     index: bool
 
@@ -62,19 +65,23 @@ def _onnx(path: Path) -> Contents:
     model = onnx_file.read(path)
     model.DiscardUnknownFields()
     protos = [tensor for tensor in onnx_file.tensors(model) if tensor.ByteSize()]
-    stored = tuple(_stored(tensor, path.parent) for tensor in protos)
     inside = sum(_payload(tensor) for tensor in protos if not onnx_file.location(tensor))
     graph = model.ByteSize() - inside - onnx_file.doc_bytes(model)
     size = path.stat().st_size
+    own = dict[str, Iterator[int]]()
     for name in onnx_file.external_files(model):
-        graph += _padding(_span(tensor) for tensor in protos if onnx_file.location(tensor) == name)
+        spans = [_span(tensor) for tensor in protos if onnx_file.location(tensor) == name]
+        own[name] = iter(_own(spans))
+        graph += _padding(spans)
         size += (path.parent / name).stat().st_size
+    stored = tuple(_stored(tensor, own, path.parent) for tensor in protos)
     return Contents(stored, size, graph, onnx_file.long_lists(model, LONGEST))
 
 
-def _stored(tensor: Any, folder: Path) -> Stored:
-    index = tensor.data_type in INDEX
-    return Stored(tensor.name, tuple(tensor.dims), _payload(tensor), partial(_values, tensor, folder), index)
+def _stored(tensor: Any, own: Mapping[str, Iterator[int]], folder: Path) -> Stored:
+    size, place = _payload(tensor), onnx_file.location(tensor)
+    alone, read = next(own[place]) if place else size, partial(_values, tensor, folder)
+    return Stored(tensor.name, tuple(tensor.dims), size, alone, read, tensor.data_type in INDEX)
 
 
 def _payload(tensor: Any) -> int:
@@ -112,6 +119,19 @@ def _span(tensor: Any) -> Span:
         raise _damaged(tensor.name, f"its place in a data file is told as {told}") from None
 
 
+def _own(spans: Iterable[Span]) -> list[int]:
+    """Bytes of each span that lie in none of those before it."""
+    found, taken = list[int](), list[Span]()
+    for begin, end in spans:
+        free, at = 0, begin
+        for first, last in taken:
+            free += max(0, min(first, end) - at)
+            at = max(at, last)
+        found.append(free + max(0, end - at))
+        insort(taken, (begin, end))
+    return found
+
+
 def _padding(spans: Iterable[Span]) -> int:
     """Bytes between tensors in a data file; a larger gap than alignment needs is none."""
     ordered = sorted({(0, 0), *spans})
@@ -129,19 +149,19 @@ def _ir(path: Path) -> Contents:
         layers = ElementTree.parse(path).getroot().iter("layer")
         known = [(layer.get("name", ""), layer.find("data")) for layer in layers if layer.get("type") == "Const"]
         places = [(name, data_of.attrib) for name, data_of in known if data_of is not None]
-        found = {int(at["offset"]): _constant(name, at, data) for name, at in places}
+        spans = [(int(at["offset"]), int(at["offset"]) + int(at["size"])) for _, at in places]
+        parts = zip(places, spans, _own(spans), strict=True)
+        found = tuple(_constant(name, at, span, own, data) for (name, at), span, own in parts)
         size = path.stat().st_size + data.stat().st_size
     except (OSError, ElementTree.ParseError, LookupError, ValueError) as error:
         raise ArtifactError(f"{path} is not a whole OpenVINO model: {error}", hint="copy or export it again") from None
-    spans = [(offset, offset + tensor.size) for offset, tensor in found.items()]
-    return Contents(tuple(found.values()), size, path.stat().st_size + _padding(spans))
+    return Contents(found, size, path.stat().st_size + _padding(spans))
 
 
-def _constant(name: str, at: dict[str, str], data: Path) -> Stored:
-    offset, length = int(at["offset"]), int(at["size"])
-    shape = tuple(int(size) for size in at["shape"].split(",") if size.strip())
-    index = at["element_type"] in IR_INDEX
-    return Stored(name, shape, length, partial(_part, name, data, offset, length), index)
+def _constant(name: str, at: dict[str, str], span: Span, own: int, data: Path) -> Stored:
+    size = span[1] - span[0]
+    shape = tuple(int(length) for length in at["shape"].split(",") if length.strip())
+    return Stored(name, shape, size, own, partial(_part, name, data, span[0], size), at["element_type"] in IR_INDEX)
 
 
 def _part(name: str, path: Path, offset: int, length: int) -> bytes:

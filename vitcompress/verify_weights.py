@@ -27,8 +27,10 @@ from vitcompress.verdicts import Check, compared, listed
 from vitcompress.verify_onnx import stored_module, told_by
 
 CHECK = "weights"
+TOLD = (".onnx", ".xml")  # files whose tensors can be told from their bytes
 SMALL = 64  # values: sizes and scales that a graph computes with
 FEW = 16  # different values: a mask's
+INDEX = (torch.int64, torch.int32, torch.bool)  # as graphs index and choose with
 WIDTHS = (1, 2, 4, 8)  # bytes of one value
 
 
@@ -50,11 +52,11 @@ class Account:
     @property
     def of_model(self) -> int:
         """Bytes of the tensors that are the model's."""
-        return sum({id(tensor): tensor.size for tensor in self.found.values()}.values())
+        return sum({id(tensor): tensor.own for tensor in self.found.values()}.values())
 
     @property
     def of_constants(self) -> int:
-        return sum(tensor.size for tensor in self.constants)
+        return sum(tensor.own for tensor in self.constants)
 
 
 # ---------------------------------------------------------------------------------------------------------- plan, torch
@@ -122,17 +124,27 @@ def _is_needed(tensor: Tensor) -> bool:
 
 def _by_value(tensors: Mapping[str, Tensor], held: Sequence[Stored]) -> tuple[dict[str, Stored], list[Stored]]:
     """The model's tensors with what holds the same values, and what is left of the file."""
-    places: dict[bytes, list[Stored]] = {}
+    keys = {id(stored): (stored.index, _digest(stored.read())) for stored in held}
+    places: dict[tuple[bool, bytes], list[Stored]] = {}
     for stored in held:
-        places.setdefault(_digest(stored.read()), []).append(stored)
-    found: dict[str, Stored] = {}
+        places.setdefault(keys[id(stored)], []).append(stored)
+    found = dict[str, Stored]()
     for name, tensor in tensors.items():
         turned = [tensor.T] if tensor.dim() == 2 else []
-        same = next((places[key] for way in (tensor, *turned) if (key := _digest(data_of(way))) in places), None)
-        if same:  # tensors of equal values may be one in the file; one that is there too often is left
+        ways = ((tensor.dtype in INDEX, _digest(data_of(way))) for way in (tensor, *turned))
+        key = next((key for key in ways if key in places), None)
+        if key is not None:  # tensors of equal values may be one in the file; one that is there too often is left
+            same = places[key]
             found[name] = same.pop(0) if len(same) > 1 else same[0]
     used = {id(stored) for stored in found.values()}
-    return found, [stored for stored in held if id(stored) not in used]
+    told = {(keys[id(stored)], _sides(stored)) for stored in found.values()}
+    again = {id(stored) for stored in held if not stored.own and (keys[id(stored)], _sides(stored)) in told}
+    return found, [stored for stored in held if id(stored) not in used | again]
+
+
+def _sides(stored: Stored) -> Shape:
+    """Its sizes, however often a 1 stands between them."""
+    return tuple(size for size in stored.shape if size != 1)
 
 
 def _source(stored: Stored, missing: Mapping[str, Tensor]) -> str | None:
@@ -238,22 +250,22 @@ def _place(stored: Stored) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------------- folder
 
 
-def weight_checks(folder: Path, model: nn.Module, plan: Plan) -> tuple[list[Check], dict[str, Any]]:
-    """Checks and table of the run `folder`, with every file in it that `model`, the deployed one, was exported to."""
+def weight_checks(model: nn.Module, plan: Plan, files: Iterable[Path]) -> tuple[list[Check], dict[str, Any]]:
+    """Checks and table of `model`, the deployed one, and of the `files` that it was exported to."""
     rows = plan_rows(plan)
-    checks, files = [plan_check(rows, model)], dict[str, Account]()
-    for path in sorted([*folder.glob("model*.onnx"), *folder.glob("model*.xml")]):
+    checks, accounts = [plan_check(rows, model)], dict[str, Account]()
+    for path in files:
         try:
-            files[path.name] = account(as_exported(model, path), path, rows)
-            checks += account_checks(files[path.name], f"{CHECK}.{path.name}")
+            accounts[path.name] = account(as_exported(model, path), path, rows)
+            checks += account_checks(accounts[path.name], f"{CHECK}.{path.name}")
         except ArtifactError as error:
             checks.append(Check(f"{CHECK}.{path.name}", "failed", detail=error.message))
-    return checks, table(rows, model, files)
+    return checks, table(rows, model, accounts)
 
 
-def file_checks(model: nn.Module, path: Path) -> list[Check]:
-    """The checks of one file that `model` was exported to."""
-    return account_checks(account(as_exported(model, path), path), f"{CHECK}.{path.name}")
+def told_files(folder: Path, stem: str = "model") -> list[Path]:
+    """The exported files of the deployed model, or of the `dense` one, whose tensors can be told from their bytes."""
+    return sorted(path for path in folder.glob(f"{stem}*") if path.suffix in TOLD)
 
 
 def as_exported(model: nn.Module, path: Path) -> nn.Module:
