@@ -14,7 +14,7 @@ from typing import Any
 from timm.utils.onnx import onnx_export
 
 from vitcompress import models
-from vitcompress.errors import InputError, VitcompressError, did_you_mean
+from vitcompress.errors import InputError, VitcompressError, did_you_mean, first_line
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.exporters.torch_runner import TIMM, TORCH_TYPES
 
@@ -99,7 +99,7 @@ def export_by_timm(model: Any, path: Path) -> None:
             warnings.simplefilter("ignore")
             onnx_export(model.eval(), str(path), input_size=size, use_dynamo=True)
     except Exception as error:  # whatever torch's exporter raises in timm's hands
-        raise VitcompressError(f"timm could not export its model: {str(error).splitlines()[0]}") from error
+        raise VitcompressError(f"timm could not export its model: {first_line(error)}") from error
 
 
 def _check_done(runner: Runner, options: RunnerOptions) -> None:

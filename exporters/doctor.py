@@ -3,6 +3,7 @@
 import os
 import platform
 import tempfile
+from contextlib import closing
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from onnx import TensorProto, helper
 
 from vitcompress.errors import VitcompressError
 from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.onnx_libraries import said_by
 from vitcompress.exporters.onnx_providers import PROVIDERS
 from vitcompress.exporters.onnx_session import Session
 from vitcompress.exporters.runner import RunnerOptions
@@ -111,12 +113,13 @@ def _session_problem(options: RunnerOptions) -> str | None:
         path = Path(folder) / "smallest.onnx"
         path.write_bytes(_smallest_model())
         try:
-            session = Session(path, options)
-            session.run(np.ones((1, 1, 1, 1), np.float32))
-            session.close()
+            with closing(Session(path, options)) as session:
+                session.run(np.ones((1, 1, 1, 1), np.float32))
         except VitcompressError as error:
             said = f"{error.message}: {error.hint}" if error.hint else error.message
             return said.replace(str(path), "a model").removeprefix(f"{options.provider} was asked for: ")
+        except Exception as error:  # noqa: BLE001 - a pass may fail where a session opens; no base but this one
+            return f"it opens a model and cannot run it: {said_by(error)}"
         return None
 
 

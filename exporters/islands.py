@@ -144,7 +144,7 @@ def search(
         left = narrowed(rest, lambda part: tries.passes((*pinned, *part)))
         passed = in_short(model, expanded(model, (*pinned, *left)))
     about = (judge.title, judge.proxy, len(images), real)
-    return Search(*about, tuple(tries.found.values()), passed, smallest=tries.left > 0)
+    return Search(*about, tuple(tries.found.values()), passed, smallest=passed is not None and not tries.ran_out)
 
 
 def _in_order_of_cost(model: nn.Module) -> list[tuple[str, ...]]:
@@ -154,17 +154,18 @@ def _in_order_of_cost(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 class _Tries:
-    """Sets of islands by name, each tried once; when none are `left`, every new one fails."""
+    """Sets of islands by name, each tried once; when no try is `left` they have run out: every new one fails."""
 
     def __init__(self, model: nn.Module, judge: Judge, ranges: Ranges, progress: Progress) -> None:
         self.model, self.judge, self.ranges, self.progress = model, judge, ranges, progress
         self.found: dict[tuple[str, ...], Try] = {}
-        self.left = LIMIT
+        self.left, self.ran_out = LIMIT, False
 
     def passes(self, islands: Sequence[str]) -> bool:
         names = expanded(self.model, islands)
         if names not in self.found:
             if not self.left:
+                self.ran_out = True
                 return False
             self.left -= 1
             self.found[names] = self._tried(names)

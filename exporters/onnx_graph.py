@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import vitcompress
 from vitcompress import checkpoint
 from vitcompress.byte_input import deployed, folds
-from vitcompress.errors import CheckFailedError, InputError, VitcompressError
+from vitcompress.errors import CheckFailedError, InputError, VitcompressError, first_line
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters.artifact import Exported, Exporter, sidecar_path, write_sidecar
 from vitcompress.exporters.onnx_linear import join_linear_layers
@@ -163,10 +163,8 @@ def _program(model: nn.Module, example: Tensor, opset: int) -> Any:
             verbose=False,
         )
     except torch.onnx.OnnxExporterError as error:
-        first = str(error.__cause__ or error).strip().splitlines()[0]
-        raise VitcompressError(
-            f"torch could not export the model to ONNX: {first}", hint="--debug shows all"
-        ) from error
+        why = first_line(error.__cause__ or error)
+        raise VitcompressError(f"torch could not export the model to ONNX: {why}", hint="--debug shows all") from error
 
 
 def _make_lean(model: Any) -> None:
@@ -239,8 +237,7 @@ def _check(path: Path) -> None:
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        first = str(error).splitlines()[0]
-        raise CheckFailedError(f"onnx.checker refuses the exported graph: {first}") from None
+        raise CheckFailedError(f"onnx.checker refuses the exported graph: {first_line(error)}") from None
 
 
 ONNX = Exporter(

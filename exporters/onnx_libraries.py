@@ -8,6 +8,7 @@ import re
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from functools import cache
 from importlib import metadata, util
@@ -15,13 +16,14 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from vitcompress.errors import DeviceError, OutputError
+from vitcompress.errors import DeviceError, OutputError, first_line
 
 RTX = "NvTensorRTRTXExecutionProvider"
 PLUGIN = "onnxruntime_ep_nv_tensorrt_rtx"  # the package that brings it
 MISSING = re.compile(r"(\S+): cannot open shared object file")
 PLACE = re.compile(r"^/\S+:\d+ .*?\)(?: const)? ")
 WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+CATCHING = threading.RLock()
 
 
 @cache
@@ -94,19 +96,34 @@ def prepared_cache(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def native_errors() -> Iterator[list[str]]:
-    """What libraries write to the standard error of the process itself, as lines, once the block is over."""
+    """What libraries write to the standard error of the process itself, as lines, once the block is over.
+
+    There is one for all threads: another one waits. A process without a standard error has nothing written to it.
+    """
     said: list[str] = []
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as caught:
-        kept = os.dup(2)
+    with CATCHING, contextlib.ExitStack() as stack:
+        try:
+            kept = os.dup(2)
+        except OSError:
+            yield said
+            return
+        stack.callback(os.close, kept)
+        caught = stack.enter_context(tempfile.TemporaryFile())
+        _flush()
         os.dup2(caught.fileno(), 2)
         try:
             yield said
         finally:
+            _flush()
             os.dup2(kept, 2)
-            os.close(kept)
             caught.seek(0)
             said += caught.read().decode(errors="replace").splitlines()
+
+
+def _flush() -> None:
+    """What Python holds back for its standard error goes where that leads now; there may be no such thing."""
+    if sys.stderr is not None:
+        sys.stderr.flush()
 
 
 def missing(said: list[str]) -> str | None:
@@ -117,4 +134,4 @@ def missing(said: list[str]) -> str | None:
 
 def said_by(error: Exception) -> str:
     """The first line of what ONNX Runtime raised, without the place in its source."""
-    return PLACE.sub("", (str(error).splitlines() or [""])[0]) or type(error).__name__
+    return PLACE.sub("", first_line(error))

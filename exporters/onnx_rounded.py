@@ -22,6 +22,7 @@ from torch import Tensor
 from vitcompress import checkpoint, onnx_file
 from vitcompress.errors import ArtifactError
 from vitcompress.exporters.artifact import input_of
+from vitcompress.exporters.onnx_libraries import said_by
 from vitcompress.exporters.runner import as_given
 
 HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -69,7 +70,7 @@ def _opened(source: Any, options: Any, path: Path) -> Any:
     try:
         return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # noqa: BLE001 - its own exception classes share no base but this one
-        raise ArtifactError(f"ONNX Runtime cannot run {path}: {str(error).splitlines()[0]}") from None
+        raise ArtifactError(f"ONNX Runtime cannot run {path}: {said_by(error)}") from None
 
 
 def spelled_out(model: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from vitcompress import checkpoint
-from vitcompress.errors import InputError
+from vitcompress.errors import InputError, first_line
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import onnx_graph
 from vitcompress.exporters.artifact import Exported, Exporter, sidecar_path, write_sidecar
@@ -123,7 +123,7 @@ def _save(converted: Any, path: Path) -> None:
     except RuntimeError as error:
         full = shutil.disk_usage(path.parent).free < SMALL
         number = errno.ENOSPC if full else errno.EIO
-        raise OSError(number, os.strerror(number) if full else str(error).splitlines()[0]) from None
+        raise OSError(number, os.strerror(number) if full else first_line(error)) from None
 
 
 OPENVINO = Exporter(

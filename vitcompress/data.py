@@ -13,7 +13,7 @@ from annotated_types import Ge, Lt
 from timm.data import create_dataset
 
 from vitcompress.distributed import derived_seed
-from vitcompress.errors import DataError, MissingExtraError
+from vitcompress.errors import DataError, MissingExtraError, first_line
 from vitcompress.loaders import DEIT, Augmentation, Images, eval_loader, train_loader, views
 from vitcompress.sources import ArrayImages, FolderImages, TimmImages, class_names
 
@@ -193,10 +193,8 @@ def _timm_part(name: str, path: str | None, split: str) -> TimmImages:
     try:
         return TimmImages(create_dataset(name, root=path, split=split), name)
     except (RuntimeError, OSError, ValueError, TypeError, AssertionError, ImportError) as error:
-        reason = str(error).strip().splitlines()
         raise DataError(
-            f"data source timm:{name} split {split!r} at {path} cannot be opened: "
-            f"{reason[0] if reason else type(error).__name__}",
+            f"data source timm:{name} split {split!r} at {path} cannot be opened: {first_line(error)}",
             hint="check the name, --data and the splits",
         ) from error
 

@@ -90,6 +90,11 @@ class OutputError(InputError):
     """A folder that cannot be written, or that holds something else."""
 
 
+def first_line(error: BaseException) -> str:
+    """What `error` says, without what follows on other lines; its class where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def nearest(word: str, choices: Iterable[str], *, count: int = 3) -> list[str]:
     """The `choices` most like `word`, best first."""
     return difflib.get_close_matches(word, list(choices), n=count, cutoff=0.5)

@@ -14,7 +14,7 @@ from timm.models import pvt_v2, swin_transformer, vision_transformer
 from torch import Tensor, nn
 
 from vitcompress.checkpoint import load_tensors
-from vitcompress.errors import InputError, WeightsError, nearest
+from vitcompress.errors import InputError, WeightsError, first_line, nearest
 
 # What brings checkpoints to a model's names and input size: position embeddings and tables are resampled.
 FILTERS = {
@@ -102,9 +102,8 @@ def _build(arch: str, args: dict[str, Any], *, pretrained: bool, new_head: bool)
         _check_hub_classes(arch, args.get("num_classes"), new_head)
         model = timm.create_model(arch, pretrained=True, **args)
     except (*UNBUILDABLE, OSError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise WeightsError(
-            f"the weights of {arch} could not be fetched: {first}",
+            f"the weights of {arch} could not be fetched: {first_line(error)}",
             hint="give a local file with --weights PATH (.safetensors or .pth)",
         ) from None
     return model

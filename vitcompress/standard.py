@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitcompress import models
-from vitcompress.checkpoint import save_tensors
+from vitcompress.checkpoint import first_mismatch, save_tensors
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, family_of
 from vitcompress.plan import Plan
@@ -31,9 +31,8 @@ def standard_model(model: nn.Module, plan: Plan) -> nn.Module:
     try:
         found.load_state_dict(standard_state(model, found), strict=True)
     except RuntimeError as error:
-        lines = [line.strip() for line in str(error).splitlines()]
         raise PlanError(
-            f"the model does not load as {arch}: {lines[1] if len(lines) > 1 else lines[0]}",
+            f"the model does not load as {arch}: {first_mismatch(error)}",
             hint="leave out the steps that change more than widths and whole blocks",
         ) from None
     return found.eval()

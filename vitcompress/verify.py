@@ -144,7 +144,7 @@ def standard_check(folder: Path, model: nn.Module, plan: Plan, images: Tensor) -
         loaded.load_state_dict(checkpoint.load_tensors(folder / STANDARD), strict=True)
     except RuntimeError as error:
         return Check(
-            "standard", "failed", detail=f"{STANDARD} does not load into {arch}: {str(error).splitlines()[-1].strip()}"
+            "standard", "failed", detail=f"{STANDARD} does not load into {arch}: {checkpoint.first_mismatch(error)}"
         )
     truth = reference(model, images[:EXACT_IMAGES])
     apart = largest_difference(_answers(loaded, images), _answers(model, images))

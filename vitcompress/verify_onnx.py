@@ -17,7 +17,7 @@ from vitcompress import onnx_file
 from vitcompress.bounds import reference
 from vitcompress.byte_input import deployed, to_bytes
 from vitcompress.checkpoint import decoded, differing
-from vitcompress.errors import ArtifactError
+from vitcompress.errors import ArtifactError, first_line
 from vitcompress.families import family_of
 from vitcompress.models import input_config
 from vitcompress.precision import HALF
@@ -124,7 +124,7 @@ def _session(path: Path, image: Tensor, expected: Tensor) -> ort.InferenceSessio
         session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         sizes = _logits(session, image).shape
     except Exception as error:  # noqa: BLE001 - its own exception classes share no base but this one
-        raise ArtifactError(f"ONNX Runtime cannot run {path}: {str(error).splitlines()[0]}", hint=AGAIN) from None
+        raise ArtifactError(f"ONNX Runtime cannot run {path}: {first_line(error)}", hint=AGAIN) from None
     if sizes != expected.shape:
         raise ArtifactError(f"{path} answers {tuple(sizes)}, the model {tuple(expected.shape)}", hint=AGAIN)
     return session
@@ -175,5 +175,5 @@ def _checker_problem(path: Path) -> list[str]:
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        return [str(error).splitlines()[0]]
+        return [first_line(error)]
     return []

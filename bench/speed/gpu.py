@@ -14,7 +14,7 @@ from torch import nn
 from vitcompress import models, surgery
 from vitcompress.bench import opening, suite
 from vitcompress.bench.speed.parts import Options, structured
-from vitcompress.errors import VitcompressError
+from vitcompress.errors import VitcompressError, first_line
 from vitcompress.export_options import ExportOptions, Precision
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.onnx_libraries import RTX
@@ -47,7 +47,7 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
             try:
                 yield {"what": what, **_compared(make, options, device)}
             except (VitcompressError, RuntimeError) as error:  # torch's own: out of memory, no kernel for this
-                yield {"what": what, "device": device, "text": f"not measured: {str(error).splitlines()[0]}"}
+                yield {"what": what, "device": device, "text": f"not measured: {first_line(error)}"}
 
 
 def _pairs(options: Options) -> Iterator[tuple[str, nn.Module, nn.Module]]:

@@ -71,6 +71,14 @@ def test_an_image_that_is_asked_twice_counts_once() -> None:
     assert (found.images, found.flips, found.unexplained) == (2, 1, 1)
 
 
+def test_a_model_that_answers_nothing_but_zeros_can_be_compared() -> None:
+    """As one does whose head is not trained yet."""
+    nothing = torch.zeros(4, 3)
+    for got, verdict in ((nothing, "passed"), (nothing + torch.tensor([0.1, 0.0, 0.0]), "failed")):
+        checks = agreement.judged(agreement.compare(nothing, got, 0.01), 0.01, "a", "here")
+        assert {check.verdict for check in checks if check.name in ("a.error", "a.cosine")} == {verdict}
+
+
 def test_too_many_changes_fail_even_where_all_were_close() -> None:
     expected = logits([4.0, 3.99]).repeat(100, 1)
     got = expected.clone()

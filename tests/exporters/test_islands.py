@@ -12,7 +12,7 @@ from torch import nn
 from vitcompress import checkpoint
 from vitcompress.cli import main
 from vitcompress.export_options import ExportOptions
-from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters import EXPORTERS, islands
 from vitcompress.exporters.agreement import SHARES, compare, judged
 from vitcompress.exporters.artifact import read_sidecar
 from vitcompress.exporters.islands import SCAN, Judge, Search, judge_of, narrowed, search
@@ -108,6 +108,15 @@ def test_exactly_the_needed_islands_are_found(
     assert (None if first is None else verdicts[()].by) == first
     assert first is None or verdicts[()].verdict == "failed"
     assert json.loads(json.dumps(result.as_data(), allow_nan=False))["chosen"] == list(chosen)
+
+
+def test_only_a_search_that_ran_out_of_tries_is_not_known_to_be_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = found(with_small_ffn())
+    for tries, proven in ((len(whole.tries), True), (len(whole.tries) - 1, False)):
+        monkeypatch.setattr(islands, "LIMIT", tries)
+        result = found(with_small_ffn())
+        assert result.smallest is proven and len(result.tries) == tries
+    assert not found(with_large_residual()).smallest
 
 
 def test_no_island_helps_a_residual_stream_that_is_too_large() -> None:

@@ -2,6 +2,9 @@
 
 import os
 import re
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -166,6 +169,46 @@ def test_what_libraries_write_is_caught_and_nothing_later(capfd: pytest.CaptureF
     os.write(2, b"later\n")
     assert said[0] == "first" and capfd.readouterr().err == "later\n"
     assert libraries.missing(said) == "lib.so.1 is missing" and libraries.missing(said[2:]) is None
+
+
+def test_threads_do_not_take_what_another_has_caught(capfd: pytest.CaptureFixture[str]) -> None:
+    """Each gets its own lines, and standard error is the process's own again when both are done."""
+    first_is_in, caught = threading.Event(), dict[str, list[str]]()
+
+    def catch(name: str, wait: float) -> None:
+        with libraries.native_errors() as said:
+            first_is_in.set()
+            time.sleep(wait)
+            os.write(2, f"{name}\n".encode())
+        caught[name] = said
+
+    first = threading.Thread(target=catch, args=("first", 0.2))
+    first.start()
+    first_is_in.wait()
+    catch("second", 0.0)
+    first.join()
+    os.write(2, b"later\n")
+    assert caught == {"first": ["first"], "second": ["second"]} and capfd.readouterr().err == "later\n"
+
+
+def test_what_fails_inside_gives_standard_error_back(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="inside"), libraries.native_errors() as said:
+        print("held back", file=sys.__stderr__, end="")
+        raise ValueError("inside")
+    os.write(2, b"later\n")
+    assert said == ["held back"] and capfd.readouterr().err == "later\n"
+
+
+def test_a_process_without_a_standard_error_has_nothing_to_catch() -> None:
+    kept = os.dup(2)
+    os.close(2)
+    try:
+        with libraries.native_errors() as said:
+            pass
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+    assert said == []
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX's")

@@ -11,7 +11,16 @@ from vitcompress.checkpoint.files import (
     write_text,
     writing,
 )
-from vitcompress.checkpoint.folders import PLAN, WEIGHTS, load, load_for, load_parts, load_strictly, save_model
+from vitcompress.checkpoint.folders import (
+    PLAN,
+    WEIGHTS,
+    first_mismatch,
+    load,
+    load_for,
+    load_parts,
+    load_strictly,
+    save_model,
+)
 from vitcompress.checkpoint.states import State, load_state, save_state
 from vitcompress.checkpoint.tensors import load_tensors, save_tensors
 
@@ -22,6 +31,7 @@ __all__ = [
     "decoded",
     "differing",
     "file_sha256",
+    "first_mismatch",
     "load",
     "load_for",
     "load_parts",

@@ -78,7 +78,7 @@ def load_strictly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -
     try:
         model.load_state_dict(tensors, strict=True, assign=True)  # assigned, so in the type they were saved in
     except RuntimeError as error:
-        raise WeightsError(f"{path} does not fit its plan: {_first_mismatch(error)}") from None
+        raise WeightsError(f"{path} does not fit its plan: {first_mismatch(error)}") from None
 
 
 def _read_plan(path: Path) -> Plan:
@@ -88,6 +88,7 @@ def _read_plan(path: Path) -> Plan:
         raise PlanError(f"{path} cannot be read: {error}") from None
 
 
-def _first_mismatch(error: RuntimeError) -> str:
+def first_mismatch(error: RuntimeError) -> str:
+    """What `load_state_dict` names first: below a headline it lists everything that does not fit."""
     lines = [line.strip() for line in str(error).splitlines()]
     return lines[1] if len(lines) > 1 else lines[0]

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import click
 
 from vitcompress import console
-from vitcompress.errors import CheckFailedError, InputError, VitcompressError
+from vitcompress.errors import CheckFailedError, InputError, VitcompressError, first_line
 from vitcompress.progress import Progress
 
 STOPPED = 130  # what a shell reports of a program that Ctrl-C ended
@@ -73,7 +73,7 @@ def _surprise(error: Exception) -> VitcompressError:
     """What could happen anywhere: too little memory, a system that refuses; else a mistake of ours."""
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
         return VitcompressError(
-            f"there is not enough memory: {(str(error) or type(error).__name__).splitlines()[0]}",
+            f"there is not enough memory: {first_line(error)}",
             hint="use a smaller batch or model, or a machine with more; --debug shows where it happened",
         )
     if isinstance(error, OSError) and error.strerror:
