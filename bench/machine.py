@@ -4,11 +4,12 @@ import os
 import platform
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from vitcompress.installed import versions
 
 LIBRARIES = (
     "vitcompress",
@@ -40,7 +41,7 @@ def facts() -> dict[str, Any]:
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "environment": {k: v for k, v in os.environ.items() if k.endswith("_NUM_THREADS")},
-        "versions": {name: found for name in LIBRARIES if (found := _version(name))},
+        "versions": versions(LIBRARIES),
     }
 
 
@@ -95,13 +96,6 @@ def cpu_flags() -> list[str]:
     """What the processor has for matrix products: avx2, avx512*, amx*, *vnni."""
     flags = set(" ".join(_cpuinfo("flags")[:1] or _cpuinfo("Features")[:1]).split())
     return sorted(flag for flag in flags if flag in CPU_FLAGS or flag.startswith(("avx512", "amx", "sve", "asimd")))
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _cpuinfo(key: str) -> list[str]:

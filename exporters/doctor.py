@@ -4,7 +4,7 @@ import os
 import platform
 import tempfile
 from contextlib import closing
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from vitcompress.exporters.onnx_libraries import said_by
 from vitcompress.exporters.onnx_providers import PROVIDERS
 from vitcompress.exporters.onnx_session import Session
 from vitcompress.exporters.runner import RunnerOptions
+from vitcompress.installed import versions
 
 LIBRARIES = ("torch", "timm", "onnx", "onnxruntime", "onnxruntime-gpu", "numpy", "safetensors")
 NO_FORMAT = "-"
@@ -41,20 +42,13 @@ def examine() -> dict[str, Any]:
     """Versions, devices, formats, providers and optional packages as plain data. Nothing is changed."""
     return {
         "machine": {"system": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()},
-        "versions": {name: version for name in LIBRARIES if (version := _version(name))},
+        "versions": versions(LIBRARIES),
         "devices": _devices(),
         "export": {name: exporter.unavailable() for name, exporter in EXPORTERS.items()},
         "providers": {n: provider_problem(n) is None for n, found in PROVIDERS.items() if found.present},
         "targets": targets(),
         "optional": [_optional(package, *about) for package, about in OPTIONAL.items()],
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _devices() -> dict[str, str | None]:
@@ -92,7 +86,7 @@ def _no_device(name: str) -> str:
 
 
 def _target(name: str, export: str | None, run: str | None, packages: tuple[str, ...], *, gpu: bool) -> dict[str, Any]:
-    installed = [f"{package} {found}" for package in packages if (found := _version(package))]
+    installed = [f"{package} {version}" for package, version in versions(packages).items()]
     clocks = None if not gpu or util.find_spec("pynvml") else NO_CLOCKS
     return {"target": name, "export": export, "run": run, "measure": run or clocks, "version": ", ".join(installed)}
 

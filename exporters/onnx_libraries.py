@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from functools import cache
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 
 import onnxruntime as ort
@@ -60,15 +60,6 @@ def load_rtx() -> None:
 
 def rtx_installed() -> bool:
     return util.find_spec(PLUGIN) is not None
-
-
-def versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Versions of those that are installed."""
-    found = {}
-    for name in packages:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
 
 
 def prepared_cache(folder: Path) -> Path:

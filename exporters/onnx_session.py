@@ -20,6 +20,7 @@ from vitcompress.exporters.artifact import checked_sha256
 from vitcompress.exporters.cuda_queue import Queued
 from vitcompress.exporters.onnx_providers import CPU, Wish
 from vitcompress.exporters.runner import RunnerOptions, check_batch
+from vitcompress.installed import versions
 
 # A graph with a dynamic batch rightly keeps its shape arithmetic on the CPU; these must be where they were asked for.
 HEAVY = frozenset(
@@ -209,7 +210,7 @@ class Session:
             "device": self._device,
             "device_name": None if self._stream is None else torch.cuda.get_device_name(self._stream.device),
             "provider": self.provider,
-            "provider_versions": libraries.versions(self._provider.packages),
+            "provider_versions": versions(self._provider.packages),
             "provider_options": told,
             "nodes_on_cpu": self.elsewhere,
             "batch_range": None if self.batch_range is None else list(self.batch_range),

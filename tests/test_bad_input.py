@@ -46,12 +46,21 @@ def test_several_mistakes_are_shown_together() -> None:
         ("step.0.pruned_layers=0", "got 0, expected 1 or more"),
         ("run.amp=fp8", "expected one of none, fp16, bf16"),
         ("model.args.depth=none", "timm cannot build"),
+        ("model.args.dept=3", "did you mean depth?"),
+        ("model.args.patch_size=16", "it cannot take images of (1, 8, 8): Calculated padded input size"),
+        ("model.args.in_chans=0", "it cannot take images of (0, 8, 8)"),
         ("finetune.optimizer=adamq", "adamq"),
         ("export.opset=3", "opset 3"),
     ],
 )
 def test_wrong_types_and_ranges(setting: str, sentence: str) -> None:
     assert sentence in refused("recipe", "small.toml", "--set", setting)
+
+
+def test_a_model_without_a_classifier() -> None:
+    for count in (0, -3):
+        said = refused("recipe", "small.toml", "--structure-only", "--set", f"model.args.num_classes={count}")
+        assert f"num_classes is {count}" in said and "model.classes" in said
 
 
 def test_a_budget_larger_than_the_model() -> None:

@@ -19,7 +19,7 @@ PACKAGES = {
 # A module imports from its own level or from levels before it.
 LEVELS = [
     {"__init__", "errors", "progress", "recipes"},
-    {"assignments", "problems", "plan", "families.anatomy"},
+    {"assignments", "installed", "problems", "plan", "families.anatomy"},
     {"families"},
     {
         "budget",

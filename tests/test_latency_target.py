@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from vitcompress import models
+from vitcompress.bench import machine
 from vitcompress.distributed import Runtime
 from vitcompress.errors import InputError, PlanError
 from vitcompress.methods import METHODS, isomorphic
@@ -83,8 +84,20 @@ def test_a_whole_run_meets_the_latency_and_says_what_came_out(tmp_path: Path) ->
     target, widths = report["tables"]
     assert target["rows"][0][0] == "40 ms on torch" and len(target["rows"][0]) == len(target["columns"])
     assert {row[0] for row in widths["rows"]} >= {"residual", "blocks.0.mlp"}
-    assert any("Latency aimed at: 40 ms on torch; measured at the end: " in note for note in report["notes"])
+    (said,) = (note for note in report["notes"] if "Latency aimed at: 40 ms on torch; measured at the end: " in note)
+    assert "elsewhere" not in said
     assert not any("missed" in note for note in report["notes"])
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_run_that_ends_on_another_machine_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole(tmp_path / "run", "step.0.amount=40")
+    (tmp_path / "run" / "report.json").unlink()
+    here = machine.facts()
+    monkeypatch.setattr(machine, "facts", lambda: {**here, "cpu": "another"})
+    notes = whole(tmp_path / "run", "step.0.amount=40")["notes"]
+    (said,) = (note for note in notes if "measured at the end: " in note)
+    assert f"The widths were chosen by times taken elsewhere (cpu is {here['cpu']!r} there, 'another' here)." in said
 
 
 @pytest.mark.usefixtures("clock")

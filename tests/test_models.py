@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
 
 from vitcompress.errors import InputError, WeightsError
-from vitcompress.models import create, input_config
+from vitcompress.models import create, input_config, outline
 
 ARCH = "vit_tiny_patch16_224"
 SMALL = contract("plain").arch_args
@@ -61,6 +61,24 @@ def test_arguments_that_timm_refuses(arch: str, args: dict) -> None:
     with pytest.raises(InputError, match="timm cannot build vit_tiny") as caught:
         create(arch, args)
     assert not isinstance(caught.value, WeightsError)
+    assert "\n" not in caught.value.message and "model.args" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("arch", "args", "words", "hint"),
+    [
+        (ARCH, {"embed_dmi": 3}, "unexpected keyword argument 'embed_dmi'", "did you mean embed_dim?"),
+        (ARCH, {**SMALL, "num_heads": 3}, "should be divisible by num_heads", "model.args"),
+        (ARCH, {**SMALL, "num_heads": 0}, "ZeroDivisionError: .* in timm's `.*num_heads", "model.args"),
+        (ARCH, {**SMALL, "act_layer": "nope"}, "KeyError: 'nope' in timm's `.*name", "model.args"),
+        ("pvt_v2_b0", {"depths": [1]}, "AssertionError in timm's `assert.*num_stages", "model.args"),
+    ],
+)
+def test_refusals_of_timm_come_with_their_reason(arch: str, args: dict, words: str, hint: str) -> None:
+    for made_by in (create, outline):
+        with pytest.raises(InputError, match=words) as caught:
+            made_by(arch, args)
+        assert hint in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pth"])

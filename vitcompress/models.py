@@ -1,6 +1,10 @@
 """Dense timm models by name, with weights from timm's hub, a file or none, at any input size and class count."""
 
 import contextlib
+import inspect
+import re
+import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,7 +18,7 @@ from timm.models import pvt_v2, swin_transformer, vision_transformer
 from torch import Tensor, nn
 
 from vitcompress.checkpoint import load_tensors
-from vitcompress.errors import InputError, WeightsError, first_line, nearest
+from vitcompress.errors import InputError, WeightsError, did_you_mean, first_line, nearest
 
 # What brings checkpoints to a model's names and input size: position embeddings and tables are resampled.
 FILTERS = {
@@ -24,6 +28,7 @@ FILTERS = {
 }
 # What timm raises for arguments, or for weights, that do not fit a model.
 UNBUILDABLE = (TypeError, ValueError, AssertionError, RuntimeError, LookupError, AttributeError, ArithmeticError)
+UNKNOWN = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ def _build(arch: str, args: dict[str, Any], *, pretrained: bool, new_head: bool)
         if not pretrained:
             return model
     except (*UNBUILDABLE, OSError) as error:
-        raise InputError(f"timm cannot build {arch} with {args}: {error}", hint="check [model] args") from None
+        raise InputError(f"timm cannot build {arch} with {args}: {_said(error)}", hint=_way_out(arch, error)) from None
     try:
         _check_hub_classes(arch, args.get("num_classes"), new_head)
         model = timm.create_model(arch, pretrained=True, **args)
@@ -107,6 +112,45 @@ def _build(arch: str, args: dict[str, Any], *, pretrained: bool, new_head: bool)
             hint="give a local file with --weights PATH (.safetensors or .pth)",
         ) from None
     return model
+
+
+def check_answers(arch: str, args: Mapping[str, Any], outlined: nn.Module) -> None:
+    """Raise InputError for arguments with which timm builds a model that cannot classify an image.
+
+    outlined: the model on the meta device.
+    """
+    if (classes := int(getattr(outlined, "num_classes", 1))) < 1:
+        raise InputError(
+            f"{arch} with {args} has no classifier: num_classes is {classes}", hint="set model.classes to 1 or more"
+        )
+    size = input_config(outlined).size
+    try:
+        with torch.no_grad(), contextlib.suppress(NotImplementedError):  # no such operation without values
+            outlined(torch.zeros(2, *size, device="meta"))
+    except UNBUILDABLE as error:
+        raise InputError(
+            f"timm builds {arch} with {args}, but it cannot take images of {size}: {_said(error)}",
+            hint=_way_out(arch, error),
+        ) from None
+
+
+def _said(error: Exception) -> str:
+    """The words of timm, or of torch in its hands, in one line; where they say little, the statement that refused."""
+    words = " ".join(str(error).split())
+    if words and (isinstance(error, (ValueError, AssertionError, RuntimeError, OSError)) or UNKNOWN.search(words)):
+        return words
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "timm" in Path(frame.filename).parts]
+    return f"{type(error).__name__}{f': {words}' if words else ''} in timm's `{(own or frames)[-1].line}`"
+
+
+def _way_out(arch: str, error: Exception) -> str:
+    """The next step after arguments that timm does not take."""
+    if (found := UNKNOWN.search(str(error))) is None:
+        return "change what it names in model.args, as in --set model.args.depth=12"
+    kind = getattr(sys.modules[timm.model_entrypoint(arch.split(".")[0]).__module__], found[1], None)
+    close = did_you_mean(found[2], inspect.signature(kind).parameters) if isinstance(kind, type) else ""
+    return f"leave {found[2]} out of model.args{close}"
 
 
 def hub_classes(arch: str) -> int | None:

@@ -44,7 +44,8 @@ class Context:
 
     plan: what was already done to the model that the method is given. folder: the step's own, for resume state.
     train: the recipe's fine-tuning options, the default source of batch size and augmentation. teacher(): who teaches
-    during recovery, None where nobody does. latency: the clock, None where nothing can be measured.
+    during recovery, None where nobody does. latency: the clock, None where nothing can be measured. measured_on(): what
+    a latency belongs to, as plain data: hardware, versions, threads.
     """
 
     arch: str
@@ -60,6 +61,7 @@ class Context:
     train: TrainOptions
     teacher: Callable[[], nn.Module | None] = lambda: None
     latency: Clock | None = None
+    measured_on: Callable[[], Mapping[str, Any]] = dict
 
     def memo(self, name: str, compute: Callable[[], Any]) -> Any:
         """The JSON data of `compute()`, computed once and kept in the step's folder; every process gets the same."""

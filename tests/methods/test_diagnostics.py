@@ -1,5 +1,6 @@
-"""Gradient disparity and recovery asymmetry, as rows and as a plot."""
+"""Gradient disparity and recovery asymmetry, as rows and as curves."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,9 @@ import torch
 from method_world import context, model
 from torch.nn import functional
 
+from vitcompress.bench.figures import save
+from vitcompress.bench.pictures import charts_figure
+from vitcompress.checkpoint import read_json
 from vitcompress.methods import METHODS, depth, hetdpt
 from vitcompress.methods.depth import DepthOptions
 from vitcompress.methods.hetdpt import diagnostics
@@ -41,7 +45,7 @@ def test_gradient_is_what_closing_the_gate_a_little_does(tmp_path: Path) -> None
         assert row["mean"] == pytest.approx(slope, rel=1e-3, abs=1e-5)
 
 
-def test_recovery_rows_and_plot(tmp_path: Path) -> None:
+def test_recovery_rows(tmp_path: Path) -> None:
     made = model()
     before = {name: value.clone() for name, value in made.state_dict().items()}
     about = context(tmp_path, made)
@@ -51,9 +55,6 @@ def test_recovery_rows_and_plot(tmp_path: Path) -> None:
     ]
     assert all(0 <= row[state] <= 100 for row in rows for state in ("dense", "before", "after"))
     assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
-    gradients = diagnostics.gradient_disparity(made, about, BUDGET, images=12)
-    diagnostics.plot(gradients, rows, tmp_path / "plots" / "both.png")
-    assert (tmp_path / "plots" / "both.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_part_of_a_run_when_asked_for(tmp_path: Path) -> None:
@@ -66,8 +67,22 @@ def test_part_of_a_run_when_asked_for(tmp_path: Path) -> None:
         search=SearchOptions(factor=0.25, images_per_class=8),
     )
     METHODS["hetdpt"].plan(made, context(tmp_path, made), options)
-    assert {"gradient_disparity.json", "recovery_asymmetry.json", "diagnostics.png"} <= {
-        p.name for p in tmp_path.iterdir()
-    }
+    gradients, recovery = (
+        read_json(tmp_path / f"{name}.json") for name in ("gradient_disparity", "recovery_asymmetry")
+    )
+    curves = {chart.title.split(": ")[1].split(" (")[0]: chart for chart in METHODS["hetdpt"].charts(tmp_path)[-2:]}
+    disparity, asymmetry = curves["gradient disparity"], curves["recovery asymmetry"]
+    assert disparity.log and [list(line.y) for line in disparity.lines] == [
+        [row["magnitude"] for row in gradients if row["kind"] == kind] for kind in ("attention", "activation")
+    ]
+    assert [list(line.y) for line in asymmetry.lines] == [
+        [row[state] for row in recovery if row["kind"] == kind]
+        for kind in ("attention", "activation")
+        for state in ("before", "after")
+    ]
+    assert [any(line.gone) for line in asymmetry.lines] == [True, False] * 2
+    save(charts_figure(list(curves.values()), "diagnostics"), tmp_path / "drawn" / "both.png")
+    assert (tmp_path / "drawn" / "both.png").read_bytes().startswith(b"\x89PNG")
+    shutil.rmtree(tmp_path / "drawn")
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
     assert any(stage.rounds == 6 for stage in METHODS["hetdpt"].stages(options, 6))

@@ -11,6 +11,7 @@ from contracts import assert_moved, assert_same, build, contract, every_variant,
 from method_world import context, model
 from pydantic import TypeAdapter, ValidationError
 from torch.nn import functional
+from whole_runs import Told
 
 from vitcompress import cost, surgery
 from vitcompress.checkpoint import read_json
@@ -18,7 +19,7 @@ from vitcompress.data import eval_loader, subset
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.evaluate import evaluate
 from vitcompress.families import family_of
-from vitcompress.methods import METHODS, isomorphic
+from vitcompress.methods import METHODS, isomorphic, widths
 from vitcompress.methods.channel_scores import channel_scores, gradients, random_scores
 from vitcompress.methods.isomorphic import Alignment, Options
 from vitcompress.methods.widths import groups_of
@@ -170,6 +171,48 @@ def test_a_latency_is_aimed_at_with_the_clock_of_the_context(tmp_path: Path) -> 
         PlanError, match=r"1e-06 ms on onnxruntime cannot be reached: this structure allows [\d.]+ ms to [\d.]+ ms"
     ):
         isomorphic.plan(made, context(tmp_path / "beyond", made, latency=clock), beyond)
+
+
+def test_kept_latencies_belong_to_the_machine_that_they_were_taken_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two machines is twice as fast: its times are not mixed with the other's. Where a time is kept, no model is
+    sliced for it.
+    """
+    made, told, sliced = model(4, 32), Told(), list[str]()
+    real = widths._deployed
+    monkeypatch.setattr(
+        widths,
+        "_deployed",
+        lambda model, *about: (sliced.append(next(model.parameters()).device.type), real(model, *about))[1],
+    )
+
+    def kept(cpu: str, factor: float) -> dict[str, Any]:
+        (tmp_path / "widths.json").unlink(missing_ok=True)  # killed while it planned
+        options = Options(**HALF, target="latency", amount=0.5 * factor * whole, latency_on="torch")
+        around = context(
+            tmp_path,
+            made,
+            latency=lambda m, _: factor * sum(p.numel() for p in m.parameters()) / 1000,
+            measured_on=lambda: {"cpu": cpu, "versions": {"torch": "2"}},
+            progress=told,
+        )
+        isomorphic.plan(made, around, options)
+        found: dict[str, Any] = read_json(tmp_path / "widths.json")["target"]
+        return found
+
+    whole = sum(p.numel() for p in made.parameters()) / 1000
+    slow = kept("slow", 1.0)
+    assert slow["most"] == pytest.approx(whole) and not any("anew" in note for note in told.notes)
+    fast = kept("fast", 0.5)
+    assert (fast["most"], fast["reached"]) == (slow["most"] / 2, slow["reached"] / 2)
+    (line,) = (note for note in told.notes if "anew" in note)
+    assert line == (
+        "latencies on torch are measured anew: those kept were taken elsewhere (cpu is 'slow' there, 'fast' here)"
+    )
+    assert sliced.count("cpu") >= 6
+    sliced.clear()
+    assert kept("slow", 1.0) == slow and set(sliced) == {"meta"}  # shapes alone are sliced, to count what they cost
 
 
 def test_widths_are_aligned(tmp_path: Path) -> None:

@@ -232,10 +232,10 @@ def training_part(context: Context, images_per_class: int) -> Images:
     return subset(data.train, images_per_class, context.seed) if images_per_class else data.train
 
 
-def training_views(context: Context, images: int) -> EvalLoader:
-    """About `images` training images, class-balanced, seen through the evaluation transforms."""
+def training_views(context: Context, images: int, batch: int | None = None) -> EvalLoader:
+    """About `images` training images, class-balanced, seen through the evaluation transforms, `batch` at a time."""
     per_class = -(-images // len(context.data.classes))
-    return eval_loader(training_part(context, per_class), context.input, eval_batch(context), context.runtime)
+    return eval_loader(training_part(context, per_class), context.input, batch or eval_batch(context), context.runtime)
 
 
 def eval_batch(context: Context) -> int:

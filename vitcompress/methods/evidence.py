@@ -4,6 +4,7 @@ A table is plain data: {title, columns, rows}, every cell text. All comes from J
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,10 @@ def charts(folder: Path) -> list[Chart]:
         found.append(_entropy_chart(rows, choice))
     if (path := folder / "search_epochs.json").is_file():
         found.append(_search_chart(read_json(path)))
+    if (path := folder / "gradient_disparity.json").is_file():
+        found.append(_gradient_chart(read_json(path)))
+    if (path := folder / "recovery_asymmetry.json").is_file():
+        found.append(_recovery_chart(read_json(path)))
     return found
 
 
@@ -168,3 +173,22 @@ def _search_chart(records: Sequence[dict[str, Any]]) -> Chart:
         group = "attention" if site.endswith(".attn") else "activation"
         lines.append(Line(site, epochs, scores, [site in ends] * len(own), site if site in ends else "", group))
     return Chart("HetDPT step 2: learnable scores, the lowest one goes", "epoch", "score", lines)
+
+
+def _gradient_chart(rows: Sequence[dict[str, Any]]) -> Chart:
+    lines = [_line(kind, [(r["index"], r["magnitude"]) for r in own]) for kind, own in _by_kind(rows).items()]
+    return Chart("HetDPT: gradient disparity", "block", "mean |d loss / d m|", lines, log=True)
+
+
+def _recovery_chart(rows: Sequence[dict[str, Any]]) -> Chart:
+    """Before fine-tuning each curve is faint, as what is removed is: nothing has made up for the layer yet."""
+    lines = []
+    for kind, own in _by_kind(rows).items():
+        before, after = (_line(kind, [(r["index"], r[state]) for r in own]) for state in ("before", "after"))
+        lines += [replace(before, gone=[True] * len(own)), replace(after, mark=f"{kind}, fine-tuned")]
+    title = "HetDPT: recovery asymmetry (faint: not fine-tuned)"
+    return Chart(title, "block without its layer", "held-out top-1, %", lines)
+
+
+def _by_kind(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    return {kind: [row for row in rows if row["kind"] == kind] for kind in dict.fromkeys(row["kind"] for row in rows)}

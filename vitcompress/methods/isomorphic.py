@@ -24,6 +24,7 @@ from vitcompress.budget import Counts, Group, Met, Target, Units
 from vitcompress.checkpoint import read_json
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space
+from vitcompress.methods import latencies
 from vitcompress.methods.channel_scores import Criterion, random_scores, scored
 from vitcompress.methods.charts import Chart, ranked
 from vitcompress.methods.depth import Stage
@@ -142,7 +143,7 @@ def _unscored(
     _check(options)
     spaces = family.spaces(model)
     groups = groups_of(spaces, random_scores(spaces, 0), options.scope)
-    timed = None if clock is None else lambda candidate, delta: clock(candidate, options.latency_on)
+    timed = None if clock is None else latencies.once(clock, options.latency_on)
     return groups, Sizes(model, spaces, groups, base, timed)
 
 
@@ -201,18 +202,12 @@ def _check(options: Options) -> None:
 
 
 def _clock(context: Context, options: Options) -> Timed | None:
-    """What tells the latency of a model on the runtime asked for; what it told is kept, so a run can be continued."""
-    measure = context.latency
-    if options.target == "latency" and measure is None:
-        raise PlanError("nothing here can measure a latency", hint="set target to macs or params")
-    if measure is None:
+    """What tells the latency of a model on the runtime asked for; None where none is aimed at."""
+    if options.target != "latency":
         return None
-
-    def latency(candidate: nn.Module, delta: Plan) -> float:
-        name = f"latency-{options.latency_on}-{delta.digest[:16]}"
-        return float(context.memo(name, lambda: measure(candidate, options.latency_on)))
-
-    return latency
+    if context.latency is None:
+        raise PlanError("nothing here can measure a latency", hint="set target to macs or params")
+    return latencies.kept(context, context.latency, options.latency_on)
 
 
 def _sentence(found: Mapping[str, Any]) -> str:

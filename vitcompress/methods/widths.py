@@ -6,6 +6,7 @@ channels of a head, which all heads of an attention and its q, k and v share.
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Literal
 
 from torch import Tensor, nn
@@ -19,7 +20,8 @@ from vitcompress.plan import Plan
 Scope = Literal["isomorphic", "global", "local"]
 ALL = "all"  # the scope of everything but heads, where nothing is told apart
 MILLION, GIGA = 1e6, 1e9
-Timed = Callable[[nn.Module, Plan], float]  # (model as deployed, what was taken from it) -> milliseconds
+Made = Callable[[], nn.Module]  # a model that is made only where it is needed
+Timed = Callable[[Made, Plan], float]  # (model as deployed, what was taken from it) -> milliseconds
 
 
 def groups_of(spaces: Sequence[Space], scores: Scores, scope: Scope) -> tuple[Group, ...]:
@@ -127,7 +129,7 @@ class Sizes:
         """Milliseconds of the model as it will be deployed."""
         assert self.clock is not None
         delta = self.delta(counts)
-        return self.clock(_deployed(self.model, self.base, delta), delta)
+        return self.clock(partial(_deployed, self.model, self.base, delta), delta)
 
 
 def _deployed(model: nn.Module, base: Plan, delta: Plan) -> nn.Module:

@@ -23,8 +23,10 @@ from vitcompress.evaluate import calibration_images, judged, mcnemar
 from vitcompress.exporters import gate
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.methods import METHODS
+from vitcompress.methods.latencies import elsewhere
 from vitcompress.pipeline.exports import class_names, drop_failed, exported, islands_told, plan_of, runnable
 from vitcompress.pipeline.job import Job
+from vitcompress.pipeline.latency import measured_on
 from vitcompress.pipeline.preflight import chosen_by
 from vitcompress.pipeline.stages import UNFOLDED, UNFOLDED_PLAN
 from vitcompress.plan import Plan
@@ -227,7 +229,7 @@ def _remarks(job: Job) -> Iterator[str]:
     for number, step in enumerate(job.recipe.steps):
         yield from METHODS[step.method].remarks(job.step_folder(number))
         if METHODS[step.method].timed(step.options) is not None:
-            yield from _latency_at_the_end(job, step.options)
+            yield from _latency_at_the_end(job, step.options, job.step_folder(number))
     if job.structure_only:
         yield "Nothing was trained or scored: cost and speed are those of this structure, accuracy is not known."
     if job.recipe.model.weights == "random":
@@ -242,12 +244,14 @@ def _remarks(job: Job) -> Iterator[str]:
         yield "Measured on a CPU: ratios to other hardware do not carry over."
 
 
-def _latency_at_the_end(job: Job, options: Any) -> Iterator[str]:
+def _latency_at_the_end(job: Job, options: Any, folder: Path) -> Iterator[str]:
     """What a step that aimed at a latency came to after everything else, where its runtime was measured again."""
+    other = elsewhere(folder, options.latency_on, measured_on(job))
+    planned = f" The widths were chosen by times taken elsewhere ({other})." if other else ""
     for entry in _read(job.folder / recorded.BENCH) or ():
         row = entry["rows"][1]
         if row["runtime"] == options.latency_on:
             yield (
                 f"Latency aimed at: {options.amount:g} ms on {row['runtime']}; measured at the end: "
-                f"{row['latency_ms']['p50']:.4g} ms (median, {row['protocol']}, batch {row['batch']})."
+                f"{row['latency_ms']['p50']:.4g} ms (median, {row['protocol']}, batch {row['batch']}).{planned}"
             )

@@ -7,13 +7,13 @@ over takes away only what runs write.
 import shutil
 import tempfile
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
+from vitcompress.assignments import differences
 from vitcompress.bench import report as reports
 from vitcompress.checkpoint import write_text, writing
 from vitcompress.errors import OutputError, RecipeError
@@ -137,24 +137,12 @@ def _spelled_out(text: str) -> str:
 def difference(there: str, here: str) -> str:
     """The first settings that differ between two recipe texts, by their full names."""
     try:
-        before, now = dict(_settings(tomllib.loads(there))), dict(_settings(tomllib.loads(here)))
+        told = differences(tomllib.loads(there), tomllib.loads(here))
     except tomllib.TOMLDecodeError:
         return "its recipe.toml is not readable"
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    told = [f"{name} is {before.get(name, 'not set')} there, {now.get(name, 'not set')} here" for name in names[:3]]
-    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
-    if not names:
+    if not told:
         return "structure only there" if STRUCTURE_ONLY in there else "written by another version, or structure only"
-    return "; ".join([*told, *more])
-
-
-def _settings(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """`("finetune.epochs", "10")` for every leaf."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
-    if items is None:
-        yield name, repr(value)
-    for key, inner in items or ():
-        yield from _settings(inner, f"{name}.{key}" if name else str(key))
+    return "; ".join(told)
 
 
 def check_writable(folder: Path) -> None:

@@ -6,12 +6,13 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from vitcompress import checkpoint, distributed, models, surgery
-from vitcompress.bench import suite
+from vitcompress.bench import machine, suite
 from vitcompress.errors import InputError
 from vitcompress.exporters.onnx_graph import ONNX
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
@@ -53,6 +54,11 @@ def latency_ms(job: Job, model: nn.Module, runtime: str) -> float:
     """
     found = _measured(job, model, runtime) if job.runtime.is_main else None
     return float(job.runtime.broadcast(found))
+
+
+def measured_on(job: Job) -> dict[str, Any]:
+    """What a latency belongs to beside the model and the recipe: hardware, versions, device, threads."""
+    return {**machine.facts(), "device": str(job.runtime.device), "threads": job.recipe.run.threads}
 
 
 def _measured(job: Job, model: nn.Module, runtime: str) -> float:

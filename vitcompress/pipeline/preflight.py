@@ -103,6 +103,7 @@ def described(
     classes = len(data.classes) if data is not None else recipe.model.classes
     args = dict(recipe.model.args) | ({"num_classes": classes} if classes else {})
     blank = models.outline(recipe.model.name, args)
+    models.check_answers(recipe.model.name, args, blank)
     return Job(
         recipe,
         folder,

@@ -20,7 +20,7 @@ from vitcompress.gates import GATED_KINDS, GatedModel
 from vitcompress.methods import METHODS
 from vitcompress.pipeline.folder import sole_user, sweep
 from vitcompress.pipeline.job import Job
-from vitcompress.pipeline.latency import latency_ms
+from vitcompress.pipeline.latency import latency_ms, measured_on
 from vitcompress.pipeline.teachers import teacher
 from vitcompress.plan import Plan
 from vitcompress.train import TrainOptions, TrainResult, train
@@ -185,6 +185,7 @@ def _context(job: Job, dense: nn.Module, plan: Plan, folder: Path) -> Context:
         job.recipe.finetune,
         lambda: _teacher(job, dense),
         partial(latency_ms, job),
+        partial(measured_on, job),
     )
 
 

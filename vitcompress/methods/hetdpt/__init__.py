@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 from torch import nn
 
-from vitcompress.errors import MissingExtraError, PlanError
+from vitcompress.errors import PlanError
 from vitcompress.families import Family
 from vitcompress.methods import depth
 from vitcompress.methods.depth import KINDS, DepthOptions, Kind, Stage
@@ -180,19 +180,14 @@ def allocation_stages(options: AllocationOptions, prunable: int) -> list[Stage]:
 
 
 def diagnose(model: nn.Module, context: Context, options: Options) -> None:
-    """Measure both observations; `gradient_disparity.json`, `recovery_asymmetry.json` and, with matplotlib, a plot."""
+    """Measure both observations; `gradient_disparity.json` and `recovery_asymmetry.json`, drawn with the rest."""
     context.progress.stage("HetDPT diagnostics")
-    gradients = context.memo(
+    context.memo(
         "gradient_disparity", lambda: diagnostics.gradient_disparity(model, context, options, options.te.images)
     )
-    recovery = context.memo(
+    context.memo(
         "recovery_asymmetry", lambda: diagnostics.recovery_asymmetry(model, context, options, options.collection)
     )
-    if context.runtime.is_main:
-        try:
-            diagnostics.plot(gradients, recovery, context.folder / "diagnostics.png")
-        except MissingExtraError as error:
-            context.progress.note(f"{error.message}; {error.hint}")
 
 
 def _listed(options: Options, which: Literal["published", "example"]) -> dict[Kind, Sequence[int]]:

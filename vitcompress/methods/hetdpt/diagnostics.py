@@ -7,18 +7,15 @@ attention, and a short fine-tuning brings both back to much the same. Neither is
 """
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from vitcompress import checkpoint
-from vitcompress.errors import MissingExtraError
 from vitcompress.families import Site
 from vitcompress.methods.depth import (
     KINDS,
@@ -35,7 +32,6 @@ from vitcompress.methods.hetdpt.collection import CollectionOptions
 from vitcompress.workspace import Context
 
 Record = dict[str, Any]
-COLOURS = {"attention": "tab:blue", "activation": "tab:orange"}
 
 
 def gradient_disparity(model: nn.Module, context: Context, budget: DepthOptions, images: int = 10_240) -> list[Record]:
@@ -116,34 +112,3 @@ def _recovery(
 
 def _key(site: Site) -> str:
     return f"recovery_{site.kind}_{site.index:02d}"
-
-
-def plot(gradients: Sequence[Record], recovery: Sequence[Record], path: Path) -> None:
-    """Draw what was measured: gradients per block on a log scale, accuracy before and after recovery. Raises
-    MissingExtraError without matplotlib.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError("matplotlib", "plots", need="the plot of the diagnostics") from None
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    for kind in KINDS:
-        rows = [row for row in gradients if row["kind"] == kind]
-        left.semilogy([r["index"] for r in rows], [r["magnitude"] for r in rows], "o-", color=COLOURS[kind], label=kind)
-        rows = [row for row in recovery if row["kind"] == kind]
-        for state, style in (("before", "x:"), ("after", "o-")):
-            right.plot(
-                [r["index"] for r in rows],
-                [r[state] for r in rows],
-                style,
-                color=COLOURS[kind],
-                label=f"{kind}, {state} fine-tuning",
-            )
-    left.set(xlabel="block", ylabel="mean |d loss / d m|", title="gradient disparity")
-    right.set(xlabel="block without its layer", ylabel="held-out top-1, %", title="recovery asymmetry")
-    left.legend()
-    right.legend()
-    checkpoint.write(path, lambda beside: figure.savefig(beside, format=path.suffix[1:]))

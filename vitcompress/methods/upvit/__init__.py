@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from vitcompress.families import Family
-from vitcompress.methods.depth import Stage
+from vitcompress.methods.depth import Stage, training_views
 from vitcompress.methods.upvit.blocks import removal
 from vitcompress.methods.upvit.evidence import charts, remarks, tables
 from vitcompress.methods.upvit.goal import Goal, goal_of, left
 from vitcompress.methods.upvit.importance import Component, components
 from vitcompress.methods.upvit.options import Options
 from vitcompress.methods.upvit.regroup import best, regrouped
-from vitcompress.methods.upvit.scoring import UNMEASURED, block_removal, orders, proxy, warn_of_few
+from vitcompress.methods.upvit.scoring import PROXY_BATCH, UNMEASURED, block_removal, orders, warn_of_few
 from vitcompress.plan import Plan
 from vitcompress.workspace import Context
 
@@ -36,7 +36,7 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
         PlanError: the target is no smaller version of the model, or heads and widths do not divide.
     """
     goal = goal_of(model, context.family, context.plan, options)
-    loader = proxy(context, options.images)
+    loader = training_views(context, options.images, PROXY_BATCH)
     warn_of_few(context, options, goal, loader)
     model.to(context.runtime.device)
     try:

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitcompress.loaders import EvalLoader, eval_loader
+from vitcompress.loaders import EvalLoader
 from vitcompress.methods.channel_scores import channel_scores, random_scores
-from vitcompress.methods.depth import training_part
+from vitcompress.methods.depth import training_views
 from vitcompress.methods.upvit.blocks import Candidate, candidates, removal, scores, without
 from vitcompress.methods.upvit.fisher import estimates
 from vitcompress.methods.upvit.goal import Goal
@@ -21,12 +21,6 @@ from vitcompress.workspace import Context
 PROXY_BATCH = 64  # images whose answers are compared together
 FEW_IMAGES = 1000
 UNMEASURED = ("magnitude", "random")  # scores that need no images
-
-
-def proxy(context: Context, images: int) -> EvalLoader:
-    """About `images` training images, the same number of each class, through the evaluation transforms."""
-    per_class = -(-images // len(context.data.classes))
-    return eval_loader(training_part(context, per_class), context.input, PROXY_BATCH, context.runtime)
 
 
 def warn_of_few(context: Context, options: Options, goal: Goal, loader: EvalLoader) -> None:
@@ -97,7 +91,7 @@ def orders(
     if options.score != "exact" and (options.score == "fisher" or options.screen == "fisher"):
         screen = context.memo("fisher", lambda: _fisher(model, context, options, wanted, loader))
     elif options.score == "screened":
-        few = proxy(context, options.screen_images)
+        few = training_views(context, options.screen_images, PROXY_BATCH)
         screen = _exact(model, context, options, wanted, few, {}, "screen")
     if options.score == "fisher":
         return {name: least_first(scores) for name, scores in screen.items()}

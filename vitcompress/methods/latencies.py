@@ -1,0 +1,52 @@
+"""Latencies of candidates, measured while a step plans and kept in its folder, so that a run can be continued.
+
+A time belongs to what it was taken on. Where the run goes on elsewhere (another machine, another version of a runtime,
+another number of threads), times from before would mix two clocks: they are left alone, and measured anew.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vitcompress.assignments import differences
+from vitcompress.checkpoint import read_json
+from vitcompress.methods.widths import Made, Timed
+from vitcompress.plan import Plan
+from vitcompress.workspace import Clock, Context
+
+
+def kept(context: Context, measure: Clock, runtime: str) -> Timed:
+    """What tells the milliseconds of a candidate on `runtime` by `measure`, and does so once for a plan and machine."""
+    here = context.runtime.broadcast(dict(context.measured_on()) if context.runtime.is_main else None)
+    key = _key(here)
+    if context.runtime.is_main and (other := elsewhere(context.folder, runtime, here)):
+        context.progress.note(f"latencies on {runtime} are measured anew: those kept were taken elsewhere ({other})")
+    context.memo(f"measured-on-{runtime}-{key}", lambda: here)
+
+    def latency(made: Made, delta: Plan) -> float:
+        return float(context.memo(f"latency-{runtime}-{key}-{delta.digest[:16]}", lambda: measure(made(), runtime)))
+
+    return latency
+
+
+def once(measure: Clock, runtime: str) -> Timed:
+    """As `kept`, of a step that has no folder yet."""
+
+    def latency(made: Made, delta: Plan) -> float:
+        return measure(made(), runtime)
+
+    return latency
+
+
+def elsewhere(folder: Path, runtime: str, here: Mapping[str, Any]) -> str:
+    """How the surroundings in which a step's times of `runtime` were taken differ from `here`; empty where none do."""
+    paths = sorted(folder.glob(f"measured-on-{runtime}-*.json"), key=lambda path: path.stat().st_mtime)
+    if not paths or any(path.stem.endswith(_key(here)) for path in paths):
+        return ""
+    return "; ".join(differences(read_json(paths[-1]), here))
+
+
+def _key(here: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(here, sort_keys=True).encode()).hexdigest()[:12]
