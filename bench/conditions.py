@@ -1,5 +1,6 @@
 """Under which conditions something was measured, and what a reader should know before believing it."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ PAPER = (
     "the tail (100 runs carry no p99)",
     "here the device is waited for between warm-up and measurement, and fp32 is without TF32 in products and in "
     "convolutions; the published script did not wait, and left TF32 on in convolutions, torch's default",
+    f"here the timed runs come in up to {timing.ROUNDS} blocks, in which artifacts take turns; each block begins with "
+    "one more run that is not timed. The published script times all runs of one model in a row",
 )
 
 
@@ -53,13 +56,14 @@ def watched(runners: Sequence[Mapping[str, Any]]) -> Iterator[Watched]:
         except LookupError as error:
             reason = str(error)
     watch = Watched(*_counter(runners, gpu, reason))
-    before, used = machine.cpu_state(), machine.cpu_seconds()
+    before, used, stopped = machine.cpu_state(), machine.cpu_seconds(), machine.held_back()
     with telemetry.Watch(gpu) as look:
         yield watch
     watch.found = {
         "cpu_before": before,
         "cpu_after": machine.cpu_state(),
         "other_processes_cores": machine.others_cores(used, machine.cpu_seconds()),
+        "held_back_by_quota": None if stopped is None else (machine.held_back() or 0) - stopped,
         "host_peak_bytes": machine.peak_bytes(),
         "gpu": look.summary(),
         "gpu_unwatched": reason,
@@ -112,12 +116,13 @@ def _peak_of(pid: int) -> int | None:
 
 def input_in_words(known: Mapping[str, Any]) -> str:
     """What is fed, and whether its way is timed."""
+    what = "bytes of standard normal images" if known.get("input_type") == "uint8" else "standard normal"
     if str(known["device"]).startswith("cpu"):
-        return "standard normal, in the host's memory, where the model computes; there is nothing to transfer"
+        return f"{what}, in the host's memory, where the model computes; there is nothing to transfer"
     if known["transfers"]:
         kind = "ordinary" if known["runtime"] == "onnxruntime" else "page-locked"
-        return f"standard normal, from the host's {kind} memory; transfers of images and logits are timed"
-    return "standard normal, resident on the device; transfers are not timed"
+        return f"{what}, from the host's {kind} memory; transfers of images and logits are timed"
+    return f"{what}, resident on the device; transfers are not timed"
 
 
 def left_out(protocol: timing.Protocol, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -134,6 +139,8 @@ def disturbances(found: Mapping[str, Any]) -> Iterator[str]:
     """Why the figures may be wrong: others used the processor, or it was slowed down."""
     if (others := found["other_processes_cores"] or 0.0) > machine.DISTURBED:
         yield f"other processes kept {others:.1f} of {machine.usable_cores()} cores busy meanwhile"
+    if stops := found.get("held_back_by_quota"):
+        yield f"the container was stopped {stops} times because its share of the processor was used up"
     gpu = found["gpu"] or {}
     if gpu.get("foreign_processes"):
         yield f"other processes used the GPU: {', '.join(map(str, gpu['foreign_processes']))}"
@@ -146,8 +153,37 @@ def warnings(samples: Sequence[timing.Samples], rows: Sequence[Mapping[str, Any]
     for one, row in zip(samples, rows, strict=True):
         name = f"{one.name}, batch {one.batch}"
         if one.drifted:
-            yield f"{name}: times drifted by {one.drift:+.1%} from the first to the last third"
+            yield f"{name}: times drifted by {100 * (one.drift or 0.0):+.1f} % from the first to the last third"
         if (one.variation or 0.0) > NOISY.get(str(row["device"]).partition(":")[0], NOISY["cpu"]):
-            yield f"{name}: noisy, the runs vary by {one.variation:.1%} (standard deviation over mean)"
+            yield f"{name}: noisy, the runs vary by {100 * (one.variation or 0.0):.1f} % (standard deviation over mean)"
         if one.settled is False:
             yield f"{name}: times had not settled after {one.warmup_seconds:.0f} s"
+
+
+def unlike(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """In what artifacts that are compared differ, other than in what was done to make them faster."""
+    on_cpu = [row for row in rows if str(row["device"]).startswith("cpu")]
+    about = (("image sizes", "input_size", rows), ("numbers of classes", "classes", rows), ("devices", "device", rows))
+    for words, key, those in (*about, ("numbers of threads", "threads", on_cpu)):
+        values: dict[str, list[str]] = {}
+        for row in those:
+            if row.get(key) is not None:
+                values.setdefault(_shown(row[key]), []).append(str(row["artifact"]))
+        if len(values) > 1:
+            told = "; ".join(f"{value}: {', '.join(dict.fromkeys(names))}" for value, names in values.items())
+            yield f"the ratios compare different {words} ({told})"
+
+
+def _shown(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def crowded(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Who uses more threads than there are cores for them."""
+    quota = machine.quota_cores()
+    cores = min(machine.usable_cores(), quota or math.inf)
+    for row in rows:
+        threads = row.get("threads")
+        if str(row["device"]).startswith("cpu") and isinstance(threads, int) and threads > cores:
+            why = "cores" if quota is None or quota > cores else "cores' worth of time that this container may use"
+            yield f"{row['artifact']}: {threads} threads on {cores:g} {why}; give --threads {max(1, int(cores))}"

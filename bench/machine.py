@@ -1,5 +1,6 @@
 """What a measurement was taken on, read and never changed."""
 
+import contextlib
 import os
 import platform
 import sys
@@ -25,7 +26,10 @@ LIBRARIES = (
 )
 CPU_FLAGS = ("avx2", "avx_vnni", "f16c", "bf16", "i8mm")
 GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+CGROUP = Path("/sys/fs/cgroup")  # of this process, as containers see it: cgroup v2, or v1 below `cpu`
+PROC = Path("/proc")
 DISTURBED = 0.25  # cores that other processes use, from which a measurement is called disturbed
+SHORTEST = 0.5  # seconds from which the kernel's counters, in hundredths of one, tell of others
 
 
 def facts() -> dict[str, Any]:
@@ -37,7 +41,8 @@ def facts() -> dict[str, Any]:
         "cpu_flags": cpu_flags(),
         "cpu_cores": os.cpu_count(),
         "cpu_cores_usable": usable_cores(),
-        "memory_gb": _memory_gb(),
+        "cpu_quota_cores": quota_cores(),
+        "memory_gib": _memory_gib(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "environment": {k: v for k, v in os.environ.items() if k.endswith("_NUM_THREADS")},
@@ -56,21 +61,65 @@ def load_average() -> float | None:
 
 
 def cpu_seconds() -> tuple[float, float, float] | None:
-    """Wall-clock time, and processor time used so far by all processes and by this one; None where it is not told."""
-    stat = Path("/proc/stat")
+    """Wall-clock time, and processor time used so far on the cores that this process may use: by everyone, and by this
+    process and those that it has started. None where the system does not tell.
+    """
+    stat = PROC / "stat"
     if not stat.is_file():
         return None
-    user, nice, system, _, _, irq, softirq = map(int, stat.read_text().split()[1:8])
+    usable = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    cores = [line.split() for line in stat.read_text().splitlines() if line.partition(" ")[0] in usable]
+    # user, nice, system, irq, softirq: all but idle and waiting; what guests use is part of user.
+    ticks = sum(int(core[field]) for core in cores for field in (1, 2, 3, 6, 7))
+    return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), _family_seconds()
+
+
+def _family_seconds() -> float:
+    """Processor time of this process and of all that it has started: an engine runs in a process of its own."""
     own = os.times()
-    return time.monotonic(), (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK"), own.user + own.system
+    below: dict[int, list[tuple[int, int]]] = {}
+    for entry in PROC.glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it may end meanwhile
+            fields = entry.read_text().rpartition(")")[2].split()
+            parent, ticks = int(fields[1]), sum(map(int, fields[11:15]))  # its own, and of its children that ended
+            below.setdefault(parent, []).append((int(entry.parent.name), ticks))
+    total, open_ = 0, [os.getpid()]
+    while open_:
+        for pid, ticks in below.get(open_.pop(), []):
+            total += ticks
+            open_.append(pid)
+    return sum((own.user, own.system, own.children_user, own.children_system)) + total / os.sysconf("SC_CLK_TCK")
 
 
 def others_cores(before: tuple[float, float, float] | None, after: tuple[float, float, float] | None) -> float | None:
-    """Cores that other processes kept busy between two `cpu_seconds`."""
-    if before is None or after is None or after[0] <= before[0]:
+    """Cores that other processes kept busy between two `cpu_seconds`; None for a time too short to tell."""
+    if before is None or after is None or after[0] - before[0] < SHORTEST:
         return None
     wall, everyone, own = (b - a for a, b in zip(before, after, strict=True))
-    return max(0.0, (everyone - own) / wall)
+    return min(max(0.0, (everyone - own) / wall), float(usable_cores()))
+
+
+def quota_cores(folder: Path = CGROUP) -> float | None:
+    """Cores' worth of time that a container may use, which is not how many cores it sees; None without a limit."""
+    try:
+        if (folder / "cpu.max").is_file():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = (
+                (folder / "cpu" / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")
+            )
+        return int(quota) / int(period) if quota.isdecimal() else None
+    except (OSError, ValueError):
+        return None
+
+
+def held_back(folder: Path = CGROUP) -> int | None:
+    """How many times so far the container was stopped because its quota was used up; None where that is not told."""
+    for stat in (folder / "cpu.stat", folder / "cpu" / "cpu.stat"):
+        if stat.is_file():
+            known = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines() if " " in line)
+            return int(known["nr_throttled"]) if "nr_throttled" in known else None
+    return None
 
 
 def peak_bytes() -> int | None:
@@ -110,7 +159,7 @@ def _cpu_name() -> str:
     return next(iter(_cpuinfo("model name")), "") or platform.processor() or platform.machine()
 
 
-def _memory_gb() -> float | None:
+def _memory_gib() -> float | None:
     try:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     except (AttributeError, ValueError, OSError):

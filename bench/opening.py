@@ -40,7 +40,12 @@ def open_all(
         ArtifactError, DeviceError: one of them cannot be run as asked.
         InputError: unknown variants, or a setting that a runtime does not have.
     """
-    wanted = settings(variants, options.device) if variants else {}
+    wanted = {} if variants is None else settings(variants, options.device)
+    if wanted and not any(map(_in_torch, artifacts)):
+        raise InputError(
+            "--variants are settings of torch, and nothing that was given runs in torch",
+            hint="leave --variants out, or add a run folder or timm:NAME",
+        )
     runners = []
     for artifact in artifacts:
         for runner in _opened(artifact, options, wanted):
@@ -50,11 +55,15 @@ def open_all(
     return runners
 
 
+def _in_torch(artifact: str | Path) -> bool:
+    return str(artifact).startswith(TIMM) or Path(artifact).is_dir()
+
+
 def _opened(artifact: str | Path, options: RunnerOptions, wanted: dict[str, dict[str, Any]]) -> Iterator[Runner]:
     name = str(artifact)
     if name.startswith(TIMM_ONNX):
         yield _timm_onnx(name, options)
-    elif wanted and (name.startswith(TIMM) or Path(artifact).is_dir()):
+    elif wanted and _in_torch(artifact):
         for variant, changes in wanted.items():
             runner = open_runner(artifact, replace(options, **changes))
             runner.name = f"{name} {variant}"
@@ -67,6 +76,8 @@ def settings(variants: str, device: str | None) -> dict[str, dict[str, Any]]:
     """`fp32,fp16+compile` as changes of RunnerOptions by name; `all`: what this kind of device has."""
     kind = str(device or "cpu").partition(":")[0]
     names: Sequence[str] = [name.strip() for name in variants.split(",") if name.strip()]
+    if not names:
+        raise InputError(f"no variant is named in {variants!r}", hint="as in --variants fp32,fp16+compile, or all")
     if names == ["all"]:
         names = (*ALL.get(kind, ()), *(("fp32+compile",) if kind == "cpu" and shutil.which("c++") else ()))
     found = {}

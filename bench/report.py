@@ -95,8 +95,7 @@ def counted(accuracy: Mapping[str, Any]) -> str:
 
 
 def interval(ratio: Mapping[str, Any]) -> str:
-    low, high = ratio["ci95"]
-    return f"95 % interval {low:.2f} to {'open' if high is None else f'{high:.2f}'}"
+    return deployed.between(ratio["ci95"])
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -139,7 +138,8 @@ def _speed_rows(entry: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]
     ratio = entry["ratios"][0]
     where = f"{dense['runtime']} {dense['device']} {dense['precision']}, batch {dense['batch']}"
     before, after = dense["latency_ms"]["p50"], compressed["latency_ms"]["p50"]
-    yield f"latency, median ({where})", f"{before:.2f} ms", f"{after:.2f} ms", change(before, after)
+    shown = [f"{deployed.milliseconds(value)} ms" for value in (before, after)]
+    yield f"latency, median ({where})", shown[0], shown[1], change(before, after)
     faster = f"{ratio['median']:.2f}x ({interval(ratio)}): {ratio['verdict']}"
     rates = [f"{deployed.rate(row['images_per_second'])} images/s" for row in (dense, compressed)]
     yield f"throughput ({where})", rates[0], rates[1], faster
@@ -170,15 +170,15 @@ def cost_table(report: Mapping[str, Any]) -> Table:
 def bench_table(entries: Sequence[Mapping[str, Any]]) -> Table:
     """One row per artifact and runtime."""
     columns = ("artifact", "runtime", "precision", "threads", "protocol", "images/s", "p50 ms", "p90 ms", "max ms")
-    rows = []
-    for row in (row for entry in entries for row in entry["rows"]):
+    rows, measured = [], [row for entry in entries for row in entry["rows"]]
+    for row, name in zip(measured, deployed.short([row["artifact"] for row in measured]), strict=True):
         latency = [row["latency_ms"].get(key) for key in ("p50", "p90", "max")]
-        times = ["" if value is None else f"{value:.3f}" for value in latency]
+        times = ["" if value is None else deployed.milliseconds(value) for value in latency]
         how = "".join(f" +{name.replace('_', ' ')}" for name in ("compile", "cuda_graph", "transfers") if row.get(name))
         how += " +uint8" if row.get("input_type") == "uint8" else ""  # its normalisation is timed, too
         where = f"{row['runtime']} {row['device']}"
-        about = (Path(row["artifact"]).name, where, f"{row['precision']}{how}", str(row["threads"]))
-        rows.append((*about, row["protocol"], f"{row['images_per_second']:,.1f}", *times))
+        about = (name, where, f"{row['precision']}{how}", str(row["threads"]))
+        rows.append((*about, row["protocol"], deployed.rate(row["images_per_second"]), *times))
     return Table("Speed", columns, tuple(rows))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitcompress.bench import conditions, timing
+from vitcompress.bench import conditions, deployed, timing
 from vitcompress.bench.opening import open_all
 from vitcompress.errors import InputError
 from vitcompress.exporters.runner import TimedCall
@@ -119,11 +119,14 @@ def compare(runners: Sequence[Runner], options: BenchOptions, progress: Progress
     """`run` for runners that are open already; they stay open."""
     parts = [_at_batch(runners, options, protocol, progress) for protocol in options.resolved()]
     together: dict[str, Any] = {
-        name: tuple(item for part in parts for item in getattr(part, name))
-        for name in ("rows", "ratios", "warnings", "disturbed")
+        name: tuple(item for part in parts for item in getattr(part, name)) for name in ("rows", "ratios")
+    }
+    said = {  # what holds for several batches is said once
+        name: tuple(dict.fromkeys(words for part in parts for words in getattr(part, name)))
+        for name in ("warnings", "notes", "disturbed")
     }
     about = {**parts[0].machine, "conditions": [part.machine["conditions"] for part in parts]}
-    return Bench(**together, machine=about, fail_under=options.fail_under, notes=parts[0].notes)
+    return Bench(**together, **said, machine=about, fail_under=options.fail_under)
 
 
 def _at_batch(
@@ -136,7 +139,7 @@ def _at_batch(
     ratios = [asdict(timing.ratio(samples[0], later)) for later in samples[1:]]
     about = {**conditions.facts(), "conditions": watch.found}
     disturbed = tuple(conditions.disturbances(watch.found))
-    warned = tuple(conditions.warnings(samples, rows))
+    warned = (*conditions.unlike(rows), *conditions.crowded(rows), *conditions.warnings(samples, rows))
     said = tuple(conditions.left_out(protocol, rows))
     return Bench(rows, _plain(ratios, protocol.batch), about, (*warned, *disturbed), None, said, disturbed)
 
@@ -147,12 +150,7 @@ def gated(found: Bench) -> str | None:
     if not short:
         return None
     worst = min(short, key=lambda r: float(r["ci95"][0]))
-    low, high = worst["ci95"]
-    upper = "open" if high is None else f"{high:.3f}"
-    return (
-        f"{worst['b']} is {worst['median']:.3f} times as fast as {worst['a']} (95 % interval {low:.3f} to {upper}); "
-        f"at least {found.fail_under:g} was asked for"
-    )
+    return f"{deployed.compared(worst)}; at least {found.fail_under:g} was asked for"
 
 
 def synthetic_images(size: tuple[int, int, int], batch: int, seed: int) -> Tensor:

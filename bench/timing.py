@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from vitcompress.errors import InputError
+from vitcompress.errors import InputError, did_you_mean
 from vitcompress.progress import Progress
 
 ROUNDS = 20  # blocks per target: what the interval of a ratio is made of
@@ -58,7 +58,9 @@ PROTOCOLS = {
 def protocol(name: str, **changes: int | None) -> Protocol:
     """A protocol by name with other `batch`, `warmup` or `runs`. Raises InputError for what cannot be measured."""
     if name not in PROTOCOLS:
-        raise InputError(f"no protocol {name!r}", hint=f"use one of {', '.join(PROTOCOLS)}")
+        raise InputError(
+            f"there is no protocol {name!r}{did_you_mean(name, PROTOCOLS)}", hint=f"use one of {', '.join(PROTOCOLS)}"
+        )
     given = {key: value for key, value in changes.items() if value is not None}
     least = {"batch": 1, "warmup": 0, "runs": 1}
     for key, value in given.items():

@@ -8,12 +8,13 @@ are computed and which only CUDA's provider leaves to its user.
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import onnxruntime as ort
 import torch
 
 from vitcompress.errors import DeviceError, InputError, did_you_mean
+from vitcompress.export_options import Precision
 from vitcompress.exporters import onnx_libraries as libraries
 from vitcompress.exporters.onnx_libraries import RTX
 from vitcompress.exporters.runner import RunnerOptions
@@ -156,7 +157,7 @@ def chosen(device: str | None, name: str | None) -> tuple[Provider, str]:
     """
     if name is not None and name not in PROVIDERS:
         raise DeviceError(
-            f"there is no execution provider {name!r}{did_you_mean(name, PROVIDERS)}",
+            f"there is no execution provider {name!r}{_meant(name)}",
             hint=f"the providers are {', '.join(PROVIDERS)}",
         )
     wanted = device or (PROVIDERS[name].device if name else "cpu")
@@ -171,6 +172,12 @@ def chosen(device: str | None, name: str | None) -> tuple[Provider, str]:
     if problem := absent(found, wanted):
         raise DeviceError(f"{found.name} was asked for: {problem}", hint=_way_out(found))
     return found, wanted
+
+
+def _meant(name: str) -> str:
+    """What `cuda` stands for, or what is like a misspelled name."""
+    begun = [full for full in PROVIDERS if full.lower().startswith(name.lower())] if name else []
+    return f", did you mean {begun[0]}?" if begun else did_you_mean(name, PROVIDERS)
 
 
 def absent(provider: Provider, device: str) -> str | None:
@@ -255,4 +262,7 @@ def precision_of(path: Path, stored: Any, wanted: str | None, provider: Provider
         own = "tf32"
     if wanted in (None, own) or (wanted == "fp32" and stored is None):
         return own if wanted is None else str(wanted)
-    raise DeviceError(f"{path} computes in {own}, {wanted} was asked for", hint=f"export it with --precision {wanted}")
+    offered = get_args(Precision)
+    way = f"export it with --precision {wanted}" if wanted in offered else f"use one of {', '.join(offered)}"
+    shown = own if stored else "what it is stored in"
+    raise DeviceError(f"{path} computes in {shown}, {wanted} was asked for", hint=way)

@@ -12,7 +12,7 @@ from torch import Tensor
 from vitcompress.errors import InputError
 from vitcompress.exporters.artifact import input_of
 from vitcompress.exporters.onnx_session import Session
-from vitcompress.exporters.runner import RunnerOptions, as_given
+from vitcompress.exporters.runner import RunnerOptions, as_given, some_bytes
 from vitcompress.models import InputConfig
 
 
@@ -22,7 +22,10 @@ class OnnxRunner:
     def __init__(self, path: Path, options: RunnerOptions) -> None:
         for setting, off in (("compile", False), ("sdpa", "auto")):
             if getattr(options, setting) != off:
-                raise InputError(f"{setting} is not offered for ONNX Runtime, in which {path.name} runs")
+                raise InputError(
+                    f"{setting} is a setting of torch, {path.name} runs in ONNX Runtime",
+                    hint=f"leave --{setting} out, or give run folders and timm models only",
+                )
         self.name = str(path)
         self._session = Session(path, options)
         self._transfers = options.transfers and self._session.on_device
@@ -36,7 +39,8 @@ class OnnxRunner:
         return torch.from_numpy(np.asarray(self._session.run(self._fed(images))))
 
     def bind(self, images: Tensor) -> Callable[[], object]:
-        given = self._fed(images)
+        nameless = self._session.takes_bytes and self.input is None
+        given = some_bytes(images) if nameless else self._fed(images)
         return partial(self._run, given) if self._transfers else self._session.bind(given)
 
     def _run(self, images: np.ndarray) -> None:

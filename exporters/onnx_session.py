@@ -1,6 +1,6 @@
 """One ONNX file in ONNX Runtime, without its silent fallbacks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -51,6 +51,7 @@ class Session:
         self.sha256 = checked_sha256(path)
         self._provider, self._device = providers.chosen(options.device, options.provider)
         self.provider, self._threads = self._provider.name, options.threads
+        self._taken: int | None = None
         self.precision = providers.precision_of(path, self.metadata.get("precision"), options.precision, self._provider)
         providers.check_settings(self._provider, options)
         self.cuda_graph, self._graphs = options.cuda_graph, count(1)
@@ -82,7 +83,11 @@ class Session:
                 raise InputError(f"threads must be 1 or more, got {self._threads}")
             options.intra_op_num_threads = self._threads
         if self.provider == CPU:
-            return self._made(path, options, [(CPU, {})])
+            before = _own_threads()
+            session = self._made(path, options, [(CPU, {})])
+            # The caller's own thread works with those that were started.
+            self._taken = None if before is None else 1 + (_own_threads() or before) - before
+            return session
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         with libraries.native_errors():
             given = providers.attach(self._provider, options, wish)
@@ -216,17 +221,24 @@ class Session:
             "batch_range": None if self.batch_range is None else list(self.batch_range),
             "precision": self.precision,
             "tf32": self.precision == "tf32" or self._provider.tf32 == "always",
-            "threads": self._threads or "runtime default",
+            "threads": self._threads or self._taken or "runtime default",
             "sdpa": None,
             "compile": False,
             "channels_last": False,
             "cuda_graph": self.cuda_graph,
             "graph_optimization": "ORT_ENABLE_ALL",
             "weights": None,
+            "classes": next((size for size in self._output.shape[1:2] if isinstance(size, int)), None),
         }
 
     def close(self) -> None:
         del self.session
+
+
+def _own_threads() -> int | None:
+    """Threads of this process now; None where the system does not tell. ONNX Runtime does not say how many it takes."""
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.is_dir() else None
 
 
 def _stream(device: str) -> Any:
@@ -251,10 +263,24 @@ def _ends(path: Path, session: Any) -> tuple[Any, Any]:
     image = len(inputs) == 1 and len(inputs[0].shape) == 4 and inputs[0].type in INPUT_TYPES
     if not image or not all(isinstance(size, int) for size in inputs[0].shape[1:]):
         shapes = ", ".join(f"{i.name} {i.type} {i.shape}" for i in inputs)
-        raise ArtifactError(f"{path} does not take one image tensor of fixed size; it takes {shapes}")
+        raise ArtifactError(
+            f"{path} does not take one image tensor of fixed size; it takes {shapes or 'nothing'}",
+            hint=_fixing(path, inputs),
+        )
     if outputs[0].type not in OUTPUT_TYPES:
-        raise ArtifactError(f"{path} gives {outputs[0].type}, expected floating-point logits")
+        raise ArtifactError(
+            f"{path} gives {outputs[0].type} as {outputs[0].name}, expected floating-point logits",
+            hint="export the classifier without what comes after its logits",
+        )
     return inputs[0], outputs[0]
+
+
+def _fixing(path: Path, inputs: Sequence[Any]) -> str:
+    """How a file of another tool comes to take images of one size."""
+    if len(inputs) == 1 and len(inputs[0].shape) == 4 and inputs[0].type in INPUT_TYPES:
+        tool = "python -m onnxruntime.tools.make_dynamic_shape_fixed"
+        return f"`{tool} --input_name {inputs[0].name} --input_shape 1,3,224,224 {path} fixed.onnx` gives it a size"
+    return "export it with one float32, float16 or uint8 input of (batch, channels, height, width)"
 
 
 def assignment(session: Any) -> dict[str, set[str]]:

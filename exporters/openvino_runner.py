@@ -108,18 +108,28 @@ class OpenVinoRunner:
             "transfers": False,
             "graph_optimization": "LATENCY",
             "weights": None,
+            "classes": _classes(self._compiled),
         }
 
     def close(self) -> None:
         del self._request, self._compiled
 
 
+def _classes(compiled: Any) -> int | None:
+    shape = compiled.outputs[0].get_partial_shape()
+    return int(shape[1].get_length()) if len(shape) == 2 and shape[1].is_static else None
+
+
 def _device(options: RunnerOptions) -> str:
     for setting, off in (("compile", False), ("sdpa", "auto"), ("provider", None)):
         if getattr(options, setting) != off:
-            raise InputError(f"{setting} is not a setting of OpenVINO")
+            raise InputError(
+                f"{setting} is not a setting of OpenVINO, in which .xml files run", hint=f"leave --{setting} out"
+            )
     if (options.device or "cpu") != "cpu":
-        raise DeviceError(f"OpenVINO models run on the CPU here, {options.device} was asked for", hint="--device cpu")
+        raise DeviceError(
+            f"OpenVINO models run on the CPU here, {options.device} was asked for", hint="use --device cpu"
+        )
     return "CPU"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vitcompress.byte_input import to_bytes
@@ -98,6 +99,15 @@ def as_given(images: Tensor, input: InputConfig | None, *, uint8: bool) -> np.nd
             "the file takes bytes and does not say how it normalises them", hint="export it with vitcompress"
         )
     made: np.ndarray = to_bytes(images.detach().cpu(), input).numpy()
+    return made
+
+
+def some_bytes(images: Tensor) -> np.ndarray:
+    """Bytes with channels last, for a file that does not say what its bytes mean: enough to time it.
+
+    images: (batch, channels, height, width), standard normal -> (batch, height, width, channels).
+    """
+    made: np.ndarray = (64 * images.cpu() + 128).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
     return made
 
 

@@ -152,6 +152,7 @@ class TorchRunner:
             "transfers": self._transfers,
             "graph_optimization": None,
             "weights": self._options.weights if self.name.startswith(TIMM) else None,
+            "classes": getattr(self._model, "num_classes", None),
         }
 
     def close(self) -> None:
@@ -166,7 +167,10 @@ def _process_settings() -> tuple[int, bool, bool]:
 
 def _torch_device(options: RunnerOptions) -> torch.device:
     if options.provider is not None:
-        raise InputError(f"provider {options.provider!r} is a setting of ONNX Runtime, not of torch")
+        raise InputError(
+            f"provider {options.provider!r} is a setting of ONNX Runtime, and run folders and timm models run in torch",
+            hint="leave --provider out, or give the .onnx file of the run folder",
+        )
     try:
         device = torch.device(options.device or "cpu")
     except RuntimeError:

@@ -10,6 +10,7 @@ from torch import nn
 
 from vitcompress import methods, models, surgery
 from vitcompress.bench import timing
+from vitcompress.bench.deployed import between, times
 from vitcompress.families import family_of
 from vitcompress.plan import Plan
 from vitcompress.recipe import load_recipe
@@ -69,9 +70,7 @@ def text(found: dict[str, Any]) -> str:
     """A line in words: what it brings as `text`, else the ratio with its interval."""
     if "text" in found:
         return f"{found['what']}: {found['text']}"
-    low, high = found["ci95"]
-    upper = "open" if high is None else f"{high:.3f}"
-    said = f"{found['what']}: {found['ratio']:.3f} (95 % interval {low:.3f} to {upper})"
+    said = f"{found['what']}: {times(found['ratio'], 3)} ({between(found['ci95'], 3)})"
     if "speedup" in found:
         said += f", {found['speedup']:.3f} times as fast at a MACs ratio of {found['macs_ratio']:.3f}"
     return said

@@ -13,7 +13,7 @@ from contracts import build
 from PIL import Image
 
 from vitcompress import cost
-from vitcompress.bench import compare, report, suite
+from vitcompress.bench import compare, deployed, report, suite
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.evaluate import calibration_images
 from vitcompress.exporters.onnx_graph import export
@@ -237,3 +237,18 @@ def test_equal_ways_of_weights_are_one_row() -> None:
     assert "| blocks.1.mlp.fc1.weight | sliced | 128x16 | 32x16 |" in page
     assert "| blocks.3.mlp.fc1.weight | removed | 128x16 | - | - | - |" in page
     assert "model.onnx: 9 bytes, 5 of them the tensors of the model (2 parameters), 1 constants, 3 the graph" in page
+
+
+def test_figures_have_the_digits_that_they_carry() -> None:
+    assert [deployed.milliseconds(value) for value in (0.0061694, 0.8913, 26.644, 7240.476)] == [
+        "0.00617", "0.891", "26.64", "7,240",
+    ]  # fmt: skip
+    ratio = {"a": "x", "b": "y", "median": 183.655, "ci95": [1.5, None]}
+    assert deployed.compared(ratio) == "y is 183.7 times as fast as x (no interval: that takes 6 rounds)"
+    assert deployed.between([1.5, 12.345]) == "95 % interval 1.50 to 12.3"
+
+
+def test_artifacts_are_told_apart_by_as_little_as_it_takes() -> None:
+    assert deployed.short(["a/dense.onnx", "a/model.onnx"]) == ["dense.onnx", "model.onnx"]
+    assert deployed.short(["/r/a/model.onnx", "/r/b/model.onnx"]) == ["a/model.onnx", "b/model.onnx"]
+    assert deployed.short(["m.onnx", "a/m.onnx", "timm:x", "timm:x"]) == ["m.onnx", "a/m.onnx", "timm:x", "timm:x"]

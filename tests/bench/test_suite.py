@@ -3,10 +3,13 @@
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import onnx
 import pytest
 import torch
 from contracts import build, contract
+from onnx import TensorProto, helper
 
 from vitcompress import checkpoint
 from vitcompress.bench import conditions, machine, opening, suite
@@ -14,6 +17,7 @@ from vitcompress.bench.suite import BenchOptions
 from vitcompress.bench.timing import protocol
 from vitcompress.errors import ArtifactError, DeviceError, InputError
 from vitcompress.exporters.onnx_graph import export
+from vitcompress.exporters.onnx_session import Session
 from vitcompress.exporters.runtimes import RunnerOptions
 from vitcompress.models import input_config
 
@@ -32,6 +36,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoint.save_model(made, model, contract("plain").plan)
     export(model, made / "model.onnx", input=input_config(model))
     return made
+
+
+def byte_file(path: Path) -> Path:
+    """What another tool writes: bytes in, and no word about them."""
+    images = helper.make_tensor_value_info("x", TensorProto.UINT8, ["n", 8, 8, 3])
+    logits = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 192])
+    nodes = [helper.make_node("Cast", ["x"], ["f"], to=TensorProto.FLOAT), helper.make_node("Flatten", ["f"], ["y"])]
+    graph = helper.make_graph(nodes, "bytes", [images], [logits])
+    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)]), path)
+    return path
 
 
 def test_onnx_and_torch_side_by_side(folder: Path) -> None:
@@ -79,10 +93,73 @@ def test_nothing_is_measured_when_one_cannot_be_opened(folder: Path) -> None:
         suite.run([folder], SMALL, runner=RunnerOptions(device="cuda:9"))
 
 
-def test_other_processes_are_counted() -> None:
-    assert machine.others_cores((0.0, 10.0, 4.0), (2.0, 15.0, 6.0)) == 1.5
-    assert machine.others_cores(None, (2.0, 15.0, 6.0)) is None
-    assert machine.usable_cores() >= 1
+def test_what_makes_a_ratio_unfair_is_said(folder: Path, tmp_path: Path) -> None:
+    other = build("plain", dtype=torch.float32)
+    other.reset_classifier(3)
+    export(other, tmp_path / "model.onnx", input=input_config(other))
+    threads = machine.usable_cores() + 1
+    found = suite.run(
+        [folder / "model.onnx", tmp_path / "model.onnx"], SMALL, runs=1, runner=RunnerOptions(threads=threads)
+    )
+    assert [row["threads"] for row in found.rows] == [threads, threads]
+    said = " ".join(found.warnings)
+    assert "different numbers of classes (5:" in said and "; 3:" in said
+    assert f"{threads} threads on" in said and "give --threads" in said
+    assert "image sizes" not in said and "numbers of threads" not in said
+    rows = [
+        {"artifact": "a", "device": "cpu", "input_size": [1, 8, 8], "threads": 1},
+        {"artifact": "b", "device": "cpu", "input_size": [3, 8, 8], "threads": 2},
+    ]
+    assert list(conditions.unlike(rows)) == [
+        "the ratios compare different image sizes (1x8x8: a; 3x8x8: b)",
+        "the ratios compare different numbers of threads (1: a; 2: b)",
+    ]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="this system does not count threads")
+def test_the_threads_that_a_runtime_takes_by_itself_are_counted(folder: Path) -> None:
+    for asked in (1, 3):
+        session = Session(folder / "model.onnx", RunnerOptions(threads=asked))
+        assert session._taken == asked == session.describe()["threads"]
+        session.close()
+    own = Session(folder / "model.onnx", RunnerOptions()).describe()["threads"]
+    assert 1 <= own <= machine.usable_cores()
+
+
+def test_a_sweep_says_of_every_batch_what_the_protocol_leaves_out(folder: Path) -> None:
+    said = suite.run([folder], SMALL, batch=(1, 2), runs=1).notes
+    assert len(said) == len(set(said))
+    assert all(any(f"paper-1/1/{batch}" in words for words in said) for batch in (1, 2))
+    assert any("blocks" in words for words in said)
+
+
+def test_files_of_bytes_that_say_nothing_of_them_are_timed(tmp_path: Path) -> None:
+    path = byte_file(tmp_path / "bytes.onnx")
+    (row,) = suite.run([path], SMALL, runs=2).rows
+    assert (row["input_type"], row["input_size"]) == ("uint8", [3, 8, 8])
+    assert "bytes" in row["input"]
+
+
+@pytest.mark.parametrize("variants", ["", ",", "all"])
+def test_variants_that_nothing_has_are_refused(folder: Path, variants: str) -> None:
+    with pytest.raises(InputError, match="variant"):
+        suite.run([folder / "model.onnx"], SMALL, variants=variants)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"provider": "cuda"}, "did you mean CUDAExecutionProvider"),
+        ({"precision": "int8"}, "int8 was asked for"),
+        ({"compile": True}, "setting of torch"),
+    ],
+)
+def test_settings_that_a_file_does_not_have_are_told_with_the_next_step(
+    folder: Path, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InputError, match=said) as raised:
+        suite.run([folder / "model.onnx"], SMALL, runner=RunnerOptions(**settings))
+    assert raised.value.hint and "--precision int8" not in raised.value.hint
 
 
 def test_a_sweep_measures_every_batch_with_its_own_ratio(folder: Path) -> None:

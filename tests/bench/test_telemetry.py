@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from vitcompress.bench import telemetry
+from vitcompress.bench import machine, telemetry
 from vitcompress.bench.timing import Protocol, Samples, Target, measure
 
 
@@ -97,3 +97,37 @@ def test_a_target_that_times_itself_is_asked_for_its_runs() -> None:
     (samples,) = measure([Target("a", lambda: None, timed=timed)], Protocol("p", batch=2, warmup=1, runs=30))
     assert sum(asked) == len(samples.runs_ms) == 30
     assert (samples.clock, samples.images_per_second) == ("cuda events", 1000 * 2 * 30 / 45)
+
+
+def test_other_processes_are_counted() -> None:
+    assert machine.others_cores((0.0, 10.0, 4.0), (2.0, 11.5, 5.0)) == 0.25
+    assert machine.others_cores((0.0, 0.0, 0.0), (2.0, 900.0, 0.0)) == machine.usable_cores()
+    assert machine.others_cores((0.0, 0.0, 0.0), (0.01, 0.2, 0.0)) is None  # two ticks tell nothing
+    assert machine.others_cores(None, (2.0, 15.0, 6.0)) is None
+
+
+@pytest.mark.skipif(not Path("/proc/stat").is_file(), reason="this system does not count")
+def test_processes_that_were_started_here_are_not_others() -> None:
+    before = machine.cpu_seconds()
+    work = "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True)\ninput()"
+    with subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        alive = machine.cpu_seconds()
+    after = machine.cpu_seconds()
+    assert before and alive and after
+    assert alive[2] - before[2] >= 0.3
+    assert after[2] >= alive[2] - 0.02  # it is counted on when it has ended; a tick is 0.01 s
+
+
+def test_a_containers_share_of_the_processor_is_read(tmp_path: Path) -> None:
+    assert machine.quota_cores(tmp_path) is None and machine.held_back(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "cpu.stat").write_text("usage_usec 5\nnr_periods 9\nnr_throttled 4\n")
+    assert (machine.quota_cores(tmp_path), machine.held_back(tmp_path)) == (1.5, 4)
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert machine.quota_cores(tmp_path) is None
+    older = tmp_path / "v1"
+    (older / "cpu").mkdir(parents=True)
+    for name, text in (("cfs_quota_us", "50000"), ("cfs_period_us", "100000"), ("stat", "nr_throttled 2")):
+        (older / "cpu" / f"cpu.{name}").write_text(text)
+    assert (machine.quota_cores(older), machine.held_back(older)) == (0.5, 2)

@@ -12,7 +12,7 @@ from vitcompress.cli.options import export_options, given, numbers
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @common
 def verify(folder: Path, as_json: bool, debug: bool) -> int:
     """Check again everything that a run folder claims."""
@@ -79,13 +79,19 @@ _threads = click.option("--threads", type=click.IntRange(1), help="CPU threads o
 @click.command()
 @click.argument("artifacts", nargs=-1, required=True, metavar="ARTIFACT...")
 @click.option(
-    "--protocol", default="robust", show_default=True, help="paper (10 warm-up, 100 runs, batch 256) or robust."
+    "--protocol",
+    default="robust",
+    show_default=True,
+    help="paper (10 warm-up, 100 runs, batch 256), or robust (warm-up until times settle, 100 runs and 10 s or more).",
 )
 @click.option("--batch", callback=numbers, metavar="N,N,...", help="Images per run; several are a sweep: 1,8,64,256.")
 @click.option("--warmup", type=click.IntRange(0), help="Runs before the measurement (default: the protocol's).")
-@click.option("--runs", type=click.IntRange(1), help="Timed runs per artifact (default: the protocol's).")
+@click.option("--runs", type=click.IntRange(1), help="Timed runs per artifact (robust: at least).")
 @click.option(
-    "--fail-under", type=float, metavar="R", help="Exit 1 unless every artifact is R times as fast as the first."
+    "--fail-under",
+    type=float,
+    metavar="R",
+    help="Exit 1 unless every artifact is R times as fast as the first, by the lower end of the 95 % interval.",
 )
 @click.option("--precision", metavar="PRECISION", help="fp32, tf32, fp16, bf16 (default: the file's, fp32 in torch).")
 @click.option("--compile", is_flag=True, help="torch.compile (run folders and timm models).")
@@ -119,8 +125,8 @@ def bench(
     first one is the base of all ratios.
     """
     with working(debug) as progress:
+        from vitcompress.bench import deployed, suite
         from vitcompress.bench import report as reports
-        from vitcompress.bench import suite
         from vitcompress.exporters.runtimes import RunnerOptions
 
         runner = RunnerOptions(
@@ -130,7 +136,8 @@ def bench(
         found = suite.run(artifacts, suite.BenchOptions(runner=runner, **options), progress=progress)
         short = suite.gated(found)
     measured = found.as_data()
-    answer(measured, as_json, lambda _: console.print_bench(measured, reports.bench_table([measured])))
+    table = reports.bench_table([measured])
+    answer(measured, as_json, lambda _: console.print_bench(measured, table, deployed.compared))
     return 0 if short is None else fell_short(short, None, as_json)
 
 
@@ -173,4 +180,4 @@ def evaluate(
             device=device, provider=provider, threads=threads, trust=trust, engine_cache=engine_cache
         )
         found = accuracy.run(artifacts, accuracy.EvaluateOptions(runner=runner, **options), progress)
-    return answer(found, as_json, lambda data: console.print_accuracy(data, deployed.rate))
+    return answer(found, as_json, lambda data: console.print_accuracy(data, deployed.rate, deployed.short))

@@ -27,6 +27,7 @@ class ConsoleProgress(Progress):
             TextColumn("{task.fields[text]}", markup=False),
             console=self._console,
             transient=True,
+            refresh_per_second=2,  # drawn by a thread of its own, also while something is timed: seldom enough for that
             disable=not self._console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {}

@@ -159,14 +159,14 @@ def print_study_outlook(found: Mapping[str, Any]) -> None:
     _print_missing(found["missing"])
 
 
-def print_bench(found: Mapping[str, Any], table: Drawable) -> None:
-    """Throughput and latency of every artifact, the ratios with their intervals, and what to beware of."""
+def print_bench(found: Mapping[str, Any], table: Drawable, compared: Callable[[Mapping[str, Any]], str]) -> None:
+    """Throughput and latency of every artifact, the ratios with their intervals, and what to beware of.
+
+    compared: a ratio -> how it is written.
+    """
     print_table(table.title, table.columns, table.rows)
     for ratio in found["ratios"]:
-        low, high = ratio["ci95"]
-        upper = "open" if high is None else f"{high:.3f}"
-        times = f"{ratio['median']:.3f} times as fast as {ratio['a']} (95 % interval {low:.3f} to {upper})"
-        print_text(f"batch {ratio['batch']}: {ratio['b']} is {times}: {ratio['verdict']}")
+        print_text(f"batch {ratio['batch']}: {compared(ratio)}: {ratio['verdict']}")
     for row in found["rows"]:
         if row["images_per_joule"]:
             used = f"{row['images_per_joule']:.3g} images per joule of {row['energy_of']}"
@@ -177,25 +177,28 @@ def print_bench(found: Mapping[str, Any], table: Drawable) -> None:
         print_line("disturbed: measure again when nothing else runs before you believe these figures")
 
 
-def print_accuracy(found: Mapping[str, Any], rate: Callable[[float], str]) -> None:
+def print_accuracy(
+    found: Mapping[str, Any], rate: Callable[[float], str], short: Callable[[Sequence[str]], list[str]]
+) -> None:
     """Accuracy with counts, speed where it was measured, and McNemar's test of each later row against the first.
 
-    rate: images per second -> how they are written.
+    rate: images per second -> how they are written. short: names of artifacts -> what tells them apart.
     """
+    names = short([row["artifact"] for row in found["rows"]])
     rows = [
         [
-            row["artifact"],
+            name,
             f"{100 * row['top1']:.2f} % ({row['correct']}/{row['total']})",
             "{:.2f} to {:.2f} %".format(*(100 * end for end in row["top1_ci95"])),
             f"{100 * row['top5']:.2f} %",
             _speed(row["speed"], rate),
             (row["sha256"] or "")[:12],
         ]
-        for row in found["rows"]
+        for row, name in zip(found["rows"], names, strict=True)
     ]
     print_table("", ["artifact", "top-1", "95 % interval", "top-5", "images/s", "sha256"], rows)
     for test in found["mcnemar"]:
-        only = f"{test['only_a']} images only the first gets right, {test['only_b']} only the other"
+        only = f"right by the first alone: {test['only_a']}, by the other alone: {test['only_b']}"
         print_text(f"{test['a']} against {test['b']}: {only}, p = {test['p_value']:.3g} (McNemar, exact)")
 
 
