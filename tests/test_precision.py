@@ -6,6 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from contracts import build, images
+from too_large import large_ffn
 from torch import Tensor, nn
 
 from vitcompress.errors import InputError, PrecisionError
@@ -106,11 +107,7 @@ def test_with_everything_in_an_island_half_precision_changes_only_what_passes_be
 
 @torch.no_grad()
 def test_an_overflow_inside_an_ffn_is_gone_in_an_island() -> None:
-    model = plain()
-    mlp = model.get_submodule("blocks.0.mlp")
-    mlp.fc1.weight.mul_(3e4)
-    mlp.fc1.bias.add_(6e4)
-    mlp.fc2.weight.mul_(1e-5)
+    model = large_ffn(plain())
     assert not torch.isfinite(answers(model)).all()
     kept = answers(model, ("blocks.0.mlp",))
     assert torch.isfinite(kept).all()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from contracts import build, images
+from too_large import large_ffn, large_residual, large_scores
 from torch import nn
 
 from vitcompress.errors import PrecisionError
@@ -18,23 +19,6 @@ def plain() -> nn.Module:
     return build("plain", dtype=torch.float32)
 
 
-def with_large_ffn() -> nn.Module:
-    model = plain()
-    with torch.no_grad():
-        mlp = model.get_submodule("blocks.0.mlp")
-        mlp.fc1.weight.mul_(1e6)
-        mlp.fc2.weight.mul_(1e-7)
-    return model
-
-
-def with_large_scores() -> nn.Module:
-    """q and k so large that their products overflow, but not they themselves."""
-    model = plain()
-    with torch.no_grad():
-        model.get_submodule("blocks.1.attn.qkv").weight[:32].mul_(3e3)
-    return model
-
-
 @torch.no_grad()
 def test_ranges_are_those_of_the_modules() -> None:
     model = plain()
@@ -46,13 +30,13 @@ def test_ranges_are_those_of_the_modules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "layer", "islands"),
-    [(with_large_ffn, "blocks.0.mlp.fc1", ("blocks.0.mlp",)), (with_large_scores, "blocks.1.attn", None)],
+    ("make", "layer", "islands"),
+    [(large_ffn, "blocks.0.mlp.fc1", ("blocks.0.mlp",)), (large_scores, "blocks.1.attn", None)],
 )
 def test_what_overflows_is_named_and_its_island_helps(
-    made: Callable[[], nn.Module], layer: str, islands: tuple[str, ...] | None
+    make: Callable[[nn.Module], nn.Module], layer: str, islands: tuple[str, ...] | None
 ) -> None:
-    model = made()
+    model = make(plain())
     with pytest.raises(PrecisionError, match=layer) as caught:
         check_half(model, X)
     assert "65504" in caught.value.message and "--islands" in str(caught.value.hint)
@@ -64,9 +48,7 @@ def test_what_overflows_is_named_and_its_island_helps(
 
 
 def test_a_residual_stream_that_is_too_large_has_no_island() -> None:
-    model = plain()
-    with torch.no_grad():
-        model.get_submodule("patch_embed.proj").bias.add_(1e5)
+    model = large_residual(plain())
     assert needed_islands(model, scan(model, X)) is None
     with pytest.raises(PrecisionError, match="blocks") as caught:
         check_half(model, X)

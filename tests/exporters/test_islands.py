@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from contracts import build, contract, images
+from too_large import large_ffn, large_residual, large_scores
 from torch import nn
 
 from vitcompress import checkpoint
@@ -33,27 +34,10 @@ def plain() -> nn.Module:
     return model
 
 
-def with_large_ffn() -> nn.Module:
-    model = plain()
-    with torch.no_grad():
-        fc1, fc2 = (model.get_submodule(f"blocks.0.mlp.{name}") for name in ("fc1", "fc2"))
-        fc1.weight.mul_(3e4)
-        fc1.bias.add_(6e4)
-        fc2.weight.mul_(1e-5)
-    return model
-
-
-def with_large_scores() -> nn.Module:
-    model = plain()
-    with torch.no_grad():
-        model.get_submodule("blocks.1.attn.qkv").weight[:32].mul_(3e3)
-    return model
-
-
 def with_small_ffn() -> nn.Module:
-    """Hidden channels of a few units of the smallest number that fp16 has, made large again behind the FFN: nothing
+    """Hidden channels of a few units of the smallest number that fp16 has, made large again behind the FFN.
 
-    overflows, and yet a good part of each is lost.
+    Nothing overflows, and yet a good part of each is lost.
     """
     model = build("layer_scale", dtype=torch.float32)
     with torch.no_grad():
@@ -63,14 +47,6 @@ def with_small_ffn() -> nn.Module:
         fc2.weight.mul_(6e4)
         fc2.bias.zero_()
         model.get_submodule("blocks.1.ls2").gamma.mul_(500)
-    return model
-
-
-def with_large_residual(size: float = 1e5) -> nn.Module:
-    """Too large for fp16; with 5e4 not, but its numbers lie 32 apart there, which is more than the blocks add."""
-    model = plain()
-    with torch.no_grad():
-        model.get_submodule("patch_embed.proj").bias.add_(size)
     return model
 
 
@@ -93,8 +69,8 @@ def found(model: nn.Module, fixed: Sequence[str] = ()) -> Search:
     ("made", "chosen", "first"),
     [
         (plain, (), None),
-        (with_large_ffn, ("blocks.0.mlp",), SCAN),
-        (with_large_scores, ("blocks.1.attn.softmax",), SCAN),
+        (lambda: large_ffn(plain()), ("blocks.0.mlp",), SCAN),
+        (lambda: large_scores(plain()), ("blocks.1.attn.softmax",), SCAN),
         (with_small_ffn, ("blocks.1.mlp",), "torch"),
     ],
 )
@@ -116,11 +92,11 @@ def test_only_a_search_that_ran_out_of_tries_is_not_known_to_be_the_smallest(mon
         monkeypatch.setattr(islands, "LIMIT", tries)
         result = found(with_small_ffn())
         assert result.smallest is proven and len(result.tries) == tries
-    assert not found(with_large_residual()).smallest
+    assert not found(large_residual(plain())).smallest
 
 
 def test_no_island_helps_a_residual_stream_that_is_too_large() -> None:
-    result = found(with_large_residual())
+    result = found(large_residual(plain()))
     assert result.chosen is None and {tried.verdict for tried in result.tries} == {"failed"}
     assert result.tries[-1].islands == ("norm", "softmax", "head", "ffn")
 
@@ -144,7 +120,7 @@ def test_a_weight_that_no_scan_saw_fails_the_set_and_not_the_search() -> None:
 
 
 def test_what_is_named_stays_and_is_not_tried_without() -> None:
-    result = found(with_large_ffn(), fixed=("head",))
+    result = found(large_ffn(plain()), fixed=("head",))
     assert result.chosen == ("head", "blocks.0.mlp")
     assert all("head" in tried.islands for tried in result.tries)
 
@@ -177,7 +153,7 @@ def called(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[s
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_command_line_chooses_and_records(format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = run_folder(tmp_path / "run", with_large_ffn())
+    folder = run_folder(tmp_path / "run", large_ffn(plain()))
     code, told = called(capsys, str(folder), "--format", format, "--precision", "fp16", "--islands", "auto")
     assert code == 0
     path = folder / f"model-fp16{EXPORTERS[format].suffix}"
@@ -195,7 +171,7 @@ def test_the_command_line_chooses_and_records(format: str, tmp_path: Path, capsy
 def test_where_no_set_will_do_nothing_is_left_that_looks_finished(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = run_folder(tmp_path / "run", with_large_residual(5e4))
+    folder = run_folder(tmp_path / "run", large_residual(plain(), 5e4))
     code, told = called(capsys, str(folder), "--precision", "fp16", "--islands", "auto")
     assert code == 1 and "any set of fp32 islands" in json.dumps(told)
     assert [path.name for path in (folder / "failed").iterdir()] == ["model-fp16.onnx.islands.json"]
