@@ -6,7 +6,7 @@ from typing import Any
 
 from vitcompress.bench.figures import new_figure, save
 from vitcompress.bench.structure import LAYERS, WIDTHS, Layer, Structure, Width, structure_of
-from vitcompress.checkpoint import PLAN
+from vitcompress.checkpoint import PLAN, read_plan
 from vitcompress.errors import ArtifactError
 from vitcompress.methods import METHODS
 from vitcompress.methods.charts import Chart, Line
@@ -52,7 +52,7 @@ def _plan(folder: Path) -> Plan:
     path = folder / PLAN
     if not path.is_file():
         raise ArtifactError(f"{folder} has no {PLAN}", hint="give the folder of a finished run")
-    return Plan.from_json(path.read_text())
+    return read_plan(path)
 
 
 def _charts(folder: Path) -> Iterator[tuple[str, list[Chart]]]:

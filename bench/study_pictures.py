@@ -9,8 +9,7 @@ from typing import Any
 from vitcompress.bench.figures import new_figure, save
 from vitcompress.bench.pictures import draw_layers, draw_widths
 from vitcompress.bench.structure import Structure, structure_of
-from vitcompress.checkpoint import PLAN
-from vitcompress.plan import Plan
+from vitcompress.checkpoint import PLAN, read_plan
 
 MARKS = "osD^vPX<>hp"
 FAR_BELOW = 10.0  # points
@@ -28,7 +27,7 @@ def draw(found: Mapping[str, Any], folder: Path) -> list[Path]:
     written = [save(accuracy_figure(found), into / "accuracy.png")]
     structures: dict[str, list[Structure]] = {}
     for run in found["runs"]:
-        plan = Plan.from_json((folder / run["run"] / PLAN).read_text())
+        plan = read_plan(folder / run["run"] / PLAN)
         structures.setdefault(run["row"], []).append(structure_of(plan))
     kinds: tuple[tuple[str, Draw, Callable[[Structure], bool]], ...] = (
         ("layers", draw_layers, _lost_layers),

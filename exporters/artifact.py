@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from vitcompress.checkpoint import differing, file_sha256, read_json, write_json
+from vitcompress.checkpoint import alone_in, differing, file_sha256, read_json, write_json
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.export_options import ExportOptions
 from vitcompress.models import InputConfig
@@ -113,7 +113,8 @@ def read_sidecar(path: Path) -> dict[str, Any] | None:
 
 def amend_sidecar(path: Path, **known: Any) -> None:
     """Record more about the exported file `path`, such as `verified=True`. It must have a sidecar."""
-    write_json(sidecar_path(path), {**(read_sidecar(path) or {}), **known})
+    with alone_in(path.parent):
+        write_json(sidecar_path(path), {**(read_sidecar(path) or {}), **known})
 
 
 def checked_sha256(path: Path) -> str:

@@ -13,7 +13,6 @@ from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import agreement, exporting, gate
 from vitcompress.exporters.artifact import Exported, Exporter, read_sidecar
 from vitcompress.exporters.tensorrt_engine import source_path
-from vitcompress.plan import Plan
 from vitcompress.progress import Progress
 from vitcompress.verdicts import Check, Verification, amend
 from vitcompress.verify import UNFOLDED, known_images
@@ -46,7 +45,7 @@ def export_folder(
     model = checkpoint.load(folder)
     images, real = known_images(folder, model)
     path = out or folder / f"model{'' if options.precision == 'fp32' else '-' + options.precision}{exporter.suffix}"
-    plan = Plan.from_json((folder / checkpoint.PLAN).read_text())
+    plan = checkpoint.read_plan(folder / checkpoint.PLAN)
     return exporting.export(
         exporter,
         model,
@@ -104,7 +103,7 @@ def settle(folder: Path, exported: Exported, progress: Progress | None = None) -
 
 def _held(folder: Path, files: Sequence[Path], *, all_told: bool) -> Verification:
     """Weights and answers of the `files`. all_told: the weights of the folder's other files, too, for its ledger."""
-    model, plan = checkpoint.load(folder), Plan.from_json((folder / checkpoint.PLAN).read_text())
+    model, plan = checkpoint.load(folder), checkpoint.read_plan(folder / checkpoint.PLAN)
     images, real = known_images(folder, model)
     told = {path for path in files if path.suffix in TOLD} | set(told_files(folder) if all_told else ())
     weights, table = weight_checks(model, plan, sorted(told))

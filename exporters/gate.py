@@ -53,9 +53,9 @@ def set_aside(path: Path) -> Path:
     """Move a file that failed, with all that belongs to it, to a folder of such files beside it."""
     folder = path.parent / FAILED
     sidecar = read_sidecar(path) or {}
-    beside = (found.name for found in path.parent.iterdir() if found.name.startswith(f"{path.name}."))
-    names = dict.fromkeys((path.name, *(sidecar.get("files") or ()), *beside))
     try:
+        beside = (found.name for found in path.parent.iterdir() if found.name.startswith(f"{path.name}."))
+        names = dict.fromkeys((path.name, *(sidecar.get("files") or ()), *beside))
         folder.mkdir(exist_ok=True)
         for name in names:
             if (path.parent / name).is_file():

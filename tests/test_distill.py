@@ -10,7 +10,7 @@ import torch
 from tiny_training import CPU, INPUT, OPTIONS, fit, same, stripes, two_headed, vit, weights
 from torch.nn import functional
 
-from vitcompress.distill import Objective, both_heads, hard_loss, objective, soft_loss, student_of
+from vitcompress.distill import LossOptions, Objective, both_heads, hard_loss, objective, soft_loss, student_of
 from vitcompress.errors import InputError
 from vitcompress.models import input_config
 
@@ -29,7 +29,7 @@ def test_hard_and_soft_losses_are_deits() -> None:
 def test_each_head_learns_from_its_own_source(kind: Any) -> None:
     student, teacher = two_headed().train(), vit(seed=1)
     images, targets = torch.randn(6, 1, 4, 4), torch.arange(6) % 3
-    loss = objective(student, kind, 0.25, 2.0, 0.1, teacher=teacher, input=INPUT, device=CPU.device)
+    loss = objective(student, LossOptions(kind, 0.25, 2.0, 0.1), teacher=teacher, input=INPUT, device=CPU.device)
     with both_heads(student):
         first, second = student(images)
         value = loss(student, images, targets)
@@ -42,7 +42,7 @@ def test_each_head_learns_from_its_own_source(kind: Any) -> None:
 def test_one_head_learns_from_both_sources() -> None:
     student, teacher = vit(), vit(seed=1)
     images, targets = torch.randn(6, 1, 4, 4), torch.arange(6) % 3
-    loss = objective(student, "hard", 0.5, 1.0, 0.0, teacher=teacher, input=INPUT, device=CPU.device)
+    loss = objective(student, LossOptions("hard"), teacher=teacher, input=INPUT, device=CPU.device)
     expected = (functional.cross_entropy(student(images), targets) + hard_loss(student(images), teacher(images))) / 2
     assert loss(student, images, targets).item() == pytest.approx(expected.item(), rel=1e-5)
 
@@ -80,7 +80,7 @@ def test_a_teacher_sees_pixels_normalised_its_own_way() -> None:
     student, teacher = vit(), vit(seed=1)
     other = dataclasses.replace(INPUT, mean=(0.2,), std=(0.7,))
     pixels = torch.rand(3, 1, 4, 4)
-    loss: Objective = objective(student, "hard", 0.5, 1.0, 0.0, teacher=teacher, input=other, device=CPU.device)
+    loss: Objective = objective(student, LossOptions("hard"), teacher=teacher, input=other, device=CPU.device)
     assert loss.teacher is not None
     own = input_config(teacher)
     expected = teacher((pixels - own.mean[0]) / own.std[0])
@@ -97,11 +97,11 @@ def test_labels_may_count_fully_beside_the_teacher() -> None:
     logits, answers = student(images), teacher(images)
     labels = functional.cross_entropy(logits, targets)
     for kind, term in (("soft", soft_loss(logits, answers, 1.0)), ("hard", hard_loss(logits, answers))):
-        how: Any = (kind, 6.4, 1.0, 0.0)
-        loss = objective(student, *how, teacher=teacher, input=INPUT, device=CPU.device, label_weight=1.0)
+        how = LossOptions(kind, alpha=6.4, label_weight=1.0)
+        loss = objective(student, how, teacher=teacher, input=INPUT, device=CPU.device)
         assert loss(student, images, targets).item() == pytest.approx((labels + 6.4 * term).item(), rel=1e-5)
     with pytest.raises(InputError, match=r"the labels would weigh -5\.4"):
-        objective(student, "soft", 6.4, 1.0, 0.0, teacher=teacher, input=INPUT, device=CPU.device)
+        objective(student, LossOptions("soft", 6.4), teacher=teacher, input=INPUT, device=CPU.device)
 
 
 def test_patch_tokens_and_features_are_compared() -> None:
@@ -109,8 +109,8 @@ def test_patch_tokens_and_features_are_compared() -> None:
     teacher, images, targets = vit(seed=1), torch.randn(6, 1, 4, 4), torch.arange(6) % 3
     narrow: Any = vit(embed_dim=4, num_heads=1)
     student: Any = student_of(narrow, "soft_patch", teacher).train()
-    how: Any = {"teacher": teacher, "input": INPUT, "device": CPU.device, "label_weight": 1.0, "patch_weight": 0.5}
-    loss = objective(student, "soft_patch", 0.2, 1.0, 0.0, **how)
+    how: Any = {"teacher": teacher, "input": INPUT, "device": CPU.device}
+    loss = objective(student, LossOptions("soft_patch", 0.2, label_weight=1.0, patch_weight=0.5), **how)
     own, theirs = student.projection(narrow.forward_features(images)[:, 1:]), teacher.forward_features(images)[:, 1:]
     patches = sum(functional.mse_loss(own[:, i], theirs[:, i]) for i in range(own.shape[1]))
     soft = functional.cross_entropy(narrow(images), targets) + 0.2 * soft_loss(narrow(images), teacher(images), 1.0)
@@ -119,7 +119,7 @@ def test_patch_tokens_and_features_are_compared() -> None:
 
     wide: Any = vit()
     student = student_of(wide, "features", teacher).train()
-    loss = objective(student, "features", 20.0, 1.0, 0.0, **how)
+    loss = objective(student, LossOptions("features", 20.0, label_weight=1.0), **how)
     pooled = [of.forward_head(of.forward_features(images), pre_logits=True) for of in (wide, teacher)]
     expected = functional.cross_entropy(wide(images), targets) + 20 * functional.mse_loss(*pooled)
     assert loss(student, images, targets).item() == pytest.approx(expected.item(), rel=1e-5)

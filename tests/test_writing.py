@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from vitcompress.checkpoint import (
     write_text,
 )
 from vitcompress.errors import ArtifactError, OutputError
+from vitcompress.verdicts import LEDGER, Check, Verification, amend
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -135,6 +137,22 @@ def test_json_that_cannot_be_read(content: bytes | None, tmp_path: Path) -> None
 def test_json_is_plain_and_stable(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"b": [1, 2.5, None], "a": "é"})
     assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == {"b": [1, 2.5, None], "a": "é"}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="folders are locked on POSIX")
+def test_verdicts_that_are_recorded_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
+    """As when a folder is exported to several formats at once, each of which adds its verdict to the same file."""
+
+    def record(name: str) -> None:
+        for number in range(25):
+            check = Check(f"{name}.{number}", "passed", 0.0, 0.0)
+            amend(tmp_path, Verification((check,)), lambda other: False)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(record, "abcd"))
+    names = {check["name"] for check in read_json(tmp_path / LEDGER)["checks"]}
+    assert names == {f"{name}.{number}" for name in "abcd" for number in range(25)}
+    assert [path.name for path in tmp_path.iterdir()] == [LEDGER]
 
 
 def test_the_last_state_is_the_one_that_counts(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ of 0.2 is 6.4 here, where losses are means.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -170,51 +171,58 @@ def _patches(model: Any, maps: Tensor) -> Tensor:
     return maps.flatten(1, 2) if channels_last else maps.flatten(2).transpose(1, 2)
 
 
-class Objective:
-    """The loss of one batch: labels and, with a teacher, label_weight * labels + alpha * distillation.
+@dataclass(frozen=True)
+class LossOptions:
+    """What a batch is judged by: its labels and, with a teacher, `weight` * labels + alpha * distillation.
 
-    label_weight: None is 1 - alpha. patch_weight: of the patch tokens, with `soft_patch`.
+    smoothing: of labels. label_weight: the weight; None is 1 - alpha. patch_weight: of patch tokens, with `soft_patch`.
     """
 
-    def __init__(
-        self,
-        kind: Distillation,
-        alpha: float,
-        temperature: float,
-        smoothing: float,
-        teacher: Teacher | None,
-        *,
-        label_weight: float | None = None,
-        patch_weight: float = 0.0,
-    ) -> None:
-        self.kind, self.alpha, self.temperature, self.smoothing = kind, alpha, temperature, smoothing
-        self.teacher, self.patch_weight = teacher, patch_weight
-        self.label_weight = 1 - alpha if label_weight is None else label_weight
+    kind: Distillation = "none"
+    alpha: float = 0.5
+    temperature: float = 1.0
+    smoothing: float = 0.0
+    label_weight: float | None = None
+    patch_weight: float = 0.0
+
+    @property
+    def weight(self) -> float:
+        """Of the labels."""
+        return 1 - self.alpha if self.label_weight is None else self.label_weight
+
+
+class Objective:
+    """The loss of one batch."""
+
+    def __init__(self, options: LossOptions, teacher: Teacher | None) -> None:
+        self.options, self.teacher = options, teacher
 
     def __call__(self, network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
         """targets: classes (batch,) or probabilities (batch, classes) -> mean loss, a scalar."""
         answer = network(images)
-        if self.teacher is not None and self.kind in FEATURES:
+        options = self.options
+        if self.teacher is not None and options.kind in FEATURES:
             return self._with_features(self.teacher, answer, images, targets)
         first, second = answer if isinstance(answer, tuple) else (answer, answer)
-        labels = label_loss(first, targets, self.smoothing)
+        labels = label_loss(first, targets, options.smoothing)
         if self.teacher is None:
-            return labels if first is second else (labels + label_loss(second, targets, self.smoothing)) / 2
-        return self.label_weight * labels + self.alpha * self._distil(second, self.teacher(images))
+            return labels if first is second else (labels + label_loss(second, targets, options.smoothing)) / 2
+        return options.weight * labels + options.alpha * self._distil(second, self.teacher(images))
 
     def _with_features(self, teacher: Teacher, answer: Any, images: Tensor, targets: Tensor) -> Tensor:
         """The loss of a `FeatureStudent`, which answers with logits and features."""
-        (logits, features), (known, wanted) = answer, teacher.with_features(images, self.kind)
+        options = self.options
+        (logits, features), (known, wanted) = answer, teacher.with_features(images, options.kind)
         first, second = logits if isinstance(logits, tuple) else (logits, logits)
-        labels = self.label_weight * label_loss(first, targets, self.smoothing)
+        labels = options.weight * label_loss(first, targets, options.smoothing)
         _check_shapes(features, wanted)
-        if self.kind == "features":
+        if options.kind == "features":
             if second is not first:  # no head may stay untrained
-                labels = (labels + self.label_weight * label_loss(second, targets, self.smoothing)) / 2
-            return labels + self.alpha * functional.mse_loss(features, wanted)
+                labels = (labels + options.weight * label_loss(second, targets, options.smoothing)) / 2
+            return labels + options.alpha * functional.mse_loss(features, wanted)
         # eq. D2: a sum over patches of the mean over images and channels
         patches = functional.mse_loss(features, wanted) * features.shape[1]
-        loss: Tensor = labels + self.alpha * self._distil(second, known) + self.patch_weight * patches
+        loss: Tensor = labels + options.alpha * self._distil(second, known) + options.patch_weight * patches
         return loss
 
     def _distil(self, student: Tensor, teacher: Tensor) -> Tensor:
@@ -223,7 +231,8 @@ class Objective:
                 f"the teacher knows {teacher.shape[1]} classes, the student {student.shape[1]}",
                 hint="use a teacher for the same classes",
             )
-        return hard_loss(student, teacher) if self.kind == "hard" else soft_loss(student, teacher, self.temperature)
+        hard = self.options.kind == "hard"
+        return hard_loss(student, teacher) if hard else soft_loss(student, teacher, self.options.temperature)
 
 
 def label_loss(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
@@ -244,17 +253,7 @@ def soft_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
 
 
 def objective(
-    module: nn.Module,
-    kind: Distillation,
-    alpha: float,
-    temperature: float,
-    smoothing: float,
-    *,
-    teacher: nn.Module | None,
-    input: "InputConfig",
-    device: torch.device,
-    label_weight: float | None = None,
-    patch_weight: float = 0.0,
+    module: nn.Module, options: LossOptions, *, teacher: nn.Module | None, input: "InputConfig", device: torch.device
 ) -> Objective:
     """The loss for training `module`.
 
@@ -262,25 +261,23 @@ def objective(
         InputError: distillation without a teacher, or an `alpha` that leaves one of two heads untrained or lets the
             labels count less than nothing.
     """
-    if kind == "none":
-        return Objective(kind, alpha, temperature, smoothing, None)
+    if options.kind == "none":
+        return Objective(options, None)
     if teacher is None:
         raise InputError(
-            f"distillation = {kind!r} needs a teacher and there is none", hint="name a teacher, or use 'none'"
+            f"distillation = {options.kind!r} needs a teacher and there is none", hint="name a teacher, or use 'none'"
         )
-    weight = 1 - alpha if label_weight is None else label_weight
-    if weight < 0:
+    if options.weight < 0:
         raise InputError(
-            f"with alpha = {alpha:g} the labels would weigh {weight:g}",
+            f"with alpha = {options.alpha:g} the labels would weigh {options.weight:g}",
             hint="use an alpha up to 1, or set label_weight too, as in label_weight = 1.0",
         )
-    if has_two_heads(module) and not (alpha > 0 and weight > 0):
+    if has_two_heads(module) and not (options.alpha > 0 and options.weight > 0):
         raise InputError(
-            f"alpha = {alpha:g} would leave one of the two heads untrained, and inference averages both",
+            f"alpha = {options.alpha:g} would leave one of the two heads untrained, and inference averages both",
             hint="use an alpha between 0 and 1, both excluded",
         )
-    weights = {"label_weight": weight, "patch_weight": patch_weight}
-    return Objective(kind, alpha, temperature, smoothing, Teacher(teacher, input, device), **weights)
+    return Objective(options, Teacher(teacher, input, device))
 
 
 def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:

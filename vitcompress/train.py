@@ -77,18 +77,7 @@ def train(
     """
     check_options(options, train_set, heldout_set, runtime)
     module.to(runtime.device)
-    loss = objective(
-        module,
-        options.distillation,
-        options.alpha,
-        options.temperature,
-        options.augmentation.smoothing,
-        teacher=teacher,
-        input=input,
-        device=runtime.device,
-        label_weight=options.label_weight,
-        patch_weight=options.patch_weight,
-    )
+    loss = objective(module, options.loss, teacher=teacher, input=input, device=runtime.device)
     job = Job(
         student_of(module, options.distillation, teacher),
         options,

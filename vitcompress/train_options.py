@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Lt
 
 from vitcompress.data import Augmentation
-from vitcompress.distill import Distillation
+from vitcompress.distill import Distillation, LossOptions
 from vitcompress.evaluate import Accuracy
 
 
@@ -42,6 +42,12 @@ class TrainOptions:
     def peak_lr(self) -> float:
         """The largest learning rate of the schedule."""
         return self.lr if self.lr_base is None else self.lr_base * self.batch_size / 512
+
+    @property
+    def loss(self) -> LossOptions:
+        """What a batch is judged by."""
+        weights = (self.label_weight, self.patch_weight)
+        return LossOptions(self.distillation, self.alpha, self.temperature, self.augmentation.smoothing, *weights)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vitcompress.checkpoint import read_json, write_json
+from vitcompress.checkpoint import alone_in, read_json, write_json
 from vitcompress.evaluate import wilson
 
 LEDGER = "verify.json"
@@ -61,12 +61,13 @@ def amend(folder: Path, found: Verification, replaced: Callable[[str], bool]) ->
 
     replaced: whether an older check, given its name, is not to stay.
     """
-    known = read_json(folder / LEDGER) if (folder / LEDGER).is_file() else {}
-    kept = [check for check in known.get("checks", []) if not replaced(str(check["name"]))]
-    new = found.as_data()
-    data = [*kept, *new.pop("checks")]
-    passed = _passed(check["verdict"] for check in data)
-    write_json(folder / LEDGER, {**known, **new, "passed": passed, "checks": data})
+    with alone_in(folder):
+        known = read_json(folder / LEDGER) if (folder / LEDGER).is_file() else {}
+        kept = [check for check in known.get("checks", []) if not replaced(str(check["name"]))]
+        new = found.as_data()
+        data = [*kept, *new.pop("checks")]
+        passed = _passed(check["verdict"] for check in data)
+        write_json(folder / LEDGER, {**known, **new, "passed": passed, "checks": data})
 
 
 def _passed(verdicts: Iterable[str]) -> bool:

@@ -200,7 +200,7 @@ def _compressed(
 ) -> tuple[Tensor, Tensor, list[Check], dict[str, Any]]:
     """What the deployed model was asked, what it answered, all checks of it, and the way of its weights."""
     model = checkpoint.load(folder)
-    plan = Plan.from_json((folder / checkpoint.PLAN).read_text())
+    plan = checkpoint.read_plan(folder / checkpoint.PLAN)
     given = images if images is not None else seen.get("images", noise(model))
     checks = list(_checks(folder, model, plan, given, seen))
     held, weights = weight_checks(model, plan, told_files(folder))
@@ -259,7 +259,7 @@ def _fold(folder: Path, model: nn.Module, plan: Plan, images: Tensor) -> list[Ch
         why = "the unfolded weights are not in the folder" if plan.folded else "nothing was folded"
         return [Check("fold", "not_run", detail=why)]
     unfolded = checkpoint.load_parts(folder / UNFOLDED_PLAN, folder / UNFOLDED)
-    before = Plan.from_json((folder / UNFOLDED_PLAN).read_text())
+    before = checkpoint.read_plan(folder / UNFOLDED_PLAN)
     return fold_checks(unfolded, model, [name for name in plan.folded if name not in before.folded], images)
 
 
@@ -292,7 +292,7 @@ def _dense_onnx(folder: Path, dense: Path, images: Tensor) -> Iterator[Check]:
         yield Check(name, "not_run", detail="the dense model is not here to be compared with")
         yield from file_checks(path, name) if path.is_file() else ()
         return
-    model, plan = checkpoint.load(dense), Plan.from_json((dense / checkpoint.PLAN).read_text())
+    model, plan = checkpoint.load(dense), checkpoint.read_plan(dense / checkpoint.PLAN)
     yield from weight_checks(model, plan, files)[0][1:]  # without that of the plan, which is not this run's
     if path.is_file():
         yield from onnx_checks(model, path, images[:EXACT_IMAGES], name=name)

@@ -44,7 +44,7 @@ def given_steps(folder: Path) -> Iterator[GivenStep]:
     for step in sorted(folder.glob(STEPS)):
         if (step / GIVEN_PLAN).is_file():
             model = checkpoint.load_parts(step / GIVEN_PLAN, step / GIVEN)
-            base, delta = (Plan.from_json((step / name).read_text()) for name in (GIVEN_PLAN, checkpoint.PLAN))
+            base, delta = (checkpoint.read_plan(step / name) for name in (GIVEN_PLAN, checkpoint.PLAN))
             yield GivenStep(step.name, model, base, delta)
 
 

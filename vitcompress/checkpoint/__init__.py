@@ -1,6 +1,7 @@
 """What lies on disk: written beside its target and moved into place, plain data only (safetensors and JSON)."""
 
 from vitcompress.checkpoint.files import (
+    alone_in,
     decoded,
     differing,
     file_sha256,
@@ -19,6 +20,7 @@ from vitcompress.checkpoint.folders import (
     load_for,
     load_parts,
     load_strictly,
+    read_plan,
     save_model,
 )
 from vitcompress.checkpoint.states import State, load_state, save_state
@@ -28,6 +30,7 @@ __all__ = [
     "PLAN",
     "WEIGHTS",
     "State",
+    "alone_in",
     "decoded",
     "differing",
     "file_sha256",
@@ -39,6 +42,7 @@ __all__ = [
     "load_strictly",
     "load_tensors",
     "read_json",
+    "read_plan",
     "save_model",
     "save_state",
     "save_tensors",

@@ -16,6 +16,11 @@ from safetensors import SafetensorError
 
 from vitcompress.errors import ArtifactError, OutputError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 
 def write(path: Path, fill: Callable[[Path], object]) -> None:
     """Let `fill` write a file beside `path`, make it durable, and move it into place. On failure nothing is left.
@@ -76,6 +81,21 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, data: Any) -> None:
     """Raises ValueError for NaN and infinity, which JSON does not have."""
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Wait for others that change a file of `folder` by what it holds: of two such changes none is lost.
+
+    The folder itself is locked, so that nothing stays behind. Systems and disks that cannot do that go without.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            if fcntl is not None:
+                handle = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, handle)
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def read_json(path: Path) -> Any:

@@ -45,7 +45,7 @@ def load_parts(plan_path: Path, weights_path: Path) -> nn.Module:
             f"{plan_path.parent} is not a finished run folder: {missing.name} is missing",
             hint="run the recipe to its end, or name another folder",
         )
-    plan = _read_plan(plan_path)
+    plan = read_plan(plan_path)
     tensors = load_for(weights_path, plan)
     model = apply(models.outline(plan.arch, plan.arch_args), plan)
     if any(buffer.is_meta and name not in tensors for name, buffer in model.named_buffers()):
@@ -81,7 +81,8 @@ def load_strictly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -
         raise WeightsError(f"{path} does not fit its plan: {first_mismatch(error)}") from None
 
 
-def _read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> Plan:
+    """The plan in a JSON file. Raises PlanError where there is none, or one that contradicts itself."""
     try:
         return Plan.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -43,7 +43,7 @@ def fold(job: Job) -> None:
         return
     job.progress.stage("Fold")
     model = checkpoint.load_parts(job.state / UNFOLDED_PLAN, job.state / UNFOLDED)
-    plan = Plan.from_json((job.state / UNFOLDED_PLAN).read_text())
+    plan = checkpoint.read_plan(job.state / UNFOLDED_PLAN)
     # As a standard model it has the LayerScales of that model, and folding is what that model would gain as well.
     folding = surgery.Folding(plan, ()) if plan.standard else surgery.fold(model, plan)
     if plan.standard:
@@ -134,18 +134,8 @@ def bench(job: Job) -> None:
     if path.is_file():
         return
     job.progress.stage("Measure dense against compressed")
-    table = job.recipe.bench
-    dense = runnable(job, "dense")
-    pairs: list[tuple[Path, Path, str | None]] = [
-        (dense[name][0], after, device)
-        for name, (after, device) in runnable(job, "model").items()
-        if name in dense and (name != "onnx" or "onnxruntime" in table.runtimes)
-    ]
-    if "torch" in table.runtimes:
-        pairs.append((job.dense_folder, job.folder, str(job.runtime.device)))
-    seed = job.recipe.run.seed
-    found = []
-    for before, after, where in pairs:
+    table, seed, found = job.recipe.bench, job.recipe.run.seed, []
+    for before, after, where in _pairs(job):
         how = RunnerOptions(device=where)
         options = suite.BenchOptions(table.protocol, table.batch, table.warmup, table.runs, how, seed=seed)
         measured = suite.run((before, after), options, progress=job.progress).as_data()
@@ -154,6 +144,16 @@ def bench(job: Job) -> None:
             speed = f"{ratio['median']:.2f} times as fast ({reports.interval(ratio)})"
             job.progress.note(f"{measured['rows'][1]['runtime']}: {speed}")
     write_json(path, found)
+
+
+def _pairs(job: Job) -> Iterator[tuple[Path, Path, str | None]]:
+    """What is measured against each other, dense first, and the device to do it on; None is what the file is for."""
+    dense, runtimes = runnable(job, "dense"), job.recipe.bench.runtimes
+    for name, (after, device) in runnable(job, "model").items():
+        if name in dense and (name != "onnx" or "onnxruntime" in runtimes):
+            yield dense[name][0], after, device
+    if "torch" in runtimes:
+        yield job.dense_folder, job.folder, str(job.runtime.device)
 
 
 # --------------------------------------------------------------------------------------------------------------- report
@@ -170,20 +170,10 @@ def report(job: Job) -> None:
         {
             "recipe": job.recipe.name,
             "summary": job.recipe.summary,
-            "model": {
-                "arch": plan.arch,
-                "arch_args": dict(plan.arch_args),
-                "weights": job.recipe.model.weights,
-                "input": job.input.to_dict(),
-                "classes": list(class_names(job)),
-                "uint8": job.recipe.export.uint8,
-            },
+            "model": _model(job, plan),
             "plan": json.loads(plan.to_json()),
             "plan_sha256": plan.digest,
-            "cost": {
-                name: cost.measure(model, job.input.size).to_dict()
-                for name, model in (("dense", job.blank), ("compressed", surgery.applied(job.blank, plan)))
-            },
+            "cost": _cost(job, plan),
             "accuracy": accuracy,
             "before_recovery": before,
             "recovery": _read(job.state / "recovery.json"),
@@ -200,6 +190,24 @@ def report(job: Job) -> None:
             "notes": list(_remarks(job)),
         },
     )
+
+
+def _model(job: Job, plan: Plan) -> dict[str, Any]:
+    """What the model is, and what it takes."""
+    return {
+        "arch": plan.arch,
+        "arch_args": dict(plan.arch_args),
+        "weights": job.recipe.model.weights,
+        "input": job.input.to_dict(),
+        "classes": list(class_names(job)),
+        "uint8": job.recipe.export.uint8,
+    }
+
+
+def _cost(job: Job, plan: Plan) -> dict[str, Any]:
+    """Parameters and MACs before and after."""
+    both = {"dense": job.blank, "compressed": surgery.applied(job.blank, plan)}
+    return {name: cost.measure(model, job.input.size).to_dict() for name, model in both.items()}
 
 
 def _read(path: Path) -> Any:

@@ -94,7 +94,7 @@ def class_names(job: Job) -> tuple[str, ...]:
 
 
 def plan_of(job: Job) -> Plan:
-    return Plan.from_json((job.folder / checkpoint.PLAN).read_text())
+    return checkpoint.read_plan(job.folder / checkpoint.PLAN)
 
 
 # --------------------------------------------------------------------------------------------- what is there at the end

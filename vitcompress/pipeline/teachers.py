@@ -76,9 +76,7 @@ def check_teacher(
     knows = deepcopy(dense) if (known := teacher(recovery, classes)) is None else known.to("meta")
     _check_classes(recovery, int(getattr(knows, "num_classes", 0)), classes)
     # Size of its images, and a weight of the labels that leaves no head untrained.
-    how = (recovery.distillation, recovery.alpha, recovery.temperature, recovery.augmentation.smoothing)
-    weight = recovery.label_weight
-    objective(pruned, *how, teacher=knows, input=input, device=torch.device("meta"), label_weight=weight)
+    objective(pruned, recovery.loss, teacher=knows, input=input, device=torch.device("meta"))
     check_features(pruned, recovery.distillation, knows, input)
 
 
