@@ -74,7 +74,7 @@ class ByteInput(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, height, width, channels), 0 to 255 -> logits, (batch, classes)."""
-        images = x.permute(0, 3, 1, 2).to(self.factor.dtype)
+        images = x.to(self.factor.dtype).permute(0, 3, 1, 2)  # TensorRT does nothing with bytes but convert them
         if self.normalises:
             images = images * self.factor - self.offset
         elif self.scale != 1:
