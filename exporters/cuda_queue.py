@@ -33,6 +33,9 @@ class Queued:
         event: Any = torch.cuda.Event
         marks = [event(enable_timing=True) for _ in range(runs + 1)]
         with torch.cuda.stream(self.stream):
+            for mark in marks:
+                mark.record()  # the first time an event is made, for which the GPU would wait
+            self.stream.synchronize()
             began = time.perf_counter()
             marks[0].record()
             for mark in marks[1:]:

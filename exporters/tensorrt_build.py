@@ -4,9 +4,8 @@ Works with TensorRT (10.12 to 11) and TensorRT for RTX alike. TF32 products are 
 switch them on by themselves.
 """
 
-import hashlib
-import re
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from vitcompress.exporters.onnx_graph import INPUT
 from vitcompress.exporters.tensorrt_flavours import RTX, Flavour, log_of
 from vitcompress.progress import Progress
 
-NUMBERED = re.compile(rb"mye\d+")  # names that the library gives to values inside a graph
 NETWORK = "vitcompress"  # a network without a name gets one that changes from build to build, and with it the bytes
 LOOK = 0.1  # seconds between two looks at whether the build is done or was interrupted
 COMPATIBLE = {"ampere+": "AMPERE_PLUS", "same": "SAME_COMPUTE_CAPABILITY"}
@@ -34,11 +32,6 @@ class Built:
     data: bytes
     seconds: float
     warnings: tuple[str, ...]
-
-    @property
-    def content_sha256(self) -> str:
-        """SHA-256 without the numbers of internal values, the only bytes in which two builds of a file may differ."""
-        return hashlib.sha256(NUMBERED.sub(b"mye", self.data)).hexdigest()
 
 
 def build(
@@ -147,13 +140,26 @@ def _watched(work: Callable[[], Built], monitor: Any) -> Built:
     """
     with ThreadPoolExecutor(1, "build") as pool:
         try:
-            done: Future[Built] = pool.submit(work)
+            done: Future[Built] = pool.submit(_let_go, work)
             while not done.done():
                 time.sleep(LOOK)
         except BaseException:
             monitor.stopped = True  # the builder asks before each of its steps; leaving the block waits for its end
             raise
     return done.result()
+
+
+def _let_go(work: Callable[[], Built]) -> Built:
+    """The result of `work`; when it fails, nothing that it held stays alive in the frames of the error.
+
+    The garbage collector would free a builder at any time, such as while the library makes the next one and logs
+    that, with a lock in its hand that freeing one waits for: a deadlock.
+    """
+    try:
+        return work()
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
 
 
 def _refused(flavour: Flavour, parser: Any, log: Any) -> VitcompressError:

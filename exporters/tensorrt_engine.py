@@ -34,6 +34,7 @@ from vitcompress.exporters.tensorrt_flavours import (
     buildable,
     capability,
     header_of,
+    numbers,
 )
 from vitcompress.exporters.tensorrt_runner import EngineRunner
 from vitcompress.models import InputConfig
@@ -217,7 +218,6 @@ def _described(
             "version_compatible": options.version_compatible,
             "gpu": torch.cuda.get_device_name() if flavour is TRT else None,
             "header": header_of(built.data),
-            "content_sha256": built.content_sha256,
             "seconds": round(built.seconds, 3),
             "warnings": [*built.warnings, *_doubts(flavour, built.data, version, targets)],
         },
@@ -227,7 +227,8 @@ def _described(
 def _doubts(flavour: Flavour, data: bytes, version: str, targets: Sequence[int]) -> list[str]:
     """Where the header says something else than was asked for; a hint, as its form is not documented."""
     found = header_of(data)
-    expected = {"written_by": flavour.title, "version": version, "sm": sorted(targets) if flavour is RTX else None}
+    known = ".".join(map(str, numbers(version)))
+    expected = {"written_by": flavour.title, "version": known, "sm": sorted(targets) if flavour is RTX else None}
     return [
         f"the header says {key} {found[key]}, not {expected[key]}" for key in expected if found[key] != expected[key]
     ]

@@ -35,7 +35,7 @@ class Flavour:
             raise MissingExtraError(self.module, self.extra, need=self.title) from None
         except (ImportError, OSError) as error:  # it is there, a shared library that it needs is not
             raise DeviceError(f"{self.title} cannot be loaded: {error}", hint=self.install) from None
-        if version_of(library) < self.oldest:
+        if numbers(str(library.__version__)) < self.oldest:
             oldest = ".".join(map(str, self.oldest))
             raise DeviceError(
                 f"{self.title} {library.__version__} is too old, {oldest} or later is needed", hint=self.install
@@ -60,9 +60,9 @@ RTX = Flavour("trt-rtx", "TensorRT for RTX", "tensorrt_rtx", "rtx", ".rtx.engine
 FLAVOURS = {flavour.name: flavour for flavour in (TRT, RTX)}
 
 
-def version_of(library: Any) -> tuple[int, ...]:
-    """`10.12.0.36` as numbers."""
-    return tuple(int(part) for part in str(library.__version__).split(".") if part.isdecimal())
+def numbers(version: str) -> tuple[int, ...]:
+    """`10.14.1.48.post1` as (10, 14, 1, 48): the library's version, without that of its packaging."""
+    return tuple(int(part) for part in version.split(".") if part.isdecimal())
 
 
 def capability(index: int = 0) -> int | None:
@@ -99,7 +99,7 @@ def header_of(data: bytes) -> dict[str, Any]:
 
 
 def log_of(library: Any) -> Any:
-    """What the library says, kept instead of printed: `warnings`, `errors`, and `first_error()` in one line."""
+    """What the library says, kept instead of printed: `warnings`, `errors`, and the first or last error in one line."""
 
     class Log(library.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -114,6 +114,12 @@ def log_of(library: Any) -> Any:
                 self.errors.append(message.strip())
 
         def first_error(self) -> str:
-            return self.errors[0].splitlines()[0] if self.errors else "it gives no reason"
+            return self._line(0)
+
+        def last_error(self) -> str:
+            return self._line(-1)
+
+        def _line(self, number: int) -> str:
+            return self.errors[number].splitlines()[0] if self.errors else "it gives no reason"
 
     return Log()

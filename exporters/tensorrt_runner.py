@@ -18,7 +18,16 @@ from vitcompress.errors import ArtifactError, DeviceError, InputError, Vitcompre
 from vitcompress.exporters.artifact import input_of, read_sidecar, sidecar_path
 from vitcompress.exporters.frames import receive, send
 from vitcompress.exporters.runner import RunnerOptions, as_given, check_batch
-from vitcompress.exporters.tensorrt_flavours import FLAVOURS, HEADER, RTX, Flavour, capability, header_of, kind_of
+from vitcompress.exporters.tensorrt_flavours import (
+    FLAVOURS,
+    HEADER,
+    RTX,
+    Flavour,
+    capability,
+    header_of,
+    kind_of,
+    numbers,
+)
 
 DANGER = "running an engine is running code that its author chose"
 PATIENCE = 10.0  # seconds that the process is given to end by itself
@@ -239,7 +248,7 @@ def _check_version(path: Path, head: bytes, sidecar: dict[str, Any], flavour: Fl
     here = str(flavour.load().__version__)
     build = sidecar.get("build", {})
     made = build.get("runtime_version") or header_of(head)["version"]
-    if made != here and not build.get("version_compatible"):
+    if numbers(str(made)) != numbers(here) and not build.get("version_compatible"):
         raise DeviceError(
             f"{path} was built by {flavour.title} {made}, here is {here}, which does not run it",
             hint=f"export it again on this machine, or pip install {flavour.module.replace('_', '-')}=={made}",

@@ -30,12 +30,16 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Binding:
-    """An input and an output on the GPU, the context that runs them, and the call that does."""
+    """Input and outputs on the GPU, the context that runs them, and the call that does."""
 
     images: Tensor
-    out: Tensor
+    outputs: dict[str, Tensor]
     context: Any
     queued: Queued
+
+    @property
+    def logits(self) -> Tensor:
+        return next(iter(self.outputs.values()))
 
 
 class Engine:
@@ -59,44 +63,60 @@ class Engine:
         self._engine = self._deserialized(data, host_code)
         stream: Any = torch.cuda.Stream
         self._stream = stream()  # not the default one, which would synchronise each run
-        self._input, self._output = self._ends()
+        self._input, self._outputs = self._ends()
         self._records = cuda_graph and self._flavour is not RTX  # RTX records by itself
         self._shared = None if self._records else self._new_context()
+        self._prepared: Binding | None = None  # the one whose shape and addresses the shared context holds
         self._bound: dict[int, Binding] = {}
 
     def _deserialized(self, data: bytes, host_code: bool) -> Any:
-        log = log_of(self._library)
-        self._runtime = self._library.Runtime(log)
+        self._log = log_of(self._library)
+        self._runtime = self._library.Runtime(self._log)
         self._runtime.engine_host_code_allowed = host_code
         if not host_code:  # code that an engine brings along is loaded from a file, if only one in memory
             self._runtime.tempfile_control_flags = 0
         engine = self._runtime.deserialize_cuda_engine(data)
-        if engine is None:
-            raise RefusedError(log.first_error())
+        self._done(engine is not None, "it cannot be opened")
         return engine
 
+    def _done(self, success: object, what: str) -> None:
+        """Raise RefusedError, with what the library says, where a call of it returned no success."""
+        if not success:
+            raise RefusedError(f"{what}: {self._log.last_error()}")
+
     def _new_context(self) -> Any:
+        context = self._engine.create_execution_context(*self._runtime_config())
+        self._done(context is not None, "no memory or no context for it")
+        # The engine holds the details of its layers for the inspector; telling profilers, too, would slow each run.
+        context.nvtx_verbosity = self._library.ProfilingVerbosity.NONE
+        if context.active_optimization_profile < 0:  # only the first context is given the profile by itself
+            chosen = context.set_optimization_profile_async(0, self._stream.cuda_stream)
+            self._done(chosen, "its profile cannot be chosen")
+            self._stream.synchronize()
+        return context
+
+    def _runtime_config(self) -> tuple[Any, ...]:
+        """What TensorRT for RTX is told of kernels and CUDA graphs; TensorRT has nothing to be told."""
         if self._flavour is not RTX:
-            context = self._engine.create_execution_context()
-            if context.active_optimization_profile < 0:  # only the first context is given the profile by itself
-                context.set_optimization_profile_async(0, self._stream.cuda_stream)
-                self._stream.synchronize()
-            return context
+            return ()
         config, library = self._engine.create_runtime_config(), self._library
         # LAZY would measure fallback kernels while the right ones are still being compiled.
         config.dynamic_shapes_kernel_specialization_strategy = library.DynamicShapesKernelSpecializationStrategy.EAGER
         strategy = library.CudaGraphStrategy
         config.cuda_graph_strategy = strategy.WHOLE_GRAPH_CAPTURE if self._graph else strategy.DISABLED
-        return self._engine.create_execution_context(config)
+        return (config,)
 
-    def _ends(self) -> tuple[str, str]:
-        """Names of the one input and the first output."""
+    def _ends(self) -> tuple[str, list[str]]:
+        """Names of the one input and of all outputs; the first one is the logits."""
         names = [self._engine.get_tensor_name(number) for number in range(self._engine.num_io_tensors)]
         modes = {name: self._engine.get_tensor_mode(name).name for name in names}
         inputs, outputs = ([n for n in names if modes[n] == mode] for mode in ("INPUT", "OUTPUT"))
         if len(inputs) != 1 or not outputs or len(self._engine.get_tensor_shape(inputs[0])) != 4:
             raise RefusedError(f"it does not take one tensor of images; it has {modes}")
-        return inputs[0], outputs[0]
+        kinds = {name: self._engine.get_tensor_dtype(name).name for name in names}
+        if unknown := {name: kind for name, kind in kinds.items() if kind not in TYPES}:
+            raise RefusedError(f"it has tensors of types that are not offered: {unknown}; they are {', '.join(TYPES)}")
+        return inputs[0], outputs
 
     def facts(self) -> dict[str, Any]:
         """What the parent must know: shapes, types, range of batches, where it runs."""
@@ -115,18 +135,23 @@ class Engine:
         given = torch.frombuffer(data, dtype=torch.uint8 if wanted is torch.uint8 else torch.float32)
         images = given.reshape(shape).to("cuda", wanted)
         context = self._shared or self._new_context()
-        context.set_input_shape(self._input, tuple(shape))
-        kind = TYPES[self._engine.get_tensor_dtype(self._output).name]
-        out = torch.empty(tuple(context.get_tensor_shape(self._output)), dtype=kind, device="cuda")
+        self._prepared = None
+        self._done(context.set_input_shape(self._input, tuple(shape)), f"it does not take images of the shape {shape}")
+        outputs = {name: self._room(context, name) for name in self._outputs}
         torch.cuda.synchronize()  # the images are there before another stream reads them
-        self._bound[slot] = bound = Binding(images, out, context, Queued(partial(self._enqueue, context), self._stream))
+        bound = Binding(images, outputs, context, Queued(partial(self._enqueue, context), self._stream))
         self._prepare(bound)
         bound.queued()
         self._stream.synchronize()
         run: Callable[[], object] = self._recorded(context) if self._records else bound.queued.step
         if self._transfers:
-            run = self._with_transfers(images, out, run)
-        self._bound[slot] = replace(bound, queued=Queued(run, self._stream))
+            run = self._with_transfers(images, bound.logits, run)
+        self._bound[slot] = self._prepared = replace(bound, queued=Queued(run, self._stream))
+
+    def _room(self, context: Any, name: str) -> Tensor:
+        """Memory on the GPU for an output, in the shape that it has for the input's."""
+        kind = TYPES[self._engine.get_tensor_dtype(name).name]
+        return torch.empty(tuple(context.get_tensor_shape(name)), dtype=kind, device="cuda")
 
     def _with_transfers(self, images: Tensor, out: Tensor, run: Callable[[], object]) -> Callable[[], None]:
         """`run` between the way of the images to the GPU and that of the logits back, queued on the same stream."""
@@ -149,24 +174,25 @@ class Engine:
 
     def _prepare(self, bound: Binding) -> None:
         """Set a binding's shape and tensors in its context."""
-        bound.context.set_input_shape(self._input, tuple(bound.images.shape))
-        bound.context.set_tensor_address(self._input, bound.images.data_ptr())
-        bound.context.set_tensor_address(self._output, bound.out.data_ptr())
+        context, images = bound.context, bound.images
+        self._done(context.set_input_shape(self._input, tuple(images.shape)), "its shape cannot be set")
+        for name, tensor in {self._input: images, **bound.outputs}.items():
+            self._done(context.set_tensor_address(name, tensor.data_ptr()), f"{name} cannot be given memory")
 
     def _enqueue(self, context: Any) -> None:
-        if not context.execute_async_v3(self._stream.cuda_stream):
-            raise RefusedError("the library could not run it")
+        self._done(context.execute_async_v3(self._stream.cuda_stream), "the library could not run it")
 
     def run(self, slot: int) -> Tensor:
         """One pass: logits, (batch, classes), float32, on the CPU."""
         self.timed(slot, 1)
-        return self._bound[slot].out.float().cpu()
+        return self._bound[slot].logits.float().cpu()
 
     def timed(self, slot: int, runs: int) -> tuple[list[float], float]:
         """Milliseconds of each run, by CUDA events without waiting between, and of all of them on the wall."""
         bound = self._bound[slot]
-        if not self._records:  # another binding may have run in the shared context
+        if not self._records and self._prepared is not bound:  # another binding has run in the shared context
             self._prepare(bound)
+            self._prepared = bound
         return bound.queued.timed(runs)
 
     def layers(self) -> str:

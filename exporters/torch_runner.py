@@ -23,6 +23,7 @@ SDPA = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 
+COMPILED_AT_ONCE = 1024  # versions of one function that torch.compile may hold; torch's own limit is 8
 RUNS_BEFORE_RECORDING = 3  # as torch's documentation of CUDA graphs advises
 
 
@@ -43,7 +44,7 @@ class TorchRunner:
         self.input = models.input_config(model)
         self._type = TORCH_TYPES[self._precision]
         self._model = model.eval().to(self._device, self._type)
-        self._call = torch.compile(self._model) if self._options.compile else self._model
+        self._call = _compiled(self._model) if self._options.compile else self._model
         self._restore = _process_settings()
         self._threads = self._options.threads or torch.get_num_threads()
 
@@ -71,7 +72,7 @@ class TorchRunner:
             with self._attention():
                 out = self._call(resident if host is None else host.to(**place, non_blocking=True))
             if host is not None:
-                out.cpu()
+                out.to("cpu", non_blocking=True)  # into page-locked memory, as torch does then: no run waits for it
 
         return self._queued(step)
 
@@ -112,7 +113,7 @@ class TorchRunner:
                 resident.copy_(host, non_blocking=True)
             graph.replay()
             if host is not None:
-                out.cpu()
+                out.to("cpu", non_blocking=True)
 
         return step
 
@@ -159,6 +160,20 @@ class TorchRunner:
         threads, matmul, cudnn = self._restore
         torch.set_num_threads(threads)
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+
+
+def _compiled(model: nn.Module) -> Callable[..., Any]:
+    """`model` through torch.compile, for exactly the shapes that it is given, whichever came before.
+
+    All models of a class share one cache. What does not fit into it would run uncompiled, without an error.
+    """
+    from torch._dynamo import config
+
+    settings: Any = config
+    settings.recompile_limit = settings.accumulated_recompile_limit = COMPILED_AT_ONCE
+    settings.fail_on_recompile_limit_hit = True
+    compiled: Callable[..., Any] = torch.compile(model, dynamic=False)
+    return compiled
 
 
 def _process_settings() -> tuple[int, bool, bool]:

@@ -7,6 +7,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,17 +50,22 @@ PARTS: dict[str, Part] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts in the order they are asked for."""
+    """Run the parts in the order they are asked for. What was measured is written also when a later part fails."""
     asked = _parsed(arguments)
     lines: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         batch, runs = asked.batch or Options.batch, asked.runs or Options.runs
         given = asked.batch, asked.runs
         options = Options(Path(folder), asked.arch, batch, runs, asked.threads, given)
+        stack.callback(_write, lines, options, asked)
         for part in asked.parts:
             for line in PARTS[part](options):
                 _say(text(line))
                 lines.append(line)
+    return 0
+
+
+def _write(lines: list[dict[str, Any]], options: Options, asked: argparse.Namespace) -> None:
     about = {
         "machine": machine.facts(),
         "load_average": machine.load_average(),
@@ -69,7 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = _file(asked.out, asked.parts)
     write_json(out, {"figures": lines, **about, "settings": {"parts": asked.parts, **settings}})
     _say(f"written to {out}")
-    return 0
 
 
 def _file(out: Path, parts: Sequence[str]) -> Path:

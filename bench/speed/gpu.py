@@ -20,6 +20,7 @@ from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.onnx_libraries import RTX
 from vitcompress.exporters.onnx_providers import CUDA, TENSORRT
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
+from vitcompress.exporters.tensorrt_flavours import capability
 from vitcompress.models import input_config
 from vitcompress.plan import Plan
 
@@ -35,6 +36,7 @@ RECIPES = (
 FILES: dict[str, tuple[Precision, ...]] = {
     "onnx": ("fp32", "fp16"),
     "trt": ("fp32", "tf32", "fp16", "bf16"),
+    "trt-rtx": ("fp32", "fp16", "bf16"),
 }  # for GPUs
 PROVIDERS = (CUDA, TENSORRT, RTX)  # of ONNX Runtime
 
@@ -46,8 +48,9 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
         for what, make in _ways(name, dense, model, device, options):
             try:
                 yield {"what": what, **_compared(make, options, device)}
-            except (VitcompressError, RuntimeError) as error:  # torch's own: out of memory, no kernel for this
-                yield {"what": what, "device": device, "text": f"not measured: {first_line(error)}"}
+            except Exception as error:  # noqa: BLE001 - whatever fails in one runtime is told, and the others go on
+                kind = "" if isinstance(error, VitcompressError) else f"{type(error).__name__}: "
+                yield {"what": what, "device": device, "text": f"not measured: {kind}{first_line(error)}"}
 
 
 def _pairs(options: Options) -> Iterator[tuple[str, nn.Module, nn.Module]]:
@@ -75,11 +78,21 @@ def _ways(name: str, dense: nn.Module, model: nn.Module, device: str, options: O
     batch = options.given[0]
     for form, precisions in FILES.items():
         for precision in precisions if device == "cuda" else precisions[:1]:
-            wish = ExportOptions(precision=precision)
+            wish = _wish(form, precision, batch)
             for provider in PROVIDERS if form == "onnx" and device == "cuda" else (None,):
                 served = replace(how, provider=provider, batch=(batch, batch, batch) if batch else None)
                 where = f" in {provider}" if provider else ""
                 yield f"{name}, {form} {precision}{where}", partial(_exported, both, form, wish, served, options.folder)
+
+
+def _wish(form: str, precision: Precision, batch: int | None) -> ExportOptions:
+    """An engine is built for the GPU that is here, and tuned for the batch that is measured."""
+    options = ExportOptions(precision=precision)
+    if batch:
+        options = replace(options, batch=(1, batch, batch))
+    if form == "trt-rtx" and (here := capability()):
+        options = replace(options, sm=(here,))
+    return options.only(EXPORTERS[form].uses)
 
 
 def _in_torch(both: Mapping[str, nn.Module], how: RunnerOptions, stack: ExitStack) -> list[Runner]:

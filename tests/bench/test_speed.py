@@ -1,6 +1,7 @@
 """The speed script runs through at its smallest and writes what it measured. No time is asserted."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,17 @@ def test_a_part_prints_and_writes_its_lines(tmp_path: Path, capsys: pytest.Captu
     assert written["settings"]["parts"] == ["gates"]
     assert written["machine"]["versions"]["torch"]
     assert "channel gates: " in capsys.readouterr().out
+
+
+def test_what_was_measured_stays_when_a_later_part_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(options: parts.Options) -> Iterator[dict[str, Any]]:
+        yield {"what": "first", "text": "1 s"}
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setitem(speed.PARTS, "gates", failing)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        speed.main(["gates", "--out", str(tmp_path / "speed.json")])
+    assert json.loads((tmp_path / "speed.json").read_text())["figures"] == [{"what": "first", "text": "1 s"}]
 
 
 def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

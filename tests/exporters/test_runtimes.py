@@ -1,6 +1,8 @@
 """Runners answer as the model does, on exactly what was asked for, and refuse files that are not what they seem."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -10,7 +12,7 @@ import torch
 from contracts import build, contract, images
 from onnx import TensorProto, helper
 
-from vitcompress import checkpoint
+from vitcompress import checkpoint, models
 from vitcompress.errors import ArtifactError, DeviceError, InputError
 from vitcompress.evaluate import evaluate
 from vitcompress.exporters.onnx_graph import export
@@ -94,6 +96,25 @@ def test_torch_in_half_precision(precision: str) -> None:
 def test_another_attention_kernel_answers_the_same() -> None:
     runner = TorchRunner(build("plain", dtype=torch.float32), RunnerOptions(sdpa="math"), name="model")
     torch.testing.assert_close(runner(X), expected())
+
+
+def test_every_model_that_is_to_be_compiled_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch by itself compiles eight of a class, and runs the others as they are."""
+    compiled = []
+
+    def count(graph: torch.fx.GraphModule, example: list[torch.Tensor]) -> Callable[..., object]:
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
+    shared, made = {"img_size": 8, "patch_size": 4, "depth": 1, "num_heads": 1, "num_classes": 2}, range(1, 10)
+    for number in made:
+        model = models.create("vit_tiny_patch16_224", {**shared, "embed_dim": 8 * number})
+        runner = TorchRunner(model, RunnerOptions(compile=True), name="model")
+        runner(X[:2])
+        assert len(compiled) == number
+    runner(X[:1])
+    assert len(compiled) == len(made) + 1  # another batch has kernels of its own
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import pytest
@@ -99,13 +100,10 @@ def rebuilt(made: Path, *targets: int, **options: Any) -> Built:
     return build_engine(RTX, source_path(made), (3, 8, 8), wanted, targets or (89,))
 
 
-def test_two_builds_are_equal_but_for_the_numbers_of_internal_names_and_others_are_not(made: Path) -> None:
-    recorded = json.loads(sidecar_path(made).read_text())["build"]["content_sha256"]
-    again = rebuilt(made)
-    assert again.content_sha256 == recorded and len(again.data) == made.stat().st_size
-    different = sum(a != b for a, b in zip(again.data, made.read_bytes(), strict=True))
-    assert different <= 100  # some builds of this tiny model number a dozen values differently
-    assert len({rebuilt(made, 80).content_sha256, rebuilt(made, batch=(1, 2, 8)).content_sha256, recorded}) == 3
+def test_two_builds_are_the_same_bytes_and_others_are_not(made: Path) -> None:
+    data = made.read_bytes()
+    assert rebuilt(made).data == data
+    assert len({rebuilt(made, 80).data, rebuilt(made, batch=(1, 2, 8)).data, data}) == 3
 
 
 def test_each_target_is_in_the_file(made: Path) -> None:
@@ -117,9 +115,9 @@ def test_the_default_targets_are_stated_and_tf32_is_off_unless_asked_for(model: 
     plain, path = built(model, tmp_path / "m.engine", precision="fp32", sm=()), tmp_path / "m.engine"
     assert tuple(plain["build"]["sm"]) == tuple(plain["build"]["header"]["sm"]) == RTX_DEFAULT
     assert "default" in plain["build"]["sm_reason"] and plain["build"]["tf32"] is False
-    content = plain["build"]["content_sha256"]
-    assert rebuilt(path, *RTX_DEFAULT, precision="fp32").content_sha256 == content
-    assert rebuilt(path, *RTX_DEFAULT, precision="tf32").content_sha256 != content
+    data = path.read_bytes()
+    assert rebuilt(path, *RTX_DEFAULT, precision="fp32").data == data
+    assert rebuilt(path, *RTX_DEFAULT, precision="tf32").data != data
     tf32 = built(model, path, precision="tf32", keep_onnx=False)
     assert (tf32["precision"], tf32["build"]["tf32"]) == ("tf32", True)
     assert tf32["source"]["sha256"] == plain["source"]["sha256"]  # the same fp32 file
@@ -192,6 +190,15 @@ def pruned_keys(model: nn.Module) -> nn.Module:
     return copy
 
 
+def test_a_build_that_fails_leaves_no_builder_to_the_garbage_collector(tmp_path: Path) -> None:
+    """Which would free it while the next one is made and logs, under a lock that freeing takes, too."""
+    (tmp_path / "m.onnx").write_bytes(b"nothing of the kind")
+    with pytest.raises(VitcompressError) as caught:
+        build_engine(RTX, tmp_path / "m.onnx", (3, 8, 8), ExportOptions(**SMALL), (89,))
+    held = [value for frame, _ in walk_tb(caught.value.__traceback__) for value in frame.f_locals.values()]
+    assert held and not any(type(value).__module__.startswith("tensorrt") for value in held)
+
+
 def test_a_file_that_is_no_onnx_is_said_to_be_none(tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(b"nothing of the kind")
     with pytest.raises(VitcompressError, match="ONNX"):
@@ -226,18 +233,33 @@ def test_a_full_disk_leaves_what_stood_there(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_an_engine_that_takes_bytes(model: nn.Module, tmp_path: Path) -> None:
+    made = built(model, tmp_path / "m.engine", precision="fp16", uint8=True)
+    assert made["metadata"]["input"] == '"uint8"' and made["build"]["warnings"] == []
+
+
 STOPPED = """
+import signal
 import sys
 from pathlib import Path
+from threading import Event
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters.tensorrt_build import build
 from vitcompress.exporters.tensorrt_flavours import RTX
 from vitcompress.progress import Progress
 
+heard = Event()
+
+def interrupted(number, frame):
+    heard.set()
+    raise KeyboardInterrupt
+
 class Beginning(Progress):
     def update(self, label, done, total, text=""):
         print(done, total, flush=True)
+        heard.wait()  # on a busy machine the signal may else come when nothing is left to be done
 
+signal.signal(signal.SIGINT, interrupted)
 options = ExportOptions(precision="fp16")
 build(RTX, Path(sys.argv[1]), (3, 8, 8), options, (75, 80, 86, 89, 120, 121), Beginning())
 """
