@@ -29,12 +29,12 @@ from vitcompress import checkpoint, onnx_file
 from vitcompress.byte_input import from_bytes, to_bytes
 from vitcompress.errors import DeviceError, MissingExtraError, VitcompressError
 from vitcompress.evaluate import wilson
-from vitcompress.exporters.artifact import input_of
 from vitcompress.exporters.onnx_rounded import rounded_answers
 from vitcompress.exporters.runner import Runner
 from vitcompress.exporters.runtimes import RUNNERS, open_runner
 from vitcompress.models import InputConfig
 from vitcompress.precision import HALF
+from vitcompress.sidecar import input_of
 from vitcompress.verdicts import Check, compared, largest_difference
 
 Answers = Callable[[Tensor], Tensor]  # normalised images -> logits
@@ -171,7 +171,7 @@ def rounded_checks(expected: Answers, path: Path, images: Tensor, *, real: bool 
     hardware that such files are for. Nothing is asked of other files. expected: images -> the model's answers.
     """
     known = checkpoint.decoded(onnx_file.metadata(onnx_file.read(path))) if path.suffix == ".onnx" else {}
-    precision, input = known.get("precision"), input_of(known)
+    precision, input = known.get("precision"), input_of(str(path), known)
     if precision not in HALF or input is None:
         return []
     name = f"{PREFIX}{path.name}.rounded"

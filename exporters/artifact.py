@@ -1,19 +1,18 @@
-"""What is known about an exported file: a record, and the sidecar `<file>.json` beside it that carries it."""
+"""What is known about an exported file, and what writes one: the record that its sidecar carries, and an exporter."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
 
-from vitcompress.checkpoint import alone_in, differing, file_sha256, read_json, write_json
-from vitcompress.errors import ArtifactError, InputError
+from vitcompress.checkpoint import write_json
+from vitcompress.errors import InputError
 from vitcompress.export_options import ExportOptions
 from vitcompress.models import InputConfig
 from vitcompress.progress import Progress
-
-FORMAT = 1
+from vitcompress.sidecar import FORMAT, sidecar_path
 
 
 @dataclass(frozen=True)
@@ -96,51 +95,5 @@ class Exporter:
         self.refuse(options)
 
 
-def sidecar_path(path: Path) -> Path:
-    """`model.onnx` -> `model.onnx.json`"""
-    return path.with_name(f"{path.name}.json")
-
-
 def write_sidecar(exported: Exported) -> None:
     write_json(sidecar_path(exported.path), {"sidecar_format": FORMAT, **exported.to_dict()})
-
-
-def read_sidecar(path: Path) -> dict[str, Any] | None:
-    """What was recorded about the exported file `path`, None when nothing was."""
-    sidecar = sidecar_path(path)
-    return dict(read_json(sidecar)) if sidecar.is_file() else None
-
-
-def amend_sidecar(path: Path, **known: Any) -> None:
-    """Record more about the exported file `path`, such as `verified=True`. It must have a sidecar."""
-    with alone_in(path.parent):
-        write_json(sidecar_path(path), {**(read_sidecar(path) or {}), **known})
-
-
-def checked_sha256(path: Path) -> str:
-    """SHA-256 of `path`. Raises ArtifactError where its sidecar describes other files."""
-    sidecar = sidecar_path(path)
-    if sidecar.is_file() and (wrong := differing(sidecar)):
-        raise ArtifactError(
-            f"{path} is not the file that {sidecar.name} describes ({wrong[0]})",
-            hint="one of them was replaced; export again, or remove the .json to use the file as it is",
-        )
-    return file_sha256(path)
-
-
-def input_of(known: Mapping[str, Any], size: tuple[int, int, int] | None = None) -> InputConfig | None:
-    """How images are brought to a file's model, from its `decoded` metadata; None where that does not say.
-
-    size: (channels, height, width) of what the file takes, where that is known otherwise.
-    """
-    if not {"size", "mean", "std", "interpolation", "crop_pct", "crop_mode"} <= set(known):
-        return None
-    channels, height, width = size or known["size"]
-    return InputConfig(
-        (channels, height, width),
-        tuple(known["mean"]),
-        tuple(known["std"]),
-        known["interpolation"],
-        float(known["crop_pct"]),
-        known["crop_mode"],
-    )

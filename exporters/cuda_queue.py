@@ -2,23 +2,27 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from vitcompress.exporters.bound import Bound
 
-@dataclass(frozen=True)
-class Queued:
+
+class Queued(Bound):
     """One pass as a call: `step` puts it on `stream` and does not wait for it. A `TimedCall` of runner.py.
 
     tensors: what it reads and what it writes, which must live as long as it does.
     """
 
-    step: Callable[[], object]
-    stream: Any
-    tensors: tuple[torch.Tensor, ...] = ()
+    def __init__(self, step: Callable[[], object], stream: Any, tensors: tuple[torch.Tensor, ...] = ()) -> None:
+        super().__init__(step)
+        self.stream, self._tensors = stream, tensors
+
+    def release(self) -> None:
+        super().release()
+        self._tensors = ()
 
     def __call__(self) -> None:
         with torch.cuda.stream(self.stream):

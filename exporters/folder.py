@@ -1,6 +1,5 @@
 """Export a finished run folder again: another format or precision, or on the machine that the format is made for."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -8,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress import checkpoint, exporters, models
-from vitcompress.errors import InputError, did_you_mean
+from vitcompress.errors import ArtifactError, InputError, did_you_mean
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import agreement, exporting, gate
-from vitcompress.exporters.artifact import Exported, Exporter, read_sidecar
+from vitcompress.exporters.artifact import Exported, Exporter
 from vitcompress.exporters.tensorrt_engine import source_path
 from vitcompress.progress import Progress
+from vitcompress.sidecar import AGAIN, read_sidecar, sidecar_path
 from vitcompress.verdicts import Check, Verification, amend
 from vitcompress.verify import UNFOLDED, known_images
 from vitcompress.verify_engine import engine_weights
@@ -129,5 +129,8 @@ def writable(name: str) -> Exporter:
 
 def class_names(folder: Path) -> tuple[str, ...]:
     """The class names of the folder's first export; none where it has none, which exporters replace by numbers."""
-    known = read_sidecar(folder / "model.onnx") or {}
-    return tuple(json.loads(known.get("metadata", {}).get("classes", "[]")))
+    path = folder / "model.onnx"
+    found = checkpoint.decoded((read_sidecar(path) or {"metadata": {}})["metadata"]).get("classes", [])
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise ArtifactError(f"{sidecar_path(path)} cannot be used: classes is {found!r}, no list of names", hint=AGAIN)
+    return tuple(found)

@@ -7,6 +7,7 @@ Two kinds of checks are asked of every exported file, whether a recipe or `vitco
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from vitcompress import checkpoint
 from vitcompress.errors import ArtifactError, OutputError
 from vitcompress.exporters import agreement
 from vitcompress.exporters.agreement import PREFIX, exported_files, folder_checks
-from vitcompress.exporters.artifact import amend_sidecar, read_sidecar
+from vitcompress.sidecar import amend_sidecar, read_sidecar
 from vitcompress.verdicts import Check, Verification
 from vitcompress.verify import verify_folder
 from vitcompress.verify_weights import CHECK as WEIGHTS
@@ -52,10 +53,12 @@ def record(path: Path, checks: Sequence[Check]) -> str:
 def set_aside(path: Path) -> Path:
     """Move a file that failed, with all that belongs to it, to a folder of such files beside it."""
     folder = path.parent / FAILED
-    sidecar = read_sidecar(path) or {}
+    known: dict[str, Any] = {"files": {path.with_suffix(".bin").name if path.suffix == ".xml" else path.name: ""}}
+    with suppress(ArtifactError):  # the sidecar itself may be what is wrong
+        known = read_sidecar(path) or known
     try:
         beside = (found.name for found in path.parent.iterdir() if found.name.startswith(f"{path.name}."))
-        names = dict.fromkeys((path.name, *(sidecar.get("files") or ()), *beside))
+        names = dict.fromkeys((path.name, *known["files"], *beside))
         folder.mkdir(exist_ok=True)
         for name in names:
             if (path.parent / name).is_file():

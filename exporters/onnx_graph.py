@@ -23,12 +23,13 @@ from vitcompress import checkpoint
 from vitcompress.byte_input import deployed, folds
 from vitcompress.errors import CheckFailedError, InputError, VitcompressError, first_line
 from vitcompress.export_options import ExportOptions
-from vitcompress.exporters.artifact import Exported, Exporter, sidecar_path, write_sidecar
+from vitcompress.exporters.artifact import Exported, Exporter, write_sidecar
 from vitcompress.exporters.onnx_linear import join_linear_layers
 from vitcompress.exporters.onnx_tokens import drop_unread_tokens
 from vitcompress.models import InputConfig
 from vitcompress.precision import HALF, expanded
 from vitcompress.progress import Progress
+from vitcompress.sidecar import sidecar_path
 
 INPUT, OUTPUT = "images", "logits"
 DEFAULT_OPSET = 20

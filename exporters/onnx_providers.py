@@ -5,7 +5,7 @@ instead. Precision lies in the ONNX file, so that providers are told of none but
 are computed and which only CUDA's provider leaves to its user.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,6 +21,11 @@ from vitcompress.exporters.runner import RunnerOptions
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 TENSORRT, COREML = "TensorrtExecutionProvider", "CoreMLExecutionProvider"
+# A graph with a dynamic batch rightly keeps its shape arithmetic on the CPU; these must be where they were asked for.
+HEAVY = frozenset(
+    {"MatMul", "Gemm", "Conv", "Attention", "LayerNormalization", "Softmax", "Gelu", "FusedMatMul", "FusedGemm"}
+    | {"FusedConv", "MultiHeadAttention", "SkipLayerNormalization", "BiasGelu", "FastGelu"}
+)
 
 
 @dataclass(frozen=True)
@@ -266,3 +271,17 @@ def precision_of(path: Path, stored: Any, wanted: str | None, provider: Provider
     way = f"export it with --precision {wanted}" if wanted in offered else f"use one of {', '.join(offered)}"
     shown = own if stored else "what it is stored in"
     raise DeviceError(f"{path} computes in {shown}, {wanted} was asked for", hint=way)
+
+
+def assignment(session: Any) -> dict[str, set[str]]:
+    """Provider -> kinds of the nodes that it computes; needs recorded assignment info."""
+    parts: Iterable[Any] = session.get_provider_graph_assignment_info()
+    found: dict[str, set[str]] = {}
+    for part in parts:
+        found.setdefault(part.ep_name, set()).update(node.op_type for node in part.get_nodes())
+    return found
+
+
+def heavy_elsewhere(places: dict[str, set[str]], provider: str) -> list[str]:
+    """Kinds of heavy nodes that another provider than `provider` computes."""
+    return sorted({kind for name, kinds in places.items() if name != provider for kind in kinds} & HEAVY)

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from vitcompress import checkpoint, onnx_file
 from vitcompress.errors import ArtifactError
-from vitcompress.exporters.artifact import input_of
 from vitcompress.exporters.onnx_libraries import said_by
 from vitcompress.exporters.runner import as_given
+from vitcompress.sidecar import input_of
 
 HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 GIVEN_LOW = ("Cast", "Constant", "ConstantOfShape")  # what they give is in half precision as it stands
@@ -43,7 +43,7 @@ def rounded_answers(path: Path, images: Tensor) -> Tensor:
     takes_bytes = model.graph.input[0].type.tensor_type.elem_type == TensorProto.UINT8
     with _session(path, spelled_out(model)) as session:
         name = session.get_inputs()[0].name
-        parts = (as_given(part, input_of(known), uint8=takes_bytes) for part in torch.split(images, PART))
+        parts = (as_given(part, input_of(str(path), known), uint8=takes_bytes) for part in torch.split(images, PART))
         answers = [session.run(None, {name: part})[0] for part in parts]
     return torch.from_numpy(np.concatenate(answers))
 

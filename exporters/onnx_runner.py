@@ -1,7 +1,5 @@
 """ONNX files as runners."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +8,11 @@ import torch
 from torch import Tensor
 
 from vitcompress.errors import InputError
-from vitcompress.exporters.artifact import input_of
+from vitcompress.exporters.bound import Bound
 from vitcompress.exporters.onnx_session import Session
 from vitcompress.exporters.runner import RunnerOptions, as_given, some_bytes
 from vitcompress.models import InputConfig
+from vitcompress.sidecar import input_of
 
 
 class OnnxRunner:
@@ -29,7 +28,7 @@ class OnnxRunner:
         self.name = str(path)
         self._session = Session(path, options)
         self._transfers = options.transfers and self._session.on_device
-        self.input: InputConfig | None = input_of(self._session.metadata, self.input_size)
+        self.input: InputConfig | None = input_of(self.name, self._session.metadata, self.input_size)
 
     @property
     def input_size(self) -> tuple[int, int, int]:
@@ -38,14 +37,10 @@ class OnnxRunner:
     def __call__(self, images: Tensor) -> Tensor:
         return torch.from_numpy(np.asarray(self._session.run(self._fed(images))))
 
-    def bind(self, images: Tensor) -> Callable[[], object]:
+    def bind(self, images: Tensor) -> Bound:
         nameless = self._session.takes_bytes and self.input is None
         given = some_bytes(images) if nameless else self._fed(images)
-        return partial(self._run, given) if self._transfers else self._session.bind(given)
-
-    def _run(self, images: np.ndarray) -> None:
-        """From the host and back to it."""
-        self._session.run(images)
+        return self._session.bind_from_host(given) if self._transfers else self._session.bind(given)
 
     def _fed(self, images: Tensor) -> np.ndarray:
         return as_given(images, self.input, uint8=self._session.takes_bytes)

@@ -1,6 +1,6 @@
 """One ONNX file in ONNX Runtime, without its silent fallbacks."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,17 +16,13 @@ from vitcompress.errors import ArtifactError, DeviceError, InputError
 from vitcompress.export_options import DEFAULTS
 from vitcompress.exporters import onnx_libraries as libraries
 from vitcompress.exporters import onnx_providers as providers
-from vitcompress.exporters.artifact import checked_sha256
+from vitcompress.exporters.bound import Bindings, Bound
 from vitcompress.exporters.cuda_queue import Queued
 from vitcompress.exporters.onnx_providers import CPU, Wish
 from vitcompress.exporters.runner import RunnerOptions, check_batch
 from vitcompress.installed import versions
+from vitcompress.sidecar import checked_sha256
 
-# A graph with a dynamic batch rightly keeps its shape arithmetic on the CPU; these must be where they were asked for.
-HEAVY = frozenset(
-    {"MatMul", "Gemm", "Conv", "Attention", "LayerNormalization", "Softmax", "Gelu", "FusedMatMul", "FusedGemm"}
-    | {"FusedConv", "MultiHeadAttention", "SkipLayerNormalization", "BiasGelu", "FastGelu"}
-)
 LOG_WARNINGS, LOG_ERRORS, LOG_NOTHING = 2, 3, 4  # the first is ONNX Runtime's own default
 OUTPUT_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 INPUT_TYPES = {**OUTPUT_TYPES, "tensor(uint8)": np.uint8}
@@ -55,7 +51,7 @@ class Session:
         self.precision = providers.precision_of(path, self.metadata.get("precision"), options.precision, self._provider)
         providers.check_settings(self._provider, options)
         self.cuda_graph, self._graphs = options.cuda_graph, count(1)
-        self._stream = _stream(self._device)
+        self._stream, self._bindings = _stream(self._device), Bindings()
         self.batch_range, wish = self._wish(model, options)
         self.told = self._provider.told(wish)
         self.session = self._open(path, wish)
@@ -121,8 +117,8 @@ class Session:
         """Kinds of nodes that were left to the CPU. Raises DeviceError for more than the arithmetic of shapes."""
         if self.provider == CPU:
             return []
-        places = assignment(self.session)
-        if heavy := heavy_elsewhere(places, self.provider):
+        places = providers.assignment(self.session)
+        if heavy := providers.heavy_elsewhere(places, self.provider):
             raise DeviceError(
                 f"{self.provider} left the work to others: {', '.join(heavy)}",
                 hint="it does not take these nodes as they are in the file; try another --opset, or another provider",
@@ -158,17 +154,20 @@ class Session:
             check_batch(self._name, self.batch_range, len(images))
         return np.ascontiguousarray(images, dtype=INPUT_TYPES[self._input.type])
 
-    def bind(self, images: np.ndarray) -> Callable[[], object]:
+    def bind(self, images: np.ndarray) -> Bound:
         """One pass over `images` as a call: inputs and outputs stay where the provider computes."""
         if self._stream is not None:
-            return self._queued(self._fed(images))
+            return self._bindings.add(self._queued(self._fed(images)))
         given = ort.OrtValue.ortvalue_from_numpy(self._fed(images))
         taken = ort.OrtValue.ortvalue_from_numpy(np.empty(self._answer_shape(images), OUTPUT_TYPES[self._output.type]))
         binding = self.session.io_binding()
         binding.bind_ortvalue_input(self._input.name, given)
         binding.bind_ortvalue_output(self._output.name, taken)
-        session = self.session
-        return lambda: session.run_with_iobinding(binding)
+        return self._bindings.add(Bound(partial(self.session.run_with_iobinding, binding)))
+
+    def bind_from_host(self, images: np.ndarray) -> Bound:
+        """One pass over `images` as a call, from the host and back to it."""
+        return self._bindings.add(Bound(partial(self.run, images)))
 
     def _queued(self, images: np.ndarray) -> Queued:
         """One pass on the session's stream. Tensors are torch's; each binding has a CUDA graph of its own."""
@@ -232,7 +231,8 @@ class Session:
         }
 
     def close(self) -> None:
-        del self.session
+        self._bindings.release()
+        self.session = None
 
 
 def _own_threads() -> int | None:
@@ -281,17 +281,3 @@ def _fixing(path: Path, inputs: Sequence[Any]) -> str:
         tool = "python -m onnxruntime.tools.make_dynamic_shape_fixed"
         return f"`{tool} --input_name {inputs[0].name} --input_shape 1,3,224,224 {path} fixed.onnx` gives it a size"
     return "export it with one float32, float16 or uint8 input of (batch, channels, height, width)"
-
-
-def assignment(session: Any) -> dict[str, set[str]]:
-    """Provider -> kinds of the nodes that it computes; needs recorded assignment info."""
-    parts: Iterable[Any] = session.get_provider_graph_assignment_info()
-    found: dict[str, set[str]] = {}
-    for part in parts:
-        found.setdefault(part.ep_name, set()).update(node.op_type for node in part.get_nodes())
-    return found
-
-
-def heavy_elsewhere(places: dict[str, set[str]], provider: str) -> list[str]:
-    """Kinds of heavy nodes that another provider than `provider` computes."""
-    return sorted({kind for name, kinds in places.items() if name != provider for kind in kinds} & HEAVY)

@@ -19,10 +19,11 @@ from vitcompress import checkpoint
 from vitcompress.errors import InputError, first_line
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import onnx_graph
-from vitcompress.exporters.artifact import Exported, Exporter, sidecar_path, write_sidecar
+from vitcompress.exporters.artifact import Exported, Exporter, write_sidecar
 from vitcompress.exporters.openvino_library import load
 from vitcompress.models import InputConfig
 from vitcompress.progress import Progress
+from vitcompress.sidecar import sidecar_path
 
 INFO = "vitcompress"  # where the IR keeps what its user must know
 HINTS = ("fp32", "fp16", "bf16")

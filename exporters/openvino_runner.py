@@ -1,6 +1,5 @@
 """OpenVINO models as runners: on exactly the device and in exactly the precision that were asked for."""
 
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,12 @@ from torch import Tensor
 
 from vitcompress.checkpoint import decoded
 from vitcompress.errors import ArtifactError, DeviceError, InputError, MissingExtraError
-from vitcompress.exporters.artifact import checked_sha256, input_of
+from vitcompress.exporters.bound import Bindings, Bound
 from vitcompress.exporters.openvino_ir import INFO, unavailable
 from vitcompress.exporters.openvino_library import core, load
 from vitcompress.exporters.runner import RunnerOptions, as_given
 from vitcompress.models import InputConfig
+from vitcompress.sidecar import checked_sha256, input_of
 
 HINTS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 NAMES = {"float": "fp32", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -40,9 +40,10 @@ class OpenVinoRunner:
         self.precision = options.precision or str(self._known.get("precision", "fp32"))
         self._shape = _image_shape(path, model)
         self._uint8 = self._known.get("input") == "uint8"
-        self.input: InputConfig | None = input_of(self._known, self.input_size)
-        self._compiled = self._compile(path, model)
-        self._request = self._compiled.create_infer_request()
+        self.input: InputConfig | None = input_of(self.name, self._known, self.input_size)
+        self._compiled: Any = self._compile(path, model)
+        self._request: Any = self._compiled.create_infer_request()
+        self._bindings = Bindings()
 
     def _compile(self, path: Path, model: Any) -> Any:
         if self.precision not in HINTS:
@@ -70,7 +71,7 @@ class OpenVinoRunner:
         found = self._request.infer([self._fed(images)], share_inputs=True)
         return torch.from_numpy(np.array(found[0], dtype=np.float32))
 
-    def bind(self, images: Tensor) -> Callable[[], object]:
+    def bind(self, images: Tensor) -> Bound:
         request = self._compiled.create_infer_request()
         given = self._fed(images)
         request.set_input_tensor(0, load().Tensor(given, shared_memory=True))
@@ -78,7 +79,7 @@ class OpenVinoRunner:
         def step(keep: np.ndarray = given) -> None:
             request.infer()
 
-        return step
+        return self._bindings.add(Bound(step))
 
     def _fed(self, images: Tensor) -> np.ndarray:
         return as_given(images, self.input, uint8=self._uint8)
@@ -112,7 +113,8 @@ class OpenVinoRunner:
         }
 
     def close(self) -> None:
-        del self._request, self._compiled
+        self._bindings.release()
+        self._request = self._compiled = None
 
 
 def _classes(compiled: Any) -> int | None:

@@ -73,7 +73,7 @@ class Runner(Protocol):
         """One forward pass of `images` as a call without arguments.
 
         Inputs are already where the model computes, unless transfers were asked for. One that is a TimedCall times
-        itself.
+        itself. The call ends with the runner: after `close` it holds nothing, and raises a VitcompressError.
         """
 
     def synchronize(self) -> None:
@@ -83,7 +83,7 @@ class Runner(Protocol):
         """Everything that changes how fast or how exact this runner is; what it lacks of a setting is False there."""
 
     def close(self) -> None:
-        """Give back what the runner holds, and restore what it changed."""
+        """Give back what the runner and its bound calls hold, and restore what it changed. Once is as good as twice."""
 
 
 def as_given(images: Tensor, input: InputConfig | None, *, uint8: bool) -> np.ndarray:

@@ -20,7 +20,7 @@ from vitcompress import checkpoint, onnx_file
 from vitcompress.errors import DeviceError, InputError, OutputError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import onnx_graph
-from vitcompress.exporters.artifact import Exported, Exporter, sidecar_path, write_sidecar
+from vitcompress.exporters.artifact import Exported, Exporter, write_sidecar
 from vitcompress.exporters.engine_truth import read, truth
 from vitcompress.exporters.onnx_graph import ONNX
 from vitcompress.exporters.runner import RunnerOptions
@@ -39,6 +39,7 @@ from vitcompress.exporters.tensorrt_flavours import (
 from vitcompress.exporters.tensorrt_runner import EngineRunner
 from vitcompress.models import InputConfig
 from vitcompress.progress import Progress
+from vitcompress.sidecar import sidecar_path
 
 COMMON = ONNX.uses | {"batch", "sm", "optimization_level", "workspace", "keep_onnx"}
 DECOMPOSED = (

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 import vitcompress
-from vitcompress.checkpoint import decoded, differing, file_sha256
+from vitcompress.checkpoint import decoded, file_sha256
 from vitcompress.errors import ArtifactError, DeviceError, InputError, VitcompressError
-from vitcompress.exporters.artifact import input_of, read_sidecar, sidecar_path
 from vitcompress.exporters.frames import receive, send
 from vitcompress.exporters.runner import RunnerOptions, as_given, check_batch
 from vitcompress.exporters.tensorrt_flavours import (
@@ -28,6 +27,7 @@ from vitcompress.exporters.tensorrt_flavours import (
     kind_of,
     numbers,
 )
+from vitcompress.sidecar import input_of, mismatches, read_sidecar, sidecar_path
 
 DANGER = "running an engine is running code that its author chose"
 PATIENCE = 10.0  # seconds that the process is given to end by itself
@@ -58,7 +58,7 @@ class EngineRunner:
             path, self._sha256, self._flavour, self._index, options, host_code=self._needs_host_code()
         )
         self.facts = self._process.facts
-        self.input = input_of(self._metadata)
+        self.input = input_of(self.name, self._metadata)
         self._slots = count(1)
 
     def _needs_host_code(self) -> bool:
@@ -215,10 +215,9 @@ def vouched(path: Path, *, trust: bool) -> dict[str, Any]:
     """The sidecar of an engine whose bytes are those that it describes; with `trust` {} where it is not so."""
     if not path.is_file():
         raise ArtifactError(f"there is no file {path}", hint="`vitcompress export DIR --format trt` writes one")
-    known = read_sidecar(path)
-    wrong = ["there is no such file"] if known is None else differing(sidecar_path(path))
-    if known is not None and not wrong:
-        return known
+    wrong = mismatches(path) if sidecar_path(path).is_file() else ["there is no such file"]
+    if not wrong:
+        return read_sidecar(path) or {}
     if trust:
         return {}
     raise ArtifactError(

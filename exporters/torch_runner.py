@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitcompress import models
 from vitcompress.errors import DeviceError, InputError
+from vitcompress.exporters.bound import Bindings, Bound
 from vitcompress.exporters.cuda_queue import Queued
 from vitcompress.exporters.runner import RunnerOptions
 
@@ -43,8 +44,10 @@ class TorchRunner:
         _check_torch_options(self._options, self._device, self._precision)
         self.input = models.input_config(model)
         self._type = TORCH_TYPES[self._precision]
-        self._model = model.eval().to(self._device, self._type)
-        self._call = _compiled(self._model) if self._options.compile else self._model
+        self._classes = getattr(model, "num_classes", None)
+        placed = model.eval().to(self._device, self._type)
+        self._call: Any = _compiled(placed) if self._options.compile else placed
+        self._bindings = Bindings()
         self._restore = _process_settings()
         self._threads = self._options.threads or torch.get_num_threads()
 
@@ -59,7 +62,7 @@ class TorchRunner:
             out: Tensor = self._call(images.to(self._device, self._type))
         return out.float().cpu()
 
-    def bind(self, images: Tensor) -> Callable[[], object]:
+    def bind(self, images: Tensor) -> Bound:
         place: dict[str, Any] = {"device": self._device, "dtype": self._type}
         resident = images.to(**place)
         host = self._host(images)
@@ -76,9 +79,10 @@ class TorchRunner:
 
         return self._queued(step)
 
-    def _queued(self, step: Callable[[], None]) -> Callable[[], None]:
+    def _queued(self, step: Callable[[], None]) -> Bound:
         """`step` as a call that CUDA events can time, where it is queued on a GPU."""
-        return Queued(step, torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else step
+        on_cuda = self._device.type == "cuda"
+        return self._bindings.add(Queued(step, torch.cuda.current_stream(self._device)) if on_cuda else Bound(step))
 
     def _host(self, images: Tensor) -> Tensor | None:
         """The images in page-locked memory of the host, where their way to the device is part of a run."""
@@ -153,10 +157,14 @@ class TorchRunner:
             "transfers": self._transfers,
             "graph_optimization": None,
             "weights": self._options.weights if self.name.startswith(TIMM) else None,
-            "classes": getattr(self._model, "num_classes", None),
+            "classes": self._classes,
         }
 
     def close(self) -> None:
+        if self._call is None:
+            return  # what others have set since then stays
+        self._bindings.release()
+        self._call = None
         threads, matmul, cudnn = self._restore
         torch.set_num_threads(threads)
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn

@@ -17,8 +17,8 @@ from command_line import begin, refused, run_folder
 
 from vitcompress import checkpoint, cli
 from vitcompress.checkpoint import file_sha256
-from vitcompress.exporters.artifact import amend_sidecar, read_sidecar, sidecar_path
 from vitcompress.exporters.onnx_providers import PROVIDERS
+from vitcompress.sidecar import amend_sidecar, read_sidecar, sidecar_path
 
 tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")
 ENGINE = "model.rtx.engine"
@@ -107,6 +107,31 @@ def test_an_engine_that_is_not_what_it_seems(
 ) -> None:
     said = refused(command[0], str(make(home)), *command[1:])
     assert sentence in said and step in said
+
+
+def edited(path: Path, **changes: object) -> str:
+    """The file with another sidecar; None takes a key away."""
+    known = {**json.loads(sidecar_path(path).read_text()), **changes}
+    sidecar_path(path).write_text(json.dumps({key: value for key, value in known.items() if value is not None}))
+    return str(path)
+
+
+@pytest.mark.parametrize("command", [("bench",), ("evaluate", "--data", "digits")], ids=["bench", "evaluate"])
+@pytest.mark.parametrize("name", [ENGINE, "model.onnx"])
+def test_a_sidecar_that_was_edited(name: str, command: tuple[str, ...]) -> None:
+    said = refused(command[0], edited(Path("run", name), build=["none"]), *command[1:])
+    assert f"{name}.json cannot be used: build   got ['none'], expected a table" in said and "export" in said
+
+
+def test_a_sidecar_that_was_edited_where_a_folder_is_exported_again_or_verified() -> None:
+    edited(Path("run/model.onnx"), metadata=None)
+    assert "model.onnx.json cannot be used: metadata   is missing" in refused(*EXPORT)
+    edited(Path("run", ENGINE), build={"sm": "89"}, opset=None)
+    done = CliRunner().invoke(cli.main, ["verify", "run", "--json"])
+    assert done.exit_code == 1 and "Traceback" not in done.stderr, done.output
+    failed = {check["name"]: check["detail"] for check in json.loads(done.stdout)["checks"] if not check["passed"]}
+    assert "metadata   is missing" in failed["onnx.file"] and "metadata   is missing" in failed["agreement.model.onnx"]
+    assert "build.sm   got '89', expected a list" in failed[f"{ENGINE}.file"] and "opset" in failed[f"{ENGINE}.file"]
 
 
 @without_gpu

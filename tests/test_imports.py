@@ -41,6 +41,7 @@ LEVELS = [
         "optimization",
         "posterize",
         "runlog",
+        "sidecar",
         "sources",
         "standard",
         "surgery",
@@ -87,7 +88,7 @@ DOORS = {
     },
     "rich": {"console"},
     "click": {"cli"},
-    "pydantic": {"recipe", "problems", "study"},
+    "pydantic": {"recipe", "problems", "sidecar", "study"},
     "tomli_w": {"recipe"},
     "onnxruntime": {"exporters", "verify_onnx"},
 }

@@ -20,8 +20,8 @@ from whole_runs import ARCH, ARGS, SMALL
 from vitcompress import checkpoint, cli, models
 from vitcompress.errors import InputError
 from vitcompress.exporters import EXPORTERS, gate
-from vitcompress.exporters.artifact import read_sidecar
 from vitcompress.exporters.runtimes import open_runner
+from vitcompress.sidecar import read_sidecar
 
 HALF = SMALL + '[export]\nprecision = "fp16"\n'
 GATE = ("flips", "kl", "cosine", "error")

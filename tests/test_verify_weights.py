@@ -21,12 +21,12 @@ from vitcompress import checkpoint, surgery
 from vitcompress.bench import deployed
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS, openvino_library
-from vitcompress.exporters.artifact import sidecar_path
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.families import family_of
 from vitcompress.file_contents import contents
 from vitcompress.models import input_config
 from vitcompress.plan import Plan
+from vitcompress.sidecar import sidecar_path
 from vitcompress.verdicts import Check
 from vitcompress.verify import verify_folder
 from vitcompress.verify_weights import account, account_checks, as_exported, plan_rows, told_files, weight_checks

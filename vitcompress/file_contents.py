@@ -142,19 +142,34 @@ def _padding(spans: Iterable[Span]) -> int:
 # ------------------------------------------------------------------------------------------------------------- OpenVINO
 
 
+def ir_metadata(path: Path) -> dict[str, str]:
+    """What we wrote into an OpenVINO model, for whoever uses it. Raises ArtifactError where it is none."""
+    return {entry.tag: entry.get("value", "") for entry in _root(path).iterfind("rt_info/vitcompress/*")}
+
+
+def _root(path: Path) -> ElementTree.Element:
+    try:
+        return ElementTree.parse(path).getroot()
+    except (OSError, ElementTree.ParseError) as error:
+        raise _not_whole(path, error) from None
+
+
+def _not_whole(path: Path, error: Exception) -> ArtifactError:
+    return ArtifactError(f"{path} is not a whole OpenVINO model: {error}", hint="copy or export it again")
+
+
 def _ir(path: Path) -> Contents:
     """An IR names its constants in the .xml, with the place of each in the .bin."""
-    data = path.with_suffix(".bin")
+    data, layers = path.with_suffix(".bin"), _root(path).iter("layer")
     try:
-        layers = ElementTree.parse(path).getroot().iter("layer")
         known = [(layer.get("name", ""), layer.find("data")) for layer in layers if layer.get("type") == "Const"]
         places = [(name, data_of.attrib) for name, data_of in known if data_of is not None]
         spans = [(int(at["offset"]), int(at["offset"]) + int(at["size"])) for _, at in places]
         parts = zip(places, spans, _own(spans), strict=True)
         found = tuple(_constant(name, at, span, own, data) for (name, at), span, own in parts)
         size = path.stat().st_size + data.stat().st_size
-    except (OSError, ElementTree.ParseError, LookupError, ValueError) as error:
-        raise ArtifactError(f"{path} is not a whole OpenVINO model: {error}", hint="copy or export it again") from None
+    except (OSError, LookupError, ValueError) as error:
+        raise _not_whole(path, error) from None
     return Contents(found, size, path.stat().st_size + _padding(spans))
 
 

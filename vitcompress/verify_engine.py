@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitcompress.checkpoint import differing, file_sha256, load_tensors, read_json
+from vitcompress.checkpoint import file_sha256, load_tensors
+from vitcompress.errors import ArtifactError
 from vitcompress.plan import Plan
 from vitcompress.planned import Planned
 from vitcompress.precision import HALF
+from vitcompress.sidecar import mismatches, read_sidecar, sidecar_path
 from vitcompress.verdicts import Check, compared, listed
 from vitcompress.verify_onnx import onnx_checks, plan_check
 from vitcompress.verify_weights import CHECK, data_of, plan_rows
@@ -29,18 +31,23 @@ KNOWN = {field.name for field in fields(Check)}
 
 def engine_checks(path: Path, model: nn.Module | None, digest: str, images: Tensor) -> Iterator[Check]:
     """Checks of the engine `path` being `model`, or only of its file where that is None (the dense model's engine)."""
-    sidecar, name = path.with_name(f"{path.name}.json"), path.name
-    if not sidecar.is_file():
-        yield Check(f"{name}.file", "failed", detail=f"{sidecar.name} is missing: nobody vouches for the engine")
+    sidecar, name, known = sidecar_path(path), path.name, _known(path)
+    missing = () if sidecar.is_file() else (f"{sidecar.name} is missing: nobody vouches for the engine",)
+    yield listed(f"{name}.file", (*missing, *mismatches(path)), f"sha256 as in {sidecar.name}")
+    if model is None or known is None:
         return
-    yield listed(f"{name}.file", differing(sidecar), f"sha256 as in {sidecar.name}")
-    if model is None:
-        return
-    known = dict(read_json(sidecar))
     yield from _source(path, model, digest, images, known)
     for check in known.get("build", {}).get("truth", ()):  # asked of the engine when it was built
         kept = {key: value for key, value in check.items() if key in KNOWN}
         yield Check(**{**kept, "name": f"{name}.{check['name'].removeprefix('engine.')}"})
+
+
+def _known(path: Path) -> dict[str, Any] | None:
+    """What is recorded of an engine, None where nothing is that can be used."""
+    try:
+        return read_sidecar(path)
+    except ArtifactError:
+        return None
 
 
 def _source(path: Path, model: nn.Module, digest: str, images: Tensor, known: dict[str, Any]) -> Iterator[Check]:
@@ -61,10 +68,9 @@ def engine_weights(path: Path, model: nn.Module, plan: Plan, unfolded: Path) -> 
 
     unfolded: the weights before folding, as the run kept them.
     """
-    sidecar = path.with_name(f"{path.name}.json")
-    if not sidecar.is_file():
+    known = _known(path)
+    if known is None:
         return
-    known = dict(read_json(sidecar))
     rows = [row for row in plan_rows(plan) if row.change == "folded" and len(row.planned or ()) == 2]
     if rows and unfolded.is_file():
         yield _folded(path, model, rows, load_tensors(unfolded), known)
@@ -98,10 +104,9 @@ def _holds(engine: bytes, matrix: Tensor, kinds: set[torch.dtype]) -> bool:
 def _size(path: Path, known: dict[str, Any]) -> Iterator[Check]:
     """With layers taken away and none narrowed, it is not larger than the dense model's engine that was built alike."""
     dense = path.with_name(path.name.replace("model", "dense", 1))
-    sidecar = dense.with_name(f"{dense.name}.json")
-    if dense == path or not (dense.is_file() and sidecar.is_file()):
+    other = _known(dense)
+    if dense == path or not dense.is_file() or other is None:
         return
-    other = dict(read_json(sidecar))
     same = all(known.get(key) == other.get(key) for key in ALIKE)
     same &= all(known.get("build", {}).get(key) == other.get("build", {}).get(key) for key in BUILT_ALIKE)
     if same:

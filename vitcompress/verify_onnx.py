@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from vitcompress import onnx_file
 from vitcompress.bounds import reference
 from vitcompress.byte_input import deployed, to_bytes
-from vitcompress.checkpoint import decoded, differing
+from vitcompress.checkpoint import decoded
 from vitcompress.errors import ArtifactError, first_line
 from vitcompress.families import family_of
 from vitcompress.models import input_config
 from vitcompress.precision import HALF
+from vitcompress.sidecar import mismatches, sidecar_path
 from vitcompress.verdicts import Check, agreement, compared, largest_difference, listed
 
 BATCHES = (1, 2, 5)
@@ -101,9 +102,9 @@ def structure_checks(model: nn.Module, path: Path, name: str = "onnx") -> list[C
 def file_checks(path: Path, name: str = "onnx") -> list[Check]:
     """Is the file whole and well-formed, and the one that its sidecar describes?"""
     checks = [listed(f"{name}.checker", _checker_problem(path), "onnx.checker, with shape inference")]
-    sidecar = path.with_name(f"{path.name}.json")
+    sidecar = sidecar_path(path)
     if sidecar.is_file():
-        checks.append(listed(f"{name}.file", differing(sidecar), f"sha256 of every file as in {sidecar.name}"))
+        checks.append(listed(f"{name}.file", mismatches(path), f"sha256 of every file as in {sidecar.name}"))
     return checks
 
 

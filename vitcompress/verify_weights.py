@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from vitcompress import models
 from vitcompress.byte_input import tensors_of
-from vitcompress.checkpoint import read_json
+from vitcompress.checkpoint import decoded
 from vitcompress.errors import ArtifactError
-from vitcompress.file_contents import Stored, contents
+from vitcompress.file_contents import Stored, contents, ir_metadata
 from vitcompress.plan import Plan
 from vitcompress.planned import Planned, Shape, planned
 from vitcompress.verdicts import Check, compared, listed
@@ -272,6 +272,5 @@ def as_exported(model: nn.Module, path: Path) -> nn.Module:
     """The module whose tensors the file `path` should hold: an IR keeps its weights in fp32 whatever it computes in."""
     if path.suffix == ".onnx":
         return stored_module(model, told_by(path))
-    sidecar = path.with_name(f"{path.name}.json")
-    told = dict(read_json(sidecar)).get("metadata", {}) if sidecar.is_file() else {}
-    return stored_module(model, {"precision": "fp32", "islands": (), "uint8": told.get("input") == '"uint8"'})
+    told = decoded(ir_metadata(path))
+    return stored_module(model, {"precision": "fp32", "islands": (), "uint8": told.get("input") == "uint8"})

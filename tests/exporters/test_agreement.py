@@ -16,10 +16,10 @@ from vitcompress.cli import main
 from vitcompress.errors import DeviceError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import agreement, gate
-from vitcompress.exporters.artifact import read_sidecar
 from vitcompress.exporters.folder import export_folder, settle
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.plan import Plan
+from vitcompress.sidecar import read_sidecar
 from vitcompress.surgery import applied
 
 ARCH = "vit_tiny_patch16_224"

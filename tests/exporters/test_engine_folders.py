@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from vitcompress import checkpoint, models, surgery
 from vitcompress.cli import main
 from vitcompress.exporters import EXPORTERS, gate, tensorrt_runner
-from vitcompress.exporters.artifact import amend_sidecar, read_sidecar
 from vitcompress.plan import Plan
+from vitcompress.sidecar import amend_sidecar, read_sidecar
 from vitcompress.verify import verify_folder
 
 pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")

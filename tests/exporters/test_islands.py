@@ -15,11 +15,11 @@ from vitcompress.cli import main
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS, islands
 from vitcompress.exporters.agreement import SHARES, compare, judged
-from vitcompress.exporters.artifact import read_sidecar
 from vitcompress.exporters.islands import SCAN, Judge, Search, judge_of, narrowed, search
 from vitcompress.models import input_config
 from vitcompress.precision import in_precision
 from vitcompress.ranges import Ranges, scan
+from vitcompress.sidecar import read_sidecar
 from vitcompress.verdicts import Check
 
 X = images("plain", dtype=torch.float32)

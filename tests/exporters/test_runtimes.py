@@ -16,7 +16,7 @@ from vitcompress import checkpoint, models
 from vitcompress.errors import ArtifactError, DeviceError, InputError
 from vitcompress.evaluate import evaluate
 from vitcompress.exporters.onnx_graph import export
-from vitcompress.exporters.onnx_session import assignment, heavy_elsewhere
+from vitcompress.exporters.onnx_providers import assignment, heavy_elsewhere
 from vitcompress.exporters.runtimes import RunnerOptions, TorchRunner, open_runner
 from vitcompress.models import input_config
 

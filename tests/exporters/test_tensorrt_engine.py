@@ -20,7 +20,6 @@ from vitcompress import checkpoint, surgery
 from vitcompress.errors import InputError, OutputError, VitcompressError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS, tensorrt_engine, tensorrt_runner
-from vitcompress.exporters.artifact import sidecar_path
 from vitcompress.exporters.tensorrt_build import Built
 from vitcompress.exporters.tensorrt_build import build as build_engine
 from vitcompress.exporters.tensorrt_engine import _doubts, layers_path, source_path
@@ -28,6 +27,7 @@ from vitcompress.exporters.tensorrt_flavours import RTX, RTX_DEFAULT, header_of
 from vitcompress.models import input_config
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
+from vitcompress.sidecar import sidecar_path
 
 tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")
 TENSORRT_RTX = EXPORTERS["trt-rtx"]

@@ -17,7 +17,6 @@ from vitcompress.cli import main
 from vitcompress.errors import ArtifactError, DeviceError, InputError, VitcompressError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS, tensorrt_runner
-from vitcompress.exporters.artifact import amend_sidecar, read_sidecar, sidecar_path
 from vitcompress.exporters.frames import receive, send
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.runtimes import open_runner
@@ -26,6 +25,7 @@ from vitcompress.exporters.tensorrt_flavours import FLAVOURS, RTX, Flavour
 from vitcompress.exporters.tensorrt_runner import EngineProcess, vouched
 from vitcompress.exporters.tensorrt_worker import TYPES, serve
 from vitcompress.models import input_config
+from vitcompress.sidecar import amend_sidecar, read_sidecar, sidecar_path
 
 tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")
 NO_GPU = not torch.cuda.is_available()

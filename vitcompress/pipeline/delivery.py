@@ -19,6 +19,7 @@ from vitcompress.bench import recorded, suite
 from vitcompress.bench import report as reports
 from vitcompress.checkpoint import read_json, write_json
 from vitcompress.data import eval_loader
+from vitcompress.errors import ArtifactError
 from vitcompress.evaluate import calibration_images, judged, mcnemar
 from vitcompress.exporters import gate
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
@@ -30,6 +31,7 @@ from vitcompress.pipeline.latency import measured_on
 from vitcompress.pipeline.preflight import chosen_by
 from vitcompress.pipeline.stages import UNFOLDED, UNFOLDED_PLAN
 from vitcompress.plan import Plan
+from vitcompress.sidecar import read_sidecar, sidecar_path
 from vitcompress.standard import WEIGHTS as STANDARD
 from vitcompress.standard import save_standard
 
@@ -217,12 +219,19 @@ def _read(path: Path) -> Any:
 
 def _size(path: Path) -> int:
     """Bytes of an exported file and the data files beside it, as its sidecar counts them."""
-    return int(read_json(Path(f"{path}.json"))["bytes"])
+    return int(_known(path)["bytes"])
+
+
+def _known(path: Path) -> dict[str, Any]:
+    found = read_sidecar(path)
+    if found is None:
+        raise ArtifactError(f"{sidecar_path(path)} is missing", hint="run the recipe again")
+    return found
 
 
 def _artifact(path: Path, accuracy: Mapping[str, Any], measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """An exported file with what was found of it: how right and how fast it is."""
-    known = read_json(Path(f"{path}.json"))
+    known = _known(path)
     said = {key: known[key] for key in ("sha256", "bytes", "precision", "verified")}
     speed = recorded.speed(measured, known["sha256"])
     return {"file": path.name, **said, "accuracy": accuracy.get(path.name), "speed": speed}

@@ -13,11 +13,12 @@ from vitcompress.errors import CheckFailedError, DeviceError, PrecisionError
 from vitcompress.evaluate import calibration_images
 from vitcompress.export_options import AUTO, ExportOptions
 from vitcompress.exporters import EXPORTERS, exporting, gate
-from vitcompress.exporters.artifact import Exporter, read_sidecar
+from vitcompress.exporters.artifact import Exporter
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.pipeline.job import Job
 from vitcompress.plan import Plan
 from vitcompress.precision import present
+from vitcompress.sidecar import read_sidecar
 from vitcompress.verify import noise
 
 LOOKED_AT = 64  # images on which ranges are scanned and islands chosen

@@ -1,0 +1,160 @@
+"""Sidecars that people edited or that other versions wrote: every reader says what is wrong, or does without."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contracts import build, contract
+from damage import edits
+
+from vitcompress.errors import ArtifactError, VitcompressError
+from vitcompress.export_options import ExportOptions
+from vitcompress.exporters import EXPORTERS, gate
+from vitcompress.exporters.artifact import Exported
+from vitcompress.exporters.folder import class_names
+from vitcompress.exporters.runtimes import open_runner
+from vitcompress.models import input_config
+from vitcompress.sidecar import Sidecar, amend_sidecar, checked_sha256, input_of, read_sidecar, sidecar_path
+from vitcompress.verdicts import Check
+from vitcompress.verify_engine import engine_checks, engine_weights
+
+IMAGES = torch.zeros(1, 3, 8, 8)
+MODEL = build("plain", dtype=torch.float32)
+SEARCHED = {"judge": "torch", "proxy": True, "tries": [{"islands": []}], "chosen": ["head"]}
+TRUTH = {"name": "engine.precision", "verdict": "passed", "value": 1.0, "tolerance": 1.0, "detail": "all"}
+
+
+@pytest.fixture(scope="module", params=["onnx", "trt-rtx"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported file whose sidecar holds whatever a sidecar may hold."""
+    exporter = EXPORTERS[request.param]
+    if exporter.unavailable():
+        pytest.skip(f"{exporter.name} cannot be written here")
+    more: dict[str, Any] = {"sm": (89,), "batch": (1, 2, 4), "keep_onnx": False} if exporter.suffix != ".onnx" else {}
+    path = tmp_path_factory.mktemp("made") / f"model{exporter.suffix}"
+    exporter.export(MODEL, path, input=input_config(MODEL), classes=tuple("abcde"), options=ExportOptions(**more))
+    gate.record(path, [Check(f"agreement.{path.name}", "not_run", detail="no GPU", command="vitcompress verify run")])
+    known = read_sidecar(path) or {}
+    amend_sidecar(path, islands_search=SEARCHED, build={**known["build"], "truth": [TRUTH]})
+    return path
+
+
+@pytest.fixture
+def path(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made.parent, tmp_path / "run")) / made.name
+
+
+def ask(path: Path) -> None:
+    with closing(open_runner(path)) as runner:
+        runner(IMAGES)
+
+
+def verified(path: Path) -> list[Check]:
+    return [
+        *engine_checks(path, MODEL, "", IMAGES),
+        *engine_weights(path, MODEL, contract("plain").plan, path.with_name("unfolded.safetensors")),
+    ]
+
+
+def recorded(path: Path) -> None:
+    gate.record(path, [Check("agreement.x", "passed")])
+
+
+def named(path: Path) -> tuple[str, ...]:
+    """Class names are read from model.onnx's, whatever the file."""
+    if path.suffix != ".onnx":
+        shutil.copy(sidecar_path(path), path.with_name("model.onnx.json"))
+        known = json.loads(sidecar_path(path).read_text())
+        if isinstance(known.get("files"), dict):
+            known["files"]["model.onnx"] = ""
+        path.with_name("model.onnx.json").write_text(json.dumps(known))
+    return class_names(path.parent)
+
+
+READERS: tuple[Callable[[Path], object], ...] = (read_sidecar, checked_sha256, ask, verified, recorded, named)
+
+
+def failures(path: Path, changed: object) -> Iterator[tuple[str, str]]:
+    """What each reader says of the file with another sidecar."""
+    for reader in READERS:
+        sidecar_path(path).write_text(json.dumps(changed))
+        try:
+            reader(path)
+        except VitcompressError as error:
+            yield reader.__name__, error.message
+
+
+def test_each_key_that_is_missing_or_of_another_type_is_told_by_every_reader(path: Path) -> None:
+    whole, refused = json.loads(sidecar_path(path).read_text()), set[str]()
+    assert "read_sidecar" not in dict(failures(path, whole))
+    for what, changed in edits(whole):
+        said = dict(failures(path, changed))
+        if "read_sidecar" in said:
+            key = what.split(" ")[0]
+            assert sidecar_path(path).name in said["read_sidecar"], what
+            assert key.split(".")[0] in said["read_sidecar"] and set(said) >= {"checked_sha256", "ask", "recorded"}, (
+                what
+            )
+            refused.add(key)
+    assert refused >= {field.name for field in fields(Exported)} | {"sidecar_format", "metadata.mean", "files"}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "7", "null", "{", '{"files": {}}'])
+def test_what_is_no_sidecar_at_all_is_told(text: str, path: Path) -> None:
+    for reader in READERS:
+        sidecar_path(path).write_text(text)
+        if reader is verified:
+            assert any(check.verdict == "failed" for check in verified(path))
+        elif reader is not named or path.suffix == ".onnx":
+            with pytest.raises(ArtifactError, match="model"):
+                reader(path)
+
+
+def test_a_sidecar_reaches_no_files_but_those_beside_it(path: Path) -> None:
+    outside = path.parent.parent / "precious.txt"
+    outside.write_text("mine")
+    known = json.loads(sidecar_path(path).read_text())
+    for name in ("../precious.txt", str(outside), "..\\precious.txt"):
+        sidecar_path(path).write_text(json.dumps({**known, "files": {**known["files"], name: "0"}}))
+        with pytest.raises(ArtifactError, match="the name of a file beside it"):
+            read_sidecar(path)
+        gate.set_aside(path)
+        assert outside.read_text() == "mine"
+        for moved in (path.parent / gate.FAILED).iterdir():
+            moved.replace(path.parent / moved.name)
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [
+        *(("size", value) for value in ("no JSON", 7, None, [1], ["a", 8, 8])),
+        *((key, value) for key in ("mean", "std") for value in ("no JSON", 7, None, [1], ["a", "b", "c"], {"a": 1})),
+        *((key, value) for key in ("interpolation", "crop_mode") for value in (7, None, ["bicubic"])),
+        *(("crop_pct", value) for value in ("no JSON", None, [1])),
+    ],
+)
+def test_metadata_that_say_something_else_are_told(key: str, wrong: object) -> None:
+    """They lie in ONNX files and IRs, too, which are read in the same way."""
+    known = {**asdict(input_config(MODEL)), "classes": []}
+    assert input_of("it", known) == input_config(MODEL)
+    with pytest.raises(ArtifactError, match=f"the metadata of it cannot be used: {key} is"):
+        input_of("it", {**known, key: wrong})
+    assert input_of("it", {name: value for name, value in known.items() if name != key}) is None
+
+
+@pytest.mark.parametrize("text", ["no JSON", "7", "[1]", '{"a": 1}', "null"])
+def test_class_names_that_are_none_are_told(text: str, path: Path) -> None:
+    known = json.loads(sidecar_path(path).read_text())
+    changed = {**known, "metadata": {**known["metadata"], "classes": text}}
+    assert "classes is" in dict(failures(path, changed))["named"]
+
+
+def test_the_keys_are_those_that_are_written(path: Path) -> None:
+    assert {field.name for field in fields(Exported)} | {"sidecar_format", "verification"} == set(Sidecar.model_fields)
+    assert set(json.loads(sidecar_path(path).read_text())) == set(Sidecar.model_fields)
