@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vitcompress.bench import recorded
+from vitcompress.checkpoint import PLAN
 from vitcompress.data import DataOptions, open_test
 from vitcompress.distributed import Runtime
 from vitcompress.errors import ArtifactError, InputError
@@ -51,12 +52,13 @@ def run(
     """
     options, progress = options or EvaluateOptions(), progress or Progress()
     given = recorded.benches(options.bench) if options.bench else []
+    benches = [[*_measured_with(artifact), *given] for artifact in artifacts]
     classes, images = open_test(data_of(artifacts, options))
     rows, right = [], []
-    for artifact in artifacts:
+    for artifact, measured in zip(artifacts, benches, strict=True):
         progress.stage(f"Evaluate {artifact}")
         row, mask = _judge(artifact, classes, images, options)
-        rows.append({**row, "speed": _speed(artifact, row, given)})
+        rows.append({**row, "speed": _speed(row, measured)})
         right.append(mask)
         progress.note(f"{row['correct']} of {row['total']} right")
     tests = [
@@ -143,9 +145,14 @@ def _about(runner: Runner) -> dict[str, Any]:
     return {key: known.get(key) for key in ("sha256", *recorded.SAME)}
 
 
-def _speed(artifact: str, row: dict[str, Any], given: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """How fast the artifact was, by what was `given` and by what its run folder measured."""
+def _measured_with(artifact: str) -> list[dict[str, Any]]:
+    """What the run measured that the artifact comes from; in other folders a file of this name may be anything."""
     folder = Path(artifact) if Path(artifact).is_dir() else Path(artifact).parent
-    entries = recorded.benches(folder / recorded.BENCH) if (folder / recorded.BENCH).is_file() else []
+    path = folder / recorded.BENCH
+    return recorded.benches(path) if path.is_file() and (folder / PLAN).is_file() else []
+
+
+def _speed(row: dict[str, Any], measured: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """How fast the artifact of a row was, by measurements of the same file in the same way."""
     how = {key: row[key] for key in ("runtime", "device", "precision")}
-    return recorded.speed([*entries, *given], row["sha256"], **how)
+    return recorded.speed(measured, row["sha256"], **how)

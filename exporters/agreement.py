@@ -16,6 +16,7 @@ are eight times as large with eight bits, 8 % in bf16.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -128,8 +129,9 @@ def file_checks(
 
 @torch.inference_mode()
 def model_answers(model: nn.Module, images: Tensor) -> Tensor:
-    """Logits in fp32, (count, classes)."""
-    model = model.float().eval()
+    """Logits in fp32, (count, classes). A `model` that is not in fp32 stays as it is, and a copy answers."""
+    in_fp32 = {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    model = (model if in_fp32 else deepcopy(model).float()).eval()
     return torch.cat([model(part) for part in torch.split(images, PART)])
 
 

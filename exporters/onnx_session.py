@@ -163,7 +163,7 @@ class Session:
         binding = self.session.io_binding()
         binding.bind_ortvalue_input(self._input.name, given)
         binding.bind_ortvalue_output(self._output.name, taken)
-        return self._bindings.add(Bound(partial(self.session.run_with_iobinding, binding)))
+        return self._bindings.add(Bound(partial(_run_bound, self.session, binding, (given, taken))))
 
     def bind_from_host(self, images: np.ndarray) -> Bound:
         """One pass over `images` as a call, from the host and back to it."""
@@ -239,6 +239,11 @@ def _own_threads() -> int | None:
     """Threads of this process now; None where the system does not tell. ONNX Runtime does not say how many it takes."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.is_dir() else None
+
+
+def _run_bound(session: Any, binding: Any, held: tuple[Any, ...]) -> None:
+    """One pass over what is bound. held: the values of `binding`, which it keeps alive itself in some versions only."""
+    session.run_with_iobinding(binding)
 
 
 def _stream(device: str) -> Any:

@@ -116,6 +116,20 @@ def test_rows_hold_the_speed_of_the_same_bytes_run_in_the_same_way(tmp_path: Pat
     assert accuracy.run(artifacts, asked)["rows"][0]["speed"] is None
 
 
+def test_a_file_of_that_name_where_no_run_is_is_not_read(tmp_path: Path) -> None:
+    made = folder(tmp_path / "run", seed=1)
+    onnx_graph.export(checkpoint.load(made), made / "model.onnx", input=models.input_config(checkpoint.load(made)))
+    asked = accuracy.EvaluateOptions(data="digits", batch=540)
+    (tmp_path / "elsewhere").mkdir()
+    alone = (made / "model.onnx").rename(tmp_path / "elsewhere" / "model.onnx")
+    (made / "model.onnx.json").rename(tmp_path / "elsewhere" / "model.onnx.json")
+    (tmp_path / "elsewhere" / "bench.json").write_text('{"answer": 42}')
+    assert accuracy.run([str(alone)], asked)["rows"][0]["speed"] is None
+    (made / "bench.json").write_text('{"answer": 42}')
+    with pytest.raises(ArtifactError, match="holds no measurement"):
+        accuracy.run([str(made)], asked)
+
+
 @pytest.mark.parametrize("other", [{"rows": 3}, {"rows": [{"artifact": "model.onnx", "top1": 0.5}]}, [3]])
 def test_a_file_that_holds_no_measurement_is_refused(other: object, tmp_path: Path) -> None:
     checkpoint.write_json(tmp_path / "other.json", other)

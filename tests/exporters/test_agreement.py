@@ -79,6 +79,14 @@ def test_a_model_that_answers_nothing_but_zeros_can_be_compared() -> None:
         assert {check.verdict for check in checks if check.name in ("a.error", "a.cosine")} == {verdict}
 
 
+def test_asking_a_model_leaves_it_in_its_own_precision() -> None:
+    model = models.create(ARCH, ARGS).double()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert agreement.model_answers(model, IMAGES).dtype == torch.float32
+    after = model.state_dict()
+    assert all(tensor.dtype == torch.float64 and torch.equal(tensor, before[name]) for name, tensor in after.items())
+
+
 def test_too_many_changes_fail_even_where_all_were_close() -> None:
     expected = logits([4.0, 3.99]).repeat(100, 1)
     got = expected.clone()
