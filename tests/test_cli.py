@@ -1,6 +1,7 @@
 """The command line: exit codes, one panel per error, JSON alone on standard output, and help without torch."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -216,6 +217,17 @@ def test_a_system_that_refuses_is_no_mistake_of_ours(monkeypatch: pytest.MonkeyP
     result = invoke("act")
     assert result.exit_code == 1 and "mistake in vitcompress" not in result.stderr
     assert "the system refused (/nowhere/at/all): No such file or directory" in " ".join(result.stderr.split())
+
+
+def test_what_libraries_log_is_kept_back_while_a_command_works_and_not_later(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("some.library")
+    for debug, told in ((False, []), (True, ["meanwhile"])):
+        caplog.clear()
+        with frame.working(debug):
+            log.warning("meanwhile")
+        assert caplog.messages == told
+        log.warning("later")
+        assert caplog.messages == [*told, "later"]
 
 
 def test_only_one_process_of_a_host_complains(monkeypatch: pytest.MonkeyPatch) -> None:

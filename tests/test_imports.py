@@ -32,6 +32,7 @@ LEVELS = [
         "export_options",
         "file_contents",
         "byte_input",
+        "channel_gates",
         "gates",
         "precision",
         "ranges",

@@ -23,8 +23,8 @@ from contracts import (
 )
 from torch import Tensor, nn
 
+from vitcompress.channel_gates import channel_gates
 from vitcompress.families import family_of
-from vitcompress.gates import channel_gates
 from vitcompress.plan import Plan
 from vitcompress.surgery import applied, apply, depth_plan, fold
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from vitcompress import checkpoint, surgery
 from vitcompress.bounds import reference
+from vitcompress.channel_gates import channel_gates
 from vitcompress.families import Space, family_of
-from vitcompress.gates import channel_gates
 from vitcompress.plan import Plan
 from vitcompress.verdicts import Check, compared, largest_difference, listed
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from vitcompress import models
 from vitcompress.bench import suite, timing
 from vitcompress.bench.speed.parts import Options, line
+from vitcompress.channel_gates import channel_gates
 from vitcompress.families import family_of
-from vitcompress.gates import GatedModel, channel_gates
+from vitcompress.gates import GatedModel
 from vitcompress.models import input_config
 
 AIMS = {"channel gates": (0.0, 1.05), "score search": (0.0, 1.12)}

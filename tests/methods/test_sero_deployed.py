@@ -11,9 +11,9 @@ from contracts import assert_moved, assert_same, build, contract, images, logits
 from torch import nn
 
 from vitcompress import checkpoint, cost, surgery
+from vitcompress.channel_gates import channel_gates
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
-from vitcompress.gates import channel_gates
 from vitcompress.methods import sero
 from vitcompress.methods.sero.layout import Live, Rules, deployed, padded, padding, project, unit_spaces
 from vitcompress.plan import Plan

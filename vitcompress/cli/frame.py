@@ -120,7 +120,8 @@ def working(debug: bool) -> Iterator[Progress]:
         if not debug:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            logging.basicConfig(level=logging.ERROR)
+            stack.callback(logging.disable, logging.root.manager.disable)
+            logging.disable(logging.WARNING)
             # A library's thread that fails prints a traceback; what it means for the work is raised and told.
             stack.callback(setattr, threading, "excepthook", threading.excepthook)
             threading.excepthook = lambda failed: None

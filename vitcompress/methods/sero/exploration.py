@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vitcompress.channel_gates import channel_gates
 from vitcompress.distributed import derived_seed
 from vitcompress.families import Family, Space
-from vitcompress.gates import channel_gates
 from vitcompress.methods.sero.layout import KINDS, Live, Rules, project, unit_spaces
 
 Criterion = Literal["gradient", "gradient_times_weight", "weight", "random"]
