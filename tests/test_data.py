@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
+from vitcompress.augmentation import DEIT, train_transform
 from vitcompress.data import (
     Augmentation,
     DataOptions,
@@ -21,7 +22,6 @@ from vitcompress.data import (
 )
 from vitcompress.distributed import Runtime
 from vitcompress.errors import DataError, InputError
-from vitcompress.loaders import DEIT, train_transform
 from vitcompress.models import InputConfig
 from vitcompress.sources import ArrayImages
 

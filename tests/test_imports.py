@@ -22,6 +22,7 @@ LEVELS = [
     {"assignments", "installed", "problems", "plan", "families.anatomy"},
     {"families"},
     {
+        "augmentation",
         "budget",
         "checkpoint",
         "cost",
@@ -77,6 +78,7 @@ DOORS = {
     "timm": {
         "families",
         "models",
+        "augmentation",
         "data",
         "sources",
         "loaders",

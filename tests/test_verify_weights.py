@@ -247,7 +247,7 @@ def test_openvino_is_accounted_for_as_it_is_and_damage_found(openvino_ir: Path, 
 def test_openvino_constants_of_the_same_bytes_in_one_place_are_all_looked_at(openvino_ir: Path, tmp_path: Path) -> None:
     """OpenVINO writes equal bytes once: here a masked weight lies where an index does."""
     openvino = openvino_library.load()
-    from openvino import opset13 as ops
+    ops = openvino.opset13
 
     model, path = pruned("layer_scale")[1], tmp_path / "model.xml"
     network = openvino_library.core().read_model(str(openvino_ir))

@@ -12,9 +12,10 @@ import numpy as np
 from annotated_types import Ge, Lt
 from timm.data import create_dataset
 
+from vitcompress.augmentation import DEIT, Augmentation
 from vitcompress.distributed import derived_seed
 from vitcompress.errors import DataError, MissingExtraError, first_line
-from vitcompress.loaders import DEIT, Augmentation, Images, eval_loader, train_loader, views
+from vitcompress.loaders import Images, eval_loader, train_loader, views
 from vitcompress.sources import ArrayImages, FolderImages, TimmImages, class_names
 
 __all__ = [

@@ -1,31 +1,26 @@
-"""Batches of images on the device, made of timm's parts: transforms, samplers, prefetcher, erasing, mixup.
+"""Batches of images on the device, made of timm's parts: samplers, prefetcher, erasing; `augmentation` has the others.
 
 Training batches are cut from one order that all processes share, so that two processes together see exactly the
 global batches of one. Evaluation gives every image to exactly one process.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from annotated_types import Ge, Le, Lt
 from PIL import Image
-from timm.data import Mixup, create_transform
 from timm.data.distributed_sampler import RepeatAugSampler
 from timm.data.loader import PrefetchLoader, fast_collate
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from vitcompress.augmentation import Augmentation, eval_transform, mixup, train_transform
 from vitcompress.distributed import Runtime, derived_seed
 from vitcompress.errors import DataError, InputError
-from vitcompress.posterize import allow_no_bits
 
 if TYPE_CHECKING:
     from vitcompress.models import InputConfig
-
-Share = Annotated[float, Ge(0), Le(1)]
 
 
 class Images(Protocol):
@@ -38,40 +33,6 @@ class Images(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]: ...
-
-
-@dataclass(frozen=True)
-class Augmentation:
-    """What is done to training images; the names are timm's. The defaults change nothing.
-
-    `no_aug` leaves out crop, flip, colour and erasing; mixup, cutmix, smoothing, repeats and noise have switches of
-    their own. DeiT's recipe (Touvron et al., 2021, https://arxiv.org/abs/2012.12877, table 9) is no_aug=False,
-    auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.3, reprob=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, repeats=3.
-    """
-
-    no_aug: bool = True
-    auto_augment: str | None = None  # timm's policy string; it turns colour jitter off
-    color_jitter: Annotated[float, Ge(0)] = 0.0
-    hflip: Share = 0.5
-    scale: tuple[float, float] = (0.08, 1.0)  # area of the random crop, share of the image
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)  # width to height of the random crop
-    reprob: Share = 0.0  # share of images with one erased rectangle
-    remode: Literal["const", "rand", "pixel"] = "pixel"
-    mixup: Annotated[float, Ge(0)] = 0.0  # alpha of the Beta distribution, 0 is off
-    cutmix: Annotated[float, Ge(0)] = 0.0
-    mixup_prob: Share = 1.0
-    mixup_switch_prob: Share = 0.5
-    smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
-    repeats: Annotated[int, Ge(0)] = 0  # views of an image per pass (repeated augmentation), 0 or 1 is off
-    noise: Annotated[float, Ge(0)] = 0.0  # standard deviation of Gaussian noise on the normalised pixels
-
-    @property
-    def mixes(self) -> bool:
-        """True when images of a batch are mixed, which makes targets soft."""
-        return self.mixup > 0 or self.cutmix > 0
-
-
-DEIT = Augmentation(False, "rand-m9-mstd0.5-inc1", 0.3, reprob=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, repeats=3)
 
 
 class Views(Dataset[tuple[Tensor, int]]):
@@ -127,7 +88,7 @@ class TrainLoader:
         transformed = _transformed(dataset, input, train_transform(input, augmentation))
         self.sampler = _sampler(transformed, augmentation.repeats, runtime)
         self.batches = _prefetch(transformed, self.sampler, input, batch_size, runtime, augmentation)
-        self.mixup = _mixup(augmentation, classes=int(dataset.labels.max()) + 1)
+        self.mixup = mixup(augmentation, classes=int(dataset.labels.max()) + 1)
 
     def set_classes(self, classes: int) -> None:
         """The width of soft targets, where it is more than the classes present in the data set."""
@@ -182,42 +143,6 @@ def eval_loader(dataset: Images, input: "InputConfig", batch_size: int, runtime:
     return EvalLoader(dataset, input, batch_size, runtime)
 
 
-def train_transform(input: "InputConfig", augmentation: Augmentation) -> Callable[[Image.Image], Tensor]:
-    """timm's training transform from a PIL image to a uint8 tensor (C, H, W)."""
-    a = augmentation
-    transform: Callable[[Image.Image], Tensor] = create_transform(
-        input.size,
-        is_training=True,
-        no_aug=a.no_aug,
-        auto_augment=a.auto_augment,
-        hflip=a.hflip,
-        scale=a.scale,
-        ratio=a.ratio,
-        color_jitter=a.color_jitter or None,
-        interpolation=input.interpolation,
-        mean=input.mean,
-        std=input.std,
-        use_prefetcher=True,
-    )
-    allow_no_bits(transform)
-    return transform
-
-
-def eval_transform(input: "InputConfig") -> Callable[[Image.Image], Tensor]:
-    """timm's evaluation transform (resize, centre crop) from a PIL image to a uint8 tensor (C, H, W)."""
-    transform: Callable[[Image.Image], Tensor] = create_transform(
-        input.size,
-        is_training=False,
-        interpolation=input.interpolation,
-        mean=input.mean,
-        std=input.std,
-        crop_pct=input.crop_pct,
-        crop_mode=input.crop_mode,
-        use_prefetcher=True,
-    )
-    return transform
-
-
 def _transformed(dataset: Images, input: "InputConfig", transform: Callable[[Image.Image], Tensor]) -> Views:
     """`dataset` as tensors, grey or colour as the model wants it."""
     return Views(dataset, range(len(dataset)), transform, "L" if input.size[0] == 1 else "RGB")
@@ -256,21 +181,6 @@ def _prefetch(
     mode = augmentation.remode if augmentation else "const"
     return PrefetchLoader(
         loader, input.mean, input.std, channels=input.size[0], device=runtime.device, re_prob=erase, re_mode=mode
-    )
-
-
-def _mixup(augmentation: Augmentation, classes: int) -> Any:
-    """timm's Mixup with this augmentation's settings, or None."""
-    if not augmentation.mixes:
-        return None
-    a = augmentation
-    return Mixup(
-        a.mixup,
-        a.cutmix,
-        prob=a.mixup_prob,
-        switch_prob=a.mixup_switch_prob,
-        label_smoothing=a.smoothing,
-        num_classes=classes,
     )
 
 

@@ -1,0 +1,102 @@
+"""What is done to an image before a model sees it: timm's transforms and its mixing, set by one table."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from annotated_types import Ge, Le, Lt
+from PIL import Image
+from timm.data import Mixup, create_transform
+from torch import Tensor
+
+from vitcompress.posterize import allow_no_bits
+
+if TYPE_CHECKING:
+    from vitcompress.models import InputConfig
+
+Share = Annotated[float, Ge(0), Le(1)]
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What is done to training images; the names are timm's. The defaults change nothing.
+
+    `no_aug` leaves out crop, flip, colour and erasing; mixup, cutmix, smoothing, repeats and noise have switches of
+    their own. DeiT's recipe (Touvron et al., 2021, https://arxiv.org/abs/2012.12877, table 9) is no_aug=False,
+    auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.3, reprob=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, repeats=3.
+    """
+
+    no_aug: bool = True
+    auto_augment: str | None = None  # timm's policy string; it turns colour jitter off
+    color_jitter: Annotated[float, Ge(0)] = 0.0
+    hflip: Share = 0.5
+    scale: tuple[float, float] = (0.08, 1.0)  # area of the random crop, share of the image
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)  # width to height of the random crop
+    reprob: Share = 0.0  # share of images with one erased rectangle
+    remode: Literal["const", "rand", "pixel"] = "pixel"
+    mixup: Annotated[float, Ge(0)] = 0.0  # alpha of the Beta distribution, 0 is off
+    cutmix: Annotated[float, Ge(0)] = 0.0
+    mixup_prob: Share = 1.0
+    mixup_switch_prob: Share = 0.5
+    smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
+    repeats: Annotated[int, Ge(0)] = 0  # views of an image per pass (repeated augmentation), 0 or 1 is off
+    noise: Annotated[float, Ge(0)] = 0.0  # standard deviation of Gaussian noise on the normalised pixels
+
+    @property
+    def mixes(self) -> bool:
+        """True when images of a batch are mixed, which makes targets soft."""
+        return self.mixup > 0 or self.cutmix > 0
+
+
+DEIT = Augmentation(False, "rand-m9-mstd0.5-inc1", 0.3, reprob=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, repeats=3)
+
+
+def train_transform(input: "InputConfig", augmentation: Augmentation) -> Callable[[Image.Image], Tensor]:
+    """timm's training transform from a PIL image to a uint8 tensor (C, H, W)."""
+    a = augmentation
+    transform: Callable[[Image.Image], Tensor] = create_transform(
+        input.size,
+        is_training=True,
+        no_aug=a.no_aug,
+        auto_augment=a.auto_augment,
+        hflip=a.hflip,
+        scale=a.scale,
+        ratio=a.ratio,
+        color_jitter=a.color_jitter or None,
+        interpolation=input.interpolation,
+        mean=input.mean,
+        std=input.std,
+        use_prefetcher=True,
+    )
+    allow_no_bits(transform)
+    return transform
+
+
+def eval_transform(input: "InputConfig") -> Callable[[Image.Image], Tensor]:
+    """timm's evaluation transform (resize, centre crop) from a PIL image to a uint8 tensor (C, H, W)."""
+    transform: Callable[[Image.Image], Tensor] = create_transform(
+        input.size,
+        is_training=False,
+        interpolation=input.interpolation,
+        mean=input.mean,
+        std=input.std,
+        crop_pct=input.crop_pct,
+        crop_mode=input.crop_mode,
+        use_prefetcher=True,
+    )
+    return transform
+
+
+def mixup(augmentation: Augmentation, classes: int) -> Any:
+    """timm's Mixup with this augmentation's settings, or None."""
+    if not augmentation.mixes:
+        return None
+    a = augmentation
+    return Mixup(
+        a.mixup,
+        a.cutmix,
+        prob=a.mixup_prob,
+        switch_prob=a.mixup_switch_prob,
+        label_smoothing=a.smoothing,
+        num_classes=classes,
+    )
