@@ -1,6 +1,7 @@
 """Top-1 and top-5 of artifacts on the same labelled images, with counts, and whether a difference is real."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from vitcompress.distributed import Runtime
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.evaluate import judged, mcnemar
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
+from vitcompress.exporters.torch_runner import TIMM
 from vitcompress.loaders import Images, eval_loader
 from vitcompress.progress import Progress
 from vitcompress.recipe import load_recipe
@@ -52,15 +54,18 @@ def run(
     """
     options, progress = options or EvaluateOptions(), progress or Progress()
     given = recorded.benches(options.bench) if options.bench else []
+    _check_there(artifacts)
     benches = [[*_measured_with(artifact), *given] for artifact in artifacts]
     classes, images = open_test(data_of(artifacts, options))
     rows, right = [], []
-    for artifact, measured in zip(artifacts, benches, strict=True):
-        progress.stage(f"Evaluate {artifact}")
-        row, mask = _judge(artifact, classes, images, options)
-        rows.append({**row, "speed": _speed(row, measured)})
-        right.append(mask)
-        progress.note(f"{row['correct']} of {row['total']} right")
+    with ExitStack() as stack:
+        asked = [_opened(artifact, classes, options, stack) for artifact in artifacts]  # all of them, before any work
+        for artifact, one, measured in zip(artifacts, asked, benches, strict=True):
+            progress.stage(f"Evaluate {artifact}")
+            row, mask = _judge(one, images, options)
+            rows.append({**row, "speed": _speed(row, measured)})
+            right.append(mask)
+            progress.note(f"{row['correct']} of {row['total']} right")
     tests = [
         {"a": rows[0]["artifact"], "b": row["artifact"], **asdict(mcnemar(right[0], mask))}
         for row, mask in zip(rows[1:], right[1:], strict=True)
@@ -92,19 +97,18 @@ def _data_of(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptions:
     raise InputError("no data to evaluate on", hint="give --data PATH with PATH/val/CLASS, or --data digits")
 
 
-def _judge(
-    artifact: str, classes: Sequence[str], images: Images, options: EvaluateOptions
-) -> tuple[dict[str, Any], np.ndarray]:
+def _check_there(artifacts: Sequence[str]) -> None:
+    """What is missing is said before what the data lacks."""
+    for artifact in artifacts:
+        if not artifact.startswith(TIMM) and not Path(artifact).exists():
+            open_runner(artifact)
+
+
+def _judge(asked: "Asked", images: Images, options: EvaluateOptions) -> tuple[dict[str, Any], np.ndarray]:
     """One row, and which images were right."""
-    runner = open_runner(artifact, options.runner)
-    try:
-        asked = Asked(runner, options.batch)
-        loader = _loader(asked, classes, images, options)
-        runtime = Runtime(torch.device("cpu"), workers=options.workers)
-        found, mask = judged(asked, loader, runtime)
-        return {"artifact": runner.name, **found.to_dict(), **_about(runner)}, mask
-    finally:
-        runner.close()
+    runtime = Runtime(torch.device("cpu"), workers=options.workers)
+    found, mask = judged(asked, eval_loader(images, asked.input, asked.batch, runtime), runtime)
+    return {"artifact": asked.runner.name, **found.to_dict(), **_about(asked.runner)}, mask
 
 
 class Asked:
@@ -114,7 +118,12 @@ class Asked:
     """
 
     def __init__(self, runner: Runner, batch: int) -> None:
-        self.runner = runner
+        if runner.input is None:
+            raise ArtifactError(
+                f"{runner.name} does not say how its images are prepared (mean, std, crop)",
+                hint="export it with vitcompress, or evaluate the run folder",
+            )
+        self.runner, self.input = runner, runner.input
         least, _, most = runner.describe().get("batch_range") or (1, batch, batch)
         self._least, self.batch = int(least), int(min(max(batch, least), most))
 
@@ -124,20 +133,18 @@ class Asked:
         return self.runner(filled)[: len(images)]
 
 
-def _loader(asked: Asked, classes: Sequence[str], images: Images, options: EvaluateOptions) -> Any:
-    runner = asked.runner
-    if runner.input is None:
-        raise ArtifactError(
-            f"{runner.name} does not say how its images are prepared (mean, std, crop)",
-            hint="export it with vitcompress, or evaluate the run folder",
-        )
+def _opened(artifact: str, classes: Sequence[str], options: EvaluateOptions, stack: ExitStack) -> Asked:
+    """An artifact that knows the classes of the data; `stack` closes it."""
+    runner = open_runner(artifact, options.runner)
+    stack.callback(runner.close)
+    asked = Asked(runner, options.batch)
     told = asked(torch.zeros(1, *runner.input_size)).shape[1]
     if told != len(classes):
         raise ArtifactError(
             f"{runner.name} tells {told} classes apart, the data has {len(classes)}",
             hint="evaluate it on data with its own classes",
         )
-    return eval_loader(images, runner.input, asked.batch, Runtime(torch.device("cpu"), workers=options.workers))
+    return asked
 
 
 def _about(runner: Runner) -> dict[str, Any]:

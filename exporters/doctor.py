@@ -2,6 +2,7 @@
 
 import os
 import platform
+import sys
 import tempfile
 from contextlib import closing
 from importlib import util
@@ -76,6 +77,7 @@ def targets() -> list[dict[str, Any]]:
     devices = [
         _target(f"torch {name}", NO_FORMAT, None if what else _no_device(name), ("torch",), gpu="cuda" in name)
         for name, what in _devices().items()
+        if what or name != "mps" or sys.platform == "darwin"
     ]
     return [*formats, *served, *devices]
 

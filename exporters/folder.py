@@ -34,7 +34,8 @@ def export_folder(
     folder's measurements are about.
 
     Raises:
-        InputError: an unknown format, or one that this machine cannot write, or options that it does not offer.
+        InputError: an unknown format, one that this machine cannot write, options that it does not offer, or a name for
+            another format.
         ArtifactError: not a finished run folder.
         PrecisionError: a result inside the model is too large for fp16, on the images it was verified with; nothing
             was written.
@@ -42,6 +43,7 @@ def export_folder(
     """
     exporter, options = writable(name), options or ExportOptions()
     exporter.check(options)
+    _check_out(exporter, out)
     model = checkpoint.load(folder)
     images, real = known_images(folder, model)
     path = out or folder / f"model{'' if options.precision == 'fp32' else '-' + options.precision}{exporter.suffix}"
@@ -58,6 +60,15 @@ def export_folder(
         real=real,
         progress=progress,
     )
+
+
+def _check_out(exporter: Exporter, out: Path | None) -> None:
+    """By its suffix a file is told what runs it."""
+    if out is not None and out.suffix != exporter.suffix:
+        raise InputError(
+            f"{out} cannot be a file of the format {exporter.name}, whose names end in {exporter.suffix}",
+            hint=f"--out {out.with_suffix(exporter.suffix)}, or another --format",
+        )
 
 
 @dataclass(frozen=True)

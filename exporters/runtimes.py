@@ -44,4 +44,7 @@ def open_runner(artifact: str | Path, options: RunnerOptions | None = None, **se
     if path.suffix in RUNNERS:
         return RUNNERS[path.suffix](path, options)
     what = "cannot be run" if path.exists() else "does not exist"
-    raise ArtifactError(f"{path} {what}", hint=f"give a run folder, timm:NAME, or a file ({', '.join(RUNNERS)})")
+    hint = f"give a run folder, timm:NAME, or a file ({', '.join(RUNNERS)})"
+    if models.is_known(name):
+        hint = f"for timm's model of that name give {TIMM}{name}"
+    raise ArtifactError(f"{path} {what}", hint=hint)

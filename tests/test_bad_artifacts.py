@@ -106,3 +106,25 @@ def test_ctrl_c_at_each_stage_and_the_same_command_continues(monkeypatch: pytest
     assert result.exit_code == 0, result.output
     assert len(seen) >= 6, seen
     assert checkpoint.load("run").plan == Plan.from_json(Path("run/plan.json").read_text())
+
+
+@pytest.mark.parametrize("command", ["verify", "export"])
+def test_a_file_where_its_run_folder_is_needed(command: str) -> None:
+    folder = run_folder()
+    said = refused(command, str(folder / "model.onnx"))
+    assert "is a file" in said and f"name its folder: {folder}" in said
+
+
+@pytest.mark.parametrize("name", ["model.engine", "model.txt", "model"])
+def test_a_name_for_another_format_is_refused_before_anything_is_built(name: str) -> None:
+    said = refused("export", str(run_folder()), "--out", name)
+    assert "end in .onnx" in said and "--out model.onnx" in said
+
+
+def test_what_is_not_there_is_told_before_what_the_data_lacks() -> None:
+    assert "nofile.onnx" in refused("evaluate", "nofile.onnx")
+    assert "No such file" in refused("evaluate", str(run_folder()), "--bench", "none.json")
+
+
+def test_a_model_of_timm_without_its_prefix() -> None:
+    assert f"give timm:{ARCH}" in refused("bench", ARCH)

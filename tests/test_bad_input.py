@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,33 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_recipe_names_the_nearest() -> None:
     said = refused("recipe", "digits_hetdp")
     assert "digits_hetdp" in said and "digits_hetdpt" in said and "vitcompress recipes" in said
+
+
+def test_a_wrong_name_is_told_without_waiting_for_torch() -> None:
+    code = (
+        "import sys; from vitcompress import cli\n"
+        "try: cli.main(['recipe', 'digits_hetdp'])\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    source = Path(cli.__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=source)
+    assert (done.returncode, done.stdout) == (2, "False\n") and "digits_hetdpt" in done.stderr
+
+
+def test_a_folder_in_place_of_a_recipe_and_what_is_not_toml() -> None:
+    Path("folder").mkdir()
+    said = refused("recipe", "folder")
+    assert "Is a directory" in said and ".toml file" in said and len(said) < 200
+    Path("notes.toml").write_text("# Title\n[model\n")
+    assert "vitcompress recipes show" in refused("recipe", "notes.toml")
+
+
+def test_a_place_that_a_recipe_does_not_have() -> None:
+    assert "there is no number 7, they are 0 to 0" in refused("recipe", "small.toml", "--set", "step.7.pruned_layers=1")
+
+
+def test_a_file_in_place_of_a_folder_of_images() -> None:
+    assert "small.toml is a file" in refused("recipe", "small.toml", "--data", "small.toml")
 
 
 def test_several_mistakes_are_shown_together() -> None:

@@ -124,7 +124,7 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("bench", "model.onnx", "--batch", "0"), "--batch"),
     (("bench", "nowhere.onnx"), "nowhere.onnx"),
     (("evaluate", "nowhere.onnx", "--data", "digits"), "nowhere.onnx"),
-    (("evaluate", "nowhere.onnx"), "--data"),
+    (("evaluate", "nowhere.onnx"), "nowhere.onnx"),
     (("export", "nowhere"), "nowhere"),
     (("verify", "nowhere"), "nowhere"),
 ]

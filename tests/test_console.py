@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -131,3 +132,18 @@ def test_an_outlook_names_what_is_missing(capsys: pytest.CaptureFixture[str]) ->
     )
     console.print_outlook({**outlook, "missing": []})
     assert "nothing is missing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [60, 200])
+def test_what_all_rows_share_leaves_a_table_that_is_too_wide(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", str(width))
+    columns = ["artifact", "runtime", "precision", "protocol", "images/s"]
+    same = ["onnxruntime cpu", "fp32", "robust-10/100/256"]
+    console.print_table("", columns, [["dense.onnx", *same, "1,084"], ["model.onnx", *same, "2,211"]])
+    drawn = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+    told = "all: runtime onnxruntime cpu, precision fp32, protocol robust-10/100/256"
+    assert (told in drawn) == (width == 60)
+    assert all(text in drawn for text in ("artifact", "images/s", "dense.onnx", "2,211", "onnxruntime cpu"))
+    assert all(len(line) <= width for line in drawn.splitlines() if not line.startswith("all:"))

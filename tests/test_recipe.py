@@ -203,7 +203,7 @@ def test_set_changes_values_of_every_kind(file: Path) -> None:
         ("finetune.epochs=3 4", "is not a TOML value"),
         ("finetune.epochs=1\nmodel.name = 2", "is not a TOML value"),
         ("step.pruned_layers=3", "write its number"),
-        ("step[4].pruned_layers=3", "no such place"),
+        ("step[4].pruned_layers=3", "there is no number 4"),
         ("finetune.epochs.more=3", "no such place"),
         ("finetune.epoch=3", "unknown key, did you mean epochs?"),
         ("finetune.epochs=many", "got 'many', expected a whole number"),

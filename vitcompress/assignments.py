@@ -22,6 +22,8 @@ def assign(data: dict[str, Any], assignment: str) -> str | None:
         return f'--set {assignment}   {text.strip()!r} is not a TOML value, as in 3, 0.5, true, "text", [1, 2]'
     target: Any = data
     for part in path[:-1]:
+        if isinstance(target, list) and isinstance(part, int) and part >= len(target):
+            return f"--set {assignment}   there is no number {part}, they are 0 to {len(target) - 1}"
         target = _descend(target, part)
     return _put(target, path[-1], value, assignment)
 

@@ -155,7 +155,8 @@ def _root(options: DataOptions) -> Path:
         raise DataError("no data folder was given", hint="give it with --data PATH")
     root = Path(options.path).expanduser()
     if not root.is_dir():
-        raise DataError(f"data folder {root} does not exist", hint="expected PATH/train/<class>/<image> and PATH/val")
+        what = "is a file, not a folder of images" if root.exists() else "does not exist"
+        raise DataError(f"data folder {root} {what}", hint="expected PATH/train/<class>/<image> and PATH/val")
     return root
 
 

@@ -156,16 +156,15 @@ def _device(name: str, local_rank: int) -> torch.device:
     if kind not in ("cpu", "cuda", "mps") or (index and not (kind == "cuda" and index.isdecimal())):
         raise DeviceError(f"device {name!r} is not known", hint="use auto, cpu, cuda, cuda:N or mps")
     if kind == "mps" and not torch.backends.mps.is_available():
-        raise DeviceError(
-            "device 'mps' was asked for, but this machine has no Apple GPU", hint="use --set run.device=cpu"
-        )
+        raise DeviceError("device 'mps' was asked for, but this machine has no Apple GPU", hint="use --device cpu")
     if kind != "cuda":
         return torch.device(kind)
     number, count = int(index or local_rank), torch.cuda.device_count()
     if number >= count:
         found = f"{count} CUDA device{'s' if count != 1 else ''}"
         raise DeviceError(
-            f"device 'cuda:{number}' was asked for, but torch sees {found}", hint="use run.device=cpu or auto"
+            f"device 'cuda:{number}' was asked for, but torch sees {found}",
+            hint="use --device cpu, or auto for what is there",
         )
     return torch.device("cuda", number)
 

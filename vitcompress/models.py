@@ -89,6 +89,11 @@ def outline(arch: str, arch_args: Mapping[str, Any] | None = None) -> nn.Module:
         return create(arch, arch_args).to("meta")
 
 
+def is_known(arch: str) -> bool:
+    """Whether timm has a model of this name."""
+    return bool(timm.is_model(arch))
+
+
 def _check_name(arch: str) -> None:
     name = arch.split(".")[0]
     if not timm.is_model(name):

@@ -20,6 +20,7 @@ ACTIVATION_STAND_INS = ("identity",)
 GATE_STAND_INS = ("mean_gate", "drop_gate")
 GATED_FFN = (*GATE_STAND_INS, "drop_ffn")
 APPENDED = ("gelu",)
+RESTORE = "restore plan.json from the run that made it, or run the recipe again"
 
 
 @dataclass(frozen=True)
@@ -106,13 +107,10 @@ class Plan:
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise PlanError(f"the plan is not JSON: {error}") from None
+            raise PlanError(f"the plan is not JSON: {error}", hint=RESTORE) from None
         problems = _problems(data)
         if problems:
-            raise PlanError(
-                "the plan cannot be used:\n  " + "\n  ".join(problems),
-                hint="restore plan.json from the run that made it, or run the recipe again",
-            )
+            raise PlanError("the plan cannot be used:\n  " + "\n  ".join(problems), hint=RESTORE)
         data["kept"] = {space: tuple(channels) for space, channels in data.get("kept", {}).items()}
         data |= {key: tuple(data.get(key, ())) for key in ("folded", "padded")}
         return cls(**data)

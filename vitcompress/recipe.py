@@ -185,7 +185,8 @@ def parsed(source: str, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise RecipeError(source, [f"not valid TOML: {error}"]) from None
+        hint = "`vitcompress recipes show digits_hetdpt > mine.toml` gives one to start from"
+        raise RecipeError(source, [f"not valid TOML: {error}"], hint=hint) from None
 
 
 def recipe_of(source: str, data: dict[str, Any], sets: Sequence[str] = (), *, formats: Collection[str] = ()) -> Recipe:
@@ -223,7 +224,7 @@ def read_text(source: str, what: str, names: Collection[str], text: Callable[[st
     except UnicodeDecodeError:
         raise RecipeError(source, ["not a text file (UTF-8 expected)"]) from None
     except OSError as error:
-        hint = f"give one that comes with vitcompress ({', '.join(names)}) or the path of a .toml file"
+        hint = f"give the name of one, as in {min(names)}, or the path of a .toml file"
         raise InputError(f"the {what} {source} cannot be read: {error.strerror}", hint=hint) from None
 
 

@@ -172,7 +172,7 @@ def verify_folder(
         ArtifactError, PlanError, WeightsError: not a run folder, or a damaged one.
     """
     folder = Path(folder)
-    if not folder.is_dir():
+    if not folder.exists():
         raise ArtifactError(f"there is no folder {folder}", hint="name a run folder, as in runs/digits_hetdpt")
     seen = checkpoint.load_tensors(folder / SEEN) if (folder / SEEN).is_file() else {}
     given, logits, checks, weights = _compressed(folder, images, seen)

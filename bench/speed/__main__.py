@@ -7,7 +7,6 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,31 +49,32 @@ PARTS: dict[str, Part] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts in the order they are asked for. What was measured is written also when a later part fails."""
+    """Run the parts in the order they are asked for. Each line is written at once, whatever stops the rest."""
     asked = _parsed(arguments)
     lines: list[dict[str, Any]] = []
-    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+    out = _file(asked.out, asked.parts)
+    with tempfile.TemporaryDirectory() as folder:
         batch, runs = asked.batch or Options.batch, asked.runs or Options.runs
         given = asked.batch, asked.runs
         options = Options(Path(folder), asked.arch, batch, runs, asked.threads, given)
-        stack.callback(_write, lines, options, asked)
+        _write(out, lines, asked.parts, options)  # a place that cannot be written is found out now
         for part in asked.parts:
             for line in PARTS[part](options):
                 _say(text(line))
                 lines.append(line)
+                _write(out, lines, asked.parts, options)  # hours of measuring outlast whatever stops the rest
+    _say(f"written to {out}")
     return 0
 
 
-def _write(lines: list[dict[str, Any]], options: Options, asked: argparse.Namespace) -> None:
+def _write(out: Path, lines: Sequence[dict[str, Any]], parts: Sequence[str], options: Options) -> None:
     about = {
         "machine": machine.facts(),
         "load_average": machine.load_average(),
         "torch_threads": torch.get_num_threads(),
     }
     settings = {key: value for key, value in asdict(options).items() if key != "folder"}
-    out = _file(asked.out, asked.parts)
-    write_json(out, {"figures": lines, **about, "settings": {"parts": asked.parts, **settings}})
-    _say(f"written to {out}")
+    write_json(out, {"figures": lines, **about, "settings": {"parts": parts, **settings}})
 
 
 def _file(out: Path, parts: Sequence[str]) -> Path:
@@ -106,6 +106,9 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--out", type=Path, default=Path("bench/results/speed.json"), help="file, or folder (%(default)s)"
     )
     found = parser.parse_args(arguments)
+    for name in ("batch", "runs", "threads"):
+        if (value := getattr(found, name)) is not None and value < 1:
+            parser.error(f"--{name} must be 1 or more, got {value}")
     if unknown := set(found.parts) - set(PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     return found

@@ -52,6 +52,14 @@ def test_counts_are_those_of_a_count_by_hand_in_torch_and_onnx(tmp_path: Path) -
     assert found["mcnemar"][0]["p_value"] == 1.0
 
 
+def test_all_are_opened_before_the_first_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.onnx").write_text("this is not a graph")
+    made = folder(tmp_path / "run", seed=1)
+    monkeypatch.setattr(accuracy, "_judge", lambda *given: pytest.fail("judged before all were open"))
+    with pytest.raises(ArtifactError, match="is not an ONNX file"):
+        accuracy.run([str(made), str(tmp_path / "text.onnx")], accuracy.EvaluateOptions(data="digits"))
+
+
 def test_a_difference_is_tested_on_the_same_images(tmp_path: Path) -> None:
     made = [folder(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 2))]
     found = accuracy.run([str(path) for path in made], accuracy.EvaluateOptions(data="digits"))

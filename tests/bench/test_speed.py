@@ -12,6 +12,7 @@ from vitcompress import models
 from vitcompress.bench.speed import __main__ as speed
 from vitcompress.bench.speed import exploration, exporters, gates, importance, parts, realised, screens, slicing, widths
 from vitcompress.bench.suite import synthetic_images
+from vitcompress.errors import OutputError
 from vitcompress.families import family_of
 from vitcompress.methods.upvit.importance import Importance, components
 from vitcompress.models import input_config
@@ -33,15 +34,32 @@ def test_a_part_prints_and_writes_its_lines(tmp_path: Path, capsys: pytest.Captu
     assert "channel gates: " in capsys.readouterr().out
 
 
-def test_what_was_measured_stays_when_a_later_part_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(options: parts.Options) -> Iterator[dict[str, Any]]:
+def test_what_was_measured_outlasts_what_stops_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(options: parts.Options) -> Iterator[dict[str, Any]]:
         yield {"what": "first", "text": "1 s"}
-        raise RuntimeError("no such kernel")
+        raise KeyboardInterrupt
 
-    monkeypatch.setitem(speed.PARTS, "gates", failing)
-    with pytest.raises(RuntimeError, match="no such kernel"):
-        speed.main(["gates", "--out", str(tmp_path / "speed.json")])
-    assert json.loads((tmp_path / "speed.json").read_text())["figures"] == [{"what": "first", "text": "1 s"}]
+    monkeypatch.setitem(speed.PARTS, "gates", broken)
+    out = tmp_path / "speed.json"
+    with pytest.raises(KeyboardInterrupt):
+        speed.main(["gates", "--out", str(out)])
+    assert [figure["what"] for figure in json.loads(out.read_text())["figures"]] == ["first"]
+
+
+def test_a_place_that_cannot_be_written_is_found_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(speed.PARTS, "gates", lambda options: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError):
+        speed.main(["gates", "--out", str(tmp_path / "file" / "speed.json")])
+
+
+@pytest.mark.parametrize("option", ["--batch", "--runs", "--threads"])
+def test_nothing_is_measured_with_a_zero(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        speed.main(["gates", option, "0"])
+    assert f"{option} must be 1 or more, got 0" in capsys.readouterr().err
 
 
 def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

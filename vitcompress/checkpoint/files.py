@@ -102,8 +102,10 @@ def read_json(path: Path) -> Any:
     """Raises ArtifactError when `path` is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path} cannot be read as JSON: {error}") from None
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror}", hint="check the path") from None
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{path} cannot be read as JSON: {error}", hint="write or copy it again") from None
 
 
 def decoded(metadata: Mapping[str, str]) -> dict[str, Any]:

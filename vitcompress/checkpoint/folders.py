@@ -39,6 +39,10 @@ def load_parts(plan_path: Path, weights_path: Path) -> nn.Module:
     from vitcompress import models
     from vitcompress.surgery import apply
 
+    if plan_path.parent.is_file():
+        raise ArtifactError(
+            f"{plan_path.parent} is a file, a run folder is needed", hint=f"name its folder: {plan_path.parent.parent}"
+        )
     if not plan_path.is_file() or not weights_path.is_file():
         missing = plan_path if not plan_path.is_file() else weights_path
         raise ArtifactError(
@@ -87,6 +91,8 @@ def read_plan(path: Path) -> Plan:
         return Plan.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path} cannot be read: {error}") from None
+    except PlanError as error:
+        raise PlanError(f"{path}: {error.message}", hint=error.hint) from None
 
 
 def first_mismatch(error: RuntimeError) -> str:

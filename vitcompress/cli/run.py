@@ -42,6 +42,8 @@ def recipe(
     Trains the dense model if need be, prunes, recovers, folds, verifies, exports, measures and reports. The same
     command continues a run that was stopped, and says so when all is done.
     """
+    if not source.endswith(".toml") and not Path(source).exists():
+        shipped.text(source)  # a name that there is not is told at once, without torch
     with working(debug) as progress:
         from vitcompress import pipeline
         from vitcompress.bench import report as reports

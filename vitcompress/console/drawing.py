@@ -7,11 +7,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
+from rich.measure import Measurement
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
 WIDTH_OF_A_PIPE = 120
+UNBOUND = 10_000  # characters: as wide as a table would like to be
 
 
 def stream_console(*, stderr: bool) -> Console:
@@ -50,14 +52,29 @@ def _print_drawn(drawn: Syntax | Markdown, text: str) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table on standard output; the first column is text, figures in the others stand right."""
-    console = stream_console(stderr=False)
+    """A table on standard output; the first column is text, figures in the others stand right.
+
+    Where the terminal is too narrow, what is the same in every row is told once, under the table.
+    """
+    console, texts = stream_console(stderr=False), [["" if cell is None else str(cell) for cell in row] for row in rows]
+    table, same = _drawn(title, columns, texts), dict[str, str]()
+    liked = Measurement.get(console, console.options.update(width=UNBOUND), table).maximum
+    if len(texts) > 1 and liked > console.width:
+        varying = [n for n in range(len(columns)) if n == 0 or len({row[n] for row in texts}) > 1]
+        same = {column: texts[0][n] for n, column in enumerate(columns) if n not in varying and texts[0][n]}
+        table = _drawn(title, [columns[n] for n in varying], [[row[n] for n in varying] for row in texts])
+    console.print(table)
+    if same:
+        print_text(f"all: {', '.join(f'{column} {text}' for column, text in same.items())}")
+
+
+def _drawn(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(title=Text(title, style="bold") if title else None, title_justify="left", header_style="bold")
     for number, column in enumerate(columns):
         table.add_column(Text(column), justify="left" if number == 0 else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
-    console.print(table)
+        table.add_row(*map(Text, row))
+    return table
 
 
 def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:

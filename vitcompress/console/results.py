@@ -30,7 +30,8 @@ def print_checks(checks: Iterable[Mapping[str, Any]]) -> None:
     table = Table(Column("check", overflow="fold"), "verdict", "value", "tolerance", "detail", header_style="bold")
     for check in checks:
         verdict = str(check["verdict"])
-        detail = " ".join(str(check[key]) for key in ("detail", "command") if check.get(key))
+        command = f"on the target: {check['command']}" if check.get("command") else ""
+        detail = "; ".join(filter(None, (check.get("detail"), command)))
         table.add_row(
             Text(str(check["name"])),
             Text(verdict.replace("_", " "), style=VERDICTS.get(verdict, "")),
@@ -87,10 +88,13 @@ def print_outlook(outlook: Mapping[str, Any]) -> None:
     print_text(f"{outlook['recipe']}, run folder {outlook['folder']}; nothing is written now\n")
     stages = [{**row, "images": _images(row)} for row in outlook["stages"]]
     print_records("stages (epochs of each round, images of each epoch)", stages)
-    print_records(
-        f"cost (layers: {outlook['layers']})", [{"model": name, **figures} for name, figures in outlook["cost"].items()]
-    )
+    print_records(f"cost (layers: {outlook['layers']})", [_named(*cost) for cost in outlook["cost"].items()])
     _print_missing(outlook["missing"])
+
+
+def _named(model: str, cost: Mapping[str, int]) -> dict[str, Any]:
+    names = {"params": "parameters", "macs": "MACs", "macs_linear": "MACs without attention products"}
+    return {"model": model, **{words: cost[key] for key, words in names.items()}}
 
 
 def _print_missing(missing: Sequence[str]) -> None:
@@ -211,11 +215,12 @@ def _speed(measured: Mapping[str, Any] | None, rate: Callable[[float], str]) -> 
 def print_doctor(found: Mapping[str, Any]) -> None:
     """What this machine can do per target, and below it why not and how to get the rest."""
     machine = ", ".join(f"{key} {value}" for key, value in found["machine"].items())
-    libraries = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    print_text(f"{machine}\n{libraries}\n")
+    known = [f"{name} {version}" for name, version in found["versions"].items()]
+    special = [part for row in found["targets"] for part in row["version"].split(", ") if part]
+    print_text(f"{machine}\n{', '.join(dict.fromkeys([*known, *special]))}\n")
     verbs = ("export", "run", "measure")
-    rows = [[row["target"], *(_can(row[verb]) for verb in verbs), row["version"]] for row in found["targets"]]
-    print_table("", ["target", *verbs, "version"], rows)
+    rows = [[row["target"], *(_can(row[verb]) for verb in verbs)] for row in found["targets"]]
+    print_table("", ["target", *verbs], rows)
     for row in found["targets"]:
         reasons = dict.fromkeys(row[verb] for verb in verbs if row[verb] not in (None, "-"))
         for reason in reasons:

@@ -145,6 +145,8 @@ def bench(job: Job) -> None:
         for ratio in measured["ratios"]:
             speed = f"{ratio['median']:.2f} times as fast ({reports.interval(ratio)})"
             job.progress.note(f"{measured['rows'][1]['runtime']}: {speed}")
+        for reason in measured["disturbed"]:
+            job.progress.note(f"disturbed: {reason}; measure again with `vitcompress bench` when nothing else runs")
     write_json(path, found)
 
 
