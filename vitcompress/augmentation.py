@@ -54,37 +54,23 @@ DEIT = Augmentation(False, "rand-m9-mstd0.5-inc1", 0.3, reprob=0.25, mixup=0.8, 
 def train_transform(input: "InputConfig", augmentation: Augmentation) -> Callable[[Image.Image], Tensor]:
     """timm's training transform from a PIL image to a uint8 tensor (C, H, W)."""
     a = augmentation
-    transform: Callable[[Image.Image], Tensor] = create_transform(
-        input.size,
-        is_training=True,
-        no_aug=a.no_aug,
-        auto_augment=a.auto_augment,
-        hflip=a.hflip,
-        scale=a.scale,
-        ratio=a.ratio,
-        color_jitter=a.color_jitter or None,
-        interpolation=input.interpolation,
-        mean=input.mean,
-        std=input.std,
-        use_prefetcher=True,
-    )
+    of_crop = {"hflip": a.hflip, "scale": a.scale, "ratio": a.ratio}
+    of_colour = {"auto_augment": a.auto_augment, "color_jitter": a.color_jitter or None}
+    transform = _transform(input, is_training=True, no_aug=a.no_aug, **of_crop, **of_colour)
     allow_no_bits(transform)
     return transform
 
 
 def eval_transform(input: "InputConfig") -> Callable[[Image.Image], Tensor]:
     """timm's evaluation transform (resize, centre crop) from a PIL image to a uint8 tensor (C, H, W)."""
-    transform: Callable[[Image.Image], Tensor] = create_transform(
-        input.size,
-        is_training=False,
-        interpolation=input.interpolation,
-        mean=input.mean,
-        std=input.std,
-        crop_pct=input.crop_pct,
-        crop_mode=input.crop_mode,
-        use_prefetcher=True,
-    )
-    return transform
+    return _transform(input, is_training=False, crop_pct=input.crop_pct, crop_mode=input.crop_mode)
+
+
+def _transform(input: "InputConfig", **settings: Any) -> Callable[[Image.Image], Tensor]:
+    """As the model takes images; the prefetcher normalises them."""
+    pixels = {"interpolation": input.interpolation, "mean": input.mean, "std": input.std}
+    made: Callable[[Image.Image], Tensor] = create_transform(input.size, use_prefetcher=True, **pixels, **settings)
+    return made
 
 
 def mixup(augmentation: Augmentation, classes: int) -> Any:

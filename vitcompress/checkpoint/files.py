@@ -87,7 +87,8 @@ def write_json(path: Path, data: Any) -> None:
 def alone_in(folder: Path) -> Iterator[None]:
     """Wait for others that change a file of `folder` by what it holds: of two such changes none is lost.
 
-    The folder itself is locked, so that nothing stays behind. Systems and disks that cannot do that go without.
+    The folder itself is locked, so that nothing stays behind; not twice by one process, which would wait for itself.
+    Systems and disks that cannot lock go without.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
