@@ -1,13 +1,13 @@
 """What is known about an exported file, and what writes one: the record that its sidecar carries, and an exporter."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Required, TypedDict, Unpack
 
 from torch import nn
 
-from vitcompress.checkpoint import write_json
+from vitcompress.checkpoint import file_sha256, write_json
 from vitcompress.errors import InputError
 from vitcompress.export_options import ExportOptions
 from vitcompress.models import InputConfig
@@ -43,6 +43,17 @@ class Exported:
         return {**asdict(self), "path": self.path.name}
 
 
+class About(TypedDict, total=False):
+    """What users of a file must know of its model, beside what the model itself tells; it goes into the metadata.
+
+    input: how images are brought to it. classes: their names; numbers where there are none. plan_digest: of its plan.
+    """
+
+    input: Required[InputConfig]
+    classes: Sequence[str]
+    plan_digest: str
+
+
 class Export(Protocol):
     """Write `model` to `path` and its sidecar beside it; on failure, or when stopped, nothing is left behind."""
 
@@ -51,11 +62,9 @@ class Export(Protocol):
         model: nn.Module,
         path: Path,
         *,
-        input: InputConfig,
-        classes: Sequence[str] = (),
-        plan_digest: str = "",
         options: ExportOptions | None = None,
         progress: Progress | None = None,
+        **about: Unpack[About],
     ) -> Exported: ...
 
 
@@ -93,6 +102,15 @@ class Exporter:
                 hint="as in --batch 1:256:256",
             )
         self.refuse(options)
+
+
+def recorded(path: Path, files: Iterable[str], **known: Any) -> Exported:
+    """What is known of the file `path`, in its sidecar too. files: names of it and of its data files."""
+    hashes = {name: file_sha256(path.parent / name) for name in files}
+    size = sum((path.parent / name).stat().st_size for name in hashes)
+    done = Exported(path=path, sha256=hashes[path.name], bytes=size, files=hashes, **known)
+    write_sidecar(done)
+    return done
 
 
 def write_sidecar(exported: Exported) -> None:

@@ -1,15 +1,15 @@
 """One way to export, for recipes and for `vitcompress export`: look what fp16 cannot hold, choose islands, write."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 from torch import Tensor, nn
 
 from vitcompress.checkpoint import write_json
 from vitcompress.errors import CheckFailedError
 from vitcompress.export_options import AUTO, ExportOptions
-from vitcompress.exporters.artifact import Exported, Exporter, write_sidecar
+from vitcompress.exporters.artifact import About, Exported, Exporter, write_sidecar
 from vitcompress.exporters.gate import FAILED
 from vitcompress.exporters.islands import Search, judge_of, search
 from vitcompress.models import InputConfig
@@ -23,12 +23,10 @@ def export(
     path: Path,
     images: Tensor,
     *,
-    input: InputConfig,
-    classes: Sequence[str] = (),
-    plan_digest: str = "",
     options: ExportOptions,
     real: bool = True,
     progress: Progress | None = None,
+    **about: Unpack[About],
 ) -> Exported:
     """Write `model` in the format of `exporter`, as it does itself, in half precision after a look at the ranges.
 
@@ -43,13 +41,11 @@ def export(
     """
     found = None
     if AUTO in options.islands:
-        found = _searched(exporter, model, images, options, input, real=real, progress=progress)
+        found = _searched(exporter, model, images, options, about["input"], real=real, progress=progress)
         options = replace(options, islands=_chosen(found, options, path))
     elif options.precision == "fp16":
         check_half(model, images, options.islands, offer_islands="islands" in exporter.uses)
-    done = exporter.export(
-        model, path, input=input, classes=classes, plan_digest=plan_digest, options=options, progress=progress
-    )
+    done = exporter.export(model, path, options=options, progress=progress, **about)
     if found is not None:
         done = replace(done, islands_search=found.as_data())
         write_sidecar(done)

@@ -23,7 +23,7 @@ from vitcompress import checkpoint
 from vitcompress.byte_input import deployed, folds
 from vitcompress.errors import CheckFailedError, InputError, VitcompressError, first_line
 from vitcompress.export_options import ExportOptions
-from vitcompress.exporters.artifact import Exported, Exporter, write_sidecar
+from vitcompress.exporters.artifact import Exported, Exporter, recorded
 from vitcompress.exporters.onnx_linear import join_linear_layers
 from vitcompress.exporters.onnx_tokens import drop_unread_tokens
 from vitcompress.models import InputConfig
@@ -94,11 +94,8 @@ def export(
     program.model.producer_name, program.model.producer_version = "vitcompress", vitcompress.__version__
     path = Path(path)
     files = _save(program, path, external_data)
-    size = sum((path.parent / name).stat().st_size for name in files)
-    hashes = {name: checkpoint.file_sha256(path.parent / name) for name in files}
-    done = Exported(path, "onnx", options.precision, hashes[path.name], size, hashes, opset, why, known)
-    write_sidecar(done)
-    return done
+    kept = {"precision": options.precision, "opset": opset, "opset_reason": why, "metadata": known}
+    return recorded(path, files, format="onnx", **kept)
 
 
 def check(options: ExportOptions) -> None:

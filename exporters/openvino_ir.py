@@ -7,11 +7,10 @@ file, which changes the arithmetic and not the weights: fp32, or bf16 and fp16 w
 import errno
 import os
 import shutil
-from collections.abc import Sequence
 from importlib import metadata, util
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
@@ -19,9 +18,8 @@ from vitcompress import checkpoint
 from vitcompress.errors import InputError, first_line
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import onnx_graph
-from vitcompress.exporters.artifact import Exported, Exporter, write_sidecar
+from vitcompress.exporters.artifact import About, Exported, Exporter, recorded
 from vitcompress.exporters.openvino_library import load
-from vitcompress.models import InputConfig
 from vitcompress.progress import Progress
 from vitcompress.sidecar import sidecar_path
 
@@ -41,11 +39,9 @@ def export(
     model: nn.Module,
     path: Path,
     *,
-    input: InputConfig,
-    classes: Sequence[str] = (),
-    plan_digest: str = "",
     options: ExportOptions | None = None,
     progress: Progress | None = None,
+    **about: Unpack[About],
 ) -> Exported:
     """Write `model` to `path` (.xml), its weights beside it (.bin) and its sidecar; on failure nothing is left behind.
 
@@ -65,30 +61,23 @@ def export(
         source = onnx_graph.export(
             model,
             Path(folder) / f"{path.stem}.onnx",
-            input=input,
-            classes=classes,
-            plan_digest=plan_digest,
             options=stored,
             reason=REASON,
+            **about,
         )
         known = {**source.metadata, "precision": f'"{options.precision}"'}
         files = _convert(source.path, path, known)
-    hashes = {name: checkpoint.file_sha256(path.parent / name) for name in files}
-    done = Exported(
+    return recorded(
         path,
-        "openvino",
-        options.precision,
-        hashes[path.name],
-        sum((path.parent / name).stat().st_size for name in files),
-        hashes,
-        source.opset,
-        source.opset_reason,
-        known,
+        files,
+        format="openvino",
+        precision=options.precision,
+        opset=source.opset,
+        opset_reason=source.opset_reason,
+        metadata=known,
         source={"name": source.path.name, "sha256": source.sha256},
         build={"runtime": "openvino", "runtime_version": metadata.version("openvino"), "weights": "fp32"},
     )
-    write_sidecar(done)
-    return done
 
 
 def check(options: ExportOptions) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Unpack
 
 import onnx
 import torch
@@ -20,7 +21,7 @@ from vitcompress import checkpoint, onnx_file
 from vitcompress.errors import DeviceError, InputError, OutputError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import onnx_graph
-from vitcompress.exporters.artifact import Exported, Exporter, write_sidecar
+from vitcompress.exporters.artifact import About, Exported, Exporter, recorded, write_sidecar
 from vitcompress.exporters.engine_truth import read, truth
 from vitcompress.exporters.onnx_graph import ONNX
 from vitcompress.exporters.runner import RunnerOptions
@@ -56,11 +57,9 @@ def export(
     model: nn.Module,
     path: Path,
     *,
-    input: InputConfig,
-    classes: Sequence[str] = (),
-    plan_digest: str = "",
     options: ExportOptions | None = None,
     progress: Progress | None = None,
+    **about: Unpack[About],
 ) -> Exported:
     """Write `model` as an engine to `path`. On failure, or when stopped, what stood there before still stands.
 
@@ -82,17 +81,14 @@ def export(
             source = onnx_graph.export(
                 model,
                 Path(folder) / source_path(path).name,
-                input=input,
-                classes=classes,
-                plan_digest=plan_digest,
                 options=_for_onnx(options),
                 lean=False,  # its attention kernels are documented for the patterns that torch writes
                 reason=DECOMPOSED,
+                **about,
             )
-            built = build(flavour, source.path, _image(source, input), options, targets, progress)
+            built = build(flavour, source.path, _image(source, about["input"]), options, targets, progress)
             checkpoint.write_bytes(staged, built.data)
-            done = _described(flavour, staged, source, built, options, targets)
-            write_sidecar(done)
+            done = _recorded(flavour, staged, source, built, options, targets)
             if cannot_run(flavour) is None and capability() in targets:
                 done = _inspected(done, source, options)
             return _moved(done, path, source if options.keep_onnx else None)
@@ -188,22 +184,19 @@ def _image(source: Exported, input: InputConfig) -> tuple[int, ...]:
     return tuple(dim.dim_value for dim in graph.input[0].type.tensor_type.shape.dim[1:]) or input.size
 
 
-def _described(
+def _recorded(
     flavour: Flavour, staged: Path, source: Exported, built: Built, options: ExportOptions, targets: Sequence[int]
 ) -> Exported:
     """Everything that is known of an engine."""
-    sha256 = checkpoint.file_sha256(staged)
     version = str(flavour.load().__version__)
-    return Exported(
+    return recorded(
         staged,
-        flavour.name,
-        options.precision,
-        sha256,
-        len(built.data),
-        {staged.name: sha256},
-        source.opset,
-        source.opset_reason,
-        source.metadata,
+        [staged.name],
+        format=flavour.name,
+        precision=options.precision,
+        opset=source.opset,
+        opset_reason=source.opset_reason,
+        metadata=source.metadata,
         source={"name": source.path.name, "sha256": source.sha256},
         build={
             "runtime": flavour.title,

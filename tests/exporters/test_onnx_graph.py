@@ -11,7 +11,7 @@ from contracts import build, every_variant, having, images, kept_channels, space
 from torch import nn
 
 from vitcompress import surgery
-from vitcompress.errors import CheckFailedError, InputError, OutputError
+from vitcompress.errors import InputError, OutputError, PrecisionError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS, onnx_graph
 from vitcompress.exporters.onnx_graph import export
@@ -170,7 +170,7 @@ def test_weights_beyond_half_precision_are_refused(tmp_path: Path) -> None:
     model = build("plain", dtype=torch.float32)
     with torch.no_grad():
         model.get_submodule("head").weight[0, 0] = 1e6
-    with pytest.raises(CheckFailedError, match=r"head\.weight"):
+    with pytest.raises(PrecisionError, match=r"head\.weight"):
         exported(model, tmp_path, precision="fp16")
     assert list(tmp_path.iterdir()) == []
 
