@@ -63,10 +63,11 @@ def export_folder(
 
 
 def _check_out(exporter: Exporter, out: Path | None) -> None:
-    """By its suffix a file is told what runs it."""
-    if out is not None and out.suffix != exporter.suffix:
+    """By its last suffix a file is told what runs it: both flavours of engines end alike."""
+    last = f".{exporter.suffix.rpartition('.')[2]}"
+    if out is not None and out.suffix != last:
         raise InputError(
-            f"{out} cannot be a file of the format {exporter.name}, whose names end in {exporter.suffix}",
+            f"{out} cannot be a file of the format {exporter.name}, whose names end in {last}",
             hint=f"--out {out.with_suffix(exporter.suffix)}, or another --format",
         )
 
