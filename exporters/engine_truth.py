@@ -33,6 +33,7 @@ COPIES = re.compile(r"reformat|^cast$", re.I)
 CAST_KERNEL = re.compile(r"^_{2}myl_(?:bb\d+_\d+_)?(?:(?:Repl?)?Cast?|Move?)+(?:_|$)")
 IDLE = re.compile(r"^(noop|constant|wait|signal|shape_call)$", re.I)  # takes no time on the GPU
 OPAQUE = re.compile(r"^myelin$|^\{ForeignNode", re.I)  # many layers as one, which nothing is told of
+PRECISION, ATTENTION, COPIES_SHARE = "engine.precision", "engine.attention", "engine.copies"  # names of the checks
 HALF = ("fp16", "bf16")  # fused attention kernels exist for these
 
 
@@ -162,6 +163,11 @@ def truth(layers: Sequence[Layer], precision: str, attentions: int, limits: Limi
     return tuple(_checks(layers, precision, attentions, limits))
 
 
+def untold(reason: str) -> tuple[Check, ...]:
+    """The same checks for an engine that says nothing of its layers: not run."""
+    return tuple(Check(name, "not_run", detail=reason) for name in (PRECISION, ATTENTION, COPIES_SHARE))
+
+
 def _checks(layers: Sequence[Layer], precision: str, attentions: int, limits: Limits) -> Iterator[Check]:
     yield _precision(layers, precision, limits)
     yield _attention(layers, precision, attentions)
@@ -169,12 +175,12 @@ def _checks(layers: Sequence[Layer], precision: str, attentions: int, limits: Li
     copies = sum(layer.copies for layer in working)
     share = copies / len(working) if working else 1.0
     detail = f"{copies} of {len(working)} layers only cast or reformat"
-    yield Check("engine.copies", "passed" if share <= limits.copies else "failed", share, limits.copies, detail)
+    yield Check(COPIES_SHARE, "passed" if share <= limits.copies else "failed", share, limits.copies, detail)
 
 
 def _precision(layers: Sequence[Layer], wanted: str, limits: Limits) -> Check:
     """Share of the heavy layers in the requested precision. TF32 may do less than it may: plain fp32 is no failure."""
-    name, heavy = "engine.precision", [layer for layer in layers if layer.heavy]
+    name, heavy = PRECISION, [layer for layer in layers if layer.heavy]
     known = [layer for layer in heavy if layer.precision is not None]
     if hidden := sum(layer.opaque for layer in layers):
         return Check(name, "not_run", detail=f"{hidden} layers stand for many whose precision is not told")
@@ -192,7 +198,7 @@ def _precision(layers: Sequence[Layer], wanted: str, limits: Limits) -> Check:
 
 def _attention(layers: Sequence[Layer], precision: str, attentions: int) -> Check:
     """Fused attention kernels against the attentions that the model has left."""
-    name = "engine.attention"
+    name = ATTENTION
     fused, apart = (sum(test) for test in zip(*((a.fused_attention, a.softmax) for a in layers), strict=True))
     detail = f"{fused} fused attention kernels and {apart} softmaxes apart from them, for {attentions} attentions"
     if precision not in HALF:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vitcompress.errors import ArtifactError
-from vitcompress.exporters.engine_truth import Limits, read, truth
+from vitcompress.exporters.engine_truth import Limits, read, truth, untold
 
 DATA = Path(__file__).parent / "data"
 
@@ -35,6 +35,11 @@ def retyped(found: dict[str, Any], text: str, layers: str = "") -> dict[str, Any
                 tensor["Datatype" if "Datatype" in tensor else "Format/Datatype"] = text
             layer.pop("Weights", None)
     return found
+
+
+def test_an_engine_that_tells_nothing_passes_none_of_the_checks() -> None:
+    told = truth(read(json.dumps(account(11))), "fp16", 1)
+    assert [(check.name, "not_run") for check in told] == [(c.name, c.verdict) for c in untold("no inspector")]
 
 
 def test_both_forms_tell_the_same() -> None:

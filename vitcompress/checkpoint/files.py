@@ -63,7 +63,7 @@ def _output_error(path: Path, error: Exception) -> OutputError:
     if full:
         return OutputError(
             f"the disk is full: {shown} could not be written",
-            hint="free some space and run the same command again; it continues where it stopped",
+            hint="free some space and run the same command again; a recipe continues where it stopped",
         )
     from_system = re.search(r"([^:]+) \(os error \d+\)", str(error))  # safetensors tells where in its code, too
     reason = getattr(error, "strerror", None) or (from_system[1].strip() if from_system else str(error))
