@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -87,6 +88,11 @@ def test_every_command_explains_itself_and_takes_json_and_debug(path: tuple[str,
     result = invoke(*path, "--help")
     assert result.exit_code == 0 and "--json" in result.output and "--debug" in result.output
     assert len(result.output.split("\n")[2].strip()) > 10, "no sentence on what it does"
+
+
+def test_help_lists_the_commands_in_the_order_in_which_they_are_needed() -> None:
+    shown = re.findall(r"^  (\w+) ", invoke("--help").stdout.partition("Commands:")[2], re.MULTILINE)
+    assert shown == list(cli.main.commands) and shown[0] == "recipe" and shown[-1] == "doctor"
 
 
 def test_without_a_command_there_is_help() -> None:

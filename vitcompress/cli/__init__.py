@@ -9,6 +9,7 @@ from vitcompress import __version__
 from vitcompress.cli import artifacts, reports, run, study
 from vitcompress.cli.frame import Commands
 
+# In the order in which they are needed, which `--help` keeps.
 COMMANDS = (
     run.recipe,
     run.recipes,

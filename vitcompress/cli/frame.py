@@ -45,6 +45,9 @@ class Commands(click.Group):
         )
         sys.exit(_exit_code(call, arguments))
 
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
