@@ -120,18 +120,18 @@ def edited(path: Path, **changes: object) -> str:
 @pytest.mark.parametrize("name", [ENGINE, "model.onnx"])
 def test_a_sidecar_that_was_edited(name: str, command: tuple[str, ...]) -> None:
     said = refused(command[0], edited(Path("run", name), build=["none"]), *command[1:])
-    assert f"{name}.json cannot be used: build   got ['none'], expected a table" in said and "export" in said
+    assert f"{name}.json cannot be used: build got ['none'], expected a table" in said and "export" in said
 
 
 def test_a_sidecar_that_was_edited_where_a_folder_is_exported_again_or_verified() -> None:
     edited(Path("run/model.onnx"), metadata=None)
-    assert "model.onnx.json cannot be used: metadata   is missing" in refused(*EXPORT)
+    assert "model.onnx.json cannot be used: metadata is missing" in refused(*EXPORT)
     edited(Path("run", ENGINE), build={"sm": "89"}, opset=None)
     done = CliRunner().invoke(cli.main, ["verify", "run", "--json"])
     assert done.exit_code == 1 and "Traceback" not in done.stderr, done.output
     failed = {check["name"]: check["detail"] for check in json.loads(done.stdout)["checks"] if not check["passed"]}
-    assert "metadata   is missing" in failed["onnx.file"] and "metadata   is missing" in failed["agreement.model.onnx"]
-    assert "build.sm   got '89', expected a list" in failed[f"{ENGINE}.file"] and "opset" in failed[f"{ENGINE}.file"]
+    assert "metadata is missing" in failed["onnx.file"] and "metadata is missing" in failed["agreement.model.onnx"]
+    assert "build.sm got '89', expected a list" in failed[f"{ENGINE}.file"] and "opset" in failed[f"{ENGINE}.file"]
 
 
 @without_gpu

@@ -116,6 +116,12 @@ def test_what_is_no_sidecar_at_all_is_told(text: str, path: Path) -> None:
                 reader(path)
 
 
+def test_only_the_first_few_things_are_told(path: Path) -> None:
+    sidecar_path(path).write_text('{"sidecar_format": 1}')
+    with pytest.raises(ArtifactError, match="path is missing; format is missing; precision is missing; and 10 more"):
+        read_sidecar(path)
+
+
 def test_a_sidecar_reaches_no_files_but_those_beside_it(path: Path) -> None:
     outside = path.parent.parent / "precious.txt"
     outside.write_text("mine")

@@ -16,6 +16,7 @@ from vitcompress.models import InputConfig
 from vitcompress.problems import problems_of
 
 FORMAT = 1
+TOLD = 3  # things that are wrong
 AGAIN = "export the file again, or copy its sidecar again"
 INPUT = frozenset({"size", "mean", "std", "interpolation", "crop_pct", "crop_mode"})  # metadata of pre-processing
 
@@ -110,7 +111,9 @@ def read_sidecar(path: Path) -> dict[str, Any] | None:
     try:
         Sidecar.model_validate(data)
     except ValidationError as error:
-        raise ArtifactError(f"{sidecar} cannot be used: {'; '.join(problems_of(error, Sidecar))}", hint=AGAIN) from None
+        wrong = [" ".join(line.split()) for line in problems_of(error, Sidecar)]
+        told = "; ".join([*wrong[:TOLD], *([f"and {len(wrong) - TOLD} more"] if len(wrong) > TOLD else [])])
+        raise ArtifactError(f"{sidecar} cannot be used: {told}", hint=AGAIN) from None
     if path.name not in data["files"]:
         raise ArtifactError(f"{sidecar} cannot be used: {path.name} is missing from its files", hint=AGAIN)
     return dict(data)
