@@ -42,6 +42,8 @@ def report(folders: tuple[str, ...], plot: Path | None, pictures: Path | None, a
 
             found["pictures"] = list(map(str, draw(folders, pictures)))
             progress.note(f"pictures: {', '.join(found['pictures'])}")
+        if found["plot"] and len(folders) == 1:
+            progress.note(f"plot: {found['plot']}")
         page = reports.markdown(found["runs"][folders[0]])
     show = console.print_comparison if len(folders) > 1 else lambda _: console.print_markdown(page)
     return answer(found, as_json, show)
