@@ -1,20 +1,25 @@
-"""Speed-up of the HetDPT models on ONNX Runtime (CPU) over the ratio of their MACs, attention products counted."""
+"""Speed-up of HetDPT and NOSE models on ONNX Runtime (CPU) over the ratio of their MACs, attention products counted."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from vitcompress import cost
+from vitcompress import cost, models, surgery
 from vitcompress.bench import suite
 from vitcompress.bench.speed.parts import Options, structured
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.exporters.runtimes import RunnerOptions
+from vitcompress.methods.depth import delta
 from vitcompress.models import input_config
+from vitcompress.plan import Plan
+from vitcompress.recipe import load_recipe
 
 AIM = 0.97
 RECIPES = ("deit_s_hetdpt", "deit_b_hetdpt")
+# NOSE's recipes choose their layers themselves; these are the attentions that its authors' search took from DeiT-S.
+NOSE, GREEDY = "nose_deit_s_4", (0, 2, 4, 6)
 
 
 def run(options: Options) -> Iterator[dict[str, Any]]:
@@ -22,6 +27,16 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
     for name in RECIPES:
         dense, model = structured(name)
         yield from realised(dense, {name: model}, options, AIM)
+    dense, model = without_attentions(NOSE, GREEDY)
+    yield from realised(dense, {NOSE: model}, options, AIM)
+
+
+def without_attentions(name: str, blocks: Sequence[int]) -> tuple[nn.Module, nn.Module]:
+    """Dense model of a recipe, and a copy without the attentions of these blocks, bypassed as its first step does."""
+    recipe = load_recipe(name)
+    dense = models.create(recipe.model.name, recipe.model.args)
+    base = Plan(recipe.model.name, recipe.model.args)
+    return dense, surgery.applied(dense, delta(dense, base, {"attention": blocks}, recipe.steps[0].options))
 
 
 def realised(

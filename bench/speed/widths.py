@@ -19,6 +19,7 @@ SERO = {
     "tied": (32, 32, 576),
     "padded": (8, 48, 720),
 }
+UP_VIT = "up_deit_s"  # a standard DeiT-S: no width of it can be unaligned
 ISOMORPHIC = {
     "deit_iso_2_6g": {"as released": ["step.0.target=ratios", "step.0.round_to=2"], "aligned": []},
     "hetdpt_plus_2_4g": {"as released": ["step.3.target=ratios", "step.3.round_to=2"], "aligned": []},
@@ -30,6 +31,8 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
     arch = "deit_base_patch16_224"
     made = {f"deit_b_sero {name}": _sero(arch, *of, padded=name == "padded") for name, of in SERO.items()}
     yield from realised(models.create(arch), made, options, AIM)
+    dense, smaller = structured(UP_VIT)
+    yield from realised(dense, {UP_VIT: smaller}, options, AIM)
     for name, layouts in ISOMORPHIC.items():
         pairs = {layout: structured(name, changes) for layout, changes in layouts.items()}
         made = {f"{name} {layout}": model for layout, (_, model) in pairs.items()}

@@ -114,6 +114,15 @@ def test_slicing_halves_every_space() -> None:
     assert found["peak_gib"] >= found["loaded_gib"] > 0
 
 
+def test_nose_is_timed_without_the_attentions_that_its_authors_took() -> None:
+    dense, model = realised.without_attentions(realised.NOSE, realised.GREEDY)
+    left = [site.index for site in family_of(model).sites(model) if site.kind == "attention"]
+    assert left == [1, 3, 5, 7, 8, 9, 10, 11] and len(family_of(dense).blocks(dense)) == 12
+    x = synthetic_images(input_config(dense).size, 1, 0)
+    with torch.inference_mode():
+        assert not torch.equal(model.eval()(x), dense.eval()(x))
+
+
 def test_speed_is_set_against_macs(tmp_path: Path) -> None:
     args = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
     dense, half = (models.create("vit_tiny_patch16_224", {**args, "mlp_ratio": ratio}) for ratio in (4.0, 1.0))
