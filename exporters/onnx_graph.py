@@ -34,7 +34,8 @@ from vitcompress.sidecar import sidecar_path
 INPUT, OUTPUT = "images", "logits"
 DEFAULT_OPSET = 20
 OPSETS = {
-    20: "decomposed attention: runs everywhere, allows q/k and v of different widths, and is what runtimes fuse",
+    20: "decomposed attention: runs everywhere at any widths of q/k and v, and ONNX Runtime folds its scale into a "
+    "product on the CPU; on CUDA its flash attention is documented for the Attention node of opset 23 alone",
     21: "asked for",
     22: "asked for",
     23: "asked for: attention stays one Attention node, which fewer runtimes know",
@@ -118,7 +119,7 @@ def check(options: ExportOptions) -> None:
 def _opset(options: ExportOptions, reason: str | None) -> tuple[int, str]:
     """The operator set, and why; `reason` is that of whoever asks for the default one."""
     if options.opset is None and options.precision == "bf16":
-        return BF16_FROM, "the first with a convolution in bf16; attention decomposed, which runtimes fuse"
+        return BF16_FROM, f"the first with a convolution in bf16; {reason or OPSETS[DEFAULT_OPSET]}"
     if options.opset is None:
         return DEFAULT_OPSET, reason or OPSETS[DEFAULT_OPSET]
     return options.opset, OPSETS[options.opset]
@@ -192,15 +193,16 @@ def _attention(
 ) -> Any:
     """Attention without a mask as MatMul, Softmax, MatMul; q, k and v are (batch, heads, tokens, channels).
 
-    torch's own decomposition computes k's transposed shape at run time, seven more nodes per attention. q and k are
-    each scaled by the root, the pattern that TensorRT documents as fusable and ONNX Runtime folds into the product.
+    torch's own decomposition computes k's transposed shape at run time, seven more nodes per attention, and scales q
+    and k each by the root. Here q alone is scaled, in front of the product as TensorRT documents for its fusion (that,
+    or both by the root): ONNX Runtime folds one scale into the product as well as two, and OpenVINO leaves none over.
     """
     if attn_mask is not None or is_causal or enable_gqa or dropout_p:
         raise NotImplementedError("attention with a mask, dropout or grouped queries has no translation")
-    root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
-    factor = opset20.CastLike(opset20.Constant(value_float=float(root)), query)
-    transposed = opset20.Transpose(key, perm=[0, 1, 3, 2])
-    scores = opset20.MatMul(opset20.Mul(query, factor), opset20.Mul(transposed, factor))
+    factor = opset20.CastLike(
+        opset20.Constant(value_float=float(query.shape[-1] ** -0.5 if scale is None else scale)), query
+    )
+    scores = opset20.MatMul(opset20.Mul(query, factor), opset20.Transpose(key, perm=[0, 1, 3, 2]))
     return opset20.MatMul(opset20.Softmax(scores, axis=-1), value)
 
 

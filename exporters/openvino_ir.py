@@ -25,7 +25,7 @@ from vitcompress.sidecar import sidecar_path
 
 INFO = "vitcompress"  # where the IR keeps what its user must know
 HINTS = ("fp32", "fp16", "bf16")
-REASON = "decomposed attention, which OpenVINO fuses by itself"
+REASON = "decomposed attention, of which OpenVINO makes its scaled dot product attention, at any widths of q/k and v"
 SMALL = 2**16  # bytes left on a disk from which it is called full
 REMEDY = "pip install 'vitcompress[openvino]'"
 

@@ -44,8 +44,8 @@ from vitcompress.sidecar import sidecar_path
 
 COMMON = ONNX.uses | {"batch", "sm", "optimization_level", "workspace", "keep_onnx"}
 DECOMPOSED = (
-    "decomposed attention, in the pattern that TensorRT documents as fused and at any widths of q/k and v; its "
-    "Attention operator wants them equal"
+    "decomposed attention, which TensorRT fuses in half precision where q/k and v are equally wide, and builds at any "
+    "widths and in fp32; its Attention operator (TensorRT 10.14 on) wants equal widths and a fused kernel"
 )
 NO_GPU = "TensorRT builds on a GPU, and there is none here"
 TURING = 75
