@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,22 +95,19 @@ def _counter(
 
 
 def memory(known: Mapping[str, Any], target: timing.Target) -> dict[str, int | None]:
-    """Peak of torch's allocator during one more run on CUDA; peak of the process of its own that an engine runs in."""
-    found: dict[str, int | None] = {"cuda_peak_bytes": None, "process_peak_bytes": None}
+    """Peak of torch's allocator during one more run on CUDA; peak of the process of its own that an engine runs in.
+
+    What an artifact takes on the CPU, where it shares this process with the others, is told by `peak.memory_of`.
+    """
+    found: dict[str, int | None] = {"cuda_peak_bytes": None, "process_start_bytes": None, "process_peak_bytes": None}
     if known["runtime"] == "torch" and str(known["device"]).startswith("cuda"):
         torch.cuda.reset_peak_memory_stats(known["device"])
         target.step()
         target.synchronize()
         found["cuda_peak_bytes"] = torch.cuda.max_memory_allocated(known["device"])
     if pid := known.get("process"):
-        found["process_peak_bytes"] = _peak_of(int(pid))
+        found["process_peak_bytes"] = machine.peak_bytes(int(pid))
     return found
-
-
-def _peak_of(pid: int) -> int | None:
-    status = Path(f"/proc/{pid}/status")
-    lines = status.read_text().splitlines() if status.is_file() else []
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), None)
 
 
 def input_in_words(known: Mapping[str, Any]) -> str:

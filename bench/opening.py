@@ -1,17 +1,19 @@
-"""What may be measured: artifacts by name, timm's own ONNX export, and torch models in several settings."""
+"""What may be measured, and on what: artifacts by name, timm's own ONNX export, torch models in several settings."""
 
 import contextlib
 import io
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from timm.utils.onnx import onnx_export
+from torch import Tensor
 
 from vitcompress import models
 from vitcompress.errors import InputError, VitcompressError, did_you_mean, first_line
@@ -40,36 +42,51 @@ def open_all(
         ArtifactError, DeviceError: one of them cannot be run as asked.
         InputError: unknown variants, or a setting that a runtime does not have.
     """
-    wanted = {} if variants is None else settings(variants, options.device)
-    if wanted and not any(map(_in_torch, artifacts)):
+    runners = []
+    for artifact, changes, variant in _wanted(artifacts, variants, options.device):
+        runner = _opened(artifact, replace(options, **changes))
+        runner.name = f"{artifact} {variant}" if variant else runner.name
+        stack.callback(runner.close)
+        _check_done(runner, options)
+        runners.append(runner)
+    return runners
+
+
+def _wanted(
+    artifacts: Sequence[str | Path], variants: str | None, device: str | None
+) -> list[tuple[str | Path, dict[str, Any], str | None]]:
+    """What is opened, in order: an artifact, how its options change, and the variant that this is."""
+    changes = {} if variants is None else settings(variants, device)
+    if changes and not any(map(_in_torch, artifacts)):
         raise InputError(
             "--variants are settings of torch, and nothing that was given runs in torch",
             hint="leave --variants out, or add a run folder or timm:NAME",
         )
-    runners = []
-    for artifact in artifacts:
-        for runner in _opened(artifact, options, wanted):
-            stack.callback(runner.close)
-            _check_done(runner, options)
-            runners.append(runner)
-    return runners
+    plain: dict[str | None, dict[str, Any]] = {None: {}}
+    return [
+        (artifact, change, variant)
+        for artifact in artifacts
+        for variant, change in (changes if changes and _in_torch(artifact) else plain).items()
+    ]
+
+
+def named(artifacts: Sequence[str | Path], variants: str | None, device: str | None) -> list[tuple[str, str | None]]:
+    """Artifact and variant of each runner that `open_all` gives."""
+    return [(str(artifact), variant) for artifact, _, variant in _wanted(artifacts, variants, device)]
+
+
+def synthetic_images(size: tuple[int, int, int], batch: int, seed: int) -> Tensor:
+    """(batch, channels, height, width), standard normal: what normalised images look like to the arithmetic."""
+    return torch.randn(batch, *size, generator=torch.Generator().manual_seed(seed))
 
 
 def _in_torch(artifact: str | Path) -> bool:
     return str(artifact).startswith(TIMM) or Path(artifact).is_dir()
 
 
-def _opened(artifact: str | Path, options: RunnerOptions, wanted: dict[str, dict[str, Any]]) -> Iterator[Runner]:
-    name = str(artifact)
-    if name.startswith(TIMM_ONNX):
-        yield _timm_onnx(name, options)
-    elif wanted and _in_torch(artifact):
-        for variant, changes in wanted.items():
-            runner = open_runner(artifact, replace(options, **changes))
-            runner.name = f"{name} {variant}"
-            yield runner
-    else:
-        yield open_runner(artifact, options)
+def _opened(artifact: str | Path, options: RunnerOptions) -> Runner:
+    timms = str(artifact).startswith(TIMM_ONNX)
+    return _timm_onnx(str(artifact), options) if timms else open_runner(artifact, options)
 
 
 def settings(variants: str, device: str | None) -> dict[str, dict[str, Any]]:

@@ -169,16 +169,21 @@ def cost_table(report: Mapping[str, Any]) -> Table:
 
 def bench_table(entries: Sequence[Mapping[str, Any]]) -> Table:
     """One row per artifact and runtime."""
-    columns = ("artifact", "runtime", "precision", "threads", "protocol", "images/s", "p50 ms", "p90 ms", "max ms")
+    columns: tuple[str, ...] = ("artifact", "runtime", "precision", "threads", "protocol", "images/s")
+    columns += ("p50 ms", "p90 ms", "max ms")
     rows, measured = [], [row for entry in entries for row in entry["rows"]]
-    for row, name in zip(measured, deployed.short([row["artifact"] for row in measured]), strict=True):
+    peaks = [(row.get("memory") or {}).get("process_peak_bytes") for row in measured]
+    columns += ("peak MiB",) if any(peaks) else ()
+    names = deployed.short([row["artifact"] for row in measured])
+    for row, name, peak in zip(measured, names, peaks, strict=True):
         latency = [row["latency_ms"].get(key) for key in ("p50", "p90", "max")]
         times = ["" if value is None else deployed.milliseconds(value) for value in latency]
         how = "".join(f" +{name.replace('_', ' ')}" for name in ("compile", "cuda_graph", "transfers") if row.get(name))
         how += " +uint8" if row.get("input_type") == "uint8" else ""  # its normalisation is timed, too
         where = f"{row['runtime']} {row['device']}"
         about = (name, where, f"{row['precision']}{how}", str(row["threads"]))
-        rows.append((*about, row["protocol"], deployed.rate(row["images_per_second"]), *times))
+        held = ("" if peak is None else f"{peak / 2**20:.0f}",) if any(peaks) else ()
+        rows.append((*about, row["protocol"], deployed.rate(row["images_per_second"]), *times, *held))
     return Table("Speed", columns, tuple(rows))
 
 

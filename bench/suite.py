@@ -6,11 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from vitcompress.bench import conditions, deployed, timing
-from vitcompress.bench.opening import open_all
+from vitcompress.bench import conditions, deployed, peak, timing
+from vitcompress.bench.opening import named, open_all, synthetic_images
 from vitcompress.errors import InputError
 from vitcompress.exporters.runner import TimedCall
 from vitcompress.exporters.runtimes import Runner, RunnerOptions
@@ -23,6 +20,7 @@ FORMAT = 1
 class BenchOptions:
     """What to measure. `batch`, `warmup`, `runs`: None leaves what the protocol says; several batches are a sweep.
 
+    memory: tell the peak memory of each artifact on the CPU, too, in a process of its own.
     variants: settings in which torch models are measured side by side, as in `fp32,fp16+compile` or `all`. fail_under:
     every other artifact must be at least this many times as fast as the first one; what counts is the lower end of the
     95 % interval.
@@ -36,6 +34,7 @@ class BenchOptions:
     fail_under: float | None = None
     seed: int = 0
     variants: str | None = None
+    memory: bool = False
 
     def resolved(self) -> list[timing.Protocol]:
         """One protocol per batch. Raises InputError for what cannot be measured."""
@@ -102,7 +101,20 @@ def run(
             raise InputError(
                 "--fail-under compares with the first artifact, only one was given", hint="give two or more"
             )
-        return compare(runners, options, progress)
+        found = compare(runners, options, progress)
+    if not options.memory:
+        return found
+    (progress or Progress()).stage("Tell the memory of each artifact")
+    of = named(artifacts, options.variants, options.runner.device)
+    rows = zip(found.rows, of * len(protocols), strict=True)
+    return replace(found, rows=tuple(_with_memory(row, *name, options.runner) for row, name in rows))
+
+
+def _with_memory(row: dict[str, Any], artifact: str, variant: str | None, options: RunnerOptions) -> dict[str, Any]:
+    """The row of an artifact on the CPU, with what it takes there; any other row as it is."""
+    if not str(row["device"]).startswith("cpu"):
+        return row
+    return {**row, "memory": {**row["memory"], **peak.memory_of(artifact, variant, options, row["batch"])}}
 
 
 def _ranged(options: BenchOptions, protocols: Sequence[timing.Protocol]) -> RunnerOptions:
@@ -151,11 +163,6 @@ def gated(found: Bench) -> str | None:
         return None
     worst = min(short, key=lambda r: float(r["ci95"][0]))
     return f"{deployed.compared(worst)}; at least {found.fail_under:g} was asked for"
-
-
-def synthetic_images(size: tuple[int, int, int], batch: int, seed: int) -> Tensor:
-    """(batch, channels, height, width), standard normal: what normalised images look like to the arithmetic."""
-    return torch.randn(batch, *size, generator=torch.Generator().manual_seed(seed))
 
 
 def _target(runner: Runner, batch: int, seed: int) -> timing.Target:

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from vitcompress import models
-from vitcompress.bench import suite, timing
+from vitcompress.bench import timing
+from vitcompress.bench.opening import synthetic_images
 from vitcompress.bench.speed.parts import Options, line
 from vitcompress.families import family_of
 from vitcompress.methods.sero.exploration import Exploration
@@ -41,7 +42,7 @@ class _Step:
     def __init__(self, options: Options, criterion_pass: str | None) -> None:
         self.model, self.number = models.create(options.arch).train(), 0
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
-        self.images = suite.synthetic_images(input_config(self.model).size, options.batch, 0)
+        self.images = synthetic_images(input_config(self.model).size, options.batch, 0)
         self.targets = torch.zeros(options.batch, dtype=torch.long)
         self.hooks = None if criterion_pass is None else _hooks(self.model, criterion_pass)
 

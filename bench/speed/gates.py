@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress import models
-from vitcompress.bench import suite, timing
+from vitcompress.bench import timing
+from vitcompress.bench.opening import synthetic_images
 from vitcompress.bench.speed.parts import Options, line
 from vitcompress.channel_gates import channel_gates
 from vitcompress.families import family_of
@@ -25,7 +26,7 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
     values = {space.name: torch.ones(space.size) for space in family.spaces(widths) if space.kind != "residual"}
     sites = [site for site in family.sites(searched) if site.kind in ("attention", "activation")]
     search = GatedModel(searched, family, sites, **BYPASS)
-    images = suite.synthetic_images(input_config(plain).size, options.batch, 0)
+    images = synthetic_images(input_config(plain).size, options.batch, 0)
     with channel_gates(widths, family, values):
         named = {"plain": plain, "channel gates": widths, "score search": search}
         targets = [timing.Target(name, _training_step(model, images)) for name, model in named.items()]

@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from vitcompress import models
-from vitcompress.bench import suite, timing
+from vitcompress.bench import timing
+from vitcompress.bench.opening import synthetic_images
 from vitcompress.bench.speed.parts import Options, line
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.exporters.onnx_session import Session
@@ -24,7 +25,7 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
     model = models.create(ARCH)
     export(model, path, input=input_config(model))
     session = Session(path, RunnerOptions(threads=options.threads))
-    images = suite.synthetic_images(session.input_size, BATCH, 0).numpy()
+    images = synthetic_images(session.input_size, BATCH, 0).numpy()
     bare = partial(session.session.run, None, {"images": images})
     protocol = timing.Protocol("block", BATCH, warmup=1, runs=5)
     ours, plain = timing.Samples("harness", BATCH, "wall"), timing.Samples("bare loop", BATCH, "wall")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitcompress import models
-from vitcompress.bench import suite
+from vitcompress.bench.opening import synthetic_images
 from vitcompress.bench.speed.parts import Options
 from vitcompress.families import family_of
 from vitcompress.methods.upvit.deletion import deletion
@@ -32,7 +32,7 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
     """Component by component in turns, one image. `--arch` says of which model."""
     model = models.create(options.arch).eval()
     own = components(family_of(model).spaces(model))
-    loader: Any = [(suite.synthetic_images(input_config(model).size, 1, 0), None)]
+    loader: Any = [(synthetic_images(input_config(model).size, 1, 0), None)]
     exact = Importance(model, family_of(model), images_at_once=AT_ONCE)
     count = _counter(exact, input_config(model).size)
     ways: tuple[Scores, Scores] = (exact.scores, _each_alone(model, loader))

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from vitcompress import models
+from vitcompress.bench.opening import synthetic_images
 from vitcompress.bench.speed import __main__ as speed
 from vitcompress.bench.speed import exploration, exporters, gates, importance, parts, realised, screens, slicing, widths
-from vitcompress.bench.suite import synthetic_images
 from vitcompress.errors import OutputError
 from vitcompress.families import family_of
 from vitcompress.methods.upvit.importance import Importance, components

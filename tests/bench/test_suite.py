@@ -13,6 +13,7 @@ from onnx import TensorProto, helper
 
 from vitcompress import checkpoint
 from vitcompress.bench import conditions, machine, opening, suite
+from vitcompress.bench import report as reports
 from vitcompress.bench.suite import BenchOptions
 from vitcompress.bench.timing import protocol
 from vitcompress.errors import ArtifactError, DeviceError, InputError
@@ -192,7 +193,7 @@ def test_timms_own_export_is_an_artifact() -> None:
     (row,) = found.rows
     assert (row["artifact"], row["runtime"], row["batch"]) == ("timm-onnx:test_vit", "onnxruntime", 3)
     own, ours = opening.open_all(["timm-onnx:test_vit", "timm:test_vit"], RunnerOptions(), None, ExitStack())
-    x = suite.synthetic_images(own.input_size, 2, 1)
+    x = opening.synthetic_images(own.input_size, 2, 1)
     torch.testing.assert_close(own(x), ours(x))
 
 
@@ -244,3 +245,17 @@ def test_conditions_of_a_cpu_run_are_recorded(folder: Path) -> None:
     (row,) = data["rows"]
     assert row["energy_of"]
     assert row["variation"] >= 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the kernel does not tell here")
+def test_memory_is_that_of_one_artifact(folder: Path) -> None:
+    """More images on their way take more, by their own bytes at least; what this process holds does not count."""
+    ballast = torch.ones(2**29, dtype=torch.uint8)
+    few, many = suite.run([folder / "model.onnx"], SMALL, batch=(1, 16384), runs=1, memory=True).rows
+    for row in (few, many):
+        assert 0 < row["memory"]["process_start_bytes"] < row["memory"]["process_peak_bytes"]
+    images = 16384 * 3 * 8 * 8 * 4
+    assert many["memory"]["process_peak_bytes"] > few["memory"]["process_peak_bytes"] + images
+    assert few["memory"]["process_peak_bytes"] < machine.peak_bytes() - ballast.numel() // 2
+    assert "peak MiB" in reports.bench_table([{"rows": [few, many]}]).columns
+    assert "peak MiB" not in reports.bench_table([{"rows": suite.run([folder], SMALL, runs=1).rows}]).columns

@@ -9,7 +9,8 @@ import torch
 from contracts import build, contract, images
 
 from vitcompress import checkpoint
-from vitcompress.bench import suite, timing
+from vitcompress.bench import timing
+from vitcompress.bench.opening import synthetic_images
 from vitcompress.errors import VitcompressError
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.cuda_queue import Queued
@@ -81,7 +82,7 @@ def test_the_images_and_the_stream_of_a_call_on_a_gpu_are_given_back() -> None:
 def test_a_call_that_nobody_has_any_more_is_not_kept(folder: Path) -> None:
     """A sweep over batches binds many."""
     runner = open_runner(folder)
-    call = runner.bind(suite.synthetic_images((3, 8, 8), 2, 0))
+    call = runner.bind(synthetic_images((3, 8, 8), 2, 0))
     seen = weakref.ref(call)
     del call
     assert seen() is None
