@@ -172,7 +172,7 @@ def bench_table(entries: Sequence[Mapping[str, Any]]) -> Table:
     columns: tuple[str, ...] = ("artifact", "runtime", "precision", "threads", "protocol", "images/s")
     columns += ("p50 ms", "p90 ms", "max ms")
     rows, measured = [], [row for entry in entries for row in entry["rows"]]
-    peaks = [(row.get("memory") or {}).get("process_peak_bytes") for row in measured]
+    peaks = [_peak(row.get("memory") or {}) for row in measured]
     columns += ("peak MiB",) if any(peaks) else ()
     names = deployed.short([row["artifact"] for row in measured])
     for row, name, peak in zip(measured, names, peaks, strict=True):
@@ -182,9 +182,15 @@ def bench_table(entries: Sequence[Mapping[str, Any]]) -> Table:
         how += " +uint8" if row.get("input_type") == "uint8" else ""  # its normalisation is timed, too
         where = f"{row['runtime']} {row['device']}"
         about = (name, where, f"{row['precision']}{how}", str(row["threads"]))
-        held = ("" if peak is None else f"{peak / 2**20:.0f}",) if any(peaks) else ()
+        held = (peak,) if any(peaks) else ()
         rows.append((*about, row["protocol"], deployed.rate(row["images_per_second"]), *times, *held))
     return Table("Speed", columns, tuple(rows))
+
+
+def _peak(memory: Mapping[str, Any]) -> str:
+    """MiB at the peak: `+` is what came on top of Python and its libraries, without it a whole process is meant."""
+    start, peak = memory.get("process_start_bytes"), memory.get("process_peak_bytes")
+    return "" if peak is None else f"{'' if start is None else '+'}{(peak - (start or 0)) / 2**20:.0f}"
 
 
 def verify_table(verify: Mapping[str, Any]) -> Table:

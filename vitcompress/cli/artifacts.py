@@ -97,7 +97,7 @@ _threads = click.option("--threads", type=click.IntRange(1), help="CPU threads o
 @click.option("--compile", is_flag=True, help="torch.compile (run folders and timm models).")
 @click.option("--variants", metavar="LIST|all", help="torch models in several settings: fp32,fp16+compile,fp16+graph.")
 @click.option("--cuda-graph", is_flag=True, help="Replay each run from a recorded CUDA graph (not on the CPU).")
-@click.option("--memory", is_flag=True, help="Tell the peak memory of each artifact on the CPU (some seconds each).")
+@click.option("--memory", is_flag=True, help="Tell what each artifact adds to memory on the CPU (some seconds each).")
 @click.option("--transfers", is_flag=True, help="Time the way of images to the device and of logits back, too.")
 @_device
 @_provider
