@@ -23,9 +23,10 @@ RUNS = 2  # the first one may reserve more than it keeps
 
 
 def memory_of(artifact: str, variant: str | None, options: RunnerOptions, batch: int) -> dict[str, int | None]:
-    """`process_start_bytes`: what the process held before it opened the artifact, with Python and the libraries.
+    """`process_start_bytes`: the most that the process held before it opened the artifact: Python, libraries.
 
-    `process_peak_bytes`: the most that it held, weights and `batch` images on their way included.
+    `process_peak_bytes`: the most that it ever held, weights and `batch` images on their way included, and what is
+    loaded only to open such an artifact, as OpenVINO is.
 
     Raises:
         VitcompressError: the process failed, as where there is not enough memory.

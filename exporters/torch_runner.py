@@ -1,7 +1,7 @@
 """Models in torch as runners: a run folder, a timm name, a module in memory."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -46,7 +46,8 @@ class TorchRunner:
         self._type = TORCH_TYPES[self._precision]
         self._classes = getattr(model, "num_classes", None)
         placed = model.eval().to(self._device, self._type)
-        self._call: Any = _compiled(placed) if self._options.compile else placed
+        self._held = ExitStack()
+        self._call: Any = _compiled(placed, self._held) if self._options.compile else placed
         self._bindings = Bindings()
         self._restore = _process_settings()
         self._threads = self._options.threads or torch.get_num_threads()
@@ -165,21 +166,23 @@ class TorchRunner:
             return  # what others have set since then stays
         self._bindings.release()
         self._call = None
+        self._held.close()
         threads, matmul, cudnn = self._restore
         torch.set_num_threads(threads)
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
 
 
-def _compiled(model: nn.Module) -> Callable[..., Any]:
+def _compiled(model: nn.Module, held: ExitStack) -> Callable[..., Any]:
     """`model` through torch.compile, for exactly the shapes that it is given, whichever came before.
 
-    All models of a class share one cache. What does not fit into it would run uncompiled, without an error.
+    All models of a class share one cache. What does not fit into it would run uncompiled, without an error. held: gives
+    back the settings of torch that this takes.
     """
     from torch._dynamo import config
 
-    settings: Any = config
-    settings.recompile_limit = settings.accumulated_recompile_limit = COMPILED_AT_ONCE
-    settings.fail_on_recompile_limit_hit = True
+    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), COMPILED_AT_ONCE)
+    patch: Any = config.patch
+    held.enter_context(patch(**limits, fail_on_recompile_limit_hit=True))
     compiled: Callable[..., Any] = torch.compile(model, dynamic=False)
     return compiled
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -99,8 +100,9 @@ def test_another_attention_kernel_answers_the_same() -> None:
 
 
 def test_every_model_that_is_to_be_compiled_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch by itself compiles eight of a class, and runs the others as they are."""
-    compiled = []
+    """torch by itself compiles eight of a class, and runs the others as they are. Its limits are given back."""
+    compiled, limits = [], ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
+    before = [getattr(torch._dynamo.config, name) for name in limits]
 
     def count(graph: torch.fx.GraphModule, example: list[torch.Tensor]) -> Callable[..., object]:
         compiled.append(graph)
@@ -108,13 +110,17 @@ def test_every_model_that_is_to_be_compiled_is_compiled(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
     shared, made = {"img_size": 8, "patch_size": 4, "depth": 1, "num_heads": 1, "num_classes": 2}, range(1, 10)
-    for number in made:
-        model = models.create("vit_tiny_patch16_224", {**shared, "embed_dim": 8 * number})
-        runner = TorchRunner(model, RunnerOptions(compile=True), name="model")
-        runner(X[:2])
-        assert len(compiled) == number
-    runner(X[:1])
-    assert len(compiled) == len(made) + 1  # another batch has kernels of its own
+    with ExitStack() as stack:
+        for number in made:
+            model = models.create("vit_tiny_patch16_224", {**shared, "embed_dim": 8 * number})
+            runner = TorchRunner(model, RunnerOptions(compile=True), name="model")
+            stack.callback(runner.close)
+            runner(X[:2])
+            assert len(compiled) == number
+        runner(X[:1])
+        assert len(compiled) == len(made) + 1  # another batch has kernels of its own
+        assert [getattr(torch._dynamo.config, name) for name in limits] != before
+    assert [getattr(torch._dynamo.config, name) for name in limits] == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

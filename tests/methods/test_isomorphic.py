@@ -11,7 +11,6 @@ from contracts import assert_moved, assert_same, build, contract, every_variant,
 from method_world import context, model
 from pydantic import TypeAdapter, ValidationError
 from torch.nn import functional
-from whole_runs import Told
 
 from vitcompress import cost, surgery
 from vitcompress.checkpoint import read_json
@@ -19,7 +18,7 @@ from vitcompress.data import eval_loader, subset
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.evaluate import evaluate
 from vitcompress.families import family_of
-from vitcompress.methods import METHODS, isomorphic, widths
+from vitcompress.methods import METHODS, isomorphic
 from vitcompress.methods.channel_scores import channel_scores, gradients, random_scores
 from vitcompress.methods.isomorphic import Alignment, Options
 from vitcompress.methods.widths import groups_of
@@ -145,74 +144,6 @@ def test_targets_are_met(target: Any, key: str, scale: float, tmp_path: Path) ->
     sliced = cost.measure(surgery.applied(made, found), (1, 8, 8))
     assert abs(getattr(sliced, key) / (0.4 * dense) - 1) < 0.01
     assert read_json(tmp_path / "widths.json")["cost"] == sliced.to_dict()
-
-
-def test_a_latency_is_aimed_at_with_the_clock_of_the_context(tmp_path: Path) -> None:
-    """A clock that counts parameters stands for a machine; the runtime's name reaches it."""
-    made, asked = model(4, 32), set()
-
-    def clock(candidate: Any, runtime: str) -> float:
-        asked.add(runtime)
-        return sum(p.numel() for p in candidate.parameters()) / 1000
-
-    whole = clock(made, "torch")
-    options = Options(**HALF, target="latency", amount=0.5 * whole, latency_on="torch")
-    found = isomorphic.plan(made, context(tmp_path, made, latency=clock), options)
-    assert asked == {"torch"}
-    known = len(list(tmp_path.glob("latency-torch-*.json")))
-    (tmp_path / "widths.json").unlink()  # killed before it was done: what was measured is not measured again
-    never = context(tmp_path, made, latency=lambda *about: pytest.fail("measured again"))
-    assert isomorphic.plan(made, never, options) == found and known >= 5
-    assert abs(clock(surgery.applied(made, found), "torch") / whole - 0.5) < 0.03
-    with pytest.raises(PlanError, match="measure a latency"):
-        isomorphic.plan(made, context(tmp_path / "none", made), options)
-    beyond = Options(**HALF, target="latency", amount=1e-6)
-    with pytest.raises(
-        PlanError, match=r"1e-06 ms on onnxruntime cannot be reached: this structure allows [\d.]+ ms to [\d.]+ ms"
-    ):
-        isomorphic.plan(made, context(tmp_path / "beyond", made, latency=clock), beyond)
-
-
-def test_kept_latencies_belong_to_the_machine_that_they_were_taken_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One of two machines is twice as fast: its times are not mixed with the other's. Where a time is kept, no model is
-    sliced for it.
-    """
-    made, told, sliced = model(4, 32), Told(), list[str]()
-    real = widths._deployed
-    monkeypatch.setattr(
-        widths,
-        "_deployed",
-        lambda model, *about: (sliced.append(next(model.parameters()).device.type), real(model, *about))[1],
-    )
-
-    def kept(cpu: str, factor: float) -> dict[str, Any]:
-        (tmp_path / "widths.json").unlink(missing_ok=True)  # killed while it planned
-        options = Options(**HALF, target="latency", amount=0.5 * factor * whole, latency_on="torch")
-        around = context(
-            tmp_path,
-            made,
-            latency=lambda m, _: factor * sum(p.numel() for p in m.parameters()) / 1000,
-            measured_on=lambda: {"cpu": cpu, "versions": {"torch": "2"}},
-            progress=told,
-        )
-        isomorphic.plan(made, around, options)
-        found: dict[str, Any] = read_json(tmp_path / "widths.json")["target"]
-        return found
-
-    whole = sum(p.numel() for p in made.parameters()) / 1000
-    slow = kept("slow", 1.0)
-    assert slow["most"] == pytest.approx(whole) and not any("anew" in note for note in told.notes)
-    fast = kept("fast", 0.5)
-    assert (fast["most"], fast["reached"]) == (slow["most"] / 2, slow["reached"] / 2)
-    (line,) = (note for note in told.notes if "anew" in note)
-    assert line == (
-        "latencies on torch are measured anew: those kept were taken elsewhere (cpu is 'slow' there, 'fast' here)"
-    )
-    assert sliced.count("cpu") >= 6
-    sliced.clear()
-    assert kept("slow", 1.0) == slow and set(sliced) == {"meta"}  # shapes alone are sliced, to count what they cost
 
 
 def test_widths_are_aligned(tmp_path: Path) -> None:
