@@ -35,7 +35,7 @@ from vitcompress.exporters.runner import Runner
 from vitcompress.exporters.runtimes import RUNNERS, open_runner
 from vitcompress.models import InputConfig
 from vitcompress.precision import HALF
-from vitcompress.sidecar import input_of
+from vitcompress.sidecar import exported_files, input_of
 from vitcompress.verdicts import Check, compared, largest_difference
 
 Answers = Callable[[Tensor], Tensor]  # normalised images -> logits
@@ -202,14 +202,9 @@ def folder_checks(folder: Path, images: Tensor, real: bool, dense: Path) -> Iter
     """
     for stem, source in (("model", folder), ("dense", dense)):
         model: Any = None
-        for path in exported_files(folder, stem):
+        for path in exported_files(folder, stem, RUNNERS):
             if model is None and not (source / checkpoint.PLAN).is_file():
                 yield Check(f"{PREFIX}{path.name}", "not_run", detail="its model is not here to be compared with")
                 continue
             model = checkpoint.load(source) if model is None else model
             yield from file_checks(model, path, images, real=real)
-
-
-def exported_files(folder: Path, stem: str) -> list[Path]:
-    """The files of the deployed model (`model`), or of the `dense` one, that some runtime opens."""
-    return sorted(path for path in folder.glob(f"{stem}*") if path.suffix in RUNNERS)

@@ -13,7 +13,7 @@ from vitcompress.exporters import agreement, exporting, gate
 from vitcompress.exporters.artifact import Exported, Exporter
 from vitcompress.exporters.tensorrt_engine import source_path
 from vitcompress.progress import Progress
-from vitcompress.sidecar import AGAIN, read_sidecar, sidecar_path
+from vitcompress.sidecar import AGAIN, DENSE, read_sidecar, sidecar_path
 from vitcompress.verdicts import Check, Verification, amend
 from vitcompress.verify import UNFOLDED, known_images
 from vitcompress.verify_engine import engine_weights
@@ -43,7 +43,7 @@ def export_folder(
     """
     exporter, options = writable(name), options or ExportOptions()
     exporter.check(options)
-    _check_out(exporter, out)
+    _check_out(exporter, folder, out)
     model = checkpoint.load(folder)
     images, real = known_images(folder, model)
     path = out or folder / f"model{'' if options.precision == 'fp32' else '-' + options.precision}{exporter.suffix}"
@@ -62,8 +62,15 @@ def export_folder(
     )
 
 
-def _check_out(exporter: Exporter, out: Path | None) -> None:
-    """By its last suffix a file is told what runs it: both flavours of engines end alike."""
+def _check_out(exporter: Exporter, folder: Path, out: Path | None) -> None:
+    """By its last suffix a file is told what runs it: both flavours of engines end alike. By its first letters, of what
+    model it is.
+    """
+    if out is not None and out.name.startswith(DENSE) and out.parent.resolve() == folder.resolve():
+        raise InputError(
+            f"{out} would be held for the dense model: in a run folder its files begin with {DENSE!r}",
+            hint="give another --out",
+        )
     last = f".{exporter.suffix.rpartition('.')[2]}"
     if out is not None and out.suffix != last:
         raise InputError(

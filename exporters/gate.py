@@ -14,8 +14,9 @@ from torch import Tensor
 from vitcompress import checkpoint
 from vitcompress.errors import ArtifactError, OutputError
 from vitcompress.exporters import agreement
-from vitcompress.exporters.agreement import PREFIX, exported_files, folder_checks
-from vitcompress.sidecar import amend_sidecar, read_sidecar
+from vitcompress.exporters.agreement import PREFIX, folder_checks
+from vitcompress.exporters.runtimes import RUNNERS
+from vitcompress.sidecar import amend_sidecar, exported_files, read_sidecar
 from vitcompress.verdicts import Check, Verification
 from vitcompress.verify import verify_folder
 from vitcompress.verify_weights import CHECK as WEIGHTS
@@ -86,7 +87,7 @@ def verify(folder: Path, images: Tensor | None = None, dense: Path | None = None
         ArtifactError, PlanError, WeightsError: as `verify_folder`.
     """
     found = verify_folder(folder, images, dense, served=_served)
-    for path in (path for stem in ("model", "dense") for path in exported_files(folder, stem)):
+    for path in (path for stem in ("model", "dense") for path in exported_files(folder, stem, RUNNERS)):
         with suppress(OutputError, ArtifactError):  # a read-only copy; a damaged sidecar is told by the runner
             record(path, of(path, found.checks))
     return found

@@ -4,7 +4,7 @@ People edit such files, and other versions wrote them: what is read here has eve
 the type that it should have, or is told to be wrong.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +16,7 @@ from vitcompress.models import InputConfig
 from vitcompress.problems import problems_of
 
 FORMAT = 1
+DENSE = "dense"  # what the names of the dense model's files begin with
 TOLD = 3  # things that are wrong
 AGAIN = "export the file again, or copy its sidecar again"
 INPUT = frozenset({"size", "mean", "std", "interpolation", "crop_pct", "crop_mode"})  # metadata of pre-processing
@@ -96,6 +97,18 @@ class Sidecar(_Table):
 def sidecar_path(path: Path) -> Path:
     """`model.onnx` -> `model.onnx.json`"""
     return path.with_name(f"{path.name}.json")
+
+
+def exported_files(folder: Path, stem: str, suffixes: Collection[str]) -> list[Path]:
+    """The exported files in a run folder that end in one of `suffixes`, of the deployed `model` or of the `dense` one.
+
+    They are named after it; those of another name (`export --out`) are the deployed model's where they have a sidecar.
+    """
+    files = sorted(path for path in folder.glob("*") if path.suffix in suffixes)
+    if stem == DENSE:
+        return [path for path in files if path.name.startswith(DENSE)]
+    others = (path for path in files if not path.name.startswith(DENSE))
+    return [path for path in others if path.name.startswith(stem) or sidecar_path(path).is_file()]
 
 
 def read_sidecar(path: Path) -> dict[str, Any] | None:

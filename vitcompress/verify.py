@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitcompress import checkpoint, models, surgery
+from vitcompress import checkpoint, models, sidecar, surgery
 from vitcompress.bounds import fold_excess, in_float64, reference
 from vitcompress.errors import ArtifactError, OutputError
 from vitcompress.families import family_of
@@ -233,7 +233,7 @@ def _checks(folder: Path, model: nn.Module, plan: Plan, images: Tensor, seen: di
         yield compared("reload.recorded", apart, truth.between, "logits now against those recorded with the run")
     yield from _or_failed("onnx", _onnx(folder, model, plan, images))
     for path in sorted(folder.glob("*.engine")):
-        deployed = None if path.name.startswith("dense.") else model
+        deployed = None if path.name.startswith(sidecar.DENSE) else model
         yield from _or_failed(path.name, engine_checks(path, deployed, plan.digest, images))
         if deployed is not None:
             yield from engine_weights(path, deployed, plan, folder / UNFOLDED)

@@ -23,6 +23,7 @@ from vitcompress.errors import ArtifactError
 from vitcompress.file_contents import Stored, contents, ir_metadata
 from vitcompress.plan import Plan
 from vitcompress.planned import Planned, Shape, planned
+from vitcompress.sidecar import exported_files
 from vitcompress.verdicts import Check, compared, listed
 from vitcompress.verify_onnx import stored_module, told_by
 
@@ -265,7 +266,7 @@ def weight_checks(model: nn.Module, plan: Plan, files: Iterable[Path]) -> tuple[
 
 def told_files(folder: Path, stem: str = "model") -> list[Path]:
     """The exported files of the deployed model, or of the `dense` one, whose tensors can be told from their bytes."""
-    return sorted(path for path in folder.glob(f"{stem}*") if path.suffix in TOLD)
+    return exported_files(folder, stem, TOLD)
 
 
 def as_exported(model: nn.Module, path: Path) -> nn.Module:

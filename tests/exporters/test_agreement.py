@@ -173,6 +173,18 @@ def test_a_folder_is_checked_with_all_its_files(folder: Path) -> None:
     assert (read_sidecar(folder / "model.onnx") or {})["verified"] is True
 
 
+def test_a_file_of_any_name_is_checked_with_its_folder(folder: Path) -> None:
+    export_folder(folder, out=folder / "edge.onnx")
+    (folder / "notes.onnx").write_bytes(b"nobody says that this is the model")
+    asked = {"agreement.edge.onnx.error", "weights.edge.onnx"}
+    found = gate.verify(folder, IMAGES)
+    assert found.passed and asked <= {check.name for check in found.checks if check.verdict == "passed"}
+    assert (read_sidecar(folder / "edge.onnx") or {})["verified"] is True
+    carry(folder / "edge.onnx")
+    failed = {check.name for check in gate.verify(folder, IMAGES).checks if check.verdict == "failed"}
+    assert "weights.edge.onnx" in failed and not any("notes" in name for name in failed)
+
+
 def test_openvino_never_computes_in_another_precision(folder: Path) -> None:
     path = export_folder(folder, "openvino").path
     expected = checkpoint.load(folder)(IMAGES).detach()

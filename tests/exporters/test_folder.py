@@ -53,6 +53,8 @@ def test_what_cannot_be_exported_is_refused(folder: Path, tmp_path: Path) -> Non
         export_folder(folder, "onxx")
     with pytest.raises(InputError, match="sm was given"):
         export_folder(folder, options=ExportOptions(sm=(80,)))
+    with pytest.raises(InputError, match="held for the dense model"):
+        export_folder(folder, out=folder / "dense-2.onnx")
     with pytest.raises(ArtifactError):
         export_folder(tmp_path)
     assert not list(folder.glob("*.onnx"))
