@@ -107,6 +107,11 @@ class Samples:
         return np.concatenate([np.asarray(block) for block in self.blocks_ms])
 
     @property
+    def pace_ms(self) -> float:
+        """What a run takes on average, as far as it is known: from the blocks, before them from the warm-up."""
+        return sum(self.wall_ms) / len(self.runs_ms) if self.blocks_ms else self.warmup_ms
+
+    @property
     def images_per_second(self) -> float:
         return 1000.0 * self.batch * len(self.runs_ms) / sum(self.wall_ms)
 
@@ -174,16 +179,20 @@ def measure(
 
 
 def _block_runs(samples: Samples, protocol: Protocol) -> int:
-    """Runs in the next block: an equal share of what the protocol asks for, in runs and in seconds."""
+    """Runs in the next block: an equal share of what the protocol asks for, in runs and in seconds still to go."""
     runs = math.ceil(protocol.runs / ROUNDS)
     if protocol.min_seconds:
-        return max(runs, math.ceil(1000 * protocol.min_seconds / ROUNDS / samples.warmup_ms))
+        seconds = protocol.min_seconds - sum(samples.wall_ms) / 1000
+        share = 1000 * seconds / max(1, ROUNDS - len(samples.blocks_ms))
+        return max(runs, math.ceil(share / samples.pace_ms))
     left = protocol.runs - sum(map(len, samples.blocks_ms))
     return min(runs, left) if left > 0 else runs
 
 
 def _enough(found: Sequence[Samples], protocol: Protocol) -> bool:
-    return all(
+    """What the protocol asks for; where it asks for seconds, on a machine that stalls few blocks could fill them."""
+    rounds = min(ROUNDS, protocol.runs) if protocol.min_seconds else 1
+    return len(found[0].blocks_ms) >= rounds and all(
         sum(map(len, s.blocks_ms)) >= protocol.runs and sum(s.wall_ms) >= 1000 * protocol.min_seconds for s in found
     )
 

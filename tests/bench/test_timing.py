@@ -1,7 +1,9 @@
 """Samples are kept whole, turns are taken, and an interval says what it should. No time is asserted."""
 
+import itertools
 import json
 import math
+import time
 
 import numpy as np
 import pytest
@@ -40,6 +42,15 @@ def test_as_many_runs_as_asked_for(runs: int) -> None:
 def test_a_minimum_duration_is_kept() -> None:
     (samples,) = measure([Target("a", lambda: sum(range(1000)))], Protocol("p", warmup=5, runs=1, min_seconds=0.05))
     assert sum(samples.wall_ms) >= 50
+
+
+def test_runs_that_become_slower_than_the_warm_up_promised_leave_room_for_an_interval() -> None:
+    calls = itertools.count()
+    a, b = (Target(name, lambda: time.sleep(0.002 if next(calls) >= 20 else 0)) for name in "ab")
+    found = measure([a, b], Protocol("p", warmup=10, runs=40, min_seconds=0.05))
+    assert [len(samples.blocks_ms) for samples in found] == [20, 20]
+    assert len(found[0].blocks_ms[0]) > 2 == len(found[0].blocks_ms[-1])  # an equal share of what is left, 2 at least
+    assert math.isfinite(ratio(*found).ci95[1])
 
 
 def test_synchronisation_follows_every_run_and_ends_the_warm_up() -> None:
