@@ -52,6 +52,19 @@ def _shortest(name: str, others: Iterable[str]) -> str:
     return name
 
 
+def remarks(entries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What to beware of in several measurements, each remark once, with the runtimes that it holds for."""
+    found: dict[str, list[str]] = {}
+    for entry in entries:
+        names = [row["artifact"] for row in entry["rows"]]
+        shown = dict(zip(names, short(names), strict=True))
+        for said in (*entry.get("notes", ()), *entry["warnings"]):
+            name = next((name for name in shown if said.startswith((f"{name}, ", f"{name}: "))), "")
+            words = shown.get(name, "") + said.removeprefix(name)
+            found.setdefault(words, []).append(entry["rows"][0]["runtime"])
+    return [f"- note ({', '.join(dict.fromkeys(runtimes))}): {words}" for words, runtimes in found.items()]
+
+
 def artifacts(found: Iterable[Mapping[str, Any]]) -> tuple[Columns, Rows]:
     """One row per exported file, accuracy beside speed and hash; the entries of `artifacts` in report.json."""
     columns = ("file", "top-1", "images/s", "precision", "bytes", "answers checked here", "sha256")

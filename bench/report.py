@@ -5,6 +5,7 @@ The input is plain data, the content of report.json. Every key but `recipe` and 
     recipe, summary        name and sentence of the recipe
     model                  {arch, arch_args, input: InputConfig as data, classes: [names], uint8: files take bytes}
     plan                   the plan as data, `plan_sha256` its digest
+    widths                 {title, columns, rows} as of `structure.widths`, None where the plan cuts none
     cost                   {dense, compressed}: {params, macs (attention products counted), macs_linear (not counted)}
     accuracy               {dense, compressed, FILE}: Accuracy.to_dict(); mcnemar: {only_a, only_b, p_value}
     before_recovery        {dense, pruned}: Accuracy.to_dict() on held-out images, right after pruning
@@ -29,13 +30,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitcompress.bench import deployed
+from timm.utils.misc import natural_key
+
+from vitcompress.bench import deployed, quoted
 from vitcompress.bench.snippet import snippet
 from vitcompress.checkpoint import read_json, write_json, write_text
 from vitcompress.errors import ArtifactError
+from vitcompress.wording import figure
 
 JSON, MARKDOWN = "report.json", "report.md"
 NOTHING = "not measured"
+FILES = {"xml": "xml and bin"}  # an OpenVINO model is two files
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,7 @@ def _file_rows(files: Mapping[str, int]) -> Iterable[tuple[str, str, str, str]]:
         kind = name.removeprefix("model.")
         before = files.get(f"dense.{kind}")
         if kind != name and before:
-            yield f"file size ({kind})", f"{big(before)}B", f"{big(after)}B", change(before, after)
+            yield f"file size ({FILES.get(kind, kind)})", f"{big(before)}B", f"{big(after)}B", change(before, after)
 
 
 def verdicts(verify: Mapping[str, Any]) -> str:
@@ -195,7 +200,7 @@ def _peak(memory: Mapping[str, Any]) -> str:
 
 def verify_table(verify: Mapping[str, Any]) -> Table:
     """Each verdict with value and tolerance."""
-    figures = [(c, *("" if c[k] is None else f"{c[k]:.2g}" for k in ("value", "tolerance"))) for c in verify["checks"]]
+    figures = [(c, *("" if c[k] is None else figure(c[k]) for k in ("value", "tolerance"))) for c in verify["checks"]]
     rows = [(c["name"], c["verdict"].replace("_", " "), value, limit, c["detail"]) for c, value, limit in figures]
     return Table("Checks", ("check", "verdict", "value", "tolerance", ""), tuple(rows))
 
@@ -234,11 +239,12 @@ def _removed(report: Mapping[str, Any]) -> list[str]:
     plan = report.get("plan")
     if not plan:
         return []
-    lines = [f"- {name}: {stand}" for name, stand in plan.get("removed", {}).items()]
+    removed = sorted(plan.get("removed", {}).items(), key=lambda item: natural_key(item[0]))
+    lines = [f"- {name}: {stand}" for name, stand in removed]
     lines += [f"- {name}: followed by {act}" for name, act in plan.get("appended", {}).items()]
     lines += [f"- folded into one linear layer: {', '.join(plan['folded'])}"] if plan.get("folded") else []
-    kept = ", ".join(f"{len(channels)} of {space}" for space, channels in plan.get("kept", {}).items())
-    lines += [f"- channels kept: {kept}"] if kept else []
+    widths = report.get("widths")
+    lines += ["- channels, as told below of each block"] if widths else []
     told = {
         "searched": "Layers chosen on: {}.",
         "layers": "Layers taken from: {}.",
@@ -248,7 +254,8 @@ def _removed(report: Mapping[str, Any]) -> list[str]:
     if start := report.get("before_recovery"):
         pruned, dense = counted(start["pruned"]), counted(start["dense"])
         facts.append(f"Right after pruning, on held-out images: {pruned}; dense: {dense}.")
-    return ["## What was removed", "\n".join(lines) or "nothing", " ".join(facts)]
+    table = [Table("", tuple(widths["columns"]), tuple(map(tuple, widths["rows"]))).markdown()] if widths else []
+    return ["## What was removed", "\n".join(lines) or "nothing", *table, " ".join(facts)]
 
 
 def _measured_on(entries: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -261,10 +268,9 @@ def _measured_on(entries: Sequence[Mapping[str, Any]]) -> list[str]:
         for e in entries
         for r in e["ratios"]
     ]
-    warnings = [f"- note: {warning}" for entry in entries for warning in entry["warnings"]]
     settings = f"Measured on {where}; {versions}. Artifacts took turns; input: {row['input']}."
     tf32 = "; ".join(f"{e['rows'][0]['runtime']}: TF32 {'on' if e['rows'][0]['tf32'] else 'off'}" for e in entries)
-    return [f"{settings} {tf32}.", "\n".join([*ratios, *warnings])]
+    return [f"{settings} {tf32}.", "\n".join([*ratios, *deployed.remarks(entries)])]
 
 
 def _weights(found: Mapping[str, Any] | None) -> list[str]:
@@ -276,8 +282,8 @@ def _weights(found: Mapping[str, Any] | None) -> list[str]:
 
 
 def _published(report: Mapping[str, Any]) -> list[str]:
-    figures = (report.get("published") or {}).items()
-    lines = [f"- {key.replace('_', ' ')}: {value}" for key, value in figures if value not in (None, "")]
+    told = quoted.lines(report.get("published") or {}, report["cost"]["compressed"])
+    lines = [f"- {line}" for line in told]
     return ["## As published by others, not measured here", "\n".join(lines)] if lines else []
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -126,3 +126,22 @@ def _width(plan: Plan, space: Space) -> Width:
 def _heads(plan: Plan, space: Space) -> Width:
     gone = _gone(plan, space.attention) is not None
     return Width(0 if gone else plan.heads.get(space.attention, space.heads), space.heads)
+
+
+def widths(plan: Plan) -> dict[str, Any] | None:
+    """Channels and heads left in each block of the dense model, as a table of text; None where the plan cuts none."""
+    if not plan.kept:
+        return None
+    found = structure_of(plan)
+    rows = [
+        [block, *(_told(row[number]) for row in found.widths.values())] for number, block in enumerate(found.blocks)
+    ]
+    return {"title": "Widths", "columns": ["block", *(WIDTHS[kind] for kind in found.widths)], "rows": rows}
+
+
+def _told(width: Width | None) -> str:
+    if width is None:
+        return "-"
+    if width.linear:
+        return "linear"
+    return "removed" if not width.left else f"{width.left} of {width.of}" if width.left < width.of else f"{width.left}"

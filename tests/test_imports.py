@@ -18,7 +18,7 @@ PACKAGES = {
 
 # A module imports from its own level or from levels before it.
 LEVELS = [
-    {"__init__", "errors", "progress", "recipes"},
+    {"__init__", "errors", "progress", "recipes", "wording"},
     {"assignments", "installed", "problems", "plan", "families.anatomy"},
     {"families"},
     {

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
 
 from vitcompress.errors import InputError, WeightsError
-from vitcompress.models import create, input_config, outline
+from vitcompress.models import create, input_config, outline, stir
 
 ARCH = "vit_tiny_patch16_224"
 SMALL = contract("plain").arch_args
@@ -34,6 +34,19 @@ def test_random_weights_depend_on_the_seed_alone() -> None:
     assert not one.training
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
     assert not torch.equal(one.patch_embed.proj.weight, other.patch_embed.proj.weight)
+
+
+def test_what_starts_with_one_value_everywhere_is_stirred() -> None:
+    args = {"img_size": 32, "patch_size": 16, "embed_dim": 16, "depth": 1, "num_heads": 2, "init_values": 1e-5}
+    model, same, plain = (create("vit_tiny_patch16_224", args) for _ in range(3))
+    stir(model)
+    stir(same)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), same.parameters(), strict=True))
+    before = dict(plain.named_parameters())
+    moved = {name for name, tensor in model.named_parameters() if not torch.equal(tensor, before[name])}
+    assert {"blocks.0.attn.qkv.bias", "blocks.0.norm1.weight", "blocks.0.ls1.gamma", "head.bias"} <= moved
+    assert not {"blocks.0.attn.qkv.weight", "pos_embed", "head.weight"} & moved
+    assert all(len(tensor.unique()) > 1 for tensor in model.parameters())
 
 
 def test_an_unknown_architecture_gives_the_nearest_names() -> None:

@@ -18,7 +18,7 @@ from vitcompress.plan import Plan
 
 # Keys of report.json, as bench/report.py explains them.
 KEYS = {"recipe", "summary", "model", "plan", "plan_sha256", "cost", "accuracy", "before_recovery", "bench", "files"}
-KEYS |= {"tables", "verify", "folding", "searched", "layers", "teacher", "published", "notes"}
+KEYS |= {"tables", "verify", "widths", "folding", "searched", "layers", "teacher", "published", "notes"}
 
 
 @pytest.fixture(scope="module")

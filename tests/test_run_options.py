@@ -1,5 +1,6 @@
 """What a run can be asked for: structure only, other weights, a dry run, layers that fade out."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,32 @@ def test_structure_only_needs_neither_data_nor_training(tmp_path: Path, arch: st
     for name, model in (("dense", dense), ("compressed", compressed)):
         assert report["cost"][name] == cost.measure(model, (1, height, width)).to_dict()
         assert report["cost"][name]["macs_linear"] < report["cost"][name]["macs"]
+    assert all(len(tensor.unique()) > 1 for model in (dense, compressed) for tensor in model.parameters())
     images = torch.randn(3, 1, height, width, generator=torch.Generator().manual_seed(0))
     apart = (logits(compressed, images) - onnx_logits(folder / "model.onnx", images)).abs().max()
     assert float(apart) <= LOGITS * max(1.0, float(logits(compressed, images).abs().max()))
     assert len([note for note in report["notes"] if "random" in note or "Nothing was trained" in note]) == 2
     assert "Nothing was trained" in (folder / "report.md").read_text()
+
+
+def test_structure_only_counts_the_classes_of_the_data(tmp_path: Path) -> None:
+    """What is counted before the training is paid for is what the whole run comes to."""
+    recipe = world.recipe(tmp_path, text=SMALL)
+
+    def params(**options: Any) -> int:
+        changed = replace(recipe, model=replace(recipe.model, args=recipe.model.args | options.pop("args", {})))
+        wishes = pipeline.RunOptions(out=tmp_path / "new", **options)
+        return int(pipeline.dry_run(changed, wishes)["cost"]["dense"]["params"])
+
+    whole, row = params(), int(recipe.model.args["embed_dim"]) + 1  # a class is a row of the classifier and a bias
+    assert params(structure_only=True) == whole
+    for name in ("ant", "bee", "cat"):
+        (tmp_path / "images" / "train" / name).mkdir(parents=True)
+    data = str(tmp_path / "images")
+    assert params(structure_only=True, data=data) == whole - 7 * row
+    assert params(structure_only=True, data="nowhere") == whole + 990 * row, "timm's own"
+    assert params(structure_only=True, args={"num_classes": 5}) == whole - 5 * row
+    assert params(structure_only=True, weights="hub") == whole + 990 * row, "the weights' own"
 
 
 def own_weights(folder: Path, suffix: str, classes: int) -> tuple[Path, nn.Module]:

@@ -83,6 +83,15 @@ def open_data(options: DataOptions, seed: int) -> Splits:
     return Splits(name, classes, views(train, kept), views(train, held), test)
 
 
+def class_count(options: DataOptions) -> int | None:
+    """How many classes the data has, where that can be told without opening it; None where it cannot."""
+    if options.source == "digits":
+        return 10
+    folder = Path(options.path or "").expanduser() / (options.train_split or "train")
+    told = options.source == "imagefolder" and options.path is not None and folder.is_dir()
+    return len(class_names(folder)) or None if told else None
+
+
 def open_test(options: DataOptions) -> tuple[tuple[str, ...], Images]:
     """Class names and test images alone; a folder needs no training images for it.
 

@@ -26,6 +26,7 @@ FILTERS = {
     swin_transformer.SwinTransformer: swin_transformer.checkpoint_filter_fn,
     pvt_v2.PyramidVisionTransformerV2: pvt_v2.checkpoint_filter_fn,
 }
+STIRRED = 0.1  # standard deviation of what `stir` adds: small beside the ones of norms
 # What timm raises for arguments, or for weights, that do not fit a model.
 UNBUILDABLE = (TypeError, ValueError, AssertionError, RuntimeError, LookupError, AttributeError, ArithmeticError)
 UNKNOWN = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
@@ -73,6 +74,18 @@ def create(
     if str(weights) not in ("random", "hub"):
         _load_weights(model, Path(weights), new_head)
     return model.eval()
+
+
+def stir(model: nn.Module, seed: int = 0) -> None:
+    """Add noise to every parameter that timm starts with one value everywhere: biases, norms, LayerScales, gates.
+
+    With zeros in all biases a bias could be lost or sliced wrongly unseen, and behind LayerScales of 1e-5 whole layers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=STIRRED)
 
 
 def outline(arch: str, arch_args: Mapping[str, Any] | None = None) -> nn.Module:

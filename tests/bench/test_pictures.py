@@ -7,7 +7,7 @@ import pytest
 
 from vitcompress import checkpoint, models, surgery
 from vitcompress.bench.pictures import charts_figure, draw, structure_figure
-from vitcompress.bench.structure import Layer, Structure, Width, structure_of
+from vitcompress.bench.structure import Layer, Structure, Width, structure_of, widths
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.methods.charts import Chart, Line, ranked
 from vitcompress.plan import Plan
@@ -54,6 +54,17 @@ def test_layers_and_widths_of_a_plan() -> None:
     assert found.widths["qk"] == [Width(0, 16), Width(0, 16), Width(4, 16)] and found.total("v") == (4, 48)
     assert found.widths["mlp"] == [Width(8, 32), Width(0, 32, linear=True), Width(32, 32)]
     assert found.total("mlp") == (40, 64)
+
+
+def test_widths_of_a_plan_as_a_table() -> None:
+    found = widths(plan())
+    assert found is not None and found["columns"] == ["block", "residual", "heads", "q and k", "v", "FFN"]
+    assert found["rows"] == [
+        ["blocks.0", "12 of 16", "removed", "removed", "removed", "8 of 32"],
+        ["blocks.1", "12 of 16", "removed", "removed", "removed", "linear"],
+        ["blocks.2", "12 of 16", "2 of 4", "4 of 16", "4 of 16", "32"],
+    ]
+    assert widths(Plan("vit_tiny_patch16_224", VIT, REMOVED)) is None
 
 
 def test_a_plan_that_changes_nothing_leaves_all() -> None:

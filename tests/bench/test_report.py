@@ -12,7 +12,7 @@ import torch
 from contracts import build
 from PIL import Image
 
-from vitcompress import cost
+from vitcompress import console, cost
 from vitcompress.bench import compare, deployed, report, suite
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.evaluate import calibration_images
@@ -55,6 +55,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         "recipe": "digits_hetdpt",
         "model": {"arch": "x", "input": input_config(model).to_dict(), "classes": list(CLASSES)},
         "plan": plan,
+        "widths": {"title": "Widths", "columns": ["block", "FFN"], "rows": [["blocks.0", "3 of 8"]]},
         "cost": COST,
         "accuracy": {
             "dense": accuracy(524),
@@ -88,7 +89,7 @@ def test_the_page_names_what_was_removed_measured_and_published(measured: tuple[
     page = (measured[0] / "report.md").read_text()
     for text in (
         "blocks.1.attn: norm_identity",
-        "channels kept: 3 of blocks.0.mlp, 2 of residual",
+        "| blocks.0 | 3 of 8 |",
         "blocks.1: followed by gelu",
         "54,867,152",
         "As published by others",
@@ -100,6 +101,64 @@ def test_the_page_names_what_was_removed_measured_and_published(measured: tuple[
     ):
         assert text in page
     assert report.read(measured[0]) == json.loads(json.dumps(measured[1]))
+
+
+def test_published_figures_have_units_and_stand_beside_what_is_counted_here() -> None:
+    published = {"source": "SERo", "top1": 80.25, "params_m": 54.9, "macs_g": 10.5, "images_per_second": 1960.3}
+    published |= {"speedup": 2.4, "macs_linear": True, "deviation": "widths differ", "note": "", "hardware": "A6000"}
+    page = report.markdown({"recipe": "x", "cost": COST, "published": published})
+    quoted = page.partition("not measured here\n\n")[2].splitlines()
+    assert quoted == [
+        "- top-1: 80.25 %",
+        "- parameters: 54.9 M (counted here: 54.87 M)",
+        "- MACs per image without attention products: 10.5 G (counted here: 10.51 G)",
+        "- throughput: 1,960.3 images/s",
+        "- speed-up: 2.4x",
+        "- source: SERo",
+        "- hardware: A6000",
+        "- why the counts differ: widths differ",
+    ]
+    counted = report.markdown({"recipe": "x", "cost": COST, "published": published | {"macs_linear": False}})
+    assert "- MACs per image: 10.5 G (counted here: 10.93 G)" in counted
+    assert "As published" not in report.markdown({"recipe": "x", "cost": COST, "published": None})
+
+
+def test_counts_are_written_in_full_and_the_same_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    check = {"name": "weights.model.onnx.bytes", "verdict": "passed", "value": 951836.0, "tolerance": 951836.0}
+    checks = [{**check, "detail": ""}, {**check, "name": "fold", "value": 0.2284, "tolerance": 1.0, "detail": ""}]
+    page = report.verify_table({"checks": checks}).rows
+    assert [row[2:4] for row in page] == [("951,836", "951,836"), ("0.228", "1")]
+    console.print_checks(checks)
+    shown = capsys.readouterr().out
+    assert shown.count("951,836") == 2 and "0.228 " in shown
+
+
+def test_remarks_are_said_once_with_their_runtimes_and_short_names() -> None:
+    def entry(runtime: str, *names: str, warnings: tuple[str, ...], notes: tuple[str, ...] = ()) -> dict[str, object]:
+        return {
+            "rows": [{"artifact": name, "runtime": runtime} for name in names],
+            "warnings": warnings,
+            "notes": notes,
+        }
+
+    files = entry(
+        "onnxruntime", "/runs/x/dense.onnx", "/runs/x/model.onnx", warnings=("/runs/x/dense.onnx, batch 2: noisy",)
+    )
+    busy = ("others kept 1 core busy",)
+    folders = entry("torch", "/runs/x/state/dense", "/runs/x", warnings=("/runs/x, batch 2: noisy", *busy))
+    said = deployed.remarks([{**files, "warnings": (*files["warnings"], *busy), "notes": ("device: cpu",)}, folders])
+    assert said == [
+        "- note (onnxruntime): device: cpu",
+        "- note (onnxruntime): dense.onnx, batch 2: noisy",
+        "- note (onnxruntime, torch): others kept 1 core busy",
+        "- note (torch): x, batch 2: noisy",
+    ]
+
+
+def test_layers_that_went_are_in_natural_order() -> None:
+    removed = {f"blocks.{number}.attn": "double" for number in (10, 11, 9)}
+    page = report.markdown({"recipe": "x", "cost": COST, "plan": {"removed": removed}})
+    assert page.index("blocks.9.attn") < page.index("blocks.10.attn") < page.index("blocks.11.attn")
 
 
 def test_an_engine_is_beside_the_dense_one() -> None:

@@ -7,6 +7,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from vitcompress.console.drawing import print_line, print_pairs, print_records, print_table, print_text, stream_console
+from vitcompress.wording import figure
 
 VERDICTS = {"passed": "green", "failed": "bold red", "not_run": "yellow"}
 
@@ -51,10 +52,8 @@ def print_verification(checks: Iterable[Mapping[str, Any]], ways: Drawable, said
         print_text(line)
 
 
-def _figure(value: Any) -> Text:
-    if value is None:
-        return Text("")
-    return Text(f"{value:.3g}" if isinstance(value, float) else str(value))
+def _figure(value: float | None) -> Text:
+    return Text("" if value is None else figure(value))
 
 
 def print_recipes(summaries: Mapping[str, str]) -> None:

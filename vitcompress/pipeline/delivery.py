@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from vitcompress import checkpoint, cost, surgery
-from vitcompress.bench import recorded, suite
+from vitcompress.bench import recorded, structure, suite
 from vitcompress.bench import report as reports
 from vitcompress.checkpoint import read_json, write_json
 from vitcompress.data import eval_loader
@@ -177,6 +177,7 @@ def report(job: Job) -> None:
             "model": _model(job, plan),
             "plan": json.loads(plan.to_json()),
             "plan_sha256": plan.digest,
+            "widths": structure.widths(plan),
             "cost": _cost(job, plan),
             "accuracy": accuracy,
             "before_recovery": before,

@@ -7,7 +7,7 @@ from typing import Any
 
 from vitcompress import checkpoint, methods, models, surgery
 from vitcompress.bench import timing
-from vitcompress.data import Splits, open_data
+from vitcompress.data import Splits, class_count, open_data
 from vitcompress.distributed import Runtime
 from vitcompress.errors import DeviceError, InputError, did_you_mean
 from vitcompress.export_options import AUTO
@@ -100,7 +100,7 @@ def described(
     recipe: Recipe, folder: Path, runtime: Runtime, progress: Progress, data: Splits | None, *, structure_only: bool
 ) -> Job:
     """The job, with the dense architecture built once, without weights, to see that it is one that can be pruned."""
-    classes = len(data.classes) if data is not None else recipe.model.classes
+    classes = len(data.classes) if data is not None else recipe.model.classes or _told_classes(recipe)
     args = dict(recipe.model.args) | ({"num_classes": classes} if classes else {})
     blank = models.outline(recipe.model.name, args)
     models.check_answers(recipe.model.name, args, blank)
@@ -116,6 +116,14 @@ def described(
         structure_only,
         blank,
     )
+
+
+def _told_classes(recipe: Recipe) -> int | None:
+    """The classes of data that is not opened, so that what is counted without it is what a whole run comes to; None
+    where the model's arguments or its weights say how many there are.
+    """
+    free = recipe.model.weights == "random" and "num_classes" not in recipe.model.args
+    return class_count(recipe.data) if free else None
 
 
 def check_formats(recipe: Recipe) -> None:

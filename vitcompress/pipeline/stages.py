@@ -55,6 +55,8 @@ def _make_dense(job: Job) -> None:
     else:
         seed = job.recipe.run.seed
         model = models.create(table.name, job.arch_args, table.weights, seed=seed, new_head=table.new_head)
+        if job.structure_only and table.weights == "random":
+            models.stir(model, seed)  # nothing is trained here: what all checks see must not be mostly zeros
     if job.runtime.is_main:
         checkpoint.save_model(job.dense_folder, model, job.base)
 
