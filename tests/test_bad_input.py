@@ -17,6 +17,8 @@ from whole_runs import ARCH, ARGS
 
 from vitcompress import checkpoint, cli, models
 
+SOURCE = Path(cli.__file__).parents[2]
+
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,8 +39,7 @@ def test_a_wrong_name_is_told_without_waiting_for_torch() -> None:
         "try: cli.main(['recipe', 'digits_hetdp'])\n"
         "finally: print('torch' in sys.modules)"
     )
-    source = Path(cli.__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=source)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=SOURCE)
     assert (done.returncode, done.stdout) == (2, "False\n") and "digits_hetdpt" in done.stderr
 
 
@@ -238,3 +239,15 @@ def test_a_disk_that_fills_up_on_the_way(monkeypatch: pytest.MonkeyPatch) -> Non
     result = CliRunner().invoke(cli.main, ["recipe", "small.toml", "--structure-only", "--json"])
     assert result.exit_code == 2 and "disk is full" in json.loads(result.stdout)["error"]
     assert not [path for path in Path().rglob("*") if ".part" in path.name]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("arguments", ["recipes --json", "recipes show digits_nose", "report nowhere --json", "--help"])
+def test_what_standard_output_refuses_is_told_once(arguments: str) -> None:
+    command = f"{sys.executable} -m vitcompress {arguments}"
+    full = subprocess.run(f"{command} >/dev/full", shell=True, cwd=SOURCE, capture_output=True, text=True)
+    assert full.returncode == (2 if "nowhere" in arguments else 1)
+    assert ("nowhere" if "nowhere" in arguments else "No space left") in full.stderr
+    assert "Traceback" not in full.stderr and "Exception" not in full.stderr
+    closed = subprocess.run(f"{command} >&-", shell=True, cwd=SOURCE, capture_output=True, text=True)
+    assert closed.returncode == (2 if "nowhere" in arguments else 0) and not closed.stderr

@@ -10,6 +10,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -39,11 +40,14 @@ class Commands(click.Group):
         **extra: Any,
     ) -> NoReturn:
         """As click's, but every way out is one of the exit codes 0, 1, 2, 130."""
+        _open_streams()
         arguments = list(sys.argv[1:] if args is None else args)
         call = functools.partial(
             super().main, arguments, prog_name or "vitcompress", complete_var, standalone_mode=False, **extra
         )
-        sys.exit(_exit_code(call, arguments))
+        code = _exit_code(call, arguments)
+        _let_go_of_streams()
+        sys.exit(code)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -53,6 +57,22 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise Stopped from None
+
+
+def _open_streams() -> None:
+    """A stream that was closed by who started us is not wanted."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open as long as the process lives
+
+
+def _let_go_of_streams() -> None:
+    """What could not be written is not tried again at the end, where Python would exit with a code of its own."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _exit_code(call: Callable[[], Any], arguments: Sequence[str]) -> int:
@@ -94,9 +114,9 @@ def _fail(error: VitcompressError, as_json: bool, debug: bool) -> int:
         traceback.print_exc()
     if isinstance(error, InputError) and not _first_of_host():
         return error.exit_code
-    if as_json:
-        console.print_json(console.error_as_data(error))
-    else:
+    try:
+        (console.print_json(console.error_as_data(error)) if as_json else console.print_error(error))
+    except OSError:  # standard output itself may be what refuses
         console.print_error(error)
     return error.exit_code
 

@@ -23,12 +23,13 @@ def stream_console(*, stderr: bool) -> Console:
 
 def print_json(value: Any) -> None:
     """`value` alone on standard output."""
-    sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
+    print_text(json.dumps(value, indent=1, default=str))
 
 
 def print_text(text: str) -> None:
     """Plain text on standard output, unwrapped."""
     sys.stdout.write(text.rstrip("\n") + "\n")
+    sys.stdout.flush()  # or what refuses it would be heard of at the end, where nobody tells it
 
 
 def print_line(text: str) -> None:
