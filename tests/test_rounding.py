@@ -104,6 +104,26 @@ def test_a_wrong_fold_fails_end_to_end(harm: Callable[[nn.Module], None]) -> Non
     assert verdict() == "failed"
 
 
+@pytest.mark.parametrize("size", [1e4, 1e6])
+@pytest.mark.parametrize("which", [0, slice(None)])
+def test_a_large_bias_behind_a_fold_neither_hides_nor_widens_its_limit(which: int | slice, size: float) -> None:
+    """What a bias of the classifier adds is the same before and after the fold, so it is no part of their difference.
+    Float32 answers of that size lie 1e-3 and more apart.
+    """
+    x, checks = images("plain", dtype=torch.float32), []
+    for bias, harm in ((0.0, None), (size, None), (size, one_weight)):
+        unfolded, folded, names = folding()
+        with torch.no_grad():
+            for model in (unfolded, folded):
+                model.get_parameter("head.bias")[which] += bias
+            if harm:
+                harm(folded)
+        checks.append(next(check for check in fold_checks(unfolded, folded, names, x) if check.name == "fold"))
+    plain, biased, harmed = checks
+    assert (plain.verdict, biased.verdict, harmed.verdict) == ("passed", "passed", "failed")
+    assert biased.tolerance == pytest.approx(plain.tolerance, rel=1e-2)  # rounding of 1e6 in float64 is 1e-10
+
+
 def test_weights_that_were_not_rounded_have_no_limit_to_keep() -> None:
     model, x = build("plain", dtype=torch.float32), images("plain", dtype=torch.float32)
     assert storage_limit(model, {}, x) == 0.0

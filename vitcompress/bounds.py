@@ -6,14 +6,13 @@ the unit roundoff (Higham, Accuracy and Stability of Numerical Algorithms, 2nd e
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from vitcompress.rounding import arithmetic_limit, narrowest, unit_roundoff
+from vitcompress.rounding import arithmetic_limit, in_float64, narrowest, unit_roundoff
 
 
 def gamma(count: int, dtype: torch.dtype) -> float:
@@ -41,24 +40,6 @@ class Reference:
     @property
     def exact_between(self) -> float:
         return self.between * unit_roundoff(torch.float64) / self.roundoff
-
-
-@contextmanager
-def in_float64(model: nn.Module) -> Iterator[nn.Module]:
-    """`model` itself in float64 inside this block, without a second copy of it beside the wider one.
-
-    Afterwards it is bit for bit what it was: float64 holds every value of the narrower types.
-    """
-    narrow = {name: tensor.dtype for name, tensor in _tensors(model)}
-    try:
-        yield model.double()
-    finally:
-        for name, tensor in _tensors(model):
-            tensor.data = tensor.data.to(narrow[name])
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from (*model.named_parameters(), *model.named_buffers())
 
 
 @torch.no_grad()

@@ -17,7 +17,8 @@ deviation (Borell; Tsirelson, Ibragimov, Sudakov), and s is at most sqrt(pi/2) E
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -30,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 FALSE_ALARMS = 1e-6  # p: how often a correct model may fail a check
 DRAWS = 2  # E M is their mean; with tens of logits or more M itself hardly varies
 LOGITS = 1000  # so many are drawn at least, where there are as many: more only take time
-# The errors are drawn no smaller than this and their effect is scaled back, or the float32 that they are drawn in would
-# drown them: the square root of float32's roundoff is as far above that as below 1.
+# Errors of operations are drawn no smaller than this and their effect is scaled back, or the float32 that they are
+# drawn in would drown them: the square root of float32's roundoff is as far above that as below 1.
 DRAWN = 2.0**-12
 _aten = torch.ops.aten
 _SUMS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.convolution}
@@ -53,13 +54,33 @@ def factor(p: float) -> float:
     return 1 + math.sqrt(math.pi * math.log(1 / p))
 
 
+@contextmanager
+def in_float64(model: nn.Module) -> Iterator[nn.Module]:
+    """`model` itself in float64 inside this block, without a second copy of it beside the wider one.
+
+    Afterwards it is bit for bit what it was: float64 holds every value of the narrower types.
+    """
+    narrow = {name: tensor.dtype for name, tensor in _tensors(model)}
+    try:
+        yield model.double()
+    finally:
+        for name, tensor in _tensors(model):
+            tensor.data = tensor.data.to(narrow[name])
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from (*model.named_parameters(), *model.named_buffers())
+
+
 @torch.no_grad()
 def arithmetic_limit(model: nn.Module, images: Tensor) -> float:
     """How far rounding in `model`'s own type may move a logit. Products are added in float32 or better.
 
     images: (batch, channels, height, width).
     """
-    wide, each, drawn = _drawable(model)
+    each = unit_roundoff(narrowest(model))
+    drawn = max(each, DRAWN)
+    wide = model if each <= unit_roundoff(torch.float32) else deepcopy(model).float()
     sums = min(each, unit_roundoff(torch.float32)) * drawn / each
     generator = torch.Generator().manual_seed(0)
 
@@ -78,7 +99,8 @@ def storage_limit(model: nn.Module, roundings: Mapping[str, int], images: Tensor
 
     roundings: module -> how often its parameters were rounded. images: (batch, channels, height, width).
     """
-    wide, each, drawn = _drawable(model)
+    each = unit_roundoff(narrowest(model))
+    drawn = max(each, math.sqrt(unit_roundoff(torch.float64)))
     generator = torch.Generator().manual_seed(0)
 
     def perturbed(x: Tensor) -> Tensor:
@@ -90,14 +112,9 @@ def storage_limit(model: nn.Module, roundings: Mapping[str, int], images: Tensor
         out: Tensor = functional_call(wide, changed, (x,))
         return out
 
-    return _limit(wide, images, perturbed) * each / drawn
-
-
-def _drawable(model: nn.Module) -> tuple[nn.Module, float, float]:
-    """`model` in float32 or better, the roundoff of its own type, and the one that errors are drawn with."""
-    own = narrowest(model)
-    wide = model if own in (torch.float32, torch.float64) else deepcopy(model).float()
-    return wide, unit_roundoff(own), max(unit_roundoff(own), DRAWN)
+    # What these errors come to may be far smaller than the answers, as beside a large bias: float32 would not show it.
+    with in_float64(model) as wide:
+        return _limit(wide, images, perturbed) * each / drawn
 
 
 def _limit(wide: nn.Module, images: Tensor, perturbed: Callable[[Tensor], Tensor]) -> float:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress import checkpoint, models, sidecar, surgery
-from vitcompress.bounds import fold_excess, in_float64, reference
+from vitcompress.bounds import fold_excess, reference
 from vitcompress.errors import ArtifactError, OutputError
 from vitcompress.families import family_of
 from vitcompress.plan import Plan
-from vitcompress.rounding import storage_limit
+from vitcompress.rounding import in_float64, storage_limit
 from vitcompress.standard import WEIGHTS as STANDARD
 from vitcompress.verdicts import LEDGER, Check, Verification, agreement, compared, largest_difference, listed
 from vitcompress.verify_engine import engine_checks, engine_weights
