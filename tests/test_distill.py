@@ -25,6 +25,20 @@ def test_hard_and_soft_losses_are_deits() -> None:
     assert float(soft_loss(student, teacher, 3.0)) == pytest.approx(float(soft), rel=1e-5)
 
 
+def test_the_decision_of_a_teacher_may_count_as_a_smoothed_label() -> None:
+    """As in the code released with isomorphic pruning; the labels keep a smoothing of their own."""
+    student, teacher = vit(), vit(seed=1)
+    images, targets = torch.randn(6, 1, 4, 4), torch.arange(6) % 3
+    options = LossOptions("hard", smoothing=0.2, teacher_smoothing=0.1)
+    loss = objective(student, options, teacher=teacher, input=INPUT, device=CPU.device)
+    logits, decisions = student(images).detach(), teacher(images).argmax(1)
+    wanted = torch.full((6, 3), 0.1 / 3).scatter_(1, decisions[:, None], 0.9 + 0.1 / 3)
+    distilled = -(wanted * torch.log_softmax(logits, 1)).sum(1).mean()
+    labels = functional.cross_entropy(logits, targets, label_smoothing=0.2)
+    assert loss(student, images, targets).item() == pytest.approx(((labels + distilled) / 2).item(), rel=1e-5)
+    assert distilled.item() != pytest.approx(float(hard_loss(logits, teacher(images))), rel=1e-3)
+
+
 @pytest.mark.parametrize("kind", ["hard", "soft"])
 def test_each_head_learns_from_its_own_source(kind: Any) -> None:
     student, teacher = two_headed().train(), vit(seed=1)

@@ -11,7 +11,7 @@ from torch import nn
 
 from vitcompress import checkpoint, distributed, pipeline, surgery
 from vitcompress.checkpoint import read_json
-from vitcompress.errors import ArtifactError, PlanError, WeightsError
+from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError
 from vitcompress.methods import METHODS
 from vitcompress.pipeline import preflight, stages
 from vitcompress.pipeline.folder import check_folder, opened
@@ -65,6 +65,11 @@ def prepared(folder: Path, text: str = RECIPE) -> Job:
     job = preflight.prepare(recipe, RunOptions(out=folder), distributed.start("cpu"), Progress())
     with opened(folder, recipe, structure_only=False, fresh=False):
         return job
+
+
+def test_a_recovery_between_steps_is_checked_before_anything_is_trained(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="batch_size 5000 is more than"):
+        prepared(tmp_path / "run", RECIPE.replace("lr = 1e-2\n", "lr = 1e-2\nbatch_size = 5000\n"))
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:

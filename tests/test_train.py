@@ -18,7 +18,7 @@ from vitcompress.checkpoint import load_state
 from vitcompress.data import Augmentation
 from vitcompress.distributed import Runtime
 from vitcompress.errors import InputError, VitcompressError
-from vitcompress.optimization import lr_setter
+from vitcompress.optimization import lr_setter, make_optimizer
 from vitcompress.train import TrainOptions, drop_path
 
 # ------------------------------------------------------------------------------------------------------------ learning
@@ -142,6 +142,25 @@ def test_the_published_schedule() -> None:
 
 def test_learning_rate_per_512_images() -> None:
     assert TrainOptions(lr_base=5e-5, batch_size=4096).peak_lr == pytest.approx(4e-4)
+
+
+@pytest.mark.parametrize("decay_all", [False, True])
+def test_decay_is_of_matrices_or_of_everything(decay_all: bool) -> None:
+    """Without a gradient, AdamW leaves 1 - lr * decay of what it decays."""
+    model = vit()
+    options = TrainOptions(lr=0.1, weight_decay=0.5, decay_all=decay_all)
+    optimizer = make_optimizer(model, options, torch.device("cpu"))
+    before = {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            before[name] = parameter.fill_(1.0).clone()
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    left = {name: float(parameter.detach().min()) for name, parameter in model.named_parameters()}
+    bare = {"cls_token", "pos_embed", "norm.weight", "head.bias"}
+    assert bare < set(left)
+    assert [left[name] for name in sorted(bare)] == pytest.approx([0.95 if decay_all else 1.0] * len(bare))
+    assert left["head.weight"] == pytest.approx(0.95)
 
 
 def test_options_are_checked_by_their_annotations() -> None:

@@ -176,6 +176,7 @@ class LossOptions:
     """What a batch is judged by: its labels and, with a teacher, `weight` * labels + alpha * distillation.
 
     smoothing: of labels. label_weight: the weight; None is 1 - alpha. patch_weight: of patch tokens, with `soft_patch`.
+    teacher_smoothing: of the teacher's decisions, with `hard`.
     """
 
     kind: Distillation = "none"
@@ -184,6 +185,7 @@ class LossOptions:
     smoothing: float = 0.0
     label_weight: float | None = None
     patch_weight: float = 0.0
+    teacher_smoothing: float = 0.0
 
     @property
     def weight(self) -> float:
@@ -231,8 +233,9 @@ class Objective:
                 f"the teacher knows {teacher.shape[1]} classes, the student {student.shape[1]}",
                 hint="use a teacher for the same classes",
             )
-        hard = self.options.kind == "hard"
-        return hard_loss(student, teacher) if hard else soft_loss(student, teacher, self.options.temperature)
+        if self.options.kind == "hard":
+            return hard_loss(student, teacher, self.options.teacher_smoothing)
+        return soft_loss(student, teacher, self.options.temperature)
 
 
 def label_loss(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
@@ -240,9 +243,9 @@ def label_loss(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
     return functional.cross_entropy(logits, targets, label_smoothing=smoothing if targets.ndim == 1 else 0.0)
 
 
-def hard_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """DeiT eq. 3: cross entropy with the teacher's decision; logits (batch, classes)."""
-    return functional.cross_entropy(student, teacher.argmax(dim=1))
+def hard_loss(student: Tensor, teacher: Tensor, smoothing: float = 0.0) -> Tensor:
+    """DeiT eq. 3: cross entropy with the teacher's decision, which may be smoothed; logits (batch, classes)."""
+    return functional.cross_entropy(student, teacher.argmax(dim=1), label_smoothing=smoothing)
 
 
 def soft_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:

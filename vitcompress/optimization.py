@@ -20,6 +20,8 @@ def make_optimizer(
     Raises:
         InputError: timm has no such optimiser, or it does not take these options.
     """
+    if options.decay_all and isinstance(parameters, nn.Module):  # timm groups the parameters of a model only
+        parameters = [{"params": [p for p in parameters.parameters() if p.requires_grad]}]
     extra: dict[str, Any] = {"betas": options.betas} if options.betas else {}
     if options.optimizer.lower() in ("adam", "adamw") and device.type in ("cpu", "cuda"):
         extra["fused"] = True

@@ -25,6 +25,7 @@ class TrainOptions:
     warmup_lr: Annotated[float, Ge(0)] = 1e-6
     schedule: Literal["cosine", "constant"] = "cosine"
     weight_decay: Annotated[float, Ge(0)] = 0.05
+    decay_all: bool = False  # also of vectors and scalars: norms, biases, tokens, positions; else only of matrices
     betas: tuple[float, float] | None = None  # None: the optimiser's own
     clip_grad: Annotated[float, Gt(0)] | None = None  # largest norm of the gradient
     drop_path: Annotated[float, Ge(0), Lt(1)] = 0.0  # stochastic depth of the last block, linear from 0 at the first
@@ -35,6 +36,7 @@ class TrainOptions:
     label_weight: Annotated[float, Ge(0)] | None = None  # of the loss with the labels; None: 1 - alpha
     patch_weight: Annotated[float, Ge(0)] = 1e-3  # of the patch tokens, with distillation = "soft_patch"
     temperature: Annotated[float, Gt(0)] = 1.0
+    teacher_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0  # of the teacher's decisions, with distillation = "hard"
     evaluate_every: Annotated[int, Ge(0)] = 1  # epochs; the last one always counts, 0 means only that one
     select: Literal["last", "best"] = "last"  # which epoch's weights are kept; best is on the held-out images
 
@@ -46,7 +48,7 @@ class TrainOptions:
     @property
     def loss(self) -> LossOptions:
         """What a batch is judged by."""
-        weights = (self.label_weight, self.patch_weight)
+        weights = (self.label_weight, self.patch_weight, self.teacher_smoothing)
         return LossOptions(self.distillation, self.alpha, self.temperature, self.augmentation.smoothing, *weights)
 
 

@@ -1,6 +1,7 @@
 """Step 1: which models are measured, in which order, and that a killed collection ends where an unbroken one does."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ from method_world import context, model
 from test_search import Stop
 
 from vitcompress.checkpoint import read_json
-from vitcompress.methods.depth import DepthOptions
+from vitcompress.data import Augmentation
+from vitcompress.methods.depth import DepthOptions, fast_options
 from vitcompress.methods.hetdpt.collection import CollectionOptions, Record, collect, removal_orders, rows
 from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions
 from vitcompress.progress import Progress
+from vitcompress.train import TrainOptions
 
 TE = EntropyOptions(images=12, resamples=2)
 FAST = CollectionOptions(epochs=1, images_per_class=8, lr=1e-3, interleaved=3)
@@ -37,6 +40,20 @@ def test_the_published_points(tmp_path: Path) -> None:
     assert second["activation"] == first["activation"], "the first interleaved round is not repeated"
     exact = rows(found, {"attention": 12, "activation": 12})
     assert {(round(r.attention * 12, 9), round(r.activation * 12, 9)) for r in exact} == set(points)
+
+
+def test_fast_trainings_are_those_of_the_released_scripts(tmp_path: Path) -> None:
+    """AdamW at 5e-5 per 512 images, decay 0.05 for matrices only, no repeated views, whatever the recovery uses."""
+    made, views = model(), Augmentation(no_aug=False, mixup=0.8, repeats=3)
+    recovery = TrainOptions(
+        batch_size=4096, optimizer="sgd", lr=0.1, weight_decay=0.08, decay_all=True, drop_path=0.1, augmentation=views
+    )
+    around = context(tmp_path, made, train=recovery)
+    found = fast_options(around, CollectionOptions(batch_size=1024), 10, 100_000)
+    assert (found.optimizer, found.lr, found.weight_decay, found.decay_all) == ("adamw", 1e-4, 0.05, False)
+    assert (found.batch_size, found.drop_path, found.augmentation) == (1024, 0.1, replace(views, repeats=0))
+    assert fast_options(around, CollectionOptions(), 10, 100_000).lr == pytest.approx(4e-4)  # 4096 images a batch
+    assert fast_options(around, CollectionOptions(), 10, 100).batch_size == 100
 
 
 def test_attention_first(tmp_path: Path) -> None:

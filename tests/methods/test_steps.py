@@ -1,6 +1,7 @@
 """The steps that prune nothing: what they leave, and what they leave alone. See test_hand_over for them in a run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from vitcompress import surgery
 from vitcompress.checkpoint import load_tensors
 from vitcompress.families import family_of
 from vitcompress.methods import METHODS, steps
+from vitcompress.train import TrainOptions
 from vitcompress.workspace import LEFT_WEIGHTS
 
 
@@ -38,6 +40,17 @@ def test_recover_learns_from_the_teacher(tmp_path: Path) -> None:
     taught.load_state_dict(load_tensors(tmp_path / LEFT_WEIGHTS))
     x = torch.rand(8, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert (taught.eval()(x).argmax(1) == 0).all() and not (made.eval()(x).argmax(1) == 0).all()
+
+
+def test_a_recovery_between_steps_may_differ_from_the_last_one() -> None:
+    """HetDPT+ has one of HetDPT's and one of isomorphic pruning's. What is not said follows [finetune]."""
+    base = TrainOptions(epochs=300, batch_size=64, lr_base=1.0, decay_all=True, drop_path=0.2, teacher_smoothing=0.1)
+    same = steps.recovery_settings(base, steps.RecoverOptions(epochs=2))
+    assert same == replace(base, epochs=2)
+    own = {"batch_size": 32, "lr": 0.5, "min_lr": 0.1, "warmup_epochs": 0, "weight_decay": 0.0, "decay_all": False}
+    own |= {"drop_path": 0.0, "alpha": 0.25, "teacher_smoothing": 0.0}
+    found = steps.recovery_settings(base, steps.RecoverOptions(epochs=2, **own))
+    assert found == replace(base, epochs=2, lr_base=None, **own) and found.peak_lr == 0.5
 
 
 def test_fold_is_a_plan_and_leaves_the_model_alone(tmp_path: Path) -> None:

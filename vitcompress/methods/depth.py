@@ -48,15 +48,18 @@ class DepthOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FastTraining:
-    """A short training on a class-balanced part of the training set; everything else follows the recipe's [finetune].
+    """A short training on a class-balanced part of the training set, as HetDPT's code has it: AdamW, decay for matrices
+    only, every image once per epoch. Everything else follows the recipe's [finetune].
 
-    images_per_class: 0 takes all. lr: peak; without it 5e-5 per 512 images of the global batch, as HetDPT's code has
-    it.
+    images_per_class: 0 takes all. batch_size: None is that of [finetune]. lr: peak; without it 5e-5 per 512 images of
+    the batch.
     """
 
     images_per_class: Annotated[int, Ge(0)] = 100
+    batch_size: Annotated[int, Ge(1)] | None = None
     lr: Annotated[float, Gt(0)] | None = None
     min_lr: Annotated[float, Ge(0)] = 1e-5
+    weight_decay: Annotated[float, Ge(0)] = 0.05
 
 
 @dataclass(frozen=True)
@@ -247,7 +250,7 @@ def fast_options(context: Context, options: FastTraining, epochs: int, images: i
     """The recipe's training options, shortened: labels only, no warm-up, no average of weights, last epoch kept."""
     # Whole batches for every process, and pairs for mixup.
     step = 2 * context.runtime.world_size * context.train.accumulate
-    batch = max(step, min(context.train.batch_size, images) // step * step)
+    batch = max(step, min(options.batch_size or context.train.batch_size, images) // step * step)
     lr = options.lr or 5e-5 * batch / 512
     return replace(
         context.train,
@@ -258,6 +261,11 @@ def fast_options(context: Context, options: FastTraining, epochs: int, images: i
         min_lr=min(options.min_lr, lr),
         warmup_epochs=0,
         schedule="cosine",
+        optimizer="adamw",
+        betas=None,
+        weight_decay=options.weight_decay,
+        decay_all=False,
+        augmentation=replace(context.train.augmentation, repeats=0),
         ema=None,
         distillation="none",
         select="last",

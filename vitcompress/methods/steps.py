@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Ge
+from annotated_types import Ge, Lt
 from torch import nn
 
 from vitcompress import surgery
@@ -17,17 +17,24 @@ from vitcompress.checkpoint import read_json
 from vitcompress.families import Family
 from vitcompress.methods.depth import Stage
 from vitcompress.plan import Plan
+from vitcompress.train import TrainOptions
 from vitcompress.workspace import Context
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecoverOptions:
-    """epochs, lr (peak), warmup_epochs, alpha of this training; all else, and what is None, follows [finetune]."""
+    """Of this training, under the names that they have in [finetune], which says all else, and what is None here."""
 
     epochs: Annotated[int, Ge(1)]
+    batch_size: Annotated[int, Ge(1)] | None = None
     lr: Annotated[float, Ge(0)] | None = None
+    min_lr: Annotated[float, Ge(0)] | None = None
     warmup_epochs: Annotated[int, Ge(0)] | None = None
+    weight_decay: Annotated[float, Ge(0)] | None = None
+    decay_all: bool | None = None
+    drop_path: Annotated[float, Ge(0), Lt(1)] | None = None
     alpha: Annotated[float, Ge(0)] | None = None
+    teacher_smoothing: Annotated[float, Ge(0), Lt(1)] | None = None
 
 
 @dataclass(frozen=True)
@@ -37,25 +44,26 @@ class FoldOptions:
 
 def recover(model: nn.Module, context: Context, options: RecoverOptions) -> Plan:
     """Train a copy of `model` as the recipe's recovery does, teacher included, and hand its weights over."""
-    settings = replace(context.train, epochs=options.epochs)
-    if options.lr is not None:
-        settings = replace(settings, lr=options.lr, lr_base=None)
-    if options.warmup_epochs is not None:
-        settings = replace(settings, warmup_epochs=options.warmup_epochs)
-    if options.alpha is not None:
-        settings = replace(settings, alpha=options.alpha)
     copy = deepcopy(model)
     context.run_training(
         copy,
         context.data.train,
         context.data.heldout,
-        settings,
+        recovery_settings(context.train, options),
         "training",
         label="recovery between steps",
         teacher=context.teacher(),
     )
     context.hand_over(copy.cpu())
     return _nothing(context.plan)
+
+
+def recovery_settings(base: TrainOptions, options: RecoverOptions) -> TrainOptions:
+    """What `recover` trains with where [finetune] is `base`."""
+    own: dict[str, Any] = {name: value for name, value in asdict(options).items() if value is not None}
+    if options.lr is not None:
+        own["lr_base"] = None
+    return replace(base, **own)
 
 
 def fold(model: nn.Module, context: Context, options: FoldOptions) -> Plan:

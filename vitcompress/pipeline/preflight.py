@@ -16,6 +16,7 @@ from vitcompress.exporters.doctor import works_on
 from vitcompress.families import family_of
 from vitcompress.methods import METHODS
 from vitcompress.methods.baselines import FixedOptions, RandomOptions
+from vitcompress.methods.steps import RecoverOptions, recovery_settings
 from vitcompress.pipeline.folder import check_disk, check_writable
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import check_latency
@@ -157,7 +158,9 @@ def check_training(job: Job) -> None:
     """Raise InputError for training options that could not be carried out, before the training that comes first."""
     if job.data is None:
         return
-    for options in (job.recipe.dense, job.recipe.finetune):
+    between = (step.options for step in job.recipe.steps if isinstance(step.options, RecoverOptions))
+    recoveries = (recovery_settings(job.recipe.finetune, options) for options in between)
+    for options in (job.recipe.dense, job.recipe.finetune, *recoveries):
         if options is not None:
             check_options(options, job.data.train, job.data.heldout, job.runtime)
     if not job.data.heldout and any(_chooses_by_accuracy(step.options) for step in job.recipe.steps):
