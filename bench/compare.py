@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress.bench import report as reports
-from vitcompress.bench.figures import check_path, new_figure, save
+from vitcompress.bench.figures import COLOURS, MARKS, check_path, new_figure, save
 from vitcompress.bench.report import NOTHING, Table, big, change, counted, interval
 from vitcompress.errors import InputError
 
@@ -52,7 +52,8 @@ def points(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     for name, report in found.items():
         ratio, accuracy = _ratio(report), (report.get("accuracy") or {}).get("compressed")
         if ratio and accuracy:
-            figures = {"speedup": ratio["median"], "speedup_ci95": ratio["ci95"]}
+            runtime = report["bench"][0]["rows"][0]["runtime"]
+            figures = {"speedup": ratio["median"], "speedup_ci95": ratio["ci95"], "runtime": runtime}
             shown.append({"run": Path(name).name, **figures, **{k: accuracy[k] for k in ("top1", "top1_ci95")}})
     return shown
 
@@ -71,15 +72,18 @@ def plot(found: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
         )
     figure = new_figure(7, 4.5)
     axes = figure.subplots()
-    for point in shown:
+    for number, point in enumerate(shown):
         x, y = point["speedup"], 100 * point["top1"]
         (left, right), (low, high) = point["speedup_ci95"], [100 * end for end in point["top1_ci95"]]
         across = [[x - left], [(x if right is None else right) - x]]
-        axes.errorbar([x], [y], xerr=across, yerr=[[y - low], [high - y]], fmt="o", capsize=3, label=point["run"])
+        style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)], "label": point["run"]}
+        axes.errorbar([x], [y], xerr=across, yerr=[[y - low], [high - y]], ls="none", capsize=3, **style)
     for name, report in list(found.items())[:1]:
         if dense := (report.get("accuracy") or {}).get("dense"):
             axes.axhline(100 * dense["top1"], linestyle=":", color="grey", label=f"dense of {Path(name).name}")
     axes.axvline(1.0, linestyle=":", color="lightgrey")
-    axes.set(xlabel="times as fast as its dense model", ylabel="top-1 on the test images, %")
+    where = " or ".join(dict.fromkeys(point["runtime"] for point in shown))
+    axes.set(xlabel=f"times as fast as its dense model ({where})", ylabel="top-1 on the test images, %")
+    axes.set_title("bars: 95 % intervals", fontsize="small", loc="left")
     figure.legend(fontsize="small", loc="outside lower center", ncols=3)  # beside the axes: it must hide no interval
     return save(figure, path)

@@ -7,6 +7,10 @@ from vitcompress import checkpoint
 from vitcompress.errors import InputError, MissingExtraError
 
 FORMATS = (".png", ".svg", ".pdf")
+# Told apart by colour-blind readers, too (Okabe & Ito 2008, "Color Universal Design", without black and pale yellow);
+# curves differ in their marks as well, for prints without colour.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+MARKS = "osD^vPX<>hp"
 
 
 def new_figure(width: float, height: float) -> Any:

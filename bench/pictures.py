@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vitcompress.bench.figures import new_figure, save
+from vitcompress.bench.figures import COLOURS, MARKS, new_figure, save
 from vitcompress.bench.structure import LAYERS, WIDTHS, Layer, Structure, Width, structure_of
 from vitcompress.checkpoint import PLAN, read_plan
 from vitcompress.errors import ArtifactError
@@ -15,6 +15,7 @@ from vitcompress.plan import Plan
 STATES = {"kept": "#4c78a8", "replaced": "#f2b45c", "removed": "#f4f4f4"}
 CELL, MARGIN = 0.5, 2.2  # inches: a block's width, and what names and colour bar need
 COLUMNS = 2  # of curves
+LEFT = "channels left, % of the dense model's"
 ALL = "all"
 
 
@@ -87,10 +88,16 @@ def draw_layers(axes: Any, structure: Structure) -> None:
         _square(axes, len(layers) + 0.5, row, "white", f"{count}/{sum(layer is not None for layer in layers)}")
     _grid(axes, structure, [LAYERS[kind] for kind in structure.layers])
     axes.set_title("layers", fontsize="medium", loc="left")
+    axes.legend(
+        handles=state_patches(), loc="lower right", bbox_to_anchor=(1, 1), ncols=3, fontsize="small", frameon=False
+    )
+
+
+def state_patches() -> list[Any]:
+    """What the squares of layers mean, for a legend."""
     from matplotlib.patches import Patch
 
-    handles = [Patch(fc=c, ec="grey", hatch="///" * (s == "removed"), label=s) for s, c in STATES.items()]
-    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, fontsize="x-small", frameon=False)
+    return [Patch(fc=c, ec="grey", hatch="///" * (s == "removed"), label=s) for s, c in STATES.items()]
 
 
 def draw_widths(axes: Any, structure: Structure) -> None:
@@ -108,7 +115,7 @@ def draw_widths(axes: Any, structure: Structure) -> None:
             dark = share > 0.6 and width.left > 0
             _square(axes, column, row, shade, word, hatch=width.left == 0 and not width.linear, dark=dark)
     _grid(axes, structure, [WIDTHS[kind] for kind in structure.widths])
-    axes.set_title("channels left, % of the dense model's", fontsize="medium", loc="left")
+    axes.set_title(LEFT, fontsize="medium", loc="left")
     axes.set_xlabel("block")
 
 
@@ -119,7 +126,7 @@ def _square(
 
     axes.add_patch(Rectangle((column, row), 1, 1, fc=colour, ec="grey", lw=0.6, hatch="///" if hatch else None))
     box = {"fc": "#f4f4f4", "ec": "none", "pad": 0.8} if hatch and word else None
-    style = {"ha": "center", "va": "center", "fontsize": 7 if len(word) < 5 else 5.5}
+    style = {"ha": "center", "va": "center", "fontsize": 7}
     axes.text(column + 0.5, row + 0.5, word, color="white" if dark else "black", bbox=box, **style)
 
 
@@ -156,21 +163,25 @@ def charts_figure(charts: Sequence[Chart], title: str) -> Any:
 def draw_chart(axes: Any, chart: Chart) -> None:
     """Curves, strong where channels or layers stay and faint where they went."""
     from matplotlib import colormaps
+    from matplotlib.ticker import MaxNLocator
 
     groups = list(dict.fromkeys(line.group or line.name for line in chart.lines))
     told = set[str]()
     for number, line in enumerate(chart.lines):
         group = line.group or line.name
         share = number / max(1, len(chart.lines) - 1)
-        colour = colormaps["viridis"](0.9 * share) if chart.by_depth else colormaps["tab10"](groups.index(group) % 10)
-        known = chart.by_depth or group in told or len(groups) > 10
-        if _draw_line(axes, line, colour, None if known else group):
+        place = groups.index(group)
+        colour = colormaps["viridis"](0.9 * share) if chart.by_depth else COLOURS[place % len(COLOURS)]
+        known = chart.by_depth or group in told or len(groups) > len(MARKS)
+        if _draw_line(axes, line, colour, MARKS[place % len(MARKS)], None if known else group):
             told.add(group)
     if chart.level is not None:
         axes.axhline(chart.level, color="black", lw=0.8, ls="--", label=chart.level_name)
     if chart.log:
         axes.set_yscale("log")
     axes.set(xlabel=chart.x, ylabel=chart.y)
+    if all(float(x).is_integer() for line in chart.lines for x in line.x):  # blocks, epochs, counts
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(chart.title, fontsize="medium")
     if chart.by_depth:
         from matplotlib.cm import ScalarMappable
@@ -178,23 +189,34 @@ def draw_chart(axes: Any, chart: Chart) -> None:
 
         shades = ListedColormap([colormaps["viridis"](0.9 * n / 255) for n in range(256)])
         bar = axes.figure.colorbar(ScalarMappable(cmap=shades), ax=axes, ticks=[0, 1], pad=0.02, aspect=30)
-        bar.ax.set_yticklabels(["first block", "last"], fontsize="x-small")
+        bar.ax.set_yticklabels(["first block", "last"], fontsize="small")
     elif axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize="x-small")
+        axes.legend(fontsize="small")
 
 
-def _draw_line(axes: Any, line: Line, colour: Any, label: str | None) -> bool:
+def _draw_line(axes: Any, line: Line, colour: Any, shape: str, label: str | None) -> bool:
     """Draw what stays strong, under `label`, and all of it faint; whether anything stays."""
     gone = list(line.gone) or [False] * len(line.y)
-    few = "o" if len(line.y) <= 40 else None
+    few = shape if len(line.y) <= 40 else None
     if any(gone):
         axes.plot(line.x, line.y, color=colour, lw=0.8, alpha=0.35, marker=few, ms=3, mfc="white")
     if not all(gone):
         stay = [float("nan") if out else y for y, out in zip(line.y, gone, strict=True)]
         axes.plot(line.x, stay, color=colour, lw=1.6, marker=few, ms=4, label=label)
     if line.mark:
-        axes.annotate(line.mark, (line.x[-1], line.y[-1]), fontsize="x-small", color=colour, ha="right", va="bottom")
+        _mark_end(axes, line, colour, shape)
     return not all(gone)
+
+
+def _mark_end(axes: Any, line: Line, colour: Any, shape: str) -> None:
+    """The line's last point, filled, with its words above and white around them, as they lie on other lines."""
+    from matplotlib.patheffects import withStroke
+
+    end = (line.x[-1], line.y[-1])
+    axes.plot(*end, color=colour, marker=shape, ms=6, mec="black", zorder=4)
+    about = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "va": "bottom", "zorder": 5}
+    around = [withStroke(linewidth=2.5, foreground="white")]
+    axes.annotate(line.mark, end, fontsize="small", weight="bold", path_effects=around, **about)
 
 
 __all__ = ["Layer", "draw", "draw_chart", "draw_layers", "draw_widths", "structure_figure"]

@@ -6,29 +6,26 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from vitcompress.bench.figures import new_figure, save
-from vitcompress.bench.pictures import draw_layers, draw_widths
+from vitcompress.bench.figures import COLOURS, MARKS, new_figure, save
+from vitcompress.bench.pictures import LEFT, draw_layers, draw_widths, state_patches
 from vitcompress.bench.structure import Structure, structure_of
-from vitcompress.checkpoint import PLAN, read_plan
+from vitcompress.plan import Plan
 
-MARKS = "osD^vPX<>hp"
 FAR_BELOW = 10.0  # points
 TICKS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 7, 10)
 Draw = Callable[[Any, Structure], None]
 
 
-def draw(found: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw the study `found` (the content of study.json) that lies in `folder` into `folder`/pictures.
+def draw(found: Mapping[str, Any], into: Path) -> list[Path]:
+    """Draw the study `found` (the content of study.json, which says all that is drawn) into the folder `into`.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    into = folder / "pictures"
     written = [save(accuracy_figure(found), into / "accuracy.png")]
     structures: dict[str, list[Structure]] = {}
     for run in found["runs"]:
-        plan = read_plan(folder / run["run"] / PLAN)
-        structures.setdefault(run["row"], []).append(structure_of(plan))
+        structures.setdefault(run["row"], []).append(structure_of(_plan(found["model"], run)))
     kinds: tuple[tuple[str, Draw, Callable[[Structure], bool]], ...] = (
         ("layers", draw_layers, _lost_layers),
         ("widths", draw_widths, _lost_channels),
@@ -39,6 +36,13 @@ def draw(found: Mapping[str, Any], folder: Path) -> list[Path]:
             if shown:
                 written.append(save(grid_figure(shown, draw_one), into / f"{_slug(curve)}-{kind}.png"))
     return written
+
+
+def _plan(model: Mapping[str, Any], run: Mapping[str, Any]) -> Plan:
+    """The plan of a run, but for which channels it keeps: a picture shows how many, and a study records no more."""
+    kept = {space: tuple(range(count)) for space, count in run["kept"].items()}
+    same = {key: run[key] for key in ("removed", "heads")}
+    return Plan(model["arch"], model["arch_args"], folded=tuple(run["folded"]), kept=kept, **same)
 
 
 def grouped(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -78,7 +82,8 @@ def grid_figure(shown: Mapping[str, Sequence[Structure]], draw_one: Draw) -> Any
     first = next(iter(shown.values()))[0]
     lines = len(first.layers if draw_one is draw_layers else first.widths)
     columns = max(map(len, shown.values()))
-    figure = new_figure((1.6 + 0.42 * len(first.blocks)) * columns, (0.75 + 0.27 * lines) * len(shown))
+    figure = new_figure((1.6 + 0.42 * len(first.blocks)) * columns, 0.4 + (0.85 + 0.27 * lines) * len(shown))
+    figure.get_layout_engine().set(h_pad=0.08)  # inches: titles stand apart from the row above
     grid = figure.subplots(len(shown), columns, squeeze=False)
     for line, (title, structures) in zip(grid, shown.items(), strict=True):
         for seed, (axes, structure) in enumerate(zip(line, structures, strict=False)):
@@ -87,7 +92,12 @@ def grid_figure(shown: Mapping[str, Sequence[Structure]], draw_one: Draw) -> Any
                 legend.remove()
             axes.set_title(f"{title}, seed {seed}", fontsize="small", loc="left")
             axes.set_xlabel("")
-            axes.tick_params(labelsize="x-small")
+            axes.tick_params(labelsize="small")
+    figure.supxlabel("block of the dense model", fontsize="small")
+    if draw_one is draw_layers:
+        figure.legend(handles=state_patches(), loc="outside upper left", ncols=3, fontsize="small", frameon=False)
+    else:
+        figure.suptitle(f"{LEFT} (hatched: the layer is gone)", fontsize="small", x=0.01, ha="left")
     return figure
 
 
@@ -109,33 +119,37 @@ def accuracy_figure(found: Mapping[str, Any]) -> Any:
             _errorbars(axes, rows, key, style, seeds)
         axes.axhline(100 * found["dense"]["top1_mean"], color="grey", ls=":", lw=1, label="dense")
         axes.set(xlabel=label, ylabel="top-1 on the test images, %", xscale="log")
-        ends = [row[key] for row in found["rows"]]
+        ends = [1.0, *(row[key] for row in found["rows"])]
         ticks = [tick for tick in TICKS if min(ends) <= tick <= max(ends)]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
         _without_collapsed(axes, found["rows"], key, seeds)
     figure.axes[0].invert_xaxis()
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize="x-small", frameon=False)
+    title = "bars: worst to best seed\nhollow: held against the filled\none of the same colour"
+    figure.legend(
+        handles, labels, loc="outside right upper", fontsize="small", frameon=False, title=title, title_fontsize="small"
+    )
     return figure
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Mapping[str, Any]]]]:
     """How each curve is drawn, and its rows from the most costly on."""
     methods = _methods(rows)
-    colours = {curve: f"C{number}" for number, curve in enumerate(methods)}
+    styles = {curve: (COLOURS[n % len(COLOURS)], MARKS[n % len(MARKS)]) for n, curve in enumerate(methods)}
     rivals: dict[str, int] = {}
     for curve in dict.fromkeys(row["curve"] for row in rows):
         own = sorted((row for row in rows if row["curve"] == curve), key=lambda row: -row["macs"])
         if curve in methods:
-            yield {"color": colours[curve], "marker": "o", "ms": 6, "ls": "-", "label": curve}, own
+            colour, mark = styles[curve]
+            yield {"color": colour, "marker": mark, "ms": 6, "ls": "-", "label": curve}, own
         elif not own[0]["against"]:
             yield {"color": "black", "marker": "*", "ms": 11, "ls": "none", "label": own[0]["title"]}, own
         else:
             of = own[0]["against"][0]
             rivals[of] = rivals.get(of, 0) + 1
             style = {"marker": MARKS[rivals[of] % len(MARKS)], "mfc": "white", "ms": 5, "ls": ":", "lw": 0.6}
-            yield {"color": colours.get(of, "grey"), "label": curve, **style}, own
+            yield {"color": styles[of][0] if of in styles else "grey", "label": curve, **style}, own
 
 
 def _seeds(found: Mapping[str, Any], row: str) -> list[float]:
@@ -168,9 +182,8 @@ def _without_collapsed(
         of = seeds[row["row"]]
         if min(of) < least:
             words = f"{row['curve']}:\n{', '.join(f'{value:.0f}' for value in sorted(of))} %"
-            axes.annotate(
-                words, (row[key], min(shown) - room), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=6
-            )
+            beside = {"xytext": (-4, 3), "textcoords": "offset points", "ha": "right", "fontsize": 8}
+            axes.annotate(words, (row[key], min(shown) - room), **beside)
 
 
 __all__ = ["accuracy_figure", "draw", "grid_figure", "grouped"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Line:
-    """One curve. gone: whether each point belongs to something that was removed. mark: words at the last point.
+    """One curve. gone: whether each point belongs to something that was removed. mark: a short word at the last point.
     group: what curves of one colour have in common; the name where that is empty.
     """
 

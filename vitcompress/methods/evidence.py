@@ -160,7 +160,8 @@ def _entropy_chart(rows: Sequence[dict[str, Any]], choice: dict[str, list[int]])
         own = [row for row in rows if row["kind"] == kind]
         gone = [row["index"] in choice.get(kind, ()) for row in own]
         lines.append(Line(kind, [row["index"] for row in own], [row["score"] for row in own], gone))
-    return Chart("transfer entropy without each layer alone", "block", "score (nats)", lines)
+    positive = all(row["score"] > 0 for row in rows)  # the first block's is many times the others'
+    return Chart("transfer entropy without each layer alone", "block", "score, nats", lines, log=positive)
 
 
 def _search_chart(records: Sequence[dict[str, Any]]) -> Chart:
@@ -171,8 +172,10 @@ def _search_chart(records: Sequence[dict[str, Any]]) -> Chart:
         own = [r for r in records if r["epoch"] <= ends.get(site, r["epoch"])]
         epochs, scores = [r["epoch"] + 1 for r in own], [r["scores"][site] for r in own]
         group = "attention" if site.endswith(".attn") else "activation"
-        lines.append(Line(site, epochs, scores, [site in ends] * len(own), site if site in ends else "", group))
-    return Chart("HetDPT step 2: learnable scores, the lowest one goes", "epoch", "score", lines)
+        block = ".".join(part for part in site.split(".") if part.isdigit())
+        lines.append(Line(site, epochs, scores, [site in ends] * len(own), block if site in ends else "", group))
+    title = "HetDPT step 2: learnable scores (numbers: blocks whose layer went)"
+    return Chart(title, "epoch", "score", lines)
 
 
 def _gradient_chart(rows: Sequence[dict[str, Any]]) -> Chart:
@@ -185,7 +188,7 @@ def _recovery_chart(rows: Sequence[dict[str, Any]]) -> Chart:
     lines = []
     for kind, own in _by_kind(rows).items():
         before, after = (_line(kind, [(r["index"], r[state]) for r in own]) for state in ("before", "after"))
-        lines += [replace(before, gone=[True] * len(own)), replace(after, mark=f"{kind}, fine-tuned")]
+        lines += [replace(before, gone=[True] * len(own)), after]
     title = "HetDPT: recovery asymmetry (faint: not fine-tuned)"
     return Chart(title, "block without its layer", "held-out top-1, %", lines)
 

@@ -66,7 +66,7 @@ def run(study: Study, options: StudyOptions, progress: Progress | None = None) -
         speed = measured(folder, study, runs, options.speed, progress)
         found = write(folder, study, runs, speed)
     try:
-        study_pictures.draw(found, folder)
+        study_pictures.draw(found, folder / "pictures")
     except MissingExtraError as error:
         progress.note(f"no pictures: {error.message}: {error.hint}")
     return found

@@ -35,12 +35,14 @@ def collected(study: Study, runs: Sequence[Run], speed: Mapping[str, Any] | None
     single = {run.name: _run(run, speed) for run in runs}
     rows = [_row(study, name, [r for r in single.values() if r["row"] == name]) for name in _names(study)]
     dense = [_dense(run) for run in {run.seed: run for run in runs}.values()]
+    first = reports.read(runs[0].folder)
     return {
         "study": study.name,
         "summary": study.summary,
         "epochs": study.epochs,
+        "model": {key: first["plan"][key] for key in ("arch", "arch_args")},  # the dense one of all rows
         "seeds": len(dense),
-        "dense": {"seeds": dense, **_spread(dense), "cost": reports.read(runs[0].folder)["cost"]["dense"]},
+        "dense": {"seeds": dense, **_spread(dense), "cost": first["cost"]["dense"]},
         "rows": rows,
         "pairs": pairs(runs, rows),
         "runs": list(single.values()),
@@ -74,6 +76,8 @@ def _run(run: Run, speed: Mapping[str, Any] | None) -> dict[str, Any]:
         "speedup": None if ratio is None else {"median": ratio["median"], "ci95": ratio["ci95"]},
         "passed": report["verify"]["passed"] and _agrees(run, accuracy["correct"], speed),
         "removed": plan["removed"],
+        "folded": plan["folded"],
+        "heads": plan["heads"],
         "kept": {space: len(channels) for space, channels in plan["kept"].items()},
     }
 

@@ -79,7 +79,7 @@ def charts(folder: Path) -> list[Chart]:
             lines.append(Line(f"round {number + 1}: {record['ways'][least]}", ways, record["scores"]))
         words = "ways to lose a block, in forward order (whole, hybrid, whole, ...)"
         found.append(
-            Chart("UP-ViT: the block whose loss costs least goes", words, "KL, summed over images", lines, True)
+            Chart("UP-ViT: the block whose loss costs least goes", words, "KL, nats, summed over images", lines, True)
         )
     kinds: dict[str, list[Line]] = {}
     for name, scores, kept in _scored(folder):
@@ -87,5 +87,5 @@ def charts(folder: Path) -> list[Chart]:
         kinds.setdefault(kind, []).append(ranked(name, scores, kept))
     for kind, lines in kinds.items():
         title, words = f"UP-ViT: {kind} channels", "share of the component's channels, best first"
-        found.append(Chart(title, words, "KL, summed over images", lines, log=True, by_depth=len(lines) > 1))
+        found.append(Chart(title, words, "KL, nats, summed over images", lines, log=True, by_depth=len(lines) > 1))
     return found
