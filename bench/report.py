@@ -24,6 +24,7 @@ The input is plain data, the content of report.json. Every key but `recipe` and 
     notes                  sentences that a reader should know
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,10 +53,15 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
     def markdown(self) -> str:
-        head = [self.columns, tuple("---" if i == 0 else "---:" for i in range(len(self.columns)))]
+        head = [self.columns, tuple("---:" if self._figures(i) else "---" for i in range(len(self.columns)))]
         return "\n".join(
             "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in [*head, *self.rows]
         )
+
+    def _figures(self, column: int) -> bool:
+        """Whether a column stands right: figures do, words and the first column do not."""
+        cells = [row[column] for row in self.rows if row[column] not in ("", NOTHING, deployed.NONE)]
+        return column > 0 and all(re.match(r"[+-]?\d", cell) for cell in cells)
 
 
 def write(folder: Path, report: Mapping[str, Any]) -> None:

@@ -92,7 +92,9 @@ def _different(images: Tensor) -> int:
 def judged(found: Agreement, share: float, name: str, of: str) -> list[Check]:
     """The checks of one comparison. of: what was compared, in words."""
     low, high = found.interval
-    flips = f"{found.flips} of {found.images} top-1 answers differ (95 % interval {low:.1%} to {high:.1%})"
+    flips = (
+        f"{found.flips} of {found.images} top-1 answers differ (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
+    )
     if found.flips:
         flips += f", {found.flips - found.unexplained} of them between answers that were close anyway"
     counted = compared(f"{name}.flips", low, share, f"{flips}; {of}")

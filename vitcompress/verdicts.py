@@ -105,7 +105,7 @@ def agreement(name: str, expected: Tensor, got: Tensor, tolerance: float) -> Che
         return Check(name, "failed", float("nan"), 0.0, "answers are not finite")
     count, total = int(changed.sum()), len(changed)
     low, high = wilson(count, total)
-    detail = f"{count} of {total} top-1 answers differ (95 % interval {low:.1%} to {high:.1%})"
+    detail = f"{count} of {total} top-1 answers differ (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
     if count:
         detail += f", {count - int(unexplained.sum())} of them within rounding"
     return Check(name, "failed" if unexplained.any() else "passed", float(unexplained.sum()), 0.0, detail)

@@ -311,3 +311,8 @@ def test_artifacts_are_told_apart_by_as_little_as_it_takes() -> None:
     assert deployed.short(["a/dense.onnx", "a/model.onnx"]) == ["dense.onnx", "model.onnx"]
     assert deployed.short(["/r/a/model.onnx", "/r/b/model.onnx"]) == ["a/model.onnx", "b/model.onnx"]
     assert deployed.short(["m.onnx", "a/m.onnx", "timm:x", "timm:x"]) == ["m.onnx", "a/m.onnx", "timm:x", "timm:x"]
+
+
+def test_figures_stand_right_and_words_left() -> None:
+    table = reports.Table("", ("name", "value", "how"), (("a", "1.5", "2 of 3"), ("b", "-", "not run"), ("c", "", "")))
+    assert table.markdown().splitlines()[1] == "| --- | ---: | --- |"
