@@ -314,5 +314,5 @@ def test_artifacts_are_told_apart_by_as_little_as_it_takes() -> None:
 
 
 def test_figures_stand_right_and_words_left() -> None:
-    table = reports.Table("", ("name", "value", "how"), (("a", "1.5", "2 of 3"), ("b", "-", "not run"), ("c", "", "")))
+    table = report.Table("", ("name", "value", "how"), (("a", "1.5", "2 of 3"), ("b", "-", "not run"), ("c", "", "")))
     assert table.markdown().splitlines()[1] == "| --- | ---: | --- |"
