@@ -1,9 +1,10 @@
 """Which layers and channels of each block a plan leaves, told of the dense model's blocks, for pictures and tables."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from timm.utils.misc import natural_key
 from torch import nn
 
 from vitcompress import models
@@ -14,6 +15,15 @@ Entry = TypeVar("Entry")
 LAYERS = {"attention": "attention", "activation": "activation", "ffn": "FFN"}
 WIDTHS = {"residual": "residual", "heads": "heads", "qk": "q and k", "v": "v", "mlp": "FFN", "sr": "reduction"}
 WORDS = {"norm_identity": "norm", "double": "2x", "identity": "none", "mean_gate": "mean", "drop_gate": "1"}
+
+STAND_INS = {
+    "drop": "nothing stands in its place",
+    "norm_identity": "its normalised input stands in its place",
+    "double": "its input is doubled instead",
+    "identity": "its FFN is linear",
+    "mean_gate": "its gate is a constant",
+    "drop_gate": "its gate is 1",
+}
 
 
 @dataclass(frozen=True)
@@ -126,6 +136,22 @@ def _width(plan: Plan, space: Space) -> Width:
 def _heads(plan: Plan, space: Space) -> Width:
     gone = _gone(plan, space.attention) is not None
     return Width(0 if gone else plan.heads.get(space.attention, space.heads), space.heads)
+
+
+def stand_ins(plan: Mapping[str, Any]) -> Iterator[str]:
+    """What the plan, given as data, took away and what stands there now, in the order of the model."""
+    for name, stand in _ordered(plan.get("removed")):
+        yield f"{name}: {stand} ({STAND_INS[stand]})"
+    for name, act in _ordered(plan.get("appended")):
+        yield f"{name}: followed by {act}"
+    if folded := plan.get("folded"):
+        yield f"folded into linear layers: {', '.join(sorted(folded, key=natural_key))}"
+    if padded := plan.get("padded"):
+        yield f"heads padded to one width: {', '.join(sorted(padded, key=natural_key))}"
+
+
+def _ordered(entries: Mapping[str, str] | None) -> list[tuple[str, str]]:
+    return sorted((entries or {}).items(), key=lambda entry: natural_key(entry[0]))
 
 
 def widths(plan: Plan) -> dict[str, Any] | None:

@@ -35,6 +35,7 @@ from vitcompress.exporters.runner import Runner
 from vitcompress.exporters.runtimes import RUNNERS, open_runner
 from vitcompress.models import InputConfig
 from vitcompress.precision import HALF
+from vitcompress.progress import Progress
 from vitcompress.sidecar import exported_files, input_of
 from vitcompress.verdicts import Check, compared, largest_difference
 
@@ -197,16 +198,24 @@ def verdict(checks: Iterable[Check]) -> str:
     return "failed" if "failed" in found else ("passed" if found == {"passed"} else "not_run")
 
 
-def folder_checks(folder: Path, images: Tensor, real: bool, dense: Path) -> Iterator[Check]:
+def folder_checks(
+    folder: Path, images: Tensor, real: bool, dense: Path, progress: Progress | None = None
+) -> Iterator[Check]:
     """`file_checks` of every exported file of a run folder.
 
     dense: folder of the model before pruning, which the files of its export are held against.
     """
+    known = {stem: exported_files(folder, stem, RUNNERS) for stem in ("model", "dense")}
+    done, total = 0, sum(map(len, known.values()))
     for stem, source in (("model", folder), ("dense", dense)):
         model: Any = None
-        for path in exported_files(folder, stem, RUNNERS):
+        for path in known[stem]:
+            (progress or Progress()).update("files asked", done, total, path.name)
+            done += 1
             if model is None and not (source / checkpoint.PLAN).is_file():
                 yield Check(f"{PREFIX}{path.name}", "not_run", detail="its model is not here to be compared with")
                 continue
             model = checkpoint.load(source) if model is None else model
             yield from file_checks(model, path, images, real=real)
+    if total:
+        (progress or Progress()).update("files asked", total, total)

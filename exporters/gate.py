@@ -6,6 +6,7 @@ Two kinds of checks are asked of every exported file, whether a recipe or `vitco
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from vitcompress.errors import ArtifactError, OutputError
 from vitcompress.exporters import agreement
 from vitcompress.exporters.agreement import PREFIX, folder_checks
 from vitcompress.exporters.runtimes import RUNNERS
+from vitcompress.progress import Progress
 from vitcompress.sidecar import amend_sidecar, exported_files, read_sidecar
 from vitcompress.verdicts import Check, Verification
 from vitcompress.verify import verify_folder
@@ -80,21 +82,23 @@ def refuse(folder: Path, files: dict[str, str]) -> None:
     checkpoint.write_json(folder / REFUSED, files)
 
 
-def verify(folder: Path, images: Tensor | None = None, dense: Path | None = None) -> Verification:
+def verify(
+    folder: Path, images: Tensor | None = None, dense: Path | None = None, progress: Progress | None = None
+) -> Verification:
     """`verify_folder` with every exported file in its own runtime, and the verdicts in the sidecars of the files.
 
     Raises:
         ArtifactError, PlanError, WeightsError: as `verify_folder`.
     """
-    found = verify_folder(folder, images, dense, served=_served)
+    found = verify_folder(folder, images, dense, served=partial(_served, progress))
     for path in (path for stem in ("model", "dense") for path in exported_files(folder, stem, RUNNERS)):
         with suppress(OutputError, ArtifactError):  # a read-only copy; a damaged sidecar is told by the runner
             record(path, of(path, found.checks))
     return found
 
 
-def _served(folder: Path, images: Tensor, real: bool, dense: Path) -> Iterator[Check]:
+def _served(progress: Progress | None, folder: Path, images: Tensor, real: bool, dense: Path) -> Iterator[Check]:
     for name, why in refused(folder).items():
         if not (folder / name).is_file():
             yield Check(f"export.{name}", "failed", detail=why)
-    yield from folder_checks(folder, images, real, dense)
+    yield from folder_checks(folder, images, real, dense, progress)

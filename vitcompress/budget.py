@@ -21,6 +21,8 @@ Counts = dict[str, int]
 ROUNDS = 40  # halvings of an interval; as fine as a float needs
 CLOSE, EXACT = 0.01, 1e-4  # shares of a target within which it counts as met, and nothing nearer is looked for
 
+LATER = "; whatever else runs makes times longer: the same command measures anew and keeps what was trained"
+
 
 @dataclass(frozen=True)
 class Group:
@@ -207,7 +209,8 @@ def check_reach(
             f"{target.words.format(target.amount)}{f' on {target.on}' if target.on else ''} cannot be reached: this "
             "structure allows "
             f"{target.words.format(least)} to {target.words.format(most)}",
-            hint="change the target, or let more kinds of width shrink (keep_ratio, keep_heads, keep_head_dim below 1)",
+            hint="change the target, or let more kinds of width shrink (keep_ratio, keep_heads, keep_head_dim below 1)"
+            f"{LATER if target.on else ''}",
         )
     return least, most
 

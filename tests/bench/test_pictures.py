@@ -7,10 +7,11 @@ import pytest
 
 from vitcompress import checkpoint, models, surgery
 from vitcompress.bench.pictures import charts_figure, draw, structure_figure
-from vitcompress.bench.structure import Layer, Structure, Width, structure_of, widths
+from vitcompress.bench.structure import STAND_INS, Layer, Structure, Width, structure_of, widths
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.methods.charts import Chart, Line, ranked
-from vitcompress.plan import Plan
+from vitcompress.plan import GATE_STAND_INS, Plan
+from vitcompress.surgery.checking import STAND_INS as ALLOWED
 
 VIT = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 4, "mlp_ratio": 2.0}
 SWIN = {
@@ -54,6 +55,10 @@ def test_layers_and_widths_of_a_plan() -> None:
     assert found.widths["qk"] == [Width(0, 16), Width(0, 16), Width(4, 16)] and found.total("v") == (4, 48)
     assert found.widths["mlp"] == [Width(8, 32), Width(0, 32, linear=True), Width(32, 32)]
     assert found.total("mlp") == (40, 64)
+
+
+def test_every_stand_in_has_words() -> None:
+    assert set(STAND_INS) == {*GATE_STAND_INS, *(stand for stands in ALLOWED.values() for stand in stands)}
 
 
 def test_widths_of_a_plan_as_a_table() -> None:

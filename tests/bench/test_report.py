@@ -82,13 +82,36 @@ def test_the_manager_sees_before_after_and_change(measured: tuple[Path, dict[str
     assert rows["accuracy, test images"] == ("97.0 % (524 of 540)", "96.5 % (521 of 540)", "-0.6 points (p = 0.45)")
     assert rows["parameters"] == ("87.34 M", "54.87 M", "-37.2 %")
     assert rows["MACs per image"] == ("17.66 G", "10.93 G", "-38.1 %")
-    assert {"latency, median", "throughput", "file size"} <= set(rows)
+    assert {"latency, median", "throughput", "speed-up, in turns", "file size"} <= set(rows)
+
+
+def test_each_row_tells_its_own_change() -> None:
+    """A machine that stalls moves the throughput, not the median of rounds in turn: one row does not say both."""
+
+    def row(rate: float, p50: float) -> dict[str, object]:
+        about = {"runtime": "onnxruntime", "device": "cpu", "precision": "fp32", "batch": 2}
+        return about | {"images_per_second": rate, "latency_ms": {"p50": p50}}
+
+    def told(high: float | None) -> list[tuple[str, ...]]:
+        ratio = {
+            "median": 1.5,
+            "ci95": [1.4 if high else 0.0, high],
+            "verdict": "faster" if high else "not distinguishable",
+        }
+        bench = [{"rows": [row(3831.0, 3.0), row(121.0, 2.0)], "ratios": [ratio]}]
+        rows = report.summary_table({"cost": COST, "bench": bench}).rows
+        return [row[1:] for row in rows if "batch 2" in row[0]]
+
+    measured = [("3 ms", "2 ms", "-33.3 %"), ("3,831 images/s", "121 images/s", "-96.8 %")]
+    assert told(1.6) == [*measured, ("", "1.50x", "95 % interval 1.40 to 1.60: faster")]
+    assert told(None) == [*measured, ("", "1.50x", "no interval: that takes 6 rounds")]
 
 
 def test_the_page_names_what_was_removed_measured_and_published(measured: tuple[Path, dict[str, object]]) -> None:
     page = (measured[0] / "report.md").read_text()
     for text in (
-        "blocks.1.attn: norm_identity",
+        "blocks.1.attn: norm_identity (its normalised input stands in its place)",
+        "folded into linear layers: blocks.1.mlp",
         "| blocks.0 | 3 of 8 |",
         "blocks.1: followed by gelu",
         "54,867,152",

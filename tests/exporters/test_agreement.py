@@ -19,6 +19,7 @@ from vitcompress.exporters import agreement, gate
 from vitcompress.exporters.folder import export_folder, settle
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.plan import Plan
+from vitcompress.progress import Progress
 from vitcompress.sidecar import read_sidecar
 from vitcompress.surgery import applied
 
@@ -165,7 +166,11 @@ def test_what_cannot_run_here_is_not_run(folder: Path, capsys: pytest.CaptureFix
 def test_a_folder_is_checked_with_all_its_files(folder: Path) -> None:
     plain, openvino = export_folder(folder), export_folder(folder, "openvino")
     assert "runs everywhere" in plain.opset_reason and "OpenVINO" in openvino.opset_reason
-    found = gate.verify(folder, IMAGES)
+    seen: list[tuple[int, int, str]] = []
+    progress = Progress()
+    progress.update = lambda label, done, total, text="": seen.append((done, total, text))  # type: ignore[method-assign]
+    found = gate.verify(folder, IMAGES, progress=progress)
+    assert seen == [(0, 2, "model.onnx"), (1, 2, "model.xml"), (2, 2, "")]
     names = {check.name for check in found.checks if check.verdict == "passed"}
     assert {"agreement.model.onnx.flips", "agreement.model.xml.error"} <= names
     assert found.passed

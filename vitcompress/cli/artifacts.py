@@ -16,13 +16,14 @@ from vitcompress.cli.options import export_options, given, numbers
 @common
 def verify(folder: Path, as_json: bool, debug: bool) -> int:
     """Check again everything that a run folder claims."""
-    with working(debug):
+    with working(debug) as progress:
         from vitcompress.bench import deployed
         from vitcompress.bench import report as reports
         from vitcompress.exporters import gate
         from vitcompress.pipeline import dense_of
 
-        found = gate.verify(folder, dense=dense_of(folder))
+        progress.stage(f"Verify {folder}")
+        found = gate.verify(folder, dense=dense_of(folder), progress=progress)
         data = found.as_data()
         ways = reports.Table("weights", *deployed.weights(found.weights))
     said = [*deployed.bytes_of(found.weights), reports.verdicts(data)]

@@ -97,7 +97,8 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
         scores = scored(model, spaces, context, options.criterion, options.images)
         groups = groups_of(spaces, scores, options.scope)
         sizes = Sizes(model, spaces, groups, context.plan, _clock(context, options))
-        counts, met = chosen(groups, options, sizes)
+        with latencies.unless_refused(context, options.latency_on):
+            counts, met = chosen(groups, options, sizes)
         rows = [
             {"name": g.name, "kind": g.kind, "kept": counts[g.name], "of": g.size, "scores": g.scores.tolist()}
             for g in groups

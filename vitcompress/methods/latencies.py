@@ -6,12 +6,14 @@ another number of threads), times from before would mix two clocks: they are lef
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from vitcompress.assignments import differences
 from vitcompress.checkpoint import read_json
+from vitcompress.errors import PlanError
 from vitcompress.methods.widths import Made, Timed
 from vitcompress.plan import Plan
 from vitcompress.workspace import Clock, Context
@@ -29,6 +31,20 @@ def kept(context: Context, measure: Clock, runtime: str) -> Timed:
         return float(context.memo(f"latency-{runtime}-{key}-{delta.digest[:16]}", lambda: measure(made(), runtime)))
 
     return latency
+
+
+@contextmanager
+def unless_refused(context: Context, runtime: str) -> Iterator[None]:
+    """Forget what was measured on `runtime` where no structure can be had by it: nobody should be held to the times of
+    a moment in which something else was running.
+    """
+    try:
+        yield
+    except PlanError:
+        if context.runtime.is_main:
+            for path in context.folder.glob(f"latency-{runtime}-*.json"):
+                path.unlink()
+        raise
 
 
 def once(measure: Clock, runtime: str) -> Timed:

@@ -81,7 +81,7 @@ def verify(job: Job) -> None:
 
 def _verify(job: Job) -> None:
     job.progress.stage("Verify")
-    found = gate.verify(job.folder, images=_images(job), dense=job.dense_folder)
+    found = gate.verify(job.folder, images=_images(job), dense=job.dense_folder, progress=job.progress)
     passed = Counter(check.name.split(".")[0] for check in found.checks if check.verdict == "passed")
     job.progress.note("passed: " + ", ".join(f"{name} ({count})" for name, count in passed.items()))
     for check in found.checks:
