@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from vitcompress import surgery
 from vitcompress.checkpoint import load_tensors
+from vitcompress.data import Augmentation
 from vitcompress.families import family_of
 from vitcompress.methods import METHODS, steps
 from vitcompress.train import TrainOptions
@@ -48,7 +49,7 @@ def test_a_recovery_between_steps_may_differ_from_the_last_one() -> None:
     same = steps.recovery_settings(base, steps.RecoverOptions(epochs=2))
     assert same == replace(base, epochs=2)
     own = {"batch_size": 32, "lr": 0.5, "min_lr": 0.1, "warmup_epochs": 0, "weight_decay": 0.0, "decay_all": False}
-    own |= {"drop_path": 0.0, "alpha": 0.25, "teacher_smoothing": 0.0}
+    own |= {"drop_path": 0.0, "alpha": 0.25, "teacher_smoothing": 0.0, "augmentation": Augmentation(smoothing=0.1)}
     found = steps.recovery_settings(base, steps.RecoverOptions(epochs=2, **own))
     assert found == replace(base, epochs=2, lr_base=None, **own) and found.peak_lr == 0.5
 

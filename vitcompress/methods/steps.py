@@ -14,6 +14,7 @@ from torch import nn
 
 from vitcompress import surgery
 from vitcompress.checkpoint import read_json
+from vitcompress.data import Augmentation
 from vitcompress.families import Family
 from vitcompress.methods.depth import Stage
 from vitcompress.plan import Plan
@@ -35,6 +36,7 @@ class RecoverOptions:
     drop_path: Annotated[float, Ge(0), Lt(1)] | None = None
     alpha: Annotated[float, Ge(0)] | None = None
     teacher_smoothing: Annotated[float, Ge(0), Lt(1)] | None = None
+    augmentation: Augmentation | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def recover(model: nn.Module, context: Context, options: RecoverOptions) -> Plan
 
 def recovery_settings(base: TrainOptions, options: RecoverOptions) -> TrainOptions:
     """What `recover` trains with where [finetune] is `base`."""
-    own: dict[str, Any] = {name: value for name, value in asdict(options).items() if value is not None}
+    own: dict[str, Any] = {name: value for name, value in vars(options).items() if value is not None}
     if options.lr is not None:
         own["lr_base"] = None
     return replace(base, **own)
