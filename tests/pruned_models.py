@@ -1,0 +1,30 @@
+"""A pruned and folded model, and what is said of the weights in a file of it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from contracts import build, contract, having, kept_channels
+from torch import nn
+
+from vitcompress import surgery
+from vitcompress.families import family_of
+from vitcompress.plan import Plan
+from vitcompress.verdicts import Check
+from vitcompress.verify_weights import weight_checks
+
+
+def pruned(variant: str) -> tuple[nn.Module, nn.Module, Plan]:
+    """A dense model, and what is left of it without an attention, an activation and some channels; folded."""
+    dense = build(variant, dtype=torch.float32)
+    base = contract(variant).plan
+    acts = [] if family_of(dense).not_foldable else having(dense, "activation", [1])
+    plan = base.then(surgery.depth_plan(dense, base, having(dense, "attention", [0]), acts))
+    plan = replace(plan, kept=kept_channels(surgery.applied(dense, plan), {"mlp", "v"}))
+    model = surgery.applied(dense, plan)
+    return dense, model, surgery.fold(model, plan).plan
+
+
+def file_checks(model: nn.Module, path: Path) -> list[Check]:
+    """The checks of one file."""
+    return weight_checks(model, pruned("layer_scale")[2], [path])[0][1:]
