@@ -25,7 +25,7 @@ from vitcompress.families import family_of
 from vitcompress.gates import GatedModel
 from vitcompress.models import input_config
 from vitcompress.progress import Progress
-from vitcompress.train import TrainOptions, train
+from vitcompress.train import Steering, Surroundings, TrainOptions, train
 
 OPTIONS = TrainOptions(epochs=3, batch_size=8, accumulate=2, ema=0.9, weight_decay=0.05)
 LR = {"sgd": 0.05, "adamw": 1e-3}
@@ -66,19 +66,8 @@ def trained(runtime: Runtime, optimizer: str, folder: Path) -> tuple[Wide, dict[
             module.set_gate(runtime.broadcast(min(scores, key=scores.__getitem__)), 0.0)
 
     options = replace(OPTIONS, optimizer=optimizer, lr=LR[optimizer])
-    result = train(
-        module,
-        images(),
-        images(),
-        options,
-        input=input_config(module.model),
-        runtime=runtime,
-        folder=folder / optimizer,
-        label="search",
-        seed=0,
-        progress=Progress(),
-        after_epoch=prune,
-    )
+    at = Surroundings(input_config(module.model), runtime, folder / optimizer, "search", 0, Progress())
+    result = train(module, images(), images(), options, at, Steering(after_epoch=prune))
     history = [{name: value for name, value in record.items() if name != "seconds"} for record in result.history]
     return module, {"history": history, "gates": module.gate_values(), "chosen": result.chosen}
 

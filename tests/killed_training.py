@@ -25,7 +25,7 @@ from vitcompress.gates import GatedModel
 from vitcompress.models import input_config
 from vitcompress.progress import Progress
 from vitcompress.sources import ArrayImages
-from vitcompress.train import TrainOptions, train
+from vitcompress.train import Steering, Surroundings, TrainOptions, train
 
 ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 4, "patch_size": 2, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
@@ -64,6 +64,11 @@ def killer(event: str, which: int) -> Any:
     return watch
 
 
+def fading(gated: GatedModel) -> Steering:
+    """One gate goes from 1 to 0 over the epochs."""
+    return Steering(after_epoch=lambda epoch: gated.set_gate("blocks.1.mlp.act", 1.0 - 0.25 * (epoch + 1)))
+
+
 def run(folder: Path, result: Path, kill: tuple[str, int] | None) -> None:
     torch.set_num_threads(1)
     if kill:
@@ -72,19 +77,9 @@ def run(folder: Path, result: Path, kill: tuple[str, int] | None) -> None:
     family = family_of(model)
     gated = GatedModel(model, family, [s for s in family.sites(model) if s.kind in ("attention", "activation")])
     gated.register_forward_hook(lambda *_: sys.audit("vitcompress.step"))
-    train(
-        gated,
-        images(),
-        images(),
-        OPTIONS,
-        input=input_config(model),
-        runtime=Runtime(torch.device("cpu")),
-        folder=folder / "state" / "search",
-        label="search",
-        seed=0,
-        progress=Progress(),
-        after_epoch=lambda epoch: gated.set_gate("blocks.1.mlp.act", 1.0 - 0.25 * (epoch + 1)),
-    )
+    runtime = Runtime(torch.device("cpu"))
+    at = Surroundings(input_config(model), runtime, folder / "state" / "search", "search", 0, Progress())
+    train(gated, images(), images(), OPTIONS, at, fading(gated))
     save_tensors(result, gated.state_dict())
 
 

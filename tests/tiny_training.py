@@ -13,7 +13,7 @@ from vitcompress.distributed import Runtime
 from vitcompress.models import InputConfig
 from vitcompress.progress import Progress
 from vitcompress.sources import ArrayImages
-from vitcompress.train import TrainOptions, TrainResult, train
+from vitcompress.train import Steering, Surroundings, TrainOptions, TrainResult, train
 
 CPU = Runtime(torch.device("cpu"))
 INPUT = InputConfig((1, 4, 4), (0.5,), (0.5,), "bicubic", 1.0, "center")
@@ -38,8 +38,9 @@ def stripes(count: int = 48) -> ArrayImages:
 
 
 def fit(module: nn.Module, folder: Path, options: TrainOptions = OPTIONS, **more: Any) -> TrainResult:
-    arguments = {"input": INPUT, "runtime": CPU, "folder": folder, "label": "test", "seed": 0, "progress": Progress()}
-    return train(module, stripes(), more.pop("heldout", stripes()), options, **{**arguments, **more})
+    at = {"input": INPUT, "runtime": CPU, "folder": folder, "label": "test", "seed": 0, "progress": Progress()}
+    at |= {name: more.pop(name) for name in list(more) if name in at}
+    return train(module, stripes(), more.pop("heldout", stripes()), options, Surroundings(**at), Steering(**more))
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

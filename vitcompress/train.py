@@ -7,11 +7,10 @@ kept, and on the CPU the resumed run is the uninterrupted one bit for bit.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from timm.layers import DropPath
@@ -26,15 +25,21 @@ from vitcompress.errors import InputError, OutputError
 from vitcompress.evaluate import Accuracy, evaluate
 from vitcompress.loaders import EvalLoader, TrainLoader, eval_loader, train_loader
 from vitcompress.optimization import make_optimizer
-from vitcompress.progress import Progress
 from vitcompress.runlog import Board, RunLog
 from vitcompress.train_options import TrainOptions, TrainResult
-from vitcompress.training import Job, Learner, StepHooks, part_of
+from vitcompress.training import Job, Learner, Steering, StepHooks, Surroundings, part_of
 
-if TYPE_CHECKING:
-    from vitcompress.models import InputConfig
-
-__all__ = ["RunLog", "StepHooks", "TrainOptions", "TrainResult", "check_options", "drop_path", "train"]
+__all__ = [
+    "RunLog",
+    "Steering",
+    "StepHooks",
+    "Surroundings",
+    "TrainOptions",
+    "TrainResult",
+    "check_options",
+    "drop_path",
+    "train",
+]
 
 _EVAL_BATCH = 128  # images per process at least; without gradients this is small
 
@@ -44,76 +49,46 @@ def train(
     train_set: Images,
     heldout_set: Images | None,
     options: TrainOptions,
-    *,
-    input: "InputConfig",
-    runtime: Runtime,
-    folder: Path,
-    label: str,
-    seed: int,
-    progress: Progress,
-    teacher: nn.Module | None = None,
-    lr_scale: Callable[[float], float] | None = None,
-    after_epoch: Callable[[int], None] | None = None,
-    parameter_groups: Sequence[dict[str, Any]] | None = None,
-    hooks: StepHooks | None = None,
+    at: Surroundings,
+    steering: Steering | None = None,
 ) -> TrainResult:
     """Train `module` in place and leave it in eval mode with the weights that were kept.
 
     Args:
         module: a timm model, or a wrapper that holds one as `.model` (DDP wraps the outer one).
         heldout_set: judged after epochs; None or empty for no judgement.
-        folder: where this training keeps its state; one training per folder.
-        label: shown to people and part of the seed.
-        teacher: needed for distillation only; must take the same images.
-        lr_scale: multiplies the peak learning rate at a fractional epoch; takes the place of the schedule.
-        after_epoch: called on every rank with the number of the epoch (from 0) when it is over and judged, before its
-            state is saved. It may change gates and buffers.
-        parameter_groups: for the optimiser; by default timm's split, without decay for vectors and scalars.
-        hooks: called around every optimiser step; what they remember is kept in the state.
 
     Raises:
-        InputError: options that contradict the data, the model, the processes or an earlier state in `folder`.
+        InputError: options that contradict the data, the model, the processes or an earlier state in `at.folder`.
         VitcompressError: the loss is no longer finite.
     """
-    check_options(options, train_set, heldout_set, runtime)
-    module.to(runtime.device)
-    loss = objective(module, options.loss, teacher=teacher, input=input, device=runtime.device)
-    job = Job(
-        student_of(module, options.distillation, teacher),
-        options,
-        input,
-        runtime,
-        folder,
-        label,
-        seed,
-        progress,
-        loss,
-        lr_scale,
-        after_epoch,
-        len(train_set),
-        hooks,
-    )
+    steering = steering or Steering()
+    check_options(options, train_set, heldout_set, at.runtime)
+    module.to(at.runtime.device)
+    loss = objective(module, options.loss, teacher=steering.teacher, input=at.input, device=at.runtime.device)
+    student = student_of(module, options.distillation, steering.teacher)
     with both_heads(module), drop_path(module, options.drop_path):
-        result = _run(job, train_set, heldout_set, parameter_groups)
+        result = _run(Job(student, options, at, steering, loss, len(train_set)), train_set, heldout_set)
     module.eval()
     return result
 
 
-def _run(
-    job: Job, train_set: Images, heldout_set: Images | None, groups: Sequence[dict[str, Any]] | None
-) -> TrainResult:
-    state = job.runtime.broadcast(load_state(job.folder) if job.runtime.is_main else None)
+def _run(job: Job, train_set: Images, heldout_set: Images | None) -> TrainResult:
+    state = job.runtime.broadcast(load_state(job.at.folder) if job.runtime.is_main else None)
     if state is not None and state.data["made_with"] != job.fingerprint:
-        raise OutputError(f"{job.folder} holds the training of other settings", hint="use another folder, or --fresh")
+        raise OutputError(
+            f"{job.at.folder} holds the training of other settings", hint="use another folder, or --fresh"
+        )
     if state is not None and state.data["finished"]:
         return _finished(job, state)
     heldout = _eval_loader(job, heldout_set)
     if job.options.epochs == 0:
         untrained = None if heldout is None else _judge(job, job.module, heldout)
         return TrainResult([], untrained, None, "raw", -1)
-    loader = train_loader(train_set, job.input, job.options.augmentation, job.micro_batch, job.seed, job.runtime)
+    at, augmentation = job.at, job.options.augmentation
+    loader = train_loader(train_set, at.input, augmentation, job.micro_batch, at.seed, at.runtime)
     loader.set_classes(int(getattr(inner(job.module), "num_classes", 0)) or int(train_set.labels.max()) + 1)
-    learner = Learner(job, len(loader) // job.options.accumulate, groups)
+    learner = Learner(job, len(loader) // job.options.accumulate)
     if learner.steps == 0:
         raise InputError(
             f"batch_size {job.options.batch_size} is more than the {len(train_set)} training images",
@@ -126,12 +101,12 @@ def _run(
 
 def _epochs(job: Job, learner: Learner, loader: TrainLoader, heldout: EvalLoader | None) -> TrainResult:
     """All epochs that are left."""
-    log = RunLog.beside(job.folder)
-    stage, first = log.stage_of(job.folder, job.label), len(learner.history)
+    at, log = job.at, RunLog.beside(job.at.folder)
+    stage, first = log.stage_of(at.folder, at.label), len(learner.history)
     if job.runtime.is_main:
         log.sync(stage, learner.history)
         epochs, steps = job.options.epochs, learner.steps
-        job.progress.update(job.label, first * steps, epochs * steps, f"epoch {first + 1}/{epochs}")  # starts the clock
+        at.progress.update(at.label, first * steps, epochs * steps, f"epoch {first + 1}/{epochs}")  # starts the clock
     with closing(log.tensorboard(stage, first) if job.runtime.is_main else Board(None, 0)) as board:
         for number in range(first, job.options.epochs):
             record = _epoch(job, learner, loader, heldout, number)
@@ -155,8 +130,8 @@ def _epoch(job: Job, learner: Learner, loader: TrainLoader, heldout: EvalLoader 
 def _end_epoch(job: Job, learner: Learner, record: dict[str, Any]) -> None:
     """Let the caller change gates, remember the weights to keep, and save; the last epoch saves only those."""
     number = record["epoch"]
-    if job.after_epoch:
-        job.after_epoch(number)
+    if job.steering.after_epoch:
+        job.steering.after_epoch(number)
         learner.sync_ema()
     learner.history.append(record)
     last = number + 1 == job.options.epochs
@@ -167,7 +142,7 @@ def _end_epoch(job: Job, learner: Learner, record: dict[str, Any]) -> None:
         data |= {"finished": True, "numbers": {}, "groups": [], "scaler": {}}
         job.module.load_state_dict(learner.best)
     if job.runtime.is_main:
-        save_state(job.folder, number, tensors, data)
+        save_state(job.at.folder, number, tensors, data)
 
 
 def _choose(job: Job, learner: Learner, record: Mapping[str, Any], last: bool) -> None:
@@ -208,8 +183,8 @@ def _finished(job: Job, state: State) -> TrainResult:
     if job.hooks:
         job.hooks.restore(state.data["hooks"])
     if job.runtime.is_main:
-        log = RunLog.beside(job.folder)
-        log.sync(log.stage_of(job.folder, job.label), state.data["history"])
+        log = RunLog.beside(job.at.folder)
+        log.sync(log.stage_of(job.at.folder, job.at.label), state.data["history"])
     return _result(state.data["history"], state.data["best_of"])
 
 
@@ -244,7 +219,7 @@ def check_options(options: TrainOptions, train_set: Images, heldout: Images | No
 def _eval_loader(job: Job, heldout_set: Images | None) -> EvalLoader | None:
     if not heldout_set:
         return None
-    return eval_loader(heldout_set, job.input, max(_EVAL_BATCH, job.micro_batch), job.runtime)
+    return eval_loader(heldout_set, job.at.input, max(_EVAL_BATCH, job.micro_batch), job.runtime)
 
 
 @contextmanager

@@ -54,22 +54,57 @@ class StepHooks(Protocol):
 
 
 @dataclass(frozen=True)
-class Job:
-    """What stays the same during one training."""
+class Surroundings:
+    """Where a training runs, and what tells it from others.
 
-    module: nn.Module
-    options: TrainOptions
+    input: how images are brought to the model. folder: where it keeps its state; one training per folder. label: shown
+    to people and part of the seed.
+    """
+
     input: "InputConfig"
     runtime: Runtime
     folder: Path
     label: str
     seed: int
     progress: Progress
-    loss: Objective
-    lr_scale: Callable[[float], float] | None
-    after_epoch: Callable[[int], None] | None
-    images: int  # in the training set
+
+
+@dataclass(frozen=True)
+class Steering:
+    """What acts on a training from outside.
+
+    teacher: needed for distillation only; must take the same images. lr_scale: multiplies the peak learning rate at a
+    fractional epoch; takes the place of the schedule. after_epoch: called on every rank with the number of the epoch
+    (from 0) when it is over and judged, before its state is saved; it may change gates and buffers. parameter_groups:
+    for the optimiser; by default timm's split, without decay for vectors and scalars. hooks: called around every
+    optimiser step; what they remember is kept in the state.
+    """
+
+    teacher: nn.Module | None = None
+    lr_scale: Callable[[float], float] | None = None
+    after_epoch: Callable[[int], None] | None = None
+    parameter_groups: Sequence[dict[str, Any]] | None = None
     hooks: StepHooks | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What stays the same during one training."""
+
+    module: nn.Module
+    options: TrainOptions
+    at: Surroundings
+    steering: Steering
+    loss: Objective
+    images: int  # in the training set
+
+    @property
+    def runtime(self) -> Runtime:
+        return self.at.runtime
+
+    @property
+    def hooks(self) -> StepHooks | None:
+        return self.steering.hooks
 
     @property
     def micro_batch(self) -> int:
@@ -80,17 +115,18 @@ class Job:
     def fingerprint(self) -> dict[str, Any]:
         """What a state in the folder must have been made with."""
         options: dict[str, Any] = json.loads(json.dumps(asdict(self.options)))
-        return {"label": self.label, "seed": self.seed, "images": self.images, "options": options}
+        return {"label": self.at.label, "seed": self.at.seed, "images": self.images, "options": options}
 
 
 class Learner:
     """Everything that changes during a training, and its passage to tensors and plain data and back."""
 
-    def __init__(self, job: Job, steps: int, groups: Sequence[dict[str, Any]] | None) -> None:
+    def __init__(self, job: Job, steps: int) -> None:
         self.job, self.steps = job, steps
         self.network = job.runtime.wrap(job.module)
+        groups = job.steering.parameter_groups
         self.optimizer = make_optimizer(job.module if groups is None else list(groups), job.options, job.runtime.device)
-        self.set_lr = lr_setter(job.options, self.optimizer, steps, job.lr_scale)
+        self.set_lr = lr_setter(job.options, self.optimizer, steps, job.steering.lr_scale)
         self.scaler = torch.amp.GradScaler(job.runtime.device.type, enabled=job.runtime.amp == "fp16")
         # Buffers are copied, not averaged: they are facts (gates), not estimates.
         self.ema = ModelEmaV3(job.module, job.options.ema, exclude_buffers=True) if job.options.ema else None
@@ -160,7 +196,7 @@ class Learner:
     def epoch(self, number: int, loader: TrainLoader) -> float:
         """One pass over `loader`; mean loss over all images and ranks."""
         job, total = self.job, torch.zeros((), device=self.job.runtime.device)
-        seed_everything(job.seed, job.label, number, job.runtime.rank)
+        seed_everything(job.at.seed, job.at.label, number, job.runtime.rank)
         loader.set_epoch(number)
         job.module.train()
         batches = iter(loader)
@@ -213,12 +249,12 @@ class Learner:
         job, epochs = self.job, self.job.options.epochs
         if not math.isfinite(loss):
             raise VitcompressError(
-                f"{job.label}: the loss became {loss} in epoch {number + 1}",
+                f"{job.at.label}: the loss became {loss} in epoch {number + 1}",
                 hint="lower the learning rate, set clip_grad = 1.0, or use amp bf16 or none",
             )
         if job.runtime.is_main:
             text = f"epoch {number + 1}/{epochs}, loss {loss:.3f}{_last_accuracy(self.history)}"
-            job.progress.update(job.label, number * self.steps + step, epochs * self.steps, text)
+            job.at.progress.update(job.at.label, number * self.steps + step, epochs * self.steps, text)
 
     def _mean(self, value: Tensor) -> float:
         return float(self.job.runtime.all_sum(value)) / self.job.runtime.world_size

@@ -16,7 +16,7 @@ from vitcompress.families import Family
 from vitcompress.models import InputConfig
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
-from vitcompress.train import TrainOptions, TrainResult, train
+from vitcompress.train import Steering, Surroundings, TrainOptions, TrainResult, train
 
 LEFT_WEIGHTS, LEFT = "weights.safetensors", "left.json"
 Clock = Callable[[nn.Module, str], float]  # (model, `onnxruntime` or `torch`) -> milliseconds of one call
@@ -75,25 +75,22 @@ class Context:
         return value
 
     def run_training(
-        self, module: nn.Module, images: Images, heldout: Images | None, options: TrainOptions, name: str, **more: Any
+        self,
+        module: nn.Module,
+        images: Images,
+        heldout: Images | None,
+        options: TrainOptions,
+        name: str,
+        *,
+        label: str | None = None,
+        steering: Steering | None = None,
     ) -> TrainResult:
         """`train` in the surroundings of this step.
 
-        name: of the folder below the step's that holds the training's state, and its label where `more` has none.
+        name: of the folder below the step's that holds the training's state, and its label where none is given.
         """
-        return train(
-            module,
-            images,
-            heldout,
-            options,
-            input=self.input,
-            runtime=self.runtime,
-            folder=self.folder / name,
-            label=more.pop("label", name),
-            seed=self.seed,
-            progress=self.progress,
-            **more,
-        )
+        at = Surroundings(self.input, self.runtime, self.folder / name, label or name, self.seed, self.progress)
+        return train(module, images, heldout, options, at, steering)
 
     def hand_over(self, model: nn.Module) -> None:
         """Let the work go on with the weights of `model`, retrained but of the shapes that the step was given.

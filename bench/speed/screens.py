@@ -25,7 +25,7 @@ from vitcompress.models import input_config
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe, load_recipe
-from vitcompress.train import train
+from vitcompress.train import Surroundings, train
 from vitcompress.workspace import Context
 
 RECIPE = "digits_up"
@@ -67,18 +67,8 @@ def _trained(recipe: Recipe, folder: Path) -> tuple[nn.Module, Context]:
     model = models.create(recipe.model.name, args, seed=recipe.run.seed)
     runtime, input = Runtime(torch.device("cpu")), input_config(model)
     assert recipe.dense is not None, recipe.name
-    train(
-        model,
-        data.train,
-        data.heldout,
-        recipe.dense,
-        input=input,
-        runtime=runtime,
-        folder=folder / "dense",
-        label="dense",
-        seed=recipe.run.seed,
-        progress=Progress(),
-    )
+    at = Surroundings(input, runtime, folder / "dense", "dense", recipe.run.seed, Progress())
+    train(model, data.train, data.heldout, recipe.dense, at)
     base = Plan(recipe.model.name, args)
     known = (recipe.model.name, args, base, family_of(model), data, input, runtime, folder, recipe.run.seed, Progress())
     return model, Context(*known, train=recipe.finetune)

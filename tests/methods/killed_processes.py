@@ -16,7 +16,7 @@ from pathlib import Path
 
 import killed_training
 import torch
-from killed_training import OPTIONS, images, killer
+from killed_training import OPTIONS, fading, images, killer
 from method_world import context, model
 
 from vitcompress import models
@@ -27,7 +27,7 @@ from vitcompress.gates import GatedModel
 from vitcompress.methods import sero, upvit
 from vitcompress.models import input_config
 from vitcompress.progress import Progress
-from vitcompress.train import train
+from vitcompress.train import Surroundings, train
 
 STEP, WRITTEN = "vitcompress.step", "os.rename"  # a forward pass; a file or folder that moves into place
 BOTH = (0, 1)
@@ -38,19 +38,8 @@ def training(folder: Path, runtime: Runtime) -> None:
     family = family_of(made)
     gated = GatedModel(made, family, [s for s in family.sites(made) if s.kind in ("attention", "activation")])
     gated.register_forward_hook(lambda *_: sys.audit(STEP))
-    train(
-        gated,
-        images(),
-        images(),
-        OPTIONS,
-        input=input_config(made),
-        runtime=runtime,
-        folder=folder / "search",
-        label="search",
-        seed=0,
-        progress=Progress(),
-        after_epoch=lambda epoch: gated.set_gate("blocks.1.mlp.act", 1.0 - 0.25 * (epoch + 1)),
-    )
+    at = Surroundings(input_config(made), runtime, folder / "search", "search", 0, Progress())
+    train(gated, images(), images(), OPTIONS, at, fading(gated))
     if runtime.is_main:
         save_tensors(folder / "trained.safetensors", gated.state_dict())
 

@@ -245,14 +245,14 @@ def test_options_are_checked(wrong: dict[str, Any]) -> None:
 
 def test_taylor_loses_less_than_random_on_a_trained_model(tmp_path: Path) -> None:
     """What the scores are for: cut to two fifths, the model that kept the important channels is better."""
-    from vitcompress.train import TrainOptions, train
+    from vitcompress.train import Surroundings, TrainOptions, train
 
     made = model()
     about = context(tmp_path, made)
     options = TrainOptions(epochs=12, batch_size=16, lr=3e-3)
     data = about.data
-    how: dict[str, Any] = {"input": about.input, "runtime": about.runtime, "progress": about.progress}
-    train(made, data.train, data.heldout, options, folder=tmp_path / "dense", label="dense", seed=0, **how)
+    at = Surroundings(about.input, about.runtime, tmp_path / "dense", "dense", 0, about.progress)
+    train(made, data.train, data.heldout, options, at)
     made.eval()
     loader = eval_loader(data.heldout, about.input, 64, about.runtime)
     shares = {"keep_ratio": 0.4, "keep_heads": 1.0, "keep_head_dim": 1.0}

@@ -18,7 +18,7 @@ from vitcompress.data import Augmentation
 from vitcompress.families import Family
 from vitcompress.methods.depth import Stage
 from vitcompress.plan import Plan
-from vitcompress.train import TrainOptions
+from vitcompress.train import Steering, TrainOptions
 from vitcompress.workspace import Context
 
 
@@ -54,7 +54,7 @@ def recover(model: nn.Module, context: Context, options: RecoverOptions) -> Plan
         recovery_settings(context.train, options),
         "training",
         label="recovery between steps",
-        teacher=context.teacher(),
+        steering=Steering(context.teacher()),
     )
     context.hand_over(copy.cpu())
     return _nothing(context.plan)

@@ -23,7 +23,7 @@ from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import latency_ms, measured_on
 from vitcompress.pipeline.teachers import teacher
 from vitcompress.plan import Plan
-from vitcompress.train import TrainOptions, TrainResult, train
+from vitcompress.train import Steering, Surroundings, TrainOptions, TrainResult, train
 from vitcompress.verify_slice import keep_given
 from vitcompress.workspace import LEFT_WEIGHTS, Context, check_sealed, seal
 
@@ -72,22 +72,13 @@ def _trained(job: Job) -> nn.Module:
     return model
 
 
-def _train(job: Job, module: nn.Module, options: TrainOptions, folder: Path, label: str, **more: Any) -> TrainResult:
+def _train(
+    job: Job, module: nn.Module, options: TrainOptions, folder: Path, label: str, steering: Steering | None = None
+) -> TrainResult:
     assert job.data is not None
     module.to(job.runtime.device)
-    result = train(
-        module,
-        job.data.train,
-        job.data.heldout,
-        options,
-        input=job.input,
-        runtime=job.runtime,
-        folder=folder,
-        label=label,
-        seed=job.recipe.run.seed,
-        progress=job.progress,
-        **more,
-    )
+    at = Surroundings(job.input, job.runtime, folder, label, job.recipe.run.seed, job.progress)
+    result = train(module, job.data.train, job.data.heldout, options, at, steering)
     module.cpu()
     if result.accuracy and job.runtime.is_main:
         job.progress.note(f"held-out top-1 with the weights kept, of epoch {result.epoch + 1}: {result.accuracy}")
@@ -234,17 +225,17 @@ def _before(job: Job, dense: nn.Module, pruned: nn.Module) -> None:
 
 def _recovered(job: Job, dense: nn.Module, steps: Steps) -> nn.Module:
     options, folder = job.recipe.finetune, job.state / "recovery"
-    with_teacher, step = {"teacher": _teacher(job, dense)}, job.recipe.steps[-1]
+    teacher, step = _teacher(job, dense), job.recipe.steps[-1]
     fade = METHODS[step.method].dilute
     if fade is None:
         pruned = steps.pruned()
-        result = _train(job, pruned, options, folder, "recovery", **with_teacher)
+        result = _train(job, pruned, options, folder, "recovery", Steering(teacher))
     else:
         # The last step's layers fade out; what the steps before removed is gone from the start.
         gated = _gated(job, deepcopy(steps.model), steps.last)
         move = _mover(gated, fade(step.options, options.epochs))
         move(-1)
-        result = _train(job, gated, options, folder, "recovery", after_epoch=move, **with_teacher)
+        result = _train(job, gated, options, folder, "recovery", Steering(teacher, after_epoch=move))
         pruned = deepcopy(steps.model)  # without the gates' hooks
         pruned.load_state_dict(gated.model.state_dict())
         surgery.apply(pruned, steps.last)

@@ -36,7 +36,7 @@ from vitcompress.methods.depth import (
     layers,
     training_part,
 )
-from vitcompress.train import TrainOptions
+from vitcompress.train import Steering, TrainOptions
 from vitcompress.workspace import Context
 
 
@@ -141,18 +141,14 @@ class _Search:
         settings = fast_options(self.context, self.options, self.removals[-1], len(images))
         lowest = settings.min_lr / settings.lr
         restarts = self.options.schedule == "restarts"
+        label = "step 2, importance search"
         with self.watch.attached():
-            self.context.run_training(
-                self.model,
-                images,
-                None,
-                settings,
-                "search",
-                label="step 2, importance search",
-                after_epoch=self._after_epoch,
+            steering = Steering(
                 lr_scale=lambda epoch: lr_scale(epoch, self.removals, lowest) if restarts else 1.0,
+                after_epoch=self._after_epoch,
                 parameter_groups=parameter_groups(self.model, settings, self.options.score_lr),
             )
+            self.context.run_training(self.model, images, None, settings, "search", label=label, steering=steering)
         return self._result()
 
     def _after_epoch(self, epoch: int) -> None:

@@ -40,7 +40,7 @@ from vitcompress.methods.sero.layout import (
     unit_spaces,
 )
 from vitcompress.plan import Plan
-from vitcompress.train import TrainOptions
+from vitcompress.train import Steering, TrainOptions
 from vitcompress.workspace import Context
 
 
@@ -175,7 +175,7 @@ def _explored(copy: nn.Module, context: Context, options: Options) -> Exploratio
             context.data.heldout,
             _settings(context.train, options),
             "exploration",
-            hooks=found,
+            steering=Steering(hooks=found),
         )
     finally:
         found.close()
