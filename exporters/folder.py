@@ -1,7 +1,8 @@
 """Export a finished run folder again: another format or precision, or on the machine that the format is made for."""
 
+import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,9 @@ def settle(folder: Path, exported: Exported, progress: Progress | None = None) -
     path, source = exported.path, source_path(exported.path)
     here, files = path.parent.resolve() == folder.resolve(), [path, *([source] if source.is_file() else [])]
     found = _held(folder, files, all_told=here)
+    if not here:
+        brought = _brought(folder, exported)
+        found = replace(found, checks=tuple(replace(c, command=c.command and brought) for c in found.checks))
     for file in reversed(files):
         verdict = gate.record(file, gate.of(file, found.checks))
     if here:
@@ -118,6 +122,14 @@ def settle(folder: Path, exported: Exported, progress: Progress | None = None) -
         amend(folder, found, lambda name: name in named or gate.is_about(path, name))
     path = gate.set_aside(path) if verdict == "failed" else path
     return Settled(path, verdict, tuple(gate.of(exported.path, found.checks)))
+
+
+def _brought(folder: Path, exported: Exported) -> str:
+    """The command that asks a file on the target which was written elsewhere: what lies in a run folder is verified."""
+    path, source = exported.path, source_path(exported.path)
+    files = [*map(path.with_name, exported.files), sidecar_path(path)]
+    files += [source, sidecar_path(source)] if source.is_file() else []
+    return f"{shlex.join(['cp', *map(str, files), str(folder)])} && vitcompress verify {folder}"
 
 
 def _held(folder: Path, files: Sequence[Path], *, all_told: bool) -> Verification:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import signal
 import subprocess
 import sys
@@ -161,6 +162,20 @@ def test_what_cannot_run_here_is_not_run(folder: Path, capsys: pytest.CaptureFix
     assert (read_sidecar(folder / "model-bf16.onnx") or {})["verified"] is False
     with pytest.raises(DeviceError, match="bf16"):
         open_runner(folder / "model-bf16.onnx")
+
+
+def test_a_file_outside_of_its_run_folder_is_brought_there_to_be_verified(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "else where" / "model-bf16.onnx"
+    with pytest.raises(SystemExit):
+        main(["export", str(folder), "--precision", "bf16", "--out", str(out), "--json"])
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    (command,) = {check["command"] for check in checks if check["verdict"] == "not_run"}
+    copied, verified = command.split(" && ")
+    subprocess.run(shlex.split(copied), check=True)
+    assert verified == f"vitcompress verify {folder}"
+    assert f"agreement.{out.name}" in {check.name for check in gate.verify(folder).checks}
 
 
 def test_a_folder_is_checked_with_all_its_files(folder: Path) -> None:
