@@ -168,6 +168,7 @@ SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_head
 def test_other_models_are_refused_with_the_reason(arch: str, args: dict, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
         family_of(timm.create_model(arch, **args))
+    assert caught.value.message.count("it is a") == reason.count("it is a"), "a reason of another family"
     assert "supported" in (caught.value.hint or "")
 
 

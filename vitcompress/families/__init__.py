@@ -23,8 +23,7 @@ def family_of(model: nn.Module) -> Family:
     for name, reason in reasons.items():
         if reason is None:
             return FAMILIES[name]
-    why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    of_no_family = f"it is a {type(model).__name__}"
+    why = next((reason for reason in reasons.values() if reason != of_no_family), of_no_family)
     supported = "; ".join(family.supported for family in FAMILIES.values())
-    raise UnsupportedModelError(
-        f"this model is of a kind that cannot be pruned ({why})", hint=f"supported: {supported}"
-    )
+    raise UnsupportedModelError(f"this model cannot be pruned: {why}", hint=f"supported: {supported}")
