@@ -254,7 +254,7 @@ def _removed(report: Mapping[str, Any]) -> list[str]:
     widths = report.get("widths")
     lines += ["- channels, as told below of each block"] if widths else []
     told = {
-        "searched": "Layers chosen on: {}.",
+        "searched": "Chosen on: {}.",
         "layers": "How it was chosen: {}.",
         "teacher": "Teacher during recovery: {}.",
     }

@@ -133,6 +133,7 @@ def _choices(model: nn.Module, options: ExportOptions) -> dict[str, Any]:
         "precision": options.precision,
         "islands": list(islands),
         "input": "uint8" if options.uint8 else "float32",
+        "layout": "NHWC" if options.uint8 else "NCHW",
         "normalisation": normalisation,
     }
 

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import sys
+from typing import Any
 
 import pytest
 
@@ -147,3 +148,36 @@ def test_what_all_rows_share_leaves_a_table_that_is_too_wide(width: int, monkeyp
     assert (told in drawn) == (width == 60)
     assert all(text in drawn for text in ("artifact", "images/s", "dense.onnx", "2,211", "onnxruntime cpu"))
     assert all(len(line) <= width for line in drawn.splitlines() if not line.startswith("all:"))
+
+
+EXPORT: dict[str, Any] = {
+    "folder": "run",
+    "path": "model.onnx",
+    "format": "onnx",
+    "precision": "fp32",
+    "bytes": 656432,
+    "opset": 20,
+    "opset_reason": "runs everywhere",
+    "metadata": {"size": "[3, 224, 160]", "input": '"float32"', "layout": '"NCHW"'},
+    "build": {},
+    "islands_search": {},
+    "checks": [],
+    "verdict": "passed",
+}
+
+
+def test_an_export_says_what_images_it_takes_and_where(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_export(EXPORT)
+    assert "takes float32 images, NCHW: batch x 3 x 224 x 160\n" in capsys.readouterr().out
+    bytes_in = {**EXPORT["metadata"], "input": '"uint8"', "layout": '"NHWC"'}
+    console.print_export({**EXPORT, "metadata": bytes_in, "build": {"batch": [1, 8, 64], "sm": [89, 120]}})
+    told = "takes uint8 images, NHWC: 1 to 64 (best 8) x 224 x 160 x 3; for compute capability 8.9, 12.0"
+    assert told in capsys.readouterr().out
+
+
+def test_long_words_in_checks_are_folded_and_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "/runs/" + "x" * 200 + "/model.engine"
+    check = {"name": "agreement", "verdict": "not_run", "value": None, "tolerance": None, "detail": path}
+    console.print_checks([check])
+    out = capsys.readouterr().out
+    assert "…" not in out and out.count("x") == 200

@@ -118,7 +118,7 @@ def test_the_page_names_what_was_removed_measured_and_published(measured: tuple[
         "As published by others",
         "H800",
         "short training",
-        "Layers chosen on: the dense model.",
+        "Chosen on: the dense model.",
         "ant, bee, cat, dog, eel",
         "a\\|b",
     ):

@@ -137,6 +137,7 @@ def test_the_file_says_what_it_is(tmp_path: Path) -> None:
     assert stored["classes"] == list(CLASSES)
     assert stored["size"] == [3, 8, 8]
     assert (stored["plan_sha256"], stored["precision"], stored["by"]) == ("ab12", "fp32", 1)
+    assert (stored["input"], stored["layout"]) == ("float32", "NCHW")
     assert set(stored) >= {"mean", "std", "interpolation", "crop_pct", "crop_mode", "versions", "opset_reason"}
     sidecar = json.loads((tmp_path / "m.onnx.json").read_text())
     assert (sidecar["sha256"], sidecar["bytes"]) == (done.sha256, done.path.stat().st_size)

@@ -235,7 +235,8 @@ def test_a_full_disk_leaves_what_stood_there(
 
 def test_an_engine_that_takes_bytes(model: nn.Module, tmp_path: Path) -> None:
     made = built(model, tmp_path / "m.engine", precision="fp16", uint8=True)
-    assert made["metadata"]["input"] == '"uint8"' and made["build"]["warnings"] == []
+    assert made["metadata"]["input"] == '"uint8"' and made["metadata"]["layout"] == '"NHWC"'
+    assert made["build"]["warnings"] == []
 
 
 STOPPED = """

@@ -1,5 +1,6 @@
 """What each command has found, drawn."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -9,6 +10,7 @@ from rich.text import Text
 from vitcompress.console.drawing import print_line, print_pairs, print_records, print_table, print_text, stream_console
 from vitcompress.wording import figure
 
+FIGURES = ("verdict", "value", "tolerance")
 VERDICTS = {"passed": "green", "failed": "bold red", "not_run": "yellow"}
 
 
@@ -28,7 +30,7 @@ class Drawable(Protocol):
 def print_checks(checks: Iterable[Mapping[str, Any]]) -> None:
     """The verdicts of a verification, with value and tolerance; what did not run with the command that runs it."""
     console = stream_console(stderr=False)
-    table = Table(Column("check", overflow="fold"), "verdict", "value", "tolerance", "detail", header_style="bold")
+    table = Table(Column("check", overflow="fold"), *FIGURES, Column("detail", overflow="fold"), header_style="bold")
     for check in checks:
         verdict = str(check["verdict"])
         command = f"on the target: {check['command']}" if check.get("command") else ""
@@ -113,12 +115,25 @@ def print_export(done: Mapping[str, Any]) -> None:
         f"{done['folder']}/{done['path']}  {done['format']} {done['precision']}, {done['bytes']:,} bytes, opset "
         f"{done['opset']} ({done['opset_reason']})"
     )
+    print_text(_asks(done))
     if done["islands_search"]:
         print_search(done["islands_search"])
     print_checks(done["checks"])
     if done["verdict"] == "not_run":
         commands = sorted({check["command"] for check in done["checks"] if check.get("command")})
         print_text(f"not verified on this machine; on the target: {', '.join(commands)}")
+
+
+def _asks(done: Mapping[str, Any]) -> str:
+    """What images a file takes, and where it runs: `takes uint8 images, NHWC: batch x 224 x 224 x 3`."""
+    known, build = done["metadata"], done["build"]
+    channels, height, width = json.loads(known["size"])
+    kind, layout = (json.loads(known[key]) for key in ("input", "layout"))
+    sides = (height, width, channels) if layout == "NHWC" else (channels, height, width)
+    least, best, most = build.get("batch") or (1, 0, 0)
+    batch = f"{least} to {most} (best {best})" if most else "batch"
+    on = f"; for compute capability {', '.join(f'{sm / 10:.1f}' for sm in build['sm'])}" if build.get("sm") else ""
+    return f"takes {kind} images, {layout}: {' x '.join(map(str, (batch, *sides)))}{on}"
 
 
 def print_search(found: Mapping[str, Any]) -> None:
