@@ -50,7 +50,7 @@ def test_a_latency_is_aimed_at_with_the_clock_of_the_context(tmp_path: Path) -> 
 
 def test_a_target_out_of_reach_while_something_else_ran_is_measured_anew(tmp_path: Path) -> None:
     """Kept times would refuse it for ever."""
-    made, slower = model(4, 32), [1e4]
+    made, slower, told = model(4, 32), [1e4], Told()
     clock = lambda candidate, _: slower[0] * sum(p.numel() for p in candidate.parameters()) / 1000  # noqa: E731
     half = sum(p.numel() for p in made.parameters()) / 2000
     options = Options(**HALF, target="latency", amount=half, latency_on="torch")
@@ -58,8 +58,11 @@ def test_a_target_out_of_reach_while_something_else_ran_is_measured_anew(tmp_pat
         isomorphic.plan(made, context(tmp_path, made, latency=clock), options)
     assert "measures anew" in str(caught.value.hint) and not list(tmp_path.glob("latency-torch-*"))
     slower[0] = 1.0
-    isomorphic.plan(made, context(tmp_path, made, latency=clock), options)
+    isomorphic.plan(made, context(tmp_path, made, latency=clock, progress=told), options)
     assert read_json(tmp_path / "widths.json")["target"]["reached"] == pytest.approx(half, rel=0.03)
+    measured = [note for note in told.notes if note.startswith("a candidate takes ")]
+    assert len(measured) == len(list(tmp_path.glob("latency-torch-*"))) >= 5
+    assert f"a candidate takes {2 * half:.4g} ms on torch" in measured, "the whole model is one of them"
 
 
 def test_kept_latencies_belong_to_the_machine_that_they_were_taken_on(

@@ -27,8 +27,13 @@ def kept(context: Context, measure: Clock, runtime: str) -> Timed:
         context.progress.note(f"latencies on {runtime} are measured anew: those kept were taken elsewhere ({other})")
     context.memo(f"measured-on-{runtime}-{key}", lambda: here)
 
+    def measured(made: Made) -> float:
+        found = measure(made(), runtime)
+        context.progress.note(f"a candidate takes {found:.4g} ms on {runtime}")  # dozens of them can take long
+        return found
+
     def latency(made: Made, delta: Plan) -> float:
-        return float(context.memo(f"latency-{runtime}-{key}-{delta.digest[:16]}", lambda: measure(made(), runtime)))
+        return float(context.memo(f"latency-{runtime}-{key}-{delta.digest[:16]}", lambda: measured(made)))
 
     return latency
 
