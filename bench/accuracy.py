@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vitcompress.bench import recorded
+from vitcompress.bench.preparation import Preparation, prepared
 from vitcompress.checkpoint import PLAN
 from vitcompress.data import DataOptions, open_test
 from vitcompress.distributed import Runtime
@@ -29,7 +30,7 @@ DIGITS = "digits"
 class EvaluateOptions:
     """data: a folder of images (PATH/val/CLASS), `digits`, or None for that of the run folder. workers: processes that
     load images. bench: a file with the output of `vitcompress bench --json`, to tell speeds from; what the run folder
-    of an artifact measured is known without.
+    of an artifact measured is known without. preparation: of images for artifacts that do not say it.
     """
 
     data: str | None = None
@@ -37,6 +38,7 @@ class EvaluateOptions:
     batch: int = 64
     workers: int = 0
     bench: Path | None = None
+    preparation: Preparation = field(default_factory=Preparation)
     runner: RunnerOptions = field(default_factory=RunnerOptions)
 
 
@@ -62,6 +64,8 @@ def run(
         asked = [_opened(artifact, classes, options, stack) for artifact in artifacts]  # all of them, before any work
         for artifact, one, measured in zip(artifacts, asked, benches, strict=True):
             progress.stage(f"Evaluate {artifact}")
+            if one.remark:
+                progress.note(one.remark)
             row, mask = _judge(one, images, options)
             rows.append({**row, "speed": _speed(row, measured)})
             right.append(mask)
@@ -108,7 +112,8 @@ def _judge(asked: "Asked", images: Images, options: EvaluateOptions) -> tuple[di
     """One row, and which images were right."""
     runtime = Runtime(torch.device("cpu"), workers=options.workers)
     found, mask = judged(asked, eval_loader(images, asked.input, asked.batch, runtime), runtime)
-    return {"artifact": asked.runner.name, **found.to_dict(), **_about(asked.runner)}, mask
+    about = {"input": asked.input.to_dict(), **_about(asked.runner)}
+    return {"artifact": asked.runner.name, **found.to_dict(), **about}, mask
 
 
 class Asked:
@@ -117,13 +122,9 @@ class Asked:
     Files with a fixed batch, and engines whose smallest is not 1, could not be given the end of a data set otherwise.
     """
 
-    def __init__(self, runner: Runner, batch: int) -> None:
-        if runner.input is None:
-            raise ArtifactError(
-                f"{runner.name} does not say how its images are prepared (mean, std, crop)",
-                hint="export it with vitcompress, or evaluate the run folder",
-            )
-        self.runner, self.input = runner, runner.input
+    def __init__(self, runner: Runner, batch: int, given: Preparation) -> None:
+        self.runner = runner
+        self.input, self.remark = prepared(runner, given)
         least, _, most = runner.describe().get("batch_range") or (1, batch, batch)
         self._least, self.batch = int(least), int(min(max(batch, least), most))
 
@@ -137,7 +138,7 @@ def _opened(artifact: str, classes: Sequence[str], options: EvaluateOptions, sta
     """An artifact that knows the classes of the data; `stack` closes it."""
     runner = open_runner(artifact, options.runner)
     stack.callback(runner.close)
-    asked = Asked(runner, options.batch)
+    asked = Asked(runner, options.batch, options.preparation)
     told = asked(torch.zeros(1, *runner.input_size)).shape[1]
     if told != len(classes):
         raise ArtifactError(

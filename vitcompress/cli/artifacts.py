@@ -1,6 +1,5 @@
 """Finished models: verify, export, measure and judge them."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import click
 
 from vitcompress import console
 from vitcompress.cli.frame import answer, common, fell_short, working
-from vitcompress.cli.options import export_options, given, numbers
+from vitcompress.cli.options import PREPARATION, export_options, given, numbers, preparation_options, taken
 
 
 @click.command()
@@ -63,6 +62,8 @@ def export(
     return 0
 
 
+# Options that are fields of RunnerOptions.
+RUNNER = ("device", "provider", "precision", "threads", "compile", "trust", "cuda_graph", "transfers", "engine_cache")
 _device = click.option(
     "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, mps (default: cuda for engines, cpu for the rest)."
 )
@@ -106,21 +107,7 @@ _threads = click.option("--threads", type=click.IntRange(1), help="CPU threads o
 @_threads
 @_trust
 @common
-def bench(
-    artifacts: tuple[str, ...],
-    as_json: bool,
-    debug: bool,
-    device: str | None,
-    provider: str | None,
-    engine_cache: Path | None,
-    precision: str | None,
-    threads: int | None,
-    trust: bool,
-    compile: bool,
-    cuda_graph: bool,
-    transfers: bool,
-    **options: Any,
-) -> int:
+def bench(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any) -> int:
     """Measure artifacts in turns, dense against compressed.
 
     Run folders, .onnx, .xml and .engine files, timm:NAME, and timm-onnx:NAME (the file that timm itself exports); the
@@ -131,10 +118,7 @@ def bench(
         from vitcompress.bench import report as reports
         from vitcompress.exporters.runtimes import RunnerOptions
 
-        runner = RunnerOptions(
-            device=device, provider=provider, precision=precision, threads=threads, compile=compile, trust=trust
-        )
-        runner = replace(runner, cuda_graph=cuda_graph, transfers=transfers, engine_cache=engine_cache)
+        runner = RunnerOptions(**taken(options, RUNNER))
         found = suite.run(artifacts, suite.BenchOptions(runner=runner, **options), progress=progress)
         short = suite.gated(found)
     measured = found.as_data()
@@ -152,23 +136,14 @@ def bench(
 @click.option(
     "--bench", type=click.Path(path_type=Path, dir_okay=False), help="Output of `bench --json`, to tell speeds from."
 )
+@preparation_options
 @_device
 @_provider
 @_engine_cache
 @_threads
 @_trust
 @common
-def evaluate(
-    artifacts: tuple[str, ...],
-    as_json: bool,
-    debug: bool,
-    device: str | None,
-    provider: str | None,
-    engine_cache: Path | None,
-    threads: int | None,
-    trust: bool,
-    **options: Any,
-) -> int:
+def evaluate(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any) -> int:
     """Top-1 and top-5 of artifacts, with counts.
 
     Several artifacts are compared with the first on the same images. Files that their run folder measured are told with
@@ -176,10 +151,11 @@ def evaluate(
     """
     with working(debug) as progress:
         from vitcompress.bench import accuracy, deployed
+        from vitcompress.bench.preparation import Preparation
         from vitcompress.exporters.runtimes import RunnerOptions
 
-        runner = RunnerOptions(
-            device=device, provider=provider, threads=threads, trust=trust, engine_cache=engine_cache
-        )
-        found = accuracy.run(artifacts, accuracy.EvaluateOptions(runner=runner, **options), progress)
+        runner = RunnerOptions(**taken(options, RUNNER))
+        told = Preparation(**taken(options, PREPARATION))
+        wishes = accuracy.EvaluateOptions(runner=runner, preparation=told, **options)
+        found = accuracy.run(artifacts, wishes, progress)
     return answer(found, as_json, lambda data: console.print_accuracy(data, deployed.rate, deployed.short))

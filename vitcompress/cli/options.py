@@ -1,7 +1,7 @@
 """What is typed after an option, as the value that the work wants; how it is completed; the options of an export."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,14 @@ def numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     return tuple(map(int, found)) or None
 
 
+def values(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[float, ...] | None:
+    """`0.485,0.456,0.406` as numbers."""
+    try:
+        return tuple(map(float, words(ctx, param, value))) or None
+    except ValueError:
+        raise click.BadParameter(f"got {value!r}, expected numbers, as in 0.485,0.456,0.406") from None
+
+
 def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     """`512M` as bytes."""
     if value is None:
@@ -95,9 +103,39 @@ EXPORT = (
 )
 
 
+# Each one a field of `bench.preparation.Preparation`, named and offered as timm does.
+PREPARATION = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+_PREPARATION = (
+    click.option("--mean", callback=values, metavar="V,V,V", help="Of files that do not say it: mean of each channel,"),
+    click.option("--std", callback=values, metavar="V,V,V", help="its standard deviation (pixels from 0 to 1),"),
+    click.option(
+        "--interpolation",
+        type=click.Choice(["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]),
+        help="how images are resized (default: bicubic),",
+    ),
+    click.option(
+        "--crop-pct",
+        type=click.FloatRange(0, 1, min_open=True),
+        help="what share of the side the crop keeps (default: 0.875),",
+    ),
+    click.option(
+        "--crop-mode", type=click.Choice(["center", "squash", "border"]), help="and how it is cut (default: center)."
+    ),
+)
+
+
 def export_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of an export, each one a field of ExportOptions; what was not given is left out."""
-    for option in reversed(EXPORT):
+    return _with(EXPORT, command)
+
+
+def preparation_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What is told of files that do not say how their images are prepared."""
+    return _with(_PREPARATION, command)
+
+
+def _with(options: Sequence[Callable[..., Any]], command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(options):
         command = option(command)
     return command
 
@@ -105,3 +143,8 @@ def export_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def given(values: dict[str, Any]) -> dict[str, Any]:
     """The values that were given, for a dataclass with defaults of its own."""
     return {name: value for name, value in values.items() if value not in (None, ())}
+
+
+def taken(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Those of `values` that `names` name, which are no longer among them then."""
+    return {name: values.pop(name) for name in names if name in values}
