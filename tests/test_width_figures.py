@@ -66,7 +66,7 @@ def test_aligned_hetdpt_plus_recipes_meet_the_published_macs(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in recipes.names() if not name.startswith("digits_")])
 def test_a_recipe_meets_what_was_published_or_says_why_not(name: str) -> None:
     found = shipped(name)
-    assert found["met"] == (not found["reason"]), found
+    assert (found["met"] is not False) == (not found["reason"]), found
     if found["reason"]:
         assert found["reason"].endswith(".") and len(found["reason"].split()) > 5
 
@@ -82,7 +82,7 @@ def test_counted_sizes_are_those_of_the_outlook() -> None:
     found = shipped("nose_deit_s_3")
     cost = dry_run(load_recipe("nose_deit_s_3"), RunOptions(structure_only=True))["cost"]["compressed"]
     assert found["params_m"] == {"published": None, "counted": cost["params"] / 1e6, "off": None}
-    assert found["macs_g"]["counted"] == cost["macs"] / 1e9 and found["met"]
+    assert found["macs_g"]["counted"] == cost["macs"] / 1e9 and found["met"] is None
 
 
 def test_the_outlook_says_of_each_pruning_step_where_its_choice_comes_from() -> None:

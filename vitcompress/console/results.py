@@ -10,6 +10,7 @@ from rich.text import Text
 from vitcompress.console.drawing import print_line, print_pairs, print_records, print_table, print_text, stream_console
 from vitcompress.wording import figure
 
+MET = {True: "yes", False: "no", None: "none published"}
 FIGURES = ("verdict", "value", "tolerance")
 VERDICTS = {"passed": "green", "failed": "bold red", "not_run": "yellow"}
 
@@ -70,7 +71,7 @@ def print_counts(found: Sequence[Mapping[str, Any]]) -> None:
     for record in found:
         params, macs = (_beside(record[key], unit) for key, unit in (("params_m", "M"), ("macs_g", "G")))
         mark = "*" if record["macs_linear"] and macs[0] else ""
-        rows.append([record["recipe"], *params, macs[0] + mark, *macs[1:], "yes" if record["met"] else "no"])
+        rows.append([record["recipe"], *params, macs[0] + mark, *macs[1:], MET[record["met"]]])
     print_table("", columns, rows)
     print_text("* without the products inside attention, as that table counts pruned models")
     for record in found:

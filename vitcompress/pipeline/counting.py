@@ -19,7 +19,8 @@ def compared(names: Iterable[str], progress: Progress | None = None) -> list[dic
 
     params_m, macs_g: {published, counted, off}: in millions and G, `off` as a share of the published figure; those
     that were not published are None. macs_linear: the published MACs, and so the counted ones here, leave out the
-    products inside attention. met: whether all figures agree in their printed digits or to 0.5 %. reason: why not.
+    products inside attention. met: whether all figures agree in their printed digits or to 0.5 %, None
+    where neither was published. reason: why not.
     """
     recipes = [recipe for recipe in map(load_recipe, names) if recipe.published is not None]
     found = []
@@ -40,11 +41,12 @@ def _record(recipe: Recipe) -> dict[str, Any]:
     cost = counted(job)["compressed"]
     macs = cost.macs_linear if published.macs_linear else cost.macs
     counts = {"params_m": cost.params / 1e6, "macs_g": macs / 1e9}
+    figures = [(getattr(published, key), count) for key, count in counts.items()]
     return {
         "recipe": recipe.name,
         **{key: _figure(getattr(published, key), count) for key, count in counts.items()},
         "macs_linear": published.macs_linear,
-        "met": all(_met(getattr(published, key), count) for key, count in counts.items()),
+        "met": all(told) if (told := [_met(said, n) for said, n in figures if said is not None]) else None,
         "reason": published.deviation,
     }
 
@@ -54,9 +56,7 @@ def _figure(published: float | None, counted: float) -> dict[str, float | None]:
     return {"published": published, "counted": counted, "off": off}
 
 
-def _met(published: float | None, counted: float) -> bool:
-    """Equal as printed, or to 0.5 %; what was not published is met by anything."""
-    if published is None:
-        return True
+def _met(published: float, counted: float) -> bool:
+    """Equal as printed, or to 0.5 %."""
     digits = len(str(published).partition(".")[2])
     return round(counted, digits) == published or abs(counted / published - 1) <= CLOSE
