@@ -1,7 +1,7 @@
 """Time of SERo's exploration step over that of a plain training step, all refreshes of the masks included."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,18 +12,20 @@ from vitcompress.bench import timing
 from vitcompress.bench.opening import synthetic_images
 from vitcompress.bench.speed.parts import Options, line
 from vitcompress.families import family_of
+from vitcompress.methods import sero
 from vitcompress.methods.sero.exploration import Exploration
-from vitcompress.methods.sero.layout import Rules
+from vitcompress.methods.sero.options import CriterionPass
 from vitcompress.models import input_config
 
-AIMS = {"masked": (0.0, 1.08), "dense": (0.0, 1.20)}
+AIMS: dict[CriterionPass, tuple[float, float]] = {"masked": (0.0, 1.08), "dense": (0.0, 1.20)}
 REFRESH, SPARSITY = 8, 0.5
 MANY = 10**6  # steps of an epoch that does not end
 
 
 def run(options: Options) -> Iterator[dict[str, Any]]:
     """Cycles of one refresh and the steps up to the next, plain and both criterion passes in turns."""
-    steps = {name: _Step(options, name if name in AIMS else None) for name in ("plain", *AIMS)}
+    steps: dict[str, _Step] = {"plain": _Step(options, None)}
+    steps |= {name: _Step(options, name) for name in AIMS}
     samples = {name: timing.Samples(name, options.batch, "wall") for name in steps}
     for cycle in range(max(3, options.runs // 2) + 1):
         for name, step in steps.items():
@@ -39,7 +41,7 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
 class _Step:
     """One optimiser step of a training, with SERo's hooks around it unless `criterion_pass` is None."""
 
-    def __init__(self, options: Options, criterion_pass: str | None) -> None:
+    def __init__(self, options: Options, criterion_pass: CriterionPass | None) -> None:
         self.model, self.number = models.create(options.arch).train(), 0
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
         self.images = synthetic_images(input_config(self.model).size, options.batch, 0)
@@ -64,7 +66,6 @@ class _Step:
         loss.backward()
 
 
-def _hooks(model: nn.Module, criterion_pass: str) -> Exploration:
-    how: Any = {"criterion": "gradient", "weight_scale": "gradient", "criterion_pass": criterion_pass}
-    share: Callable[[int, int, int], float] = lambda epoch, step, steps: SPARSITY  # noqa: E731
-    return Exploration(model, family_of(model), Rules("uniform", 8), share, refresh=REFRESH, seed=0, **how)
+def _hooks(model: nn.Module, criterion_pass: CriterionPass) -> Exploration:
+    options = sero.Options(sparsity=SPARSITY, refresh=REFRESH, criterion_pass=criterion_pass)
+    return Exploration(model, family_of(model), options, lambda epoch, step, steps: SPARSITY, seed=0)

@@ -19,7 +19,6 @@ from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import family_of
 from vitcompress.methods import METHODS, sero
 from vitcompress.methods.sero.exploration import Exploration
-from vitcompress.methods.sero.layout import Rules
 from vitcompress.progress import Progress
 from vitcompress.workspace import LEFT_WEIGHTS
 
@@ -35,9 +34,8 @@ def explore(folder: Path, options: sero.Options = SMALL, **changes: Any) -> tupl
 
 def exploration(made: nn.Module, **changes: Any) -> Exploration:
     """Ready to choose half of all units at its first step."""
-    settings = {"refresh": 1, "criterion": "gradient", "criterion_pass": "dense", "weight_scale": "none", "seed": 0}
-    rules = changes.pop("rules", Rules("ragged", 1))
-    return Exploration(made, family_of(made), rules, lambda *at: 0.5, **(settings | changes))
+    plain = sero.Options(sparsity=0.5, refresh=1, weight_scale="none", layout="ragged", round_to=1)
+    return Exploration(made, family_of(made), replace(plain, **changes), lambda *at: 0.5, seed=0)
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

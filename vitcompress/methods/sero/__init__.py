@@ -11,14 +11,12 @@ can use are part of the choice and not made afterwards (layout = "ragged" is the
 drops the |W| factor after its first evaluation; here it lasts (weight_scale).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from typing import Annotated
+from dataclasses import replace
 
 import numpy as np
 import torch
-from annotated_types import Ge, Gt, Lt
 from torch import nn
 
 from vitcompress import surgery
@@ -26,12 +24,9 @@ from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import Family, Space
 from vitcompress.methods.depth import Stage
 from vitcompress.methods.sero.evidence import FILE, charts, record, remarks, tables
-from vitcompress.methods.sero.exploration import Criterion, CriterionPass, Exploration, WeightScale
+from vitcompress.methods.sero.exploration import Exploration
 from vitcompress.methods.sero.layout import (
-    Layout,
     Live,
-    Rules,
-    Threshold,
     deployed,
     empty,
     padded,
@@ -39,36 +34,10 @@ from vitcompress.methods.sero.layout import (
     project,
     unit_spaces,
 )
+from vitcompress.methods.sero.options import Options, sparsity_at
 from vitcompress.plan import Plan
 from vitcompress.train import Steering, TrainOptions
 from vitcompress.workspace import Context
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """sparsity: share of all q/k, v and FFN units that go. epochs, lr (peak; None: that of [finetune]): of the
-    exploration. warmup_epochs: of them without masks. refresh: iterations between two choices of masks.
-
-    layout, round_to: see `layout`. threshold: one over everything, or each layer the same share. criterion: |gradient|,
-    |gradient * weight|, |weight|, or by lot. criterion_pass: gradients without masks, or those of the step before with
-    them. weight_scale: where |W| goes, on the gradient, on the update, or nowhere.
-    """
-
-    sparsity: Annotated[float, Gt(0), Lt(1)]
-    epochs: Annotated[int, Ge(1)] = 50
-    warmup_epochs: Annotated[int, Ge(0)] = 1
-    refresh: Annotated[int, Ge(1)] = 8
-    lr: Annotated[float, Gt(0)] | None = None
-    layout: Layout = "uniform"
-    round_to: Annotated[int, Ge(1)] = 8
-    threshold: Threshold = "global"
-    criterion: Criterion = "gradient"
-    criterion_pass: CriterionPass = "dense"
-    weight_scale: WeightScale = "gradient"
-
-    @property
-    def rules(self) -> Rules:
-        return Rules(self.layout, self.round_to, self.threshold)
 
 
 def plan(model: nn.Module, context: Context, options: Options) -> Plan:
@@ -133,22 +102,6 @@ def stages(options: Options, prunable: int) -> list[Stage]:
     return [Stage("exploration", 1, options.epochs)]
 
 
-def sparsity_at(options: Options) -> Callable[[int, int, int], float]:
-    """Share of units to mask at iteration `step` of `steps` in `epoch`: cubic from the end of the warm-up, T counting
-    all epochs; the whole of it in the last one.
-    """
-
-    def share(epoch: int, step: int, steps: int) -> float:
-        if epoch == options.epochs - 1:
-            return options.sparsity
-        if epoch < options.warmup_epochs:
-            return 0.0
-        progress = ((epoch - options.warmup_epochs) * steps + step) / (options.epochs * steps)
-        return options.sparsity * (1 - (1 - progress) ** 3)
-
-    return share
-
-
 def _by_position(space: Space) -> np.ndarray:
     """Scores that fall with the channel's place in its head, the same in every layer."""
     width = space.size // space.heads
@@ -157,17 +110,8 @@ def _by_position(space: Space) -> np.ndarray:
 
 def _explored(copy: nn.Module, context: Context, options: Options) -> Exploration:
     """`copy`, trained under masks; the masks are off again. Raises VitcompressError when they never came to the end."""
-    found = Exploration(
-        copy.to(context.runtime.device),
-        context.family,
-        options.rules,
-        sparsity_at(options),
-        refresh=options.refresh,
-        criterion=options.criterion,
-        criterion_pass=options.criterion_pass,
-        weight_scale=options.weight_scale,
-        seed=context.seed,
-    )
+    device = context.runtime.device
+    found = Exploration(copy.to(device), context.family, options, sparsity_at(options), context.seed)
     try:
         context.run_training(
             copy,

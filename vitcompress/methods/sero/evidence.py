@@ -33,7 +33,7 @@ def record(found: Exploration, delta: Plan, sparsity: float) -> dict[str, Any]:
         for space in found.spaces
     ]
     more = {"skipped": found.skipped, "revived": found.revived, "trace": found.trace, "counts": found.counts()}
-    rules = found.rules
+    rules = found.options.rules
     return {"layout": rules.layout, "threshold": rules.threshold, "sparsity": sparsity, "spaces": rows, **more}
 
 

@@ -7,7 +7,7 @@ and in the resume state it is a list of live channels per space.
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from vitcompress.channel_gates import channel_gates
 from vitcompress.distributed import derived_seed
 from vitcompress.families import Family, Space
-from vitcompress.methods.sero.layout import KINDS, Live, Rules, project, unit_spaces
+from vitcompress.methods.sero.layout import KINDS, Live, project, unit_spaces
+from vitcompress.methods.sero.options import Options
 
-Criterion = Literal["gradient", "gradient_times_weight", "weight", "random"]
-CriterionPass = Literal["dense", "masked"]
-WeightScale = Literal["gradient", "update", "none"]
 Ranks = dict[str, np.ndarray]
 
 
@@ -35,18 +33,13 @@ class Exploration:
         self,
         model: nn.Module,
         family: Family,
-        rules: Rules,
+        options: Options,
         sparsity_at: Callable[[int, int, int], float],
-        *,
-        refresh: int,
-        criterion: Criterion,
-        criterion_pass: CriterionPass,
-        weight_scale: WeightScale,
         seed: int,
     ) -> None:
-        self.model, self.family, self.rules, self.sparsity_at = model, family, rules, sparsity_at
-        self.refresh, self.criterion, self.weight_scale, self.seed = refresh, criterion, weight_scale, seed
-        self.from_step = criterion_pass == "masked" and criterion.startswith("gradient")
+        self.model, self.family, self.options, self.sparsity_at = model, family, options, sparsity_at
+        self.seed = seed
+        self.from_step = options.criterion_pass == "masked" and options.criterion.startswith("gradient")
         self.spaces = unit_spaces(family.spaces(model))
         self.live: Live = {space.name: np.ones(space.size, dtype=bool) for space in self.spaces}
         self.scores: dict[str, list[float]] = {space.name: [] for space in self.spaces}
@@ -60,9 +53,9 @@ class Exploration:
 
     def before_step(self, epoch: int, step: int, steps: int, backward: Callable[[], object]) -> None:
         """Refresh the masks where it is due."""
-        self._due_next = (step + 1) % self.refresh == 0 or step + 1 == steps
+        self._due_next = (step + 1) % self.options.refresh == 0 or step + 1 == steps
         sparsity = self.sparsity_at(epoch, step, steps)
-        if sparsity > 0 and step % self.refresh == 0:
+        if sparsity > 0 and step % self.options.refresh == 0:
             self._choose(sparsity, backward)
         if step + 1 == steps:
             self.trace.append({"epoch": epoch, "wanted": self.sparsity, **self.counts()})
@@ -71,11 +64,11 @@ class Exploration:
         """Take the scores that a later refresh needs, then scale the gradient of every linear layer by |W|."""
         if self.from_step and self._due_next:
             self._seen = self._measured(self._gradient_elements)
-        if self.weight_scale == "gradient":
+        if self.options.weight_scale == "gradient":
             for weight in self._linear_weights():
                 if weight.grad is not None:
                     weight.grad.mul_(weight.detach().abs())
-        elif self.weight_scale == "update":
+        elif self.options.weight_scale == "update":
             self._before = {str(i): weight.detach().clone() for i, weight in enumerate(self._linear_weights())}
 
     @torch.no_grad()
@@ -94,17 +87,17 @@ class Exploration:
             self.skipped += 1
             return
         ties = _plain(self._measured(lambda weight: weight.detach()))
-        live = project(self.spaces, found, ties, sparsity, self.rules)
+        live = project(self.spaces, found, ties, sparsity, self.options.rules)
         for space in self.spaces:
             self.revived[space.kind] += int((live[space.name] & ~self.live[space.name]).sum())
         self.sparsity, self.scores = sparsity, {name: score.tolist() for name, score in found.items()}
         self.set(live)
 
     def _scores(self, backward: Callable[[], object]) -> Ranks:
-        if self.criterion == "random":
+        if self.options.criterion == "random":
             draw = np.random.default_rng(derived_seed("SERo random units", self.seed))
             return {space.name: draw.random(space.size) for space in self.spaces}
-        if self.criterion == "weight":
+        if self.options.criterion == "weight":
             return _plain(self._measured(lambda weight: weight.detach()))
         if not self.from_step:
             self._gates.close()  # "with respect to the full weight matrices": masked units are scored too
@@ -115,7 +108,7 @@ class Exploration:
 
     def _gradient_elements(self, weight: Tensor) -> Tensor:
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        return gradient * weight.detach() if self.criterion == "gradient_times_weight" else gradient
+        return gradient * weight.detach() if self.options.criterion == "gradient_times_weight" else gradient
 
     def _measured(self, elements: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Eq. 1 to 3: per unit the mean |elements| over the inputs of the layers that write it, mean of q and k."""
