@@ -251,7 +251,10 @@ def _remarks(job: Job) -> Iterator[str]:
         if METHODS[step.method].timed(step.options) is not None:
             yield from _latency_at_the_end(job, step.options, job.step_folder(number))
     if job.structure_only:
-        yield "Nothing was trained or scored: cost and speed are those of this structure, accuracy is not known."
+        yield (
+            "Nothing was trained or scored: cost and speed are those of this structure, accuracy is not known. To "
+            "train it, run the recipe without --structure-only, into another folder (--out) or this one (--fresh)."
+        )
     if job.recipe.model.weights == "random":
         yield "The weights are random."
     if job.recipe.published is not None and not job.structure_only and job.recipe.model.weights == "hub":
