@@ -1,8 +1,10 @@
 """Imports point one way, and each library has one door."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,6 +97,14 @@ DOORS = {
     "tomli_w": {"recipe"},
     "onnxruntime": {"exporters", "verify_onnx"},
 }
+# The distribution that brings a library, where its name is another.
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "google": "protobuf",
+    "pydantic_core": "pydantic",  # which pins it to one version
+    "pynvml": "nvidia-ml-py",
+    "sklearn": "scikit-learn",
+}
 
 
 def modules() -> dict[str, Path]:
@@ -181,6 +191,22 @@ def test_every_library_has_its_door(module: str) -> None:
         library = name.split(".")[0]
         if library in DOORS:
             assert part(module) in DOORS[library], f"{module} imports {library}, only {sorted(DOORS[library])} may"
+
+
+def declared() -> set[str]:
+    """Distributions that pyproject.toml asks for: what users get, with or without an extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *(line for name in extras.keys() - {"test", "dev"} for line in extras[name])]
+    return {re.split(r"[\[<>=; ]", line)[0] for line in wanted}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_imported_library_is_asked_for_by_name(module: str) -> None:
+    libraries = {name.split(".")[0] for name in imports(MODULES[module])} - set(sys.stdlib_module_names)
+    for library in libraries - {"vitcompress"}:
+        wanted = DISTRIBUTIONS.get(library, library.replace("_", "-"))
+        assert wanted in declared(), f"{module} imports {library}, and pyproject.toml does not ask for {wanted}"
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
