@@ -22,7 +22,7 @@ from vitcompress.errors import DeviceError, InputError, OutputError, Vitcompress
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import onnx_graph
 from vitcompress.exporters.artifact import About, Exported, Exporter, recorded, write_sidecar
-from vitcompress.exporters.engine_truth import read, truth, untold
+from vitcompress.exporters.engine_truth import read, truth, unfused, untold
 from vitcompress.exporters.onnx_graph import ONNX
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.tensorrt_build import Built, build
@@ -88,6 +88,7 @@ def export(
             )
             built = build(flavour, source.path, _image(source, about["input"]), options, targets, progress)
             checkpoint.write_bytes(staged, built.data)
+            built = replace(built, warnings=(*built.warnings, *unfused(model, options.precision)))
             done = _recorded(flavour, staged, source, built, options, targets)
             if cannot_run(flavour) is None and capability() in targets:
                 done = _inspected(done, source, options)

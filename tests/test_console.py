@@ -175,6 +175,11 @@ def test_an_export_says_what_images_it_takes_and_where(capsys: pytest.CaptureFix
     assert told in capsys.readouterr().out
 
 
+def test_what_a_build_warned_of_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_export({**EXPORT, "build": {"warnings": ["2 attentions are not fused"]}})
+    assert "note: 2 attentions are not fused\n" in capsys.readouterr().err
+
+
 def test_long_words_in_checks_are_folded_and_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
     path = "/runs/" + "x" * 200 + "/model.engine"
     check = {"name": "agreement", "verdict": "not_run", "value": None, "tolerance": None, "detail": path}

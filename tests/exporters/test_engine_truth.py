@@ -6,13 +6,19 @@ layers as users of TensorRT 9 and 10 show them (github.com/NVIDIA/TensorRT/issue
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from contracts import build
 
 from vitcompress.errors import ArtifactError
-from vitcompress.exporters.engine_truth import Limits, read, truth, untold
+from vitcompress.exporters.engine_truth import Limits, read, truth, unfused, untold
+from vitcompress.families import family_of
+from vitcompress.plan import Plan
+from vitcompress.surgery import applied
 
 DATA = Path(__file__).parent / "data"
 
@@ -183,3 +189,16 @@ def test_casts_are_known_by_three_letters_too() -> None:
 def test_layers_that_stand_for_many_leave_open_what_they_are() -> None:
     found = [layer("{ForeignNode[/blocks.0/norm1...head]}", "Myelin", [tensor("Half", 1, 3, 8, 8)])]
     assert verdicts({"Layers": found}) == {"precision": "not_run", "attention": "not_run", "copies": "passed"}
+
+
+def test_attentions_of_unequal_widths_are_told_before_any_gpu_shows_it() -> None:
+    whole = build("plain", dtype=torch.float32)
+    spaces = {space.name: space for space in family_of(whole).spaces(whole)}
+    qk = next(space for space in spaces.values() if space.kind == "qk")
+    width = qk.size // qk.heads
+    half = tuple(head * width + channel for head in range(qk.heads) for channel in range(width // 2))
+    plan = Plan("any", kept={qk.name: half})
+    narrow, padded = applied(whole, plan), applied(whole, replace(plan, padded=(qk.attention,)))
+    (told,) = unfused(narrow, "fp16")
+    assert told.startswith(f"1 attention ({qk.attention}) with heads whose q and k") and "layout" in told
+    assert unfused(narrow, "fp32") == unfused(padded, "fp16") == unfused(whole, "bf16") == []

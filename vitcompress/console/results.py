@@ -117,6 +117,8 @@ def print_export(done: Mapping[str, Any]) -> None:
         f"{done['opset']} ({done['opset_reason']})"
     )
     print_text(_asks(done))
+    for warning in done["build"].get("warnings", ()):
+        print_line(f"note: {warning}")
     if done["islands_search"]:
         print_search(done["islands_search"])
     print_checks(done["checks"])

@@ -65,7 +65,7 @@ def _export(job: Job, exporter: Exporter, path: Path, model: nn.Module, plan: Pl
         job.progress.note(f"not in {path.name}, so no islands there: {', '.join(gone)}")
     islands = tuple(name for name in options.islands if name not in gone)
     images, real = _looked_at(job, model)
-    exporting.export(
+    done = exporting.export(
         exporter,
         model,
         path,
@@ -77,6 +77,8 @@ def _export(job: Job, exporter: Exporter, path: Path, model: nn.Module, plan: Pl
         real=real,
         progress=job.progress,
     )
+    for warning in done.build.get("warnings", ()):
+        job.progress.note(f"{path.name}: {warning}")
 
 
 def _looked_at(job: Job, model: nn.Module) -> tuple[Tensor, bool]:
