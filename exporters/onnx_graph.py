@@ -5,11 +5,10 @@ patterns that runtimes fuse. Opset 23 keeps attention as one `Attention` node.
 """
 
 import json
-from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Unpack
 
 import onnx
 import onnx_ir
@@ -23,7 +22,7 @@ from vitcompress import checkpoint
 from vitcompress.byte_input import deployed, folds
 from vitcompress.errors import CheckFailedError, InputError, VitcompressError, first_line
 from vitcompress.export_options import ExportOptions
-from vitcompress.exporters.artifact import Exported, Exporter, recorded
+from vitcompress.exporters.artifact import About, Exported, Exporter, recorded
 from vitcompress.exporters.onnx_linear import join_linear_layers
 from vitcompress.exporters.onnx_tokens import drop_unread_tokens
 from vitcompress.models import InputConfig
@@ -50,15 +49,12 @@ def export(
     model: nn.Module,
     path: Path,
     *,
-    input: InputConfig,
-    classes: Sequence[str] = (),
-    plan_digest: str = "",
     options: ExportOptions | None = None,
     progress: Progress | None = None,
-    extra: Mapping[str, Any] | None = None,
     external_data: bool | None = None,
     lean: bool = True,
     reason: str | None = None,
+    **about: Unpack[About],
 ) -> Exported:
     """Write `model` to `path` and its sidecar to `<path>.json`. On failure nothing is left behind.
 
@@ -67,9 +63,9 @@ def export(
     each value JSON text: classes, mean, std, size, interpolation, crop, precision, islands, input, plan hash, versions.
 
     Args:
+        about: see `artifact.About`.
         options: precision (`fp16` and `bf16` store and compute in half precision; logits stay float32), islands,
             uint8 and opset (20 to 23; None takes 20, for bf16 22); the rest concerns other formats.
-        extra: more metadata.
         lean: drop tokens that nobody reads, join linear layers; False leaves the patterns that TensorRT documents.
         reason: why the default opset is right for what the file is for; None is what holds everywhere.
         external_data: keep the weights in `<path>.data`; None does so only above the 2 GB that one file can hold.
@@ -83,19 +79,20 @@ def export(
     options = options or ExportOptions()
     check(options)
     opset, why = _opset(options, reason)
+    input = about["input"]
     module = deployed(model, input, options.precision, options.islands, uint8=options.uint8)
     program = _program(module, _example(input, uint8=options.uint8), opset)
-    about = {"plan_sha256": plan_digest, **_choices(model, options), "opset_reason": why, **(extra or {})}
-    known = {key: json.dumps(value) for key, value in {**_metadata(input, classes, program), **about}.items()}
+    known = {**_metadata(about, program), **_choices(model, options), "opset_reason": why}
+    told = {key: json.dumps(value) for key, value in known.items()}
     _drop_empty_pads(program.model.graph)
     if lean:
         _make_lean(program.model)
     ClearMetadataAndDocStringPass()(program.model)  # stack traces: paths of this machine, and bytes that change
-    program.model.metadata_props.update(known)
+    program.model.metadata_props.update(told)
     program.model.producer_name, program.model.producer_version = "vitcompress", vitcompress.__version__
     path = Path(path)
     files = _save(program, path, external_data)
-    kept = {"precision": options.precision, "opset": opset, "opset_reason": why, "metadata": known}
+    kept = {"precision": options.precision, "opset": opset, "opset_reason": why, "metadata": told}
     return recorded(path, files, format="onnx", **kept)
 
 
@@ -207,11 +204,13 @@ def _attention(
     return opset20.MatMul(opset20.Softmax(scores, axis=-1), value)
 
 
-def _metadata(input: InputConfig, classes: Sequence[str], program: Any) -> dict[str, Any]:
+def _metadata(about: About, program: Any) -> dict[str, Any]:
     """What a user of the file must know; without class names the numbers of the outputs stand for them."""
-    names = list(classes) or [str(i) for i in range(program.model.graph.outputs[0].shape[-1])]
+    names = list(about.get("classes", ())) or [str(i) for i in range(program.model.graph.outputs[0].shape[-1])]
     libraries = {name: version(name) for name in ("torch", "timm", "onnx", "onnxscript")}
-    return {"classes": names, **input.to_dict(), "versions": {"vitcompress": vitcompress.__version__, **libraries}}
+    versions = {"vitcompress": vitcompress.__version__, **libraries}
+    told = {"classes": names, **about["input"].to_dict(), "versions": versions}
+    return {**told, "plan_sha256": about.get("plan_digest", "")}
 
 
 def _save(program: Any, path: Path, external_data: bool | None) -> tuple[str, ...]:

@@ -130,13 +130,11 @@ def test_windows_are_padded_only_where_they_are_not_whole(
 
 def test_the_file_says_what_it_is(tmp_path: Path) -> None:
     model = build("plain", dtype=torch.float32)
-    done = export(
-        model, tmp_path / "m.onnx", input=input_config(model), classes=CLASSES, plan_digest="ab12", extra={"by": 1}
-    )
+    done = export(model, tmp_path / "m.onnx", input=input_config(model), classes=CLASSES, plan_digest="ab12")
     stored = {key: json.loads(value) for key, value in facts(done.path).metadata.items()}
     assert stored["classes"] == list(CLASSES)
     assert stored["size"] == [3, 8, 8]
-    assert (stored["plan_sha256"], stored["precision"], stored["by"]) == ("ab12", "fp32", 1)
+    assert (stored["plan_sha256"], stored["precision"]) == ("ab12", "fp32")
     assert (stored["input"], stored["layout"]) == ("float32", "NCHW")
     assert set(stored) >= {"mean", "std", "interpolation", "crop_pct", "crop_mode", "versions", "opset_reason"}
     sidecar = json.loads((tmp_path / "m.onnx.json").read_text())
