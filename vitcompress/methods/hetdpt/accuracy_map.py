@@ -161,7 +161,7 @@ def allocate(
     polynomial = fit(rows, validation.degree)
     candidates = feasible_splits(layers, budget, min_pruned_per_type)
     predicted = _predictions(polynomial, candidates, layers)
-    best = int(predicted.argmax())
+    best = int(np.argmax(predicted))
     gaps = predicted[best] - predicted
     tied = [s for s, gap in zip(candidates, gaps, strict=True) if gap < TIE_SHARE * validation.rmse] or candidates[:1]
     by_cost = cost or (lambda attention, activation: -float(activation))
@@ -185,7 +185,7 @@ def winners(
     counts: Counter[tuple[int, int]] = Counter()
     for _, coefficients, _ in _folds(points, truth, degree):
         polynomial = Polynomial(degree, tuple(float(c) for c in coefficients))
-        counts[candidates[int(_predictions(polynomial, candidates, layers).argmax())]] += 1
+        counts[candidates[int(np.argmax(_predictions(polynomial, candidates, layers)))]] += 1
     return counts
 
 
