@@ -76,7 +76,7 @@ def test_an_evaluation_on_images_of_other_classes() -> None:
     folder = run_folder()
     images("pictures")
     said = refused("evaluate", str(folder), "--data", "pictures")
-    assert "1000 classes" in said and "the data has 2" in said
+    assert "10 classes" in said and "the data has 2" in said
 
 
 def test_a_folder_that_is_no_run_folder() -> None:
