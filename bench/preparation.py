@@ -58,7 +58,9 @@ def _per_channel(runner: Runner, name: str, values: tuple[float, ...]) -> tuple[
             hint=f"give 1 value or {channels}",
         )
     if not all(map(math.isfinite, values)) or (name == "std" and min(values) <= 0):
-        raise InputError(f"--{name} cannot be {_words({name: values})[len(name) + 1 :]}", hint="a std is above 0")
+        raise InputError(
+            f"--{name} cannot be {_words({name: values})[len(name) + 1 :]}", hint="give numbers, a std above 0"
+        )
     return values if len(values) == channels else values * channels
 
 

@@ -226,6 +226,6 @@ def unfused(model: nn.Module, precision: str) -> list[str]:
         return []
     told = f"{len(apart)} attention{'s' * (len(apart) > 1)} ({', '.join(apart[:3])}{', ...' if len(apart) > 3 else ''})"
     return [
-        f"{told} with heads whose q and k are of another width than v, which TensorRT does not fuse into one kernel; "
-        "for engines prune with layout tied or padded (SERo: --set step.0.layout=tied)"
+        f"{told} with heads whose q and k are of another width than v, which TensorRT for RTX 1.7 does not fuse into "
+        "one kernel; for engines prune with layout tied or padded (SERo: --set step.0.layout=tied)"
     ]
