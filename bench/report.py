@@ -57,9 +57,9 @@ class Table:
         )
 
     def _figures(self, column: int) -> bool:
-        """Whether a column stands right: figures do, words and the first column do not."""
+        """Whether a column stands right: figures do, words, hashes and the first column do not."""
         cells = [row[column] for row in self.rows if row[column] not in ("", NOTHING, deployed.NONE)]
-        return column > 0 and all(re.match(r"[+-]?\d", cell) for cell in cells)
+        return column > 0 and self.columns[column] != "sha256" and all(re.match(r"[+-]?\d", cell) for cell in cells)
 
 
 def write(folder: Path, report: Mapping[str, Any]) -> None:

@@ -85,10 +85,16 @@ def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
     assert isinstance(names["logits"], torch.Tensor) and names["logits"].shape == (1, 10)
 
 
-@pytest.mark.parametrize("text", [README, CONTRIBUTING], ids=["README", "CONTRIBUTING"])
-def test_links_to_files_lead_somewhere(text: str) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "bench/results/README.md"])
+def test_links_lead_somewhere(name: str) -> None:
+    """To files, and to headings in them by the anchors that GitHub gives these."""
+    path = ROOT / name
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", path.read_text(encoding="utf-8")):
+        found = path.parent / target if target else path
+        assert found.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in [heading.lower().replace(" ", "-") for heading in headings], anchor
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -123,5 +129,5 @@ def test_the_changelog_speaks_of_this_version() -> None:
 
 
 def test_no_path_of_a_developers_machine_is_in_the_documentation() -> None:
-    for path in [*ROOT.glob("*.md"), *(ROOT / "recipes").glob("*.toml")]:
+    for path in [*ROOT.glob("*.md"), *(ROOT / "bench").rglob("*.md"), *(ROOT / "recipes").glob("*.toml")]:
         assert not re.search(r"(^|[\s(\"'])/(work|tmp|home|root|opt)/", path.read_text()), path.name

@@ -272,3 +272,5 @@ def test_artifacts_are_told_apart_by_as_little_as_it_takes() -> None:
 def test_figures_stand_right_and_words_left() -> None:
     table = report.Table("", ("name", "value", "how"), (("a", "1.5", "2 of 3"), ("b", "-", "not run"), ("c", "", "")))
     assert table.markdown().splitlines()[1] == "| --- | ---: | --- |"
+    files = report.Table("", ("file", "bytes", "sha256"), (("model.onnx", "712,406", "94487752a12a"),))
+    assert files.markdown().splitlines()[1] == "| --- | ---: | --- |"

@@ -1,0 +1,148 @@
+"""The tables of both READMEs hold what lies in bench/results, to the digits they show."""
+
+import json
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vitcompress.bench import report
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results"
+TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "bench/results/README.md")}
+every_text = pytest.mark.parametrize("name", TEXTS)
+
+# Row of a README -> file and figure, where the words are not those of the JSON file.
+WIDTHS = {
+    "`deit_b_sero`, unaligned widths": "deit_b_sero unaligned",
+    "`deit_b_sero`, uniform (the default)": "deit_b_sero uniform",
+    "`deit_b_sero`, q/k and v tied": "deit_b_sero tied",
+    "`deit_b_sero`, padded to one head width": "deit_b_sero padded",
+    "`deit_iso_2_6g`, widths as released (`round_to=2`)": "deit_iso_2_6g as released",
+    "`deit_iso_2_6g`, aligned (the default)": "deit_iso_2_6g aligned",
+    "`hetdpt_plus_2_4g`, as released": "hetdpt_plus_2_4g as released",
+    "`hetdpt_plus_2_4g`, aligned (the default)": "hetdpt_plus_2_4g aligned",
+}
+RATIOS = {
+    "throughput, dense DeiT-T: our ONNX file over timm's own export": (
+        "dense",
+        "deit_tiny_patch16_224, our ONNX over timm's own ONNX",
+    ),
+    "throughput, dense DeiT-S: our ONNX file over timm's own export": (
+        "dense",
+        "deit_small_patch16_224, our ONNX over timm's own ONNX",
+    ),
+    "throughput, DeiT-S in OpenVINO over timm's ONNX, fp32": (
+        "dense",
+        "deit_small_patch16_224, OpenVINO fp32 over timm's own ONNX",
+    ),
+    "throughput, DeiT-S in OpenVINO over timm's ONNX, bf16": (
+        "dense",
+        "deit_small_patch16_224, OpenVINO bf16 over timm's own ONNX",
+    ),
+    "throughput as `vitcompress bench` reports it, over a bare loop on the same session": ("harness", "harness"),
+    "time of a training step with gates on all channels, over plain timm (DeiT-S)": ("gates", "channel gates"),
+    "time of a training step of HetDPT's importance search, over plain timm (DeiT-S)": ("gates", "score search"),
+    "time of SERo's exploration step over a plain one, masked criterion (DeiT-T)": (
+        "methods",
+        "exploration step, masked criterion",
+    ),
+    "time of SERo's exploration step over a plain one, dense criterion (DeiT-T)": (
+        "methods",
+        "exploration step, dense criterion",
+    ),
+}
+# Rows of the study's tables, in the order of their columns.
+STUDY = {
+    "0.55": ("hetdpt_5", "sero_45", "upvit_48", "isomorphic_55", "hetdpt_plus_55"),
+    "0.35": ("hetdpt_8", "sero_65", "upvit_48_4", "isomorphic_35", "hetdpt_plus_35"),
+    "0.12": ("hetdpt_10", "sero_88", "upvit_32_3", "isomorphic_12", "hetdpt_plus_12"),
+}
+
+
+@cache
+def content(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return found
+
+
+def speeds(part: str) -> dict[str, dict[str, Any]]:
+    return {figure["what"]: figure for figure in content(f"speed-{part}-epyc-1-thread.json")["figures"]}
+
+
+def rows(text: str, start: str) -> list[list[str]]:
+    """Cells of every table row whose first cell begins with `start`."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in cells] for cells in lines if cells[0].startswith(start)]
+
+
+def between(ends: Iterable[float]) -> str:
+    return " to ".join(f"{end:.3f}" for end in ends)
+
+
+def test_the_first_table_is_the_report_of_the_committed_run() -> None:
+    table = report.summary_table(content("digits_hetdpt-epyc-2-cores.json"))
+    told = {
+        row[0].replace("onnxruntime cpu", "ONNX Runtime,").replace("torch cpu", "torch,"): row for row in table.rows
+    }
+    told = {label.replace("(onnx)", "(ONNX)"): row for label, row in told.items()}
+    shown = TEXTS["README.md"].split("| | before | after | change |")[1].split("\n\n")[0].splitlines()[2:]
+    assert len(shown) == 9
+    for line in shown:
+        label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        assert cells == [cell.removesuffix(": faster") for cell in told[label][1:]], label
+
+
+@every_text
+def test_realised_speeds(name: str) -> None:
+    known = speeds("realised") | speeds("widths")
+    found = [row for row in rows(TEXTS[name], "`") if len(row) == 5 and row[1].endswith("x")]
+    assert len(found) >= 7
+    for label, *cells in found:
+        figure = known[f"realised {WIDTHS.get(label, label.strip('`'))}"]
+        speed, macs, ratio = f"{figure['speedup']:.2f}x", f"{figure['macs_ratio']:.3f}", f"{figure['ratio']:.3f}"
+        assert cells == [speed, macs, ratio, between(figure["ci95"])], label
+
+
+def test_ratios_of_what_it_costs() -> None:
+    text = TEXTS["bench/results/README.md"]
+    for label, (part, what) in RATIOS.items():
+        ((_, *cells),) = rows(text, label)
+        figure = speeds(part)[what]
+        assert cells == [f"{figure['ratio']:.3f}", between(figure["ci95"])], label
+    missing = [row[0] for row in rows(text, "time of") + rows(text, "throughput") if row[0] not in RATIOS]
+    assert missing == [
+        "time of one pass per candidate over UP-ViT's exact scores (DeiT-T; 2.35 times fewer blocks evaluated)"
+    ]
+    ((_, once, _),) = rows(text, missing[0])
+    methods = speeds("methods")
+    assert once == f"{methods['exact scores: time']['ratio']:.2f}"
+    assert f"{methods['exact scores: work']['ratio']:.2f} times fewer" in missing[0]
+
+
+@every_text
+def test_accuracies_of_the_study(name: str) -> None:
+    study = {row["row"]: row for row in content("study-digits-epyc-2-cores.json")["rows"]}
+    for share, names in STUDY.items():
+        (cells, *_) = (row for row in rows(TEXTS[name], share) if "±" in row[1])
+        assert cells[1:] == [
+            f"{100 * study[row]['top1_mean']:.1f} ± {100 * study[row]['top1_std']:.1f}" for row in names
+        ], share
+        within = [study[row]["macs_ratio"] for row in names]
+        told = [float(number) for number in re.findall(r"0\.\d\d", cells[0])]
+        assert told[:2] == [round(min(within), 2), round(sorted(within)[3 if len(told) > 2 else 4], 2)], share
+        assert told[2:] in ([], [round(study["hetdpt_10"]["macs_ratio"], 2)])
+    control = study["control"]
+    assert f"{100 * control['top1_mean']:.1f} ± {100 * control['top1_std']:.1f} %" in TEXTS[name]
+
+
+def test_speeds_of_the_study() -> None:
+    study = {row["row"]: row for row in content("study-digits-epyc-2-cores.json")["rows"]}
+    for share, names in STUDY.items():
+        (cells,) = (row for row in rows(TEXTS["bench/results/README.md"], share) if " of " in row[1])
+        told = [f"{study[row]['speedup']:.2f} of {1 / study[row]['macs_ratio']:.2f}" for row in names]
+        assert cells[1:] == told, share
