@@ -12,6 +12,7 @@ from torch import Tensor
 from vitcompress.byte_input import to_bytes
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.models import InputConfig
+from vitcompress.wording import span
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,8 @@ def check_batch(name: str, allowed: Sequence[int], images: int) -> None:
     """Raise InputError for a batch outside the range (least, best, largest) that `name` was built for."""
     low, _, high = allowed
     if not low <= images <= high:
-        those = f"{low} only" if low == high else f"{low} to {high}"
         raise InputError(
-            f"{name} takes batches of {those}, got {images}",
+            f"{name} takes batches of {span(low, high)}, got {images}",
             hint=f"use --batch {low}"
             if low == high
             else "use such a --batch, or export with another range (--batch L:B:L)",

@@ -52,7 +52,7 @@ def test_a_folder_in_place_of_a_recipe_and_what_is_not_toml() -> None:
 
 
 def test_a_place_that_a_recipe_does_not_have() -> None:
-    assert "there is no number 7, they are 0 to 0" in refused("recipe", "small.toml", "--set", "step.7.pruned_layers=1")
+    assert "there is no number 7, but 0\n" in refused("recipe", "small.toml", "--set", "step.7.pruned_layers=1")
 
 
 def test_a_file_in_place_of_a_folder_of_images() -> None:

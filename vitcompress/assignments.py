@@ -7,6 +7,8 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from vitcompress.wording import span
+
 SHOWN = 3  # differences that are named
 
 
@@ -23,7 +25,7 @@ def assign(data: dict[str, Any], assignment: str) -> str | None:
     target: Any = data
     for part in path[:-1]:
         if isinstance(target, list) and isinstance(part, int) and part >= len(target):
-            return f"--set {assignment}   there is no number {part}, they are 0 to {len(target) - 1}"
+            return f"--set {assignment}   there is no number {part}, but {span(0, len(target) - 1)}"
         target = _descend(target, part)
     return _put(target, path[-1], value, assignment)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vitcompress.errors import PlanError
+from vitcompress.wording import span
 
 Kind = Literal["residual", "ffn", "head_dim", "head"]
 Counts = dict[str, int]
@@ -205,10 +206,10 @@ def check_reach(
     check_units(groups, units)
     most, least = (target.cost(_at(groups, keep, units, strength)) for strength in (0.0, 1.0))
     if not least <= target.amount <= most:
+        asked = target.words.format(target.amount) + (f" on {target.on}" if target.on else "")
+        allowed = span(target.words.format(least), target.words.format(most))
         raise PlanError(
-            f"{target.words.format(target.amount)}{f' on {target.on}' if target.on else ''} cannot be reached: this "
-            "structure allows "
-            f"{target.words.format(least)} to {target.words.format(most)}",
+            f"{asked} cannot be reached: this structure allows {allowed}",
             hint="change the target, or let more kinds of width shrink (keep_ratio, keep_heads, keep_head_dim below 1)"
             f"{LATER if target.on else ''}",
         )

@@ -12,6 +12,7 @@ from vitcompress.methods.hetdpt.accuracy_map import (
     validate,
     winners,
 )
+from vitcompress.wording import choose
 
 LAYERS = (12, 12)
 LISTING = [
@@ -194,11 +195,34 @@ def test_splits_keep_one_layer_of_each_type():
     assert feasible_splits((2, 6), 5) == [(1, 4), (0, 5)]
 
 
-@pytest.mark.parametrize(("layers", "budget", "least"), [((12, 12), 23, 1), ((3, 3), 1, 1), ((2, 2), 3, 0)])
-def test_impossible_budgets_are_refused(layers, budget, least):
+@pytest.mark.parametrize(
+    ("layers", "budget", "least", "hint"),
+    [
+        ((12, 12), 23, 1, "choose pruned_layers from 2 to 22"),
+        ((3, 3), 1, 1, "choose pruned_layers from 2 to 4"),
+        ((2, 2), 3, 1, "choose pruned_layers = 2"),
+        ((2, 2), 3, 0, "choose pruned_layers from 1 to 2"),
+        ((2, 6), 4, 2, "set min_pruned_per_type to 1 or less"),
+        ((1, 1), 1, 0, "prune widths"),
+        ((0, 6), 2, 0, "prune widths"),
+    ],
+)
+def test_impossible_budgets_are_refused_with_those_that_are_possible(layers, budget, least, hint):
     with pytest.raises(PlanError, match=f"no split of {budget}") as caught:
         feasible_splits(layers, budget, least)
-    assert "pruned_layers" in str(caught.value.hint)
+    assert str(caught.value.hint).startswith(hint)
+    possible = [b for b in range(1, 25) if _splits_exist(layers, b, least)]
+    assert hint.startswith("choose") == bool(possible)
+    if possible:
+        assert hint == choose("pruned_layers", possible[0], possible[-1])
+        assert possible == list(range(possible[0], possible[-1] + 1))
+
+
+def _splits_exist(layers, budget, least):
+    try:
+        return bool(feasible_splits(layers, budget, least))
+    except PlanError:
+        return False
 
 
 def test_few_rows():

@@ -8,7 +8,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from vitcompress.console.drawing import print_line, print_pairs, print_records, print_table, print_text, stream_console
-from vitcompress.wording import figure
+from vitcompress.wording import figure, span
 
 MET = {True: "yes", False: "no", None: "none published"}
 FIGURES = ("verdict", "value", "tolerance")
@@ -134,7 +134,7 @@ def _asks(done: Mapping[str, Any]) -> str:
     kind, layout = (json.loads(known[key]) for key in ("input", "layout"))
     sides = (height, width, channels) if layout == "NHWC" else (channels, height, width)
     least, best, most = build.get("batch") or (1, 0, 0)
-    batch = f"{least} to {most} (best {best})" if most else "batch"
+    batch = (span(least, most) + f" (best {best})" * (least < most)) if most else "batch"
     on = f"; for compute capability {', '.join(f'{sm / 10:.1f}' for sm in build['sm'])}" if build.get("sm") else ""
     return f"takes {kind} images, {layout}: {' x '.join(map(str, (batch, *sides)))}{on}"
 

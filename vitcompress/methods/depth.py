@@ -19,6 +19,7 @@ from vitcompress.gates import GatedModel
 from vitcompress.loaders import EvalLoader, eval_loader
 from vitcompress.plan import Plan
 from vitcompress.train import TrainOptions
+from vitcompress.wording import choose
 from vitcompress.workspace import Context
 
 Kind = Literal["attention", "activation"]
@@ -96,11 +97,11 @@ def any_layers(model: nn.Module, family: Family, count: int, kinds: Sequence[Kin
     check_kinds(family, kinds)
     found = layers(model, family)
     room = {kind: max(0, len(found[kind]) - 1) for kind in kinds}
-    if count > sum(room.values()):
+    if count > (most := sum(room.values())):
         counts = " and ".join(f"{len(found[kind])} {kind} layers" for kind in kinds)
         raise PlanError(
-            f"pruned_layers is {count}, but the model has {counts}, of which {sum(room.values())} may go",
-            hint=f"choose pruned_layers from 1 to {sum(room.values())}",
+            f"pruned_layers is {count}, but the model has {counts}, of which {most} may go",
+            hint=choose("pruned_layers", 1, most) if most else "prune widths",
         )
     taken = dict.fromkeys(kinds, 0)
     for _ in range(count):

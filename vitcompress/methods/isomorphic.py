@@ -30,6 +30,7 @@ from vitcompress.methods.charts import Chart, ranked
 from vitcompress.methods.depth import Stage
 from vitcompress.methods.widths import ALL, GIGA, MILLION, Scope, Sizes, Timed, groups_of
 from vitcompress.plan import Plan
+from vitcompress.wording import span
 from vitcompress.workspace import Clock, Context
 
 Share = Annotated[float, Gt(0), Le(1)]
@@ -233,10 +234,10 @@ def _missed(found: Mapping[str, Any]) -> list[str]:
     aim = found.get("target")
     if aim is None or abs(off := aim["reached"] / aim["amount"] - 1) <= (MISSED if aim["on"] else budget.CLOSE):
         return []
-    least, most = (WORDS[aim["kind"]].format(aim[key]) for key in ("least", "most"))
+    allowed = span(*(WORDS[aim["kind"]].format(aim[key]) for key in ("least", "most")))
     return [
         f"isomorphic pruning missed its target: {_said(aim, aim['amount'])} was asked for, the nearest widths found "
-        f"come to {_said(aim, aim['reached'])} ({100 * off:+.1f} %); this structure allows {least} to {most}, in finer "
+        f"come to {_said(aim, aim['reached'])} ({100 * off:+.1f} %); this structure allows {allowed}, in finer "
         "steps with smaller multiples in align"
     ]
 

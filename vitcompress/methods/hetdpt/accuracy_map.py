@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitcompress.errors import PlanError
+from vitcompress.wording import choose
 
 DEGREES = (1, 2, 3, 4)
 TIE_SHARE = 0.1
@@ -134,9 +135,19 @@ def feasible_splits(layers: tuple[int, int], budget: int, min_pruned_per_type: i
         raise PlanError(
             f"no split of {budget} pruned layers over {attentions} attentions and {activations} activations "
             f"prunes at least {least} and keeps at least 1 of each type",
-            hint=f"choose pruned_layers between {max(1, 2 * least)} and {max(1, attentions + activations - 2)}",
+            hint=_affordable(layers, least),
         )
     return splits
+
+
+def _affordable(layers: tuple[int, int], least: int) -> str:
+    """The budgets that have a split, in words; where none has one, what stands in the way."""
+    fewest, most = min(layers), sum(layers) - 2
+    if fewest < 1 or most < 1:
+        return "prune widths: with one layer of each type to stay, none may go"
+    if fewest <= least:
+        return f"set min_pruned_per_type to {fewest - 1} or less"
+    return choose("pruned_layers", max(1, 2 * least), most)
 
 
 def allocate(
