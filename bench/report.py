@@ -16,7 +16,7 @@ The input is plain data, the content of report.json. Every key but `recipe` and 
     files                  {"dense.onnx": bytes, "model.onnx": bytes}
     verify                 {passed, checks}
     folding                one record per module that was or could have been folded
-    searched               which network the layers were chosen on; `layers`: what they come from, in words
+    searched               what was looked at to choose the layers; `layers`: what they come from, in words
     teacher                what taught during recovery, None when nothing did
     published              figures of others, quoted as they were published: top1, params_m, macs_g, images_per_second,
                            speedup, hardware, source, note

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vitcompress import recipes
-from vitcompress.pipeline import RunOptions, dry_run, preflight
+from vitcompress.pipeline import RunOptions, dry_run
 from vitcompress.pipeline.counting import compared
 from vitcompress.recipe import Recipe, load_recipe
 
@@ -83,10 +83,3 @@ def test_counted_sizes_are_those_of_the_outlook() -> None:
     cost = dry_run(load_recipe("nose_deit_s_3"), RunOptions(structure_only=True))["cost"]["compressed"]
     assert found["params_m"] == {"published": None, "counted": cost["params"] / 1e6, "off": None}
     assert found["macs_g"]["counted"] == cost["macs"] / 1e9 and found["met"] is None
-
-
-def test_the_outlook_says_of_each_pruning_step_where_its_choice_comes_from() -> None:
-    recipe = load_recipe("hetdpt_plus_2_4g")
-    found = preflight.chosen_by(recipe, searched=True)
-    assert found == "hetdpt: published, isomorphic: search"
-    assert preflight.chosen_by(load_recipe("deit_b_hetdpt"), searched=False) == "published"

@@ -12,6 +12,7 @@ from vitcompress import surgery
 from vitcompress.families import Family
 from vitcompress.methods import baselines, evidence, hetdpt, isomorphic, nose, sero, steps, upvit
 from vitcompress.methods.charts import Chart
+from vitcompress.methods.choice import MEASURED, TRAINED, Choice
 from vitcompress.methods.depth import Stage
 from vitcompress.plan import Plan
 from vitcompress.workspace import Clock, Context
@@ -29,7 +30,8 @@ class Method:
     the options ask for more than the model has. stages(options, prunable): the work ahead on a model with so many
     attentions and activations, for a dry run. dilute(options, epochs): gate value of the removed layers at each epoch
     of the recovery, for methods that fade them out; None removes them at once. tables(folder), charts(folder),
-    remarks(folder): what the step measured, for the report, and what its reader must know.
+    remarks(folder): what the step measured, for the report, and what its reader must know. choice(options): where what
+    it removes comes from; None for a step that chooses nothing.
 
     timed(options): where a latency is aimed at, options with which `plan` needs a clock but no data; else None.
     check_reach(model, family, base, options, clock): raises PlanError when such a latency is out of reach.
@@ -44,6 +46,7 @@ class Method:
     tables: Callable[[Path], list[dict[str, Any]]] = evidence.tables
     charts: Callable[[Path], list[Chart]] = evidence.charts
     remarks: Callable[[Path], list[str]] = lambda folder: []
+    choice: Callable[[Any], Choice | None] = lambda options: MEASURED
     timed: Callable[[Any], Any | None] = lambda options: None
     check_reach: Callable[[nn.Module, Family, Plan, Any, Clock], None] = lambda *about: None
 
@@ -55,6 +58,7 @@ METHODS: dict[str, Method] = {
         hetdpt.plan,
         hetdpt.structure,
         hetdpt.stages,
+        choice=hetdpt.choice,
     ),
     "nose": Method(
         "attentions only: greedy transfer entropy, faded out while recovering",
@@ -85,6 +89,7 @@ METHODS: dict[str, Method] = {
         baselines.no_step2,
         baselines.structure_no_step2,
         hetdpt.allocation_stages,
+        choice=lambda options: TRAINED,
     ),
     "hetdpt_no_step1": Method(
         "learnable importance of both types pooled, without a split of the budget",
@@ -92,15 +97,21 @@ METHODS: dict[str, Method] = {
         baselines.no_step1,
         baselines.structure,
         baselines.stages_no_step1,
+        choice=lambda options: TRAINED,
     ),
     "random": Method(
         "layers drawn by the seed, or the first or last ones",
         baselines.RandomOptions,
         baselines.random,
         baselines.structure_random,
+        choice=baselines.choice_random,
     ),
     "fixed": Method(
-        "the layers that the recipe names", baselines.FixedOptions, baselines.fixed, baselines.structure_fixed
+        "the layers that the recipe names",
+        baselines.FixedOptions,
+        baselines.fixed,
+        baselines.structure_fixed,
+        choice=lambda options: Choice("the recipe"),
     ),
     "isomorphic": Method(
         "widths: residual, FFN, heads and their channels, each kind ranked among its own",
@@ -111,6 +122,7 @@ METHODS: dict[str, Method] = {
         tables=isomorphic.tables,
         charts=isomorphic.charts,
         remarks=isomorphic.remarks,
+        choice=isomorphic.choice,
         timed=isomorphic.timed,
         check_reach=isomorphic.check_reach,
     ),
@@ -123,6 +135,7 @@ METHODS: dict[str, Method] = {
         tables=sero.tables,
         charts=sero.charts,
         remarks=sero.remarks,
+        choice=sero.choice,
     ),
     "recover": Method(
         "train the model as it is, between two steps",
@@ -130,6 +143,7 @@ METHODS: dict[str, Method] = {
         steps.recover,
         steps.structure_recover,
         steps.stages_recover,
+        choice=lambda options: None,
     ),
     "fold": Method(
         "multiply out what has become linear, so that the next step prunes the product",
@@ -137,6 +151,7 @@ METHODS: dict[str, Method] = {
         steps.fold,
         steps.structure_fold,
         tables=steps.tables_fold,
+        choice=lambda options: None,
     ),
     "upvit": Method(
         "channels and blocks whose loss moves the answers least, down to the sizes of a standard model",
@@ -147,6 +162,7 @@ METHODS: dict[str, Method] = {
         tables=upvit.tables,
         charts=upvit.charts,
         remarks=upvit.remarks,
+        choice=upvit.choice,
     ),
 }
 

@@ -20,6 +20,7 @@ from vitcompress.distributed import derived_seed
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site
 from vitcompress.methods import depth, hetdpt
+from vitcompress.methods.choice import Choice
 from vitcompress.methods.depth import KINDS, Bypass, DepthOptions, GatedFfn, Kind, OutputAct, Stage
 from vitcompress.methods.hetdpt import collection, search, transfer_entropy
 from vitcompress.methods.hetdpt.search import SearchOptions
@@ -143,6 +144,11 @@ def structure_random(model: nn.Module, family: Family, base: Plan, options: Rand
 def structure_fixed(model: nn.Module, family: Family, base: Plan, options: FixedOptions) -> Plan:
     """The plan itself. Raises PlanError for block numbers that the model does not have."""
     return depth.delta(model, base, _given(options), options.budget)
+
+
+def choice_random(options: RandomOptions) -> Choice:
+    """By lot or by position, whatever the model."""
+    return Choice("chance" if options.pick == "random" else f"the {options.pick} ones")
 
 
 def stages_te_static(options: StaticOptions, prunable: int) -> list[Stage]:

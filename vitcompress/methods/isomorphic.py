@@ -27,6 +27,7 @@ from vitcompress.families import Family, Space
 from vitcompress.methods import latencies
 from vitcompress.methods.channel_scores import Criterion, random_scores, scored
 from vitcompress.methods.charts import Chart, ranked
+from vitcompress.methods.choice import MEASURED, Choice
 from vitcompress.methods.depth import Stage
 from vitcompress.methods.widths import ALL, GIGA, MILLION, Scope, Sizes, Timed, groups_of
 from vitcompress.plan import Plan
@@ -153,6 +154,11 @@ def stages(options: Options, prunable: int) -> list[Stage]:
     """The one pass over images that scores need, for a dry run."""
     looks = options.criterion in ("taylor", "gradient")
     return [Stage(f"{options.criterion} scores of all channels", 1, 1, images=options.images)] if looks else []
+
+
+def choice(options: Options) -> Choice:
+    """Scores of the model as it is, or a draw."""
+    return Choice("chance") if options.criterion == "random" else MEASURED
 
 
 def tables(folder: Path) -> list[dict[str, Any]]:

@@ -25,10 +25,10 @@ from vitcompress.exporters import gate
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.methods import METHODS
 from vitcompress.methods.latencies import elsewhere
+from vitcompress.pipeline.choices import chosen_by, chosen_on
 from vitcompress.pipeline.exports import class_names, drop_failed, exported, islands_told, plan_of, runnable
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import measured_on
-from vitcompress.pipeline.preflight import chosen_by
 from vitcompress.pipeline.stages import UNFOLDED, UNFOLDED_PLAN
 from vitcompress.plan import Plan
 from vitcompress.sidecar import read_sidecar, sidecar_path
@@ -166,7 +166,6 @@ def _pairs(job: Job) -> Iterator[tuple[Path, Path, str | None]]:
 def report(job: Job) -> None:
     """report.json and report.md: all of the above in one place (keys: `bench.report`)."""
     plan = plan_of(job)
-    chosen = chosen_by(job.recipe, searched=not job.structure_only)
     accuracy, before = _read(job.state / "accuracy.json"), _read(job.state / "before_recovery.json")
     measured = _read(job.folder / recorded.BENCH)
     reports.write(
@@ -187,8 +186,8 @@ def report(job: Job) -> None:
             "files": {path.name: _size(path) for stem in ("dense", "model") for path in exported(job, stem)},
             "verify": read_json(job.folder / "verify.json"),
             "folding": _read(job.state / FOLDING),
-            "searched": f"{plan.arch} with the weights that recovery starts from" if "search" in chosen else None,
-            "layers": chosen,
+            "searched": None if job.structure_only else chosen_on(job.recipe),
+            "layers": chosen_by(job.recipe, searched=not job.structure_only),
             "teacher": None if job.structure_only else job.recipe.finetune.teacher,
             "published": None if job.recipe.published is None else asdict(job.recipe.published),
             "tables": [table for number in range(len(job.recipe.steps)) for table in _tables(job, number)],

@@ -10,6 +10,7 @@ from vitcompress.bench import timing
 from vitcompress.data import Splits, open_data
 from vitcompress.errors import InputError
 from vitcompress.methods import METHODS
+from vitcompress.pipeline.choices import chosen_by
 from vitcompress.pipeline.folder import check_folder, check_writable
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.preflight import (
@@ -21,7 +22,6 @@ from vitcompress.pipeline.preflight import (
     check_room,
     check_training,
     check_weights,
-    chosen_by,
     described,
     effective,
     folder_of,

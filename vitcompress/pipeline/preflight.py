@@ -15,7 +15,6 @@ from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.doctor import works_on
 from vitcompress.families import family_of
 from vitcompress.methods import METHODS
-from vitcompress.methods.baselines import FixedOptions, RandomOptions
 from vitcompress.methods.steps import RecoverOptions, recovery_settings
 from vitcompress.pipeline.folder import check_disk, check_writable
 from vitcompress.pipeline.job import Job
@@ -26,8 +25,6 @@ from vitcompress.precision import expanded
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe
 from vitcompress.train import check_options
-
-BETWEEN = ("recover", "fold")  # steps that choose nothing
 
 
 @dataclass(frozen=True)
@@ -211,34 +208,12 @@ def _steps(job: Job) -> Iterator[tuple[str, Any]]:
 
 def check_room(job: Job) -> None:
     """Raise OutputError when the disk is too small for what the run will write."""
-    keeping = sum(
-        bool(delta.kept or delta.folded) or step.method in BETWEEN
+    keeping = sum(  # steps that slice, and those that choose nothing: they fold or train
+        bool(delta.kept or delta.folded) or METHODS[step.method].choice(step.options) is None
         for step, delta in zip(job.recipe.steps, deltas(job), strict=True)
     )
     params = sum(parameter.numel() for parameter in job.blank.parameters())
     check_disk(job.folder, params, trains=not job.structure_only, keeping=keeping)
-
-
-def chosen_by(recipe: Recipe, *, searched: bool) -> str:
-    """Where what the steps remove comes from, in a few words: a publication, a search, or nothing but its amount."""
-    pruning = [step for step in recipe.steps if step.method not in BETWEEN]
-    found = [_origin(step.options, searched=searched) for step in pruning]
-    if len(set(found)) <= 1:
-        return "".join(found[:1])
-    return ", ".join(f"{step.method}: {origin}" for step, origin in zip(pruning, found, strict=True))
-
-
-def _origin(options: Any, *, searched: bool) -> str:
-    if getattr(options, "layers", "search") == "published":
-        return "published"
-    if isinstance(options, FixedOptions):
-        return "the recipe"
-    if isinstance(options, RandomOptions):
-        return "chance" if options.pick == "random" else f"the {options.pick} ones"
-    if searched:
-        return "search"
-    listed = getattr(options, "example_attention", ()) or getattr(options, "example_activation", ())
-    return "an example in the recipe" if listed else "arbitrary, only their number counts"
 
 
 def check_weights(job: Job, *, fresh: bool) -> None:

@@ -18,6 +18,7 @@ from vitcompress.data import eval_loader, no_data
 from vitcompress.evaluate import evaluate
 from vitcompress.gates import GATED_KINDS, GatedModel
 from vitcompress.methods import METHODS
+from vitcompress.methods.choice import PUBLISHED
 from vitcompress.pipeline.folder import sole_user, sweep
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import latency_ms, measured_on
@@ -153,8 +154,7 @@ def _step_plan(job: Job, dense: nn.Module, number: int, model: nn.Module, plan: 
     if job.structure_only and timed is None:
         delta = method.structure(model, job.family, plan, step.options)
     else:
-        published = getattr(step.options, "layers", "search") == "published"
-        what = "the published layers" if published else method.summary
+        what = "the published layers" if method.choice(step.options) == PUBLISHED else method.summary
         job.progress.stage(f"Step {number + 1} of {len(job.recipe.steps)}: {what}")
         delta = method.plan(model, _context(job, dense, plan, folder), timed or step.options)
     if job.runtime.is_main:

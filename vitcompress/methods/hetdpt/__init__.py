@@ -15,7 +15,7 @@ are exact, and what was searched is the same function as what is deployed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
@@ -24,6 +24,7 @@ from torch import nn
 from vitcompress.errors import PlanError
 from vitcompress.families import Family
 from vitcompress.methods import depth
+from vitcompress.methods.choice import PUBLISHED, TRAINED, Choice
 from vitcompress.methods.depth import KINDS, DepthOptions, Kind, Stage
 from vitcompress.methods.hetdpt import accuracy_map, collection, diagnostics, search
 from vitcompress.methods.hetdpt.accuracy_map import TieBreak
@@ -165,6 +166,14 @@ def stages(options: Options, prunable: int) -> list[Stage]:
         images = options.collection.images_per_class
         found.append(Stage("diagnostics, each layer alone", prunable, options.collection.epochs, images))
     return found
+
+
+def choice(options: Options) -> Choice:
+    """The lists of a publication, or the search, which trains copies of the model for its rows and its scores."""
+    if options.layers == "published":
+        return PUBLISHED
+    listed = options.example_attention or options.example_activation
+    return replace(TRAINED, unscored="an example in the recipe") if listed else TRAINED
 
 
 def allocation_stages(options: AllocationOptions, prunable: int) -> list[Stage]:

@@ -22,6 +22,7 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import Family, Space
+from vitcompress.methods.choice import ARBITRARY, GIVEN, Choice
 from vitcompress.methods.depth import Stage
 from vitcompress.methods.sero.evidence import FILE, charts, record, remarks, tables
 from vitcompress.methods.sero.exploration import Exploration
@@ -102,6 +103,14 @@ def stages(options: Options, prunable: int) -> list[Stage]:
     return [Stage("exploration", 1, options.epochs)]
 
 
+def choice(options: Options) -> Choice:
+    """Scores of the model that is being explored, which is not the one that the step was given; or a draw."""
+    if options.criterion == "random":
+        return Choice("chance", unscored=ARBITRARY)
+    explored = f"{GIVEN} while it trained under masks; what follows starts from the weights trained so"
+    return Choice("search", explored, ARBITRARY)
+
+
 def _by_position(space: Space) -> np.ndarray:
     """Scores that fall with the channel's place in its head, the same in every layer."""
     width = space.size // space.heads
@@ -159,4 +168,4 @@ def _silence(model: nn.Module, spaces: tuple[Space, ...], channels: dict[str, tu
                 tensor.index_fill_(axis.dim, torch.tensor(places, device=tensor.device), 0.0)
 
 
-__all__ = ["Options", "charts", "plan", "remarks", "sparsity_at", "stages", "structure", "tables"]
+__all__ = ["Options", "charts", "choice", "plan", "remarks", "sparsity_at", "stages", "structure", "tables"]

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from vitcompress.families import Family
+from vitcompress.methods.choice import ARBITRARY, MEASURED, Choice
 from vitcompress.methods.depth import Stage, training_views
 from vitcompress.methods.upvit.blocks import removal
 from vitcompress.methods.upvit.evidence import charts, remarks, tables
@@ -26,7 +27,7 @@ from vitcompress.methods.upvit.scoring import PROXY_BATCH, UNMEASURED, block_rem
 from vitcompress.plan import Plan
 from vitcompress.workspace import Context
 
-__all__ = ["Options", "charts", "plan", "remarks", "stages", "structure", "tables"]
+__all__ = ["Options", "charts", "choice", "plan", "remarks", "stages", "structure", "tables"]
 
 
 def plan(model: nn.Module, context: Context, options: Options) -> Plan:
@@ -76,6 +77,11 @@ def stages(options: Options, prunable: int) -> list[Stage]:
         images = options.images if options.screen == "fisher" else options.screen_images
         found.insert(0, Stage(f"screen ({options.screen})", 1, 1, images=images))
     return found
+
+
+def choice(options: Options) -> Choice:
+    """Parts of the model deleted or its weights compared; or a draw of channels (blocks are measured even so)."""
+    return Choice("chance for channels", unscored=ARBITRARY) if options.score == "random" else MEASURED
 
 
 def _plan(

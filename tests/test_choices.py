@@ -1,0 +1,92 @@
+"""What a report says of where the choice of each step comes from."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from vitcompress.methods import METHODS
+from vitcompress.methods.choice import ARBITRARY
+from vitcompress.pipeline.choices import chosen_by, chosen_on
+from vitcompress.recipe import Recipe, Step, load_recipe
+
+DIGITS = "vit_tiny_patch16_224"
+THEN = "what follows starts from the weights trained so"
+
+
+def with_step(name: str, **options: Any) -> Recipe:
+    """A recipe with other options in its last step."""
+    recipe = load_recipe(name)
+    *before, last = recipe.steps
+    return replace(recipe, steps=(*before, Step(last.method, replace(last.options, **options))))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "on"),
+    [
+        ("digits_hetdpt", f"short trainings of copies of the dense {DIGITS}"),
+        ("digits_no_step1", f"short trainings of copies of the dense {DIGITS}"),
+        ("digits_no_step2", f"short trainings of copies of the dense {DIGITS}"),
+        ("digits_nose", f"the dense {DIGITS}"),
+        ("digits_te_static", f"the dense {DIGITS}"),
+        ("digits_up", f"the dense {DIGITS}"),
+        ("digits_isomorphic", f"the dense {DIGITS}"),
+        (
+            "digits_sero",
+            f"the dense {DIGITS} while it trained under masks; what follows starts from the weights trained so",
+        ),
+    ],
+)
+def test_a_search_says_what_it_looked_at(recipe: str, on: str) -> None:
+    found = load_recipe(recipe)
+    assert (chosen_by(found, searched=True), chosen_on(found)) == ("search", on)
+    assert chosen_by(found, searched=False) == ARBITRARY
+
+
+def test_of_several_steps_each_is_told_with_the_model_that_it_was_given() -> None:
+    recipe = load_recipe("hetdpt_plus_2_4g")
+    assert [step.method for step in recipe.steps] == ["hetdpt", "recover", "fold", "isomorphic"]
+    assert chosen_by(recipe, searched=True) == "hetdpt: published, isomorphic: search"
+    assert chosen_by(recipe, searched=False) == f"hetdpt: published, isomorphic: {ARBITRARY}"
+    assert chosen_on(recipe) == f"isomorphic: {recipe.model.name} as step 3 left it"
+    both = load_recipe("digits_hetdpt_plus")
+    hetdpt, isomorphic = (chosen_on(both) or "").split("; ")
+    assert hetdpt == f"hetdpt: short trainings of copies of the dense {DIGITS}"
+    assert isomorphic == f"isomorphic: {DIGITS} as step {len(both.steps) - 1} left it"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "by", "unscored"),
+    [
+        (load_recipe("deit_b_hetdpt"), "published", "published"),
+        (load_recipe("digits_random"), "chance", "chance"),
+        (with_step("digits_random", pick="last"), "the last ones", "the last ones"),
+        (with_step("digits_isomorphic", criterion="random"), "chance", "chance"),
+        (with_step("digits_sero", criterion="random"), "chance", ARBITRARY),
+        (with_step("digits_up", score="random"), "chance for channels", ARBITRARY),
+    ],
+    ids=["published", "random", "last", "isomorphic", "sero", "upvit"],
+)
+def test_what_was_not_searched_for_was_chosen_on_nothing(recipe: Recipe, by: str, unscored: str) -> None:
+    assert (chosen_by(recipe, searched=True), chosen_by(recipe, searched=False)) == (by, unscored)
+    assert chosen_on(recipe) is None
+
+
+def test_listed_examples_stand_for_a_search() -> None:
+    found = with_step("digits_hetdpt", example_attention=(1,), example_activation=(2,))
+    assert (chosen_by(found, searched=True), chosen_by(found, searched=False)) == (
+        "search",
+        "an example in the recipe",
+    )
+
+
+def test_steps_that_choose_nothing_are_not_told() -> None:
+    silent = {name for name, method in METHODS.items() if method.choice(method_options(name)) is None}
+    assert silent == {"fold", "recover"}
+
+
+def method_options(name: str) -> Any:
+    """The smallest options of a method."""
+    needed = {"pruned_layers": 1, "sparsity": 0.5, "epochs": 1}
+    fields = METHODS[name].options.__dataclass_fields__
+    return METHODS[name].options(**{key: value for key, value in needed.items() if key in fields})
