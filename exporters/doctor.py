@@ -93,9 +93,9 @@ def _target(name: str, export: str | None, run: str | None, packages: tuple[str,
     return {"target": name, "export": export, "run": run, "measure": run or clocks, "version": ", ".join(installed)}
 
 
-def works_on(device: str) -> bool:
-    """Whether ONNX Runtime can work on `device` (`cpu`, `cuda`, `cuda:1`) here."""
-    return _session_problem(RunnerOptions(device)) is None
+def device_problem(device: str) -> str | None:
+    """Why ONNX Runtime cannot work on `device` (`cpu`, `cuda`, `cuda:1`) here, and what to do; None where it can."""
+    return _session_problem(RunnerOptions(device))
 
 
 def provider_problem(name: str) -> str | None:

@@ -25,7 +25,7 @@ from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import onnx_graph
 from vitcompress.exporters.agreement import file_checks, model_answers, rounded_checks, verdict
 from vitcompress.exporters.artifact import Export, Exporter
-from vitcompress.exporters.doctor import works_on
+from vitcompress.exporters.doctor import device_problem
 from vitcompress.exporters.onnx_graph import ONNX
 from vitcompress.exporters.tensorrt_engine import TENSORRT_RTX
 from vitcompress.exporters.tensorrt_flavours import RTX_DEFAULT, capability
@@ -114,7 +114,7 @@ def judge_of(
 def _runs_on_gpu(exporter: Exporter, options: ExportOptions) -> bool:
     """Whether what `exporter` writes with `options` can be asked on a GPU of this machine."""
     if exporter is ONNX:
-        return works_on(GPU)
+        return device_problem(GPU) is None
     targets = options.sm or (RTX_DEFAULT if exporter is TENSORRT_RTX else ())
     return exporter.cannot_run() is None and (not targets or capability() in targets)
 

@@ -9,19 +9,19 @@ import torch
 from vitcompress import models
 from vitcompress.bench import machine
 from vitcompress.distributed import Runtime
-from vitcompress.errors import InputError, PlanError
+from vitcompress.errors import DeviceError, InputError, PlanError
 from vitcompress.methods import METHODS, isomorphic
 from vitcompress.pipeline import RunOptions, latency, run
 from vitcompress.pipeline.job import Job
-from vitcompress.pipeline.latency import latency_ms
+from vitcompress.pipeline.latency import check_latency, latency_ms
 from vitcompress.pipeline.preflight import described, structure
 from vitcompress.progress import Progress
 from vitcompress.recipe import load_recipe
 
 
-def job(folder: Path, *sets: str) -> Job:
+def job(folder: Path, *sets: str, device: str = "cpu") -> Job:
     recipe = load_recipe("digits_isomorphic", ["model.args.depth=1", "bench.batch=2", "model.classes=10", *sets])
-    return described(recipe, folder, Runtime(torch.device("cpu")), Progress(), None, structure_only=True)
+    return described(recipe, folder, Runtime(torch.device(device)), Progress(), None, structure_only=True)
 
 
 @pytest.mark.parametrize("runtime", ["torch", "onnxruntime"])
@@ -47,6 +47,25 @@ def test_an_unknown_runtime_is_refused(tmp_path: Path) -> None:
     about = job(tmp_path)
     with pytest.raises(InputError, match="no runtime 'tflite'"):
         latency_ms(about, about.blank, "tflite")
+
+
+@pytest.mark.parametrize("device", ["mps", "cuda:77"])
+def test_where_onnx_runtime_cannot_work_the_cpu_takes_its_files_and_says_so(device: str, tmp_path: Path) -> None:
+    about = job(tmp_path, 'export.formats=["onnx"]', device=device)
+    assert about.onnx_device == "cpu"
+    assert [device in line and "on the CPU" in line for line in about.onnx_elsewhere()] == [True]
+
+
+def test_on_the_cpu_there_is_nothing_to_say(tmp_path: Path) -> None:
+    about = job(tmp_path, 'export.formats=["onnx"]')
+    assert about.onnx_device == "cpu" and not list(about.onnx_elsewhere())
+
+
+def test_a_latency_is_not_aimed_at_with_the_times_of_another_device(tmp_path: Path) -> None:
+    sets = ("step.0.target=latency", "step.0.amount=1.0")
+    with pytest.raises(DeviceError, match=r"cuda:77 is aimed at") as caught:
+        check_latency(job(tmp_path, *sets, device="cuda:77"), fresh=True)
+    assert "latency_on=torch" in str(caught.value.hint)
 
 
 def test_without_a_clock_the_structure_is_that_of_the_shares(tmp_path: Path) -> None:

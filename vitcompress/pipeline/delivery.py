@@ -262,6 +262,7 @@ def _remarks(job: Job) -> Iterator[str]:
             "starts from them was reached without an extra model."
         )
     yield from islands_told(job)
+    yield from job.onnx_elsewhere()
     if job.runtime.device.type == "cpu":
         yield "Measured on a CPU: ratios to other hardware do not carry over."
 

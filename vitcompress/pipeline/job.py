@@ -1,6 +1,8 @@
 """One run of one recipe, as all stages of the pipeline know it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ from torch import nn
 
 from vitcompress.data import Splits
 from vitcompress.distributed import Runtime
+from vitcompress.exporters.doctor import device_problem
 from vitcompress.families import Family
 from vitcompress.models import InputConfig
 from vitcompress.pipeline.folder import STATE
@@ -43,10 +46,23 @@ class Job:
     def dense_folder(self) -> Path:
         return dense_folder(self.recipe, self.folder)
 
+    @cached_property
+    def onnx_problem(self) -> str | None:
+        """Why ONNX Runtime cannot work on the run's device, and what to do; None where it can."""
+        if self.runtime.device.type == "mps":
+            return "Apple GPUs are for torch here"
+        return device_problem(str(self.runtime.device))
+
     @property
     def onnx_device(self) -> str:
-        """Where ONNX Runtime works: on the run's device, on the CPU where that is an Apple GPU."""
-        return "cpu" if self.runtime.device.type == "mps" else str(self.runtime.device)
+        """Where ONNX Runtime works: on the run's device where it can, else on the CPU."""
+        return "cpu" if self.onnx_problem else str(self.runtime.device)
+
+    def onnx_elsewhere(self) -> Iterator[str]:
+        """What is said where files are not judged and measured on the run's device."""
+        if "onnx" in self.recipe.export.formats and self.onnx_problem:
+            why = f"ONNX Runtime cannot work on {self.runtime.device} here ({self.onnx_problem})"
+            yield f"ONNX files are judged and measured on the CPU: {why}."
 
     @property
     def classes(self) -> int:

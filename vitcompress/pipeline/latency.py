@@ -1,6 +1,7 @@
 """How long a model takes on a runtime: what a step that aims at a latency asks while it plans, and before that."""
 
 import tempfile
+from collections.abc import Sequence
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch import nn
 
 from vitcompress import checkpoint, distributed, models, surgery
 from vitcompress.bench import machine, suite
-from vitcompress.errors import InputError
+from vitcompress.errors import DeviceError, InputError
 from vitcompress.exporters.onnx_graph import ONNX
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
 from vitcompress.methods import METHODS
@@ -24,7 +25,8 @@ WARMUP, RUNS = 10, 40  # of one candidate: dozens are measured, and the benchmar
 
 
 def check_latency(job: Job, *, fresh: bool) -> None:
-    """Raise PlanError for a latency that no structure of a step can have, by measuring with random weights.
+    """Raise PlanError for a latency that no structure of a step can have, by measuring with random weights, and
+    DeviceError for one that cannot be measured on the run's device.
 
     Nothing is measured where all such steps were taken already.
     """
@@ -33,6 +35,7 @@ def check_latency(job: Job, *, fresh: bool) -> None:
     taken = not fresh and all((job.step_folder(number) / checkpoint.PLAN).is_file() for number in timed)
     if not timed or job.runtime.broadcast(taken):
         return
+    _check_clock(job, [steps[number].options.latency_on for number in timed])
     model, plan = models.create(job.recipe.model.name, job.arch_args), job.base
     with distributed.cpu_threads(job.recipe.run.threads):
         for number, step in enumerate(steps[: timed[-1] + 1]):
@@ -42,6 +45,15 @@ def check_latency(job: Job, *, fresh: bool) -> None:
                 method.check_reach(model, job.family, plan, step.options, partial(latency_ms, job))
             delta = method.structure(model, job.family, plan, step.options)
             model, plan = surgery.applied(model, delta), plan.then(delta)
+
+
+def _check_clock(job: Job, runtimes: Sequence[str]) -> None:
+    """Raise DeviceError where ONNX Runtime would tell the time of another device than the one aimed for."""
+    if "onnxruntime" in runtimes and job.onnx_problem:
+        raise DeviceError(
+            f"a latency on {job.runtime.device} is aimed at, and ONNX Runtime cannot work there: {job.onnx_problem}",
+            hint="measure with torch (--set step.0.latency_on=torch), or run with --device cpu",
+        )
 
 
 def latency_ms(job: Job, model: nn.Module, runtime: str) -> float:

@@ -9,10 +9,9 @@ from vitcompress import checkpoint, methods, models, surgery
 from vitcompress.bench import timing
 from vitcompress.data import Splits, class_count, open_data
 from vitcompress.distributed import Runtime
-from vitcompress.errors import DeviceError, InputError, did_you_mean
+from vitcompress.errors import InputError, did_you_mean
 from vitcompress.export_options import AUTO
 from vitcompress.exporters import EXPORTERS
-from vitcompress.exporters.doctor import works_on
 from vitcompress.families import family_of
 from vitcompress.methods import METHODS
 from vitcompress.methods.steps import RecoverOptions, recovery_settings
@@ -178,14 +177,11 @@ def _chooses_by_accuracy(options: Any) -> bool:
 
 
 def check_bench(job: Job) -> None:
-    """Raise DeviceError when ONNX Runtime cannot measure on the run's device, InputError for what is no protocol."""
+    """Raise InputError for what is no protocol; say where ONNX Runtime cannot measure on the run's device."""
     table = job.recipe.bench
     timing.protocol(table.protocol, batch=table.batch, warmup=table.warmup, runs=table.runs)
-    if job.recipe.export.formats and job.onnx_device != "cpu" and not works_on(job.onnx_device):
-        raise DeviceError(
-            f"ONNX Runtime cannot work on {job.onnx_device} here, and what is exported is measured with it",
-            hint="`vitcompress doctor` shows what is missing; or run with --device cpu",
-        )
+    for line in job.onnx_elsewhere():
+        job.progress.note(line)
 
 
 def deltas(job: Job) -> Iterator[Plan]:
