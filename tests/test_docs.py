@@ -115,6 +115,7 @@ def test_published_figures_are_quoted_with_their_hardware(name: str) -> None:
     for key in figures:
         assert str(table[key]) in comment(name), f"{key} of {name} differs from the comment"
     assert table["hardware"].split()[1] in comment(name)
+    assert "published throughput" not in recipes.text(name) or "images_per_second" in table
 
 
 def test_all_recipe_files_are_seen() -> None:
