@@ -173,9 +173,14 @@ def measure(
             if joules:
                 samples.joules = (samples.joules or 0.0) + joules() - before
         done = len(found[0].blocks_ms)
-        total = done if _enough(found, protocol) else max(ROUNDS, done + 1)
+        total = done if _enough(found, protocol) else max(_planned(protocol), done + 1)
         progress.update("rounds", done, total, f"{np.median(found[0].runs_ms):.2f} ms")
     return found
+
+
+def _planned(protocol: Protocol) -> int:
+    """How many rounds it takes, where none of them is too short."""
+    return ROUNDS if protocol.min_seconds else math.ceil(protocol.runs / math.ceil(protocol.runs / ROUNDS))
 
 
 def _block_runs(samples: Samples, protocol: Protocol) -> int:

@@ -16,8 +16,9 @@ from vitcompress.exporters.tensorrt_engine import source_path
 from vitcompress.progress import Progress
 from vitcompress.sidecar import AGAIN, DENSE, read_sidecar, sidecar_path
 from vitcompress.verdicts import Check, Verification, amend
-from vitcompress.verify import UNFOLDED, known_images
+from vitcompress.verify import known_images
 from vitcompress.verify_engine import engine_weights
+from vitcompress.verify_fold import UNFOLDED
 from vitcompress.verify_weights import TOLD, told_files, weight_checks
 
 

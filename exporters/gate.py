@@ -90,7 +90,7 @@ def verify(
     Raises:
         ArtifactError, PlanError, WeightsError: as `verify_folder`.
     """
-    found = verify_folder(folder, images, dense, served=partial(_served, progress))
+    found = verify_folder(folder, images, dense, served=partial(_served, progress), progress=progress)
     for path in (path for stem in ("model", "dense") for path in exported_files(folder, stem, RUNNERS)):
         with suppress(OutputError, ArtifactError):  # a read-only copy; a damaged sidecar is told by the runner
             record(path, of(path, found.checks))

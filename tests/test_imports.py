@@ -62,6 +62,7 @@ LEVELS = [
         "rounding",
         "verdicts",
         "verify_engine",
+        "verify_fold",
         "verify_onnx",
         "verify_slice",
         "verify_weights",

@@ -18,6 +18,7 @@ from vitcompress.exporters.onnx_graph import export
 from vitcompress.families import family_of
 from vitcompress.models import input_config
 from vitcompress.plan import Plan
+from vitcompress.progress import Progress
 from vitcompress.verdicts import Check, Verification, agreement, compared
 from vitcompress.verify import DENSE, fold_checks, reload_check, verify_folder
 
@@ -146,6 +147,25 @@ def test_a_finished_folder_passes_and_says_so(folder: Path) -> None:
     names = [check["name"] for check in written["checks"]]
     assert all(any(topic in name for name in names) for topic in ("fold", "slice", "reload", "onnx"))
     assert {"value", "tolerance", "verdict", "passed"} <= set(written["checks"][0])
+
+
+def test_it_tells_which_part_it_is_at(folder: Path) -> None:
+    """On large models each part takes minutes: it is named before its work begins, and done when all are."""
+    told: list[tuple[str, int, int, str]] = []
+
+    class Told(Progress):
+        def update(self, label: str, done: int, total: int, text: str = "") -> None:
+            told.append((label, done, total, text))
+
+    verify_folder(folder, progress=Told())
+    parts = ["fold", "slice", "reload", "onnx", "weights", ""]
+    assert told[:6] == [("model checked", done, 5, part) for done, part in enumerate(parts)]
+    assert told[6:] == [("dense model checked", 0, 1, ""), ("dense model checked", 1, 1, "")]
+    (folder / "dense.onnx").unlink()
+    (folder / "dense.onnx.json").unlink()
+    told.clear()
+    verify_folder(folder, progress=Told())
+    assert len(told) == 6
 
 
 def test_a_second_look_uses_the_images_and_answers_of_the_first(folder: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from vitcompress.bench.timing import PROTOCOLS, Protocol, Samples, Target, _settled, measure, protocol, ratio
 from vitcompress.errors import InputError
+from vitcompress.progress import Progress
 
 
 def drawn(
@@ -35,8 +36,13 @@ def test_targets_take_turns_and_all_runs_are_kept() -> None:
 
 @pytest.mark.parametrize("runs", [1, 7, 20, 100, 101])
 def test_as_many_runs_as_asked_for(runs: int) -> None:
-    (samples,) = measure([Target("a", lambda: None)], Protocol("p", warmup=0, runs=runs))
+    told = list[tuple[int, int]]()
+    progress = Progress()
+    progress.update = lambda label, done, total, text="": told.append((done, total))  # type: ignore[method-assign]
+    (samples,) = measure([Target("a", lambda: None)], Protocol("p", warmup=0, runs=runs), progress=progress)
     assert len(samples.runs_ms) == runs
+    rounds = told[2:]  # behind those of the warm-up
+    assert rounds == [(done + 1, len(rounds)) for done in range(len(rounds))]
 
 
 def test_a_minimum_duration_is_kept() -> None:

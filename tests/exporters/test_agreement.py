@@ -181,11 +181,12 @@ def test_a_file_outside_of_its_run_folder_is_brought_there_to_be_verified(
 def test_a_folder_is_checked_with_all_its_files(folder: Path) -> None:
     plain, openvino = export_folder(folder), export_folder(folder, "openvino")
     assert "runs everywhere" in plain.opset_reason and "OpenVINO" in openvino.opset_reason
-    seen: list[tuple[int, int, str]] = []
+    seen: list[tuple[str, int, int, str]] = []
     progress = Progress()
-    progress.update = lambda label, done, total, text="": seen.append((done, total, text))  # type: ignore[method-assign]
+    progress.update = lambda label, done, total, text="": seen.append((label, done, total, text))  # type: ignore[method-assign]
     found = gate.verify(folder, IMAGES, progress=progress)
-    assert seen == [(0, 2, "model.onnx"), (1, 2, "model.xml"), (2, 2, "")]
+    files = [told for label, *told in seen if label == "files asked"]
+    assert files == [[0, 2, "model.onnx"], [1, 2, "model.xml"], [2, 2, ""]]
     names = {check.name for check in found.checks if check.verdict == "passed"}
     assert {"agreement.model.onnx.flips", "agreement.model.xml.error"} <= names
     assert found.passed
