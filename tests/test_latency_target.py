@@ -14,7 +14,7 @@ from vitcompress.methods import METHODS, isomorphic
 from vitcompress.pipeline import RunOptions, latency, run
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import check_latency, latency_ms
-from vitcompress.pipeline.preflight import described, structure
+from vitcompress.pipeline.preflight import described
 from vitcompress.progress import Progress
 from vitcompress.recipe import load_recipe
 
@@ -73,7 +73,7 @@ def test_without_a_clock_the_structure_is_that_of_the_shares(tmp_path: Path) -> 
     options: Any = job(tmp_path, "step.0.target=latency", "step.0.amount=1.0").recipe.steps[0].options
     assert isinstance(options, isomorphic.Options) and METHODS["isomorphic"].options is isomorphic.Options
     plans = [
-        structure(job(tmp_path, f"step.0.target={target}", "step.0.amount=1.0")) for target in ("latency", "ratios")
+        job(tmp_path, f"step.0.target={target}", "step.0.amount=1.0").structure for target in ("latency", "ratios")
     ]
     assert plans[0] == plans[1]
 

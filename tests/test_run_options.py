@@ -14,8 +14,9 @@ import vitcompress
 from vitcompress import checkpoint, cost, models, pipeline, surgery
 from vitcompress.data import open_data
 from vitcompress.errors import WeightsError
-from vitcompress.families import family_of
+from vitcompress.families import Family, family_of
 from vitcompress.gates import GatedModel
+from vitcompress.methods import METHODS
 from vitcompress.plan import Plan
 
 
@@ -123,6 +124,19 @@ def test_a_dry_run_tells_the_work_and_writes_nothing(tmp_path: Path) -> None:
     dense = models.create(world.ARCH, {**world.ARGS, "num_classes": 10})
     assert found["cost"]["dense"] == cost.measure(dense, (1, 8, 8)).to_dict()
     assert found["cost"]["compressed"]["macs"] < found["cost"]["dense"]["macs"]
+
+
+def test_a_dry_run_looks_for_each_structure_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take dozens of candidates to find one of the size asked for."""
+    asked, method = list[Any](), METHODS["hetdpt"]
+
+    def structure(model: nn.Module, family: Family, base: Plan, options: Any) -> Plan:
+        asked.append(options)
+        return method.structure(model, family, base, options)
+
+    monkeypatch.setitem(METHODS, "hetdpt", replace(method, structure=structure))
+    found = pipeline.dry_run(world.recipe(tmp_path), pipeline.RunOptions(out=tmp_path / "run"))
+    assert len(asked) == 1 and found["cost"]["compressed"]["macs"] < found["cost"]["dense"]["macs"]
 
 
 def test_a_dry_run_names_all_that_is_missing(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from tiny_study import TINY
 
 from vitcompress import cli, recipes, study
 from vitcompress.errors import RecipeError
+from vitcompress.progress import Progress
 from vitcompress.study.design import epochs_before_recovery, load_study
 
 
@@ -19,6 +20,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("studies") / "tiny.toml"
     path.write_text(TINY)
     return path
+
+
+class Rows(Progress):
+    """Remembers how far it was told that the work is."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, int, str]] = []
+
+    def update(self, label: str, done: int, total: int, text: str = "") -> None:
+        self.rows.append((done, total, text))
 
 
 def said(*arguments: str) -> str:
@@ -62,10 +73,18 @@ def test_mistakes_in_the_file_are_told(tiny: Path, tmp_path: Path, change: tuple
 
 
 def test_a_dry_run_says_what_rows_cost_and_writes_nothing(tiny: Path, tmp_path: Path) -> None:
-    found = study.dry_run(load_study(str(tiny)), study.StudyOptions(tmp_path / "s", seeds=2))
+    told = Rows()
+    found = study.dry_run(load_study(str(tiny)), study.StudyOptions(tmp_path / "s", seeds=2), told)
+    assert told.rows == [(0, 2, "control"), (1, 2, "random_2"), (2, 2, "")]
     assert found["runs"] == 4 and [row["row"] for row in found["rows"]] == ["control", "random_2"]
     assert found["rows"][0]["macs_ratio"] == 1 > found["rows"][1]["macs_ratio"] and found["missing"] == []
     assert not list(tmp_path.iterdir())
+
+
+def test_progress_of_a_dry_run_is_not_on_standard_output(tiny: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli.main, ["study", str(tiny), "--dry-run", "--json", "--out", str(tmp_path / "s")])
+    assert done.exit_code == 0 and "rows looked at  2/2" in done.stderr
+    assert [row["row"] for row in json.loads(done.stdout)["rows"]] == ["control", "random_2"]
 
 
 @pytest.mark.parametrize("name", recipes.study_names())

@@ -46,7 +46,7 @@ def study(
 
         loaded = studies.load_study(source, sets, rows, formats=EXPORTERS)
         wishes = studies.StudyOptions(**options)
-        found = studies.dry_run(loaded, wishes) if dry_run else studies.run(loaded, wishes, progress)
+        found = studies.dry_run(loaded, wishes, progress) if dry_run else studies.run(loaded, wishes, progress)
     if dry_run:
         return answer(found, as_json, console.print_study_outlook)
     tables = (results.table(found), results.pair_table(found))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from vitcompress import distributed
-from vitcompress.pipeline.outlook import counted
+from vitcompress.pipeline.outlook import compressed
 from vitcompress.pipeline.preflight import RunOptions, described, effective, folder_of
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe, load_recipe
@@ -38,7 +38,7 @@ def _record(recipe: Recipe) -> dict[str, Any]:
     recipe = effective(recipe, options)
     nowhere = distributed.Runtime(torch.device("cpu"))
     job = described(recipe, folder_of(recipe, options), nowhere, Progress(), None, structure_only=True)
-    cost = counted(job)["compressed"]
+    cost = compressed(job)
     macs = cost.macs_linear if published.macs_linear else cost.macs
     counts = {"params_m": cost.params / 1e6, "macs_g": macs / 1e9}
     figures = [(getattr(published, key), count) for key, count in counts.items()]

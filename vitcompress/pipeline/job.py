@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from vitcompress import methods
 from vitcompress.data import Splits
 from vitcompress.distributed import Runtime
 from vitcompress.exporters.doctor import device_problem
@@ -72,6 +73,21 @@ class Job:
     def base(self) -> Plan:
         """The plan of the dense model."""
         return Plan(self.recipe.model.name, self.arch_args)
+
+    @cached_property
+    def deltas(self) -> tuple[Plan, ...]:
+        """What each step adds, without data or scoring: published layers, or as many as the options ask for.
+
+        Raises:
+            PlanError: a step asks for more than the model has.
+        """
+        steps = ((step.method, step.options) for step in self.recipe.steps)
+        return tuple(methods.deltas(self.blank, self.family, self.base, steps))
+
+    @property
+    def structure(self) -> Plan:
+        """The plan of all steps without data or scoring. Raises PlanError like `deltas`."""
+        return reduce(Plan.then, self.deltas, self.base)
 
 
 def dense_folder(recipe: Recipe, folder: Path) -> Path:

@@ -25,7 +25,6 @@ from vitcompress.pipeline.preflight import (
     described,
     effective,
     folder_of,
-    structure,
 )
 from vitcompress.pipeline.teachers import check_hub_classes, comes_from_hub
 from vitcompress.progress import Progress
@@ -49,23 +48,21 @@ def dry_run(recipe: Recipe, options: RunOptions) -> dict[str, Any]:
         data,
         structure_only=options.structure_only,
     )
-    costs = counted(job)
     return {
         "recipe": recipe.name,
         "folder": str(folder),
         "stages": list(_stages(job)),
         "layers": chosen_by(recipe, searched=False),
-        "cost": {name: found.to_dict() for name, found in costs.items()},
+        "cost": {"dense": cost.measure(job.blank, job.input.size).to_dict(), "compressed": compressed(job).to_dict()},
         "missing": [*missing, *_missing(job, options)],
     }
 
 
-def counted(job: Job) -> dict[str, cost.Cost]:
-    """`dense` and `compressed`: the model before, and a structure of the size that the steps come to, folded."""
-    plan = structure(job)
-    compressed = surgery.applied(job.blank, plan)
-    surgery.fold(compressed, plan)
-    return {name: cost.measure(m, job.input.size) for name, m in (("dense", job.blank), ("compressed", compressed))}
+def compressed(job: Job) -> cost.Cost:
+    """What a structure of the size that the steps come to costs, folded."""
+    model = surgery.applied(job.blank, job.structure)
+    surgery.fold(model, job.structure)
+    return cost.measure(model, job.input.size)
 
 
 def _device(recipe: Recipe) -> torch.device:

@@ -1,11 +1,10 @@
 """Everything that can fail is tried here, before the first training step and before anything is written."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vitcompress import checkpoint, methods, models, surgery
+from vitcompress import checkpoint, models, surgery
 from vitcompress.bench import timing
 from vitcompress.data import Splits, class_count, open_data
 from vitcompress.distributed import Runtime
@@ -19,7 +18,6 @@ from vitcompress.pipeline.folder import check_disk, check_writable
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import check_latency
 from vitcompress.pipeline.teachers import check_teacher
-from vitcompress.plan import Plan
 from vitcompress.precision import expanded
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe
@@ -80,7 +78,7 @@ def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Pro
     folder = folder_of(recipe, options)
     data = None if options.structure_only else open_data(recipe.data, recipe.run.seed)
     job = described(recipe, folder, runtime, progress, data, structure_only=options.structure_only)
-    structure(job)
+    _ = job.structure
     check_islands(job)
     check_training(job)
     check_bench(job)
@@ -184,29 +182,11 @@ def check_bench(job: Job) -> None:
         job.progress.note(line)
 
 
-def deltas(job: Job) -> Iterator[Plan]:
-    """What each step adds, without data or scoring: published layers, or as many as the options ask for.
-
-    Raises:
-        PlanError: a step asks for more than the model has.
-    """
-    return methods.deltas(job.blank, job.family, job.base, _steps(job))
-
-
-def structure(job: Job) -> Plan:
-    """The plan of all steps without data or scoring. Raises PlanError like `deltas`."""
-    return methods.structure(job.blank, job.family, job.base, _steps(job))
-
-
-def _steps(job: Job) -> Iterator[tuple[str, Any]]:
-    return ((step.method, step.options) for step in job.recipe.steps)
-
-
 def check_room(job: Job) -> None:
     """Raise OutputError when the disk is too small for what the run will write."""
     keeping = sum(  # steps that slice, and those that choose nothing: they fold or train
         bool(delta.kept or delta.folded) or METHODS[step.method].choice(step.options) is None
-        for step, delta in zip(job.recipe.steps, deltas(job), strict=True)
+        for step, delta in zip(job.recipe.steps, job.deltas, strict=True)
     )
     params = sum(parameter.numel() for parameter in job.blank.parameters())
     check_disk(job.folder, params, trains=not job.structure_only, keeping=keeping)
@@ -223,6 +203,6 @@ def check_weights(job: Job, *, fresh: bool) -> None:
 def check_recovery(job: Job) -> None:
     """Raise InputError for a teacher that cannot be had or cannot teach, before anything is trained."""
     if not job.structure_only:
-        pruned = surgery.applied(job.blank, structure(job))
+        pruned = surgery.applied(job.blank, job.structure)
         fades = METHODS[job.recipe.steps[-1].method].dilute is not None
         check_teacher(job.recipe.finetune, job.blank, pruned, job.input, fades=fades)

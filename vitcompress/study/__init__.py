@@ -38,14 +38,15 @@ class StudyOptions:
     speed: Literal["now", "later", "again"] = "now"
 
 
-def dry_run(study: Study, options: StudyOptions) -> dict[str, Any]:
+def dry_run(study: Study, options: StudyOptions, progress: Progress | None = None) -> dict[str, Any]:
     """Every row's cost and epochs, and what is missing here; nothing is written.
 
     Raises:
         InputError: a row that cannot work.
     """
     runs = _runs(study, options)
-    return {"study": study.name, "folder": str(_folder(study, options)), "runs": len(runs), **outlook(study, runs)}
+    found = outlook(study, runs, progress or Progress())
+    return {"study": study.name, "folder": str(_folder(study, options)), "runs": len(runs), **found}
 
 
 def run(study: Study, options: StudyOptions, progress: Progress | None = None) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def run(study: Study, options: StudyOptions, progress: Progress | None = None) -
     runs = _runs(study, options)
     folder = _folder(study, options)
     check(folder, study, runs)
-    if missing := outlook(study, [run for run in runs if not is_done(run.folder)])["missing"]:
+    if missing := outlook(study, [run for run in runs if not is_done(run.folder)], progress)["missing"]:
         raise InputError("; ".join(missing), hint="`vitcompress study NAME --dry-run` shows what a study needs")
     with opened(folder, study):
         carry_out(runs, options.jobs, progress)

@@ -6,11 +6,12 @@ from typing import Any
 from vitcompress import pipeline
 from vitcompress.bench import timing
 from vitcompress.errors import InputError
+from vitcompress.progress import Progress
 from vitcompress.study.design import Study
 from vitcompress.study.runs import Run
 
 
-def outlook(study: Study, runs: Sequence[Run]) -> dict[str, Any]:
+def outlook(study: Study, runs: Sequence[Run], progress: Progress) -> dict[str, Any]:
     """Rows with the cost of a structure of their size (a method may choose one that costs more or less), the epochs of
     each, and what this machine lacks.
 
@@ -20,7 +21,9 @@ def outlook(study: Study, runs: Sequence[Run]) -> dict[str, Any]:
     table = study.speed
     timing.protocol(table.protocol, batch=table.batch, warmup=table.warmup, runs=table.runs)
     rows, missing = [], dict[str, None]()
-    for run in {run.row.name: run for run in reversed(runs)}.values():  # the first seed of each row
+    first = list({run.row.name: run for run in reversed(runs)}.values())[::-1]  # the first seed of each row
+    for number, run in enumerate(first):
+        progress.update("rows looked at", number, len(first), run.row.name)
         try:
             found = pipeline.dry_run(run.recipe, pipeline.RunOptions(out=run.folder))
         except InputError as error:
@@ -38,4 +41,5 @@ def outlook(study: Study, runs: Sequence[Run]) -> dict[str, Any]:
                 "macs_ratio": compressed["macs"] / dense["macs"],
             }
         )
-    return {"rows": rows[::-1], "missing": list(missing)}
+    progress.update("rows looked at", len(first), len(first))
+    return {"rows": rows, "missing": list(missing)}
