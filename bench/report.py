@@ -197,7 +197,7 @@ def bench_table(entries: Sequence[Mapping[str, Any]]) -> Table:
         how = "".join(f" +{name.replace('_', ' ')}" for name in ("compile", "cuda_graph", "transfers") if row.get(name))
         how += " +uint8" if row.get("input_type") == "uint8" else ""  # its normalisation is timed, too
         where = f"{row['runtime']} {row['device']}"
-        about = (name, where, f"{row['precision']}{how}", str(row["threads"]))
+        about = (name, where, f"{row['precision']}{how}", "" if row["threads"] is None else str(row["threads"]))
         held = (peak,) if any(peaks) else ()
         rows.append((*about, row["protocol"], deployed.rate(row["images_per_second"]), *times, *held))
     return Table("Speed", columns, tuple(rows))

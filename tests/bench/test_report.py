@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -148,6 +149,12 @@ def test_counts_are_written_in_full_and_the_same_everywhere(capsys: pytest.Captu
     console.print_checks(checks)
     shown = capsys.readouterr().out
     assert shown.count("951,836") == 2 and "0.228 " in shown
+
+
+def test_an_engine_has_no_threads_to_tell_of(measured: tuple[Path, dict[str, Any]]) -> None:
+    (row, *_) = measured[1]["bench"][0]["rows"]
+    table = report.bench_table([{"rows": [{**row, "threads": None}, {**row, "threads": 2}]}])
+    assert [cells[table.columns.index("threads")] for cells in table.rows] == ["", "2"]
 
 
 def test_remarks_are_said_once_with_their_runtimes_and_short_names() -> None:
