@@ -11,6 +11,7 @@ import torch
 
 from vitcompress import checkpoint, cli, models, recipes
 from vitcompress.errors import VitcompressError
+from vitcompress.exporters import EXPORTERS
 from vitcompress.plan import Plan
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +53,13 @@ def shell_lines(text: str) -> list[str]:
 @pytest.mark.parametrize("name", sorted(cli.main.commands))
 def test_every_command_is_documented(name: str) -> None:
     assert f"`vitcompress {name}" in README
+
+
+@pytest.mark.parametrize(("command", "option"), [("recipe", "export"), ("export", "name")])
+def test_help_and_readme_name_every_format(command: str, option: str) -> None:
+    (told,) = (p.help for p in cli.main.commands[command].params if isinstance(p, click.Option) and p.name == option)
+    for name in EXPORTERS:
+        assert name in re.split("[ ,.]+", str(told)) and f"| `{name}` |" in README
 
 
 @pytest.mark.parametrize("line", shell_lines(README))

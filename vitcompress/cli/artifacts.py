@@ -14,7 +14,11 @@ from vitcompress.cli.options import PREPARATION, export_options, given, numbers,
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @common
 def verify(folder: Path, as_json: bool, debug: bool) -> int:
-    """Check again everything that a run folder claims."""
+    """Check again everything that a run folder claims.
+
+    Folding and slicing, the weights, every exported file and its answers; what cannot run on this machine is called
+    not run, and does not pass. Exit 1 when a check fails.
+    """
     with working(debug) as progress:
         from vitcompress.bench import deployed
         from vitcompress.bench import report as reports
@@ -32,7 +36,9 @@ def verify(folder: Path, as_json: bool, debug: bool) -> int:
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--format", "name", default="onnx", show_default=True, metavar="FORMAT", help="Format to export to.")
+@click.option(
+    "--format", "name", default="onnx", show_default=True, metavar="FORMAT", help="onnx, openvino, trt or trt-rtx."
+)
 @export_options
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File to write (default: in DIR).")
 @click.option("--require-verified", is_flag=True, help="Exit 1 where the file cannot be checked on this machine.")
@@ -68,7 +74,9 @@ _device = click.option(
     "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, mps (default: cuda for engines, cpu for the rest)."
 )
 _trust = click.option("--trust", is_flag=True, help="Open engines that no sidecar vouches for. They can run any code.")
-_provider = click.option("--provider", metavar="NAME", help="ONNX Runtime execution provider, by its full name.")
+_provider = click.option(
+    "--provider", metavar="NAME", help="ONNX Runtime execution provider, as in CUDAExecutionProvider."
+)
 _engine_cache = click.option(
     "--engine-cache",
     type=click.Path(path_type=Path, file_okay=False),
@@ -97,7 +105,11 @@ _threads = click.option("--threads", type=click.IntRange(1), help="CPU threads o
 )
 @click.option("--precision", metavar="PRECISION", help="fp32, tf32, fp16, bf16 (default: the file's, fp32 in torch).")
 @click.option("--compile", is_flag=True, help="torch.compile (run folders and timm models).")
-@click.option("--variants", metavar="LIST|all", help="torch models in several settings: fp32,fp16+compile,fp16+graph.")
+@click.option(
+    "--variants",
+    metavar="LIST|all",
+    help="Measure torch models in several settings, as in fp32,fp16+compile,fp16+graph.",
+)
 @click.option("--cuda-graph", is_flag=True, help="Replay each run from a recorded CUDA graph (not on the CPU).")
 @click.option("--memory", is_flag=True, help="Tell what each artifact adds to memory on the CPU (some seconds each).")
 @click.option("--transfers", is_flag=True, help="Time the way of images to the device and of logits back, too.")
@@ -147,7 +159,7 @@ def evaluate(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: 
     """Top-1 and top-5 of artifacts, with counts.
 
     Several artifacts are compared with the first on the same images. Files that their run folder measured are told with
-    their speed.
+    their speed. --mean to --crop-mode are for files that do not say themselves how their images are prepared.
     """
     with working(debug) as progress:
         from vitcompress.bench import accuracy, deployed

@@ -87,7 +87,7 @@ EXPORT = (
         "--islands",
         callback=words,
         metavar="NAMES",
-        help="What stays in fp32: norm, softmax, head, ffn, module paths; auto.",
+        help="Parts kept in fp32: norm, softmax, head, ffn, module paths; auto searches.",
     ),
     click.option("--uint8", is_flag=True, help="Take bytes (batch, height, width, channels); normalise in the file."),
     click.option("--optimization-level", type=click.IntRange(0, 5), help="0 builds quickly, 5 the quickest engine."),
@@ -106,20 +106,22 @@ EXPORT = (
 # Each one a field of `bench.preparation.Preparation`, named and offered as timm does.
 PREPARATION = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
 _PREPARATION = (
-    click.option("--mean", callback=values, metavar="V,V,V", help="Of files that do not say it: mean of each channel,"),
-    click.option("--std", callback=values, metavar="V,V,V", help="its standard deviation (pixels from 0 to 1),"),
+    click.option("--mean", callback=values, metavar="V,V,V", help="Mean of each channel, of pixels from 0 to 1."),
+    click.option(
+        "--std", callback=values, metavar="V,V,V", help="Standard deviation of each channel, of pixels from 0 to 1."
+    ),
     click.option(
         "--interpolation",
         type=click.Choice(["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]),
-        help="how images are resized (default: bicubic),",
+        help="How images are resized (default: bicubic).",
     ),
     click.option(
         "--crop-pct",
         type=click.FloatRange(0, 1, min_open=True),
-        help="what share of the side the crop keeps (default: 0.875),",
+        help="Share of the resized side that the crop keeps (default: 0.875).",
     ),
     click.option(
-        "--crop-mode", type=click.Choice(["center", "squash", "border"]), help="and how it is cut (default: center)."
+        "--crop-mode", type=click.Choice(["center", "squash", "border"]), help="How the crop is cut (default: center)."
     ),
 )
 

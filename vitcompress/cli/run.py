@@ -14,9 +14,18 @@ from vitcompress.cli.options import completed, words
 @click.command()
 @click.argument("source", metavar="NAME|FILE", shell_complete=completed(shipped.names))
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Run folder (default: runs/NAME).")
-@click.option("--export", callback=words, metavar="FORMATS", help="Formats to export, as in onnx,trt.")
+@click.option(
+    "--export",
+    callback=words,
+    metavar="FORMATS",
+    help="Formats to export: onnx, openvino, trt, trt-rtx, or several, as in onnx,trt.",
+)
 @click.option("--data", metavar="PATH", help="Folder of images (PATH/train/CLASS, PATH/val/CLASS).")
-@click.option("--weights", metavar="PATH|random|hub", help="Weights of the dense model, instead of the recipe's.")
+@click.option(
+    "--weights",
+    metavar="PATH|random|hub",
+    help="Weights of the dense model: a .safetensors or .pth file, random, or hub (timm's, downloaded).",
+)
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Change a setting: --set finetune.epochs=10")
 @click.option(
     "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, mps (default: the recipe's, else the best there is)."
@@ -39,7 +48,7 @@ def recipe(
 ) -> int:
     """Run a recipe, or continue it.
 
-    Trains the dense model if need be, prunes, recovers, folds, verifies, exports, measures and reports. The same
+    Trains the dense model if need be, prunes, recovers, folds, exports, verifies, measures and reports. The same
     command continues a run that was stopped, and says so when all is done.
     """
     if not source.endswith(".toml") and not Path(source).exists():

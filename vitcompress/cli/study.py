@@ -13,7 +13,7 @@ from vitcompress.cli.options import completed, words
 @click.command()
 @click.argument("source", metavar="NAME|FILE", shell_complete=completed(recipes.study_names))
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder (default: runs/study-NAME).")
-@click.option("--seeds", type=int, default=3, show_default=True, help="Seeds of every row: 0, 1, ...")
+@click.option("--seeds", type=int, default=3, show_default=True, help="How many seeds every row is run with: 0, 1, ...")
 @click.option("--jobs", type=int, default=1, show_default=True, help="Runs at a time.")
 @click.option("--rows", callback=words, metavar="NAMES", help="Only these rows, as in hetdpt_5,random_5.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Change a setting: --set base.dense.epochs=10")

@@ -45,7 +45,7 @@ def export(job: Job) -> None:
                 gate.refuse(job.folder, refused)
                 job.progress.note(refused[path.name])
         if reason := exporter.cannot_run():
-            job.progress.note(f"{name} is not run here: {reason} (`vitcompress verify {job.folder}`)")
+            job.progress.note(f"{name} was built, not run; {reason} (`vitcompress verify {job.folder}`)")
 
 
 def _stands(path: Path, job: Job, exporter: Exporter) -> bool:
