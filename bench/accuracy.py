@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from vitcompress.bench import recorded
-from vitcompress.bench.preparation import Preparation, prepared
+from vitcompress.bench.preparation import Preparation, prepared, takes_plain_bytes
+from vitcompress.byte_input import to_bytes
 from vitcompress.checkpoint import PLAN
 from vitcompress.data import DataOptions, open_test
 from vitcompress.distributed import Runtime
@@ -125,13 +126,14 @@ class Asked:
     def __init__(self, runner: Runner, batch: int, given: Preparation) -> None:
         self.runner = runner
         self.input, self.remark = prepared(runner, given)
+        self._plain_bytes = takes_plain_bytes(runner)
         least, _, most = runner.describe().get("batch_range") or (1, batch, batch)
         self._least, self.batch = int(least), int(min(max(batch, least), most))
 
     def __call__(self, images: Tensor) -> Tensor:
         short = max(0, self._least - len(images))
         filled = torch.cat([images, images[-1:].expand(short, *images.shape[1:])])
-        return self.runner(filled)[: len(images)]
+        return self.runner(to_bytes(filled.cpu(), self.input) if self._plain_bytes else filled)[: len(images)]
 
 
 def _opened(artifact: str, classes: Sequence[str], options: EvaluateOptions, stack: ExitStack) -> Asked:

@@ -1,8 +1,11 @@
-"""How images are brought to a file that does not say it: as the user tells in timm's terms, the rest as timm does."""
+"""How images are brought to a file that does not say it: as the user tells in timm's terms, the rest as timm does.
+
+A file that takes bytes normalises them itself, so that only size, interpolation and crop are open.
+"""
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from timm.data import resolve_data_config
@@ -10,6 +13,9 @@ from timm.data import resolve_data_config
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.runtimes import Runner
 from vitcompress.models import InputConfig
+
+NO_NORMALISATION = {"mean": 0.0, "std": 1.0}
+CHANNELS = (1, 3)  # of images that can be read from a data set
 
 
 @dataclass(frozen=True)
@@ -28,8 +34,11 @@ class Preparation:
 def prepared(runner: Runner, given: Preparation) -> tuple[InputConfig, str]:
     """How images are brought to `runner`, and where it does not say so itself a sentence on what was told and assumed.
 
+    For bytes mean is 0 and std is 1: images are pixels from 0 to 1, of which `byte_input.to_bytes` makes bytes.
+
     Raises:
-        ArtifactError: neither the artifact nor `given` tells mean and std, or they tell different things.
+        ArtifactError: neither the artifact nor `given` tells mean and std, or they tell different things; or bytes with
+            channels that do not come last.
         InputError: as many values as the images have no channels, or a std that is not above 0.
     """
     told = {name: value for name, value in asdict(given).items() if value is not None}
@@ -38,16 +47,48 @@ def prepared(runner: Runner, given: Preparation) -> tuple[InputConfig, str]:
     if runner.input is not None:
         _check_same(runner.name, runner.input, told)
         return runner.input, ""
+    if takes_plain_bytes(runner):
+        _check_channels_last(runner)
+        return _resolved(runner, told, NO_NORMALISATION)
     if not {"mean", "std"} <= told.keys():
         raise ArtifactError(
             f"{runner.name} does not say how its images are prepared (mean, std, crop)",
             hint="tell it with --mean and --std, export it with vitcompress, or evaluate the run folder",
         )
-    found = resolve_data_config({"input_size": runner.input_size, **told})
-    assumed = {name: value for name in asdict(given) if name not in told for value in [found[name]]}
+    return _resolved(runner, told, {})
+
+
+def takes_plain_bytes(runner: Runner) -> bool:
+    """Whether `runner` takes bytes, and does not say how it normalises them."""
+    return runner.input is None and runner.describe().get("input_type") == "uint8"
+
+
+def _resolved(runner: Runner, told: dict[str, Any], itself: Mapping[str, float]) -> tuple[InputConfig, str]:
+    """What is told, with timm's values for the rest. itself: what the artifact does, whatever is told of it."""
+    channels = runner.input_size[0]
+    of_file = {name: (value,) * channels for name, value in itself.items()}
+    found = resolve_data_config({"input_size": runner.input_size, **told, **of_file})
+    idle = [f"--{name}" for name in told if name in itself]
+    used = {name: value for name, value in told.items() if name not in itself}
+    rest = [field.name for field in fields(Preparation) if field.name not in {*told, *itself}]
+    said = [
+        f"{runner.name} does not say how its images are prepared",
+        "it takes bytes, and so normalises them itself" if itself else "",
+        f"{' and '.join(idle)} did not touch it" if idle else "",
+        f"told: {_words(used)}" if used else "",
+        f"assumed, as timm does: {_words({name: found[name] for name in rest})}" if rest else "",
+    ]
     size = found.pop("input_size")
-    said = f"{runner.name} does not say how its images are prepared; told: {_words(told)}"
-    return InputConfig(size=size, **found), f"{said}; assumed, as timm does: {_words(assumed)}" if assumed else said
+    return InputConfig(size=size, **found), "; ".join(part for part in said if part)
+
+
+def _check_channels_last(runner: Runner) -> None:
+    channels, height, width = runner.input_size
+    if channels not in CHANNELS:
+        raise ArtifactError(
+            f"{runner.name} takes bytes of {height} x {width} x {channels}, which with channels last are no images",
+            hint="give a file that takes batch x height x width x channels (a Transpose in front of this one does it)",
+        )
 
 
 def _per_channel(runner: Runner, name: str, values: tuple[float, ...]) -> tuple[float, ...]:

@@ -68,7 +68,9 @@ class Runner(Protocol):
         """(channels, height, width)"""
 
     def __call__(self, images: Tensor) -> Tensor:
-        """images: (batch, channels, height, width), normalised, on any device -> (batch, classes)."""
+        """images: (batch, channels, height, width), normalised, or what `as_given` takes, on any device -> (batch,
+        classes).
+        """
 
     def bind(self, images: Tensor) -> Callable[[], object]:
         """One forward pass of `images` as a call without arguments.
@@ -90,9 +92,14 @@ class Runner(Protocol):
 def as_given(images: Tensor, input: InputConfig | None, *, uint8: bool) -> np.ndarray:
     """Normalised images, (batch, channels, height, width), as a file takes them: float32, or bytes with channels last.
 
+    images: with `uint8` also the bytes themselves, (batch, height, width, channels), for a file that says nothing of
+    them.
+
     Raises:
         ArtifactError: bytes are wanted, and the file does not say how they were normalised.
     """
+    if uint8 and images.dtype == torch.uint8:
+        return np.ascontiguousarray(images.detach().cpu().numpy())
     if not uint8:
         return np.ascontiguousarray(images.detach().float().cpu().numpy())
     if input is None:

@@ -23,24 +23,45 @@ ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 10}
 
 
+def saved(path: Path, nodes: list[Any], takes: Any, held: dict[str, np.ndarray]) -> Path:
+    """ONNX as other tools write it, without metadata."""
+    gives = helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, ["batch", 10])
+    tensors = [numpy_helper.from_array(value, name) for name, value in held.items()]
+    graph = helper.make_graph(nodes, "g", [takes], [gives], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)])
+    model.ir_version = 10
+    onnx.save(model, str(path))
+    return path
+
+
+# Class c for images whose mean, as it comes in, is near c / 9.
+CLASSIFIER = [
+    helper.make_node("Flatten", ["images"], ["flat"]),
+    helper.make_node("Gemm", ["flat", "weight", "bias"], ["logits"]),
+]
+WEIGHTS = {
+    "weight": np.tile(np.linspace(0, 1, 10, dtype=np.float32) / 32, (64, 1)),
+    "bias": -(np.linspace(0, 1, 10, dtype=np.float32) ** 2),
+}
+
+
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
-    """ONNX as other tools write it, without metadata: class c for images whose mean, as it comes in, is near c / 9."""
-    weight = np.tile(np.linspace(0, 1, 10, dtype=np.float32) / 32, (64, 1))
-    bias = -(np.linspace(0, 1, 10, dtype=np.float32) ** 2)
-    nodes = [
-        helper.make_node("Flatten", ["images"], ["flat"]),
-        helper.make_node("Gemm", ["flat", "weight", "bias"], ["logits"]),
-    ]
     takes = helper.make_tensor_value_info("images", onnx.TensorProto.FLOAT, ["batch", 1, 8, 8])
-    gives = helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, ["batch", 10])
-    held = [numpy_helper.from_array(weight, "weight"), numpy_helper.from_array(bias, "bias")]
-    model = helper.make_model(
-        helper.make_graph(nodes, "g", [takes], [gives], held), opset_imports=[helper.make_opsetid("", 20)]
-    )
-    model.ir_version = 10
-    onnx.save(model, str(tmp_path / "foreign.onnx"))
-    return tmp_path / "foreign.onnx"
+    return saved(tmp_path / "foreign.onnx", CLASSIFIER, takes, WEIGHTS)
+
+
+def of_bytes(folder: Path, sides: tuple[int, int, int] = (8, 8, 1)) -> Path:
+    """The same with the normalisation by MEAN and STD inside."""
+    nodes = [
+        helper.make_node("Cast", ["bytes"], ["numbers"], to=onnx.TensorProto.FLOAT),
+        helper.make_node("Mul", ["numbers", "factor"], ["scaled"]),
+        helper.make_node("Sub", ["scaled", "offset"], ["images"]),
+        *CLASSIFIER,
+    ]
+    inside = {"factor": np.float32(1 / (255 * STD)).reshape(1), "offset": np.float32(MEAN / STD).reshape(1)}
+    takes = helper.make_tensor_value_info("bytes", onnx.TensorProto.UINT8, ["batch", *sides])
+    return saved(folder / "bytes.onnx", nodes, takes, {**WEIGHTS, **inside})
 
 
 def evaluated(path: Path, **told: Any) -> dict[str, Any]:
@@ -60,6 +81,27 @@ def test_images_are_prepared_as_told(foreign: Path) -> None:
     row = evaluated(foreign, mean=(MEAN,), std=(STD,), crop_pct=1.0)
     assert row["correct"] == right != evaluated(foreign, mean=(0.0,), std=(1.0,), crop_pct=1.0)["correct"]
     assert row["input"]["mean"] == (MEAN,) and row["input"]["interpolation"] == "bicubic"
+
+
+def test_a_file_that_takes_bytes_is_given_them_as_they_are(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It normalises them itself, so that it is as right as the one that is told how to."""
+    path = of_bytes(foreign.parent)
+    told = evaluated(foreign, mean=(MEAN,), std=(STD,), crop_pct=1.0)
+    assert evaluated(path, crop_pct=1.0)["correct"] == told["correct"]
+    assert evaluated(path, crop_pct=0.5)["correct"] != told["correct"]  # what is said of the crop reaches it
+    arguments = ["evaluate", str(foreign), str(path), "--data", "digits", "--mean", str(MEAN), "--std", str(STD)]
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--crop-pct", "1", "--json"])
+    out, err = capsys.readouterr()
+    assert ended.value.code == 0 and [row["correct"] for row in json.loads(out)["rows"]] == [told["correct"]] * 2
+    said = " ".join(err.split())
+    assert "it takes bytes, and so normalises them itself; --mean and --std did not touch it; told: crop_pct 1" in said
+    assert "assumed, as timm does: interpolation bicubic, crop_mode center" in said
+
+
+def test_bytes_with_channels_first_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="bytes of 1 x 8 x 8, which with channels last are no images"):
+        evaluated(of_bytes(tmp_path, (1, 8, 8)))
 
 
 def test_nothing_is_guessed_and_what_is_assumed_is_said(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
