@@ -20,6 +20,7 @@ from vitcompress.wording import span
 Kind = Literal["residual", "ffn", "head_dim", "head"]
 Counts = dict[str, int]
 ROUNDS = 40  # halvings of an interval; as fine as a float needs
+DISTURBED = 10  # times as long as by itself a call may take while other work runs, at the very most
 CLOSE, EXACT = 0.01, 1e-4  # shares of a target within which it counts as met, and nothing nearer is looked for
 
 LATER = "; whatever else runs makes times longer: the same command measures anew and keeps what was trained"
@@ -134,7 +135,7 @@ class Target:
     """What the result may cost: `amount` of what `cost(counts)` measures, said to people as `words`.
 
     rounds: halvings of the interval at most. exact: share of the amount within which nothing nearer is looked for. on:
-    the runtime, where the cost is one of it.
+    the runtime, where the cost is one of it. surely: the cost without what else the machine did, where it is measured.
     """
 
     amount: float
@@ -143,6 +144,7 @@ class Target:
     rounds: int = ROUNDS
     exact: float = EXACT
     on: str | None = None
+    surely: Callable[[Counts], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def solved(groups: Sequence[Group], keep: Mapping[str, float], units: Units, tar
     Raises:
         PlanError: the target is out of reach, with the range that is not; or an alignment larger than a width.
     """
-    target = replace(target, cost=_once(target.cost))
+    target = _asked_once(target)
     least, most = check_reach(groups, keep, units, target)
     free = _bisected(groups, keep, Units(), target, {})[0]
     found: list[tuple[Counts, float]] = []
@@ -186,25 +188,37 @@ def solved(groups: Sequence[Group], keep: Mapping[str, float], units: Units, tar
     return Met(*min(found, key=lambda pair: abs(pair[1] - target.amount)), least, most)
 
 
-def _once(cost: Callable[[Counts], float]) -> Callable[[Counts], float]:
-    """`cost`, asked once for the same numbers: it may be a measurement."""
+def _asked_once(target: Target) -> Target:
+    """`target`, whose costs are asked for once for the same numbers: they may be measurements."""
     known: dict[tuple[int, ...], float] = {}
 
-    def asked(counts: Counts) -> float:
+    def cost(counts: Counts) -> float:
         key = tuple(counts.values())
         if key not in known:
-            known[key] = cost(counts)
+            known[key] = target.cost(counts)
         return known[key]
 
-    return asked
+    def surely(counts: Counts) -> float:
+        assert target.surely is not None
+        known[tuple(counts.values())] = found = min(cost(counts), target.surely(counts))
+        return found
+
+    return replace(target, cost=cost, surely=target.surely and surely)
 
 
 def check_reach(
     groups: Sequence[Group], keep: Mapping[str, float], units: Units, target: Target
 ) -> tuple[float, float]:
-    """The least and the most that this structure can cost. Raises PlanError when the target is not between them."""
+    """The least and the most that this structure can cost. Raises PlanError when the target is not between them.
+
+    A least that was measured is looked at more closely before anything is refused for it: whatever else the machine
+    did made it longer.
+    """
     check_units(groups, units)
-    most, least = (target.cost(_at(groups, keep, units, strength)) for strength in (0.0, 1.0))
+    largest, smallest = (_at(groups, keep, units, strength) for strength in (0.0, 1.0))
+    most, least = target.cost(largest), target.cost(smallest)
+    if target.surely is not None and least / DISTURBED <= target.amount < least:
+        least = min(least, target.surely(smallest))
     if not least <= target.amount <= most:
         asked = target.words.format(target.amount) + (f" on {target.on}" if target.on else "")
         allowed = span(target.words.format(least), target.words.format(most))

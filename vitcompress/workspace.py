@@ -19,7 +19,18 @@ from vitcompress.progress import Progress
 from vitcompress.train import Steering, Surroundings, TrainOptions, TrainResult, train
 
 LEFT_WEIGHTS, LEFT = "weights.safetensors", "left.json"
-Clock = Callable[[nn.Module, str], float]  # (model, `onnxruntime` or `torch`) -> milliseconds of one call
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Tells milliseconds of one call of a model on `onnxruntime` or `torch`.
+
+    median: of a few calls, as there are dozens of candidates. undisturbed: looks longer, at what the model takes while
+    nothing else runs, for when more than a candidate hangs on it.
+    """
+
+    median: Callable[[nn.Module, str], float]
+    undisturbed: Callable[[nn.Module, str], float]
 
 
 def seal(folder: Path) -> None:

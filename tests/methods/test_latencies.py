@@ -4,14 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from method_world import context, model
+from method_world import clock, context, model
 from whole_runs import Told
 
 from vitcompress import surgery
 from vitcompress.checkpoint import read_json
 from vitcompress.errors import PlanError
+from vitcompress.families import family_of
 from vitcompress.methods import isomorphic, widths
 from vitcompress.methods.isomorphic import Alignment, Options
+from vitcompress.workspace import Clock
 
 HALF: dict[str, Any] = {
     "keep_ratio": 0.5,
@@ -26,43 +28,70 @@ def test_a_latency_is_aimed_at_with_the_clock_of_the_context(tmp_path: Path) -> 
     """A clock that counts parameters stands for a machine; the runtime's name reaches it."""
     made, asked = model(4, 32), set()
 
-    def clock(candidate: Any, runtime: str) -> float:
+    def tell(candidate: Any, runtime: str) -> float:
         asked.add(runtime)
         return sum(p.numel() for p in candidate.parameters()) / 1000
 
-    whole = clock(made, "torch")
+    whole = tell(made, "torch")
     options = Options(**HALF, target="latency", amount=0.5 * whole, latency_on="torch")
-    found = isomorphic.plan(made, context(tmp_path, made, latency=clock), options)
+    found = isomorphic.plan(made, context(tmp_path, made, latency=clock(tell)), options)
     assert asked == {"torch"}
     known = len(list(tmp_path.glob("latency-torch-*.json")))
     (tmp_path / "widths.json").unlink()  # killed before it was done: what was measured is not measured again
-    never = context(tmp_path, made, latency=lambda *about: pytest.fail("measured again"))
+    never = context(tmp_path, made, latency=clock(lambda *about: pytest.fail("measured again")))
     assert isomorphic.plan(made, never, options) == found and known >= 5
-    assert abs(clock(surgery.applied(made, found), "torch") / whole - 0.5) < 0.03
+    assert abs(tell(surgery.applied(made, found), "torch") / whole - 0.5) < 0.03
     with pytest.raises(PlanError, match="measure a latency"):
         isomorphic.plan(made, context(tmp_path / "none", made), options)
     beyond = Options(**HALF, target="latency", amount=1e-6)
     with pytest.raises(
         PlanError, match=r"1e-06 ms on onnxruntime cannot be reached: this structure allows [\d.]+ ms to [\d.]+ ms"
     ):
-        isomorphic.plan(made, context(tmp_path / "beyond", made, latency=clock), beyond)
+        isomorphic.plan(made, context(tmp_path / "beyond", made, latency=clock(tell)), beyond)
 
 
 def test_a_target_out_of_reach_while_something_else_ran_is_measured_anew(tmp_path: Path) -> None:
     """Kept times would refuse it for ever."""
     made, slower, told = model(4, 32), [1e4], Told()
-    clock = lambda candidate, _: slower[0] * sum(p.numel() for p in candidate.parameters()) / 1000  # noqa: E731
+    tell = lambda candidate, _: slower[0] * sum(p.numel() for p in candidate.parameters()) / 1000  # noqa: E731
     half = sum(p.numel() for p in made.parameters()) / 2000
     options = Options(**HALF, target="latency", amount=half, latency_on="torch")
     with pytest.raises(PlanError, match="cannot be reached") as caught:
-        isomorphic.plan(made, context(tmp_path, made, latency=clock), options)
+        isomorphic.plan(made, context(tmp_path, made, latency=clock(tell)), options)
     assert "measures anew" in str(caught.value.hint) and not list(tmp_path.glob("latency-torch-*"))
     slower[0] = 1.0
-    isomorphic.plan(made, context(tmp_path, made, latency=clock, progress=told), options)
+    isomorphic.plan(made, context(tmp_path, made, latency=clock(tell), progress=told), options)
     assert read_json(tmp_path / "widths.json")["target"]["reached"] == pytest.approx(half, rel=0.03)
     measured = [note for note in told.notes if note.startswith("a candidate takes ")]
     assert len(measured) == len(list(tmp_path.glob("latency-torch-*"))) >= 5
     assert f"a candidate takes {2 * half:.4g} ms on torch" in measured, "the whole model is one of them"
+
+
+def test_what_ran_beside_a_candidate_refuses_nothing(tmp_path: Path) -> None:
+    """Every median is half as long again as what the model takes: the target lies below the least of them, and above
+    what the smallest model takes. That one is looked at more closely, before the run and in it, and once.
+    """
+    made, closely, told = model(4, 32), list[int](), Told()
+    size = lambda candidate, *_: sum(p.numel() for p in candidate.parameters())  # noqa: E731
+    disturbed = Clock(
+        lambda candidate, _: 1.5e-3 * size(candidate),
+        lambda candidate, _: (closely.append(size(candidate)), 1e-3 * size(candidate))[1],
+    )
+    family, plan = family_of(made), context(tmp_path, made).plan
+    least = {"amount": 1e-6, "target": "latency", "latency_on": "torch"}
+    with pytest.raises(PlanError, match=r"allows [\d.]+ ms to") as caught:
+        isomorphic.check_reach(made, family, plan, Options(**HALF, **least), disturbed)
+    shortest = float(str(caught.value).split("allows ")[1].split(" ms")[0])
+    assert not closely, "what lies so far below is refused at once"
+    wanted = Options(**HALF, **{**least, "amount": 0.9 * shortest})
+    isomorphic.check_reach(made, family, plan, wanted, disturbed)
+    isomorphic.plan(made, context(tmp_path, made, latency=disturbed, progress=told), wanted)
+    found = read_json(tmp_path / "widths.json")["target"]
+    assert closely[0] == closely[1] == pytest.approx(1000 * shortest / 1.5, rel=1e-3) and len(closely) == 2
+    assert found["least"] == pytest.approx(shortest / 1.5, rel=1e-3) and found["least"] < found["amount"]
+    beyond = Options(**HALF, **{**least, "amount": 0.6 * shortest})
+    with pytest.raises(PlanError, match=f"allows {found['least']:.4g} ms to"):
+        isomorphic.plan(made, context(tmp_path / "beyond", made, latency=disturbed), beyond)
 
 
 def test_kept_latencies_belong_to_the_machine_that_they_were_taken_on(
@@ -85,7 +114,7 @@ def test_kept_latencies_belong_to_the_machine_that_they_were_taken_on(
         around = context(
             tmp_path,
             made,
-            latency=lambda m, _: factor * sum(p.numel() for p in m.parameters()) / 1000,
+            latency=clock(lambda m, _: factor * sum(p.numel() for p in m.parameters()) / 1000),
             measured_on=lambda: {"cpu": cpu, "versions": {"torch": "2"}},
             progress=told,
         )

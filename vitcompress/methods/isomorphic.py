@@ -13,6 +13,7 @@ published), timm is not patched, and the result is a plan instead of a pickled m
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -260,8 +261,9 @@ def _target(options: Options, sizes: Sizes) -> Target | None:
     spend = sizes.measure(options.target)
     if options.amount is None or spend is None:
         return None
-    if options.target == "latency":
-        return Target(options.amount, spend, WORDS["latency"], LATENCY_ROUNDS, budget.CLOSE, options.latency_on)
+    if options.target == "latency" and sizes.clock is not None:
+        surely, on = partial(sizes.latency, sizes.clock.undisturbed), options.latency_on
+        return Target(options.amount, spend, WORDS["latency"], LATENCY_ROUNDS, budget.CLOSE, on, surely)
     return Target(options.amount, spend, WORDS[options.target])
 
 

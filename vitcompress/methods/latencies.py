@@ -6,10 +6,13 @@ another number of threads), times from before would mix two clocks: they are lef
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from vitcompress.assignments import differences
 from vitcompress.checkpoint import read_json
@@ -27,15 +30,16 @@ def kept(context: Context, measure: Clock, runtime: str) -> Timed:
         context.progress.note(f"latencies on {runtime} are measured anew: those kept were taken elsewhere ({other})")
     context.memo(f"measured-on-{runtime}-{key}", lambda: here)
 
-    def measured(made: Made) -> float:
-        found = measure(made(), runtime)
+    def measured(ask: Callable[[nn.Module, str], float], made: Made) -> float:
+        found = ask(made(), runtime)
         context.progress.note(f"a candidate takes {found:.4g} ms on {runtime}")  # dozens of them can take long
         return found
 
-    def latency(made: Made, delta: Plan) -> float:
-        return float(context.memo(f"latency-{runtime}-{key}-{delta.digest[:16]}", lambda: measured(made)))
+    def told(ask: Callable[[nn.Module, str], float], suffix: str, made: Made, delta: Plan) -> float:
+        name = f"latency-{runtime}-{key}-{delta.digest[:16]}{suffix}"
+        return float(context.memo(name, partial(measured, ask, made)))
 
-    return latency
+    return Timed(partial(told, measure.median, ""), partial(told, measure.undisturbed, "-undisturbed"))
 
 
 @contextmanager
@@ -54,11 +58,9 @@ def unless_refused(context: Context, runtime: str) -> Iterator[None]:
 
 def once(measure: Clock, runtime: str) -> Timed:
     """As `kept`, of a step that has no folder yet."""
-
-    def latency(made: Made, delta: Plan) -> float:
-        return measure(made(), runtime)
-
-    return latency
+    return Timed(
+        lambda made, delta: measure.median(made(), runtime), lambda made, delta: measure.undisturbed(made(), runtime)
+    )
 
 
 def elsewhere(folder: Path, runtime: str, here: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ channels of a head, which all heads of an attention and its q, k and v share.
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -21,7 +22,14 @@ Scope = Literal["isomorphic", "global", "local"]
 ALL = "all"  # the scope of everything but heads, where nothing is told apart
 MILLION, GIGA = 1e6, 1e9
 Made = Callable[[], nn.Module]  # a model that is made only where it is needed
-Timed = Callable[[Made, Plan], float]  # (model as deployed, what was taken from it) -> milliseconds
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Milliseconds of (model as deployed, what was taken from it), as of `Clock`."""
+
+    median: Callable[[Made, Plan], float]
+    undisturbed: Callable[[Made, Plan], float]
 
 
 def groups_of(spaces: Sequence[Space], scores: Scores, scope: Scope) -> tuple[Group, ...]:
@@ -117,7 +125,7 @@ class Sizes:
     def measure(self, target: str) -> Callable[[Counts], float] | None:
         """The function that says what counts cost in the unit of `target`; None where nothing is to be measured."""
         if target == "latency":
-            return self.latency if self.clock is not None else None
+            return None if self.clock is None else partial(self.latency, self.clock.median)
         scale = {"macs": GIGA, "macs_linear": GIGA, "params": MILLION}.get(target)
         return None if scale is None else lambda counts: float(getattr(self.costs(counts), target)) / scale
 
@@ -125,11 +133,10 @@ class Sizes:
         """Of the model as it will be deployed, counted on shapes alone."""
         return cost.measure(_deployed(self.shapes, self.base, self.delta(counts)), self.input_size)
 
-    def latency(self, counts: Counts) -> float:
+    def latency(self, clock: Callable[[Made, Plan], float], counts: Counts) -> float:
         """Milliseconds of the model as it will be deployed."""
-        assert self.clock is not None
         delta = self.delta(counts)
-        return self.clock(partial(_deployed, self.model, self.base, delta), delta)
+        return clock(partial(_deployed, self.model, self.base, delta), delta)
 
 
 def _deployed(model: nn.Module, base: Plan, delta: Plan) -> nn.Module:

@@ -21,7 +21,7 @@ from vitcompress.methods import METHODS
 from vitcompress.methods.choice import PUBLISHED
 from vitcompress.pipeline.folder import sole_user, sweep
 from vitcompress.pipeline.job import Job
-from vitcompress.pipeline.latency import latency_ms, measured_on
+from vitcompress.pipeline.latency import clock, measured_on
 from vitcompress.pipeline.teachers import teacher
 from vitcompress.plan import Plan
 from vitcompress.train import Steering, Surroundings, TrainOptions, TrainResult, train
@@ -177,7 +177,7 @@ def _context(job: Job, dense: nn.Module, plan: Plan, folder: Path) -> Context:
         job.progress,
         job.recipe.finetune,
         lambda: _teacher(job, dense),
-        partial(latency_ms, job),
+        clock(job),
         partial(measured_on, job),
     )
 
