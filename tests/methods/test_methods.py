@@ -14,7 +14,7 @@ from vitcompress import surgery
 from vitcompress.checkpoint import read_json
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
-from vitcompress.methods import METHODS, baselines, hetdpt, nose
+from vitcompress.methods import METHODS, baselines, depth, hetdpt, nose
 from vitcompress.methods.hetdpt.collection import CollectionOptions
 from vitcompress.methods.hetdpt.search import SearchOptions
 from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions
@@ -119,6 +119,19 @@ def test_published_layers_need_no_search(tmp_path: Path) -> None:
     assert found.appended == {"blocks.2": "gelu"}
     assert read_json(tmp_path / "choice.json") == {"attention": [0, 2], "activation": [2], "both": [2]}
     assert METHODS["hetdpt"].stages(options, 6) == []
+
+
+@pytest.mark.parametrize(
+    ("count", "attention", "activation"),
+    [(1, [], [5]), (2, [5], [5]), (5, [2, 8], [1, 5, 9]), (22, list(range(11)), list(range(11)))],
+)
+def test_unscored_layers_are_spread_and_the_last_of_each_type_stays(
+    count: int, attention: list[int], activation: list[int]
+) -> None:
+    """Late attentions alone would make an exported file faster than other layers do: see `depth.any_layers`."""
+    made = model(depth=12)
+    found = depth.any_layers(made, family_of(made), count)
+    assert found == {"attention": attention, "activation": activation}
 
 
 @pytest.mark.parametrize("lists", [{}, {"published_attention": (0, 0), "published_activation": (2,)}])

@@ -12,7 +12,7 @@ from vitcompress import surgery
 from vitcompress.families import Family
 from vitcompress.methods import baselines, evidence, hetdpt, isomorphic, nose, sero, steps, upvit
 from vitcompress.methods.charts import Chart
-from vitcompress.methods.choice import MEASURED, TRAINED, Choice
+from vitcompress.methods.choice import MEASURED_LAYERS, TRAINED, Choice
 from vitcompress.methods.depth import Stage
 from vitcompress.plan import Plan
 from vitcompress.workspace import Clock, Context
@@ -46,7 +46,7 @@ class Method:
     tables: Callable[[Path], list[dict[str, Any]]] = evidence.tables
     charts: Callable[[Path], list[Chart]] = evidence.charts
     remarks: Callable[[Path], list[str]] = lambda folder: []
-    choice: Callable[[Any], Choice | None] = lambda options: MEASURED
+    choice: Callable[[Any], Choice | None] = lambda options: MEASURED_LAYERS
     timed: Callable[[Any], Any | None] = lambda options: None
     check_reach: Callable[[nn.Module, Family, Plan, Any, Clock], None] = lambda *about: None
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 GIVEN = "{}"  # stands for the model that the step was given
 ARBITRARY = "arbitrary, only their number counts"
+SPREAD = "arbitrary, spread evenly over the depth; other layers of that number may be somewhat faster or slower"
 
 
 @dataclass(frozen=True)
@@ -21,5 +22,6 @@ class Choice:
 
 
 MEASURED = Choice("search", GIVEN, ARBITRARY)
-TRAINED = Choice("search", f"short trainings of copies of {GIVEN}", ARBITRARY)
+MEASURED_LAYERS = Choice("search", GIVEN, SPREAD)
+TRAINED = Choice("search", f"short trainings of copies of {GIVEN}", SPREAD)
 PUBLISHED = Choice("published")

@@ -90,9 +90,11 @@ def check_kinds(family: Family, kinds: Sequence[Kind]) -> None:
 
 
 def any_layers(model: nn.Module, family: Family, count: int, kinds: Sequence[Kind] = KINDS) -> dict[Kind, list[int]]:
-    """`count` layers for looking at size and speed before anything is scored: the last ones, shared among the types.
+    """`count` layers to look at size and speed before anything is scored: spread over the depth, shared among types.
 
-    Activations get the larger half, and each type keeps a layer. Raises PlanError when `count` is more than there is.
+    Activations get the larger half, and the last layer of each type stays: behind the last attention an exported file
+    computes the class token alone, so that without late attentions it is faster than a search is likely to make it.
+    Raises PlanError when `count` is more than there is.
     """
     check_kinds(family, kinds)
     found = layers(model, family)
@@ -109,7 +111,12 @@ def any_layers(model: nn.Module, family: Family, count: int, kinds: Sequence[Kin
         fewest = min(taken[kind] for kind in turn)
         # The last of the equal ones: activations come after attentions.
         taken[[kind for kind in turn if taken[kind] == fewest][-1]] += 1
-    return {kind: [site.index for site in found[kind][len(found[kind]) - taken[kind] :]] for kind in kinds}
+    return {kind: _spread([site.index for site in found[kind][:-1]], taken[kind]) for kind in kinds}
+
+
+def _spread(numbers: Sequence[int], count: int) -> list[int]:
+    """`count` of the numbers, as evenly as can be: of each of so many equal parts the middle one."""
+    return [numbers[(2 * part + 1) * len(numbers) // (2 * count)] for part in range(count)]
 
 
 def delta(model: nn.Module, base: Plan, removed: Mapping[Kind, Iterable[int]], options: DepthOptions) -> Plan:
