@@ -276,6 +276,12 @@ def test_artifacts_are_told_apart_by_as_little_as_it_takes() -> None:
     assert deployed.short(["m.onnx", "a/m.onnx", "timm:x", "timm:x"]) == ["m.onnx", "a/m.onnx", "timm:x", "timm:x"]
 
 
+def test_a_speed_up_is_told_with_what_its_interval_says() -> None:
+    near = {"median": 1.18, "ci95": [0.89, 1.26], "verdict": "not distinguishable"}
+    found = report.speeds({"rows": [{"runtime": "torch"}], "ratios": [near]})
+    assert found == ["torch: 1.180 times as fast, 95 % interval 0.89 to 1.26: not distinguishable"]
+
+
 def test_figures_stand_right_and_words_left() -> None:
     table = report.Table("", ("name", "value", "how"), (("a", "1.5", "2 of 3"), ("b", "-", "not run"), ("c", "", "")))
     assert table.markdown().splitlines()[1] == "| --- | ---: | --- |"

@@ -142,9 +142,8 @@ def bench(job: Job) -> None:
         options = suite.BenchOptions(table.protocol, table.batch, table.warmup, table.runs, how, seed=seed)
         measured = suite.run((before, after), options, progress=job.progress).as_data()
         found.append(measured)
-        for ratio in measured["ratios"]:
-            speed = f"{ratio['median']:.2f} times as fast ({reports.interval(ratio)})"
-            job.progress.note(f"{measured['rows'][1]['runtime']}: {speed}")
+        for speed in reports.speeds(measured):
+            job.progress.note(speed)
         for reason in measured["disturbed"]:
             job.progress.note(f"disturbed: {reason}; measure again with `vitcompress bench` when nothing else runs")
     write_json(path, found)
