@@ -7,7 +7,7 @@ import onnxruntime
 import pytest
 import torch
 
-from vitcompress import checkpoint, models
+from vitcompress import checkpoint, console, models
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS, doctor, onnx_graph
@@ -79,3 +79,13 @@ def test_doctor_says_what_is_true_of_this_machine() -> None:
     if not torch.cuda.is_available():
         assert targets["torch cuda"]["run"] and targets["onnxruntime CUDAExecutionProvider"]["run"]
     json.dumps(found)
+
+
+def test_doctor_tells_each_package_and_claims_nothing_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    found = doctor.examine()
+    found["optional"] = [{**item, "present": item["package"] != "tensorboard"} for item in found["optional"]]
+    console.print_doctor(found)
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "matplotlib (plots of reports and diagnostics): installed" in lines
+    assert "tensorboard (training curves): pip install tensorboard" in lines
+    assert not any("all optional" in line for line in lines)

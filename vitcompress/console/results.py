@@ -242,10 +242,8 @@ def print_doctor(found: Mapping[str, Any]) -> None:
         reasons = dict.fromkeys(row[verb] for verb in verbs if row[verb] not in (None, "-"))
         for reason in reasons:
             print_text(f"  {row['target']}: {reason}")
-    missing = [item for item in found["optional"] if not item["present"]]
-    for item in missing:
-        print_text(f"  {item['package']} ({item['for']}): {item['install']}")
-    print_text("" if missing else "all optional packages are installed")
+    for item in found["optional"]:
+        print_text(f"  {item['package']} ({item['for']}): {'installed' if item['present'] else item['install']}")
 
 
 def _can(reason: str | None) -> str:
