@@ -14,7 +14,7 @@ from vitcompress.channel_gates import channel_gates
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.methods import sero
-from vitcompress.methods.sero.layout import KINDS, Rules, deployed, padding, project, unit_spaces
+from vitcompress.methods.sero.layout import KINDS, Rules, _above_quantile, deployed, padding, project, unit_spaces
 from vitcompress.plan import Plan
 
 LAYOUTS = ("ragged", "uniform", "tied", "padded")
@@ -112,9 +112,26 @@ def test_the_published_identity_of_shares(sparsity: float) -> None:
     share = {k: 1 - np.mean(np.concatenate([live[s.name] for s in spaces if s.kind == k])) for k in KINDS}
     assert (share["qk"] + share["v"] + 4 * share["mlp"]) / 6 == pytest.approx(sparsity, abs=1 / (6 * 12 * 192))
     assert abs(share["qk"] - share["v"]) > 0.1
-    pooled = np.concatenate([scores[space.name] for space in spaces])
-    kept = np.concatenate([live[space.name] for space in spaces])
-    assert abs(int((kept != (pooled > np.quantile(pooled, sparsity))).sum())) <= 1  # the code's own threshold
+
+
+@pytest.mark.parametrize("sparsity", [1e-4, 0.05, 0.123, 0.3, 0.45, 0.54, 0.7, 0.95])
+@pytest.mark.parametrize("threshold", ["global", "per_layer"])
+def test_ragged_keeps_what_lies_above_the_threshold_of_the_released_code(sparsity: float, threshold: Any) -> None:
+    """numpy.percentile of all scores, or of each layer's; units strictly above it stay."""
+    spaces, scores = drawn(dense("deit_tiny_patch16_224"), seed=5)
+    live = project(spaces, scores, scores, sparsity, Rules("ragged", 1, threshold))
+    pooled = [np.concatenate([scores[space.name] for space in spaces])] * len(spaces)
+    for space, together in zip(spaces, pooled if threshold == "global" else scores.values(), strict=True):
+        above = scores[space.name] > np.percentile(together, 100 * sparsity)
+        assert (live[space.name] == above).all()
+
+
+def test_the_rounded_share_would_be_one_unit_off() -> None:
+    """Of ten units, nine stay at 0.05, where 9.5 would be rounded up, and five at 0.55, where 4.5 would be down."""
+    ranks = np.random.default_rng(0).permutation(np.arange(10.0))
+    for sparsity, stay in ((0.49, 5), (0.05, 9), (0.55, 5), (0.56, 4), (0.95, 1)):
+        assert _above_quantile(10, sparsity) == int((ranks > np.percentile(ranks, 100 * sparsity)).sum()) == stay
+    assert (_above_quantile(10, 0.0), _above_quantile(2, 0.999)) == (10, 1)
 
 
 def drawn(model: nn.Module, seed: int = 0) -> tuple[Any, dict[str, np.ndarray]]:

@@ -3,12 +3,13 @@
 A unit is one channel of a q/k, v or FFN space: in DeiT each owns twice the residual width in weights, so the share of
 units removed is the share of the blocks' linear weights removed. The threshold is one over all layers and kinds.
 
-    ragged    single units; heads and layers end up as they may. SERo as published, for comparison
+    ragged    single units above the threshold; heads and layers end up as they may. SERo as published, for comparison
     uniform   every head of an attention keeps as many q/k channels, and as many v channels; multiples of `round_to`
     tied      q/k and v keep as many: attention kernels that know one head width
     padded    as uniform, with zeros in the attention up to the wider of q/k and v: the same kernels, SERo's own widths
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -103,10 +104,17 @@ def _ragged(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: flo
     for members in together:
         score, tie = (np.concatenate([kind[space.name] for space in members]) for kind in (scores, ties))
         found = np.zeros(len(score), dtype=bool)
-        found[_best_first(score, tie)[: round((1 - sparsity) * len(score))]] = True
+        found[_best_first(score, tie)[: _above_quantile(len(score), sparsity)]] = True
         ends = np.cumsum([space.size for space in members])
         live |= dict(zip((space.name for space in members), np.split(found, ends[:-1]), strict=True))
     return live
+
+
+def _above_quantile(total: int, sparsity: float) -> int:
+    """How many of `total` different scores are larger than their `sparsity` quantile, linearly interpolated: what the
+    released code keeps (numpy.percentile, strictly above), which may be one more or less than the rounded share.
+    """
+    return total - 1 - math.floor(sparsity * (total - 1)) if sparsity else total
 
 
 def _best_first(score: np.ndarray, tie: np.ndarray) -> np.ndarray:
