@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vitcompress.families.anatomy import Axis, LinearPair, Site, Space, input_axis, linear_axes, norm_axes
 from vitcompress.families.edited import EditedBlock
 
+Stream = Callable[[nn.Module, str, list[Axis]], Space]  # of the stage at a path, from the axes inside its blocks
 Describe = Callable[[nn.Module, str, Any], tuple[list[Space], list[Axis]]]  # of a part of the block at a path
 
 
@@ -120,6 +121,19 @@ def block_spaces(
             spaces += own
             stream += axes
     return spaces, stream
+
+
+def staged_spaces(model: nn.Module, stages: str, attention: Describe, stream: Stream) -> tuple[Space, ...]:
+    """The spaces inside the blocks of a model of stages, then one residual stream per stage."""
+    inner: list[Space] = []
+    residual: dict[str, list[Axis]] = {
+        f"{stages}.{name}": [] for name, _ in model.get_submodule(stages).named_children()
+    }
+    for path, block in staged_blocks(model, stages).items():
+        own, axes = block_spaces(model, path, block, ("norm1", "norm2"), attention)
+        inner += own
+        residual[path.rsplit(".", 2)[0]] += axes
+    return (*inner, *(stream(model, stage, axes) for stage, axes in residual.items()))
 
 
 def linear_pair(model: nn.Module, ffn: str) -> LinearPair | None:

@@ -103,16 +103,13 @@ def sites(model: Any) -> tuple[Site, ...]:
 
 def spaces(model: Any) -> tuple[Space, ...]:
     """q/k, v, reduction and FFN hidden channels of every block, then the residual streams, one per stage."""
-    inner: list[Space] = []
-    residual = {f"stages.{name}": _entry(model, f"stages.{name}") for name, _ in model.stages.named_children()}
-    for path, block in blocks(model).items():
-        own, axes = common.block_spaces(model, path, block, ("norm1", "norm2"), _attention)
-        inner += own
-        residual[path.rsplit(".", 2)[0]] += axes
-    for name, axes in residual.items():
-        axes += _exit(model, name)
-    streams = (Space(f"{n}.residual", "residual", _width(model, n), tuple(axes)) for n, axes in residual.items())
-    return (*inner, *streams)
+    return common.staged_spaces(model, "stages", _attention, _stream)
+
+
+def _stream(model: nn.Module, stage: str, blocks: list[Axis]) -> Space:
+    """A stage's residual stream. blocks: its axes inside of the blocks."""
+    axes = (*_entry(model, stage), *blocks, *_exit(model, stage))
+    return Space(f"{stage}.residual", "residual", _width(model, stage), axes)
 
 
 def _attention(model: nn.Module, path: str, attn: Any) -> tuple[list[Space], list[Axis]]:
