@@ -84,9 +84,6 @@ class Study:
     speed: SpeedTable
     rows: tuple[Row, ...]
 
-    def row(self, name: str) -> Row:
-        return next(row for row in self.rows if row.name == name)
-
 
 def load_study(
     source: str, sets: Sequence[str] = (), rows: Sequence[str] = (), *, formats: Collection[str] = ()

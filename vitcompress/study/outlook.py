@@ -21,7 +21,7 @@ def outlook(study: Study, runs: Sequence[Run], progress: Progress) -> dict[str, 
     table = study.speed
     timing.protocol(table.protocol, batch=table.batch, warmup=table.warmup, runs=table.runs)
     rows, missing = [], dict[str, None]()
-    first = list({run.row.name: run for run in reversed(runs)}.values())[::-1]  # the first seed of each row
+    first = _first_of_each_row(runs)
     for number, run in enumerate(first):
         progress.update("rows looked at", number, len(first), run.row.name)
         try:
@@ -43,3 +43,10 @@ def outlook(study: Study, runs: Sequence[Run], progress: Progress) -> dict[str, 
         )
     progress.update("rows looked at", len(first), len(first))
     return {"rows": rows, "missing": list(missing)}
+
+
+def _first_of_each_row(runs: Sequence[Run]) -> list[Run]:
+    found: dict[str, Run] = {}
+    for run in runs:
+        found.setdefault(run.row.name, run)
+    return list(found.values())

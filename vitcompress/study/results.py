@@ -1,7 +1,7 @@
 """What a study found: one entry per row, one per pair of rows that are held against each other, tables, study.json."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, stdev
@@ -15,11 +15,17 @@ from vitcompress.bench.report import NOTHING, Table, big, percent
 from vitcompress.checkpoint import read_json, write_json, write_text
 from vitcompress.evaluate import mcnemar
 from vitcompress.pipeline.delivery import MISTAKES
-from vitcompress.study.design import Study
+from vitcompress.study.design import Row, Study
 from vitcompress.study.runs import Run
 
 JSON, MARKDOWN = "study.json", "study.md"
 CERTAIN = 0.05  # a difference is said to be one when its p-value, corrected for the number of pairs, is below
+HOW_PAIRS_ARE_JUDGED = (
+    "The difference of every seed, and McNemar's exact test over the test images of all seeds together. These are the "
+    "same images for every seed, and models of one seed descend from one dense model, so the p-value speaks of these "
+    "images and seeds and of no others; it is corrected for the number of pairs (Holm 1979). `verdict`: a difference "
+    "that has the same sign with every seed and a corrected p-value below 0.05, else `within noise`."
+)
 
 
 def write(folder: Path, study: Study, runs: Sequence[Run], speed: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -33,7 +39,7 @@ def write(folder: Path, study: Study, runs: Sequence[Run], speed: Mapping[str, A
 def collected(study: Study, runs: Sequence[Run], speed: Mapping[str, Any] | None) -> dict[str, Any]:
     """Everything as plain data, without paths."""
     single = {run.name: _run(run, speed) for run in runs}
-    rows = [_row(study, name, [r for r in single.values() if r["row"] == name]) for name in _names(study)]
+    rows = [_row(row, [run for run in single.values() if run["row"] == row.name]) for row in study.rows]
     dense = [_dense(run) for run in {run.seed: run for run in runs}.values()]
     first = reports.read(runs[0].folder)
     return {
@@ -49,10 +55,6 @@ def collected(study: Study, runs: Sequence[Run], speed: Mapping[str, Any] | None
         "speed": None if speed is None else dict(speed),
         "trained_on": machine.facts(),
     }
-
-
-def _names(study: Study) -> Iterator[str]:
-    return (row.name for row in study.rows)
 
 
 # ----------------------------------------------------------------------------------------------------------------- rows
@@ -98,12 +100,12 @@ def _spread(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"top1_mean": fmean(shares), "top1_std": stdev(shares) if len(shares) > 1 else None}
 
 
-def _row(study: Study, name: str, seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    row = study.row(name)
+def _row(row: Row, seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One row over all seeds: sums of counts, means of the rest."""
     before = [seed["before_recovery"] for seed in seeds if seed["before_recovery"] is not None]
     speedups = [seed["speedup"]["median"] for seed in seeds if seed["speedup"]]
     return {
-        "row": name,
+        "row": row.name,
         "curve": row.curve,
         "title": row.title,
         "against": list(row.against),
@@ -123,13 +125,7 @@ def _row(study: Study, name: str, seeds: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def pairs(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Every row against the nearest row, by MACs, of each curve that it is held against.
-
-    The difference of every seed, and McNemar's exact test over the test images of all seeds together. These are the
-    same images for every seed, and models of one seed descend from one dense model, so the p-value speaks of these
-    images and seeds and of no others; it is corrected for the number of pairs (Holm 1979). `verdict`: a difference that
-    has the same sign with every seed and a corrected p-value below 0.05, else `within noise`.
-    """
+    """Every row against the nearest row, by MACs, of each curve that it is held against; see HOW_PAIRS_ARE_JUDGED."""
     right = _right(runs)
     found = []
     for row in rows:
@@ -233,11 +229,7 @@ def pair_table(found: Mapping[str, Any]) -> Table:
 def markdown(found: Mapping[str, Any]) -> str:
     """The study as one page."""
     parts = [f"# Study: {found['study']}", found["summary"], table(found).markdown()]
-    parts += [
-        "## Pairs",
-        pair_table(found).markdown(),
-        (pairs.__doc__ or "").split("\n\n")[1].replace("\n    ", " ").strip(),
-    ]
+    parts += ["## Pairs", pair_table(found).markdown(), HOW_PAIRS_ARE_JUDGED]
     return "\n\n".join(parts) + "\n"
 
 
