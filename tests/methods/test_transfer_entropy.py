@@ -78,7 +78,7 @@ def test_moments_do_not_depend_on_batches_and_survive_a_large_mean(sizes: tuple[
 def test_transfer_entropy_is_the_difference_that_surgery_makes(world: tuple[nn.Module, Context]) -> None:
     made, about = world
     sites = [site for group in depth.layers(made, about.family).values() for site in group]
-    found = table(gated(made, about), (), (), sites, Measurement.of(about, OPTIONS))
+    found = table(gated(made, about), sites, Measurement.of(about, OPTIONS))
     dense = entropy_of(made, about)
     for row in found["rows"]:
         lists = ([row["index"]], []) if row["kind"] == "attention" else ([], [row["index"]])
@@ -95,13 +95,7 @@ def test_sign(world: tuple[nn.Module, Context]) -> None:
     made, about = world
     sites = depth.layers(made, about.family)["attention"]
     both = {
-        sign: table(
-            gated(made, about),
-            (),
-            (),
-            sites,
-            Measurement.of(about, EntropyOptions(30, sign, 4)),
-        )["rows"]
+        sign: table(gated(made, about), sites, Measurement.of(about, EntropyOptions(30, sign, 4)))["rows"]
         for sign in ("signed", "abs")
     }
     assert [row["score"] for row in both["abs"]] == [abs(row["score"]) for row in both["signed"]]

@@ -84,7 +84,7 @@ def te_static(model: nn.Module, context: Context, options: StaticOptions) -> Pla
     def measure() -> dict[str, Any]:
         open_model = depth.gated(model, context, sites, options, options.te_bypass)
         on = Measurement.of(context, options.te)
-        return transfer_entropy.table(open_model, (), (), sites, on)
+        return transfer_entropy.table(open_model, sites, on)
 
     ranked = sorted(context.memo("transfer_entropy", measure)["rows"], key=lambda row: row["score"])
     lowest = {row["site"] for row in ranked[: options.pruned_layers]}

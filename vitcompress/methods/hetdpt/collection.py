@@ -159,7 +159,7 @@ class _Collector:
 
     def _entropies(self, model: nn.Module, candidates: Sequence[Site]) -> Record:
         open_model = gated(model, self.context, candidates, self.budget)
-        return transfer_entropy.table(open_model, (), (), candidates, Measurement.of(self.context, self.te))
+        return transfer_entropy.table(open_model, candidates, Measurement.of(self.context, self.te))
 
     def _dense_record(self) -> Record:
         def measure() -> Record:

@@ -139,15 +139,14 @@ def entropies(gated: GatedModel, removed: Sequence[Iterable[str]], on: Measureme
 
 
 def table(
-    gated: GatedModel, complete: Iterable[str], without: Iterable[str], candidates: Sequence[Site], on: Measurement
+    gated: GatedModel, candidates: Sequence[Site], on: Measurement, *, gone: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Transfer entropy of each candidate, as plain data; `chosen` is the lowest.
+    """Transfer entropy of each candidate against the open model, as plain data; `chosen` is the lowest.
 
-    complete: what is already gone in the reference model; without: what is gone besides each candidate (HetDPT
-    measures against the model as it is now, so both are the same; NOSE always against the dense one). `chosen` is
-    decided on rank 0.
+    gone: sites that are taken out together with each candidate: in NOSE, which always measures against the dense model,
+    those that were chosen before. (HetDPT gives the model as it is by now.) `chosen` is decided on rank 0.
     """
-    sets = [frozenset(complete), *(frozenset(without) | {site.name} for site in candidates)]
+    sets = [frozenset[str](), *(frozenset(gone) | {site.name} for site in candidates)]
     reference, *found = entropies(gated, sets, on)
     rows = [_row(site, reference, entropy, on.options) for site, entropy in zip(candidates, found, strict=True)]
     picks = [min(range(len(rows)), key=lambda i: rows[i]["resampled"][r]) for r in range(len(reference.resampled))]
@@ -174,7 +173,7 @@ def greedy(gated: GatedModel, candidates: Sequence[Site], count: int, on: Measur
     tables = []
     for _ in range(count):
         left = [site for site in candidates if site.name not in gone]
-        tables.append(table(gated, (), gone, left, on))
+        tables.append(table(gated, left, on, gone=gone))
         gone.append(tables[-1]["chosen"])
     return tables
 
