@@ -11,8 +11,9 @@ from test_search import Stop
 
 from vitcompress.checkpoint import read_json
 from vitcompress.data import Augmentation
-from vitcompress.methods.depth import DepthOptions, fast_options
+from vitcompress.methods.depth import DepthOptions
 from vitcompress.methods.hetdpt.collection import CollectionOptions, Record, collect, removal_orders, rows
+from vitcompress.methods.hetdpt.fast_training import fast_options
 from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions
 from vitcompress.progress import Progress
 from vitcompress.train import TrainOptions

@@ -17,6 +17,7 @@ from vitcompress.methods.hetdpt import diagnostics
 from vitcompress.methods.hetdpt.collection import CollectionOptions
 from vitcompress.methods.hetdpt.search import SearchOptions
 from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions
+from vitcompress.methods.images import training_views
 
 BUDGET = DepthOptions(pruned_layers=1)
 FAST = CollectionOptions(epochs=1, images_per_class=8)
@@ -30,8 +31,8 @@ def test_gradient_is_what_closing_the_gate_a_little_does(tmp_path: Path) -> None
         (k, i) for k in ("attention", "activation") for i in range(3)
     ]
     assert all(row["rms"] >= row["magnitude"] * (1 - 1e-9) >= abs(row["mean"]) * (1 - 1e-9) for row in rows)
-    ((pixels, targets),) = depth.training_views(about, 30)
-    sites = [site for group in depth.layers(made, about.family).values() for site in group]
+    ((pixels, targets),) = training_views(about, 30)
+    sites = depth.all_layers(made, about.family)
     probe = depth.gated(made.double(), about, sites, BUDGET).eval()
     step = 1e-5
     for row in rows:

@@ -15,6 +15,7 @@ from vitcompress.checkpoint import load_tensors
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.methods import METHODS, depth, hetdpt, nose
+from vitcompress.methods.images import training_views
 from vitcompress.plan import Plan
 from vitcompress.workspace import LEFT_WEIGHTS, Context
 
@@ -114,7 +115,7 @@ def test_the_mean_of_a_gate_is_handed_over_with_the_weights(tmp_path: Path) -> N
     gates: list[torch.Tensor] = []
     handle = made.blocks[1].mlp.act.register_forward_hook(lambda module, args, out: gates.append(out.flatten(0, 1)))
     with torch.no_grad():
-        for seen, _ in depth.training_views(around, depth.GATE_IMAGES):
+        for seen, _ in training_views(around, depth.GATE_IMAGES):
             made(seen)
     handle.remove()
     measured = torch.cat(gates)

@@ -33,7 +33,7 @@ TWO = DepthOptions(pruned_layers=2)
 
 
 def all_sites(made: nn.Module) -> set[str]:
-    return {site.name for group in depth.layers(made, family_of(made)).values() for site in group}
+    return {site.name for site in depth.all_layers(made, family_of(made))}
 
 
 def test_schedule_of_the_paper() -> None:
@@ -76,7 +76,7 @@ def test_searched_model_is_the_deployed_model(tmp_path: Path, bypass: Any, outpu
     made = model(**more).double().eval()
     about = context(tmp_path, made)
     options = DepthOptions(pruned_layers=3, attention_bypass=bypass, both_pruned_output_act=output_act)
-    probe = depth.gated(made, about, [s for g in depth.layers(made, about.family).values() for s in g], options).eval()
+    probe = depth.gated(made, about, depth.all_layers(made, about.family), options).eval()
     pixels = torch.randn(4, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     dense = made(pixels)
     torch.testing.assert_close(probe(pixels), dense, rtol=0, atol=0)
@@ -93,7 +93,7 @@ def test_searched_model_is_the_deployed_model(tmp_path: Path, bypass: Any, outpu
 def test_score_gradient_is_the_derivative_of_the_loss_by_the_gate(tmp_path: Path, bypass: Any) -> None:
     made = model().double().eval()
     about = context(tmp_path, made)
-    sites = [s for g in depth.layers(made, about.family).values() for s in g]
+    sites = depth.all_layers(made, about.family)
     probe = depth.gated(made, about, sites, DepthOptions(pruned_layers=1, attention_bypass=bypass)).eval()
     pixels = torch.randn(4, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     gradients = torch.autograd.grad(probe(pixels).square().sum(), probe.score_parameters())

@@ -13,6 +13,7 @@ from vitcompress.gates import GatedModel
 from vitcompress.methods import depth
 from vitcompress.methods.depth import DepthOptions
 from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions, Measurement, Moments, entropies, greedy, table
+from vitcompress.methods.images import training_part, training_views
 from vitcompress.workspace import Context
 
 BUDGET = DepthOptions(pruned_layers=2)
@@ -29,7 +30,7 @@ def world(tmp_path: Path) -> tuple[nn.Module, Context]:
 
 def logits_of(made: nn.Module, about: Context) -> Tensor:
     """(images, classes) of the same images, one batch after the other."""
-    loader = depth.training_views(about, OPTIONS.images)
+    loader = training_views(about, OPTIONS.images)
     with torch.no_grad():
         return torch.cat([made.eval()(batch) for batch, _ in loader])
 
@@ -45,7 +46,7 @@ def without(made: nn.Module, about: Context, attentions: list[int], activations:
 
 
 def gated(made: nn.Module, about: Context) -> GatedModel:
-    return depth.gated(made, about, [s for group in depth.layers(made, about.family).values() for s in group], BUDGET)
+    return depth.gated(made, about, depth.all_layers(made, about.family), BUDGET)
 
 
 def test_streaming_equals_all_features_at_once(world: tuple[nn.Module, Context]) -> None:
@@ -53,7 +54,7 @@ def test_streaming_equals_all_features_at_once(world: tuple[nn.Module, Context])
     (found,) = entropies(gated(made, about), [()], Measurement.of(about, OPTIONS))
     assert found.value == pytest.approx(entropy_of(made, about), abs=EXACT)
     assert (found.images, found.clamped, len(found.resampled)) == (30, 0, OPTIONS.resamples)
-    right = logits_of(made, about).argmax(dim=1).numpy() == depth.training_part(about, 10).labels
+    right = logits_of(made, about).argmax(dim=1).numpy() == training_part(about, 10).labels
     assert found.accuracy == pytest.approx(100 * right.mean())
 
 
@@ -77,7 +78,7 @@ def test_moments_do_not_depend_on_batches_and_survive_a_large_mean(sizes: tuple[
 
 def test_transfer_entropy_is_the_difference_that_surgery_makes(world: tuple[nn.Module, Context]) -> None:
     made, about = world
-    sites = [site for group in depth.layers(made, about.family).values() for site in group]
+    sites = depth.all_layers(made, about.family)
     found = table(gated(made, about), sites, Measurement.of(about, OPTIONS))
     dense = entropy_of(made, about)
     for row in found["rows"]:

@@ -13,7 +13,7 @@ from vitcompress.families import Family
 from vitcompress.methods import baselines, evidence, hetdpt, isomorphic, nose, sero, steps, upvit
 from vitcompress.methods.charts import Chart
 from vitcompress.methods.choice import MEASURED_LAYERS, TRAINED, Choice
-from vitcompress.methods.depth import Stage
+from vitcompress.methods.stage import Stage
 from vitcompress.plan import Plan
 from vitcompress.workspace import Clock, Context
 

@@ -21,10 +21,11 @@ from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site
 from vitcompress.methods import depth, hetdpt
 from vitcompress.methods.choice import Choice
-from vitcompress.methods.depth import KINDS, Bypass, DepthOptions, GatedFfn, Kind, OutputAct, Stage
+from vitcompress.methods.depth import KINDS, Bypass, DepthOptions, GatedFfn, Kind, OutputAct
 from vitcompress.methods.hetdpt import collection, search, transfer_entropy
 from vitcompress.methods.hetdpt.search import SearchOptions
 from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions, Measurement
+from vitcompress.methods.stage import Stage
 from vitcompress.plan import Plan
 from vitcompress.workspace import Context
 
@@ -79,7 +80,7 @@ def te_static(model: nn.Module, context: Context, options: StaticOptions) -> Pla
     """The layers with the lowest transfer entropy, measured once, each skipped alone, nothing trained."""
     structure(model, context.family, context.plan, options)
     context.progress.stage("transfer entropy of every layer")
-    sites = [site for group in depth.layers(model, context.family).values() for site in group]
+    sites = depth.all_layers(model, context.family)
 
     def measure() -> dict[str, Any]:
         open_model = depth.gated(model, context, sites, options, options.te_bypass)
@@ -104,10 +105,8 @@ def no_step1(model: nn.Module, context: Context, options: DirectOptions) -> Plan
     """Step 2 alone: at each removal the lowest score of both types goes, from all layers."""
     structure(model, context.family, context.plan, options)
     context.progress.stage("direct importance: learnable scores without a budget per type")
-    sites = [site for group in depth.layers(model, context.family).values() for site in group]
-    chosen = search.search(
-        model, context, options, options.search, search.either(options.pruned_layers), {site.name for site in sites}
-    )
+    candidates = {site.name for site in depth.all_layers(model, context.family)}
+    chosen = search.search(model, context, options, options.search, search.either(options.pruned_layers), candidates)
     return depth.decided(model, context, chosen, options)
 
 
@@ -172,14 +171,13 @@ def _given(options: FixedOptions) -> dict[Kind, Sequence[int]]:
 
 def _picked(model: nn.Module, family: Family, options: RandomOptions, seed: int) -> dict[Kind, list[int]]:
     """One layer of each type stays; the draw is the same on every process."""
-    found = depth.layers(model, family)
-    sites = sorted((site for group in found.values() for site in group), key=lambda s: (s.index, s.kind != "attention"))
+    sites = depth.in_forward_order(depth.all_layers(model, family))
     if options.pick == "last":
         sites.reverse()
     if options.pick == "random":
         order = np.random.default_rng(derived_seed("random layers", seed)).permutation(len(sites))
         sites = [sites[i] for i in order]
-    room = _room(found, options)
+    room = _room(depth.layers(model, family), options)
     chosen: list[Site] = []
     for site in sites:
         kind = depth.kind_of(site)

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from vitcompress.errors import VitcompressError
 from vitcompress.families import Axis, Space
-from vitcompress.methods.depth import training_views
+from vitcompress.methods.images import training_views
 from vitcompress.workspace import Context
 
 Criterion = Literal["taylor", "magnitude", "gradient", "random"]

@@ -2,23 +2,20 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal, cast
 
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Ge
 from torch import Tensor, nn
 
 from vitcompress import cost, surgery
-from vitcompress.data import Images, subset
 from vitcompress.errors import PlanError
-from vitcompress.evaluate import evaluate
 from vitcompress.families import Family, Site
 from vitcompress.families.gating import freeze_gate
 from vitcompress.gates import GatedModel
-from vitcompress.loaders import EvalLoader, eval_loader
+from vitcompress.methods.images import training_views
 from vitcompress.plan import Plan
-from vitcompress.train import TrainOptions
 from vitcompress.wording import choose
 from vitcompress.workspace import Context
 
@@ -47,40 +44,20 @@ class DepthOptions:
     gated_ffn: GatedFfn = "mean_gate"
 
 
-@dataclass(frozen=True, kw_only=True)
-class FastTraining:
-    """A short training on a class-balanced part of the training set, as HetDPT's code has it: AdamW, decay for matrices
-    only, every image once per epoch. Everything else follows the recipe's [finetune].
-
-    images_per_class: 0 takes all. batch_size: None is that of [finetune]. lr: peak; without it 5e-5 per 512 images of
-    the batch.
-    """
-
-    images_per_class: Annotated[int, Ge(0)] = 100
-    batch_size: Annotated[int, Ge(1)] | None = None
-    lr: Annotated[float, Gt(0)] | None = None
-    min_lr: Annotated[float, Ge(0)] = 1e-5
-    weight_decay: Annotated[float, Ge(0)] = 0.05
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A part of a method's work, for a dry run: `rounds` trainings or measurements of `epochs` passes over images.
-
-    images_per_class: of the training set, 0 for all of it. images: the total instead, where that is what is set.
-    """
-
-    title: str
-    rounds: int
-    epochs: int
-    images_per_class: int = 0
-    images: int = 0
-
-
 def layers(model: nn.Module, family: Family) -> dict[Kind, tuple[Site, ...]]:
     """The attentions and the activations that `model` still has, in forward order."""
     sites = family.sites(model)
     return {kind: tuple(site for site in sites if site.kind == kind) for kind in KINDS}
+
+
+def all_layers(model: nn.Module, family: Family) -> list[Site]:
+    """The attentions and then the activations that `model` still has."""
+    return [site for group in layers(model, family).values() for site in group]
+
+
+def in_forward_order(sites: Iterable[Site]) -> list[Site]:
+    """By block, in each the attention before the activation."""
+    return sorted(sites, key=lambda site: (site.index, site.kind != "attention"))
 
 
 def check_kinds(family: Family, kinds: Sequence[Kind]) -> None:
@@ -224,59 +201,6 @@ def gated(
         both_pruned_output_act=options.both_pruned_output_act,
         gated_ffn=options.gated_ffn,
         gate_means=means,
-    )
-
-
-def accuracy(model: nn.Module, context: Context) -> float:
-    """Top-1 in percent on the held-out split, which is cut from the training set; never on the test split."""
-    loader = eval_loader(context.data.heldout, context.input, eval_batch(context), context.runtime)
-    training = model.training
-    try:
-        return 100 * evaluate(model.eval(), loader, context.runtime).top1
-    finally:
-        model.train(training)
-
-
-def training_part(context: Context, images_per_class: int) -> Images:
-    """A class-balanced part of the training set, always the same one for a seed; all of it for 0."""
-    data = context.data
-    return subset(data.train, images_per_class, context.seed) if images_per_class else data.train
-
-
-def training_views(context: Context, images: int, batch: int | None = None) -> EvalLoader:
-    """About `images` training images, class-balanced, seen through the evaluation transforms, `batch` at a time."""
-    per_class = -(-images // len(context.data.classes))
-    return eval_loader(training_part(context, per_class), context.input, batch or eval_batch(context), context.runtime)
-
-
-def eval_batch(context: Context) -> int:
-    """Images per process and pass when nothing is trained; more than a small training batch, as it is faster."""
-    return max(128, context.train.batch_size // context.runtime.world_size)
-
-
-def fast_options(context: Context, options: FastTraining, epochs: int, images: int) -> TrainOptions:
-    """The recipe's training options, shortened: labels only, no warm-up, no average of weights, last epoch kept."""
-    # Whole batches for every process, and pairs for mixup.
-    step = 2 * context.runtime.world_size * context.train.accumulate
-    batch = max(step, min(options.batch_size or context.train.batch_size, images) // step * step)
-    lr = options.lr or 5e-5 * batch / 512
-    return replace(
-        context.train,
-        epochs=epochs,
-        batch_size=batch,
-        lr=lr,
-        lr_base=None,
-        min_lr=min(options.min_lr, lr),
-        warmup_epochs=0,
-        schedule="cosine",
-        optimizer="adamw",
-        betas=None,
-        weight_decay=options.weight_decay,
-        decay_all=False,
-        augmentation=replace(context.train.augmentation, repeats=0),
-        ema=None,
-        distillation="none",
-        select="last",
     )
 
 

@@ -29,7 +29,7 @@ from vitcompress.methods import latencies
 from vitcompress.methods.channel_scores import Criterion, random_scores, scored
 from vitcompress.methods.charts import Chart, ranked
 from vitcompress.methods.choice import MEASURED, Choice
-from vitcompress.methods.depth import Stage
+from vitcompress.methods.stage import Stage
 from vitcompress.methods.widths import ALL, GIGA, MILLION, Scope, Sizes, Timed, groups_of
 from vitcompress.plan import Plan
 from vitcompress.wording import span

@@ -19,9 +19,10 @@ from torch import nn
 
 from vitcompress.families import Family
 from vitcompress.methods import depth
-from vitcompress.methods.depth import Bypass, DepthOptions, Kind, Stage
+from vitcompress.methods.depth import Bypass, DepthOptions, Kind
 from vitcompress.methods.hetdpt import transfer_entropy
 from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions, Measurement
+from vitcompress.methods.stage import Stage
 from vitcompress.plan import Plan
 from vitcompress.workspace import Context
 

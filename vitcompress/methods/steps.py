@@ -16,7 +16,7 @@ from vitcompress import surgery
 from vitcompress.checkpoint import read_json
 from vitcompress.data import Augmentation
 from vitcompress.families import Family
-from vitcompress.methods.depth import Stage
+from vitcompress.methods.stage import Stage
 from vitcompress.plan import Plan
 from vitcompress.train import Steering, TrainOptions
 from vitcompress.workspace import Context

@@ -25,12 +25,13 @@ from vitcompress.errors import PlanError
 from vitcompress.families import Family
 from vitcompress.methods import depth
 from vitcompress.methods.choice import PUBLISHED, TRAINED, Choice
-from vitcompress.methods.depth import KINDS, DepthOptions, Kind, Stage
+from vitcompress.methods.depth import KINDS, DepthOptions, Kind
 from vitcompress.methods.hetdpt import accuracy_map, collection, diagnostics, search
 from vitcompress.methods.hetdpt.accuracy_map import TieBreak
 from vitcompress.methods.hetdpt.collection import CollectionOptions, Record
 from vitcompress.methods.hetdpt.search import SearchOptions
 from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions
+from vitcompress.methods.stage import Stage
 from vitcompress.plan import Plan
 from vitcompress.workspace import Context
 

@@ -21,21 +21,12 @@ from annotated_types import Ge
 from torch import nn
 
 from vitcompress.families import Site
-from vitcompress.methods.depth import (
-    KINDS,
-    DepthOptions,
-    FastTraining,
-    Kind,
-    accuracy,
-    fast_options,
-    gated,
-    layers,
-    pruned,
-    training_part,
-)
+from vitcompress.methods.depth import KINDS, DepthOptions, Kind, gated, layers, pruned
 from vitcompress.methods.hetdpt import transfer_entropy
 from vitcompress.methods.hetdpt.accuracy_map import Row
+from vitcompress.methods.hetdpt.fast_training import FastTraining, fine_tune
 from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions, Measurement
+from vitcompress.methods.images import accuracy
 from vitcompress.workspace import Context
 
 
@@ -196,18 +187,8 @@ class _Collector:
         return pruned(source, self.context, gone, self.budget).to(self.context.runtime.device)
 
     def _train(self, model: nn.Module, record: Record) -> None:
-        """Fine-tune in place; a finished training only loads its weights."""
-        if not self.options.epochs:
-            return
-        images = training_part(self.context, self.options.images_per_class)
-        self.context.run_training(
-            model,
-            images,
-            None,
-            fast_options(self.context, self.options, self.options.epochs, len(images)),
-            record["key"],
-            label=f"step 1, {record['key']}",
-        )
+        key = record["key"]
+        fine_tune(model, self.context, self.options, self.options.epochs, key, f"step 1, {key}")
 
     def _forget(self, record: Record) -> None:
         """Drop the resume state of a round that no later one starts from."""

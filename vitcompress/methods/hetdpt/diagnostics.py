@@ -17,18 +17,10 @@ from torch import nn
 from torch.nn import functional
 
 from vitcompress.families import Site
-from vitcompress.methods.depth import (
-    KINDS,
-    DepthOptions,
-    accuracy,
-    fast_options,
-    gated,
-    layers,
-    pruned,
-    training_part,
-    training_views,
-)
+from vitcompress.methods.depth import KINDS, DepthOptions, all_layers, gated, pruned
 from vitcompress.methods.hetdpt.collection import CollectionOptions
+from vitcompress.methods.hetdpt.fast_training import fine_tune
+from vitcompress.methods.images import accuracy, training_views
 from vitcompress.workspace import Context
 
 Record = dict[str, Any]
@@ -38,7 +30,7 @@ def gradient_disparity(model: nn.Module, context: Context, budget: DepthOptions,
     """Mean and root mean square of d loss / d m over batches, one row per layer; plain cross entropy, nothing
     trained.
     """
-    sites = [site for group in layers(model, context.family).values() for site in group]
+    sites = all_layers(model, context.family)
     probe = gated(model, context, sites, budget).eval()
     sums = torch.zeros(3, len(sites), dtype=torch.float64)
     batches = torch.zeros((), dtype=torch.float64)
@@ -73,7 +65,7 @@ def recovery_asymmetry(
     blocks: dense block numbers to look at, all by default. Each row is kept, so a killed run goes on.
     """
     wanted = None if blocks is None else set(blocks)
-    sites = [site for group in layers(model, context.family).values() for site in group]
+    sites = all_layers(model, context.family)
     dense = context.memo("recovery_dense", lambda: accuracy(deepcopy(model).to(context.runtime.device), context))
     rows = []
     for site in sites:
@@ -90,16 +82,7 @@ def _recovery(
     removed = {kind: [site.index] if site.kind == kind else [] for kind in KINDS}
     without = pruned(model, context, removed, budget).to(context.runtime.device)
     before = accuracy(without, context)
-    images = training_part(context, options.images_per_class)
-    if options.epochs:
-        context.run_training(
-            without,
-            images,
-            None,
-            fast_options(context, options, options.epochs, len(images)),
-            _key(site),
-            label=f"recovery of {site.name}",
-        )
+    fine_tune(without, context, options, options.epochs, _key(site), f"recovery of {site.name}")
     return {
         "site": site.name,
         "kind": site.kind,

@@ -25,17 +25,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from vitcompress.checkpoint import read_json, write_json
 from vitcompress.families import Site
 from vitcompress.gates import GatedModel
-from vitcompress.methods.depth import (
-    KINDS,
-    DepthOptions,
-    FastTraining,
-    Kind,
-    fast_options,
-    gated,
-    kind_of,
-    layers,
-    training_part,
-)
+from vitcompress.methods.depth import KINDS, DepthOptions, Kind, all_layers, gated, in_forward_order, kind_of
+from vitcompress.methods.hetdpt.fast_training import FastTraining, fast_options
+from vitcompress.methods.images import training_part
 from vitcompress.train import Steering, TrainOptions
 from vitcompress.workspace import Context
 
@@ -106,12 +98,10 @@ def search(
     goes on after its last finished epoch. Scores, gradients and removals of every epoch are kept in
     `search_epochs.json`.
     """
-    sites = [site for group in layers(model, context.family).values() for site in group]
-    names = [site.name for site in sorted(sites, key=lambda s: (s.index, s.kind != "attention"))]
-    ordered = [next(site for site in sites if site.name == name) for name in names]
+    sites = in_forward_order(all_layers(model, context.family))
 
     def run() -> Record:
-        return _Search(gated(model, context, ordered, budget), context, options, events, candidates).run()
+        return _Search(gated(model, context, sites, budget), context, options, events, candidates).run()
 
     found: dict[Kind, list[int]] = context.memo("search", run)
     if context.runtime.is_main:

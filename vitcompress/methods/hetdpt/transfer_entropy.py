@@ -26,7 +26,7 @@ from vitcompress.distributed import Runtime, derived_seed
 from vitcompress.families.anatomy import Site
 from vitcompress.gates import GatedModel
 from vitcompress.loaders import EvalLoader
-from vitcompress.methods.depth import training_views
+from vitcompress.methods.images import training_views
 from vitcompress.workspace import Context
 
 SMALLEST_DEVIATION = 1e-12

@@ -23,7 +23,6 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import Family, Space
 from vitcompress.methods.choice import ARBITRARY, GIVEN, Choice
-from vitcompress.methods.depth import Stage
 from vitcompress.methods.sero.evidence import FILE, charts, record, remarks, tables
 from vitcompress.methods.sero.exploration import Exploration
 from vitcompress.methods.sero.layout import (
@@ -36,6 +35,7 @@ from vitcompress.methods.sero.layout import (
     unit_spaces,
 )
 from vitcompress.methods.sero.options import Options, sparsity_at
+from vitcompress.methods.stage import Stage
 from vitcompress.plan import Plan
 from vitcompress.train import Steering, TrainOptions
 from vitcompress.workspace import Context

@@ -16,7 +16,8 @@ from torch import nn
 
 from vitcompress.families import Family
 from vitcompress.methods.choice import ARBITRARY, MEASURED, Choice
-from vitcompress.methods.depth import Stage, training_views
+from vitcompress.methods.images import training_views
+from vitcompress.methods.stage import Stage
 from vitcompress.methods.upvit.blocks import removal
 from vitcompress.methods.upvit.evidence import charts, remarks, tables
 from vitcompress.methods.upvit.goal import Goal, goal_of, left

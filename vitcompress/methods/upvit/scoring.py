@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from vitcompress.loaders import EvalLoader
 from vitcompress.methods.channel_scores import channel_scores, random_scores
-from vitcompress.methods.depth import training_views
+from vitcompress.methods.images import training_views
 from vitcompress.methods.upvit.blocks import Candidate, candidates, removal, scores, without
 from vitcompress.methods.upvit.fisher import estimates
 from vitcompress.methods.upvit.goal import Goal

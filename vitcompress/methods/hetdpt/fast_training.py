@@ -1,0 +1,64 @@
+"""The short trainings of HetDPT's stage 1."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from annotated_types import Ge, Gt
+from torch import nn
+
+from vitcompress.methods.images import training_part
+from vitcompress.train import TrainOptions
+from vitcompress.workspace import Context
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastTraining:
+    """A short training on a class-balanced part of the training set, as HetDPT's code has it: AdamW, decay for matrices
+    only, every image once per epoch. Everything else follows the recipe's [finetune].
+
+    images_per_class: 0 takes all. batch_size: None is that of [finetune]. lr: peak; without it 5e-5 per 512 images of
+    the batch.
+    """
+
+    images_per_class: Annotated[int, Ge(0)] = 100
+    batch_size: Annotated[int, Ge(1)] | None = None
+    lr: Annotated[float, Gt(0)] | None = None
+    min_lr: Annotated[float, Ge(0)] = 1e-5
+    weight_decay: Annotated[float, Ge(0)] = 0.05
+
+
+def fast_options(context: Context, options: FastTraining, epochs: int, images: int) -> TrainOptions:
+    """The recipe's training options, shortened: labels only, no warm-up, no average of weights, last epoch kept."""
+    # Whole batches for every process, and pairs for mixup.
+    step = 2 * context.runtime.world_size * context.train.accumulate
+    batch = max(step, min(options.batch_size or context.train.batch_size, images) // step * step)
+    lr = options.lr or 5e-5 * batch / 512
+    return replace(
+        context.train,
+        epochs=epochs,
+        batch_size=batch,
+        lr=lr,
+        lr_base=None,
+        min_lr=min(options.min_lr, lr),
+        warmup_epochs=0,
+        schedule="cosine",
+        optimizer="adamw",
+        betas=None,
+        weight_decay=options.weight_decay,
+        decay_all=False,
+        augmentation=replace(context.train.augmentation, repeats=0),
+        ema=None,
+        distillation="none",
+        select="last",
+    )
+
+
+def fine_tune(model: nn.Module, context: Context, options: FastTraining, epochs: int, name: str, label: str) -> None:
+    """Train `model` in place; a training that is finished only loads its weights. Without epochs it stays as it is.
+
+    name: of the folder that holds the training's state. label: shown to people, and part of the seed.
+    """
+    if epochs:
+        images = training_part(context, options.images_per_class)
+        settings = fast_options(context, options, epochs, len(images))
+        context.run_training(model, images, None, settings, name, label=label)
