@@ -9,6 +9,7 @@ from torch import nn
 
 from vitcompress import models
 from vitcompress.families import Family, Space, family_of
+from vitcompress.paths import enclosing
 from vitcompress.plan import Plan
 
 Entry = TypeVar("Entry")
@@ -90,7 +91,8 @@ def _present(rows: dict[str, list[Entry | None]]) -> dict[str, list[Entry | None
 
 def _gone(plan: Plan, name: str) -> str | None:
     """What stands in the place of `name`, or of what it lies in; None where it is still there."""
-    return next((stand for outer, stand in plan.removed.items() if f"{name}.".startswith(f"{outer}.")), None)
+    outer = enclosing(name, plan.removed)
+    return None if outer is None else plan.removed[outer]
 
 
 def _layers(plan: Plan, family: Family, dense: nn.Module, kind: str) -> Iterator[tuple[str, Layer]]:
@@ -109,7 +111,7 @@ def _layers(plan: Plan, family: Family, dense: nn.Module, kind: str) -> Iterator
 
 def _widths(plan: Plan, spaces: tuple[Space, ...], blocks: tuple[str, ...]) -> dict[str, list[Width | None]]:
     def row(kind: str, width: Callable[[Space], Width]) -> list[Width | None]:
-        own = [(_block(space, blocks), width(space)) for space in spaces if space.kind == kind]
+        own = [(enclosing(space.name, blocks), width(space)) for space in spaces if space.kind == kind]
         return _by_block(blocks, ((block, found) for block, found in own if block))
 
     found = {kind: row(kind, lambda space: _width(plan, space)) for kind in WIDTHS if kind not in ("residual", "heads")}
@@ -119,10 +121,6 @@ def _widths(plan: Plan, spaces: tuple[Space, ...], blocks: tuple[str, ...]) -> d
     ]
     found["residual"] = [next(width for stage, width in streams if path.startswith(stage)) for path in blocks]
     return {kind: found[kind] for kind in WIDTHS}
-
-
-def _block(space: Space, blocks: tuple[str, ...]) -> str | None:
-    return next((path for path in blocks if space.name.startswith(f"{path}.")), None)
 
 
 def _width(plan: Plan, space: Space) -> Width:

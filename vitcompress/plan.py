@@ -6,11 +6,12 @@ slice, fold.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from vitcompress.errors import PlanError, did_you_mean
+from vitcompress.paths import lies_in
 
 T = TypeVar("T")
 
@@ -73,7 +74,7 @@ class Plan:
             raise PlanError(f"a plan for {later.arch} cannot follow one for {self.arch} with other arguments")
         lists = dict.fromkeys((*later.folded, *later.padded))
         named = {**later.removed, **later.appended, **later.kept, **later.heads, **lists}
-        if again := sorted(name for name in named if _lies_in(name, self.removed)):
+        if again := sorted(name for name in named if lies_in(name, self.removed)):
             raise PlanError(f"the second plan names what the first removed: {', '.join(again)}")
         if again := sorted(set(later.folded) & set(self.folded)):
             raise PlanError(f"the second plan folds what the first folded: {', '.join(again)}")
@@ -116,13 +117,8 @@ class Plan:
         return cls(**data)
 
 
-def _lies_in(name: str, modules: Iterable[str]) -> bool:
-    """Whether `name` is one of `modules` or inside one of them."""
-    return any(f"{name}.".startswith(f"{module}.") for module in modules)
-
-
 def _outside(removed: Mapping[str, str], entries: Mapping[str, T]) -> dict[str, T]:
-    return {name: value for name, value in entries.items() if not _lies_in(name, removed)}
+    return {name: value for name, value in entries.items() if not lies_in(name, removed)}
 
 
 def _in_dense_numbers(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from vitcompress.families import Family, Site, family_of
+from vitcompress.paths import lies_in
 from vitcompress.plan import Plan
 
 Shape = tuple[int, ...]
@@ -42,10 +43,10 @@ def planned(dense: nn.Module, plan: Plan) -> tuple[Planned, ...]:
 def _rows(before: Shapes, after: Shapes, gone: tuple[str, ...], pairs: dict[str, tuple[str, str]]) -> Iterator[Planned]:
     members = {member: ffn for ffn, pair in pairs.items() for member in pair}
     for ffn, (first, second) in pairs.items():
-        if not _within(ffn, gone):
+        if not lies_in(ffn, gone):
             yield from _folded(ffn, first, second, before, after)
     for name, shape in before.items():
-        if _within(name, gone):
+        if lies_in(name, gone):
             yield Planned(name, {name: shape}, None, "removed")
         elif name.rpartition(".")[0] not in members:
             yield Planned(name, {name: shape}, after[name], "kept" if after[name] == shape else "sliced")
@@ -104,7 +105,3 @@ def _gone(family: Family, sites: tuple[Site, ...], plan: Plan) -> Iterator[str]:
         if part and plan.removed[site.name] in WHOLE_BRANCH:
             branch = next(branch for branch in family.wiring.branches if part in branch)
             yield from (f"{site.block}.{child}" for child in branch)
-
-
-def _within(name: str, modules: tuple[str, ...]) -> bool:
-    return any(f"{name}.".startswith(f"{module}.") for module in modules)

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from vitcompress.errors import InputError, PrecisionError, did_you_mean
 from vitcompress.export_options import AUTO
 from vitcompress.families import family_of
+from vitcompress.paths import lies_in
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 KINDS = ("norm", "softmax", "head", "ffn")
@@ -78,7 +79,7 @@ def expanded(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
                 hint=f"give {', '.join((AUTO, *KINDS))}, a module (blocks.0.mlp), an attention (blocks.0.attn.softmax)",
             )
     order = {name: number for number, name in enumerate(modules)}
-    outer = {name for name in found if not any(name != other and _is_in(name, other) for other in found)}
+    outer = {name for name in found if not lies_in(name, set(found) - {name})}
     return tuple(sorted(outer, key=lambda name: (order.get(name.removesuffix(SOFTMAX), 0), name)))
 
 
@@ -118,14 +119,10 @@ def heads(model: nn.Module) -> Iterator[str]:
             yield name
 
 
-def _is_in(name: str, island: str) -> bool:
-    return name == island or name.startswith(f"{island}.")
-
-
 def _narrow(model: nn.Module, dtype: torch.dtype, wide: Sequence[str]) -> None:
     """Everything but the islands in `dtype`."""
     for name, module in model.named_modules():
-        if any(_is_in(name, island) for island in wide):
+        if lies_in(name, wide):
             continue
         for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if tensor.is_floating_point():

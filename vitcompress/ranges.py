@@ -12,6 +12,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 from vitcompress.errors import PrecisionError
 from vitcompress.families import family_of
+from vitcompress.paths import lies_in
 from vitcompress.precision import SOFTMAX, expanded, heads
 
 LARGEST = torch.finfo(torch.float16).max
@@ -163,4 +164,4 @@ def told(over: Mapping[str, float]) -> str:
 
 def _kept(name: str, islands: tuple[str, ...]) -> bool:
     cores = {island.removesuffix(SOFTMAX) for island in islands if island.endswith(SOFTMAX)}
-    return name in cores or any(name == island or name.startswith(f"{island}.") for island in islands)
+    return name in cores or lies_in(name, islands)

@@ -6,6 +6,7 @@ into the weights of q, since the standard model computes with the scale of its o
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from vitcompress import models
 from vitcompress.checkpoint import first_mismatch, save_tensors
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, family_of
+from vitcompress.paths import enclosing
 from vitcompress.plan import Plan
 
 WEIGHTS = "standard.safetensors"
@@ -62,12 +64,12 @@ def standard_state(model: nn.Module, like: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def _renamed(model: nn.Module, family: Family) -> Any:
+def _renamed(model: nn.Module, family: Family) -> Callable[[str], str]:
     """A function from parameter names of `model` to those of the standard model."""
     prefixes = _prefixes(model, family)
 
     def rename(name: str) -> str:
-        path = next((path for path in prefixes if name.startswith(f"{path}.")), None)
+        path = enclosing(name, prefixes)
         return name if path is None else prefixes[path] + name.removeprefix(path)
 
     return rename
@@ -83,11 +85,8 @@ def _prefixes(model: nn.Module, family: Family) -> dict[str, str]:
         stage = path.rpartition(".")[0]
         parts = needed & {name for name, _ in block.named_children()}
         waiting = open_parts.get(stage, set())
-        if (
-            waiting & parts
-            or (waiting and family.wiring.attention in parts)
-            or not (waiting or family.wiring.attention in parts)
-        ):
+        starts = family.wiring.attention in parts
+        if starts == bool(waiting):  # an attention opens a standard block, which its FFN must complete first
             raise PlanError(f"{path} is no standard block, and its neighbour does not complete it")
         found[path] = f"{stage}.{done.get(stage, 0)}"
         open_parts[stage] = waiting | parts

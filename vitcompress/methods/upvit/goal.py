@@ -12,6 +12,7 @@ from vitcompress.methods.upvit.importance import Component, components
 from vitcompress.methods.upvit.options import Options
 from vitcompress.methods.upvit.regroup import check
 from vitcompress.methods.upvit.target import Target, check_target, depths, target
+from vitcompress.paths import lies_in
 from vitcompress.plan import Plan
 
 
@@ -85,9 +86,8 @@ def _check_attention(component: Component, goal: Goal, options: Options) -> None
 
 def left(model: nn.Module, family: Family, removed: Plan) -> list[Space]:
     """The spaces of `model` that are still there after `removed`, with the sizes that they have now."""
-
-    def goes(space: Space) -> bool:
-        names = {f"{space.name}.", f"{space.attention or space.name}."}
-        return any(name.startswith(f"{gone}.") for gone in removed.removed for name in names)
-
-    return [space for space in family.spaces(model) if not goes(space)]
+    return [
+        space
+        for space in family.spaces(model)
+        if not (lies_in(space.name, removed.removed) or lies_in(space.attention or space.name, removed.removed))
+    ]

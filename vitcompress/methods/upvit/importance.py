@@ -23,6 +23,7 @@ from vitcompress.families.answer import answer_block
 from vitcompress.families.edited import EditedBlock
 from vitcompress.loaders import EvalLoader
 from vitcompress.methods.upvit.deletion import deletion, gated_modules
+from vitcompress.paths import enclosing
 from vitcompress.surgery import replace_module
 
 
@@ -130,7 +131,7 @@ class Importance:
         """One pass without deletions: logits, outputs of the blocks that may be replayed, what the modules `seen` were
         given, and the last block that finished before anything of `component` was read, with its output.
         """
-        own = next((path for path in self.blocks if component.name.startswith(f"{path}.")), None)
+        own = enclosing(component.name, self.blocks)
         outputs: dict[str, Tensor] = {}
         inputs: list[Tensor] = []
         touched: list[str | None] = []
@@ -196,7 +197,7 @@ class Importance:
         space = component.spaces[0]
         readers = [axis.tensor.rpartition(".")[0] for axis in space.axes if axis.dim == 1]
         modules = [self.model.get_submodule(name) for name in readers]
-        path = next((path for path in self.blocks if space.name.startswith(f"{path}.")), None)
+        path = enclosing(space.name, self.blocks)
         if path is None or len(readers) != 1 or not isinstance(modules[0], nn.Linear):
             return None
         if gated_modules(self.model, space) != modules:  # a norm in between looks at all channels together

@@ -9,6 +9,7 @@ from torch import nn
 from vitcompress import models
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space, family_of
+from vitcompress.paths import enclosing
 
 KINDS = {
     "residual": "stream",
@@ -53,7 +54,7 @@ class Target:
 
 def place(space: Space, blocks: Mapping[str, nn.Module]) -> tuple[str, str]:
     """What a space of one model has in common with its like in another: its stage, or itself, and its kind."""
-    inside = next((path for path in blocks if space.name == path or space.name.startswith(f"{path}.")), None)
+    inside = enclosing(space.name, blocks)
     return (space.name if inside is None else stage_of(inside), space.kind)
 
 
@@ -91,7 +92,7 @@ def frame(family: Family, model: nn.Module) -> dict[str, tuple[int | None, ...]]
     blocks, found = family.blocks(model), {}
     for name, parameter in model.named_parameters():
         shape = tuple(None if (name, dim) in cut else size for dim, size in enumerate(parameter.shape))
-        path = next((path for path in blocks if name.startswith(f"{path}.")), None)
+        path = enclosing(name, blocks)
         place = name if path is None else f"{stage_of(path)}.*{name.removeprefix(path)}"
         found[place] = shape
     return found
