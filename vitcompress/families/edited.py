@@ -18,6 +18,16 @@ def fixed_size() -> UnsupportedModelError:
     )
 
 
+def branches_of(block: nn.Module, wiring: Wiring) -> tuple[tuple[str, ...], ...]:
+    """The residual branches of `block` as it is wired now, in order, each a chain of child names."""
+    return block.branches if isinstance(block, EditedBlock) else wiring.branches
+
+
+def has_output_act(block: nn.Module) -> bool:
+    """Whether an activation follows the last residual sum of `block`."""
+    return isinstance(block, EditedBlock) and block.output_act is not None
+
+
 class EditedBlock(nn.Module):
     """Residual branches in order, each a chain of children: x <- x + chain(x); then an optional output activation.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.families import Family, Site
-from vitcompress.families.edited import EditedBlock
+from vitcompress.families.edited import branches_of, has_output_act
 
 
 @torch.no_grad()
@@ -50,15 +50,14 @@ def _before(model: nn.Module, family: Family, branch: Site) -> Iterator[str]:
     """The attentions and FFNs before `branch`, backwards; an empty name where something else changes the stream."""
     found: list[str] = []
     for path, block in family.blocks(model).items():
-        edited = isinstance(block, EditedBlock)
-        for chain in block.branches if isinstance(block, EditedBlock) else family.wiring.branches:
+        for chain in branches_of(block, family.wiring):
             part = next((part for part in (family.wiring.attention, family.wiring.ffn) if part in chain), "")
             name = f"{path}.{part}" if part else ""
             if name == branch.name:
                 yield from reversed(found)
                 return
             found.append(name)
-        if edited and block.output_act is not None:
+        if has_output_act(block):
             found.append("")
 
 

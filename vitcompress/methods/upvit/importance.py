@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vitcompress.families import Family, Space
 from vitcompress.families.answer import answer_block
-from vitcompress.families.edited import EditedBlock
+from vitcompress.families.edited import branches_of, has_output_act
 from vitcompress.loaders import EvalLoader
 from vitcompress.methods.upvit.deletion import deletion, gated_modules
 from vitcompress.paths import enclosing
@@ -110,7 +110,7 @@ class Importance:
         """
         wanted = torch.tensor(range(component.size) if only is None else only, dtype=torch.long)
         total = torch.zeros(component.size, dtype=torch.float64)
-        reader = self._rank_one(component)
+        reader = self._last_linear(component)
         seen = [self.model.get_submodule(reader)] if reader else []
         dtype = next(self.model.parameters()).dtype
         for batch, _ in loader:
@@ -190,8 +190,11 @@ class Importance:
             logits: Tensor = self.model(images.repeat(groups, 1, 1, 1))
         return logits
 
-    def _rank_one(self, component: Component) -> str | None:
-        """The layer that reads an FFN's hidden channels, where it is the last thing that its block computes."""
+    def _last_linear(self, component: Component) -> str | None:
+        """The linear layer that reads an FFN's hidden channels, where it is the last thing that its block computes.
+
+        Without hidden channel c, the block's output then lacks the product of c's activation and c's column of it.
+        """
         if component.kind != "mlp":
             return None
         space = component.spaces[0]
@@ -202,12 +205,9 @@ class Importance:
             return None
         if gated_modules(self.model, space) != modules:  # a norm in between looks at all channels together
             return None
-        block, branches = self.model.get_submodule(path), self.family.wiring.branches
-        edited = isinstance(block, EditedBlock)
-        last = block.branches[-1] if isinstance(block, EditedBlock) else branches[-1]
-        if self.family.wiring.ffn not in last or (edited and block.output_act is not None):
-            return None
-        return readers[0]
+        block, wiring = self.model.get_submodule(path), self.family.wiring
+        ends_block = wiring.ffn in branches_of(block, wiring)[-1] and not has_output_act(block)
+        return readers[0] if ends_block else None
 
     def _scaled(self, reader: str) -> Tensor:
         """Weights of the layer, times the LayerScale behind it where there is one: (width, hidden)."""
