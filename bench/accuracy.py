@@ -20,7 +20,7 @@ from vitcompress.errors import ArtifactError, InputError
 from vitcompress.evaluate import judged, mcnemar
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.exporters.torch_runner import TIMM
-from vitcompress.loaders import Images, eval_loader
+from vitcompress.loaders import EvalLoader, Images
 from vitcompress.progress import Progress
 from vitcompress.recipe import load_recipe
 
@@ -112,7 +112,7 @@ def _check_there(artifacts: Sequence[str]) -> None:
 def _judge(asked: "Asked", images: Images, options: EvaluateOptions) -> tuple[dict[str, Any], np.ndarray]:
     """One row, and which images were right."""
     runtime = Runtime(torch.device("cpu"), workers=options.workers)
-    found, mask = judged(asked, eval_loader(images, asked.input, asked.batch, runtime), runtime)
+    found, mask = judged(asked, EvalLoader(images, asked.input, asked.batch, runtime), runtime)
     about = {"input": asked.input.to_dict(), **_about(asked.runner)}
     return {"artifact": asked.runner.name, **found.to_dict(), **about}, mask
 

@@ -17,15 +17,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from vitcompress import models
+from vitcompress.augmentation import Augmentation
 from vitcompress.checkpoint import save_tensors, write_json
-from vitcompress.data import Augmentation, eval_loader, train_loader
 from vitcompress.distributed import Runtime, start, stop
 from vitcompress.evaluate import judged
 from vitcompress.families import family_of
 from vitcompress.gates import GatedModel
+from vitcompress.learner import Steering, Surroundings
+from vitcompress.loaders import EvalLoader, TrainLoader
 from vitcompress.models import input_config
 from vitcompress.progress import Progress
-from vitcompress.train import Steering, Surroundings, TrainOptions, train
+from vitcompress.train import train
+from vitcompress.train_options import TrainOptions
 
 OPTIONS = TrainOptions(epochs=3, batch_size=8, accumulate=2, ema=0.9, weight_decay=0.05)
 LR = {"sgd": 0.05, "adamw": 1e-3}
@@ -49,7 +52,7 @@ def gradients(runtime: Runtime) -> dict[str, Tensor]:
     module = gated()
     module.set_gate("blocks.0.attn", 0.0)
     network, input = runtime.wrap(module), input_config(module.model)
-    loader = train_loader(images(), input, Augmentation(), runtime.share_of(8), 0, runtime)
+    loader = TrainLoader(images(), input, Augmentation(), runtime.share_of(8), 0, runtime)
     loader.set_epoch(0)
     pixels, targets = next(iter(loader))
     functional.cross_entropy(network(pixels), targets).backward()  # type: ignore[no-untyped-call]
@@ -81,7 +84,7 @@ def main(folder: Path) -> None:
         module, facts[optimizer] = trained(runtime, optimizer, folder)
         tensors |= {f"{optimizer}.{name}": value for name, value in module.state_dict().items()}
     tensors |= {f"start.{name}": value for name, value in gated().state_dict().items()}
-    loader = eval_loader(images(), input_config(module.model), 5, runtime)
+    loader = EvalLoader(images(), input_config(module.model), 5, runtime)
     accuracy, right = judged(module, loader, runtime)
     facts |= {"accuracy": asdict(accuracy), "correct": right.tolist()}
     with torch.no_grad():

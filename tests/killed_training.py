@@ -17,15 +17,17 @@ from typing import Any
 import torch
 
 from vitcompress import models
+from vitcompress.augmentation import Augmentation
 from vitcompress.checkpoint import save_tensors
-from vitcompress.data import Augmentation
 from vitcompress.distributed import Runtime
 from vitcompress.families import family_of
 from vitcompress.gates import GatedModel
+from vitcompress.learner import Steering, Surroundings
 from vitcompress.models import input_config
 from vitcompress.progress import Progress
 from vitcompress.sources import ArrayImages
-from vitcompress.train import Steering, Surroundings, TrainOptions, train
+from vitcompress.train import train
+from vitcompress.train_options import TrainOptions
 
 ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 4, "patch_size": 2, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}

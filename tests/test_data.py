@@ -10,18 +10,11 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
-from vitcompress.augmentation import DEIT, train_transform
-from vitcompress.data import (
-    Augmentation,
-    DataOptions,
-    eval_loader,
-    open_data,
-    open_test,
-    subset,
-    train_loader,
-)
+from vitcompress.augmentation import DEIT, Augmentation, train_transform
+from vitcompress.data import DataOptions, open_data, open_test, subset
 from vitcompress.distributed import Runtime
 from vitcompress.errors import DataError, InputError
+from vitcompress.loaders import EvalLoader, TrainLoader
 from vitcompress.models import InputConfig
 from vitcompress.sources import ArrayImages
 
@@ -198,7 +191,7 @@ def test_an_image_that_breaks_later_is_named_in_one_sentence(tmp_path: Path, wor
     break_one(root)
     runtime = Runtime(torch.device("cpu"), workers=workers)
     with pytest.raises(DataError) as caught:
-        list(eval_loader(splits.train, INPUT, 2, runtime))
+        list(EvalLoader(splits.train, INPUT, 2, runtime))
     assert caught.value.message.startswith(f"image {root / 'train/a/1.png'} cannot be read")
     assert "Traceback" not in caught.value.message
 
@@ -210,7 +203,7 @@ def test_an_image_that_breaks_later_is_named_in_one_sentence(tmp_path: Path, wor
 def test_two_processes_see_the_batches_of_one(augmentation: Augmentation) -> None:
     data = numbered(250)
     loaders = [
-        train_loader(data, INPUT, augmentation, size, 0, runtime)
+        TrainLoader(data, INPUT, augmentation, size, 0, runtime)
         for size, runtime in ((8, CPU), (4, RANKS[0]), (4, RANKS[1]))
     ]
     for loader in loaders:
@@ -224,7 +217,7 @@ def test_two_processes_see_the_batches_of_one(augmentation: Augmentation) -> Non
 
 def test_the_order_depends_on_seed_and_epoch_only() -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        loader = train_loader(numbered(40), INPUT, Augmentation(), 8, seed, CPU)
+        loader = TrainLoader(numbered(40), INPUT, Augmentation(), 8, seed, CPU)
         loader.set_epoch(epoch)
         return flat(loader)
 
@@ -234,12 +227,12 @@ def test_the_order_depends_on_seed_and_epoch_only() -> None:
 
 @pytest.mark.parametrize("count", [7, 8, 9])
 def test_evaluation_gives_every_image_to_one_process(count: int) -> None:
-    shares = [flat(eval_loader(numbered(count), INPUT, 2, runtime)) for runtime in RANKS]
+    shares = [flat(EvalLoader(numbered(count), INPUT, 2, runtime)) for runtime in RANKS]
     assert shares[0] == list(range(0, count, 2)) and shares[1] == list(range(1, count, 2))
 
 
 def test_the_default_augmentation_changes_nothing() -> None:
-    images, targets = next(iter(train_loader(numbered(8), INPUT, Augmentation(), 8, 0, CPU)))
+    images, targets = next(iter(TrainLoader(numbered(8), INPUT, Augmentation(), 8, 0, CPU)))
     assert images.dtype == torch.float32 and targets.tolist() == [n % 2 for n in numbers(images)]
     assert torch.equal(images, images[:, :, :1, :1].expand_as(images))
 
@@ -247,7 +240,7 @@ def test_the_default_augmentation_changes_nothing() -> None:
 def test_noise_has_the_asked_standard_deviation() -> None:
     torch.manual_seed(0)
     data = ArrayImages(np.full((256, 4, 4), 51, np.uint8), np.arange(256) % 2)
-    images, _ = next(iter(train_loader(data, INPUT, Augmentation(noise=0.5), 256, 0, CPU)))
+    images, _ = next(iter(TrainLoader(data, INPUT, Augmentation(noise=0.5), 256, 0, CPU)))
     count = images.numel()
     # mean and variance of `count` normal draws, to five standard errors
     assert abs(float(images.mean()) - 0.2) < 5 * 0.5 / count**0.5
@@ -255,7 +248,7 @@ def test_noise_has_the_asked_standard_deviation() -> None:
 
 
 def test_mixed_targets_are_probabilities_over_all_classes() -> None:
-    loader = train_loader(numbered(8), INPUT, Augmentation(mixup=0.8, cutmix=1.0, smoothing=0.1), 4, 0, CPU)
+    loader = TrainLoader(numbered(8), INPUT, Augmentation(mixup=0.8, cutmix=1.0, smoothing=0.1), 4, 0, CPU)
     loader.set_classes(5)
     _, targets = next(iter(loader))
     assert targets.shape == (4, 5)
@@ -266,16 +259,16 @@ def test_deits_recipe_runs_on_colour_images_of_any_shape(tmp_path: Path) -> None
     root = image_folder(tmp_path, {"train": {"a": 4, "b": 4}, "val": {"a": 1, "b": 1}})
     data = open_data(DataOptions("imagefolder", str(root), heldout=0.0), seed=0)
     wide = InputConfig((3, 16, 24), (0.5,) * 3, (0.5,) * 3, "bicubic", 0.9, "center")
-    images, targets = next(iter(train_loader(data.train, wide, DEIT, 4, 0, CPU)))
+    images, targets = next(iter(TrainLoader(data.train, wide, DEIT, 4, 0, CPU)))
     assert images.shape == (4, 3, 16, 24) and targets.shape == (4, 2)
-    assert next(iter(eval_loader(data.test, wide, 2, CPU)))[0].shape == (2, 3, 16, 24)
+    assert next(iter(EvalLoader(data.test, wide, 2, CPU)))[0].shape == (2, 3, 16, 24)
 
 
 def test_a_batch_that_cannot_be_made_is_refused() -> None:
     with pytest.raises(InputError, match=r"batch of 9 images .* 8 are there"):
-        train_loader(numbered(8), INPUT, Augmentation(), 9, 0, CPU)
+        TrainLoader(numbered(8), INPUT, Augmentation(), 9, 0, CPU)
     with pytest.raises(InputError, match="mix pairs"):
-        train_loader(numbered(8), INPUT, Augmentation(mixup=0.8), 3, 0, CPU)
+        TrainLoader(numbered(8), INPUT, Augmentation(mixup=0.8), 3, 0, CPU)
 
 
 @pytest.mark.parametrize("policy", ["rand-m10-inc1", "augmix-m10", "v0r"])

@@ -8,10 +8,10 @@ import torch
 from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor
 
-from vitcompress.data import eval_loader
 from vitcompress.distributed import Runtime
 from vitcompress.errors import DataError, VitcompressError
 from vitcompress.evaluate import Accuracy, calibration_images, evaluate, judged, mcnemar, wilson
+from vitcompress.loaders import EvalLoader
 from vitcompress.models import InputConfig
 from vitcompress.sources import ArrayImages
 
@@ -43,19 +43,19 @@ def oracle(classes: int, wrong: set[int], second: set[int] | None = None) -> Pre
 
 
 def test_counts_top1_and_top5() -> None:
-    loader = eval_loader(numbered(20, 7), INPUT, 6, CPU)
+    loader = EvalLoader(numbered(20, 7), INPUT, 6, CPU)
     found = evaluate(oracle(7, wrong={1, 2, 3}, second={2}), loader, CPU)
     assert (found.correct, found.correct5, found.total) == (17, 18, 20)
     assert found.top1 == 17 / 20 and found.top5 == 18 / 20
 
 
 def test_top5_of_fewer_classes_is_everything() -> None:
-    found = evaluate(oracle(3, wrong={0}), eval_loader(numbered(6, 3), INPUT, 4, CPU), CPU)
+    found = evaluate(oracle(3, wrong={0}), EvalLoader(numbered(6, 3), INPUT, 4, CPU), CPU)
     assert (found.correct, found.correct5) == (5, 6)
 
 
 def test_loss_is_the_mean_over_images_not_batches() -> None:
-    loader = eval_loader(numbered(5, 2), INPUT, 4, CPU)
+    loader = EvalLoader(numbered(5, 2), INPUT, 4, CPU)
     known = {number: torch.tensor([float(number), 0.0]) for number in range(5)}
 
     def predict(images: Tensor) -> Tensor:
@@ -72,20 +72,20 @@ def test_what_is_right_is_told_in_the_order_of_the_data_and_asked_once() -> None
         asked.append(len(images))
         return predict(images)
 
-    found, mask = judged(counted, eval_loader(numbered(11, 5), INPUT, 3, CPU), CPU)
+    found, mask = judged(counted, EvalLoader(numbered(11, 5), INPUT, 3, CPU), CPU)
     assert mask.dtype == bool and np.flatnonzero(~mask).tolist() == [0, 4, 9]
     assert (found.correct, found.total) == (mask.sum(), 11) and sum(asked) == 11
 
 
 def test_numbers_that_are_not_finite_are_not_counted_as_answers() -> None:
-    loader = eval_loader(numbered(4, 2), INPUT, 4, CPU)
+    loader = EvalLoader(numbered(4, 2), INPUT, 4, CPU)
     with pytest.raises(VitcompressError, match="not finite"):
         evaluate(lambda images: torch.full((len(images), 2), float("nan")), loader, CPU)
 
 
 def test_nothing_to_evaluate_is_an_error() -> None:
     with pytest.raises(DataError, match="no image"):
-        evaluate(lambda images: images, eval_loader(numbered(0, 2), INPUT, 4, CPU), CPU)
+        evaluate(lambda images: images, EvalLoader(numbered(0, 2), INPUT, 4, CPU), CPU)
 
 
 def test_wilson_against_the_published_example() -> None:

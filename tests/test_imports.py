@@ -51,7 +51,7 @@ LEVELS = [
         "surgery",
         "train",
         "train_options",
-        "training",
+        "learner",
         "workspace",
     },
     {
@@ -86,7 +86,7 @@ DOORS = {
         "sources",
         "loaders",
         "train",
-        "training",
+        "learner",
         "optimization",
         "distill",
         "evaluate",

@@ -13,8 +13,8 @@ import pytest
 import torch
 from tiny_training import OPTIONS, fit, same, vit, weights
 
+from vitcompress.augmentation import Augmentation
 from vitcompress.checkpoint import load_state, load_tensors
-from vitcompress.data import Augmentation
 from vitcompress.distributed import Runtime
 from vitcompress.errors import InputError, OutputError
 from vitcompress.runlog import RunLog

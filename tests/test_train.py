@@ -14,12 +14,13 @@ from tiny_training import OPTIONS, fit, same, vit, weights
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from vitcompress.augmentation import Augmentation
 from vitcompress.checkpoint import load_state
-from vitcompress.data import Augmentation
 from vitcompress.distributed import Runtime
 from vitcompress.errors import InputError, VitcompressError
 from vitcompress.optimization import lr_setter, make_optimizer
-from vitcompress.train import TrainOptions, drop_path
+from vitcompress.train import drop_path
+from vitcompress.train_options import TrainOptions
 
 # ------------------------------------------------------------------------------------------------------------ learning
 

@@ -20,7 +20,8 @@ from vitcompress.models import input_config
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
 from vitcompress.verdicts import Check, Verification, agreement, compared
-from vitcompress.verify import DENSE, fold_checks, reload_check, verify_folder
+from vitcompress.verify import DENSE, reload_check, verify_folder
+from vitcompress.verify_fold import fold_checks
 
 
 def folding(variant: str) -> tuple[nn.Module, nn.Module, Plan, Plan]:

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from vitcompress import models
 from vitcompress.distributed import Runtime
+from vitcompress.learner import Steering, Surroundings
 from vitcompress.models import InputConfig
 from vitcompress.progress import Progress
 from vitcompress.sources import ArrayImages
-from vitcompress.train import Steering, Surroundings, TrainOptions, TrainResult, train
+from vitcompress.train import train
+from vitcompress.train_options import TrainOptions, TrainResult
 
 CPU = Runtime(torch.device("cpu"))
 INPUT = InputConfig((1, 4, 4), (0.5,), (0.5,), "bicubic", 1.0, "center")

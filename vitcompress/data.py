@@ -12,25 +12,10 @@ import numpy as np
 from annotated_types import Ge, Lt
 from timm.data import create_dataset
 
-from vitcompress.augmentation import DEIT, Augmentation
 from vitcompress.distributed import derived_seed
 from vitcompress.errors import DataError, MissingExtraError, first_line
-from vitcompress.loaders import Images, eval_loader, train_loader, views
+from vitcompress.loaders import Images, Views
 from vitcompress.sources import ArrayImages, FolderImages, TimmImages, class_names
-
-__all__ = [
-    "DEIT",
-    "Augmentation",
-    "DataOptions",
-    "Images",
-    "Splits",
-    "eval_loader",
-    "open_data",
-    "open_test",
-    "subset",
-    "train_loader",
-    "views",
-]
 
 _TEST_FOLDERS = ("val", "validation", "test")
 _DIGITS_TEST = 540  # of 1797 images; the same ones for every seed, so that results compare
@@ -80,7 +65,7 @@ def open_data(options: DataOptions, seed: int) -> Splits:
     name, classes, train, test = _open(options)
     _check_classes(name, classes, train)
     kept, held = _stratified(train.labels, options.heldout, seed)
-    return Splits(name, classes, views(train, kept), views(train, held), test)
+    return Splits(name, classes, Views(train, kept), Views(train, held), test)
 
 
 def class_count(options: DataOptions) -> int | None:
@@ -112,7 +97,7 @@ def subset(dataset: Images, per_class: int, seed: int) -> Images:
     order = np.random.default_rng(derived_seed("subset", seed)).permutation(len(dataset))
     labels = dataset.labels[order]
     chosen = [order[labels == label][:per_class] for label in np.unique(labels)]
-    return views(dataset, np.sort(np.concatenate(chosen)).tolist())
+    return Views(dataset, np.sort(np.concatenate(chosen)).tolist())
 
 
 def _open(options: DataOptions) -> tuple[str, tuple[str, ...], Images, Images]:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from vitcompress.distributed import Runtime
 from vitcompress.errors import DataError, VitcompressError
-from vitcompress.loaders import EvalLoader, Images, eval_loader, views
+from vitcompress.loaders import EvalLoader, Images, Views
 
 if TYPE_CHECKING:
     from vitcompress.models import InputConfig
@@ -130,7 +130,7 @@ def calibration_images(dataset: Images, input: "InputConfig", count: int, seed: 
     if count > len(dataset):
         raise DataError(f"{count} images were asked for, the data set has {len(dataset)}", hint="ask for fewer")
     chosen = np.random.default_rng(seed).permutation(len(dataset))[:count]
-    loader = eval_loader(views(dataset, sorted(chosen.tolist())), input, count, Runtime(torch.device("cpu")))
+    loader = EvalLoader(Views(dataset, sorted(chosen.tolist())), input, count, Runtime(torch.device("cpu")))
     return next(iter(loader))[0]
 
 

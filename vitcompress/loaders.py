@@ -36,7 +36,10 @@ class Images(Protocol):
 
 
 class Views(Dataset[tuple[Tensor, int]]):
-    """`dataset`, or the part of it at `indices`; with a `transform`, uint8 tensors (C, H, W) instead of PIL images."""
+    """The images of `dataset` at `indices`, in that order.
+
+    transform: gives uint8 tensors (C, H, W) instead of PIL images. mode: of PIL images, which are converted to it.
+    """
 
     def __init__(
         self,
@@ -63,15 +66,14 @@ class Views(Dataset[tuple[Tensor, int]]):
         return (self.transform(image) if self.transform else image), label
 
 
-def views(dataset: Images, indices: Sequence[int]) -> Views:
-    """The images of `dataset` at `indices`, in that order."""
-    return Views(dataset, indices)
-
-
 class TrainLoader:
     """Batches of one process: (images (batch, C, H, W) normalised, targets (batch,) or soft (batch, classes)).
 
-    The same number of batches comes on every rank; what does not fill a global batch is left out of the epoch.
+    The same number of batches comes on every rank; what does not fill a global batch is left out of the epoch. Call
+    `set_epoch` before each pass. batch_size: images per process.
+
+    Raises:
+        InputError: the data set has no full batch, or mixing is asked for with an odd batch.
     """
 
     def __init__(
@@ -112,12 +114,15 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """The images of this rank, each image of the data set on exactly one rank, in order: rank, rank + world, ..."""
+    """The images of this rank, each image of the data set on exactly one rank, in order: rank, rank + world, ...
+
+    batch_size: images per process at most; nothing is padded or repeated.
+    """
 
     def __init__(self, dataset: Images, input: "InputConfig", batch_size: int, runtime: Runtime) -> None:
         self.total = len(dataset)
         own = range(runtime.rank, self.total, runtime.world_size)
-        transformed = _transformed(views(dataset, own), input, eval_transform(input))
+        transformed = _transformed(Views(dataset, own), input, eval_transform(input))
         self.batches = _prefetch(transformed, None, input, batch_size, runtime, None)
 
     def __len__(self) -> int:
@@ -125,22 +130,6 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return _readable(self.batches)
-
-
-def train_loader(
-    dataset: Images, input: "InputConfig", augmentation: Augmentation, batch_size: int, seed: int, runtime: Runtime
-) -> TrainLoader:
-    """Training batches of `batch_size` images per process; call `set_epoch` before each pass.
-
-    Raises:
-        InputError: when the data set has no full batch, or mixing is asked for with an odd batch.
-    """
-    return TrainLoader(dataset, input, augmentation, batch_size, seed, runtime)
-
-
-def eval_loader(dataset: Images, input: "InputConfig", batch_size: int, runtime: Runtime) -> EvalLoader:
-    """Evaluation batches of at most `batch_size` images per process, without padding or repetition."""
-    return EvalLoader(dataset, input, batch_size, runtime)
 
 
 def _transformed(dataset: Images, input: "InputConfig", transform: Callable[[Image.Image], Tensor]) -> Views:

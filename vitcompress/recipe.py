@@ -1,8 +1,8 @@
 """A recipe is what the user asked for: TOML, checked as a whole, all mistakes reported at once.
 
 The tables of a recipe are the options of the modules that do the work, so that a field is described in one place:
-`[data]` is `data.DataOptions`, `[dense]` and `[finetune]` are `train.TrainOptions`, each `[[step]]` the options of its
-method.
+`[data]` is `data.DataOptions`, `[dense]` and `[finetune]` are `train_options.TrainOptions`, each `[[step]]` the options
+of its method.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from vitcompress.errors import InputError, RecipeError, did_you_mean
 from vitcompress.export_options import ExportOptions
 from vitcompress.methods import METHODS
 from vitcompress.problems import problems_of
-from vitcompress.train import TrainOptions
+from vitcompress.train_options import TrainOptions
 
 Table = TypeVar("Table", bound=BaseModel)
 Positive = Annotated[int, Ge(1)]

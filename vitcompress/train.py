@@ -18,28 +18,15 @@ from timm.layers import drop_path as stochastic_depth
 from torch import Tensor, nn
 
 from vitcompress.checkpoint import State, load_state, save_state
-from vitcompress.data import Images
 from vitcompress.distill import both_heads, inner, objective, student_of
 from vitcompress.distributed import Runtime
 from vitcompress.errors import InputError, OutputError
 from vitcompress.evaluate import Accuracy, evaluate
-from vitcompress.loaders import EvalLoader, TrainLoader, eval_loader, train_loader
+from vitcompress.learner import Learner, Steering, Surroundings, TrainingJob, part_of
+from vitcompress.loaders import EvalLoader, Images, TrainLoader
 from vitcompress.optimization import make_optimizer
 from vitcompress.runlog import Board, RunLog
 from vitcompress.train_options import TrainOptions, TrainResult
-from vitcompress.training import Job, Learner, Steering, StepHooks, Surroundings, part_of
-
-__all__ = [
-    "RunLog",
-    "Steering",
-    "StepHooks",
-    "Surroundings",
-    "TrainOptions",
-    "TrainResult",
-    "check_options",
-    "drop_path",
-    "train",
-]
 
 _EVAL_BATCH = 128  # images per process at least; without gradients this is small
 
@@ -68,12 +55,12 @@ def train(
     loss = objective(module, options.loss, teacher=steering.teacher, input=at.input, device=at.runtime.device)
     student = student_of(module, options.distillation, steering.teacher)
     with both_heads(module), drop_path(module, options.drop_path):
-        result = _run(Job(student, options, at, steering, loss, len(train_set)), train_set, heldout_set)
+        result = _run(TrainingJob(student, options, at, steering, loss, len(train_set)), train_set, heldout_set)
     module.eval()
     return result
 
 
-def _run(job: Job, train_set: Images, heldout_set: Images | None) -> TrainResult:
+def _run(job: TrainingJob, train_set: Images, heldout_set: Images | None) -> TrainResult:
     state = job.runtime.broadcast(load_state(job.at.folder) if job.runtime.is_main else None)
     if state is not None and state.data["made_with"] != job.fingerprint:
         raise OutputError(
@@ -81,12 +68,12 @@ def _run(job: Job, train_set: Images, heldout_set: Images | None) -> TrainResult
         )
     if state is not None and state.data["finished"]:
         return _finished(job, state)
-    heldout = _eval_loader(job, heldout_set)
+    heldout = _heldout_loader(job, heldout_set)
     if job.options.epochs == 0:
         untrained = None if heldout is None else _judge(job, job.module, heldout)
         return TrainResult([], untrained, None, "raw", -1)
     at, augmentation = job.at, job.options.augmentation
-    loader = train_loader(train_set, at.input, augmentation, job.micro_batch, at.seed, at.runtime)
+    loader = TrainLoader(train_set, at.input, augmentation, job.micro_batch, at.seed, at.runtime)
     loader.set_classes(int(getattr(inner(job.module), "num_classes", 0)) or int(train_set.labels.max()) + 1)
     learner = Learner(job, len(loader) // job.options.accumulate)
     if learner.steps == 0:
@@ -99,7 +86,7 @@ def _run(job: Job, train_set: Images, heldout_set: Images | None) -> TrainResult
     return _epochs(job, learner, loader, heldout)
 
 
-def _epochs(job: Job, learner: Learner, loader: TrainLoader, heldout: EvalLoader | None) -> TrainResult:
+def _epochs(job: TrainingJob, learner: Learner, loader: TrainLoader, heldout: EvalLoader | None) -> TrainResult:
     """All epochs that are left."""
     at, log = job.at, RunLog.beside(job.at.folder)
     stage, first = log.stage_of(at.folder, at.label), len(learner.history)
@@ -116,7 +103,9 @@ def _epochs(job: Job, learner: Learner, loader: TrainLoader, heldout: EvalLoader
     return _result(learner.history, learner.best_of)
 
 
-def _epoch(job: Job, learner: Learner, loader: TrainLoader, heldout: EvalLoader | None, number: int) -> dict[str, Any]:
+def _epoch(
+    job: TrainingJob, learner: Learner, loader: TrainLoader, heldout: EvalLoader | None, number: int
+) -> dict[str, Any]:
     """Train, judge and save one epoch; its record."""
     began = time.perf_counter()
     loss = learner.epoch(number, loader)
@@ -127,7 +116,7 @@ def _epoch(job: Job, learner: Learner, loader: TrainLoader, heldout: EvalLoader 
     return record
 
 
-def _end_epoch(job: Job, learner: Learner, record: dict[str, Any]) -> None:
+def _end_epoch(job: TrainingJob, learner: Learner, record: dict[str, Any]) -> None:
     """Let the caller change gates, remember the weights to keep, and save; the last epoch saves only those."""
     number = record["epoch"]
     if job.steering.after_epoch:
@@ -145,7 +134,7 @@ def _end_epoch(job: Job, learner: Learner, record: dict[str, Any]) -> None:
         save_state(job.at.folder, number, tensors, data)
 
 
-def _choose(job: Job, learner: Learner, record: Mapping[str, Any], last: bool) -> None:
+def _choose(job: TrainingJob, learner: Learner, record: Mapping[str, Any], last: bool) -> None:
     """Keep this epoch's weights when it is the one that `select` wants, the raw ones unless the EMA is better."""
     ema = record.get("ema", {}).get("correct", -1)
     raw = record.get("heldout", {}).get("correct", -1)
@@ -158,7 +147,7 @@ def _choose(job: Job, learner: Learner, record: Mapping[str, Any], last: bool) -
     learner.best_of = {"score": score, "epoch": record["epoch"], "chosen": "ema" if ema > raw else "raw"}
 
 
-def _judgement(job: Job, learner: Learner, heldout: EvalLoader | None, number: int) -> dict[str, Any]:
+def _judgement(job: TrainingJob, learner: Learner, heldout: EvalLoader | None, number: int) -> dict[str, Any]:
     """Held-out accuracy of the raw weights, and of their average where there is one, when this epoch is due."""
     every = job.options.evaluate_every
     due = number + 1 == job.options.epochs or (every and (number + 1) % every == 0)
@@ -170,14 +159,14 @@ def _judgement(job: Job, learner: Learner, heldout: EvalLoader | None, number: i
     return found
 
 
-def _judge(job: Job, module: nn.Module, heldout: EvalLoader) -> Accuracy:
+def _judge(job: TrainingJob, module: nn.Module, heldout: EvalLoader) -> Accuracy:
     """Accuracy of `module` in eval mode, computed in the precision of the training."""
     module.eval()
     with job.runtime.autocast():
         return evaluate(module, heldout, job.runtime)
 
 
-def _finished(job: Job, state: State) -> TrainResult:
+def _finished(job: TrainingJob, state: State) -> TrainResult:
     """Only the kept weights are left to load."""
     job.module.load_state_dict(part_of(state.tensors, "module."))
     if job.hooks:
@@ -216,10 +205,10 @@ def check_options(options: TrainOptions, train_set: Images, heldout: Images | No
     make_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], options, torch.device("cpu"))
 
 
-def _eval_loader(job: Job, heldout_set: Images | None) -> EvalLoader | None:
+def _heldout_loader(job: TrainingJob, heldout_set: Images | None) -> EvalLoader | None:
     if not heldout_set:
         return None
-    return eval_loader(heldout_set, job.at.input, max(_EVAL_BATCH, job.micro_batch), job.runtime)
+    return EvalLoader(heldout_set, job.at.input, max(_EVAL_BATCH, job.micro_batch), job.runtime)
 
 
 @contextmanager

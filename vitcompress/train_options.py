@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from vitcompress.data import Augmentation
+from vitcompress.augmentation import Augmentation
 from vitcompress.distill import Distillation, LossOptions
 from vitcompress.evaluate import Accuracy
 

@@ -19,25 +19,12 @@ from vitcompress.errors import ArtifactError, OutputError
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
 from vitcompress.standard import WEIGHTS as STANDARD
-from vitcompress.verdicts import LEDGER, Check, Verification, agreement, compared, largest_difference, listed
+from vitcompress.verdicts import LEDGER, Check, Verification, compared, largest_difference, listed
 from vitcompress.verify_engine import engine_checks, engine_weights
-from vitcompress.verify_fold import EXACT_IMAGES, UNFOLDED, answers, fold_checks, folded_checks
-from vitcompress.verify_onnx import file_checks, onnx_checks, plan_check, structure_checks
-from vitcompress.verify_slice import slice_check, slice_checks
+from vitcompress.verify_fold import EXACT_IMAGES, UNFOLDED, answers, folded_checks
+from vitcompress.verify_onnx import file_checks, onnx_checks, plan_check
+from vitcompress.verify_slice import slice_checks
 from vitcompress.verify_weights import told_files, weight_checks
-
-__all__ = [
-    "Check",
-    "Verification",
-    "agreement",
-    "fold_checks",
-    "onnx_checks",
-    "reload_check",
-    "slice_check",
-    "standard_check",
-    "structure_checks",
-    "verify_folder",
-]
 
 SEEN = "state/verify.safetensors"  # the images that were looked at, and the answers to them
 DENSE = "state/dense"  # where a run keeps the dense model, unless it shares it with others

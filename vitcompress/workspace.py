@@ -9,14 +9,17 @@ from typing import Any
 from torch import nn
 
 from vitcompress.checkpoint import differing, file_sha256, read_json, save_tensors, write_json
-from vitcompress.data import Images, Splits
+from vitcompress.data import Splits
 from vitcompress.distributed import Runtime
 from vitcompress.errors import ArtifactError
 from vitcompress.families import Family
+from vitcompress.learner import Steering, Surroundings
+from vitcompress.loaders import Images
 from vitcompress.models import InputConfig
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
-from vitcompress.train import Steering, Surroundings, TrainOptions, TrainResult, train
+from vitcompress.train import train
+from vitcompress.train_options import TrainOptions, TrainResult
 
 LEFT_WEIGHTS, LEFT = "weights.safetensors", "left.json"
 

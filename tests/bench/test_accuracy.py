@@ -14,7 +14,7 @@ from vitcompress.distributed import Runtime
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.evaluate import evaluate, mcnemar
 from vitcompress.exporters import onnx_graph
-from vitcompress.loaders import eval_loader
+from vitcompress.loaders import EvalLoader
 from vitcompress.plan import Plan
 
 ARCH = "vit_tiny_patch16_224"
@@ -41,7 +41,7 @@ def test_counts_are_those_of_a_count_by_hand_in_torch_and_onnx(tmp_path: Path) -
     onnx_graph.export(model, made / "model.onnx", input=config)
     _, images = open_test(DataOptions())
     with torch.inference_mode():
-        loader = eval_loader(images, config, 100, Runtime(torch.device("cpu")))
+        loader = EvalLoader(images, config, 100, Runtime(torch.device("cpu")))
         by_hand = sum(int((model(x).argmax(1) == y).sum()) for x, y in loader)
     artifacts = [made, made / "model.onnx", with_fixed_batch(made / "model.onnx", 7)]
     found = accuracy.run(list(map(str, artifacts)), accuracy.EvaluateOptions(data="digits"))
@@ -97,7 +97,7 @@ def test_the_figures_are_those_of_evaluate(tmp_path: Path) -> None:
     model = checkpoint.load(made)
     _, images = open_test(DataOptions())
     runtime = Runtime(torch.device("cpu"))
-    expected = evaluate(model, eval_loader(images, models.input_config(model), 64, runtime), runtime).to_dict()
+    expected = evaluate(model, EvalLoader(images, models.input_config(model), 64, runtime), runtime).to_dict()
     row = accuracy.run([str(made)], accuracy.EvaluateOptions(data="digits"))["rows"][0]
     assert expected.items() <= row.items()
 

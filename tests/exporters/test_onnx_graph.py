@@ -18,7 +18,7 @@ from vitcompress.exporters.onnx_graph import export
 from vitcompress.models import input_config
 from vitcompress.onnx_file import facts
 from vitcompress.plan import Plan
-from vitcompress.verify import onnx_checks
+from vitcompress.verify_onnx import onnx_checks
 
 CLASSES = ("ant", "bee", "cat", "dog", "eel")
 

@@ -24,10 +24,11 @@ from vitcompress.checkpoint import save_tensors, write_text
 from vitcompress.distributed import Runtime, start, stop
 from vitcompress.families import family_of
 from vitcompress.gates import GatedModel
+from vitcompress.learner import Surroundings
 from vitcompress.methods import sero, upvit
 from vitcompress.models import input_config
 from vitcompress.progress import Progress
-from vitcompress.train import Surroundings, train
+from vitcompress.train import train
 
 STEP, WRITTEN = "vitcompress.step", "os.rename"  # a forward pass; a file or folder that moves into place
 BOTH = (0, 1)

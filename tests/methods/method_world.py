@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from vitcompress import models
-from vitcompress.data import ArrayImages, Splits
+from vitcompress.data import Splits
 from vitcompress.distributed import Runtime
 from vitcompress.families import family_of
 from vitcompress.loaders import Images
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
-from vitcompress.train import TrainOptions
+from vitcompress.sources import ArrayImages
+from vitcompress.train_options import TrainOptions
 from vitcompress.workspace import Clock, Context
 
 ARCH = "vit_tiny_patch16_224"

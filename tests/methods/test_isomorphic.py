@@ -14,10 +14,11 @@ from torch.nn import functional
 
 from vitcompress import cost, surgery
 from vitcompress.checkpoint import read_json
-from vitcompress.data import eval_loader, subset
+from vitcompress.data import subset
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.evaluate import evaluate
 from vitcompress.families import family_of
+from vitcompress.loaders import EvalLoader
 from vitcompress.methods import METHODS, isomorphic
 from vitcompress.methods.channel_scores import channel_scores, gradients, random_scores
 from vitcompress.methods.isomorphic import Alignment, Options
@@ -62,7 +63,7 @@ def test_taylor_scores_are_what_they_say(tmp_path: Path) -> None:
     made = model()
     about = context(tmp_path, made)
     found = gradients(made, about, 24)
-    loader = eval_loader(subset(about.data.train, 8, 0), about.input, 5, about.runtime)
+    loader = EvalLoader(subset(about.data.train, 8, 0), about.input, 5, about.runtime)
     for pixels, targets in loader:
         functional.cross_entropy(made(pixels), targets, reduction="sum").backward()
     mlp: Any = made.get_submodule("blocks.1.mlp")
@@ -245,7 +246,9 @@ def test_options_are_checked(wrong: dict[str, Any]) -> None:
 
 def test_taylor_loses_less_than_random_on_a_trained_model(tmp_path: Path) -> None:
     """What the scores are for: cut to two fifths, the model that kept the important channels is better."""
-    from vitcompress.train import Surroundings, TrainOptions, train
+    from vitcompress.learner import Surroundings
+    from vitcompress.train import train
+    from vitcompress.train_options import TrainOptions
 
     made = model()
     about = context(tmp_path, made)
@@ -254,7 +257,7 @@ def test_taylor_loses_less_than_random_on_a_trained_model(tmp_path: Path) -> Non
     at = Surroundings(about.input, about.runtime, tmp_path / "dense", "dense", 0, about.progress)
     train(made, data.train, data.heldout, options, at)
     made.eval()
-    loader = eval_loader(data.heldout, about.input, 64, about.runtime)
+    loader = EvalLoader(data.heldout, about.input, 64, about.runtime)
     shares = {"keep_ratio": 0.4, "keep_heads": 1.0, "keep_head_dim": 1.0}
     losses = {}
     for name in ("taylor", "random"):

@@ -10,11 +10,11 @@ from method_world import context, model
 from pydantic import TypeAdapter, ValidationError
 
 from vitcompress import surgery
+from vitcompress.augmentation import Augmentation
 from vitcompress.checkpoint import load_tensors
-from vitcompress.data import Augmentation
 from vitcompress.families import family_of
 from vitcompress.methods import METHODS, steps
-from vitcompress.train import TrainOptions
+from vitcompress.train_options import TrainOptions
 from vitcompress.workspace import LEFT_WEIGHTS
 
 

@@ -182,12 +182,12 @@ def test_two_processes_see_all_images(tmp_path: Path) -> None:
     made = model()
     family = family_of(made)
     component = components(family.spaces(made))[0]
-    from vitcompress.data import eval_loader
+    from vitcompress.loaders import EvalLoader
 
     where = context(tmp_path, made)
     shares = [
         Importance(made, family, images_at_once=64).scores(
-            component, eval_loader(images(4, 3), where.input, 4, Runtime(torch.device("cpu"), rank=r, world_size=n))
+            component, EvalLoader(images(4, 3), where.input, 4, Runtime(torch.device("cpu"), rank=r, world_size=n))
         )
         for n, ranks in ((1, (0,)), (2, (0, 1)))
         for r in ranks

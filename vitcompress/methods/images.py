@@ -2,15 +2,15 @@
 
 from torch import nn
 
-from vitcompress.data import Images, subset
+from vitcompress.data import subset
 from vitcompress.evaluate import evaluate
-from vitcompress.loaders import EvalLoader, eval_loader
+from vitcompress.loaders import EvalLoader, Images
 from vitcompress.workspace import Context
 
 
 def accuracy(model: nn.Module, context: Context) -> float:
     """Top-1 in percent on the held-out split, which is cut from the training set; never on the test split."""
-    loader = eval_loader(context.data.heldout, context.input, eval_batch(context), context.runtime)
+    loader = EvalLoader(context.data.heldout, context.input, eval_batch(context), context.runtime)
     training = model.training
     try:
         return 100 * evaluate(model.eval(), loader, context.runtime).top1
@@ -27,7 +27,7 @@ def training_part(context: Context, images_per_class: int) -> Images:
 def training_views(context: Context, images: int, batch: int | None = None) -> EvalLoader:
     """About `images` training images, class-balanced, seen through the evaluation transforms, `batch` at a time."""
     per_class = -(-images // len(context.data.classes))
-    return eval_loader(training_part(context, per_class), context.input, batch or eval_batch(context), context.runtime)
+    return EvalLoader(training_part(context, per_class), context.input, batch or eval_batch(context), context.runtime)
 
 
 def eval_batch(context: Context) -> int:

@@ -13,12 +13,13 @@ from annotated_types import Ge, Lt
 from torch import nn
 
 from vitcompress import surgery
+from vitcompress.augmentation import Augmentation
 from vitcompress.checkpoint import read_json
-from vitcompress.data import Augmentation
 from vitcompress.families import Family
+from vitcompress.learner import Steering
 from vitcompress.methods.stage import Stage
 from vitcompress.plan import Plan
-from vitcompress.train import Steering, TrainOptions
+from vitcompress.train_options import TrainOptions
 from vitcompress.workspace import Context
 
 

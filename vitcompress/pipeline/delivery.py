@@ -18,11 +18,11 @@ from vitcompress import checkpoint, cost, surgery
 from vitcompress.bench import recorded, structure, suite
 from vitcompress.bench import report as reports
 from vitcompress.checkpoint import read_json, write_json
-from vitcompress.data import eval_loader
 from vitcompress.errors import ArtifactError
 from vitcompress.evaluate import calibration_images, judged, mcnemar
 from vitcompress.exporters import gate
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
+from vitcompress.loaders import EvalLoader
 from vitcompress.methods import METHODS
 from vitcompress.methods.latencies import elsewhere
 from vitcompress.pipeline.choices import chosen_by, chosen_on
@@ -105,7 +105,7 @@ def judge(job: Job) -> None:
     if job.data is None or path.is_file():
         return
     job.progress.stage("Judge on the test images")
-    loader = eval_loader(job.data.test, job.input, job.recipe.finetune.batch_size, job.runtime)
+    loader = EvalLoader(job.data.test, job.input, job.recipe.finetune.batch_size, job.runtime)
     found: dict[str, Any] = {}
     right: dict[str, np.ndarray] = {}
     for name, predict in _judged(job):

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from vitcompress import checkpoint, models, surgery
 from vitcompress.checkpoint import write_json, write_text
-from vitcompress.data import eval_loader, no_data
+from vitcompress.data import no_data
 from vitcompress.evaluate import evaluate
 from vitcompress.gates import GATED_KINDS, GatedModel
+from vitcompress.learner import Steering, Surroundings
+from vitcompress.loaders import EvalLoader
 from vitcompress.methods import METHODS
 from vitcompress.methods.choice import PUBLISHED
 from vitcompress.pipeline.folder import sole_user, sweep
@@ -24,7 +26,8 @@ from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import clock, measured_on
 from vitcompress.pipeline.teachers import teacher
 from vitcompress.plan import Plan
-from vitcompress.train import Steering, Surroundings, TrainOptions, TrainResult, train
+from vitcompress.train import train
+from vitcompress.train_options import TrainOptions, TrainResult
 from vitcompress.verify_slice import keep_given
 from vitcompress.workspace import LEFT_WEIGHTS, Context, check_sealed, seal
 
@@ -213,7 +216,7 @@ def _before(job: Job, dense: nn.Module, pruned: nn.Module) -> None:
     path = job.state / "before_recovery.json"
     if not job.data.heldout or job.runtime.broadcast(path.is_file()):
         return
-    loader = eval_loader(job.data.heldout, job.input, job.recipe.finetune.batch_size, job.runtime)
+    loader = EvalLoader(job.data.heldout, job.input, job.recipe.finetune.batch_size, job.runtime)
     found = {}
     for name, model in (("dense", dense), ("pruned", pruned)):
         found[name] = evaluate(model.to(job.runtime.device).eval(), loader, job.runtime)

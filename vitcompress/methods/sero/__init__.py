@@ -22,6 +22,7 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import Family, Space
+from vitcompress.learner import Steering
 from vitcompress.methods.choice import ARBITRARY, GIVEN, Choice
 from vitcompress.methods.sero.evidence import FILE, charts, record, remarks, tables
 from vitcompress.methods.sero.exploration import Exploration
@@ -37,7 +38,7 @@ from vitcompress.methods.sero.layout import (
 from vitcompress.methods.sero.options import Options, sparsity_at
 from vitcompress.methods.stage import Stage
 from vitcompress.plan import Plan
-from vitcompress.train import Steering, TrainOptions
+from vitcompress.train_options import TrainOptions
 from vitcompress.workspace import Context
 
 

@@ -23,7 +23,7 @@ Ranks = dict[str, np.ndarray]
 
 
 class Exploration:
-    """The masks of one exploration, as hooks of its training (`train.StepHooks`).
+    """The masks of one exploration, as hooks of its training (`learner.StepHooks`).
 
     live: space -> whether each channel lives, (channels,). scores: what made it so, of the last refresh. trace: per
     epoch what had been reached at its end.

@@ -88,7 +88,7 @@ class Steering:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """What stays the same during one training."""
 
     module: nn.Module
@@ -121,7 +121,7 @@ class Job:
 class Learner:
     """Everything that changes during a training, and its passage to tensors and plain data and back."""
 
-    def __init__(self, job: Job, steps: int) -> None:
+    def __init__(self, job: TrainingJob, steps: int) -> None:
         self.job, self.steps = job, steps
         self.network = job.runtime.wrap(job.module)
         groups = job.steering.parameter_groups
