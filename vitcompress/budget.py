@@ -185,7 +185,8 @@ def solved(groups: Sequence[Group], keep: Mapping[str, float], units: Units, tar
         found.append(_bisected(groups, keep, units, target, _residual(groups, free, units, shift)))
         if abs(found[-1][1] - target.amount) <= CLOSE * target.amount:
             break
-    return Met(*min(found, key=lambda pair: abs(pair[1] - target.amount)), least, most)
+    counts, cost = min(found, key=lambda pair: abs(pair[1] - target.amount))
+    return Met(counts, cost, least, most)
 
 
 def _asked_once(target: Target) -> Target:
@@ -244,17 +245,24 @@ def _bisected(
     groups: Sequence[Group], keep: Mapping[str, float], units: Units, target: Target, fixed: Counts
 ) -> tuple[Counts, float]:
     """The numbers nearest to the target, and what they cost, with those in `fixed` left alone."""
+
+    def at(strength: float) -> tuple[Counts, float]:
+        counts = {**_at(groups, keep, units, strength), **fixed}
+        return counts, target.cost(counts)
+
+    def miss(found: tuple[Counts, float]) -> float:
+        return abs(found[1] - target.amount)
+
+    near_enough = target.exact * target.amount
     little, much = 0.0, 1.0
-    best: tuple[Counts, float] | None = None
-    for strength in (0.0, 1.0, *[None] * target.rounds):
-        if best is not None and abs(best[1] - target.amount) <= target.exact * target.amount:
+    best = at(little)
+    if miss(best) > near_enough:
+        best = min(best, at(much), key=miss)
+    for _ in range(target.rounds):
+        if miss(best) <= near_enough:
             break
-        middle = (little + much) / 2 if strength is None else strength
-        counts = {**_at(groups, keep, units, middle), **fixed}
-        cost = target.cost(counts)
-        if best is None or abs(cost - target.amount) < abs(best[1] - target.amount):
-            best = counts, cost
-        if strength is None:
-            little, much = (middle, much) if cost > target.amount else (little, middle)
-    assert best is not None
+        middle = (little + much) / 2
+        found = at(middle)
+        best = min(best, found, key=miss)  # of equally near ones the earlier
+        little, much = (middle, much) if found[1] > target.amount else (little, middle)
     return best
