@@ -190,10 +190,21 @@ def parsed(source: str, text: str) -> dict[str, Any]:
 
 
 def recipe_of(source: str, data: dict[str, Any], sets: Sequence[str] = (), *, formats: Collection[str] = ()) -> Recipe:
-    """The recipe that `data`, the content of its TOML, is after `sets`. Raises RecipeError with every mistake."""
+    """The recipe that `data`, the content of its TOML, is after `sets`.
+
+    Raises:
+        RecipeError: with all mistakes of all its tables.
+    """
     data = deepcopy(data)
     problems = [problem for text in sets if (problem := assign(data, text))]
-    return _checked(source, data, problems, formats)
+    raw_steps = data.pop("step", [])
+    tables = validated(_Tables, data, "", problems)
+    steps = _steps(raw_steps, problems)
+    if tables is not None:
+        problems += _contradictions(tables, formats)
+    if problems or tables is None:
+        raise RecipeError(source, problems)
+    return Recipe(steps=steps, **{name: getattr(tables, name) for name in type(tables).model_fields})
 
 
 def dense_key(recipe: Recipe) -> str:
@@ -205,7 +216,7 @@ def dense_key(recipe: Recipe) -> str:
 
 def _plain(value: Any) -> dict[str, Any]:
     """Dataclasses as tables; what is None is left out, as TOML has no word for it."""
-    return {key: _without_none(inner) for key, inner in to_jsonable_python(value).items() if inner is not None}
+    return dict(_without_none(to_jsonable_python(value)))
 
 
 def _without_none(value: Any) -> Any:
@@ -226,18 +237,6 @@ def read_text(source: str, what: str, names: Collection[str], text: Callable[[st
     except OSError as error:
         hint = f"give the name of one, as in {min(names)}, or the path of a .toml file"
         raise InputError(f"the {what} {source} cannot be read: {error.strerror}", hint=hint) from None
-
-
-def _checked(source: str, data: dict[str, Any], problems: list[str], formats: Collection[str]) -> Recipe:
-    """The recipe, or one RecipeError with all problems of all its tables."""
-    raw_steps = data.pop("step", [])
-    tables = validated(_Tables, data, "", problems)
-    steps = _steps(raw_steps, problems)
-    if tables is not None:
-        problems += _contradictions(tables, formats)
-    if problems or tables is None:
-        raise RecipeError(source, problems)
-    return Recipe(steps=steps, **{name: getattr(tables, name) for name in type(tables).model_fields})
 
 
 def validated(kind: type[Table], data: Mapping[str, Any], prefix: str, problems: list[str]) -> Table | None:
