@@ -78,18 +78,18 @@ class Runtime:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=_AMP_TYPES[self.amp])
 
-    def share_of(self, batch: int, what: str = "batch_size") -> int:
-        """The part of a global `batch` that one process computes.
+    def share_of(self, batch_size: int) -> int:
+        """The part of a global batch that one process computes.
 
         Raises:
             InputError: when the batch cannot be cut into equal parts.
         """
-        if batch % self.world_size:
+        if batch_size % self.world_size:
             raise InputError(
-                f"{what} {batch} cannot be shared equally by {self.world_size} processes",
+                f"batch_size {batch_size} cannot be shared equally by {self.world_size} processes",
                 hint=f"use a multiple of {self.world_size}",
             )
-        return batch // self.world_size
+        return batch_size // self.world_size
 
 
 def start(device: str = "auto", amp: Amp = "none", workers: int = 0) -> Runtime:

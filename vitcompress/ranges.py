@@ -29,9 +29,9 @@ class Ranges:
     inside: Mapping[str, float]
     given: Mapping[str, float]
 
-    def overflowing(self, limit: float = LARGEST) -> dict[str, float]:
-        """The modules with a result beyond `limit`, and that result."""
-        return {name: value for name, value in self.inside.items() if not value <= limit}
+    def overflowing(self) -> dict[str, float]:
+        """The modules with a result that fp16 cannot hold (or NaN), and that result."""
+        return {name: value for name, value in self.inside.items() if not value <= LARGEST}
 
 
 @torch.no_grad()
@@ -95,21 +95,21 @@ def _raise_to(known: dict[str, float], name: str, value: float) -> None:
         known[name] = value
 
 
-def needed_islands(model: nn.Module, ranges: Ranges, limit: float = LARGEST) -> tuple[str, ...] | None:
+def needed_islands(model: nn.Module, ranges: Ranges) -> tuple[str, ...] | None:
     """The smallest parts of `model` that must stay in fp32 for nothing to overflow; None where no part would do.
 
     That is the module itself or, where what it gives is too large as well, the first one around it that gives numbers
-    within `limit`; what a classifier gives stays in fp32 with it. Where the residual stream itself is too large, only
+    within fp16; what a classifier gives stays in fp32 with it. Where the residual stream itself is too large, only
     another precision helps.
     """
     answering = set(heads(model))
     attentions = {site.name for site in family_of(model).sites(model) if site.kind == "attention"}
     found = set()
-    for name in ranges.overflowing(limit):
-        if name in attentions and ranges.given.get(name, 0.0) <= limit:
+    for name in ranges.overflowing():
+        if name in attentions and ranges.given.get(name, 0.0) <= LARGEST:
             found.add(f"{name}{SOFTMAX}")
             continue
-        while name and name not in answering and not ranges.given.get(name, 0.0) <= limit:
+        while name and name not in answering and not ranges.given.get(name, 0.0) <= LARGEST:
             name = name.rpartition(".")[0]
         if not name:
             return None

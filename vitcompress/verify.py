@@ -34,14 +34,14 @@ ENGINES = ("*.engine", "*.xml")
 WHOLE = "the plan keeps every channel"
 
 
-def reload_check(model: nn.Module, loaded: nn.Module, images: Tensor, name: str = "reload") -> Check:
+def reload_check(model: nn.Module, loaded: nn.Module, images: Tensor) -> Check:
     """Is `loaded` the same model as `model`: the same names, the same bits, the same answers?"""
     ours, theirs = model.state_dict(), loaded.state_dict()
     wrong = sorted(set(ours) ^ set(theirs))
     wrong += [key for key in ours if key in theirs and not torch.equal(ours[key], theirs[key])]
     if not wrong and not torch.equal(answers(model, images), answers(loaded, images)):
         wrong = ["the answers"]
-    return listed(name, wrong, f"{len(ours)} tensors and the answers to {len(images)} images, bit for bit")
+    return listed("reload", wrong, f"{len(ours)} tensors and the answers to {len(images)} images, bit for bit")
 
 
 def saved_check(model: nn.Module, plan: Plan, images: Tensor) -> Check:
@@ -138,9 +138,8 @@ def _tolerating_read_only(allowed: bool) -> AbstractContextManager[object]:
 
 def noise(model: nn.Module) -> Tensor:
     """A few images of noise in the size that `model` takes, always the same: (count, channels, height, width)."""
-    from vitcompress.models import input_config
-
-    return torch.randn(EXACT_IMAGES, *input_config(model).size, generator=torch.Generator().manual_seed(0))
+    size = models.input_config(model).size
+    return torch.randn(EXACT_IMAGES, *size, generator=torch.Generator().manual_seed(0))
 
 
 def _parts(

@@ -4,7 +4,7 @@ Nothing here uses the code that exports or serves models: files are asked throug
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,11 @@ from vitcompress.sidecar import mismatches, sidecar_path
 from vitcompress.verdicts import Check, agreement, compared, largest_difference, listed
 
 BATCHES = (1, 2, 5)
+PART = 16  # images at a time
 AGAIN = "export it again: `vitcompress export`"
 
 
-def onnx_checks(
-    model: nn.Module, path: Path, images: Tensor, batches: Sequence[int] = BATCHES, name: str = "onnx"
-) -> list[Check]:
+def onnx_checks(model: nn.Module, path: Path, images: Tensor, name: str = "onnx") -> list[Check]:
     """Everything that can be asked about `path` being `model`, on `images`, (count, channels, height, width).
 
     Answers are compared with float64 at each batch size; half-precision files with the model in half precision.
@@ -38,29 +37,29 @@ def onnx_checks(
     Raises:
         ArtifactError: not an ONNX file, one with unsafe external data, or one that cannot be asked what `model` can.
     """
+    return [*_answer_checks(model, path, images, name), *structure_checks(model, path, name), *file_checks(path, name)]
+
+
+def _answer_checks(model: nn.Module, path: Path, images: Tensor, name: str) -> Iterator[Check]:
     known = told_by(path)
     if known["precision"] == "bf16":
-        why = "ONNX Runtime has no bf16 convolution and matrix product on the CPU"
-        command = f"vitcompress verify {path.parent}"
-        return [
-            Check(f"{name}.batch1", "not_run", detail=f"{why}; run it on a GPU", command=command),
-            *structure_checks(model, path, name),
-            *file_checks(path, name),
-        ]
+        why = "ONNX Runtime has no bf16 convolution and matrix product on the CPU; run it on a GPU"
+        yield Check(f"{name}.batch1", "not_run", detail=why, command=f"vitcompress verify {path.parent}")
+        return
     stored = stored_module(model, known)
     images = to_bytes(images, input_config(model)) if known["uint8"] else images
-    images = images.repeat(-(-max(batches) // len(images)), 1, 1, 1) if len(images) < max(batches) else images
-    truth = reference(stored, images[: max(batches)])
-    checks: list[Check] = []
+    most = max(BATCHES)
+    if len(images) < most:
+        images = images.repeat(-(-most // len(images)), 1, 1, 1)
+    truth = reference(stored, images[:most])
     session = _session(path, images[:1], truth.exact[:1])  # after the exact answers: two large models are enough
-    for batch in batches:
+    for batch in BATCHES:
         difference = largest_difference(_logits(session, images[:batch]), truth.exact[:batch])
         detail = f"largest difference of the logits from float64, batch {batch}, {known['precision']}"
-        checks.append(compared(f"{name}.batch{batch}", difference, truth.tolerance, detail))
+        yield compared(f"{name}.batch{batch}", difference, truth.tolerance, detail)
     expected = _in_parts(lambda part: _torch_logits(stored, part), images)
     got = _in_parts(lambda part: _logits(session, part), images)
-    checks.append(agreement(f"{name}.agreement", expected, got, truth.between))
-    return [*checks, *structure_checks(model, path, name), *file_checks(path, name)]
+    yield agreement(f"{name}.agreement", expected, got, truth.between)
 
 
 def stored_module(model: nn.Module, known: Mapping[str, Any]) -> nn.Module:
@@ -146,8 +145,8 @@ def _torch_logits(model: nn.Module, images: Tensor) -> Tensor:
     return out
 
 
-def _in_parts(answer: Callable[[Tensor], Tensor], images: Tensor, size: int = 16) -> Tensor:
-    return torch.cat([answer(part) for part in torch.split(images, size)])
+def _in_parts(answer: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+    return torch.cat([answer(part) for part in torch.split(images, PART)])
 
 
 def _wrong_weights(model: nn.Module, found: onnx_file.Facts) -> Iterator[str]:
