@@ -15,6 +15,7 @@ from torch import nn
 
 from vitcompress.errors import ArtifactError
 from vitcompress.families import Space, family_of
+from vitcompress.precision import HALF
 from vitcompress.verdicts import Check
 
 # The first that a text matches; integers and booleans are indices and shapes, not arithmetic.
@@ -37,7 +38,6 @@ CAST_KERNEL = re.compile(r"^_{2}myl_(?:bb\d+_\d+_)?(?:(?:Repl?)?Cast?|Move?)+(?:
 IDLE = re.compile(r"^(noop|constant|wait|signal|shape_call)$", re.I)  # takes no time on the GPU
 OPAQUE = re.compile(r"^myelin$|^\{ForeignNode", re.I)  # many layers as one, which nothing is told of
 PRECISION, ATTENTION, COPIES_SHARE = "engine.precision", "engine.attention", "engine.copies"  # names of the checks
-HALF = ("fp16", "bf16")  # fused attention kernels exist for these
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,10 @@ def _precision(layers: Sequence[Layer], wanted: str, limits: Limits) -> Check:
 def _attention(layers: Sequence[Layer], precision: str, attentions: int) -> Check:
     """Fused attention kernels against the attentions that the model has left."""
     name = ATTENTION
-    fused, apart = (sum(test) for test in zip(*((a.fused_attention, a.softmax) for a in layers), strict=True))
+    fused = sum(layer.fused_attention for layer in layers)
+    apart = sum(layer.softmax for layer in layers)
     detail = f"{fused} fused attention kernels and {apart} softmaxes apart from them, for {attentions} attentions"
-    if precision not in HALF:
+    if precision not in HALF:  # there are fused kernels for half precision only
         return Check(name, "not_run", detail=f"{detail}; fused kernels are for half precision")
     if fused < attentions and any(layer.opaque for layer in layers):
         return Check(name, "not_run", detail=f"{detail}; some layers stand for many that are not told")

@@ -54,7 +54,7 @@ class OpenVinoRunner:
         try:
             compiled = core().compile_model(model, self._device, config)
         except RuntimeError as error:
-            raise ArtifactError(f"OpenVINO cannot run {path}: {_first_line(error)}") from None
+            raise ArtifactError(f"OpenVINO cannot run {path}: {_last_line(error)}") from None
         taken = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
         if (got := {"f32": "fp32", "f16": "fp16"}.get(taken, taken)) != self.precision:
             raise DeviceError(
@@ -144,7 +144,7 @@ def _read(path: Path) -> Any:
         return core().read_model(str(path))
     except RuntimeError as error:
         raise ArtifactError(
-            f"{path} is not an OpenVINO model: {_first_line(error)}", hint="copy or export it again"
+            f"{path} is not an OpenVINO model: {_last_line(error)}", hint="copy or export it again"
         ) from None
 
 
@@ -165,6 +165,7 @@ def _image_shape(path: Path, model: Any) -> tuple[int, int, int]:
     return (third, first, second) if is_bytes else (first, second, third)
 
 
-def _first_line(error: Exception) -> str:
+def _last_line(error: Exception) -> str:
+    """Where OpenVINO says what is wrong: the lines before tell the places in its source that it came through."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -65,7 +65,7 @@ def test_a_score_receives_the_derivative_with_respect_to_its_gate(variant: str, 
                 expected, *weights = torch.autograd.grad(loss, [scalar, *model.parameters()])
             assert abs(expected) > 1e-8
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
-            for parameter, gradient in zip(open_model.weight_parameters(), weights, strict=True):
+            for parameter, gradient in zip(open_model.model.parameters(), weights, strict=True):
                 torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-14)
         open_model.set_gate(site.name, 1.0)
 

@@ -193,7 +193,7 @@ def test_a_gated_model_takes_over_mode_and_names_without_weight_decay() -> None:
     one = GatedModel(model, family_of(model), layers(model))
     assert not one.training
     assert one.no_weight_decay() == {f"model.{name}" for name in model.no_weight_decay()} != set()
-    assert {id(p) for p in one.parameters()} == {id(p) for p in (*one.score_parameters(), *one.weight_parameters())}
+    assert {id(p) for p in one.parameters()} == {id(p) for p in (*one.score_parameters(), *one.model.parameters())}
     assert len(one.score_parameters()) == 4
 
 

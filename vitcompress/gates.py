@@ -17,9 +17,14 @@ from vitcompress.families.gating import gate_at_bias
 from vitcompress.plan import check_bypasses
 
 GATED_KINDS = ("attention", "activation")
+# What stands for a gated layer, by the bypass of an attention and by what becomes of a gated FFN.
 STAND_INS = {
-    **{"drop": "zero", "norm_identity": "input", "double": "stream"},
-    **{"drop_ffn": "zero", "mean_gate": "mean", "drop_gate": "one"},
+    "drop": "zero",
+    "norm_identity": "input",
+    "double": "stream",
+    "drop_ffn": "zero",
+    "mean_gate": "mean",
+    "drop_gate": "one",
 }
 
 
@@ -140,9 +145,6 @@ class GatedModel(nn.Module):
 
     def score_parameters(self) -> list[nn.Parameter]:
         return list(self.scores)
-
-    def weight_parameters(self) -> list[nn.Parameter]:
-        return list(self.model.parameters())
 
     def no_weight_decay(self) -> set[str]:
         """Names that timm's optimisers leave without weight decay."""

@@ -168,7 +168,7 @@ def _zero_products(nodes: Iterable[Any], constants: dict[str, Any], folder: Path
     """Products with a constant that is zero everywhere: something was masked instead of removed."""
     for node in nodes:
         if node.op_type in ("Mul", "MatMul", "Gemm", "Conv"):
-            for name in node.input[: 1 if node.op_type == "Mul" else 2] if node.op_type != "Mul" else node.input:
+            for name in node.input[:2]:  # the third one, of Gemm and Conv, is a bias
                 tensor = constants.get(name)
                 if tensor is not None and math.prod(tensor.dims) and not _values(tensor, folder).any():
                     yield node.name or name

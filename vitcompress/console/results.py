@@ -79,10 +79,12 @@ def print_counts(found: Sequence[Mapping[str, Any]]) -> None:
             print_text(f"{record['recipe']}: {record['reason']}")
 
 
-def _beside(figure: Mapping[str, float | None], unit: str) -> list[str]:
-    published, off = figure["published"], figure["off"]
-    told = ["", "none"] if published is None or off is None else [f"{published:g} {unit}", f"{100 * off:+.1f} %"]
-    return [told[0], f"{figure['counted']:.3f} {unit}", "" if published is None else told[1]]
+def _beside(figure: Mapping[str, Any], unit: str) -> list[str]:
+    """Published, counted, and how far the count is off; only the count where nothing was published."""
+    counted = f"{figure['counted']:.3f} {unit}"
+    if figure["published"] is None:
+        return ["", counted, ""]
+    return [f"{figure['published']:g} {unit}", counted, f"{100 * figure['off']:+.1f} %"]
 
 
 def print_outlook(outlook: Mapping[str, Any]) -> None:

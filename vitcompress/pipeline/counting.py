@@ -40,18 +40,21 @@ def _record(recipe: Recipe) -> dict[str, Any]:
     job = described(recipe, folder_of(recipe, options), nowhere, Progress(), None, structure_only=True)
     cost = compressed(job)
     macs = cost.macs_linear if published.macs_linear else cost.macs
-    counts = {"params_m": cost.params / 1e6, "macs_g": macs / 1e9}
-    figures = [(getattr(published, key), count) for key, count in counts.items()]
+    figures = {
+        "params_m": _figure(published.params_m, cost.params / 1e6),
+        "macs_g": _figure(published.macs_g, macs / 1e9),
+    }
+    told = [figure for figure in figures.values() if figure["published"] is not None]
     return {
         "recipe": recipe.name,
-        **{key: _figure(getattr(published, key), count) for key, count in counts.items()},
+        **figures,
         "macs_linear": published.macs_linear,
-        "met": all(told) if (told := [_met(said, n) for said, n in figures if said is not None]) else None,
+        "met": all(_met(figure["published"], figure["counted"]) for figure in told) if told else None,
         "reason": published.deviation,
     }
 
 
-def _figure(published: float | None, counted: float) -> dict[str, float | None]:
+def _figure(published: float | None, counted: float) -> dict[str, Any]:
     off = None if published is None else counted / published - 1
     return {"published": published, "counted": counted, "off": off}
 
