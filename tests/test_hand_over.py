@@ -16,7 +16,7 @@ from vitcompress.methods import METHODS
 from vitcompress.pipeline import preflight, stages
 from vitcompress.pipeline.folder import check_folder, opened
 from vitcompress.pipeline.job import Job
-from vitcompress.pipeline.preflight import RunOptions
+from vitcompress.pipeline.options import RunOptions
 from vitcompress.progress import Progress
 from vitcompress.recipe import load_recipe
 from vitcompress.workspace import LEFT, LEFT_WEIGHTS, seal

@@ -14,16 +14,15 @@ from vitcompress.distributed import Runtime
 from vitcompress.errors import DeviceError, InputError, PlanError
 from vitcompress.methods import METHODS, isomorphic
 from vitcompress.pipeline import RunOptions, latency, run
-from vitcompress.pipeline.job import Job
+from vitcompress.pipeline.job import Job, job_for
 from vitcompress.pipeline.latency import check_latency, latency_ms
-from vitcompress.pipeline.preflight import described
 from vitcompress.progress import Progress
 from vitcompress.recipe import load_recipe
 
 
 def job(folder: Path, *sets: str, device: str = "cpu") -> Job:
     recipe = load_recipe("digits_isomorphic", ["model.args.depth=1", "bench.batch=2", "model.classes=10", *sets])
-    return described(recipe, folder, Runtime(torch.device(device)), Progress(), None, structure_only=True)
+    return job_for(recipe, folder, Runtime(torch.device(device)), Progress(), None, structure_only=True)
 
 
 @pytest.mark.parametrize("runtime", ["torch", "onnxruntime"])

@@ -16,8 +16,9 @@ from vitcompress.checkpoint import read_json
 from vitcompress.pipeline import delivery, exports, stages
 from vitcompress.pipeline.folder import RECIPE, check_folder, is_done, opened
 from vitcompress.pipeline.job import Job, alone, dense_folder
+from vitcompress.pipeline.options import RunOptions, effective, folder_of
 from vitcompress.pipeline.outlook import dry_run
-from vitcompress.pipeline.preflight import RunOptions, check_formats, effective, folder_of, prepare
+from vitcompress.pipeline.preflight import check_formats, prepare
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe, load_recipe
 

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from vitcompress import distributed
+from vitcompress.pipeline.job import job_for
+from vitcompress.pipeline.options import RunOptions, effective, folder_of
 from vitcompress.pipeline.outlook import compressed
-from vitcompress.pipeline.preflight import RunOptions, described, effective, folder_of
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe, load_recipe
 
@@ -37,7 +38,7 @@ def _record(recipe: Recipe) -> dict[str, Any]:
     options = RunOptions(structure_only=True)
     recipe = effective(recipe, options)
     nowhere = distributed.Runtime(torch.device("cpu"))
-    job = described(recipe, folder_of(recipe, options), nowhere, Progress(), None, structure_only=True)
+    job = job_for(recipe, folder_of(recipe, options), nowhere, Progress(), None, structure_only=True)
     cost = compressed(job)
     macs = cost.macs_linear if published.macs_linear else cost.macs
     figures = {

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from vitcompress import methods
-from vitcompress.data import Splits
+from vitcompress import methods, models
+from vitcompress.data import Splits, class_count
 from vitcompress.distributed import Runtime
 from vitcompress.exporters.doctor import device_problem
-from vitcompress.families import Family
+from vitcompress.families import Family, family_of
 from vitcompress.models import InputConfig
 from vitcompress.pipeline.folder import STATE
 from vitcompress.plan import Plan
@@ -22,7 +22,10 @@ from vitcompress.recipe import Recipe, dense_key
 
 @dataclass(frozen=True)
 class Job:
-    """One run of one recipe: the recipe with all wishes applied, its folder, and what was found before starting."""
+    """One run of one recipe: the recipe with all wishes applied, its folder, and what was found before starting.
+
+    data: None where none is opened. blank: the dense model on torch's meta device, without weights.
+    """
 
     recipe: Recipe
     folder: Path
@@ -88,6 +91,41 @@ class Job:
     def structure(self) -> Plan:
         """The plan of all steps without data or scoring. Raises PlanError like `deltas`."""
         return reduce(Plan.then, self.deltas, self.base)
+
+
+def job_for(
+    recipe: Recipe, folder: Path, runtime: Runtime, progress: Progress, data: Splits | None, *, structure_only: bool
+) -> Job:
+    """The job, with the dense architecture built once, without weights, to see that it is one that can be pruned.
+
+    Raises:
+        InputError: timm cannot build it, it cannot classify images, or no family covers it.
+    """
+    classes = len(data.classes) if data is not None else recipe.model.classes or _classes_without_data(recipe)
+    args = dict(recipe.model.args) | ({"num_classes": classes} if classes else {})
+    blank = models.outline(recipe.model.name, args)
+    models.check_answers(recipe.model.name, args, blank)
+    return Job(
+        recipe=recipe,
+        folder=folder,
+        runtime=runtime,
+        progress=progress,
+        data=data,
+        arch_args=args,
+        input=models.input_config(blank),
+        family=family_of(blank),
+        structure_only=structure_only,
+        blank=blank,
+    )
+
+
+def _classes_without_data(recipe: Recipe) -> int | None:
+    """How many classes the data has that is not opened, so that what is counted is what a whole run comes to.
+
+    None where the model's arguments or its weights say how many there are.
+    """
+    free = recipe.model.weights == "random" and "num_classes" not in recipe.model.args
+    return class_count(recipe.data) if free else None
 
 
 def dense_folder(recipe: Recipe, folder: Path) -> Path:

@@ -12,9 +12,9 @@ from vitcompress.errors import InputError
 from vitcompress.methods import METHODS
 from vitcompress.pipeline.choices import chosen_by
 from vitcompress.pipeline.folder import check_folder, check_writable
-from vitcompress.pipeline.job import Job
+from vitcompress.pipeline.job import Job, job_for
+from vitcompress.pipeline.options import RunOptions, effective, folder_of
 from vitcompress.pipeline.preflight import (
-    RunOptions,
     check_bench,
     check_formats,
     check_islands,
@@ -22,9 +22,6 @@ from vitcompress.pipeline.preflight import (
     check_room,
     check_training,
     check_weights,
-    described,
-    effective,
-    folder_of,
 )
 from vitcompress.pipeline.teachers import check_hub_classes, comes_from_hub
 from vitcompress.progress import Progress
@@ -40,14 +37,8 @@ def dry_run(recipe: Recipe, options: RunOptions) -> dict[str, Any]:
     recipe = effective(recipe, options)
     data, missing = _data(recipe, options)
     folder = folder_of(recipe, options)
-    job = described(
-        recipe,
-        folder,
-        distributed.Runtime(_device(recipe)),
-        Progress(),
-        data,
-        structure_only=options.structure_only,
-    )
+    runtime = distributed.Runtime(_device(recipe))
+    job = job_for(recipe, folder, runtime, Progress(), data, structure_only=options.structure_only)
     return {
         "recipe": recipe.name,
         "folder": str(folder),

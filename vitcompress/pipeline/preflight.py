@@ -1,72 +1,25 @@
 """Everything that can fail is tried here, before the first training step and before anything is written."""
 
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from vitcompress import checkpoint, models, surgery
 from vitcompress.bench import timing
-from vitcompress.data import Splits, class_count, open_data
+from vitcompress.data import open_data
 from vitcompress.distributed import Runtime
 from vitcompress.errors import InputError, did_you_mean
 from vitcompress.export_options import AUTO
 from vitcompress.exporters import EXPORTERS
-from vitcompress.families import family_of
 from vitcompress.methods import METHODS
 from vitcompress.methods.steps import RecoverOptions, recovery_settings
 from vitcompress.pipeline.folder import check_disk, check_writable
-from vitcompress.pipeline.job import Job
+from vitcompress.pipeline.job import Job, job_for
 from vitcompress.pipeline.latency import check_latency
+from vitcompress.pipeline.options import RunOptions, folder_of
 from vitcompress.pipeline.teachers import check_teacher
 from vitcompress.precision import expanded
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe
 from vitcompress.train import check_options
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """What the command line adds to a recipe. None leaves the recipe's own setting."""
-
-    out: Path | None = None
-    export: tuple[str, ...] = ()
-    data: str | None = None
-    weights: str | None = None
-    device: str | None = None
-    structure_only: bool = False
-    fresh: bool = False
-
-
-def effective(recipe: Recipe, options: RunOptions) -> Recipe:
-    """The recipe with the command line's wishes in it, as the run folder records it."""
-    data = (
-        recipe.data
-        if options.data is None
-        else replace(
-            recipe.data,
-            path=str(Path(options.data).resolve()),
-            source="imagefolder" if recipe.data.source == "digits" else recipe.data.source,
-        )
-    )
-    if options.weights == "train" and recipe.dense is None:
-        raise InputError(
-            "--weights train needs a [dense] table that says how to train, and the recipe has none",
-            hint="give a checkpoint, hub or random",
-        )
-    weights = options.weights or ("random" if options.structure_only and recipe.model.weights == "train" else None)
-    model = recipe.model if weights is None else replace(recipe.model, weights=weights)
-    return replace(
-        recipe,
-        data=data,
-        model=model,
-        dense=recipe.dense if model.weights == "train" else None,
-        export=replace(recipe.export, formats=options.export) if options.export else recipe.export,
-        run=replace(recipe.run, device=options.device) if options.device else recipe.run,
-    )
-
-
-def folder_of(recipe: Recipe, options: RunOptions) -> Path:
-    return (options.out or Path("runs") / recipe.name).resolve()
 
 
 def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Progress) -> Job:
@@ -77,7 +30,7 @@ def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Pro
     """
     folder = folder_of(recipe, options)
     data = None if options.structure_only else open_data(recipe.data, recipe.run.seed)
-    job = described(recipe, folder, runtime, progress, data, structure_only=options.structure_only)
+    job = job_for(recipe, folder, runtime, progress, data, structure_only=options.structure_only)
     _ = job.structure
     check_islands(job)
     check_training(job)
@@ -89,36 +42,6 @@ def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Pro
     check_latency(job, fresh=options.fresh)
     runtime.barrier()  # nobody looks at the folder any more
     return job
-
-
-def described(
-    recipe: Recipe, folder: Path, runtime: Runtime, progress: Progress, data: Splits | None, *, structure_only: bool
-) -> Job:
-    """The job, with the dense architecture built once, without weights, to see that it is one that can be pruned."""
-    classes = len(data.classes) if data is not None else recipe.model.classes or _told_classes(recipe)
-    args = dict(recipe.model.args) | ({"num_classes": classes} if classes else {})
-    blank = models.outline(recipe.model.name, args)
-    models.check_answers(recipe.model.name, args, blank)
-    return Job(
-        recipe,
-        folder,
-        runtime,
-        progress,
-        data,
-        args,
-        models.input_config(blank),
-        family_of(blank),
-        structure_only,
-        blank,
-    )
-
-
-def _told_classes(recipe: Recipe) -> int | None:
-    """The classes of data that is not opened, so that what is counted without it is what a whole run comes to; None
-    where the model's arguments or its weights say how many there are.
-    """
-    free = recipe.model.weights == "random" and "num_classes" not in recipe.model.args
-    return class_count(recipe.data) if free else None
 
 
 def check_formats(recipe: Recipe) -> None:

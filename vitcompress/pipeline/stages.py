@@ -168,20 +168,20 @@ def _step_plan(job: Job, dense: nn.Module, number: int, model: nn.Module, plan: 
 
 def _context(job: Job, dense: nn.Module, plan: Plan, folder: Path) -> Context:
     return Context(
-        job.recipe.model.name,
-        job.arch_args,
-        plan,
-        job.family,
-        job.data or no_data(),
-        job.input,
-        job.runtime,
-        folder,
-        job.recipe.run.seed,
-        job.progress,
-        job.recipe.finetune,
-        lambda: _teacher(job, dense),
-        clock(job),
-        partial(measured_on, job),
+        arch=job.recipe.model.name,
+        arch_args=job.arch_args,
+        plan=plan,
+        family=job.family,
+        data=job.data or no_data(),
+        input=job.input,
+        runtime=job.runtime,
+        folder=folder,
+        seed=job.recipe.run.seed,
+        progress=job.progress,
+        train=job.recipe.finetune,
+        teacher=lambda: _teacher(job, dense),
+        latency=clock(job),
+        measured_on=partial(measured_on, job),
     )
 
 
