@@ -11,6 +11,7 @@ from vitcompress.errors import ArtifactError
 from vitcompress.methods import METHODS
 from vitcompress.methods.charts import Chart, Line
 from vitcompress.plan import Plan
+from vitcompress.verify_slice import STEPS
 
 STATES = {"kept": "#4c78a8", "replaced": "#f2b45c", "removed": "#f4f4f4"}
 CELL, MARGIN = 0.5, 2.2  # inches: a block's width, and what names and colour bar need
@@ -58,7 +59,7 @@ def _plan(folder: Path) -> Plan:
 
 def _charts(folder: Path) -> Iterator[tuple[str, list[Chart]]]:
     """Steps by name, with the curves that they kept."""
-    for path in sorted(folder.glob("state/step-*")):
+    for path in sorted(folder.glob(STEPS)):
         method = METHODS.get(path.name.split("-", 2)[2])
         if method is not None and (charts := method.charts(path)):
             yield path.name, charts

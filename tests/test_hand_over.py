@@ -19,6 +19,7 @@ from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.options import RunOptions
 from vitcompress.progress import Progress
 from vitcompress.recipe import load_recipe
+from vitcompress.verify_fold import UNFOLDED, UNFOLDED_PLAN
 from vitcompress.workspace import LEFT, LEFT_WEIGHTS, seal
 
 RECIPE = """
@@ -107,7 +108,7 @@ def test_what_a_step_leaves_reaches_the_end(job: Job, dense: nn.Module, steps: s
     assert steps.base.folded == folding.plan.folded and steps.base.removed == {"blocks.0.mlp.act": "identity"}
     surgery.apply(by_hand, steps.last)
     stages.recover(job, dense, steps)
-    assert same(checkpoint.load_parts(job.state / stages.UNFOLDED_PLAN, job.state / stages.UNFOLDED), by_hand)
+    assert same(checkpoint.load_parts(job.folder / UNFOLDED_PLAN, job.folder / UNFOLDED), by_hand)
 
 
 def test_the_plan_alone_rebuilds_the_shapes(dense: nn.Module, job: Job, steps: stages.Steps) -> None:
@@ -190,7 +191,7 @@ def test_nose_fades_out_on_the_weights_handed_over(tmp_path: Path) -> None:
     dense = stages.dense_model(faded)
     steps = stages.take_steps(faded, dense)
     stages.recover(faded, dense, steps)
-    kept = checkpoint.load_parts(faded.state / stages.UNFOLDED_PLAN, faded.state / stages.UNFOLDED)
+    kept = checkpoint.load_parts(faded.folder / UNFOLDED_PLAN, faded.folder / UNFOLDED)
     left = checkpoint.load_tensors(faded.step_folder(1) / LEFT_WEIGHTS)
     assert torch.equal(kept.state_dict()["head.weight"], left["head.weight"])
     assert not torch.equal(left["head.weight"], dense.state_dict()["head.weight"])

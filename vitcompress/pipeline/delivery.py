@@ -29,11 +29,12 @@ from vitcompress.pipeline.choices import chosen_by, chosen_on
 from vitcompress.pipeline.exports import class_names, drop_failed, exported, islands_told, plan_of, runnable
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import measured_on
-from vitcompress.pipeline.stages import UNFOLDED, UNFOLDED_PLAN
 from vitcompress.plan import Plan
 from vitcompress.sidecar import read_sidecar, sidecar_path
 from vitcompress.standard import WEIGHTS as STANDARD
 from vitcompress.standard import save_standard
+from vitcompress.verdicts import LEDGER
+from vitcompress.verify_fold import UNFOLDED, UNFOLDED_PLAN
 
 REPORT, FOLDING, MISTAKES = reports.JSON, "folding.json", "mistakes.json"
 VERIFIED_IMAGES = 64
@@ -44,8 +45,8 @@ def fold(job: Job) -> None:
     if (job.folder / checkpoint.PLAN).is_file():
         return
     job.progress.stage("Fold")
-    model = checkpoint.load_parts(job.state / UNFOLDED_PLAN, job.state / UNFOLDED)
-    plan = checkpoint.read_plan(job.state / UNFOLDED_PLAN)
+    model = checkpoint.load_parts(job.folder / UNFOLDED_PLAN, job.folder / UNFOLDED)
+    plan = checkpoint.read_plan(job.folder / UNFOLDED_PLAN)
     # As a standard model it has the LayerScales of that model, and folding is what that model would gain as well.
     folding = surgery.Folding(plan, ()) if plan.standard else surgery.fold(model, plan)
     if plan.standard:
@@ -74,7 +75,7 @@ def _folded(records: Sequence[surgery.FoldRecord]) -> Iterator[str]:
 
 def verify(job: Job) -> None:
     """verify.json: everything that the run folder claims, checked on real images where there are any."""
-    if not (job.folder / "verify.json").is_file():
+    if not (job.folder / LEDGER).is_file():
         _verify(job)
     drop_failed(job)
 
@@ -183,7 +184,7 @@ def report(job: Job) -> None:
             "bench": measured,
             "artifacts": [_artifact(path, accuracy or {}, measured or []) for path in exported(job, "model")],
             "files": {path.name: _size(path) for stem in ("dense", "model") for path in exported(job, stem)},
-            "verify": read_json(job.folder / "verify.json"),
+            "verify": read_json(job.folder / LEDGER),
             "folding": _read(job.state / FOLDING),
             "searched": None if job.structure_only else chosen_on(job.recipe),
             "layers": chosen_by(job.recipe, searched=not job.structure_only),

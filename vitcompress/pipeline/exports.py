@@ -19,6 +19,7 @@ from vitcompress.pipeline.job import Job
 from vitcompress.plan import Plan
 from vitcompress.precision import present
 from vitcompress.sidecar import read_sidecar
+from vitcompress.verdicts import LEDGER
 from vitcompress.verify import noise
 
 LOOKED_AT = 64  # images on which ranges are scanned and islands chosen
@@ -106,7 +107,7 @@ def plan_of(job: Job) -> Plan:
 def drop_failed(job: Job) -> None:
     """Move away each file that did not pass the gate, and remember why it is not there."""
     refused = gate.refused(job.folder)
-    checks = read_json(job.folder / "verify.json")["checks"]
+    checks = read_json(job.folder / LEDGER)["checks"]
     for path in (path for stem in ("dense", "model") for path in exported(job, stem)):
         if wrong := [c for c in checks if c["verdict"] == "failed" and gate.is_about(path, c["name"])]:
             refused[path.name] = f"{wrong[0]['name']}: {wrong[0]['detail']}"

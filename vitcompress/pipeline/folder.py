@@ -14,11 +14,14 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from vitcompress.assignments import differences
+from vitcompress.bench import recorded
 from vitcompress.bench import report as reports
-from vitcompress.checkpoint import write_text, writing
+from vitcompress.checkpoint import PLAN, write_text, writing
 from vitcompress.errors import OutputError, RecipeError
+from vitcompress.exporters.gate import FAILED
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe, parsed, recipe_of
+from vitcompress.verdicts import LEDGER
 
 RECIPE = "recipe.toml"
 HEADER = "# The recipe of this run, every setting spelled out."
@@ -29,14 +32,14 @@ STATE, LOCK = "state", ".lock"
 LEFT_BY_RUNS = (
     reports.JSON,
     reports.MARKDOWN,
-    "verify.json",
-    "bench.json",
+    LEDGER,
+    recorded.BENCH,
     "model.*",
     "standard.*",
     "model-*.*",  # exported again in another precision
     "dense.*",
-    "failed",  # exported files that do not answer as the model does
-    "plan.json",
+    FAILED,  # exported files that do not answer as the model does
+    PLAN,
     "log.jsonl",
     "tensorboard",
     f"{STATE}/*",

@@ -18,6 +18,7 @@ from vitcompress.pipeline.folder import STATE
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe, dense_key
+from vitcompress.verify import DENSE
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def _classes_without_data(recipe: Recipe) -> int | None:
 def dense_folder(recipe: Recipe, folder: Path) -> Path:
     """Where the dense model lives: shared by recipes that train it alike, else inside the run's `folder`."""
     trained = recipe.model.weights == "train"
-    return folder.parent / f"dense-{dense_key(recipe)}" if trained else folder / STATE / "dense"
+    return folder.parent / f"dense-{dense_key(recipe)}" if trained else folder / DENSE
 
 
 def alone(job: Job) -> Job:

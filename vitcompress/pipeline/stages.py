@@ -28,11 +28,9 @@ from vitcompress.pipeline.teachers import teacher
 from vitcompress.plan import Plan
 from vitcompress.train import train
 from vitcompress.train_options import TrainOptions, TrainResult
+from vitcompress.verify_fold import UNFOLDED, UNFOLDED_PLAN
 from vitcompress.verify_slice import keep_given
 from vitcompress.workspace import LEFT_WEIGHTS, Context, check_sealed, seal
-
-UNFOLDED, UNFOLDED_PLAN = "unfolded.safetensors", "unfolded_plan.json"
-
 
 # ---------------------------------------------------------------------------------------------------------------- dense
 
@@ -198,7 +196,7 @@ def recover(job: Job, dense: nn.Module, steps: Steps) -> None:
     """Train the pruned model, from the dense weights (HetDPT, stage 2) or those that the last step left, and keep it
     as it is before folding.
     """
-    if job.runtime.broadcast((job.state / UNFOLDED_PLAN).is_file()):
+    if job.runtime.broadcast((job.folder / UNFOLDED_PLAN).is_file()):
         return
     model, plan = steps.pruned(), steps.plan
     if not job.structure_only:
@@ -206,8 +204,8 @@ def recover(job: Job, dense: nn.Module, steps: Steps) -> None:
         _before(job, dense, model)
         model = _recovered(job, dense, steps)
     if job.runtime.is_main:
-        checkpoint.save_tensors(job.state / UNFOLDED, model.state_dict(), {"plan": plan.digest})
-        write_text(job.state / UNFOLDED_PLAN, plan.to_json())
+        checkpoint.save_tensors(job.folder / UNFOLDED, model.state_dict(), {"plan": plan.digest})
+        write_text(job.folder / UNFOLDED_PLAN, plan.to_json())
 
 
 def _before(job: Job, dense: nn.Module, pruned: nn.Module) -> None:

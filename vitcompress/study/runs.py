@@ -13,8 +13,9 @@ from vitcompress import pipeline
 from vitcompress.distributed import cpu_threads
 from vitcompress.errors import VitcompressError
 from vitcompress.pipeline.folder import is_done
+from vitcompress.pipeline.job import dense_folder
 from vitcompress.progress import Progress
-from vitcompress.recipe import Recipe, dense_key
+from vitcompress.recipe import Recipe
 from vitcompress.study.design import Row, Study
 
 
@@ -34,7 +35,7 @@ class Run:
     @property
     def dense_folder(self) -> Path:
         """Where the dense model lies that this run and all of its seed start from."""
-        return self.folder.parent / f"dense-{dense_key(self.recipe)}"
+        return dense_folder(self.recipe, self.folder)
 
 
 @dataclass(frozen=True)
