@@ -6,8 +6,10 @@ from typing import Any
 
 from vitcompress.bench import report as reports
 from vitcompress.bench.figures import COLOURS, MARKS, check_path, new_figure, save
-from vitcompress.bench.report import NOTHING, Table, big, change, counted, interval
+from vitcompress.bench.report import counted, interval
 from vitcompress.errors import InputError
+from vitcompress.tables import NOT_MEASURED, Table
+from vitcompress.wording import big, change
 
 COLUMNS = ("run", "accuracy", "parameters", "MACs", "speed", "checks")
 
@@ -34,10 +36,10 @@ def _cells(report: Mapping[str, Any]) -> tuple[str, ...]:
         f"{big(cost['compressed'][k])} ({change(cost['dense'][k], cost['compressed'][k])})" for k in ("params", "macs")
     ]
     ratio = _ratio(report)
-    speed = f"{ratio['median']:.2f}x ({interval(ratio)})" if ratio else NOTHING
+    speed = f"{ratio['median']:.2f}x ({interval(ratio)})" if ratio else NOT_MEASURED
     verify = report.get("verify")
     verdict = "not run" if not verify else "passed" if verify["passed"] else "failed"
-    return counted(accuracy["compressed"]) if "compressed" in accuracy else NOTHING, *sizes, speed, verdict
+    return counted(accuracy["compressed"]) if "compressed" in accuracy else NOT_MEASURED, *sizes, speed, verdict
 
 
 def _ratio(report: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -2,54 +2,10 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-Columns = tuple[str, ...]
-Rows = tuple[tuple[str, ...], ...]
-NONE = "-"
-
-
-def rate(per_second: float) -> str:
-    """Three digits where that is more than whole numbers show: 2.94, 1,234."""
-    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
-
-
-def milliseconds(value: float) -> str:
-    """Four digits, three below one: 0.891, 26.64, 7,240."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" if value >= 1 else f"{value:.3g}"
-
-
-def times(ratio: float, digits: int = 2) -> str:
-    return f"{ratio:.{digits}f}" if ratio < 10 else f"{ratio:,.1f}"
-
-
-def between(ends: Sequence[float | None], digits: int = 2) -> str:
-    """The 95 % interval of a ratio as `timing.ratio` gives it: without an upper end it has none."""
-    low, high = ends
-    if low is None or high is None:
-        return "no interval: that takes 6 rounds"
-    return f"95 % interval {times(low, digits)} to {times(high, digits)}"
-
-
-def compared(ratio: Mapping[str, Any]) -> str:
-    """`model.onnx is 1.507 times as fast as dense.onnx (95 % interval 1.451 to 1.563)`"""
-    figures = times(ratio["median"], 3), between(ratio["ci95"], 3)
-    return f"{ratio['b']} is {figures[0]} times as fast as {ratio['a']} ({figures[1]})"
-
-
-def short(names: Sequence[str]) -> list[str]:
-    """Paths by as few of their last parts as tell them from each other: `a/model.onnx` and `b/model.onnx`."""
-    return [_shortest(name, set(names) - {name}) for name in names]
-
-
-def _shortest(name: str, others: Iterable[str]) -> str:
-    parts = Path(name).parts
-    for count in range(1, len(parts)):
-        tail = parts[-count:]
-        if not any(Path(other).parts[-count:] == tail for other in others):
-            return str(Path(*tail))
-    return name
+from vitcompress.tables import NONE, Table
+from vitcompress.wording import rate, short
 
 
 def remarks(entries: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -65,10 +21,10 @@ def remarks(entries: Iterable[Mapping[str, Any]]) -> list[str]:
     return [f"- note ({', '.join(dict.fromkeys(runtimes))}): {words}" for words, runtimes in found.items()]
 
 
-def artifacts(found: Iterable[Mapping[str, Any]]) -> tuple[Columns, Rows]:
+def artifacts(found: Iterable[Mapping[str, Any]]) -> Table:
     """One row per exported file, accuracy beside speed and hash; the entries of `artifacts` in report.json."""
     columns = ("file", "top-1", "images/s", "precision", "bytes", "answers checked here", "sha256")
-    return columns, tuple(_artifact(entry) for entry in found)
+    return Table("", columns, tuple(_artifact(entry) for entry in found))
 
 
 def _artifact(entry: Mapping[str, Any]) -> tuple[str, ...]:
@@ -79,7 +35,7 @@ def _artifact(entry: Mapping[str, Any]) -> tuple[str, ...]:
     return entry["file"], top1, fast, entry["precision"], f"{entry['bytes']:,}", checked, entry["sha256"][:12]
 
 
-def weights(found: Mapping[str, Any]) -> tuple[Columns, Rows]:
+def weights(found: Mapping[str, Any]) -> Table:
     """The matrices that a plan changed, from the dense model to each file; `found` is `verify_weights.table`."""
     files = [entry["file"] for entry in found["files"]]
     groups: dict[tuple[str, ...], list[str]] = {}
@@ -87,7 +43,7 @@ def weights(found: Mapping[str, Any]) -> tuple[Columns, Rows]:
         if any(len(shape) > 1 for shape in tensor["dense"].values()):
             groups.setdefault((_pattern(tensor["name"]), *_way(tensor, files)), []).append(tensor["name"])
     columns = ("weight", "change", "dense", "planned", "torch", *files)
-    return columns, tuple((_together(names), *way) for (_, *way), names in groups.items())
+    return Table("weights", columns, tuple((_together(names), *way) for (_, *way), names in groups.items()))
 
 
 def bytes_of(found: Mapping[str, Any]) -> tuple[str, ...]:

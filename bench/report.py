@@ -24,10 +24,8 @@ The input is plain data, the content of report.json. Every key but `recipe` and 
     notes                  sentences that a reader should know
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,31 +33,11 @@ from vitcompress.bench import deployed, quoted, structure
 from vitcompress.bench.snippet import snippet
 from vitcompress.checkpoint import read_json, write_json, write_text
 from vitcompress.errors import ArtifactError
-from vitcompress.wording import figure
+from vitcompress.tables import NOT_MEASURED, Table
+from vitcompress.wording import between, big, change, figure, milliseconds, percent, rate, short, times
 
 JSON, MARKDOWN = "report.json", "report.md"
-NOTHING = "not measured"
 FILES = {"xml": "xml and bin"}  # an OpenVINO model is two files
-
-
-@dataclass(frozen=True)
-class Table:
-    """Text in rows and columns, to be drawn by whoever shows it."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def markdown(self) -> str:
-        head = [self.columns, tuple("---:" if self._figures(i) else "---" for i in range(len(self.columns)))]
-        return "\n".join(
-            "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in [*head, *self.rows]
-        )
-
-    def _figures(self, column: int) -> bool:
-        """Whether a column stands right: figures do, words, hashes and the first column do not."""
-        cells = [row[column] for row in self.rows if row[column] not in ("", NOTHING, deployed.NONE)]
-        return column > 0 and self.columns[column] != "sha256" and all(re.match(r"[+-]?\d", cell) for cell in cells)
 
 
 def write(folder: Path, report: Mapping[str, Any]) -> None:
@@ -83,28 +61,12 @@ def read(folder: str | Path) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------------- figures
 
 
-def big(number: float) -> str:
-    """54867152 -> 54.87 M"""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(number) >= size:
-            return f"{number / size:.2f} {unit}"
-    return f"{number:g}"
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def change(before: float, after: float) -> str:
-    return f"{100 * (after / before - 1):+.1f} %" if before else ""
-
-
 def counted(accuracy: Mapping[str, Any]) -> str:
     return f"{percent(accuracy['top1'])} ({accuracy['correct']} of {accuracy['total']})"
 
 
 def interval(ratio: Mapping[str, Any]) -> str:
-    return deployed.between(ratio["ci95"])
+    return between(ratio["ci95"])
 
 
 def judged(ratio: Mapping[str, Any]) -> str:
@@ -135,7 +97,7 @@ def summary_table(report: Mapping[str, Any]) -> Table:
         rows.append((name, big(before), big(after), change(before, after)))
     rows += [row for entry in report.get("bench") or () for row in _speed_rows(entry)]
     if not report.get("bench"):
-        rows += [(name, NOTHING, NOTHING, "") for name in ("latency", "throughput")]
+        rows += [(name, NOT_MEASURED, NOT_MEASURED, "") for name in ("latency", "throughput")]
     rows += _file_rows(report.get("files") or {})
     if verify := report.get("verify"):
         rows.append(("checks (verify.json)", "", verdicts(verify), ""))
@@ -144,7 +106,7 @@ def summary_table(report: Mapping[str, Any]) -> Table:
 
 def _accuracy_row(accuracy: Mapping[str, Any]) -> tuple[str, str, str, str]:
     if not {"dense", "compressed"} <= set(accuracy):
-        return "accuracy", NOTHING, NOTHING, ""
+        return "accuracy", NOT_MEASURED, NOT_MEASURED, ""
     dense, compressed = accuracy["dense"], accuracy["compressed"]
     points = f"{100 * (compressed['top1'] - dense['top1']):+.1f} points"
     if test := accuracy.get("mcnemar"):
@@ -158,13 +120,13 @@ def _speed_rows(entry: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]
     ratio = entry["ratios"][0]
     where = f"{dense['runtime']} {dense['device']} {dense['precision']}, batch {dense['batch']}"
     before, after = dense["latency_ms"]["p50"], compressed["latency_ms"]["p50"]
-    shown = [f"{deployed.milliseconds(value)} ms" for value in (before, after)]
+    shown = [f"{milliseconds(value)} ms" for value in (before, after)]
     yield f"latency, median ({where})", shown[0], shown[1], change(before, after)
     before, after = dense["images_per_second"], compressed["images_per_second"]
-    shown = [f"{deployed.rate(value)} images/s" for value in (before, after)]
+    shown = [f"{rate(value)} images/s" for value in (before, after)]
     yield f"throughput ({where})", shown[0], shown[1], change(before, after)
     # A row of its own: pairs of neighbouring rounds tell it, neither of the figures above.
-    yield f"speed-up, in turns ({where})", "", f"{deployed.times(ratio['median'])}x", judged(ratio)
+    yield f"speed-up, in turns ({where})", "", f"{times(ratio['median'])}x", judged(ratio)
 
 
 def _file_rows(files: Mapping[str, int]) -> Iterable[tuple[str, str, str, str]]:
@@ -196,16 +158,16 @@ def bench_table(entries: Sequence[Mapping[str, Any]]) -> Table:
     rows, measured = [], [row for entry in entries for row in entry["rows"]]
     peaks = [_peak(row.get("memory") or {}) for row in measured]
     columns += ("peak MiB",) if any(peaks) else ()
-    names = deployed.short([row["artifact"] for row in measured])
+    names = short([row["artifact"] for row in measured])
     for row, name, peak in zip(measured, names, peaks, strict=True):
         latency = [row["latency_ms"].get(key) for key in ("p50", "p90", "max")]
-        times = ["" if value is None else deployed.milliseconds(value) for value in latency]
+        shown = ["" if value is None else milliseconds(value) for value in latency]
         how = "".join(f" +{name.replace('_', ' ')}" for name in ("compile", "cuda_graph", "transfers") if row.get(name))
         how += " +uint8" if row.get("input_type") == "uint8" else ""  # its normalisation is timed, too
         where = f"{row['runtime']} {row['device']}"
         about = (name, where, f"{row['precision']}{how}", "" if row["threads"] is None else str(row["threads"]))
         held = (peak,) if any(peaks) else ()
-        rows.append((*about, row["protocol"], deployed.rate(row["images_per_second"]), *times, *held))
+        rows.append((*about, row["protocol"], rate(row["images_per_second"]), *shown, *held))
     return Table("Speed", columns, tuple(rows))
 
 
@@ -232,7 +194,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     if report.get("bench"):
         parts += ["## Speed", bench_table(report["bench"]).markdown(), *_measured_on(report["bench"])]
     if files := report.get("artifacts"):
-        parts += ["## Exported files", Table("", *deployed.artifacts(files)).markdown()]
+        parts += ["## Exported files", deployed.artifacts(files).markdown()]
     if verify := report.get("verify"):
         parts += ["## Checks", verify_table(verify).markdown(), *_weights(verify.get("weights"))]
     for table in report.get("tables") or ():
@@ -287,7 +249,7 @@ def _weights(found: Mapping[str, Any] | None) -> list[str]:
     if not found:
         return []
     lines = "\n".join(f"- {line}" for line in deployed.bytes_of(found))
-    return ["## Weights", Table("", *deployed.weights(found)).markdown(), lines]
+    return ["## Weights", deployed.weights(found).markdown(), lines]
 
 
 def _published(report: Mapping[str, Any]) -> list[str]:

@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vitcompress.bench import conditions, deployed, peak, timing
+from vitcompress.bench import conditions, peak, timing
 from vitcompress.bench.opening import named, open_all, synthetic_images
 from vitcompress.errors import InputError
 from vitcompress.exporters.runner import TimedCall
 from vitcompress.exporters.runtimes import Runner, RunnerOptions
 from vitcompress.progress import Progress
+from vitcompress.wording import compared
 
 FORMAT = 1
 
@@ -162,7 +163,7 @@ def gated(found: Bench) -> str | None:
     if not short:
         return None
     worst = min(short, key=lambda r: float(r["ci95"][0]))
-    return f"{deployed.compared(worst)}; at least {found.fail_under:g} was asked for"
+    return f"{compared(worst)}; at least {found.fail_under:g} was asked for"
 
 
 def _target(runner: Runner, batch: int, seed: int) -> timing.Target:
@@ -177,7 +178,7 @@ def _row(
     target: timing.Target,
     protocol: timing.Protocol,
     options: BenchOptions,
-    watch: "conditions.Watched",
+    watch: conditions.Watched,
 ) -> dict[str, Any]:
     """One bench row: what was measured, how, and every sample."""
     known = {"transfers": False, **runner.describe()}

@@ -20,7 +20,7 @@ PACKAGES = {
 
 # A module imports from its own level or from levels before it.
 LEVELS = [
-    {"__init__", "errors", "paths", "progress", "recipes", "wording"},
+    {"__init__", "errors", "paths", "progress", "recipes", "tables", "wording"},
     {"assignments", "installed", "problems", "plan", "families.anatomy"},
     {"families"},
     {

@@ -84,7 +84,8 @@ def test_a_finished_folder_passes_and_its_table_tells_the_way_of_each_weight(fol
     assert (gone["change"], gone["planned"], gone["torch"], gone["files"]) == ("removed", None, None, {})
     assert sliced["change"] == "sliced" and sliced["planned"] == sliced["torch"] != sliced["dense"][sliced["name"]]
     assert sorted(sliced["files"]["model.onnx"]["shape"]) == sorted(sliced["planned"])
-    columns, lines = deployed.weights(table)
+    shown = deployed.weights(table)
+    columns, lines = shown.columns, shown.rows
     assert columns[-1] == "model.onnx" and any(line[0] == "blocks.1.mlp.weight" for line in lines)
     (said,) = deployed.bytes_of(table)
     model = checkpoint.load(folder)

@@ -1,4 +1,8 @@
-"""How numbers are written for people."""
+"""How numbers, ranges and names are written for people."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 
 def figure(value: float) -> str:
@@ -15,3 +19,61 @@ def span(least: object, most: object) -> str:
 def choose(name: str, least: int, most: int) -> str:
     """The hint on what a setting may be: `choose name = 2`, `choose name from 2 to 8`."""
     return f"choose {name} {'=' if least == most else 'from'} {span(least, most)}"
+
+
+def big(number: float) -> str:
+    """54867152 -> 54.87 M"""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:g}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def change(before: float, after: float) -> str:
+    return f"{100 * (after / before - 1):+.1f} %" if before else ""
+
+
+def rate(per_second: float) -> str:
+    """Three digits where that is more than whole numbers show: 2.94, 1,234."""
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
+
+
+def milliseconds(value: float) -> str:
+    """Four digits, three below one: 0.891, 26.64, 7,240."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" if value >= 1 else f"{value:.3g}"
+
+
+def times(ratio: float, digits: int = 2) -> str:
+    return f"{ratio:.{digits}f}" if ratio < 10 else f"{ratio:,.1f}"
+
+
+def between(ends: Sequence[float | None], digits: int = 2) -> str:
+    """The 95 % interval of a ratio as `timing.ratio` gives it: without an upper end it has none."""
+    low, high = ends
+    if low is None or high is None:
+        return "no interval: that takes 6 rounds"
+    return f"95 % interval {times(low, digits)} to {times(high, digits)}"
+
+
+def compared(ratio: Mapping[str, Any]) -> str:
+    """`model.onnx is 1.507 times as fast as dense.onnx (95 % interval 1.451 to 1.563)`"""
+    figures = times(ratio["median"], 3), between(ratio["ci95"], 3)
+    return f"{ratio['b']} is {figures[0]} times as fast as {ratio['a']} ({figures[1]})"
+
+
+def short(names: Sequence[str]) -> list[str]:
+    """Paths by as few of their last parts as tell them from each other: `a/model.onnx` and `b/model.onnx`."""
+    return [_shortest(name, set(names) - {name}) for name in names]
+
+
+def _shortest(name: str, others: Iterable[str]) -> str:
+    parts = Path(name).parts
+    for count in range(1, len(parts)):
+        tail = parts[-count:]
+        if not any(Path(other).parts[-count:] == tail for other in others):
+            return str(Path(*tail))
+    return name

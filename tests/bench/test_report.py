@@ -14,6 +14,7 @@ from vitcompress.bench import compare, deployed, report, suite
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.models import input_config
+from vitcompress.tables import NOT_MEASURED, Table
 
 CLASSES = ("ant", "bee", "cat", "dog", "eel")
 COST = {
@@ -194,7 +195,7 @@ def test_an_engine_is_beside_the_dense_one() -> None:
 
 def test_a_run_without_data_has_a_report_too() -> None:
     page = report.markdown({"recipe": "deit_b_hetdpt", "cost": COST})
-    assert page.count(report.NOTHING) == 6
+    assert page.count(NOT_MEASURED) == 6
 
 
 def test_runs_side_by_side(measured: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
@@ -261,21 +262,6 @@ def test_equal_ways_of_weights_are_one_row() -> None:
     assert "model.onnx: 9 bytes, 5 of them the tensors of the model (2 parameters), 1 constants, 3 the graph" in page
 
 
-def test_figures_have_the_digits_that_they_carry() -> None:
-    assert [deployed.milliseconds(value) for value in (0.0061694, 0.8913, 26.644, 7240.476)] == [
-        "0.00617", "0.891", "26.64", "7,240",
-    ]  # fmt: skip
-    ratio = {"a": "x", "b": "y", "median": 183.655, "ci95": [1.5, None]}
-    assert deployed.compared(ratio) == "y is 183.7 times as fast as x (no interval: that takes 6 rounds)"
-    assert deployed.between([1.5, 12.345]) == "95 % interval 1.50 to 12.3"
-
-
-def test_artifacts_are_told_apart_by_as_little_as_it_takes() -> None:
-    assert deployed.short(["a/dense.onnx", "a/model.onnx"]) == ["dense.onnx", "model.onnx"]
-    assert deployed.short(["/r/a/model.onnx", "/r/b/model.onnx"]) == ["a/model.onnx", "b/model.onnx"]
-    assert deployed.short(["m.onnx", "a/m.onnx", "timm:x", "timm:x"]) == ["m.onnx", "a/m.onnx", "timm:x", "timm:x"]
-
-
 def test_a_speed_up_is_told_with_what_its_interval_says() -> None:
     near = {"median": 1.18, "ci95": [0.89, 1.26], "verdict": "not distinguishable"}
     found = report.speeds({"rows": [{"runtime": "torch"}], "ratios": [near]})
@@ -283,7 +269,7 @@ def test_a_speed_up_is_told_with_what_its_interval_says() -> None:
 
 
 def test_figures_stand_right_and_words_left() -> None:
-    table = report.Table("", ("name", "value", "how"), (("a", "1.5", "2 of 3"), ("b", "-", "not run"), ("c", "", "")))
+    table = Table("", ("name", "value", "how"), (("a", "1.5", "2 of 3"), ("b", "-", "not run"), ("c", "", "")))
     assert table.markdown().splitlines()[1] == "| --- | ---: | --- |"
-    files = report.Table("", ("file", "bytes", "sha256"), (("model.onnx", "712,406", "94487752a12a"),))
+    files = Table("", ("file", "bytes", "sha256"), (("model.onnx", "712,406", "94487752a12a"),))
     assert files.markdown().splitlines()[1] == "| --- | ---: | --- |"

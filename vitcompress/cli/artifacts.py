@@ -28,7 +28,7 @@ def verify(folder: Path, as_json: bool, debug: bool) -> int:
         progress.stage(f"Verify {folder}")
         found = gate.verify(folder, dense=dense_of(folder), progress=progress)
         data = found.as_data()
-        ways = reports.Table("weights", *deployed.weights(found.weights))
+        ways = deployed.weights(found.weights)
     said = [*deployed.bytes_of(found.weights), reports.verdicts(data)]
     answer(data, as_json, lambda _: console.print_verification(data["checks"], ways, said))
     return 0 if found.passed else 1
@@ -126,8 +126,8 @@ def bench(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any
     first one is the base of all ratios.
     """
     with working(debug) as progress:
-        from vitcompress.bench import deployed, suite
         from vitcompress.bench import report as reports
+        from vitcompress.bench import suite
         from vitcompress.exporters.runtimes import RunnerOptions
 
         runner = RunnerOptions(**taken(options, RUNNER))
@@ -135,7 +135,7 @@ def bench(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any
         short = suite.gated(found)
     measured = found.as_data()
     table = reports.bench_table([measured])
-    answer(measured, as_json, lambda _: console.print_bench(measured, table, deployed.compared))
+    answer(measured, as_json, lambda _: console.print_bench(measured, table))
     return 0 if short is None else fell_short(short, None, as_json)
 
 
@@ -162,7 +162,7 @@ def evaluate(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: 
     their speed. --mean to --crop-mode are for files that do not say themselves how their images are prepared.
     """
     with working(debug) as progress:
-        from vitcompress.bench import accuracy, deployed
+        from vitcompress.bench import accuracy
         from vitcompress.bench.preparation import Preparation
         from vitcompress.exporters.runtimes import RunnerOptions
 
@@ -170,4 +170,4 @@ def evaluate(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: 
         told = Preparation(**taken(options, PREPARATION))
         wishes = accuracy.EvaluateOptions(runner=runner, preparation=told, **options)
         found = accuracy.run(artifacts, wishes, progress)
-    return answer(found, as_json, lambda data: console.print_accuracy(data, deployed.rate, deployed.short))
+    return answer(found, as_json, console.print_accuracy)

@@ -1,37 +1,26 @@
 """What each command has found, drawn."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from rich.table import Column, Table
+from rich.table import Column
+from rich.table import Table as Grid
 from rich.text import Text
 
 from vitcompress.console.drawing import print_line, print_pairs, print_records, print_table, print_text, stream_console
-from vitcompress.wording import figure, span
+from vitcompress.tables import NOT_MEASURED, Table
+from vitcompress.wording import compared, figure, rate, short, span
 
 MET = {True: "yes", False: "no", None: "none published"}
 FIGURES = ("verdict", "value", "tolerance")
 VERDICTS = {"passed": "green", "failed": "bold red", "not_run": "yellow"}
 
 
-class Drawable(Protocol):
-    """Text in rows and columns."""
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def columns(self) -> Sequence[str]: ...
-
-    @property
-    def rows(self) -> Sequence[Sequence[str]]: ...
-
-
 def print_checks(checks: Iterable[Mapping[str, Any]]) -> None:
     """The verdicts of a verification, with value and tolerance; what did not run with the command that runs it."""
     console = stream_console(stderr=False)
-    table = Table(Column("check", overflow="fold"), *FIGURES, Column("detail", overflow="fold"), header_style="bold")
+    table = Grid(Column("check", overflow="fold"), *FIGURES, Column("detail", overflow="fold"), header_style="bold")
     for check in checks:
         verdict = str(check["verdict"])
         command = f"on the target: {check['command']}" if check.get("command") else ""
@@ -46,13 +35,17 @@ def print_checks(checks: Iterable[Mapping[str, Any]]) -> None:
     console.print(table)
 
 
-def print_verification(checks: Iterable[Mapping[str, Any]], ways: Drawable, said: Iterable[str]) -> None:
+def print_verification(checks: Iterable[Mapping[str, Any]], ways: Table, said: Iterable[str]) -> None:
     """The verdicts, what became of every weight that the plan changed, and what is `said` of all that."""
     print_checks(checks)
     if ways.rows:
-        print_table(ways.title, ways.columns, ways.rows)
+        _print(ways)
     for line in said:
         print_text(line)
+
+
+def _print(table: Table) -> None:
+    print_table(table.title, table.columns, table.rows)
 
 
 def _figure(value: float | None) -> Text:
@@ -143,7 +136,7 @@ def _asks(done: Mapping[str, Any]) -> str:
 
 def print_search(found: Mapping[str, Any]) -> None:
     """The sets of fp32 islands that were tried, and which one was taken."""
-    table = Table("fp32 islands", "verdict", "judge", "reason", header_style="bold")
+    table = Grid("fp32 islands", "verdict", "judge", "reason", header_style="bold")
     for tried in found["tries"]:
         verdict = Text(tried["verdict"], style=VERDICTS[tried["verdict"]])
         table.add_row(Text(", ".join(tried["islands"]) or "none"), verdict, Text(tried["by"]), Text(tried["reason"]))
@@ -154,9 +147,9 @@ def print_search(found: Mapping[str, Any]) -> None:
     print_text(f"kept in fp32: {', '.join(found['chosen']) or 'nothing'} ({on}; {proven}{proxy})")
 
 
-def print_result(table: Drawable, folder: object) -> None:
+def print_result(table: Table, folder: object) -> None:
     """Before and after, and where everything lies."""
-    print_table(table.title, table.columns, table.rows)
+    _print(table)
     print_text(f"all of it, with how it was measured: {folder}/report.md")
 
 
@@ -167,10 +160,10 @@ def print_comparison(found: Mapping[str, Any]) -> None:
         print_text(f"plot: {found['plot']}")
 
 
-def print_study(tables: Sequence[Drawable], found: Mapping[str, Any]) -> None:
+def print_study(tables: Sequence[Table], found: Mapping[str, Any]) -> None:
     """Rows and pairs of a study."""
     for table in tables:
-        print_table(table.title, table.columns, table.rows)
+        _print(table)
     for warning in (found["speed"] or {}).get("warnings", ()):
         print_line(f"note: {warning}")
 
@@ -182,12 +175,9 @@ def print_study_outlook(found: Mapping[str, Any]) -> None:
     _print_missing(found["missing"])
 
 
-def print_bench(found: Mapping[str, Any], table: Drawable, compared: Callable[[Mapping[str, Any]], str]) -> None:
-    """Throughput and latency of every artifact, the ratios with their intervals, and what to beware of.
-
-    compared: a ratio -> how it is written.
-    """
-    print_table(table.title, table.columns, table.rows)
+def print_bench(found: Mapping[str, Any], table: Table) -> None:
+    """Throughput and latency of every artifact, the ratios with their intervals, and what to beware of."""
+    _print(table)
     for ratio in found["ratios"]:
         print_text(f"batch {ratio['batch']}: {compared(ratio)}: {ratio['verdict']}")
     for row in found["rows"]:
@@ -200,13 +190,8 @@ def print_bench(found: Mapping[str, Any], table: Drawable, compared: Callable[[M
         print_line("disturbed: measure again when nothing else runs before you believe these figures")
 
 
-def print_accuracy(
-    found: Mapping[str, Any], rate: Callable[[float], str], short: Callable[[Sequence[str]], list[str]]
-) -> None:
-    """Accuracy with counts, speed where it was measured, and McNemar's test of each later row against the first.
-
-    rate: images per second -> how they are written. short: names of artifacts -> what tells them apart.
-    """
+def print_accuracy(found: Mapping[str, Any]) -> None:
+    """Accuracy with counts, speed where it was measured, and McNemar's test of each later row against the first."""
     names = short([row["artifact"] for row in found["rows"]])
     rows = [
         [
@@ -214,7 +199,7 @@ def print_accuracy(
             f"{100 * row['top1']:.2f} % ({row['correct']}/{row['total']})",
             "{:.2f} to {:.2f} %".format(*(100 * end for end in row["top1_ci95"])),
             f"{100 * row['top5']:.2f} %",
-            _speed(row["speed"], rate),
+            _speed(row["speed"]),
             (row["sha256"] or "")[:12],
         ]
         for row, name in zip(found["rows"], names, strict=True)
@@ -225,9 +210,9 @@ def print_accuracy(
         print_text(f"{test['a']} against {test['b']}: {only}, p = {test['p_value']:.3g} (McNemar, exact)")
 
 
-def _speed(measured: Mapping[str, Any] | None, rate: Callable[[float], str]) -> str:
+def _speed(measured: Mapping[str, Any] | None) -> str:
     if measured is None:
-        return "not measured"
+        return NOT_MEASURED
     return f"{rate(measured['images_per_second'])} (batch {measured['batch']})"
 
 

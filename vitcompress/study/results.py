@@ -11,12 +11,13 @@ import numpy as np
 
 from vitcompress.bench import machine
 from vitcompress.bench import report as reports
-from vitcompress.bench.report import NOTHING, Table, big, percent
 from vitcompress.checkpoint import read_json, write_json, write_text
 from vitcompress.evaluate import mcnemar
 from vitcompress.pipeline.delivery import MISTAKES
 from vitcompress.study.design import Row, Study
 from vitcompress.study.runs import Run
+from vitcompress.tables import NOT_MEASURED, Table
+from vitcompress.wording import big, percent
 
 JSON, MARKDOWN = "study.json", "study.md"
 CERTAIN = 0.05  # a difference is said to be one when its p-value, corrected for the number of pairs, is below
@@ -188,7 +189,7 @@ def table(found: Mapping[str, Any]) -> Table:
     images; of a step that trains what it prunes it is the accuracy after that training.
     """
     dense = found["dense"]
-    speed = "1" if found["speed"] else NOTHING
+    speed = "1" if found["speed"] else NOT_MEASURED
     counts = [sum(seed[key] for seed in dense["seeds"]) for key in ("correct", "total")]
     first = ("dense", "", _accuracy(dense), f"{counts[0]} of {counts[1]}", *_sizes(dense["cost"]), "1", speed)
     rows = [
@@ -199,7 +200,7 @@ def table(found: Mapping[str, Any]) -> Table:
             f"{row['correct']} of {row['total']}",
             *_sizes(row),
             _range(row["macs_ratio"], row["macs_ratio_range"]),
-            NOTHING if row["speedup"] is None else _range(row["speedup"], row["speedup_range"]),
+            NOT_MEASURED if row["speedup"] is None else _range(row["speedup"], row["speedup_range"]),
         )
         for row in found["rows"]
     ]
