@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vitcompress.tables import NONE, Table
-from vitcompress.wording import rate, short
+from vitcompress.wording import rate, short, sized
 
 
 def remarks(entries: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -63,7 +63,7 @@ def _way(tensor: Mapping[str, Any], files: Sequence[str]) -> tuple[str, ...]:
 
 
 def _sized(shape: Sequence[int] | None) -> str:
-    return NONE if shape is None else "x".join(map(str, shape)) or "scalar"
+    return NONE if shape is None else sized(shape)
 
 
 def _pattern(name: str) -> str:

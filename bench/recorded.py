@@ -9,7 +9,7 @@ from vitcompress.errors import ArtifactError
 
 BENCH = "bench.json"  # what a run measured
 SAME = ("runtime", "device", "precision", "threads")
-TOLD = ("images_per_second", "latency_ms", "batch", "protocol", *SAME)
+COPIED = ("images_per_second", "latency_ms", "batch", "protocol", *SAME)
 
 
 def benches(path: Path) -> list[dict[str, Any]]:
@@ -27,11 +27,11 @@ def benches(path: Path) -> list[dict[str, Any]]:
 
 def _is_measurement(entry: Any) -> bool:
     rows = entry.get("rows") if isinstance(entry, dict) else None
-    return isinstance(rows, list) and all(isinstance(row, dict) and set(TOLD) <= set(row) for row in rows)
+    return isinstance(rows, list) and all(isinstance(row, dict) and set(COPIED) <= set(row) for row in rows)
 
 
 def speed(entries: Iterable[Mapping[str, Any]], sha256: str, **how: Any) -> dict[str, Any] | None:
     """The last measurement of the file with this hash, run as `how` says (keys of SAME); None where there is none."""
     rows = (row for entry in entries for row in entry["rows"])
     same = [row for row in rows if row.get("sha256") == sha256 and all(row.get(key) == how[key] for key in how)]
-    return {key: same[-1][key] for key in TOLD} if sha256 and same else None
+    return {key: same[-1][key] for key in COPIED} if sha256 and same else None

@@ -19,7 +19,7 @@ from vitcompress.verdicts import Check, Verification, amend
 from vitcompress.verify import known_images
 from vitcompress.verify_engine import engine_weights
 from vitcompress.verify_fold import UNFOLDED
-from vitcompress.verify_weights import TOLD, told_files, weight_checks
+from vitcompress.verify_weights import READABLE, readable_files, weight_checks
 
 
 def export_folder(
@@ -137,7 +137,7 @@ def _held(folder: Path, files: Sequence[Path], *, all_told: bool) -> Verificatio
     """Weights and answers of the `files`. all_told: the weights of the folder's other files, too, for its ledger."""
     model, plan = checkpoint.load(folder), checkpoint.read_plan(folder / checkpoint.PLAN)
     images, real = known_images(folder, model)
-    told = {path for path in files if path.suffix in TOLD} | set(told_files(folder) if all_told else ())
+    told = {path for path in files if path.suffix in READABLE} | set(readable_files(folder) if all_told else ())
     weights, table = weight_checks(model, plan, sorted(told))
     engines = (engine_weights(path, model, plan, folder / UNFOLDED) for path in files if path.suffix == ".engine")
     answers = (agreement.file_checks(model, path, images, real=real) for path in files)

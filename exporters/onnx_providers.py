@@ -1,4 +1,4 @@
-"""Execution providers of ONNX Runtime: what each needs, what it is told, and why it cannot be used here.
+"""Execution providers of ONNX Runtime: what each needs, its options, and why it cannot be used here.
 
 One is asked for by name or by device, is loaded with what it needs, and computes or is refused: never another one
 instead. Precision lies in the ONNX file, so that providers are told of none but TF32, which concerns how fp32 products
@@ -30,7 +30,7 @@ HEAVY = frozenset(
 
 @dataclass(frozen=True)
 class Wish:
-    """What a session is told. index: number of the GPU. stream: address of the CUDA stream to compute on.
+    """What a session asks of its provider. index: number of the GPU. stream: address of the CUDA stream to compute on.
 
     profile: (least, best, largest) shape of the input as `images:1x3x224x224`, empty where it is fixed in the file.
     cache: folder for what the provider builds, None keeps nothing.
@@ -52,8 +52,7 @@ class Provider:
     tf32: whether fp32 products are computed in TF32: `never`, as `asked`, or `always` (TensorRT's default, which its
     providers do not hand on). graph_number: run option that numbers the CUDA graphs of a session, one for each bound
     input; empty where it keeps a single one for all of them. builds: it compiles the file for a range of batches first,
-    and can keep that. load: makes what it needs known to the process. told: its
-    options.
+    and can keep that. load(): makes what it needs known to the process. options(wish): as ONNX Runtime names them.
     """
 
     name: str
@@ -64,7 +63,7 @@ class Provider:
     graph_number: str = ""
     builds: bool = False
     load: Callable[[], None] = lambda: None
-    told: Callable[[Wish], dict[str, str]] = lambda wish: {}
+    options: Callable[[Wish], dict[str, str]] = lambda wish: {}
 
     @property
     def present(self) -> bool:
@@ -72,7 +71,7 @@ class Provider:
         return self.name in ort.get_available_providers() or (self.name == RTX and libraries.rtx_installed())
 
 
-def _told_cuda(wish: Wish) -> dict[str, str]:
+def _cuda_options(wish: Wish) -> dict[str, str]:
     return {
         "device_id": str(wish.index),
         "use_tf32": str(int(wish.tf32)),
@@ -81,9 +80,9 @@ def _told_cuda(wish: Wish) -> dict[str, str]:
     }
 
 
-def _told_tensorrt(wish: Wish) -> dict[str, str]:
+def _tensorrt_options(wish: Wish) -> dict[str, str]:
     """Without one of the precision flags the network is strongly typed: it computes as the file says."""
-    told = {
+    found = {
         "device_id": str(wish.index),
         "user_compute_stream": str(wish.stream),
         "trt_fp16_enable": "0",
@@ -92,19 +91,19 @@ def _told_tensorrt(wish: Wish) -> dict[str, str]:
         **_profile("trt", wish),
     }
     if wish.cache is not None:
-        told |= {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(wish.cache)}
-        told |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": str(wish.cache)}
-    return told
+        found |= {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(wish.cache)}
+        found |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": str(wish.cache)}
+    return found
 
 
-def _told_rtx(wish: Wish) -> dict[str, str]:
-    told = {
+def _rtx_options(wish: Wish) -> dict[str, str]:
+    found = {
         "has_user_compute_stream": "1",
         "user_compute_stream": str(wish.stream),
         "enable_cuda_graph": str(int(wish.cuda_graph)),
         **_profile("nv", wish),
     }
-    return told | ({} if wish.cache is None else {"nv_runtime_cache_path": str(wish.cache)})
+    return found | ({} if wish.cache is None else {"nv_runtime_cache_path": str(wish.cache)})
 
 
 def _profile(prefix: str, wish: Wish) -> dict[str, str]:
@@ -124,7 +123,7 @@ PROVIDERS = {
             tf32="asked",
             graph_number="gpu_graph_id",
             load=libraries.load_cuda,
-            told=_told_cuda,
+            options=_cuda_options,
         ),
         Provider(
             TENSORRT,
@@ -134,7 +133,7 @@ PROVIDERS = {
             tf32="always",
             builds=True,
             load=libraries.load_tensorrt,
-            told=_told_tensorrt,
+            options=_tensorrt_options,
         ),
         Provider(
             RTX,
@@ -145,7 +144,7 @@ PROVIDERS = {
             graph_number="cuda_graph_annotation_id",
             builds=True,
             load=libraries.load_rtx,
-            told=_told_rtx,
+            options=_rtx_options,
         ),
         Provider(COREML, "mps", "pip install onnxruntime, on macOS"),
     )
@@ -212,9 +211,9 @@ def attach(provider: Provider, options: Any, wish: Wish) -> list[tuple[str, dict
         DeviceError: it cannot be loaded, or does not support the GPU.
     """
     provider.load()
-    told = provider.told(wish)
+    settings = provider.options(wish)
     if provider.name != RTX:
-        return [(provider.name, told)]
+        return [(provider.name, settings)]
     devices = [device for device in ort.get_ep_devices() if device.ep_name == RTX]
     numbered = ((int(device.ep_options.get("device_id", n)), device) for n, device in enumerate(devices))
     found = [device for number, device in numbered if number == wish.index]
@@ -223,7 +222,7 @@ def attach(provider: Provider, options: Any, wish: Wish) -> list[tuple[str, dict
             f"{RTX} does not support cuda:{wish.index}: it finds {len(devices)} GPUs that it supports",
             hint="it is for GeForce and RTX (compute capability 8.6, 8.9, 12.0 and later); use CUDAExecutionProvider",
         )
-    options.add_provider_for_devices(found, told)
+    options.add_provider_for_devices(found, settings)
     return None
 
 

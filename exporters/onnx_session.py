@@ -53,7 +53,7 @@ class Session:
         self.cuda_graph, self._graphs = options.cuda_graph, count(1)
         self._stream, self._bindings = _stream(self._device), Bindings()
         self.batch_range, wish = self._wish(model, options)
-        self.told = self._provider.told(wish)
+        self.provider_options = self._provider.options(wish)
         self.session = self._open(path, wish)
         self.elsewhere = self._check_place()
         self._name, (self._input, self._output) = path.name, _ends(path, self.session)
@@ -61,7 +61,7 @@ class Session:
             self.batch_range = (fixed, fixed, fixed)
 
     def _wish(self, model: Any, options: RunnerOptions) -> tuple[tuple[int, int, int] | None, Wish]:
-        """The range of batches that is built for, None where nothing is built, and what the provider is told."""
+        """The range of batches that is built for, None where nothing is built, and what is asked of the provider."""
         cache = None if options.engine_cache is None else libraries.prepared_cache(options.engine_cache)
         name, sizes = _image_input(model)
         dynamic = self._provider.builds and sizes and not sizes[0]
@@ -206,7 +206,7 @@ class Session:
             self._stream.synchronize()
 
     def describe(self) -> dict[str, Any]:
-        told = {key: value for key, value in self.told.items() if not key.endswith("user_compute_stream")}
+        shown = {key: value for key, value in self.provider_options.items() if not key.endswith("user_compute_stream")}
         return {
             "sha256": self.sha256,
             "runtime": "onnxruntime",
@@ -215,7 +215,7 @@ class Session:
             "device_name": None if self._stream is None else torch.cuda.get_device_name(self._stream.device),
             "provider": self.provider,
             "provider_versions": versions(self._provider.packages),
-            "provider_options": told,
+            "provider_options": shown,
             "nodes_on_cpu": self.elsewhere,
             "batch_range": None if self.batch_range is None else list(self.batch_range),
             "precision": self.precision,

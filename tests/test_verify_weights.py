@@ -23,7 +23,7 @@ from vitcompress.models import input_config
 from vitcompress.plan import Plan
 from vitcompress.sidecar import sidecar_path
 from vitcompress.verify import verify_folder
-from vitcompress.verify_weights import account, account_checks, plan_rows, told_files, weight_checks
+from vitcompress.verify_weights import account, account_checks, plan_rows, readable_files, weight_checks
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,9 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 def verdicts(folder: Path) -> dict[str, tuple[str, str]]:
     """Verdict and detail of each check."""
     model, plan = checkpoint.load(folder), Plan.from_json((folder / "plan.json").read_text())
-    return {check.name: (check.verdict, check.detail) for check in weight_checks(model, plan, told_files(folder))[0]}
+    return {
+        check.name: (check.verdict, check.detail) for check in weight_checks(model, plan, readable_files(folder))[0]
+    }
 
 
 def changed(path: Path, edit: Any) -> None:
@@ -181,7 +183,7 @@ def test_masked_weights_and_unfolded_pairs_are_not_what_was_planned(folder: Path
 def test_a_model_of_other_sizes_than_planned_fails(folder: Path) -> None:
     _, model, plan = pruned("layer_scale")
     other = replace(plan, kept={name: channels[1:] for name, channels in plan.kept.items() if "mlp" in name})
-    checks = weight_checks(model, other, told_files(folder))[0]
+    checks = weight_checks(model, other, readable_files(folder))[0]
     assert checks[0].verdict == "failed" and "planned" in checks[0].detail
 
 

@@ -17,7 +17,7 @@ from vitcompress.problems import problems_of
 
 FORMAT = 1
 DENSE = "dense"  # what the names of the dense model's files begin with
-TOLD = 3  # things that are wrong
+NAMED = 3  # problems, at most; the others are counted
 AGAIN = "export the file again, or copy its sidecar again"
 INPUT = frozenset({"size", "mean", "std", "interpolation", "crop_pct", "crop_mode"})  # metadata of pre-processing
 
@@ -125,7 +125,7 @@ def read_sidecar(path: Path) -> dict[str, Any] | None:
         Sidecar.model_validate(data)
     except ValidationError as error:
         wrong = [" ".join(line.split()) for line in problems_of(error, Sidecar)]
-        told = "; ".join([*wrong[:TOLD], *([f"and {len(wrong) - TOLD} more"] if len(wrong) > TOLD else [])])
+        told = "; ".join([*wrong[:NAMED], *([f"and {len(wrong) - NAMED} more"] if len(wrong) > NAMED else [])])
         raise ArtifactError(f"{sidecar} cannot be used: {told}", hint=AGAIN) from None
     if path.name not in data["files"]:
         raise ArtifactError(f"{sidecar} cannot be used: {path.name} is missing from its files", hint=AGAIN)

@@ -24,7 +24,7 @@ from vitcompress.verify_engine import engine_checks, engine_weights
 from vitcompress.verify_fold import EXACT_IMAGES, UNFOLDED, answers, folded_checks
 from vitcompress.verify_onnx import file_checks, onnx_checks, plan_check
 from vitcompress.verify_slice import slice_checks
-from vitcompress.verify_weights import told_files, weight_checks
+from vitcompress.verify_weights import readable_files, weight_checks
 
 SEEN = "state/verify.safetensors"  # the images that were looked at, and the answers to them
 DENSE = "state/dense"  # where a run keeps the dense model, unless it shares it with others
@@ -127,7 +127,7 @@ def _compressed(
         progress.update(CHECKED, done, len(parts) + 1, name)
         checks += part
     progress.update(CHECKED, len(parts), len(parts) + 1, "weights")
-    held, weights = weight_checks(model, plan, told_files(folder))
+    held, weights = weight_checks(model, plan, readable_files(folder))
     progress.update(CHECKED, len(parts) + 1, len(parts) + 1)
     return given, answers(model, given), [*checks, *held], weights
 
@@ -204,7 +204,7 @@ def _onnx(folder: Path, model: nn.Module, plan: Plan, images: Tensor) -> Iterato
 
 
 def _dense(folder: Path, dense: Path, images: Tensor, progress: Progress) -> Iterator[Check]:
-    if told_files(folder, "dense"):
+    if readable_files(folder, "dense"):
         progress.update(DENSE_CHECKED, 0, 1)
         yield from _or_failed(DENSE_ONNX, _dense_onnx(folder, dense, images))
         progress.update(DENSE_CHECKED, 1, 1)
@@ -212,7 +212,7 @@ def _dense(folder: Path, dense: Path, images: Tensor, progress: Progress) -> Ite
 
 def _dense_onnx(folder: Path, dense: Path, images: Tensor) -> Iterator[Check]:
     """The other file of every comparison is the model before pruning."""
-    path, name, files = folder / "dense.onnx", DENSE_ONNX, told_files(folder, "dense")
+    path, name, files = folder / "dense.onnx", DENSE_ONNX, readable_files(folder, "dense")
     if not (dense / checkpoint.PLAN).is_file():
         yield Check(name, "not_run", detail="the dense model is not here to be compared with")
         yield from file_checks(path, name) if path.is_file() else ()

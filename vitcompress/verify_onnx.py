@@ -41,7 +41,7 @@ def onnx_checks(model: nn.Module, path: Path, images: Tensor, name: str = "onnx"
 
 
 def _answer_checks(model: nn.Module, path: Path, images: Tensor, name: str) -> Iterator[Check]:
-    known = told_by(path)
+    known = export_settings(path)
     if known["precision"] == "bf16":
         why = "ONNX Runtime has no bf16 convolution and matrix product on the CPU; run it on a GPU"
         yield Check(f"{name}.batch1", "not_run", detail=why, command=f"vitcompress verify {path.parent}")
@@ -70,17 +70,17 @@ def stored_module(model: nn.Module, known: Mapping[str, Any]) -> nn.Module:
     return deployed(model, input_config(model), known["precision"], islands, uint8=known["uint8"])
 
 
-def told_by(path: Path) -> dict[str, Any]:
+def export_settings(path: Path) -> dict[str, Any]:
     """What the metadata of a file says of how it was exported. Raises ArtifactError where another tool wrote it."""
     found = _metadata(path)
-    told = {
+    settings = {
         "precision": found.get("precision", "fp32"),
         "islands": found.get("islands", []),
         "uint8": found.get("input") == "uint8",
     }
-    if told["precision"] not in ("fp32", *HALF) or not isinstance(told["islands"], list):
+    if settings["precision"] not in ("fp32", *HALF) or not isinstance(settings["islands"], list):
         raise ArtifactError(f"the metadata of {path} is not vitcompress's", hint=AGAIN)
-    return told
+    return settings
 
 
 def _metadata(path: Path) -> dict[str, Any]:

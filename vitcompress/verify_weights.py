@@ -25,10 +25,11 @@ from vitcompress.plan import Plan
 from vitcompress.planned import Planned, Shape, planned
 from vitcompress.sidecar import exported_files
 from vitcompress.verdicts import Check, compared, listed
-from vitcompress.verify_onnx import stored_module, told_by
+from vitcompress.verify_onnx import export_settings, stored_module
+from vitcompress.wording import sized
 
 CHECK = "weights"
-TOLD = (".onnx", ".xml")  # files whose tensors can be told from their bytes
+READABLE = (".onnx", ".xml")  # files whose tensors can be told from their bytes
 SMALL = 64  # values: sizes and scales that a graph computes with
 FEW = 16  # different values: a mask's
 INDEX = (torch.int64, torch.int32, torch.bool)  # as graphs index and choose with
@@ -84,11 +85,11 @@ def _deviations(rows: Iterable[Planned], sizes: Mapping[str, Shape]) -> Iterator
     wanted = {row.name: row.planned for row in rows}
     for name in dict.fromkeys((*wanted, *sizes)):
         if wanted.get(name) != sizes.get(name):
-            yield f"{name}: {_told(wanted.get(name))} planned, {_told(sizes.get(name))} in the model"
+            yield f"{name}: {_sized(wanted.get(name))} planned, {_sized(sizes.get(name))} in the model"
 
 
-def _told(shape: Shape | None) -> str:
-    return "none" if shape is None else "x".join(map(str, shape)) or "scalar"
+def _sized(shape: Shape | None) -> str:
+    return "none" if shape is None else sized(shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -111,9 +112,9 @@ def account(stored: nn.Module, path: Path, rows: Iterable[Planned] = ()) -> Acco
     dense = {name: size for row in rows if row.change != "kept" for name, size in row.dense.items()}
     known = {id(tensor) for tensor in constants}
     foreign = [tensor for tensor in left if id(tensor) not in known]
-    wrong = [f"{t.name} ({_told(t.shape)}){_foreign(t, found, dense)}" for t in foreign]
+    wrong = [f"{t.name} ({_sized(t.shape)}){_foreign(t, found, dense)}" for t in foreign]
     lost = [n for n, t in missing.items() if _is_needed(t) and n not in sources.values()]
-    wrong += [f"{name} ({_told(tuple(tensors[name].shape))}) is not in the file" for name in lost]
+    wrong += [f"{name} ({_sized(tuple(tensors[name].shape))}) is not in the file" for name in lost]
     wrong += [f"{name} is a long list of numbers in a node" for name in held.lists]
     return Account(found, tuple(constants), tuple(wrong), held.size, held.graph)
 
@@ -264,14 +265,14 @@ def weight_checks(model: nn.Module, plan: Plan, files: Iterable[Path]) -> tuple[
     return checks, table(rows, model, accounts)
 
 
-def told_files(folder: Path, stem: str = "model") -> list[Path]:
+def readable_files(folder: Path, stem: str = "model") -> list[Path]:
     """The exported files of the deployed model, or of the `dense` one, whose tensors can be told from their bytes."""
-    return exported_files(folder, stem, TOLD)
+    return exported_files(folder, stem, READABLE)
 
 
 def as_exported(model: nn.Module, path: Path) -> nn.Module:
     """The module whose tensors the file `path` should hold: an IR keeps its weights in fp32 whatever it computes in."""
     if path.suffix == ".onnx":
-        return stored_module(model, told_by(path))
+        return stored_module(model, export_settings(path))
     told = decoded(ir_metadata(path))
     return stored_module(model, {"precision": "fp32", "islands": (), "uint8": told.get("input") == "uint8"})

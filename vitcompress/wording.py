@@ -37,6 +37,11 @@ def change(before: float, after: float) -> str:
     return f"{100 * (after / before - 1):+.1f} %" if before else ""
 
 
+def sized(shape: Sequence[int]) -> str:
+    """(64, 16) -> 64x16"""
+    return "x".join(map(str, shape)) or "scalar"
+
+
 def rate(per_second: float) -> str:
     """Three digits where that is more than whole numbers show: 2.94, 1,234."""
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"

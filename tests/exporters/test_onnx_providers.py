@@ -85,15 +85,15 @@ def test_the_cpu_by_its_name_is_the_default(onnx: Path) -> None:
 
 
 def test_tensorrt_is_told_the_range_of_batches_and_no_precision(tmp_path: Path) -> None:
-    told = PROVIDERS[TENSORRT].told(Wish(1, profile=PROFILE, cache=tmp_path, stream=7))
+    told = PROVIDERS[TENSORRT].options(Wish(1, profile=PROFILE, cache=tmp_path, stream=7))
     assert {told[f"trt_{kind}_enable"] for kind in ("fp16", "bf16", "int8")} == {
         "0"
     }  # the file says what it computes in
     assert [told[f"trt_profile_{kind}_shapes"] for kind in ("min", "opt", "max")] == list(PROFILE)
     assert (told["device_id"], told["user_compute_stream"], told["trt_engine_cache_path"]) == ("1", "7", str(tmp_path))
-    rtx = PROVIDERS[RTX].told(Wish(profile=PROFILE, cache=tmp_path))
+    rtx = PROVIDERS[RTX].options(Wish(profile=PROFILE, cache=tmp_path))
     assert (rtx["nv_profile_opt_shapes"], rtx["nv_runtime_cache_path"]) == (PROFILE[1], str(tmp_path))
-    bare = PROVIDERS[TENSORRT].told(Wish())
+    bare = PROVIDERS[TENSORRT].options(Wish())
     assert not [key for key in bare if "profile" in key or "cache" in key]
 
 
@@ -101,7 +101,7 @@ def test_tensorrt_is_told_the_range_of_batches_and_no_precision(tmp_path: Path) 
 def test_the_library_knows_every_option_that_it_is_told() -> None:
     folder = Path(ort.__file__).parent / "capi"
     (library,) = (path for path in folder.iterdir() if "providers_tensorrt" in path.name)
-    told = PROVIDERS[TENSORRT].told(Wish(profile=PROFILE, cache=folder))
+    told = PROVIDERS[TENSORRT].options(Wish(profile=PROFILE, cache=folder))
     known = library.read_bytes()
     assert [key for key in told if key.startswith("trt_") and key.encode() not in known] == []
 
