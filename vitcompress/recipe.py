@@ -23,13 +23,13 @@ from vitcompress import recipes
 from vitcompress.assignments import assign
 from vitcompress.data import DataOptions
 from vitcompress.errors import InputError, RecipeError, did_you_mean
-from vitcompress.export_options import ExportOptions
+from vitcompress.export_options import ExportOptions, Positive
 from vitcompress.methods import METHODS
 from vitcompress.problems import problems_of
 from vitcompress.train_options import TrainOptions
 
 Table = TypeVar("Table", bound=BaseModel)
-Positive = Annotated[int, Ge(1)]
+
 # Strict: "30" is not 30. Unknown keys are mistakes, also in the nested options (pydantic hands this on to dataclasses).
 STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -75,13 +75,24 @@ class ExportTable(ExportOptions):
 
 
 @dataclass(frozen=True)
-class BenchTable:
-    """How dense and compressed are measured. batch, warmup, runs: None takes the protocol's own."""
+class ProtocolTable:
+    """How artifacts are measured. batch, warmup, runs: None takes the protocol's own."""
 
     protocol: Literal["paper", "robust"] = "robust"
     batch: Positive | None = None
     warmup: Annotated[int, Ge(0)] | None = None
     runs: Positive | None = None
+
+    @property
+    def changes(self) -> dict[str, int | None]:
+        """What of the protocol is set otherwise."""
+        return {"batch": self.batch, "warmup": self.warmup, "runs": self.runs}
+
+
+@dataclass(frozen=True)
+class BenchTable(ProtocolTable):
+    """How dense and compressed are measured."""
+
     runtimes: tuple[Literal["onnxruntime", "torch"], ...] = ("onnxruntime", "torch")
 
 

@@ -26,7 +26,15 @@ from vitcompress.loaders import EvalLoader
 from vitcompress.methods import METHODS
 from vitcompress.methods.latencies import elsewhere
 from vitcompress.pipeline.choices import chosen_by, chosen_on
-from vitcompress.pipeline.exports import class_names, drop_failed, exported, islands_told, plan_of, runnable
+from vitcompress.pipeline.exports import (
+    all_exported,
+    class_names,
+    drop_failed,
+    exported,
+    island_remarks,
+    plan_of,
+    runnable,
+)
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import measured_on
 from vitcompress.plan import Plan
@@ -183,7 +191,7 @@ def report(job: Job) -> None:
             "recovery": _read(job.state / "recovery.json"),
             "bench": measured,
             "artifacts": [_artifact(path, accuracy or {}, measured or []) for path in exported(job, "model")],
-            "files": {path.name: _size(path) for stem in ("dense", "model") for path in exported(job, stem)},
+            "files": {path.name: _size(path) for path in all_exported(job)},
             "verify": read_json(job.folder / LEDGER),
             "folding": _read(job.state / FOLDING),
             "searched": None if job.structure_only else chosen_on(job.recipe),
@@ -261,7 +269,7 @@ def _remarks(job: Job) -> Iterator[str]:
             "The dense weights of distilled DeiT were themselves trained with a RegNetY teacher, so no result that "
             "starts from them was reached without an extra model."
         )
-    yield from islands_told(job)
+    yield from island_remarks(job)
     yield from job.onnx_elsewhere()
     if job.runtime.device.type == "cpu":
         yield "Measured on a CPU: ratios to other hardware do not carry over."

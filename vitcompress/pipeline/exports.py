@@ -108,7 +108,7 @@ def drop_failed(job: Job) -> None:
     """Move away each file that did not pass the gate, and remember why it is not there."""
     refused = gate.refused(job.folder)
     checks = read_json(job.folder / LEDGER)["checks"]
-    for path in (path for stem in ("dense", "model") for path in exported(job, stem)):
+    for path in all_exported(job):
         if wrong := [c for c in checks if c["verdict"] == "failed" and gate.is_about(path, c["name"])]:
             refused[path.name] = f"{wrong[0]['name']}: {wrong[0]['detail']}"
             gate.refuse(job.folder, refused)
@@ -119,6 +119,11 @@ def exported(job: Job, stem: str) -> list[Path]:
     """The files of one model that the recipe asks for and that are there."""
     paths = (job.folder / f"{stem}{EXPORTERS[name].suffix}" for name in job.recipe.export.formats)
     return [path for path in paths if path.is_file()]
+
+
+def all_exported(job: Job) -> list[Path]:
+    """`exported` of the dense model, then of the compressed one."""
+    return [*exported(job, "dense"), *exported(job, "model")]
 
 
 def runnable(job: Job, stem: str) -> dict[str, tuple[Path, str | None]]:
@@ -141,9 +146,9 @@ def _opens(path: Path, device: str | None, job: Job) -> bool:
     return True
 
 
-def islands_told(job: Job) -> Iterator[str]:
+def island_remarks(job: Job) -> Iterator[str]:
     """Which parts of the exported files stay in fp32, and who said so."""
-    for path in (path for stem in ("dense", "model") for path in exported(job, stem)):
+    for path in all_exported(job):
         found: dict[str, Any] = (read_sidecar(path) or {}).get("islands_search") or {}
         if found:
             proxy = ", which is a proxy for the GPU" if found["proxy"] else ""

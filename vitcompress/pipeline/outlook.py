@@ -132,7 +132,7 @@ def _stages(job: Job) -> Iterator[dict[str, Any]]:
     if not job.structure_only:
         yield _row("judge on the test images", 1, None, None if job.data is None else len(job.data.test))
     table = job.recipe.bench
-    protocol = timing.protocol(table.protocol, batch=table.batch, warmup=table.warmup, runs=table.runs)
+    protocol = timing.protocol(table.protocol, **table.changes)
     yield _row(f"measure ({protocol.name}, batch {protocol.batch})", 1, None, None)
 
 

@@ -100,7 +100,7 @@ def _chooses_by_accuracy(options: Any) -> bool:
 def check_bench(job: Job) -> None:
     """Raise InputError for what is no protocol; say where ONNX Runtime cannot measure on the run's device."""
     table = job.recipe.bench
-    timing.protocol(table.protocol, batch=table.batch, warmup=table.warmup, runs=table.runs)
+    timing.protocol(table.protocol, **table.changes)
     for line in job.onnx_elsewhere():
         job.progress.note(line)
 

@@ -11,31 +11,24 @@ epochs                     of every row, all trainings together whose weights en
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated
 
-from annotated_types import Ge
 from pydantic import BaseModel, JsonValue, StringConstraints
 
 from vitcompress import recipes
 from vitcompress.assignments import assign
 from vitcompress.errors import InputError, RecipeError, did_you_mean
+from vitcompress.export_options import Positive
 from vitcompress.methods import METHODS
-from vitcompress.recipe import STRICT, Recipe, parsed, read_text, recipe_of, validated
+from vitcompress.recipe import STRICT, ProtocolTable, Recipe, parsed, read_text, recipe_of, validated
 
-Positive = Annotated[int, Ge(1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
 @dataclass(frozen=True)
-class SpeedTable:
-    """How all models are measured, in turns, in ONNX Runtime on the CPU. batch, warmup, runs: None takes the protocol's
-    own.
-    """
+class SpeedTable(ProtocolTable):
+    """How all models are measured, in turns, in ONNX Runtime on the CPU."""
 
-    protocol: Literal["paper", "robust"] = "robust"
-    batch: Positive | None = None
-    warmup: Annotated[int, Ge(0)] | None = None
-    runs: Positive | None = None
     threads: Positive = 1
 
 

@@ -19,7 +19,7 @@ def outlook(study: Study, runs: Sequence[Run], progress: Progress) -> dict[str, 
         InputError: a row that cannot work, or a protocol that measures nothing.
     """
     table = study.speed
-    timing.protocol(table.protocol, batch=table.batch, warmup=table.warmup, runs=table.runs)
+    timing.protocol(table.protocol, **table.changes)
     rows, missing = [], dict[str, None]()
     first = _first_of_each_row(runs)
     for number, run in enumerate(first):
