@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress.bench.figures import COLOURS, MARKS, new_figure, save
-from vitcompress.bench.structure import LAYERS, WIDTHS, Layer, Structure, Width, structure_of
+from vitcompress.bench.structure import LAYERS, WIDTHS, Structure, Width, structure_of
 from vitcompress.checkpoint import PLAN, read_plan
 from vitcompress.errors import ArtifactError
 from vitcompress.methods import METHODS
@@ -185,14 +185,20 @@ def draw_chart(axes: Any, chart: Chart) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(chart.title, fontsize="medium")
     if chart.by_depth:
-        from matplotlib.cm import ScalarMappable
-        from matplotlib.colors import ListedColormap
-
-        shades = ListedColormap([colormaps["viridis"](0.9 * n / 255) for n in range(256)])
-        bar = axes.figure.colorbar(ScalarMappable(cmap=shades), ax=axes, ticks=[0, 1], pad=0.02, aspect=30)
-        bar.ax.set_yticklabels(["first block", "last"], fontsize="small")
+        _add_depth_bar(axes)
     elif axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize="small")
+
+
+def _add_depth_bar(axes: Any) -> None:
+    """The colours of the first block to the last, in place of a legend."""
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap
+
+    shades = ListedColormap([colormaps["viridis"](0.9 * n / 255) for n in range(256)])
+    bar = axes.figure.colorbar(ScalarMappable(cmap=shades), ax=axes, ticks=[0, 1], pad=0.02, aspect=30)
+    bar.ax.set_yticklabels(["first block", "last"], fontsize="small")
 
 
 def _draw_line(axes: Any, line: Line, colour: Any, shape: str, label: str | None) -> bool:
@@ -218,6 +224,3 @@ def _mark_end(axes: Any, line: Line, colour: Any, shape: str) -> None:
     about = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "va": "bottom", "zorder": 5}
     around = [withStroke(linewidth=2.5, foreground="white")]
     axes.annotate(line.mark, end, fontsize="small", weight="bold", path_effects=around, **about)
-
-
-__all__ = ["Layer", "draw", "draw_chart", "draw_layers", "draw_widths", "structure_figure"]

@@ -184,6 +184,3 @@ def _without_collapsed(
             words = f"{row['curve']}:\n{', '.join(f'{value:.0f}' for value in sorted(of))} %"
             beside = {"xytext": (-4, 3), "textcoords": "offset points", "ha": "right", "fontsize": 8}
             axes.annotate(words, (row[key], min(shown) - room), **beside)
-
-
-__all__ = ["accuracy_figure", "draw", "grid_figure", "grouped"]

@@ -136,25 +136,14 @@ class Learner:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors by name and JSON data that `restore` continues from."""
-        optimizer = self.optimizer.state_dict()
         tensors = {f"module.{name}": value for name, value in self.job.module.state_dict().items()}
-        numbers: dict[str, Any] = {}
-        for index, slots in optimizer["state"].items():
-            for slot, value in slots.items():
-                (tensors if isinstance(value, Tensor) else numbers)[f"optimizer.{index}.{slot}"] = value
+        of_optimizer, optimizer = self._optimizer_state()
+        tensors |= of_optimizer
         if self.ema:
             tensors |= {f"ema.{name}": value for name, value in self.ema.module.state_dict().items()}
         tensors |= {f"best.{name}": value for name, value in self.best.items()}
-        groups: list[dict[str, Any]] = [{} for _ in optimizer["param_groups"]]
-        for index, group in enumerate(optimizer["param_groups"]):  # some optimisers count their steps here
-            for name, value in group.items():
-                if isinstance(value, Tensor):
-                    tensors[f"group.{index}.{name}"] = value
-                elif name != "params":
-                    groups[index][name] = value
         data = {
-            "numbers": numbers,
-            "groups": groups,
+            **optimizer,
             "scaler": self.scaler.state_dict(),
             "history": self.history,
             "best_of": self.best_of,
@@ -164,6 +153,18 @@ class Learner:
         if self.job.hooks:
             data["hooks"] = self.job.hooks.state()
         return tensors, data
+
+    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors of the optimiser by name; `numbers` and `groups`, what it keeps of parameters and of their groups."""
+        saved = self.optimizer.state_dict()
+        slots = {f"optimizer.{i}.{slot}": v for i, of in saved["state"].items() for slot, v in of.items()}
+        tensors, numbers = _parted(slots)
+        groups = []
+        for index, group in enumerate(saved["param_groups"]):  # some optimisers count their steps here
+            of_group, rest = _parted({name: value for name, value in group.items() if name != "params"})
+            tensors |= {f"group.{index}.{name}": value for name, value in of_group.items()}
+            groups.append(rest)
+        return tensors, {"numbers": numbers, "groups": groups}
 
     def restore(self, state: State) -> None:
         """Continue from `state`."""
@@ -271,6 +272,12 @@ class Learner:
 def part_of(named: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """The entries of `named` below `prefix`, without it."""
     return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+
+
+def _parted(named: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors, and everything else."""
+    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in named.items() if name not in tensors}
 
 
 def _tuples(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

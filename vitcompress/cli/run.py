@@ -1,7 +1,7 @@
 """Recipes: run one, list them, print one."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -9,6 +9,9 @@ from vitcompress import console
 from vitcompress import recipes as shipped
 from vitcompress.cli.frame import answer, common, fell_short, working
 from vitcompress.cli.options import completed, words
+
+if TYPE_CHECKING:
+    from vitcompress.pipeline import RunResult
 
 
 @click.command()
@@ -55,7 +58,6 @@ def recipe(
         shipped.text(source)  # a name that there is not is told at once, without torch
     with working(debug) as progress:
         from vitcompress import pipeline
-        from vitcompress.bench import report as reports
         from vitcompress.exporters import EXPORTERS
         from vitcompress.recipe import load_recipe
 
@@ -67,6 +69,13 @@ def recipe(
             result = pipeline.run(loaded, wishes, progress)
     if dry_run:
         return answer(outlook, as_json, console.print_outlook)
+    return _concluded(result, require_verified, as_json)
+
+
+def _concluded(result: "RunResult", require_verified: bool, as_json: bool) -> int:
+    """Show what a run came to; its exit code."""
+    from vitcompress.bench import report as reports
+
     found = {"folder": str(result.folder), "passed": result.passed, **result.report}
     answer(found, as_json, lambda _: console.print_result(reports.summary_table(result.report), result.folder))
     if not result.passed:
