@@ -117,29 +117,38 @@ def check_target(goal: Target, model: nn.Module, family: Family, current_depths:
     current_depths: blocks per stage, hybrids counted once.
     """
     blocks = family.blocks(model)
+    places = {space: place(space, blocks) for space in family.spaces(model)}
     problems = list(_frame_problems(goal, frame(family, model)))
     if set(goal.depths) != set(current_depths):
         problems.append(f"it has blocks in {', '.join(goal.depths)}, the model in {', '.join(current_depths)}")
-    grows = [
-        f"{goal.depths.get(stage, 0)} blocks in {stage}, the model {count}"
-        for stage, count in current_depths.items()
-        if goal.depths.get(stage, 0) > count
-    ]
-    smaller = any(goal.depths.get(stage, 0) < count for stage, count in current_depths.items())
-    if not problems:
-        for space in family.spaces(model):
-            key = place(space, blocks)
-            wanted = goal.widths.get(key, 0)
-            if wanted > space.size:
-                grows.append(f"{wanted} {KINDS[space.kind]} channels in {key[0]}, the model {space.size}")
-            if goal.heads.get(key, space.heads) > space.heads:
-                grows.append(f"{goal.heads[key]} heads in {key[0]}, the model {space.heads}")
-            smaller |= 0 < wanted < space.size
+    grows = [*_deeper(goal, current_depths), *(() if problems else _wider(goal, places))]
     problems += [f"it has {text}" for text in dict.fromkeys(grows)]
-    if not problems and not smaller:
+    if not problems and not _is_smaller(goal, places, current_depths):
         problems.append("it is as large as the model")
     if problems:
         raise PlanError(
             f"the target {goal.arch} is not a smaller version of the model: {'; '.join(problems)}",
             hint="name a smaller model of the same kind, or give smaller sizes in target_args",
         )
+
+
+def _deeper(goal: Target, current_depths: Mapping[str, int]) -> Iterator[str]:
+    """Where the target has more blocks."""
+    for stage, count in current_depths.items():
+        if goal.depths.get(stage, 0) > count:
+            yield f"{goal.depths[stage]} blocks in {stage}, the model {count}"
+
+
+def _wider(goal: Target, places: Mapping[Space, tuple[str, str]]) -> Iterator[str]:
+    """Where the target has more channels or heads."""
+    for space, key in places.items():
+        if goal.widths.get(key, 0) > space.size:
+            yield f"{goal.widths[key]} {KINDS[space.kind]} channels in {key[0]}, the model {space.size}"
+        if goal.heads.get(key, space.heads) > space.heads:
+            yield f"{goal.heads[key]} heads in {key[0]}, the model {space.heads}"
+
+
+def _is_smaller(goal: Target, places: Mapping[Space, tuple[str, str]], current_depths: Mapping[str, int]) -> bool:
+    """Whether the target has fewer blocks or channels anywhere."""
+    fewer_blocks = any(goal.depths.get(stage, 0) < count for stage, count in current_depths.items())
+    return fewer_blocks or any(0 < goal.widths.get(key, 0) < space.size for space, key in places.items())
