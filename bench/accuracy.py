@@ -103,13 +103,13 @@ def _data_of(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptions:
 
 
 def _check_there(artifacts: Sequence[str]) -> None:
-    """What is missing is said before what the data lacks."""
+    """Raise for artifacts that do not exist, before anything is said of the data."""
     for artifact in artifacts:
         if not artifact.startswith(TIMM) and not Path(artifact).exists():
             open_runner(artifact)
 
 
-def _judge(asked: "Asked", images: Images, options: EvaluateOptions) -> tuple[dict[str, Any], np.ndarray]:
+def _judge(asked: "PaddedRunner", images: Images, options: EvaluateOptions) -> tuple[dict[str, Any], np.ndarray]:
     """One row, and which images were right."""
     runtime = Runtime(torch.device("cpu"), workers=options.workers)
     found, mask = judged(asked, EvalLoader(images, asked.input, asked.batch, runtime), runtime)
@@ -117,7 +117,7 @@ def _judge(asked: "Asked", images: Images, options: EvaluateOptions) -> tuple[di
     return {"artifact": asked.runner.name, **found.to_dict(), **about}, mask
 
 
-class Asked:
+class PaddedRunner:
     """A runner that is asked at any batch: what it takes of `batch` images at a time, filled up with the last one.
 
     Files with a fixed batch, and engines whose smallest is not 1, could not be given the end of a data set otherwise.
@@ -136,11 +136,11 @@ class Asked:
         return self.runner(to_bytes(filled.cpu(), self.input) if self._plain_bytes else filled)[: len(images)]
 
 
-def _opened(artifact: str, classes: Sequence[str], options: EvaluateOptions, stack: ExitStack) -> Asked:
+def _opened(artifact: str, classes: Sequence[str], options: EvaluateOptions, stack: ExitStack) -> PaddedRunner:
     """An artifact that knows the classes of the data; `stack` closes it."""
     runner = open_runner(artifact, options.runner)
     stack.callback(runner.close)
-    asked = Asked(runner, options.batch, options.preparation)
+    asked = PaddedRunner(runner, options.batch, options.preparation)
     told = asked(torch.zeros(1, *runner.input_size)).shape[1]
     if told != len(classes):
         raise ArtifactError(

@@ -1,4 +1,4 @@
-"""Under which conditions something was measured, and what a reader should know before believing it."""
+"""The conditions of a measurement, and what a reader should know before believing it."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -157,7 +157,7 @@ def warnings(samples: Sequence[timing.Samples], rows: Sequence[Mapping[str, Any]
 
 
 def unlike(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """In what artifacts that are compared differ, other than in what was done to make them faster."""
+    """In what compared artifacts differ beside what was done to make them faster."""
     on_cpu = [row for row in rows if str(row["device"]).startswith("cpu")]
     about = (("image sizes", "input_size", rows), ("numbers of classes", "classes", rows), ("devices", "device", rows))
     for words, key, those in (*about, ("numbers of threads", "threads", on_cpu)):
@@ -175,7 +175,7 @@ def _shown(value: Any) -> str:
 
 
 def crowded(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Who uses more threads than there are cores for them."""
+    """Which rows use more threads than there are cores for them."""
     quota = machine.quota_cores()
     cores = min(machine.usable_cores(), quota or math.inf)
     for row in rows:

@@ -1,4 +1,4 @@
-"""What is said of the files that are deployed: how right, how fast and how large they are, and whence their weights."""
+"""Tables and sentences about exported files: accuracy, speed, size, and where their weights come from."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Figures for whoever draws one: matplotlib is optional, and nothing is left half-written."""
+"""Matplotlib figures: made where matplotlib is installed, and never left half-written."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a measurement was taken on, read and never changed."""
+"""The machine that a measurement is taken on: hardware, versions and load. Read, never changed."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What may be measured, and on what: artifacts by name, timm's own ONNX export, torch models in several settings."""
+"""Open what is to be measured: artifacts by name, timm's own ONNX export, torch models in several settings."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""Most memory that an artifact takes on the CPU, told by a process that opens and runs nothing else.
+"""Peak memory of an artifact on the CPU, measured in a process that opens and runs nothing else.
 
 `python -m vitcompress.bench.peak` is that process: it reads a job as JSON from standard input, opens the artifact, runs
 it twice and writes what it held as JSON.

@@ -1,4 +1,4 @@
-"""Figures that others published, in words and units; what can be counted without their hardware stands beside them."""
+"""Published figures in words and units, with our own counts beside those that need no hardware."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Speeds that were measured before, found again by the hash of what was measured."""
+"""Recorded speeds, found again by the hash of the file that was measured."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path

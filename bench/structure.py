@@ -1,4 +1,4 @@
-"""Which layers and channels of each block a plan leaves, told of the dense model's blocks, for pictures and tables."""
+"""Which layers and channels a plan leaves in each block of the dense model, for pictures and tables."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a processor does while something is measured on it: clocks, power, heat, who else uses it. Read, never set."""
+"""Clocks, power, temperature and other users of a processor during a measurement. Read, never set."""
 
 import os
 import threading

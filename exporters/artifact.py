@@ -1,4 +1,4 @@
-"""What is known about an exported file, and what writes one: the record that its sidecar carries, and an exporter."""
+"""The record of an exported file, as its sidecar holds it, and the interface of an exporter."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field

@@ -1,4 +1,4 @@
-"""Bound calls: one forward pass each, which hold what they need as long as their runner is open, and no longer."""
+"""Bound calls: one forward pass each, which hold what they need for as long as their runner is open."""
 
 from collections.abc import Callable
 from typing import TypeVar

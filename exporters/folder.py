@@ -65,8 +65,9 @@ def export_folder(
 
 
 def _check_out(exporter: Exporter, folder: Path, out: Path | None) -> None:
-    """By its last suffix a file is told what runs it: both flavours of engines end alike. By its first letters, of what
-    model it is.
+    """Raise InputError for a name by which the file would be taken for one of the dense model, or of another format.
+
+    The last suffix says what runs a file: both flavours of engines end alike.
     """
     if out is not None and out.name.startswith(DENSE) and out.parent.resolve() == folder.resolve():
         raise InputError(
@@ -91,7 +92,7 @@ class Settled:
 
     @property
     def reason(self) -> str:
-        """What of the checks that led to the verdict is to be told first."""
+        """The first of the checks that led to the verdict, in words."""
         return next((f"{c.name}: {c.detail}" for c in self.checks if c.verdict == self.verdict), "")
 
     @property
@@ -126,7 +127,7 @@ def settle(folder: Path, exported: Exported, progress: Progress | None = None) -
 
 
 def _brought(folder: Path, exported: Exported) -> str:
-    """The command that asks a file on the target which was written elsewhere: what lies in a run folder is verified."""
+    """The command that verifies on the target a file that lies elsewhere: it is copied into the run folder first."""
     path, source = exported.path, source_path(exported.path)
     files = [*map(path.with_name, exported.files), sidecar_path(path)]
     files += [source, sidecar_path(source)] if source.is_file() else []

@@ -1,4 +1,4 @@
-"""The native libraries behind the execution providers of ONNX Runtime: loaded by name, and what goes wrong said."""
+"""The native libraries behind ONNX Runtime's execution providers: loading them, and saying what is missing."""
 
 import contextlib
 import importlib

@@ -1,4 +1,4 @@
-"""Tokens that nobody reads are not computed.
+"""Leave out the computation of tokens that nobody reads.
 
 A classifier that reads the class token needs one row of all that follows the last attention's keys and values: of its
 scores and its output, of the FFN after it, and of every block behind that has lost its attention. No runtime sees this

@@ -1,4 +1,4 @@
-"""OpenVINO IR: `model.xml` with its weights in `model.bin`, converted from the ONNX file that is exported otherwise.
+"""OpenVINO IR: `model.xml` with its weights in `model.bin`, converted from our ONNX file.
 
 Weights stay uncompressed, so that the file is the model to the last bit. The precision is a hint for whoever runs the
 file, which changes the arithmetic and not the weights: fp32, or bf16 and fp16 where the processor has them.

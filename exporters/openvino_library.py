@@ -1,4 +1,4 @@
-"""OpenVINO itself: loaded without what it tells its maker, and one core of it for the whole process."""
+"""OpenVINO itself: loaded without its telemetry, with one core for the whole process."""
 
 import contextlib
 import sys

@@ -1,4 +1,4 @@
-"""What every runtime offers: how an artifact is to be run, and a model that can be asked, described and timed."""
+"""The interface of every runtime: options, and a runner that can be called, described and timed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

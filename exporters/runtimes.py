@@ -1,4 +1,4 @@
-"""Models that answer, whatever they lie in: an ONNX file, a run folder, a timm name, a module in memory.
+"""Open any artifact as a runner: an ONNX file, an OpenVINO model, an engine, a run folder, a timm name.
 
 A runner never changes device, provider or precision by itself: what cannot run as asked is an error.
 To add a runtime: a file beside this one with a `Runner`, and a line in `RUNNERS`.

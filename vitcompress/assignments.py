@@ -1,5 +1,5 @@
-"""`--set table.key=value`: one value of a recipe changed from the command line, in TOML's own syntax; and all values by
-such names.
+"""`--set table.key=value`: change one value of a recipe from the command line, in TOML syntax; and say in which of such
+values two recipes differ.
 """
 
 import re

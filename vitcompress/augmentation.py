@@ -1,4 +1,4 @@
-"""What is done to an image before a model sees it: timm's transforms and its mixing, set by one table."""
+"""Image transforms and mixing of batches: timm's, set by one table."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which packages are installed here."""
+"""Versions of installed packages."""
 
 from collections.abc import Iterable
 from contextlib import suppress

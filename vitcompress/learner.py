@@ -1,4 +1,4 @@
-"""What learns during one training, and how its whole state becomes tensors and plain data and back."""
+"""The state of one training: what learns, and how all of it is saved to tensors and plain data and restored."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What sizes a plan leaves, by arithmetic on those of the dense model.
+"""The tensor sizes that a plan leaves, by arithmetic on those of the dense model.
 
 Nothing is edited here: this is the account that surgery, which edits, is held against.
 """

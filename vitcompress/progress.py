@@ -1,4 +1,4 @@
-"""How long work tells what it is doing. The core calls this class; only `console` knows how it looks."""
+"""The interface through which long work reports its progress; only `console` knows how that looks."""
 
 
 class Progress:

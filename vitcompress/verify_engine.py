@@ -1,4 +1,4 @@
-"""What can be told of an engine without running it: its bytes, its plan, and the ONNX file that it was built from.
+"""What can be checked of an engine without running it: its bytes, its plan, and the ONNX file that it was built from.
 
 An engine's format is not documented, but engines keep most matrices as they are: of a pair that was folded the product
 must be found among its bytes, and neither of the two.

@@ -1,4 +1,4 @@
-"""What a method is given to work with."""
+"""What a pruning step works with: its context, and the weights that it leaves for the next one."""
 
 import json
 from collections.abc import Callable, Mapping

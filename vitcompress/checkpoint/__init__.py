@@ -1,4 +1,4 @@
-"""What lies on disk: written beside its target and moved into place, plain data only (safetensors and JSON)."""
+"""Reading and writing: files are written beside their target and moved into place; safetensors and JSON only."""
 
 from vitcompress.checkpoint.files import (
     alone_in,

@@ -1,4 +1,4 @@
-"""Files: written beside their target and moved into place, read with a sentence where they cannot be."""
+"""Files: written beside their target and moved into place; one clear message where one cannot be written or read."""
 
 import contextlib
 import errno

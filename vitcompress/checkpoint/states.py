@@ -1,4 +1,4 @@
-"""What a part of the work had reached, kept so that a killed run continues there."""
+"""Resume states: how far a part of the work has come, kept so that a killed run continues there."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Finished models: verify, export, measure and judge them."""
+"""`vitcompress verify`, `export`, `bench` and `evaluate`: commands on finished models."""
 
 from pathlib import Path
 from typing import Any

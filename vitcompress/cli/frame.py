@@ -1,4 +1,4 @@
-"""What all commands share: options, how they work and answer, and how an error becomes a panel and an exit code."""
+"""What all commands share: common options, progress, output, and errors as a panel and an exit code."""
 
 import contextlib
 import functools
@@ -60,7 +60,7 @@ class Commands(click.Group):
 
 
 def _open_streams() -> None:
-    """A stream that was closed by who started us is not wanted."""
+    """Give a process that was started without a standard stream a place to write to."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open as long as the process lives
@@ -93,7 +93,7 @@ def _exit_code(call: Callable[[], Any], arguments: Sequence[str]) -> int:
 
 
 def _surprise(error: Exception) -> VitcompressError:
-    """What could happen anywhere: too little memory, a system that refuses; else a mistake of ours."""
+    """An unexpected error in words: too little memory, a refusal by the operating system, else a mistake of ours."""
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
         return VitcompressError(
             f"there is not enough memory: {first_line(error)}",

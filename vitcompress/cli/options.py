@@ -1,4 +1,4 @@
-"""What is typed after an option, as the value that the work wants; how it is completed; the options of an export."""
+"""Parsing of option values, shell completion, and the groups of options that several commands share."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence

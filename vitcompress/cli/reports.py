@@ -1,4 +1,4 @@
-"""What was found: reports of runs, and what this machine can do."""
+"""`vitcompress report` and `vitcompress doctor`."""
 
 from collections.abc import Callable
 from pathlib import Path

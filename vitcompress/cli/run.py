@@ -1,4 +1,4 @@
-"""Recipes: run one, list them, print one."""
+"""`vitcompress recipe` runs a recipe, `vitcompress recipes` lists and prints them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""What a person sees while work goes on."""
+"""Progress of a command in the terminal."""
 
 import time
 from types import TracebackType

@@ -1,4 +1,4 @@
-"""What each command has found, drawn."""
+"""What each command prints."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

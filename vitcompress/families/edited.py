@@ -1,4 +1,4 @@
-"""The one block that stands wherever a block's wiring was changed, in every family."""
+"""The one block that replaces every block whose wiring was changed, in all families."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a method measured on its way, as curves: plain data that whoever draws needs no knowledge of the method for."""
+"""Curves of what a method measured, as plain data: whoever draws them need not know the method."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

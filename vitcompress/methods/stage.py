@@ -1,4 +1,4 @@
-"""The work that lies ahead of a method, as a dry run tells it."""
+"""One part of the work that a method has ahead of it, for a dry run."""
 
 from dataclasses import dataclass
 

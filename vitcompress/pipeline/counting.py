@@ -1,4 +1,4 @@
-"""Published sizes of the recipes beside what the code counts, on shapes alone: no weights, no data, no training."""
+"""Published sizes of the recipes against counted ones, on shapes alone: no weights, no data, no training."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""From the recovered model to what is shipped and said of it: fold, export, verify, judge, measure, report.
+"""From the recovered model to the report: fold, verify, judge, measure, report.
 
 Each stage leaves its result in the run folder and does nothing when that result stands.
 """
@@ -159,7 +159,7 @@ def bench(job: Job) -> None:
 
 
 def _pairs(job: Job) -> Iterator[tuple[Path, Path, str | None]]:
-    """What is measured against each other, dense first, and the device to do it on; None is what the file is for."""
+    """Pairs of artifacts to measure against each other, dense first, and the device; None is that of the file."""
     dense, runtimes = runnable(job, "dense"), job.recipe.bench.runtimes
     for name, (after, device) in runnable(job, "model").items():
         if name in dense and (name != "onnx" or "onnxruntime" in runtimes):
@@ -252,7 +252,7 @@ def _tables(job: Job, number: int) -> list[dict[str, Any]]:
 
 
 def _remarks(job: Job) -> Iterator[str]:
-    """What a reader could otherwise misunderstand."""
+    """What a reader must know to understand the report's figures."""
     for number, step in enumerate(job.recipe.steps):
         yield from METHODS[step.method].remarks(job.step_folder(number))
         if METHODS[step.method].timed(step.options) is not None:

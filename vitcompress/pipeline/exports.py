@@ -1,4 +1,4 @@
-"""The files of a run: both models in every format that the recipe asks for, and what of them falls short."""
+"""Export both models in every format that the recipe asks for, and set aside the files that fail a check."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +28,7 @@ LOOKED_AT = 64  # images on which ranges are scanned and islands chosen
 def export(job: Job) -> None:
     """Both models in every format that the recipe asks for: a fair comparison needs the same exporter.
 
-    A file that half precision does not allow is told and left out; the rest of the run does without it.
+    A file that half precision cannot hold is reported and left out; the rest of the run does without it.
     """
     refused = gate.refused(job.folder)
     for name in job.recipe.export.formats:
@@ -50,7 +50,7 @@ def export(job: Job) -> None:
 
 
 def _stands(path: Path, job: Job, exporter: Exporter) -> bool:
-    """Whether the file is there with all that is to be said of it."""
+    """Whether the file is there with a complete sidecar."""
     known, searched = read_sidecar(path), AUTO in _options(job, exporter).islands
     return path.is_file() and known is not None and (not searched or bool(known.get("islands_search")))
 
@@ -83,7 +83,7 @@ def _export(job: Job, exporter: Exporter, path: Path, model: nn.Module, plan: Pl
 
 
 def _looked_at(job: Job, model: nn.Module) -> tuple[Tensor, bool]:
-    """Images on which something may be chosen, as test images may not be, and True; noise and False without any."""
+    """Images on which choices may be made (held-out, else training images), and True; noise and False without data."""
     if job.data is None:
         return noise(model), False
     source = job.data.heldout or job.data.train
@@ -116,7 +116,7 @@ def drop_failed(job: Job) -> None:
 
 
 def exported(job: Job, stem: str) -> list[Path]:
-    """The files of one model that the recipe asks for and that are there."""
+    """The exported files of one model, in the order of the recipe's formats, as far as they are there."""
     paths = (job.folder / f"{stem}{EXPORTERS[name].suffix}" for name in job.recipe.export.formats)
     return [path for path in paths if path.is_file()]
 
@@ -127,7 +127,7 @@ def all_exported(job: Job) -> list[Path]:
 
 
 def runnable(job: Job, stem: str) -> dict[str, tuple[Path, str | None]]:
-    """Those of them that can be run on this machine, by format, each with the device to run it on."""
+    """The exported files of one model that this machine can run, by format, each with the device to run it on."""
     found = {}
     for name in job.recipe.export.formats:
         path, device = job.folder / f"{stem}{EXPORTERS[name].suffix}", job.onnx_device if name == "onnx" else None
@@ -147,7 +147,7 @@ def _opens(path: Path, device: str | None, job: Job) -> bool:
 
 
 def island_remarks(job: Job) -> Iterator[str]:
-    """Which parts of the exported files stay in fp32, and who said so."""
+    """Which parts of the exported files stay in fp32, and what judged that they must."""
     for path in all_exported(job):
         found: dict[str, Any] = (read_sidecar(path) or {}).get("islands_search") or {}
         if found:

@@ -150,7 +150,7 @@ def difference(there: str, here: str) -> str:
 
 def check_writable(folder: Path) -> None:
     """Raise OutputError when `folder` cannot be made or written; nothing is left by looking."""
-    parent = nearest(folder)
+    parent = nearest_existing(folder)
     if not parent.is_dir():
         raise OutputError(f"{parent} is a file, so {folder} cannot be made", hint=ELSEWHERE)
     try:
@@ -165,7 +165,7 @@ def check_disk(folder: Path, params: int, *, trains: bool, keeping: int) -> None
 
     keeping: how many steps leave a model behind.
     """
-    parent = nearest(folder)
+    parent = nearest_existing(folder)
     per_parameter = BYTES_PER_PARAMETER + BYTES_OF_TRAINING * trains + BYTES_PER_STEP * keeping
     need, free = params * per_parameter, shutil.disk_usage(parent).free
     if free < need:
@@ -175,7 +175,7 @@ def check_disk(folder: Path, params: int, *, trains: bool, keeping: int) -> None
         )
 
 
-def nearest(folder: Path) -> Path:
+def nearest_existing(folder: Path) -> Path:
     """`folder`, or the closest of its parents that there is."""
     return next(path for path in (folder, *folder.parents) if path.exists())
 

@@ -1,4 +1,4 @@
-"""What a user asks of one run beside its recipe, and the recipe with that in it."""
+"""What the command line asks of one run, and the recipe with that applied."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

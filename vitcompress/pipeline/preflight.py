@@ -23,7 +23,7 @@ from vitcompress.train import check_options
 
 
 def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Progress) -> Job:
-    """Check a run, `effective` already.
+    """Try everything that can fail before the first training step; `recipe` is `effective` already.
 
     Raises:
         InputError: a subclass that says what is wrong; nothing was written.

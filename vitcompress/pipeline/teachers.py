@@ -1,4 +1,4 @@
-"""Who teaches while a pruned model recovers, and whether that can work, found out before anything is trained."""
+"""The teacher of the recovery's distillation, and whether it can teach, checked before anything is trained."""
 
 from copy import deepcopy
 from pathlib import Path

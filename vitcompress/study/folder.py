@@ -1,4 +1,4 @@
-"""The folder of a study: whose it is, and one process at a time in it."""
+"""The folder of a study: checked to be this study's, and used by one process at a time."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What an exploration came to: its record, and the tables and curves made of it for the report."""
+"""The record of an exploration, and its tables and curves for the report."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a user chooses of SERo, and the schedule that follows from it."""
+"""SERo's options, and the schedule of sparsity that follows from them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

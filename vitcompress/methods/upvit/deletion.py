@@ -1,4 +1,4 @@
-"""Delete channels for the length of a forward pass, other ones for each group of images.
+"""Delete channels for the duration of a forward pass, different ones for each group of images.
 
 A channel is deleted when nothing reads it any more. In a residual space every reader is a LayerNorm: it takes its
 statistics over the channels that are left, which is what cutting them out does and what setting them to zero does not.

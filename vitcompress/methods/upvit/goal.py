@@ -1,4 +1,4 @@
-"""The target as seen from the model that is cut down to it."""
+"""UP-ViT's target in relation to the model that is cut down to it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

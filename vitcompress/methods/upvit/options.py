@@ -1,4 +1,4 @@
-"""What a user may set for UP-ViT."""
+"""UP-ViT's options."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal

@@ -1,4 +1,4 @@
-"""What goes first: blocks and channels in the order of their importance, over all processes, each result kept."""
+"""Blocks and channels in order of their importance, measured by all processes together; each result is kept."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
