@@ -1,0 +1,95 @@
+"""The code for GPUs, run where there is none: on tensors that are said to be on one, with a stand-in for TensorRT.
+
+In processes of their own, as what stands in for a GPU replaces parts of torch.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import whole_runs
+
+HERE = Path(__file__).parent
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(HERE / "pretended"), str(HERE), str(HERE.parent)]),
+    "OMP_NUM_THREADS": "1",
+}
+NOT_OF_BOTH = """
+import numpy as np
+import torch
+
+host = torch.randn(3, 4)
+gpu, layer, numbers = host.to("cuda"), torch.nn.Linear(4, 4).to("cuda"), torch.tensor([0, 1])
+for work in (
+    lambda: host + gpu,
+    lambda: layer(host),
+    lambda: host.add_(gpu),
+    lambda: host[numbers.cuda()],
+    lambda: torch.index_select(gpu, 0, numbers),
+    lambda: torch.randn(3, device="cuda", generator=torch.Generator()),
+    lambda: np.asarray(gpu),
+):
+    try:
+        work()
+    except (RuntimeError, TypeError):
+        continue
+    raise AssertionError("both devices in one operation")
+layer(gpu + 1.0)[numbers].sum().backward()
+assert layer.weight.grad.is_cuda and not layer.weight.detach().cpu().is_cuda and not host.is_cuda
+"""
+# With everything that training can do on a device.
+TRAINING = """
+augmentation = { mixup = 0.8, cutmix = 1.0, reprob = 0.5 }
+ema = 0.9
+clip_grad = 1.0
+"""
+STEPS = {
+    "hetdpt": None,
+    "sero": 'method = "sero"\nsparsity = 0.3\nepochs = 2\nround_to = 2',
+    "upvit": 'method = "upvit"\ntarget_args = { embed_dim = 8, num_heads = 1 }',
+    "isomorphic": 'method = "isomorphic"\nalign = { residual = 4, ffn = 4, head_dim = 2 }',
+}
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU: run the tests marked gpu")
+
+
+def python(*words: str | Path, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_it_refuses_what_a_gpu_refuses() -> None:
+    python("-c", NOT_OF_BOTH)
+
+
+@pytest.mark.parametrize(
+    ("method", "amp"), [("hetdpt", "none"), ("sero", "fp16"), ("upvit", "none"), ("isomorphic", "fp16")]
+)
+def test_a_recipe_has_everything_on_the_gpu(method: str, amp: str, tmp_path: Path) -> None:
+    step = STEPS[method]
+    text = whole_runs.RECIPE if step is None else whole_runs.with_steps(step)
+    (tmp_path / "tiny.toml").write_text(text.replace("[finetune]", f"[finetune]{TRAINING}"))
+    wishes = ("--device", "cuda", "--set", f"run.amp={amp}", "--json", "--debug")
+    done = json.loads(python("-m", "vitcompress", "recipe", tmp_path / "tiny.toml", "--out", tmp_path / "run", *wishes))
+    assert [row["device"] for entry in done["bench"] for row in entry["rows"]] == ["cpu", "cpu", "cuda:0", "cuda:0"]
+
+
+def test_engines_are_built_and_run_as_the_tests_for_gpus_expect() -> None:
+    """Those tests themselves, of the flavour that there is a stand-in for, measured with no settings and with all."""
+    those = (
+        "-m",
+        "gpu",
+        "-k",
+        "not trt-rtx and not settings1 and not settings2",
+        HERE / "exporters/test_engines_on_a_gpu.py",
+    )
+    said = python("-m", "pytest", "-n0", "-rA", *those)
+    assert said.count("PASSED") == 8 and "SKIPPED" not in said
