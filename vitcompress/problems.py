@@ -1,13 +1,19 @@
-"""Pydantic's error list as lines that a person can act on: where, what was seen, what is allowed."""
+"""Plain data checked by pydantic, with every mistake as a line to act on: where, what was seen, what is allowed."""
 
+import json
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vitcompress.errors import did_you_mean
+
+Table = TypeVar("Table", bound=BaseModel)
+
+# Strict: "30" is not 30. Unknown keys are mistakes, also in the nested options (pydantic hands this on to dataclasses).
+STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 KINDS = {
     "int_type": "a whole number",
@@ -29,6 +35,16 @@ BOUNDS = {
     "less_than": ("lt", "less than {}"),
 }
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+
+
+def validated(kind: type[Table], data: Mapping[str, Any], prefix: str, problems: list[str]) -> Table | None:
+    """`data` as `kind`; what is wrong with it goes to `problems`."""
+    try:
+        # By way of JSON: pydantic's strict mode takes tables and lists for dataclasses and tuples only there.
+        return kind.model_validate_json(json.dumps(data, default=str))
+    except ValidationError as error:
+        problems += problems_of(error, kind, prefix)
+        return None
 
 
 def problems_of(error: ValidationError, root: type[BaseModel], prefix: str = "") -> list[str]:

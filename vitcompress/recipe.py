@@ -8,15 +8,15 @@ of its method.
 import hashlib
 import json
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import tomli_w
 from annotated_types import Ge, Le
-from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, JsonValue, create_model
 from pydantic_core import to_jsonable_python
 
 from vitcompress import recipes
@@ -25,13 +25,8 @@ from vitcompress.data import DataOptions
 from vitcompress.errors import InputError, RecipeError, did_you_mean
 from vitcompress.export_options import ExportOptions, Positive
 from vitcompress.methods import METHODS
-from vitcompress.problems import problems_of
+from vitcompress.problems import STRICT, validated
 from vitcompress.train_options import TrainOptions
-
-Table = TypeVar("Table", bound=BaseModel)
-
-# Strict: "30" is not 30. Unknown keys are mistakes, also in the nested options (pydantic hands this on to dataclasses).
-STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
@@ -248,16 +243,6 @@ def read_text(source: str, what: str, names: Collection[str], text: Callable[[st
     except OSError as error:
         hint = f"give the name of one, as in {min(names)}, or the path of a .toml file"
         raise InputError(f"the {what} {source} cannot be read: {error.strerror}", hint=hint) from None
-
-
-def validated(kind: type[Table], data: Mapping[str, Any], prefix: str, problems: list[str]) -> Table | None:
-    """`data` as `kind`; what is wrong with it goes to `problems`."""
-    try:
-        # By way of JSON: pydantic's strict mode takes tables and lists for dataclasses and tuples only there.
-        return kind.model_validate_json(json.dumps(data, default=str))
-    except ValidationError as error:
-        problems += problems_of(error, kind, prefix)
-        return None
 
 
 def _steps(raw: Any, problems: list[str]) -> tuple[Step, ...]:

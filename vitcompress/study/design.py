@@ -20,7 +20,8 @@ from vitcompress.assignments import assign
 from vitcompress.errors import InputError, RecipeError, did_you_mean
 from vitcompress.export_options import Positive
 from vitcompress.methods import METHODS
-from vitcompress.recipe import STRICT, ProtocolTable, Recipe, parsed, read_text, recipe_of, validated
+from vitcompress.problems import STRICT, validated
+from vitcompress.recipe import ProtocolTable, Recipe, parsed, read_text, recipe_of
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
 
