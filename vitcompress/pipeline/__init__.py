@@ -14,8 +14,9 @@ from typing import Any
 from vitcompress import distributed
 from vitcompress.checkpoint import read_json
 from vitcompress.pipeline import delivery, exports, stages
+from vitcompress.pipeline.dense import dense_folder
 from vitcompress.pipeline.folder import RECIPE, check_folder, is_done, opened
-from vitcompress.pipeline.job import Job, alone, dense_folder
+from vitcompress.pipeline.job import Job, alone
 from vitcompress.pipeline.options import RunOptions, effective, folder_of
 from vitcompress.pipeline.outlook import dry_run
 from vitcompress.pipeline.preflight import check_formats, prepare

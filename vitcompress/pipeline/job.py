@@ -14,11 +14,11 @@ from vitcompress.distributed import Runtime
 from vitcompress.exporters.doctor import device_problem
 from vitcompress.families import Family, family_of
 from vitcompress.models import InputConfig
+from vitcompress.pipeline.dense import dense_folder
 from vitcompress.pipeline.folder import STATE
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
-from vitcompress.recipe import Recipe, dense_key
-from vitcompress.verify import DENSE
+from vitcompress.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,6 @@ def _classes_without_data(recipe: Recipe) -> int | None:
     """
     free = recipe.model.weights == "random" and "num_classes" not in recipe.model.args
     return class_count(recipe.data) if free else None
-
-
-def dense_folder(recipe: Recipe, folder: Path) -> Path:
-    """Where the dense model lives: shared by recipes that train it alike, else inside the run's `folder`."""
-    trained = recipe.model.weights == "train"
-    return folder.parent / f"dense-{dense_key(recipe)}" if trained else folder / DENSE
 
 
 def alone(job: Job) -> Job:

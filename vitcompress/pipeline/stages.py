@@ -21,6 +21,7 @@ from vitcompress.learner import Steering, Surroundings
 from vitcompress.loaders import EvalLoader
 from vitcompress.methods import METHODS
 from vitcompress.methods.choice import PUBLISHED
+from vitcompress.pipeline.dense import record_settings
 from vitcompress.pipeline.folder import sole_user, sweep
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import clock, measured_on
@@ -67,6 +68,8 @@ def _trained(job: Job) -> nn.Module:
     table, options = job.recipe.model, job.recipe.dense
     assert options is not None
     job.progress.stage(f"Train the dense model ({table.name})")
+    if job.runtime.is_main:
+        record_settings(job.recipe, job.dense_folder)
     model = models.create(table.name, job.arch_args, seed=job.recipe.run.seed)
     result = _train(job, model, options, job.dense_folder / "state", "dense")
     if job.runtime.is_main:

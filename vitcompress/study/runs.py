@@ -12,8 +12,8 @@ from pathlib import Path
 from vitcompress import pipeline
 from vitcompress.distributed import cpu_threads
 from vitcompress.errors import VitcompressError
+from vitcompress.pipeline.dense import dense_folder
 from vitcompress.pipeline.folder import is_done
-from vitcompress.pipeline.job import dense_folder
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe
 from vitcompress.study.design import Row, Study
