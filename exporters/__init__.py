@@ -1,11 +1,8 @@
 """Exporters by format. To add one: a file beside this one, and a line in `EXPORTERS`."""
 
-from vitcompress.export_options import ExportOptions
-from vitcompress.exporters.artifact import Exported, Exporter
+from vitcompress.exporters.artifact import Exporter
 from vitcompress.exporters.onnx_graph import ONNX
 from vitcompress.exporters.openvino_ir import OPENVINO
 from vitcompress.exporters.tensorrt_engine import TENSORRT, TENSORRT_RTX
 
 EXPORTERS: dict[str, Exporter] = {exporter.name: exporter for exporter in (ONNX, OPENVINO, TENSORRT, TENSORRT_RTX)}
-
-__all__ = ["EXPORTERS", "ExportOptions", "Exported", "Exporter"]
