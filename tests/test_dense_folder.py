@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from vitcompress.checkpoint import PLAN
 from vitcompress.pipeline.dense import SETTINGS, dense_folder, record_settings
 from vitcompress.recipe import Recipe, dense_key, load_recipe
 
@@ -22,6 +23,7 @@ def older(tmp_path: Path, recipe: Recipe) -> Path:
     folder = tmp_path / "dense-0123456789ab"
     folder.mkdir()
     record_settings(recipe, folder)
+    (folder / PLAN).touch()
     changed(folder, lambda found: (found["dense"].pop("patch_weight"), found["dense"]["augmentation"].pop("remode")))
     return folder
 
@@ -44,6 +46,11 @@ def test_a_model_of_a_version_with_fewer_options_is_used(tmp_path: Path, recipe:
     own = tmp_path / f"dense-{dense_key(recipe)}"
     own.mkdir()
     assert dense_folder(recipe, tmp_path / "run") == own
+
+
+def test_a_training_that_another_version_began_is_not_continued(tmp_path: Path, recipe: Recipe, older: Path) -> None:
+    (older / PLAN).unlink()
+    assert dense_folder(recipe, tmp_path / "run") == tmp_path / f"dense-{dense_key(recipe)}"
 
 
 def test_another_value_of_an_option_is_another_model(tmp_path: Path, recipe: Recipe, older: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vitcompress.checkpoint import read_json, write_json
+from vitcompress.checkpoint import PLAN, read_json, write_json
 from vitcompress.errors import ArtifactError, RecipeError
 from vitcompress.recipe import Recipe, dense_key, recipe_of
 from vitcompress.verify import DENSE
@@ -39,8 +39,12 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def _trained_alike(recipe: Recipe, parent: Path) -> Iterator[Path]:
-    """The folders in `parent` with a dense model that this recipe could have trained."""
+    """The folders in `parent` with a dense model that this recipe could have trained: whole ones, as a training that
+    another version began is not to be continued with other options.
+    """
     for path in sorted(parent.glob(f"dense-*/{SETTINGS}")):
+        if not (path.parent / PLAN).is_file():
+            continue
         try:
             found = recipe_of(str(path), {**dict(read_json(path)), "step": [{"method": "fold"}]})
         except (ArtifactError, RecipeError, TypeError, ValueError):  # of a version with other options, or broken
