@@ -1,25 +1,13 @@
-"""The code for GPUs, run where there is none: on tensors that are said to be on one, with stand-ins for TensorRT and
-the CUDA provider of ONNX Runtime.
-
-In processes of their own, as what stands in for a GPU replaces parts of torch.
-"""
+"""Recipes on a GPU, run where there is none: on tensors that are only said to be on one."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import whole_runs
+from on_pretended_gpu import python
 
-HERE = Path(__file__).parent
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": os.pathsep.join([str(HERE / "pretended"), str(HERE), str(HERE.parent)]),
-    "OMP_NUM_THREADS": "1",
-}
 NOT_OF_BOTH = """
 import numpy as np
 import torch
@@ -59,14 +47,6 @@ STEPS = {
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU: run the tests marked gpu")
 
 
-def python(*words: str | Path, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, *map(str, words)], env=ENVIRONMENT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_it_refuses_what_a_gpu_refuses() -> None:
     python("-c", NOT_OF_BOTH)
 
@@ -81,12 +61,3 @@ def test_a_recipe_has_everything_on_the_gpu(method: str, amp: str, tmp_path: Pat
     wishes = ("--device", "cuda", "--set", f"run.amp={amp}", "--json", "--debug")
     done = json.loads(python("-m", "vitcompress", "recipe", tmp_path / "tiny.toml", "--out", tmp_path / "run", *wishes))
     assert [row["device"] for entry in done["bench"] for row in entry["rows"]] == ["cuda:0"] * 4
-
-
-def test_the_tests_for_gpus_pass() -> None:
-    """Those of what there is a stand-in for, engines measured with all settings at once."""
-    files = (HERE / "exporters/test_engines_on_a_gpu.py", HERE / "exporters/test_onnx_providers.py")
-    left_out = " or ".join(("rtx", "settings0", "settings1", "settings2", "kernels"))  # the last one builds three times
-    those = f"trt and not ({left_out}) or CUDAExecutionProvider"
-    said = python("-m", "pytest", "-n0", "-rA", "-m", "gpu", "-k", those, *files)
-    assert said.count("PASSED") == 8 and "SKIPPED" not in said

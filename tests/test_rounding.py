@@ -12,7 +12,7 @@ from vitcompress import surgery
 from vitcompress.bounds import reference
 from vitcompress.rounding import arithmetic_limit, factor, storage_limit, unit_roundoff
 from vitcompress.verdicts import largest_difference
-from vitcompress.verify import fold_checks
+from vitcompress.verify_fold import fold_checks
 
 
 @pytest.mark.parametrize("shared", [0.0, 0.7, 1.0])

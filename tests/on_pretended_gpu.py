@@ -1,0 +1,21 @@
+"""Starts Python where `pretended` makes it believe in a GPU: processes of their own, as parts of torch are replaced."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(HERE / "pretended"), str(HERE), str(HERE.parent)]),
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def python(*words: str | Path) -> str:
+    """What Python, started with `words`, writes to its standard output; it must succeed."""
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
