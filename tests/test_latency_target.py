@@ -13,7 +13,7 @@ from vitcompress.bench import machine, suite
 from vitcompress.distributed import Runtime
 from vitcompress.errors import DeviceError, InputError, PlanError
 from vitcompress.methods import METHODS, isomorphic
-from vitcompress.pipeline import RunOptions, latency, run
+from vitcompress.pipeline import RunOptions, latency, outlook, run
 from vitcompress.pipeline.job import Job, job_for
 from vitcompress.pipeline.latency import check_latency, latency_ms
 from vitcompress.progress import Progress
@@ -76,7 +76,9 @@ def test_an_unknown_runtime_is_refused(tmp_path: Path) -> None:
 def test_where_onnx_runtime_cannot_work_the_cpu_takes_its_files_and_says_so(device: str, tmp_path: Path) -> None:
     about = job(tmp_path, 'export.formats=["onnx"]', device=device)
     assert about.onnx_device == "cpu"
-    assert [device in line and "on the CPU" in line for line in about.onnx_elsewhere()] == [True]
+    (line,) = about.onnx_elsewhere()
+    assert device in line and "on the CPU" in line
+    assert list(outlook._missing(about, RunOptions(out=tmp_path / "run", structure_only=True))).count(line) == 1
 
 
 def test_on_the_cpu_there_is_nothing_to_say(tmp_path: Path) -> None:
@@ -89,6 +91,8 @@ def test_a_latency_is_not_aimed_at_with_the_times_of_another_device(tmp_path: Pa
     with pytest.raises(DeviceError, match=r"cuda:77 is aimed at") as caught:
         check_latency(job(tmp_path, *sets, device="cuda:77"), fresh=True)
     assert "latency_on=torch" in str(caught.value.hint)
+    missing = outlook._missing(job(tmp_path, *sets, device="cuda:77"), RunOptions(structure_only=True))
+    assert any("cuda:77 is aimed at" in line for line in missing)
 
 
 def test_without_a_clock_the_structure_is_that_of_the_shares(tmp_path: Path) -> None:

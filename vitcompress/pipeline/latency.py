@@ -1,7 +1,6 @@
 """How long a model takes on a runtime: what a step that aims at a latency asks while it plans, and before that."""
 
 import tempfile
-from collections.abc import Sequence
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
@@ -39,7 +38,7 @@ def check_latency(job: Job, *, fresh: bool) -> None:
     taken = not fresh and all((job.step_folder(number) / checkpoint.PLAN).is_file() for number in timed)
     if not timed or job.runtime.broadcast(taken):
         return
-    _check_clock(job, [steps[number].options.latency_on for number in timed])
+    check_clock(job)
     model, plan = models.create(job.recipe.model.name, job.arch_args), job.base
     with distributed.cpu_threads(job.recipe.run.threads):
         for number, step in enumerate(steps[: timed[-1] + 1]):
@@ -51,9 +50,10 @@ def check_latency(job: Job, *, fresh: bool) -> None:
             model, plan = surgery.applied(model, delta), plan.then(delta)
 
 
-def _check_clock(job: Job, runtimes: Sequence[str]) -> None:
+def check_clock(job: Job) -> None:
     """Raise DeviceError where ONNX Runtime would tell the time of another device than the one aimed for."""
-    if "onnxruntime" in runtimes and job.onnx_problem:
+    timed = (step.options for step in job.recipe.steps if METHODS[step.method].timed(step.options) is not None)
+    if any(options.latency_on == "onnxruntime" for options in timed) and job.onnx_problem:
         raise DeviceError(
             f"a latency on {job.runtime.device} is aimed at, and ONNX Runtime cannot work there: {job.onnx_problem}",
             hint="measure with torch (--set step.0.latency_on=torch), or run with --device cpu",

@@ -13,6 +13,7 @@ from vitcompress.methods import METHODS
 from vitcompress.pipeline.choices import chosen_by
 from vitcompress.pipeline.folder import check_folder, check_writable
 from vitcompress.pipeline.job import Job, job_for
+from vitcompress.pipeline.latency import check_clock
 from vitcompress.pipeline.options import RunOptions, effective, folder_of
 from vitcompress.pipeline.preflight import (
     check_bench,
@@ -74,7 +75,9 @@ def _data(recipe: Recipe, options: RunOptions) -> tuple[Splits | None, list[str]
 
 
 def _missing(job: Job, options: RunOptions) -> Iterator[str]:
-    """What `prepare` would refuse, all of it; hub weights are not fetched to see whether they can be."""
+    """What `prepare` would refuse or note. No latency is measured, and no hub weights are fetched, to see whether they
+    can be.
+    """
     recipe, weights = job.recipe, job.recipe.model.weights
     how = {"structure_only": options.structure_only, "fresh": options.fresh}
     checks: list[Callable[[], object]] = [
@@ -86,6 +89,7 @@ def _missing(job: Job, options: RunOptions) -> Iterator[str]:
         lambda: distributed.check_device(recipe.run.device, recipe.run.amp),
         lambda: check_training(job),
         lambda: check_bench(job),
+        lambda: check_clock(job),
     ]
     if weights == "hub":
         yield f"weights of {recipe.model.name}: fetched from timm's hub at the start, or given with --weights PATH"
@@ -104,6 +108,7 @@ def _missing(job: Job, options: RunOptions) -> Iterator[str]:
             check()
         except InputError as error:
             yield _sentence(error)
+    yield from job.onnx_elsewhere()
 
 
 def _sentence(error: InputError) -> str:
