@@ -53,9 +53,9 @@ class Job:
 
     @cached_property
     def onnx_problem(self) -> str | None:
-        """Why ONNX Runtime cannot work on the run's device, and what to do; None where it can."""
+        """Why ONNX Runtime does not work on the run's device, and what to do; None where it does."""
         if self.runtime.device.type == "mps":
-            return "Apple GPUs are for torch here"
+            return "recipes use Apple GPUs for torch alone"
         return device_problem(str(self.runtime.device))
 
     @property
@@ -66,7 +66,7 @@ class Job:
     def onnx_elsewhere(self) -> Iterator[str]:
         """What is said where files are not judged and measured on the run's device."""
         if "onnx" in self.recipe.export.formats and self.onnx_problem:
-            why = f"ONNX Runtime cannot work on {self.runtime.device} here ({self.onnx_problem})"
+            why = f"ONNX Runtime does not work on {self.runtime.device} here ({self.onnx_problem})"
             yield f"ONNX files are judged and measured on the CPU: {why}."
 
     @property

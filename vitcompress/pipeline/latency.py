@@ -55,7 +55,7 @@ def check_clock(job: Job) -> None:
     timed = (step.options for step in job.recipe.steps if METHODS[step.method].timed(step.options) is not None)
     if any(options.latency_on == "onnxruntime" for options in timed) and job.onnx_problem:
         raise DeviceError(
-            f"a latency on {job.runtime.device} is aimed at, and ONNX Runtime cannot work there: {job.onnx_problem}",
+            f"a latency on {job.runtime.device} is aimed at, and ONNX Runtime does not work there: {job.onnx_problem}",
             hint="measure with torch (--set step.0.latency_on=torch), or run with --device cpu",
         )
 
