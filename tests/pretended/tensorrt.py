@@ -1,13 +1,14 @@
 """Stands in for TensorRT where none can run: engines are ONNX files, run by ONNX Runtime at the addresses given.
 
-It shows our side of the conversation with the library, and nothing of the library itself.
+It shows our side of the conversation with the library, and nothing of the library itself. Classes, their attributes
+and the parameters of their methods are named as the library's, and there are no others: what passes here uses none that
+the library lacks (`tests/exporters/test_tensorrt_names.py`).
 """
 
 import ctypes
 import enum
 import json
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ __version__ = ".".join(map(str, VERSION))
 MAGIC, HEADER, LENGTH = b"ftrt", 64, 8
 TYPES = {"tensor(float)": ("FLOAT", np.float32), "tensor(float16)": ("HALF", np.float16)}
 TYPES |= {"tensor(uint8)": ("UINT8", np.uint8)}
+TIMINGS = b"timings"
+Shape = tuple[int, ...]
 
 
 class ILogger:
@@ -43,102 +46,147 @@ TensorIOMode = enum.Enum("TensorIOMode", "NONE INPUT OUTPUT")
 DataType = enum.Enum("DataType", "FLOAT HALF UINT8")
 
 
+class INetworkDefinition:
+    __slots__ = ("_graph", "name")
+
+
 class OnnxParser:
-    num_errors = 0
+    __slots__ = ("_network", "num_errors")
 
-    def __init__(self, network: Any, log: Any) -> None:
-        self.network = network
+    def __init__(self, network: INetworkDefinition, logger: ILogger) -> None:
+        self._network, self.num_errors = network, 0
 
-    def parse_from_file(self, path: str) -> bool:
-        self.network.graph = onnx.load(path).SerializeToString()
+    def parse_from_file(self, model: str) -> bool:
+        self._network._graph = onnx.load(model).SerializeToString()
         return True
 
 
-class Config:
+class ITimingCache:
+    __slots__ = ()
+
+    def serialize(self) -> bytes:
+        return TIMINGS
+
+
+class IOptimizationProfile:
+    __slots__ = ("_shapes",)
+
+    def set_shape(self, input: str, min: Shape, opt: Shape, max: Shape) -> None:
+        self._shapes = {input: (min, opt, max)}
+
+
+class IBuilderConfig:
+    __slots__ = (
+        "_profiles",
+        "builder_optimization_level",
+        "hardware_compatibility_level",
+        "profiling_verbosity",
+        "progress_monitor",
+    )
+
     def __init__(self) -> None:
-        self.flags, self.limits, self.profiles = {BuilderFlag.TF32}, dict[Any, int](), list[Any]()
-        self.clear_flag, self.set_flag = self.flags.discard, self.flags.add
-        self.set_memory_pool_limit = self.limits.__setitem__
-        self.add_optimization_profile = self.profiles.append
+        self._profiles = list[IOptimizationProfile]()
 
-    def create_timing_cache(self, data: bytes) -> Any:
-        whole = not data or data == b"timings"
-        return SimpleNamespace(serialize=lambda: b"timings") if whole else None
+    def clear_flag(self, flag: BuilderFlag) -> None: ...
 
-    def set_timing_cache(self, cache: Any, ignore_mismatch: bool) -> bool:
+    def set_flag(self, flag: BuilderFlag) -> None: ...
+
+    def set_memory_pool_limit(self, pool: MemoryPoolType, pool_size: int) -> None: ...
+
+    def add_optimization_profile(self, profile: IOptimizationProfile) -> int:
+        self._profiles.append(profile)
+        return len(self._profiles) - 1
+
+    def create_timing_cache(self, serialized_timing_cache: bytes) -> ITimingCache | None:
+        return ITimingCache() if serialized_timing_cache in (b"", TIMINGS) else None
+
+    def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: bool) -> bool:
         return True
-
-
-class Profile:
-    def set_shape(self, name: str, *shapes: tuple[int, ...]) -> None:
-        self.shapes = {name: shapes}
 
 
 class Builder:
-    def __init__(self, log: Any) -> None:
-        self.create_builder_config, self.create_optimization_profile = Config, Profile
+    __slots__ = ()
 
-    def create_network(self, flags: int) -> Any:
+    def __init__(self, logger: ILogger) -> None: ...
+
+    def create_network(self, flags: int) -> INetworkDefinition:
         assert flags == 1 << NetworkDefinitionCreationFlag.STRONGLY_TYPED
-        return SimpleNamespace()
+        return INetworkDefinition()
 
-    def build_serialized_network(self, network: Any, config: Any) -> bytes | None:
+    def create_builder_config(self) -> IBuilderConfig:
+        return IBuilderConfig()
+
+    def create_optimization_profile(self) -> IOptimizationProfile:
+        return IOptimizationProfile()
+
+    def build_serialized_network(self, network: INetworkDefinition, config: IBuilderConfig) -> bytes | None:
         config.progress_monitor.phase_start("Building", None, 2)
         if not all(config.progress_monitor.step_complete("Building", step) for step in range(2)):
             return None
         config.progress_monitor.phase_finish("Building")
         head = bytearray(HEADER)
         head[: len(MAGIC)], head[24:28] = MAGIC, bytes(VERSION)
-        about = json.dumps(config.profiles[0].shapes).encode()
-        return bytes(head) + len(about).to_bytes(LENGTH, "little") + about + bytes(network.graph)
+        about = json.dumps(config._profiles[0]._shapes).encode()
+        return bytes(head) + len(about).to_bytes(LENGTH, "little") + about + network._graph
 
 
 class Runtime:
-    def __init__(self, log: Any) -> None:
-        self.log = log
+    __slots__ = ("_logger", "engine_host_code_allowed", "tempfile_control_flags")
 
-    def deserialize_cuda_engine(self, data: bytes) -> "Engine | None":
-        start = HEADER + LENGTH
+    def __init__(self, logger: ILogger) -> None:
+        self._logger = logger
+
+    def deserialize_cuda_engine(self, serialized_engine: bytes) -> "ICudaEngine | None":
+        data, start = serialized_engine, HEADER + LENGTH
         end = start + int.from_bytes(data[HEADER:start], "little")
         try:
-            return Engine(json.loads(data[start:end]), data[end:], self.log)
+            return ICudaEngine(json.loads(data[start:end]), data[end:], self._logger)
         except Exception as error:  # noqa: BLE001 - whatever a damaged file leads to
-            self.log.log(ILogger.ERROR, f"not an engine: {error}")
+            self._logger.log(ILogger.ERROR, f"not an engine: {error}")
             return None
 
 
-class Engine:
+class ICudaEngine:
     """An ONNX file with the shapes of a profile, {input: (least, best, largest)}."""
 
-    def __init__(self, shapes: dict[str, Any], graph: bytes, log: Any) -> None:
-        self.shapes, self.log, self.contexts = shapes, log, 0
-        self.session = ort.InferenceSession(graph, providers=["CPUExecutionProvider"])
-        self.inputs = {tensor.name: tensor for tensor in self.session.get_inputs()}
-        self.outputs = {tensor.name: tensor for tensor in self.session.get_outputs()}
-        self.ends = {**self.inputs, **self.outputs}
-        self.num_io_tensors = len(self.ends)
+    __slots__ = ("_contexts", "_ends", "_inputs", "_logger", "_outputs", "_session", "_shapes", "num_io_tensors")
 
-    def get_tensor_name(self, number: int) -> str:
-        return list(self.ends)[number]
+    def __init__(self, shapes: dict[str, Any], graph: bytes, logger: Any) -> None:
+        self._shapes, self._logger, self._contexts = shapes, logger, 0
+        self._session = ort.InferenceSession(graph, providers=["CPUExecutionProvider"])
+        self._inputs = {tensor.name: tensor for tensor in self._session.get_inputs()}
+        self._outputs = {tensor.name: tensor for tensor in self._session.get_outputs()}
+        self._ends = {**self._inputs, **self._outputs}
+        self.num_io_tensors = len(self._ends)
 
-    def get_tensor_mode(self, name: str) -> Any:
-        return TensorIOMode.INPUT if name in self.inputs else TensorIOMode.OUTPUT
+    def get_tensor_name(self, index: int) -> str:
+        return list(self._ends)[index]
 
-    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        return tuple(size if isinstance(size, int) else -1 for size in self.ends[name].shape)
+    def get_tensor_mode(self, name: str) -> TensorIOMode:
+        return TensorIOMode.INPUT if name in self._inputs else TensorIOMode.OUTPUT
 
-    def get_tensor_dtype(self, name: str) -> Any:
-        return DataType[TYPES[self.ends[name].type][0]]
+    def get_tensor_shape(self, name: str) -> Shape:
+        return tuple(size if isinstance(size, int) else -1 for size in self._ends[name].shape)
 
-    def get_tensor_profile_shape(self, name: str, number: int) -> list[tuple[int, ...]]:
-        return [tuple(shape) for shape in self.shapes[name]]
+    def get_tensor_dtype(self, name: str) -> DataType:
+        return DataType[TYPES[self._ends[name].type][0]]
 
-    def create_execution_context(self) -> "Context":
-        self.contexts += 1
-        return Context(self, 0 if self.contexts == 1 else -1)
+    def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[Shape]:
+        return [tuple(shape) for shape in self._shapes[name]]
 
-    def create_engine_inspector(self) -> Any:
-        return SimpleNamespace(get_engine_information=lambda form: LAYERS)
+    def create_execution_context(self) -> "IExecutionContext":
+        self._contexts += 1
+        return IExecutionContext(self, 0 if self._contexts == 1 else -1)
+
+    def create_engine_inspector(self) -> "EngineInspector":
+        return EngineInspector()
+
+
+class EngineInspector:
+    __slots__ = ()
+
+    def get_engine_information(self, format: LayerInformationFormat) -> str:
+        return LAYERS
 
 
 HALVES = [{"Name": "a", "Dimensions": [2, 4], "Format/Datatype": "Row major linear FP16 format"}]
@@ -153,49 +201,51 @@ LAYERS = json.dumps(
 )
 
 
-class Context:
+class IExecutionContext:
     """What is set and run of an engine."""
 
-    def __init__(self, engine: Engine, profile: int) -> None:
-        self.engine, self.active_optimization_profile = engine, profile
-        self.images: tuple[int, ...] = ()
-        self.addresses: dict[str, int] = {}
+    __slots__ = ("_addresses", "_engine", "_images", "active_optimization_profile", "nvtx_verbosity")
 
-    def set_optimization_profile_async(self, number: int, stream: int) -> bool:
-        self.active_optimization_profile = number
+    def __init__(self, engine: ICudaEngine, profile: int) -> None:
+        self._engine, self.active_optimization_profile = engine, profile
+        self._images: Shape = ()
+        self._addresses: dict[str, int] = {}
+
+    def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
+        self.active_optimization_profile = profile_index
         return True
 
-    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        least, _, largest = self.engine.shapes[name]
+    def set_input_shape(self, name: str, shape: Shape) -> bool:
+        least, _, largest = self._engine._shapes[name]
         inside = all(low <= size <= high for low, size, high in zip(least, shape, largest, strict=True))
         if not inside or self.active_optimization_profile < 0:
-            self.engine.log.log(ILogger.ERROR, f"{shape} is not in the profile")
+            self._engine._logger.log(ILogger.ERROR, f"{shape} is not in the profile")
             return False
-        self.images = shape
+        self._images = shape
         return True
 
-    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.images[0] if size < 0 else size for size in self.engine.get_tensor_shape(name))
+    def get_tensor_shape(self, name: str) -> Shape:
+        return tuple(self._images[0] if size < 0 else size for size in self._engine.get_tensor_shape(name))
 
-    def set_tensor_address(self, name: str, address: int) -> bool:
-        self.addresses[name] = address
+    def set_tensor_address(self, name: str, memory: int) -> bool:
+        self._addresses[name] = memory
         return True
 
-    def execute_async_v3(self, stream: int) -> bool:
-        pretended_gpu.queue(self._run_with({name: self._at(name) for name in self.engine.ends}))
+    def execute_async_v3(self, stream_handle: int) -> bool:
+        pretended_gpu.queue(self._run_with({name: self._at(name) for name in self._engine._ends}))
         return True
 
     def _run_with(self, memory: dict[str, np.ndarray]) -> Callable[[], None]:
         def run() -> None:
-            given = {name: memory[name] for name in self.engine.inputs}
-            found = self.engine.session.run(list(self.engine.outputs), given)
-            for name, value in zip(self.engine.outputs, found, strict=True):
+            given = {name: memory[name] for name in self._engine._inputs}
+            found = self._engine._session.run(list(self._engine._outputs), given)
+            for name, value in zip(self._engine._outputs, found, strict=True):
                 memory[name][...] = value
 
         return run
 
     def _at(self, name: str) -> np.ndarray:
         """The memory that was given for a tensor."""
-        shape, kind = self.get_tensor_shape(name), np.dtype(TYPES[self.engine.ends[name].type][1])
+        shape, kind = self.get_tensor_shape(name), np.dtype(TYPES[self._engine._ends[name].type][1])
         size = int(np.prod(shape)) * kind.itemsize
-        return np.frombuffer((ctypes.c_char * size).from_address(self.addresses[name]), kind).reshape(shape)
+        return np.frombuffer((ctypes.c_char * size).from_address(self._addresses[name]), kind).reshape(shape)

@@ -1,0 +1,85 @@
+"""The names of TensorRT that the exporters use are the library's, in every version that is supported."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from library_names import USED, Names, names_of
+
+from vitcompress.exporters.tensorrt_flavours import TRT, numbers
+
+HERE = Path(__file__).parent
+RECORDED = json.loads((HERE / "data" / "tensorrt_names.json").read_text())
+# What the tests on the stand-in do not reach: why a graph is refused.
+REFUSAL: Names = {
+    "OnnxParser": {"get_error": ["index"]},
+    "ParserError": {"desc": [], "node_name": [], "node_operator": []},
+}
+# What only TensorRT for RTX has, and only a GPU runs.
+OF_RTX: Names = {
+    "ICudaEngine": {"create_runtime_config": [], "create_execution_context": ["runtime_config"]},
+    "IRuntimeConfig": dict.fromkeys(("cuda_graph_strategy", "dynamic_shapes_kernel_specialization_strategy")),
+    "DynamicShapesKernelSpecializationStrategy": {"EAGER": None},
+    "CudaGraphStrategy": {"WHOLE_GRAPH_CAPTURE": None, "DISABLED": None},
+}
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that takes TensorRT's place in the tests on the pretended GPU; nothing is replaced by its import."""
+    folder = HERE.parent / "pretended"
+    monkeypatch.syspath_prepend(str(folder))
+    spec = importlib.util.spec_from_file_location("stand_in_for_tensorrt", folder / "tensorrt.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def lacking(known: Names, used: Names) -> list[str]:
+    """Names in `used` that a library which has those in `known` does not have."""
+    found = []
+    for kind, attributes in used.items():
+        for name, words in attributes.items():
+            if name not in known.get(kind, {}):
+                found.append(f"{kind}.{name}")
+            else:
+                found += [f"{kind}.{name}({word})" for word in words or () if word not in (known[kind][name] or ())]
+    return found
+
+
+def of_stand_in(library: Any) -> Names:
+    """What the stand-in offers; how its objects are made is its own affair, but for those that callers make."""
+    names = names_of(library)
+    made = ("Builder", "OnnxParser", "Runtime")
+    return {
+        kind: {name: words for name, words in attributes.items() if name != "__init__" or kind in made}
+        for kind, attributes in names.items()
+    }
+
+
+def test_tensorrt_has_every_name(stand_in: Any) -> None:
+    """In each version: what is recorded is what they have in common."""
+    used = of_stand_in(stand_in)
+    assert used.keys() | REFUSAL.keys() == USED
+    assert lacking(RECORDED["names"], used) == lacking(RECORDED["names"], REFUSAL) == []
+    oldest, newest = RECORDED["versions"][0], RECORDED["versions"][-1]
+    assert numbers(oldest)[:2] == TRT.oldest and numbers(newest)[0] == 11
+
+
+def test_tensorrt_for_rtx_has_every_name(stand_in: Any) -> None:
+    library = pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")
+    known = names_of(library)
+    assert lacking(known, REFUSAL) == lacking(known, OF_RTX) == []
+    assert lacking(known, of_stand_in(stand_in)) == []
+
+
+def test_a_name_that_a_library_lacks_is_found() -> None:
+    known = RECORDED["names"]
+    assert lacking(known, {"Runtime": {"deserialize_engine": []}, "IBuilderConfig": {"set_flag": ["flags"]}}) == [
+        "Runtime.deserialize_engine",
+        "IBuilderConfig.set_flag(flags)",
+    ]
+    assert lacking(known, {"Runtimes": {"__init__": []}}) == ["Runtimes.__init__"]

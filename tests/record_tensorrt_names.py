@@ -1,0 +1,81 @@
+"""Records what TensorRT calls things, from its Python bindings alone: `python tests/record_tensorrt_names.py FOLDER...`
+
+Each FOLDER holds an unpacked wheel `tensorrt_cu12_bindings` or `tensorrt_cu13_bindings` of one version. Bindings want
+libraries that are not on PyPI; empty ones in their place are enough to read the names. Needs a C compiler `cc`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from functools import reduce
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from library_names import Names
+
+RECORD = Path(__file__).parent / "exporters" / "data" / "tensorrt_names.json"
+LIBRARIES = ("nvinfer", "nvinfer_plugin", "nvonnxparser")
+FUNCTIONS = (
+    "createInferBuilder_INTERNAL",
+    "createInferRefitter_INTERNAL",
+    "createInferRuntime_INTERNAL",
+    "createNvOnnxParserRefitter_INTERNAL",
+    "createNvOnnxParser_INTERNAL",
+    "getBuilderPluginRegistry",
+    "getNvOnnxParserVersion",
+    "getPluginRegistry",
+    "initLibNvInferPlugins",
+)
+ASK = """
+import json, sys
+from library_names import USED, names_of
+import tensorrt_bindings as library
+names = {kind: named for kind, named in names_of(library).items() if kind in USED}
+json.dump([library.__version__, names], sys.stdout)
+"""
+
+
+def empty_libraries(folder: Path) -> None:
+    """Libraries that have the functions which bindings look for, and do nothing."""
+    source = folder / "empty.c"
+    source.write_text("".join(f"void *{name}(void) {{ return 0; }}\n" for name in FUNCTIONS))
+    for library in LIBRARIES:
+        for major in (10, 11):
+            subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / f"lib{library}.so.{major}", source], check=True)
+
+
+def recorded(bindings: Path, libraries: Path) -> tuple[str, Names]:
+    """Version and names of the bindings in a folder."""
+    here = str(Path(__file__).parent)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(libraries), "PYTHONPATH": f"{bindings}{os.pathsep}{here}"}
+    done = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, check=True)
+    version, names = json.loads(done.stdout)
+    return version, names
+
+
+def shared(one: Names, other: Names) -> Names:
+    """What two versions both have."""
+    return {
+        kind: {
+            name: given and [word for word in given if word in (other[kind][name] or ())]
+            for name, given in attributes.items()
+            if name in other[kind]
+        }
+        for kind, attributes in one.items()
+        if kind in other
+    }
+
+
+def main(folders: list[str]) -> None:
+    """Write down the names that all versions have in common."""
+    with TemporaryDirectory() as libraries:
+        empty_libraries(Path(libraries))
+        found = [recorded(Path(folder).resolve(), Path(libraries)) for folder in folders]
+    common = reduce(shared, (names for _, names in found))
+    versions = sorted((version for version, _ in found), key=lambda v: [int(n) for n in v.split(".") if n.isdecimal()])
+    RECORD.write_text(json.dumps({"versions": versions, "names": common}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
