@@ -1,7 +1,8 @@
 """Does an exported file answer as the model does? Asked of the runtime that will serve it, on images without labels.
 
-The model in fp32 is held against the file at batch 1, 3 and, for engines, the best and the largest batch of their range
-(else all images at once). One number a precision, its share d, limits how far answers may move:
+The model in fp32 is held against the file at batch 1, 3 and, for engines and the ONNX files beneath them, the best and
+the largest batch of their range (else all images at once). One number a precision, its share d, limits how far answers
+may move:
 
 - error: the largest difference of a logit, over the largest logit, is at most d;
 - cosine: 1 - cos of the logits is at most d^2 / 2, which a relative error of d in the logits makes of it;
@@ -14,7 +15,7 @@ d is 0.1 % in fp32, whose own rounding lies far below, 1 % with eleven significa
 are eight times as large with eight bits, 8 % in bf16.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from torch.nn import functional as F
 
 from vitcompress import checkpoint, onnx_file
 from vitcompress.byte_input import from_bytes, to_bytes
+from vitcompress.cost import measure
 from vitcompress.errors import DeviceError, MissingExtraError, VitcompressError
 from vitcompress.evaluate import wilson
 from vitcompress.exporters.onnx_rounded import rounded_answers
@@ -36,7 +38,7 @@ from vitcompress.exporters.runtimes import RUNNERS, open_runner
 from vitcompress.models import InputConfig
 from vitcompress.precision import HALF
 from vitcompress.progress import Progress
-from vitcompress.sidecar import exported_files, input_of
+from vitcompress.sidecar import exported_files, input_of, read_sidecar
 from vitcompress.verdicts import Check, compared, largest_difference
 
 Answers = Callable[[Tensor], Tensor]  # normalised images -> logits
@@ -44,6 +46,7 @@ SHARES = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2}
 PREFIX = "agreement."
 SMALL = (1, 3)
 PART = 16  # images at a time through the model in torch
+WORK = 5 * 10**12  # multiply-accumulates of one call on the CPU at most: DeiT-B's of 284 images, which take 7 GB there
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ def file_checks(
     expected = cache(partial(model_answers, model))
     try:
         with closing(open_runner(path, device=device)) as runner:
-            checks = _asked(expected, runner, name, images, real=real)
+            checks = _asked(expected, runner, name, images, _batches(model, path, runner, len(images)), real=real)
     except (DeviceError, MissingExtraError) as error:
         command = f"vitcompress verify {path.parent}"
         detail = f"{error.message}; {error.hint or 'run the command on the target'}"
@@ -138,22 +141,20 @@ def model_answers(model: nn.Module, images: Tensor) -> Tensor:
     return torch.cat([model(part) for part in torch.split(images, PART)])
 
 
-def _asked(expected: Answers, runner: Runner, name: str, images: Tensor, *, real: bool) -> list[Check]:
+def _asked(
+    expected: Answers, runner: Runner, name: str, images: Tensor, batches: Sequence[int], *, real: bool
+) -> list[Check]:
     about = runner.describe()
     share = SHARES.get(str(about["precision"]), SHARES["fp32"])
-    batches = _batches(runner, len(images))
     if about.get("input_type") == "uint8" and runner.input is not None:
         images = _as_bytes(images, runner.input)
-    asked, answers = list[Tensor](), list[Tensor]()
-    for batch in batches:
-        taken = torch.arange(batch) % len(images)
-        asked.append(taken)
-        answers.append(runner(images[taken]))
+    asked = _portions(batches, len(images))
+    answers = [runner(images[taken]) for taken in asked]
     what = f"{about['precision']} in {about['runtime']} on {about['device']}, batch {', '.join(map(str, batches))}"
     of = what if real else f"{what}, on noise"
-    wrong = next((b for b, got in zip(batches, answers, strict=True) if not torch.isfinite(got).all()), None)
+    wrong = next((got for got in answers if not torch.isfinite(got).all()), None)
     if wrong is not None:
-        return [Check(name, "failed", detail=f"answers at batch {wrong} are not finite; {of}")]
+        return [Check(name, "failed", detail=f"answers at batch {len(wrong)} are not finite; {of}")]
     rows = torch.cat(asked)
     return judged(compare(expected(images)[rows], torch.cat(answers), share, rows), share, name, of)
 
@@ -163,10 +164,29 @@ def _as_bytes(images: Tensor, input: InputConfig) -> Tensor:
     return from_bytes(to_bytes(images, input), input)
 
 
-def _batches(runner: Runner, images: int) -> tuple[int, ...]:
+def _batches(model: nn.Module, path: Path, runner: Runner, images: int) -> tuple[int, ...]:
     """1, 3 and the best and the largest of a range; all images where there is no range."""
-    low, best, high = runner.describe().get("batch_range") or (1, images, images)
+    low, best, high = runner.describe().get("batch_range") or _range_above(model, path, runner) or (1, images, images)
     return tuple(sorted({min(max(size, low), high) for size in (*SMALL, best, high)}))
+
+
+def _range_above(model: nn.Module, path: Path, runner: Runner) -> tuple[int, ...] | None:
+    """The range of the engine that was built from the ONNX file `path`, as far as the CPU gets through it in minutes.
+
+    What is left out is asked of the engine, on its GPU.
+    """
+    built = (read_sidecar(path) or {}).get("build", {}).get("batch")
+    if built is None:
+        return None
+    most = max(WORK // measure(model, runner.input_size).macs, 1)
+    return tuple(min(images, most) for images in built)
+
+
+def _portions(batches: Sequence[int], images: int) -> list[Tensor]:
+    """Numbers of the images that are asked at once: each batch from the first image on, then those not asked yet."""
+    most = max(batches)
+    starts = [(0, size) for size in batches] + [(start, most) for start in range(most, images, most)]
+    return [torch.arange(start, start + size) % images for start, size in starts]
 
 
 def rounded_checks(expected: Answers, path: Path, images: Tensor, *, real: bool = True) -> list[Check]:

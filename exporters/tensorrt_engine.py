@@ -86,6 +86,8 @@ def export(
                 reason=DECOMPOSED,
                 **about,
             )
+            source = replace(source, build={"batch": list(options.batch)})
+            write_sidecar(source)  # at which batches its answers are to be compared, too
             built = build(flavour, source.path, _image(source, about["input"]), options, targets, progress)
             checkpoint.write_bytes(staged, built.data)
             built = replace(built, warnings=(*built.warnings, *unfused(model, options.precision)))

@@ -14,6 +14,7 @@ from damage import carry
 
 from vitcompress import checkpoint, models
 from vitcompress.cli import main
+from vitcompress.cost import measure
 from vitcompress.errors import DeviceError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import agreement, gate
@@ -21,7 +22,7 @@ from vitcompress.exporters.folder import export_folder, settle
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
-from vitcompress.sidecar import read_sidecar
+from vitcompress.sidecar import amend_sidecar, read_sidecar
 from vitcompress.surgery import applied
 
 ARCH = "vit_tiny_patch16_224"
@@ -204,6 +205,34 @@ def test_a_file_of_any_name_is_checked_with_its_folder(folder: Path) -> None:
     carry(folder / "edge.onnx")
     failed = {check.name for check in gate.verify(folder, IMAGES).checks if check.verdict == "failed"}
     assert "weights.edge.onnx" in failed and not any("notes" in name for name in failed)
+
+
+@pytest.mark.parametrize(("images", "most"), [(284, 16), (10, 10)])
+def test_the_file_beneath_an_engine_is_asked_as_many_images_at_once_as_that(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, images: int, most: int
+) -> None:
+    """As far as this processor gets through them: the rest is for the engine's GPU."""
+    path = export_folder(folder).path
+    amend_sidecar(path, build={"batch": [2, 8, 16]})
+    model = checkpoint.load(folder)
+    monkeypatch.setattr(agreement, "WORK", images * measure(model, (3, 8, 8)).macs)
+    checks = agreement.file_checks(model, path, IMAGES)
+    assert {check.verdict for check in checks} == {"passed"}
+    assert all(check.detail.endswith(f"on cpu, batch 2, 3, 8, {most}") for check in checks)
+
+
+@pytest.mark.parametrize(
+    ("batches", "images", "asked"),
+    [
+        ((1, 3, 8), 5, [[0], [0, 1, 2], [0, 1, 2, 3, 4, 0, 1, 2]]),
+        ((1,), 3, [[0], [1], [2]]),
+        ((2,), 5, [[0, 1], [2, 3], [4, 0]]),
+    ],
+)
+def test_every_image_is_asked_whatever_an_engine_takes_at_once(
+    batches: tuple[int, ...], images: int, asked: list[list[int]]
+) -> None:
+    assert [portion.tolist() for portion in agreement._portions(batches, images)] == asked
 
 
 def test_openvino_never_computes_in_another_precision(folder: Path) -> None:

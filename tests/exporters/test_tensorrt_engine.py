@@ -91,6 +91,7 @@ def test_the_sidecar_says_what_the_engine_is(made: Path) -> None:
     assert found["opset"] == 20 and "TensorRT" in found["opset_reason"] == known["opset_reason"]
     assert known["plan_sha256"] == "ab12" and known["classes"][0] == "ant" and known["size"] == [3, 8, 8]
     assert checkpoint.differing(sidecar_path(source_path(made))) == []
+    assert json.loads(sidecar_path(source_path(made)).read_text())["build"] == {"batch": [1, 2, 4]}
     assert not layers_path(made).exists() or torch.cuda.is_available()
 
 
