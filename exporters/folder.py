@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress import checkpoint, exporters, models
-from vitcompress.errors import ArtifactError, InputError, did_you_mean
+from vitcompress.errors import ArtifactError, InputError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import agreement, exporting, gate
 from vitcompress.exporters.artifact import Exported, Exporter
@@ -43,7 +43,8 @@ def export_folder(
             was written.
         CheckFailedError: no set of fp32 islands makes the file agree.
     """
-    exporter, options = writable(name), options or ExportOptions()
+    exporter = exporters.available_exporter(name, hint="`vitcompress doctor` says what can be")
+    options = options or ExportOptions()
     exporter.check(options)
     _check_out(exporter, folder, out)
     model = checkpoint.load(folder)
@@ -143,21 +144,6 @@ def _held(folder: Path, files: Sequence[Path], *, all_told: bool) -> Verificatio
     engines = (engine_weights(path, model, plan, folder / UNFOLDED) for path in files if path.suffix == ".engine")
     answers = (agreement.file_checks(model, path, images, real=real) for path in files)
     return Verification((*chain(*answers), *weights, *chain(*engines)), table)
-
-
-def writable(name: str) -> Exporter:
-    """The exporter of the format `name`. Raises InputError when there is none, or when this machine cannot write it."""
-    if name not in exporters.EXPORTERS:
-        raise InputError(
-            f"there is no export format {name!r}{did_you_mean(name, exporters.EXPORTERS)}",
-            hint=f"the formats are {', '.join(exporters.EXPORTERS)}",
-        )
-    exporter = exporters.EXPORTERS[name]
-    if reason := exporter.unavailable():
-        raise InputError(
-            f"{name} cannot be exported on this machine: {reason}", hint="`vitcompress doctor` says what is"
-        )
-    return exporter
 
 
 def class_names(folder: Path) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """What a run would do and cost, and what this machine lacks for it. Nothing is written and nothing is trained."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,19 +12,11 @@ from vitcompress.data import Splits, open_data
 from vitcompress.errors import InputError
 from vitcompress.methods import METHODS
 from vitcompress.pipeline.choices import chosen_by
-from vitcompress.pipeline.folder import check_folder, check_writable
+from vitcompress.pipeline.folder import check_folder
 from vitcompress.pipeline.job import Job, job_for
 from vitcompress.pipeline.latency import check_clock
 from vitcompress.pipeline.options import RunOptions, effective, folder_of
-from vitcompress.pipeline.preflight import (
-    check_bench,
-    check_formats,
-    check_islands,
-    check_recovery,
-    check_room,
-    check_training,
-    check_weights,
-)
+from vitcompress.pipeline.preflight import check_formats, check_recovery, check_weights, local_checks
 from vitcompress.pipeline.teachers import check_hub_classes, comes_from_hub
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe
@@ -46,7 +39,7 @@ def dry_run(recipe: Recipe, options: RunOptions) -> dict[str, Any]:
         "stages": list(_stages(job)),
         "layers": chosen_by(recipe, searched=False),
         "cost": {"dense": cost.measure(job.blank, job.input.size).to_dict(), "compressed": compressed(job).to_dict()},
-        "missing": [*missing, *_missing(job, options)],
+        "missing": [*missing, *_missing(job, fresh=options.fresh)],
     }
 
 
@@ -74,41 +67,47 @@ def _data(recipe: Recipe, options: RunOptions) -> tuple[Splits | None, list[str]
         return None, [_sentence(error)]
 
 
-def _missing(job: Job, options: RunOptions) -> Iterator[str]:
-    """What `prepare` would refuse or note. No latency is measured, and no hub weights are fetched, to see whether they
-    can be.
-    """
-    recipe, weights = job.recipe, job.recipe.model.weights
-    how = {"structure_only": options.structure_only, "fresh": options.fresh}
-    checks: list[Callable[[], object]] = [
-        lambda: check_folder(job.folder, recipe, **how),
-        lambda: check_writable(job.dense_folder),
-        lambda: check_room(job),
-        lambda: check_formats(recipe),
-        lambda: check_islands(job),
-        lambda: distributed.check_device(recipe.run.device, recipe.run.amp),
-        lambda: check_training(job),
-        lambda: check_bench(job),
-        lambda: check_clock(job),
-    ]
-    if weights == "hub":
-        yield f"weights of {recipe.model.name}: fetched from timm's hub at the start, or given with --weights PATH"
-    else:
-        checks.append(lambda: check_weights(job, fresh=options.fresh))
-    if not options.structure_only and comes_from_hub(recipe.finetune):
-        checks.append(lambda: check_hub_classes(recipe.finetune, job.classes))
-        yield (
-            f"weights of the teacher {recipe.finetune.teacher}: fetched from timm's hub at the start, or given with "
-            "--set finetune.teacher_weights=FILE"
-        )
-    else:
-        checks.append(lambda: check_recovery(job))
-    for check in checks:
+def _missing(job: Job, *, fresh: bool) -> Iterator[str]:
+    """What a run would fetch, refuse or note. Nothing is fetched and no latency is measured to find out."""
+    yield from _downloads(job)
+    for check in _checks(job, fresh=fresh):
         try:
             check()
         except InputError as error:
             yield _sentence(error)
     yield from job.onnx_elsewhere()
+
+
+def _downloads(job: Job) -> Iterator[str]:
+    """The weights that a run fetches before it trains."""
+    model, recovery = job.recipe.model, job.recipe.finetune
+    if model.weights == "hub":
+        yield f"weights of {model.name}: fetched from timm's hub at the start, or given with --weights PATH"
+    if _hub_teacher(job):
+        yield (
+            f"weights of the teacher {recovery.teacher}: fetched from timm's hub at the start, or given with "
+            "--set finetune.teacher_weights=FILE"
+        )
+
+
+def _hub_teacher(job: Job) -> bool:
+    return not job.structure_only and comes_from_hub(job.recipe.finetune)
+
+
+def _checks(job: Job, *, fresh: bool) -> Iterator[Callable[[], object]]:
+    """Those of a run, in its order, except for what fetches weights or measures."""
+    recipe = job.recipe
+    yield partial(check_folder, job.folder, recipe, structure_only=job.structure_only, fresh=fresh)
+    yield partial(check_formats, recipe)
+    yield partial(distributed.check_device, recipe.run.device, recipe.run.amp)
+    yield from local_checks(job)
+    if recipe.model.weights != "hub":
+        yield partial(check_weights, job, fresh=fresh)
+    if _hub_teacher(job):
+        yield partial(check_hub_classes, recipe.finetune, job.classes)
+    else:
+        yield partial(check_recovery, job)
+    yield partial(check_clock, job)
 
 
 def _sentence(error: InputError) -> str:

@@ -1,14 +1,16 @@
 """Everything that can fail is tried here, before the first training step and before anything is written."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vitcompress import checkpoint, models, surgery
 from vitcompress.bench import timing
 from vitcompress.data import open_data
 from vitcompress.distributed import Runtime
-from vitcompress.errors import InputError, did_you_mean
+from vitcompress.errors import InputError
 from vitcompress.export_options import AUTO
-from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters import EXPORTERS, available_exporter
 from vitcompress.methods import METHODS
 from vitcompress.methods.steps import RecoverOptions, recovery_settings
 from vitcompress.pipeline.folder import check_disk, check_writable
@@ -32,11 +34,8 @@ def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Pro
     data = None if options.structure_only else open_data(recipe.data, recipe.run.seed)
     job = job_for(recipe, folder, runtime, progress, data, structure_only=options.structure_only)
     _ = job.structure
-    check_islands(job)
-    check_training(job)
-    check_bench(job)
-    check_room(job)
-    check_writable(job.dense_folder)
+    for check in local_checks(job):
+        check()
     check_weights(job, fresh=options.fresh)
     check_recovery(job)
     check_latency(job, fresh=options.fresh)
@@ -44,20 +43,24 @@ def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Pro
     return job
 
 
+def local_checks(job: Job) -> tuple[Callable[[], None], ...]:
+    """The checks that download nothing and measure nothing, in the order in which `prepare` makes them."""
+    return (
+        partial(check_islands, job),
+        partial(check_training, job),
+        partial(check_bench, job),
+        partial(check_room, job),
+        partial(check_writable, job.dense_folder),
+    )
+
+
 def check_formats(recipe: Recipe) -> None:
     """Raise InputError for an export target that cannot be built on this machine, or options that no target uses."""
     table = recipe.export
     for name in table.formats:
-        if name not in EXPORTERS:
-            raise InputError(
-                f"no export format {name!r}{did_you_mean(name, EXPORTERS)}", hint=f"there are: {', '.join(EXPORTERS)}"
-            )
-        if reason := EXPORTERS[name].unavailable():
-            raise InputError(
-                f"{name} cannot be exported here: {reason}",
-                hint=f"leave it out of --export and run `vitcompress export DIR --format {name}` on the target",
-            )
-        EXPORTERS[name].check(table.only(EXPORTERS[name].uses))
+        elsewhere = f"leave it out of --export and run `vitcompress export DIR --format {name}` on the target"
+        exporter = available_exporter(name, hint=elsewhere)
+        exporter.check(table.only(exporter.uses))
     used = {option for name in table.formats for option in EXPORTERS[name].uses}
     if table.formats and (idle := [option for option in table.given() if option not in used]):
         raise InputError(
