@@ -93,16 +93,17 @@ class Wiring:
     parts: Callable[[nn.Module], Mapping[str, nn.Module]] = children
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """The only place that knows a timm model's modules. Every function reads the model as it is now.
 
     refuses(model): None, or why this family does not cover the model, as the end of a sentence.
     blocks(model): the blocks that are left, by path, in forward order.
-    linear_pair(model, ffn): the layers that `surgery.fold` multiplies, None when the FFN is not two linears.
-    scales(model): LayerScale path -> path of the linear layer just before it.
     slice_attention(module, qk, v, heads): the attention to run after slicing, over the same parameters.
     resized(model, space, width): store a new width of a residual space wherever timm reads it.
+    linear_pair(model, ffn): the layers that `surgery.fold` multiplies, None when the FFN is not two linears; by default
+        no FFN is.
+    scales(model): LayerScale path -> path of the linear layer just before it; by default there are no LayerScales.
     entry(model): the parameters of which every token receives exactly one before the first block, with nothing but sums
         behind them; none where there are no such, and None in families whose tokens are merged on the way.
     stem: path of the convolution that is given the images.
@@ -116,10 +117,10 @@ class Family:
     blocks: Callable[[nn.Module], dict[str, nn.Module]]
     sites: Callable[[nn.Module], tuple[Site, ...]]
     spaces: Callable[[nn.Module], tuple[Space, ...]]
-    linear_pair: Callable[[nn.Module, str], LinearPair | None]
-    scales: Callable[[nn.Module], dict[str, str]]
     slice_attention: Callable[[nn.Module, int, int, int], nn.Module]
     resized: Callable[[nn.Module, str, int], None]
+    linear_pair: Callable[[nn.Module, str], LinearPair | None] = lambda model, ffn: None
+    scales: Callable[[nn.Module], dict[str, str]] = lambda model: {}
     not_foldable: str = ""
     entry: Callable[[nn.Module], tuple[str, ...]] | None = None
     stem: str = "patch_embed.proj"

@@ -10,7 +10,6 @@ from vitcompress.families import common
 from vitcompress.families.anatomy import (
     Axis,
     Family,
-    LinearPair,
     Site,
     Space,
     Wiring,
@@ -152,16 +151,6 @@ def _width(model: nn.Module, stage: str) -> int:
     return len(model.get_parameter(f"{_embedding(stage)}.proj.weight"))
 
 
-def linear_pair(model: nn.Module, ffn: str) -> LinearPair | None:
-    """None: the depth-wise convolution stands between the two linear layers."""
-    return None
-
-
-def scales(model: nn.Module) -> dict[str, str]:
-    """PVTv2 has no LayerScales."""
-    return {}
-
-
 def resized(model: Any, space: str, width: int) -> None:
     """Store a stage's residual width where timm reads it."""
     number = int(space.split(".")[1])
@@ -184,16 +173,14 @@ def slice_attention(attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Mo
 
 
 PVT = Family(
-    "pvt",
-    SUPPORTED,
-    WIRING,
-    refuses,
-    blocks,
-    sites,
-    spaces,
-    linear_pair,
-    scales,
-    slice_attention,
-    resized,
-    NOT_FOLDABLE,
+    name="pvt",
+    supported=SUPPORTED,
+    wiring=WIRING,
+    refuses=refuses,
+    blocks=blocks,
+    sites=sites,
+    spaces=spaces,
+    slice_attention=slice_attention,
+    resized=resized,
+    not_foldable=NOT_FOLDABLE,
 )

@@ -25,7 +25,6 @@ from vitcompress.families import common
 from vitcompress.families.anatomy import (
     Axis,
     Family,
-    LinearPair,
     Site,
     Space,
     Wiring,
@@ -223,16 +222,6 @@ def _width(model: nn.Module, stage: str) -> int:
     return len(model.get_parameter(f"{merging}.reduction.weight" if merging else "patch_embed.proj.weight"))
 
 
-def linear_pair(model: nn.Module, ffn: str) -> LinearPair | None:
-    """fc1 and fc2 of a timm Mlp; None when it is folded already."""
-    return common.linear_pair(model, ffn)
-
-
-def scales(model: nn.Module) -> dict[str, str]:
-    """Swin has no LayerScales."""
-    return {}
-
-
 def resized(model: Any, space: str, width: int) -> None:
     """Store a stage's residual width where timm reads it."""
     stage = space.removesuffix(".residual")
@@ -261,4 +250,15 @@ def slice_attention(attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Mo
     return own
 
 
-SWIN = Family("swin", SUPPORTED, WIRING, refuses, blocks, sites, spaces, linear_pair, scales, slice_attention, resized)
+SWIN = Family(
+    name="swin",
+    supported=SUPPORTED,
+    wiring=WIRING,
+    refuses=refuses,
+    blocks=blocks,
+    sites=sites,
+    spaces=spaces,
+    slice_attention=slice_attention,
+    resized=resized,
+    linear_pair=common.linear_pair,
+)

@@ -11,7 +11,6 @@ from vitcompress.families import common
 from vitcompress.families.anatomy import (
     Axis,
     Family,
-    LinearPair,
     Site,
     Space,
     Wiring,
@@ -130,11 +129,6 @@ def _width(model: Any) -> int:
     return int(model.patch_embed.proj.out_channels)
 
 
-def linear_pair(model: nn.Module, ffn: str) -> LinearPair | None:
-    """fc1 and fc2 of a timm Mlp, gated or not; None when it is folded already."""
-    return common.linear_pair(model, ffn)
-
-
 def scales(model: nn.Module) -> dict[str, str]:
     """LayerScales that directly follow a linear layer. Without its attention, a LayerScale follows a norm and stays."""
     found: dict[str, str] = {}
@@ -174,5 +168,16 @@ def slice_attention(attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Mo
 
 
 VIT = Family(
-    "vit", SUPPORTED, WIRING, refuses, blocks, sites, spaces, linear_pair, scales, slice_attention, resized, entry=entry
+    name="vit",
+    supported=SUPPORTED,
+    wiring=WIRING,
+    refuses=refuses,
+    blocks=blocks,
+    sites=sites,
+    spaces=spaces,
+    slice_attention=slice_attention,
+    resized=resized,
+    linear_pair=common.linear_pair,
+    scales=scales,
+    entry=entry,
 )
