@@ -181,7 +181,7 @@ def _row(
     watch: conditions.Watched,
 ) -> dict[str, Any]:
     """One bench row: what was measured, how, and every sample."""
-    known = {"transfers": False, **runner.describe()}
+    known = runner.describe()
     return {
         **known,
         "protocol": protocol.id,

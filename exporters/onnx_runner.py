@@ -7,10 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitcompress.errors import InputError
 from vitcompress.exporters.bound import Bound
 from vitcompress.exporters.onnx_session import Session
-from vitcompress.exporters.runner import RunnerOptions, as_given, some_bytes
+from vitcompress.exporters.runner import RunnerOptions, as_given, described, refuse_settings_of_others, some_bytes
 from vitcompress.models import InputConfig
 from vitcompress.sidecar import input_of
 
@@ -19,12 +18,7 @@ class OnnxRunner:
     """An ONNX file in ONNX Runtime, on exactly the execution provider that was asked for."""
 
     def __init__(self, path: Path, options: RunnerOptions) -> None:
-        for setting, off in (("compile", False), ("sdpa", "auto")):
-            if getattr(options, setting) != off:
-                raise InputError(
-                    f"{setting} is a setting of torch, {path.name} runs in ONNX Runtime",
-                    hint=f"leave --{setting} out, or give run folders and timm models only",
-                )
+        refuse_settings_of_others(options, "ONNX Runtime", path.name)
         self.name = str(path)
         self._session = Session(path, options)
         self._transfers = options.transfers and self._session.on_device
@@ -49,12 +43,12 @@ class OnnxRunner:
         self._session.synchronize()
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "artifact": self.name,
+        return described(
+            artifact=self.name,
             **self._session.describe(),
-            "input_type": "uint8" if self._session.takes_bytes else "float32",
-            "transfers": self._transfers,
-        }
+            input_type="uint8" if self._session.takes_bytes else "float32",
+            transfers=self._transfers,
+        )
 
     def close(self) -> None:
         self._session.close()

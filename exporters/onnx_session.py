@@ -206,6 +206,7 @@ class Session:
             self._stream.synchronize()
 
     def describe(self) -> dict[str, Any]:
+        """What the session knows of what its runner says of itself."""
         shown = {key: value for key, value in self.provider_options.items() if not key.endswith("user_compute_stream")}
         return {
             "sha256": self.sha256,
@@ -221,12 +222,8 @@ class Session:
             "precision": self.precision,
             "tf32": self.precision == "tf32" or self._provider.tf32 == "always",
             "threads": self._threads or self._taken or "runtime default",
-            "sdpa": None,
-            "compile": False,
-            "channels_last": False,
             "cuda_graph": self.cuda_graph,
             "graph_optimization": "ORT_ENABLE_ALL",
-            "weights": None,
             "classes": next((size for size in self._output.shape[1:2] if isinstance(size, int)), None),
         }
 

@@ -13,7 +13,7 @@ from vitcompress.errors import ArtifactError, DeviceError, InputError, MissingEx
 from vitcompress.exporters.bound import Bindings, Bound
 from vitcompress.exporters.openvino_ir import INFO, unavailable
 from vitcompress.exporters.openvino_library import core, load
-from vitcompress.exporters.runner import RunnerOptions, as_given
+from vitcompress.exporters.runner import RunnerOptions, as_given, described, refuse_settings_of_others
 from vitcompress.models import InputConfig
 from vitcompress.sidecar import checked_sha256, input_of
 
@@ -31,6 +31,7 @@ class OpenVinoRunner:
     def __init__(self, path: Path, options: RunnerOptions) -> None:
         if unavailable():
             raise MissingExtraError("openvino", "openvino", need=path.name)
+        refuse_settings_of_others(options, "OpenVINO", path.name)
         self.name, self._device, self._threads = str(path), _device(options), options.threads
         if self._threads is not None and self._threads < 1:
             raise InputError(f"threads must be 1 or more, got {self._threads}")
@@ -89,28 +90,20 @@ class OpenVinoRunner:
 
     def describe(self) -> dict[str, Any]:
         get = self._compiled.get_property
-        return {
-            "artifact": self.name,
-            "sha256": self._sha256,
-            "runtime": "openvino",
-            "runtime_version": metadata.version("openvino"),
-            "device": self._device.lower(),
-            "device_name": str(get("FULL_DEVICE_NAME")) if "FULL_DEVICE_NAME" in get("SUPPORTED_PROPERTIES") else None,
-            "provider": None,
-            "precision": self.precision,
-            "tf32": False,
-            "threads": int(get("INFERENCE_NUM_THREADS")),
-            "streams": int(get("NUM_STREAMS")),
-            "input_type": "uint8" if self._uint8 else "float32",
-            "sdpa": None,
-            "compile": False,
-            "channels_last": False,
-            "cuda_graph": False,
-            "transfers": False,
-            "graph_optimization": "LATENCY",
-            "weights": None,
-            "classes": _classes(self._compiled),
-        }
+        return described(
+            artifact=self.name,
+            sha256=self._sha256,
+            runtime="openvino",
+            runtime_version=metadata.version("openvino"),
+            device=self._device.lower(),
+            device_name=str(get("FULL_DEVICE_NAME")) if "FULL_DEVICE_NAME" in get("SUPPORTED_PROPERTIES") else None,
+            precision=self.precision,
+            threads=int(get("INFERENCE_NUM_THREADS")),
+            streams=int(get("NUM_STREAMS")),
+            input_type="uint8" if self._uint8 else "float32",
+            graph_optimization="LATENCY",
+            classes=_classes(self._compiled),
+        )
 
     def close(self) -> None:
         self._bindings.release()
@@ -123,11 +116,6 @@ def _classes(compiled: Any) -> int | None:
 
 
 def _device(options: RunnerOptions) -> str:
-    for setting, off in (("compile", False), ("sdpa", "auto"), ("provider", None)):
-        if getattr(options, setting) != off:
-            raise InputError(
-                f"{setting} is not a setting of OpenVINO, in which .xml files run", hint=f"leave --{setting} out"
-            )
     if (options.device or "cpu") != "cpu":
         raise DeviceError(
             f"OpenVINO models run on the CPU here, {options.device} was asked for", hint="use --device cpu"

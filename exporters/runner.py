@@ -14,6 +14,33 @@ from vitcompress.errors import ArtifactError, InputError
 from vitcompress.models import InputConfig
 from vitcompress.wording import span
 
+# Settings that one runtime alone has, and what runs in it.
+OWNED_SETTINGS = {
+    "compile": ("torch", "run folders and timm models"),
+    "sdpa": ("torch", "run folders and timm models"),
+    "provider": ("ONNX Runtime", "ONNX files"),
+}
+# What every runner says of itself, and what it is where a runtime has nothing of the kind.
+DESCRIPTION: dict[str, Any] = {
+    "artifact": None,
+    "sha256": None,
+    "runtime": None,
+    "runtime_version": None,
+    "device": None,
+    "device_name": None,
+    "provider": None,
+    "precision": None,
+    "tf32": False,
+    "threads": None,
+    "sdpa": None,
+    "compile": False,
+    "channels_last": False,
+    "cuda_graph": False,
+    "transfers": False,
+    "graph_optimization": None,
+    "weights": None,
+}
+
 
 @dataclass(frozen=True)
 class RunnerOptions:
@@ -87,6 +114,19 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Give back what the runner and its bound calls hold, and restore what it changed. Once is as good as twice."""
+
+
+def refuse_settings_of_others(options: RunnerOptions, runtime: str, name: str) -> None:
+    """Raise InputError where `options` of the artifact `name` hold a setting that its `runtime` does not have."""
+    for setting, (owner, runs) in OWNED_SETTINGS.items():
+        if owner != runtime and getattr(options, setting) != getattr(RunnerOptions, setting):
+            told = f"{setting} is a setting of {owner}, {name} runs in {runtime}"
+            raise InputError(told, hint=f"leave it out, or give only {runs}")
+
+
+def described(**known: Any) -> dict[str, Any]:
+    """What `Runner.describe` returns: `known`, and each key of `DESCRIPTION` that is not in it."""
+    return {**DESCRIPTION, **known}
 
 
 def as_given(images: Tensor, input: InputConfig | None, *, uint8: bool) -> np.ndarray:

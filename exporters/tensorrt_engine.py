@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from vitcompress import checkpoint, onnx_file
-from vitcompress.errors import DeviceError, InputError, OutputError, VitcompressError
+from vitcompress.errors import OutputError, VitcompressError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import onnx_graph
 from vitcompress.exporters.artifact import About, Exported, Exporter, recorded, write_sidecar
@@ -27,17 +27,15 @@ from vitcompress.exporters.onnx_graph import ONNX
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.tensorrt_build import Built, build
 from vitcompress.exporters.tensorrt_flavours import (
-    DATA_CENTRE,
     RTX,
-    RTX_DEFAULT,
     TRT,
     Flavour,
-    buildable,
     capability,
     header_of,
     numbers,
 )
 from vitcompress.exporters.tensorrt_runner import EngineRunner
+from vitcompress.exporters.tensorrt_targets import cannot_run, options_of_onnx, refuse, targets_of, unavailable
 from vitcompress.models import InputConfig
 from vitcompress.progress import Progress
 from vitcompress.sidecar import sidecar_path
@@ -47,8 +45,6 @@ DECOMPOSED = (
     "decomposed attention, which TensorRT fuses in half precision where q/k and v are equally wide, and builds at any "
     "widths and in fp32; its Attention operator (TensorRT 10.14 on) wants equal widths and a fused kernel"
 )
-NO_GPU = "TensorRT builds on a GPU, and there is none here"
-TURING = 75
 ONLY_TRT = {"timing_cache", "hardware_compatible", "version_compatible"}  # need a GPU, or parts that RTX leaves out
 
 
@@ -70,7 +66,7 @@ def export(
     """
     options, path = options or ExportOptions(), Path(path)
     refuse(flavour, options)
-    targets = _targets(flavour, options)
+    targets = targets_of(flavour, options)
     for place in (path, *_companions(path)):
         if place.is_dir():
             raise OutputError(f"{place} cannot be written: it is a folder", hint="choose another file with --out")
@@ -81,7 +77,7 @@ def export(
             source = onnx_graph.export(
                 model,
                 Path(folder) / source_path(path).name,
-                options=_for_onnx(options),
+                options=options_of_onnx(options),
                 lean=False,  # its attention kernels are documented for the patterns that torch writes
                 reason=DECOMPOSED,
                 **about,
@@ -95,74 +91,6 @@ def export(
             if cannot_run(flavour) is None and capability() in targets:
                 done = _inspected(done, source, options)
             return _moved(done, path, source if options.keep_onnx else None)
-
-
-def unavailable(flavour: Flavour) -> str | None:
-    """Why this machine cannot build such engines, None when it can."""
-    if flavour is TRT and capability() is None:
-        return f"{NO_GPU}; build on the target ({flavour.install}), or use trt-rtx for GeForce and RTX"
-    return flavour.missing()
-
-
-def cannot_run(flavour: Flavour) -> str | None:
-    """Why this machine cannot run such engines, None when it can."""
-    if reason := flavour.missing():
-        return reason
-    here = capability()
-    if here is None:
-        return "there is no CUDA GPU here: run it on the target"
-    if flavour is RTX and here not in buildable(flavour.load()):
-        return f"TensorRT for RTX does not run on this GPU (compute capability {here})"
-    return None
-
-
-def refuse(flavour: Flavour, options: ExportOptions) -> None:
-    """Raise InputError for options that the flavour does not offer; those of ONNX are part of them."""
-    ONNX.check(_for_onnx(options))
-    if flavour is RTX:
-        _refuse_targets(options.sm, buildable(flavour.load()))
-        if TURING in options.sm and options.precision != "fp16":
-            raise InputError(
-                f"on Turing (compute capability {TURING}) TensorRT for RTX computes in fp16 only, "
-                f"{options.precision} was asked for",
-                hint=f"give --precision fp16, or leave {TURING} out of --sm",
-            )
-
-
-def _refuse_targets(wanted: Sequence[int], known: Sequence[int]) -> None:
-    listed = ", ".join(map(str, known))
-    for target in wanted:
-        if target in DATA_CENTRE:
-            raise InputError(
-                f"TensorRT for RTX is not for data centres, as compute capability {target} is; it knows {listed}",
-                hint="on that machine use --format trt, or the ONNX file in ONNX Runtime with CUDA",
-            )
-        if target not in known:
-            raise InputError(
-                f"TensorRT for RTX does not know compute capability {target}", hint=f"give some of --sm {listed}"
-            )
-
-
-def _targets(flavour: Flavour, options: ExportOptions) -> tuple[int, ...]:
-    """What the engine is built for: the capabilities that were named, or the GPU that TensorRT builds on."""
-    if flavour is RTX:
-        return tuple(dict.fromkeys(options.sm)) or RTX_DEFAULT
-    here = capability()
-    if here is None:
-        raise DeviceError(NO_GPU, hint="run the same command on the target")
-    if wrong := [target for target in options.sm if target != here]:
-        raise InputError(
-            f"TensorRT builds for the GPU that it builds on, which has compute capability {here}; "
-            f"{', '.join(map(str, wrong))} was asked for",
-            hint="run the same command on such a GPU, or use --format trt-rtx for GeForce and RTX",
-        )
-    return (here,)
-
-
-def _for_onnx(options: ExportOptions) -> ExportOptions:
-    """The options of the ONNX file: TF32 is a way to multiply, not a way to store."""
-    found = options.only(ONNX.uses)
-    return found if found.precision != "tf32" else found.only(ONNX.uses - {"precision"})
 
 
 def layers_path(engine: Path) -> Path:

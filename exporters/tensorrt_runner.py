@@ -1,22 +1,14 @@
 """A TensorRT engine as a runner: opened only when its sidecar vouches for it, and run in a process of its own."""
 
-import os
-import subprocess
-import sys
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-import vitcompress
 from vitcompress.checkpoint import decoded, file_sha256
-from vitcompress.errors import ArtifactError, DeviceError, InputError, VitcompressError
-from vitcompress.exporters.frames import receive, send
-from vitcompress.exporters.runner import RunnerOptions, as_given, check_batch
+from vitcompress.errors import ArtifactError, DeviceError
+from vitcompress.exporters.runner import RunnerOptions, as_given, check_batch, described, refuse_settings_of_others
 from vitcompress.exporters.tensorrt_flavours import (
     FLAVOURS,
     HEADER,
@@ -27,13 +19,10 @@ from vitcompress.exporters.tensorrt_flavours import (
     kind_of,
     numbers,
 )
+from vitcompress.exporters.tensorrt_process import EngineProcess
 from vitcompress.sidecar import input_of, mismatches, read_sidecar, sidecar_path
 
 DANGER = "running an engine is running code that its author chose"
-PATIENCE = 10.0  # seconds that the process is given to end by itself
-# What the process that runs an engine is given of this one's environment.
-KEPT = ("PATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "TEMP", "SYSTEMROOT", "LANG")
-KEPT_PREFIXES = ("CUDA_", "NVIDIA_", "VIRTUAL_ENV", "CONDA_")
 
 
 class EngineRunner:
@@ -47,12 +36,15 @@ class EngineRunner:
     def __init__(self, path: Path, options: RunnerOptions) -> None:
         self.name, self._options = str(path), options
         self._sidecar = vouched(path, trust=options.trust)
+        self._build: dict[str, Any] = self._sidecar.get("build", {})
         self._flavour = _flavour(path, self._sidecar)
         self._sha256 = file_sha256(path)
         self._metadata = decoded(self._sidecar.get("metadata", {}))
-        _check_settings(path, options, self._sidecar)
-        for images in (options.batch or ()) if (built := self._sidecar.get("build", {}).get("batch")) else ():
-            check_batch(self.name, built, images)
+        refuse_settings_of_others(options, self._flavour.title, path.name)
+        _check_precision(path, options, self._sidecar)
+        if built_for := self._build.get("batch"):
+            for images in options.batch or ():
+                check_batch(self.name, built_for, images)
         self._index = _gpu(path, options, self._sidecar, self._flavour)
         self._process = EngineProcess(
             path, self._sha256, self._flavour, self._index, options, host_code=self._needs_host_code()
@@ -62,7 +54,7 @@ class EngineRunner:
         self._slots = count(1)
 
     def _needs_host_code(self) -> bool:
-        carries = bool(self._sidecar.get("build", {}).get("version_compatible"))
+        carries = bool(self._build.get("version_compatible"))
         if carries and not self._options.trust:
             raise ArtifactError(
                 f"{self.name} is version-compatible: it brings a runtime along, as code", hint="--trust lets it run"
@@ -101,32 +93,25 @@ class EngineRunner:
         return self._process.layers()
 
     def describe(self) -> dict[str, Any]:
-        build = self._sidecar.get("build", {})
-        return {
-            "artifact": self.name,
-            "sha256": self._sha256,
-            "runtime": self._flavour.title,
-            "runtime_version": self.facts["runtime_version"],
-            "device": f"cuda:{self._index}",
-            "device_name": self.facts["device_name"],
-            "provider": None,
-            "precision": self._sidecar.get("precision", "as built"),
-            "tf32": build.get("tf32"),
-            "threads": None,
-            "sdpa": None,
-            "compile": False,
-            "channels_last": False,
-            "cuda_graph": self._options.cuda_graph,
-            "transfers": self._options.transfers,
-            "graph_optimization": build.get("optimization_level"),
-            "weights": None,
-            "sm": build.get("sm"),
-            "input_type": "uint8" if self._takes_bytes else "float32",
-            "batch_range": self.facts["batch"],
-            "verified": self._sidecar.get("verified"),
-            "trusted_without_sidecar": not self._sidecar,
-            "process": self._process.pid,
-        }
+        return described(
+            artifact=self.name,
+            sha256=self._sha256,
+            runtime=self._flavour.title,
+            runtime_version=self.facts["runtime_version"],
+            device=f"cuda:{self._index}",
+            device_name=self.facts["device_name"],
+            precision=self._sidecar.get("precision", "as built"),
+            tf32=self._build.get("tf32"),
+            cuda_graph=self._options.cuda_graph,
+            transfers=self._options.transfers,
+            graph_optimization=self._build.get("optimization_level"),
+            sm=self._build.get("sm"),
+            input_type="uint8" if self._takes_bytes else "float32",
+            batch_range=self.facts["batch"],
+            verified=self._sidecar.get("verified"),
+            trusted_without_sidecar=not self._sidecar,
+            process=self._process.pid,
+        )
 
     def close(self) -> None:
         self._process.close()
@@ -135,7 +120,7 @@ class EngineRunner:
 class BoundEngine:
     """One pass over images that lie on the GPU; `timed` runs it many times where the engine is."""
 
-    def __init__(self, process: "EngineProcess", slot: int) -> None:
+    def __init__(self, process: EngineProcess, slot: int) -> None:
         self._process, self._slot = process, slot
 
     def __call__(self) -> None:
@@ -144,71 +129,6 @@ class BoundEngine:
     def timed(self, runs: int) -> tuple[list[float], float]:
         """Milliseconds of each run, by CUDA events, and of all of them by the wall clock."""
         return self._process.timed(self._slot, runs)
-
-
-class EngineProcess:
-    """The process at the other end, see `tensorrt_worker`."""
-
-    def __init__(
-        self, path: Path, sha256: str, flavour: Flavour, index: int, options: RunnerOptions, *, host_code: bool
-    ) -> None:
-        self._path = path
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "vitcompress.exporters.tensorrt_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=_environment(),
-        )
-        self.pid = self._process.pid
-        opening = {"path": str(path.resolve()), "sha256": sha256, "flavour": flavour.name, "index": index}
-        try:
-            wishes = {"cuda_graph": options.cuda_graph, "transfers": options.transfers}
-            self.facts, _ = self._ask({**opening, **wishes, "host_code": host_code})
-        except BaseException:
-            self.close()
-            raise
-
-    def _ask(self, request: dict[str, Any], data: bytes = b"") -> tuple[dict[str, Any], bytearray]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            send(self._process.stdin, request, data)
-            answer, more = receive(self._process.stdout)
-        except (OSError, EOFError, ValueError):
-            code = self._process.poll()
-            raise VitcompressError(
-                f"the process that ran {self._path} has ended{'' if code is None else f' (exit code {code})'}",
-                hint="the engine may be damaged, or the GPU out of memory",
-            ) from None
-        if "error" in answer:
-            kind = ArtifactError if answer.get("refused") else VitcompressError
-            raise kind(f"{self._path} cannot be run: {answer['error']}")
-        return answer, more
-
-    def bind(self, slot: int, images: np.ndarray) -> None:
-        self._ask({"do": "bind", "slot": slot, "shape": list(images.shape)}, images.tobytes())
-
-    def logits(self, slot: int) -> Tensor:
-        answer, data = self._ask({"do": "run", "slot": slot})
-        return torch.frombuffer(data, dtype=torch.float32).reshape(answer["shape"])
-
-    def timed(self, slot: int, runs: int) -> tuple[list[float], float]:
-        answer, _ = self._ask({"do": "time", "slot": slot, "runs": runs})
-        return [float(value) for value in answer["times_ms"]], float(answer["wall_ms"])
-
-    def layers(self) -> str:
-        return self._ask({"do": "layers"})[1].decode()
-
-    def close(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):  # what was still to be sent is lost when nobody listens
-                if pipe is not None:
-                    pipe.close()  # the end of its requests is the end of the process
-        try:
-            self._process.wait(timeout=PATIENCE)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
 
 def vouched(path: Path, *, trust: bool) -> dict[str, Any]:
@@ -254,10 +174,7 @@ def _check_version(path: Path, head: bytes, sidecar: dict[str, Any], flavour: Fl
         )
 
 
-def _check_settings(path: Path, options: RunnerOptions, sidecar: dict[str, Any]) -> None:
-    for setting, off in (("compile", False), ("sdpa", "auto"), ("provider", None)):
-        if getattr(options, setting) != off:
-            raise InputError(f"{setting} is a setting of other runtimes; {path.name} is an engine")
+def _check_precision(path: Path, options: RunnerOptions, sidecar: dict[str, Any]) -> None:
     stored = sidecar.get("precision")
     if options.precision not in (None, stored):
         raise DeviceError(
@@ -291,10 +208,3 @@ def _gpu(path: Path, options: RunnerOptions, sidecar: dict[str, Any], flavour: F
 def _reaches(here: int, compatible: str | None, targets: list[int]) -> bool:
     """Whether an engine was made to run on other GPUs, too."""
     return compatible == "ampere+" and here >= 80 and min(targets) >= 80
-
-
-def _environment() -> dict[str, str]:
-    """Enough to find Python, its packages and the GPU; no tokens, no settings of other programs."""
-    kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith(KEPT_PREFIXES)}
-    ours = str(Path(vitcompress.__file__).resolve().parent.parent)
-    return {**kept, "PYTHONPATH": os.pathsep.join([ours, *filter(None, sys.path)])}

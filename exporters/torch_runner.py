@@ -12,7 +12,7 @@ from vitcompress import models
 from vitcompress.errors import DeviceError, InputError
 from vitcompress.exporters.bound import Bindings, Bound
 from vitcompress.exporters.cuda_queue import Queued
-from vitcompress.exporters.runner import RunnerOptions
+from vitcompress.exporters.runner import RunnerOptions, described, refuse_settings_of_others
 
 TIMM = "timm:"  # what names of models to be built by timm begin with
 TORCH_TYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -39,6 +39,7 @@ class TorchRunner:
         self, model: nn.Module, options: RunnerOptions | None = None, *, name: str, sha256: str | None = None
     ) -> None:
         self.name, self._sha256, self._options = name, sha256, options or RunnerOptions()
+        refuse_settings_of_others(self._options, "torch", name)
         self._device = _torch_device(self._options)
         self._precision = self._options.precision or "fp32"
         _check_torch_options(self._options, self._device, self._precision)
@@ -140,26 +141,23 @@ class TorchRunner:
 
     def describe(self) -> dict[str, Any]:
         on_cuda = self._device.type == "cuda"
-        return {
-            "artifact": self.name,
-            "sha256": self._sha256,
-            "runtime": "torch",
-            "runtime_version": torch.__version__,
-            "device": str(self._device),
-            "device_name": torch.cuda.get_device_name(self._device) if on_cuda else None,
-            "provider": None,
-            "precision": self._precision,
-            "tf32": self._precision == "tf32",
-            "threads": self._threads,
-            "sdpa": self._options.sdpa,
-            "compile": self._options.compile,
-            "channels_last": False,
-            "cuda_graph": self._options.cuda_graph,
-            "transfers": self._transfers,
-            "graph_optimization": None,
-            "weights": self._options.weights if self.name.startswith(TIMM) else None,
-            "classes": self._classes,
-        }
+        return described(
+            artifact=self.name,
+            sha256=self._sha256,
+            runtime="torch",
+            runtime_version=torch.__version__,
+            device=str(self._device),
+            device_name=torch.cuda.get_device_name(self._device) if on_cuda else None,
+            precision=self._precision,
+            tf32=self._precision == "tf32",
+            threads=self._threads,
+            sdpa=self._options.sdpa,
+            compile=self._options.compile,
+            cuda_graph=self._options.cuda_graph,
+            transfers=self._transfers,
+            weights=self._options.weights if self.name.startswith(TIMM) else None,
+            classes=self._classes,
+        )
 
     def close(self) -> None:
         if self._call is None:
@@ -192,11 +190,6 @@ def _process_settings() -> tuple[int, bool, bool]:
 
 
 def _torch_device(options: RunnerOptions) -> torch.device:
-    if options.provider is not None:
-        raise InputError(
-            f"provider {options.provider!r} is a setting of ONNX Runtime, and run folders and timm models run in torch",
-            hint="leave --provider out, or give the .onnx file of the run folder",
-        )
     try:
         device = torch.device(options.device or "cpu")
     except RuntimeError:

@@ -19,7 +19,7 @@ from torch import nn
 from vitcompress import checkpoint, surgery
 from vitcompress.errors import InputError, OutputError, VitcompressError
 from vitcompress.export_options import ExportOptions
-from vitcompress.exporters import EXPORTERS, tensorrt_engine, tensorrt_runner
+from vitcompress.exporters import EXPORTERS, tensorrt_engine, tensorrt_runner, tensorrt_targets
 from vitcompress.exporters.tensorrt_build import Built
 from vitcompress.exporters.tensorrt_build import build as build_engine
 from vitcompress.exporters.tensorrt_engine import _doubts, layers_path, source_path
@@ -70,7 +70,7 @@ def built(model: nn.Module, path: Path, **options: Any) -> dict[str, Any]:
 def test_an_engine_for_other_gpus_than_the_one_here_is_built_and_not_opened(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (tensorrt_engine, tensorrt_runner):
+    for module in (tensorrt_engine, tensorrt_runner, tensorrt_targets):
         monkeypatch.setattr(module, "capability", lambda index=0: 86)  # a GPU that a test machine need not have
     path = tmp_path / "model.rtx.engine"
     assert built(model, path)["build"]["sm"] == [89]

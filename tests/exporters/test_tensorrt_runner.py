@@ -16,13 +16,14 @@ from vitcompress.checkpoint import file_sha256
 from vitcompress.cli import main
 from vitcompress.errors import ArtifactError, DeviceError, InputError, VitcompressError
 from vitcompress.export_options import ExportOptions
-from vitcompress.exporters import EXPORTERS, tensorrt_runner
+from vitcompress.exporters import EXPORTERS, tensorrt_process, tensorrt_runner
 from vitcompress.exporters.frames import receive, send
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.tensorrt_build import COMPATIBLE
 from vitcompress.exporters.tensorrt_flavours import FLAVOURS, RTX, Flavour
-from vitcompress.exporters.tensorrt_runner import EngineProcess, vouched
+from vitcompress.exporters.tensorrt_process import EngineProcess
+from vitcompress.exporters.tensorrt_runner import vouched
 from vitcompress.exporters.tensorrt_worker import TYPES, serve
 from vitcompress.models import input_config
 from vitcompress.sidecar import amend_sidecar, read_sidecar, sidecar_path
@@ -138,8 +139,8 @@ def test_an_engine_for_another_gpu_is_refused(engine: Path, monkeypatch: pytest.
         ({"device": "cuda:x"}, "cuda:x was asked for"),
         ({"device": "cuda:63"}, "no cuda:63"),
         ({"precision": "bf16"}, "built in fp16, bf16 was asked for"),
-        ({"compile": True}, "compile is a setting of other runtimes"),
-        ({"provider": "CPUExecutionProvider"}, "provider is a setting of other runtimes"),
+        ({"compile": True}, "compile is a setting of torch, .* runs in TensorRT for RTX"),
+        ({"provider": "CPUExecutionProvider"}, "provider is a setting of ONNX Runtime, .* runs in TensorRT for RTX"),
     ],
 )
 def test_what_an_engine_cannot_be_asked_is_refused(settings: dict[str, Any], says: str, engine: Path) -> None:
@@ -183,7 +184,7 @@ def test_a_process_that_dies_is_one_message(engine: Path, monkeypatch: pytest.Mo
 def test_the_process_is_given_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    given = tensorrt_runner._environment()
+    given = tensorrt_process._environment()
     assert "HF_TOKEN" not in given and given["CUDA_VISIBLE_DEVICES"] == "0" and "PATH" in given
 
 
