@@ -76,23 +76,20 @@ def export(
         CheckFailedError: a graph that onnx.checker refuses.
         OutputError: the folder cannot be written.
     """
-    options = options or ExportOptions()
+    options, path = options or ExportOptions(), Path(path)
     check(options)
     opset, why = _opset(options, reason)
     input = about["input"]
     module = deployed(model, input, options.precision, options.islands, uint8=options.uint8)
     program = _program(module, _example(input, uint8=options.uint8), opset)
     known = {**_metadata(about, program), **_choices(model, options), "opset_reason": why}
-    told = {key: json.dumps(value) for key, value in known.items()}
+    metadata = {key: json.dumps(value) for key, value in known.items()}
     _drop_empty_pads(program.model.graph)
     if lean:
         _make_lean(program.model)
-    ClearMetadataAndDocStringPass()(program.model)  # stack traces: paths of this machine, and bytes that change
-    program.model.metadata_props.update(told)
-    program.model.producer_name, program.model.producer_version = "vitcompress", vitcompress.__version__
-    path = Path(path)
+    _label(program.model, metadata)
     files = _save(program, path, external_data)
-    kept = {"precision": options.precision, "opset": opset, "opset_reason": why, "metadata": told}
+    kept = {"precision": options.precision, "opset": opset, "opset_reason": why, "metadata": metadata}
     return recorded(path, files, format="onnx", **kept)
 
 
@@ -177,6 +174,13 @@ def _drop_empty_pads(graph: Any) -> None:
         if node.op_type == "Pad" and (amounts := node.inputs[1].const_value) is not None and not amounts.numpy().any():
             onnx_ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
             graph.remove(node, safe=True)
+
+
+def _label(model: Any, metadata: dict[str, str]) -> None:
+    """Replace what torch wrote about the graph by `metadata` and our name."""
+    ClearMetadataAndDocStringPass()(model)  # stack traces: paths of this machine, and bytes that change
+    model.metadata_props.update(metadata)
+    model.producer_name, model.producer_version = "vitcompress", vitcompress.__version__
 
 
 def _attention(
