@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitcompress.bench import recorded
+from vitcompress.bench import recorded_speeds
 from vitcompress.bench.preparation import Preparation, prepared, takes_plain_bytes
 from vitcompress.byte_input import to_bytes
 from vitcompress.checkpoint import PLAN
@@ -56,7 +56,7 @@ def run(
         InputError: no data is named and no run folder says which it was.
     """
     options, progress = options or EvaluateOptions(), progress or Progress()
-    given = recorded.benches(options.bench) if options.bench else []
+    given = recorded_speeds.benches(options.bench) if options.bench else []
     _check_there(artifacts)
     benches = [[*_measured_with(artifact), *given] for artifact in artifacts]
     classes, images = open_test(data_of(artifacts, options))
@@ -152,17 +152,17 @@ def _opened(artifact: str, classes: Sequence[str], options: EvaluateOptions, sta
 
 def _about(runner: Runner) -> dict[str, Any]:
     known = runner.describe()
-    return {key: known.get(key) for key in ("sha256", *recorded.SAME)}
+    return {key: known.get(key) for key in ("sha256", *recorded_speeds.SAME)}
 
 
 def _measured_with(artifact: str) -> list[dict[str, Any]]:
     """What the run measured that the artifact comes from; in other folders a file of this name may be anything."""
     folder = Path(artifact) if Path(artifact).is_dir() else Path(artifact).parent
-    path = folder / recorded.BENCH
-    return recorded.benches(path) if path.is_file() and (folder / PLAN).is_file() else []
+    path = folder / recorded_speeds.BENCH
+    return recorded_speeds.benches(path) if path.is_file() and (folder / PLAN).is_file() else []
 
 
 def _speed(row: dict[str, Any], measured: list[dict[str, Any]]) -> dict[str, Any] | None:
     """How fast the artifact of a row was, by measurements of the same file in the same way."""
     how = {key: row[key] for key in ("runtime", "device", "precision")}
-    return recorded.speed(measured, row["sha256"], **how)
+    return recorded_speeds.speed(measured, row["sha256"], **how)

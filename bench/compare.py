@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress.bench import report as reports
-from vitcompress.bench.figures import COLOURS, MARKS, check_path, new_figure, save
+from vitcompress.bench.plotting import COLOURS, MARKS, check_path, new_figure, save
 from vitcompress.bench.report import counted, interval
 from vitcompress.errors import InputError
 from vitcompress.tables import NOT_MEASURED, Table

@@ -97,7 +97,7 @@ def _counter(
 def memory(known: Mapping[str, Any], target: timing.Target) -> dict[str, int | None]:
     """Peak of torch's allocator during one more run on CUDA; peak of the process of its own that an engine runs in.
 
-    What an artifact takes on the CPU, where it shares this process with the others, is told by `peak.memory_of`.
+    What an artifact takes on the CPU, where it shares this process with the others, is told by `peak_memory.memory_of`.
     """
     found: dict[str, int | None] = {"cuda_peak_bytes": None, "process_start_bytes": None, "process_peak_bytes": None}
     if known["runtime"] == "torch" and str(known["device"]).startswith("cuda"):

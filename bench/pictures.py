@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vitcompress.bench.figures import COLOURS, MARKS, new_figure, save
+from vitcompress.bench.plotting import COLOURS, MARKS, new_figure, save
 from vitcompress.bench.structure import LAYERS, WIDTHS, Structure, Width, structure_of
 from vitcompress.checkpoint import PLAN, read_plan
 from vitcompress.errors import ArtifactError

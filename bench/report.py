@@ -12,7 +12,7 @@ The input is plain data, the content of report.json. Every key but `recipe` and 
     recovery               {epochs, kept_epoch, kept, heldout}: which weights the recovery ended with
     bench                  [Bench.as_data()]: dense first, compressed second, one entry per runtime
     artifacts              one record per exported file of the compressed model: file, sha256, bytes, precision,
-                           verified, its accuracy (Accuracy.to_dict()) and speed (bench.recorded.speed) or None
+                           verified, its accuracy (Accuracy.to_dict()) and speed (bench.recorded_speeds.speed) or None
     files                  {"dense.onnx": bytes, "model.onnx": bytes}
     verify                 {passed, checks}
     folding                one record per module that was or could have been folded
@@ -29,7 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vitcompress.bench import deployed, quoted, structure
+from vitcompress.bench import artifact_tables, published, structure
 from vitcompress.bench.snippet import snippet
 from vitcompress.checkpoint import read_json, write_json, write_text
 from vitcompress.errors import ArtifactError
@@ -194,7 +194,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     if report.get("bench"):
         parts += ["## Speed", bench_table(report["bench"]).markdown(), *_measured_on(report["bench"])]
     if files := report.get("artifacts"):
-        parts += ["## Exported files", deployed.artifacts(files).markdown()]
+        parts += ["## Exported files", artifact_tables.artifacts(files).markdown()]
     if verify := report.get("verify"):
         parts += ["## Checks", verify_table(verify).markdown(), *_weights(verify.get("weights"))]
     for table in report.get("tables") or ():
@@ -241,19 +241,19 @@ def _measured_on(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     settings = f"Measured on {where}; {versions}. Artifacts took turns; input: {row['input']}."
     tf32 = "; ".join(f"{e['rows'][0]['runtime']}: TF32 {'on' if e['rows'][0]['tf32'] else 'off'}" for e in entries)
     ratios = (f"- {said}" for entry in entries for said in speeds(entry))
-    return [f"{settings} {tf32}.", "\n".join([*ratios, *deployed.remarks(entries)])]
+    return [f"{settings} {tf32}.", "\n".join([*ratios, *artifact_tables.remarks(entries)])]
 
 
 def _weights(found: Mapping[str, Any] | None) -> list[str]:
     """What the plan changed, from the dense model to the bytes of each file."""
     if not found:
         return []
-    lines = "\n".join(f"- {line}" for line in deployed.bytes_of(found))
-    return ["## Weights", deployed.weights(found).markdown(), lines]
+    lines = "\n".join(f"- {line}" for line in artifact_tables.bytes_of(found))
+    return ["## Weights", artifact_tables.weights(found).markdown(), lines]
 
 
 def _published(report: Mapping[str, Any]) -> list[str]:
-    lines = [f"- {line}" for line in quoted.lines(report.get("published") or {}, report["cost"]["compressed"])]
+    lines = [f"- {line}" for line in published.lines(report.get("published") or {}, report["cost"]["compressed"])]
     return ["## As published by others, not measured here", "\n".join(lines)] if lines else []
 
 

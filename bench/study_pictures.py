@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from vitcompress.bench.figures import COLOURS, MARKS, new_figure, save
 from vitcompress.bench.pictures import LEFT, draw_layers, draw_widths, state_patches
+from vitcompress.bench.plotting import COLOURS, MARKS, new_figure, save
 from vitcompress.bench.structure import Structure, structure_of
 from vitcompress.plan import Plan
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vitcompress.bench import conditions, peak, timing
+from vitcompress.bench import conditions, peak_memory, timing
 from vitcompress.bench.opening import named, open_all, synthetic_images
 from vitcompress.errors import InputError
 from vitcompress.exporters.runner import TimedCall
@@ -115,7 +115,7 @@ def _with_memory(row: dict[str, Any], artifact: str, variant: str | None, option
     """The row of an artifact on the CPU, with what it takes there; any other row as it is."""
     if not str(row["device"]).startswith("cpu"):
         return row
-    return {**row, "memory": {**row["memory"], **peak.memory_of(artifact, variant, options, row["batch"])}}
+    return {**row, "memory": {**row["memory"], **peak_memory.memory_of(artifact, variant, options, row["batch"])}}
 
 
 def _ranged(options: BenchOptions, protocols: Sequence[timing.Protocol]) -> RunnerOptions:

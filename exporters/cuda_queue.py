@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vitcompress.exporters.bound import Bound
+from vitcompress.exporters.bound_calls import Bound
 
 
 class Queued(Bound):

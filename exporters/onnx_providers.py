@@ -29,7 +29,7 @@ HEAVY = frozenset(
 
 
 @dataclass(frozen=True)
-class Wish:
+class ProviderSettings:
     """What a session asks of its provider. index: number of the GPU. stream: address of the CUDA stream to compute on.
 
     profile: (least, best, largest) shape of the input as `images:1x3x224x224`, empty where it is fixed in the file.
@@ -52,7 +52,7 @@ class Provider:
     tf32: whether fp32 products are computed in TF32: `never`, as `asked`, or `always` (TensorRT's default, which its
     providers do not hand on). graph_number: run option that numbers the CUDA graphs of a session, one for each bound
     input; empty where it keeps a single one for all of them. builds: it compiles the file for a range of batches first,
-    and can keep that. load(): makes what it needs known to the process. options(wish): as ONNX Runtime names them.
+    and can keep that. load(): makes what it needs known to the process. options(settings): as ONNX Runtime names them.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Provider:
     graph_number: str = ""
     builds: bool = False
     load: Callable[[], None] = lambda: None
-    options: Callable[[Wish], dict[str, str]] = lambda wish: {}
+    options: Callable[[ProviderSettings], dict[str, str]] = lambda settings: {}
 
     @property
     def present(self) -> bool:
@@ -71,44 +71,44 @@ class Provider:
         return self.name in ort.get_available_providers() or (self.name == RTX and libraries.rtx_installed())
 
 
-def _cuda_options(wish: Wish) -> dict[str, str]:
+def _cuda_options(settings: ProviderSettings) -> dict[str, str]:
     return {
-        "device_id": str(wish.index),
-        "use_tf32": str(int(wish.tf32)),
-        "user_compute_stream": str(wish.stream),
-        "enable_cuda_graph": str(int(wish.cuda_graph)),
+        "device_id": str(settings.index),
+        "use_tf32": str(int(settings.tf32)),
+        "user_compute_stream": str(settings.stream),
+        "enable_cuda_graph": str(int(settings.cuda_graph)),
     }
 
 
-def _tensorrt_options(wish: Wish) -> dict[str, str]:
+def _tensorrt_options(settings: ProviderSettings) -> dict[str, str]:
     """Without one of the precision flags the network is strongly typed: it computes as the file says."""
     found = {
-        "device_id": str(wish.index),
-        "user_compute_stream": str(wish.stream),
+        "device_id": str(settings.index),
+        "user_compute_stream": str(settings.stream),
         "trt_fp16_enable": "0",
         "trt_bf16_enable": "0",
         "trt_int8_enable": "0",
-        **_profile("trt", wish),
+        **_profile("trt", settings),
     }
-    if wish.cache is not None:
-        found |= {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(wish.cache)}
-        found |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": str(wish.cache)}
+    if settings.cache is not None:
+        found |= {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(settings.cache)}
+        found |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": str(settings.cache)}
     return found
 
 
-def _rtx_options(wish: Wish) -> dict[str, str]:
+def _rtx_options(settings: ProviderSettings) -> dict[str, str]:
     found = {
         "has_user_compute_stream": "1",
-        "user_compute_stream": str(wish.stream),
-        "enable_cuda_graph": str(int(wish.cuda_graph)),
-        **_profile("nv", wish),
+        "user_compute_stream": str(settings.stream),
+        "enable_cuda_graph": str(int(settings.cuda_graph)),
+        **_profile("nv", settings),
     }
-    return found | ({} if wish.cache is None else {"nv_runtime_cache_path": str(wish.cache)})
+    return found | ({} if settings.cache is None else {"nv_runtime_cache_path": str(settings.cache)})
 
 
-def _profile(prefix: str, wish: Wish) -> dict[str, str]:
+def _profile(prefix: str, settings: ProviderSettings) -> dict[str, str]:
     kinds = ("min", "opt", "max")
-    return {f"{prefix}_profile_{kind}_shapes": shape for kind, shape in zip(kinds, wish.profile, strict=False)}
+    return {f"{prefix}_profile_{kind}_shapes": shape for kind, shape in zip(kinds, settings.profile, strict=False)}
 
 
 PROVIDERS = {
@@ -204,25 +204,25 @@ def index_of(device: str) -> int:
     return int(device.partition(":")[2] or 0)
 
 
-def attach(provider: Provider, options: Any, wish: Wish) -> list[tuple[str, dict[str, str]]] | None:
+def attach(provider: Provider, options: Any, settings: ProviderSettings) -> list[tuple[str, dict[str, str]]] | None:
     """Load a provider and have a session's options use it. Returns what the session is to be given as `providers`.
 
     Raises:
         DeviceError: it cannot be loaded, or does not support the GPU.
     """
     provider.load()
-    settings = provider.options(wish)
+    named = provider.options(settings)
     if provider.name != RTX:
-        return [(provider.name, settings)]
+        return [(provider.name, named)]
     devices = [device for device in ort.get_ep_devices() if device.ep_name == RTX]
     numbered = ((int(device.ep_options.get("device_id", n)), device) for n, device in enumerate(devices))
-    found = [device for number, device in numbered if number == wish.index]
+    found = [device for number, device in numbered if number == settings.index]
     if not found:
         raise DeviceError(
-            f"{RTX} does not support cuda:{wish.index}: it finds {len(devices)} GPUs that it supports",
+            f"{RTX} does not support cuda:{settings.index}: it finds {len(devices)} GPUs that it supports",
             hint="it is for GeForce and RTX (compute capability 8.6, 8.9, 12.0 and later); use CUDAExecutionProvider",
         )
-    options.add_provider_for_devices(found, settings)
+    options.add_provider_for_devices(found, named)
     return None
 
 

@@ -16,9 +16,9 @@ from vitcompress.errors import ArtifactError, DeviceError, InputError
 from vitcompress.export_options import DEFAULTS
 from vitcompress.exporters import onnx_libraries as libraries
 from vitcompress.exporters import onnx_providers as providers
-from vitcompress.exporters.bound import Bindings, Bound
+from vitcompress.exporters.bound_calls import Bindings, Bound
 from vitcompress.exporters.cuda_queue import Queued
-from vitcompress.exporters.onnx_providers import CPU, Wish
+from vitcompress.exporters.onnx_providers import CPU, ProviderSettings
 from vitcompress.exporters.runner import RunnerOptions, check_batch
 from vitcompress.installed import versions
 from vitcompress.sidecar import checked_sha256
@@ -52,15 +52,15 @@ class Session:
         providers.check_settings(self._provider, options)
         self.cuda_graph, self._graphs = options.cuda_graph, count(1)
         self._stream, self._bindings = _stream(self._device), Bindings()
-        self.batch_range, wish = self._wish(model, options)
-        self.provider_options = self._provider.options(wish)
-        self.session = self._open(path, wish)
+        self.batch_range, settings = self._settings(model, options)
+        self.provider_options = self._provider.options(settings)
+        self.session = self._open(path, settings)
         self.elsewhere = self._check_place()
         self._name, (self._input, self._output) = path.name, _ends(path, self.session)
         if isinstance(fixed := self._input.shape[0], int):
             self.batch_range = (fixed, fixed, fixed)
 
-    def _wish(self, model: Any, options: RunnerOptions) -> tuple[tuple[int, int, int] | None, Wish]:
+    def _settings(self, model: Any, options: RunnerOptions) -> tuple[tuple[int, int, int] | None, ProviderSettings]:
         """The range of batches that is built for, None where nothing is built, and what is asked of the provider."""
         cache = None if options.engine_cache is None else libraries.prepared_cache(options.engine_cache)
         name, sizes = _image_input(model)
@@ -69,9 +69,9 @@ class Session:
         profile = tuple(f"{name}:{'x'.join(map(str, (batch, *sizes[1:])))}" for batch in batches or ())
         stream = 0 if self._stream is None else int(self._stream.cuda_stream)
         index = providers.index_of(self._device)
-        return batches, Wish(index, self.precision == "tf32", options.cuda_graph, stream, profile, cache)
+        return batches, ProviderSettings(index, self.precision == "tf32", options.cuda_graph, stream, profile, cache)
 
-    def _open(self, path: Path, wish: Wish) -> Any:
+    def _open(self, path: Path, settings: ProviderSettings) -> Any:
         options = ort.SessionOptions()
         options.log_severity_level = LOG_NOTHING  # what goes wrong is raised, not logged
         if self._threads is not None:
@@ -86,7 +86,7 @@ class Session:
             return session
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         with libraries.native_errors():
-            given = providers.attach(self._provider, options, wish)
+            given = providers.attach(self._provider, options, settings)
         try:
             with libraries.native_errors() as said:
                 session = self._made(path, options, given)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vitcompress.checkpoint import decoded
 from vitcompress.errors import ArtifactError, DeviceError, InputError, MissingExtraError
-from vitcompress.exporters.bound import Bindings, Bound
+from vitcompress.exporters.bound_calls import Bindings, Bound
 from vitcompress.exporters.openvino_ir import INFO, unavailable
 from vitcompress.exporters.openvino_library import core, load
 from vitcompress.exporters.runner import RunnerOptions, as_given, described, refuse_settings_of_others

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import vitcompress
 from vitcompress.errors import ArtifactError, VitcompressError
-from vitcompress.exporters.frames import receive, send
+from vitcompress.exporters.messages import receive, send
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.tensorrt_flavours import Flavour
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vitcompress.exporters.cuda_queue import Queued
-from vitcompress.exporters.frames import receive, send
+from vitcompress.exporters.messages import receive, send
 from vitcompress.exporters.tensorrt_flavours import FLAVOURS, RTX, log_of
 
 TYPES = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "UINT8": torch.uint8}

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitcompress import models
 from vitcompress.errors import DeviceError, InputError
-from vitcompress.exporters.bound import Bindings, Bound
+from vitcompress.exporters.bound_calls import Bindings, Bound
 from vitcompress.exporters.cuda_queue import Queued
 from vitcompress.exporters.runner import RunnerOptions, described, refuse_settings_of_others
 

@@ -57,8 +57,8 @@ LEVELS = [
     {
         "methods",
         "verify",
-        "bounds",
-        "planned",
+        "error_bounds",
+        "planned_sizes",
         "rounding",
         "verdicts",
         "verify_engine",

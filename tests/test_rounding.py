@@ -9,7 +9,7 @@ from contracts import build, contract, every_variant, having, images, logits
 from torch import nn
 
 from vitcompress import surgery
-from vitcompress.bounds import reference
+from vitcompress.error_bounds import reference
 from vitcompress.rounding import arithmetic_limit, factor, storage_limit, unit_roundoff
 from vitcompress.verdicts import largest_difference
 from vitcompress.verify_fold import fold_checks

@@ -16,7 +16,7 @@ from pruned_models import pruned
 from torch import nn
 
 from vitcompress import checkpoint, surgery
-from vitcompress.bench import deployed
+from vitcompress.bench import artifact_tables
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.families import family_of
 from vitcompress.models import input_config
@@ -86,10 +86,10 @@ def test_a_finished_folder_passes_and_its_table_tells_the_way_of_each_weight(fol
     assert (gone["change"], gone["planned"], gone["torch"], gone["files"]) == ("removed", None, None, {})
     assert sliced["change"] == "sliced" and sliced["planned"] == sliced["torch"] != sliced["dense"][sliced["name"]]
     assert sorted(sliced["files"]["model.onnx"]["shape"]) == sorted(sliced["planned"])
-    shown = deployed.weights(table)
+    shown = artifact_tables.weights(table)
     columns, lines = shown.columns, shown.rows
     assert columns[-1] == "model.onnx" and any(line[0] == "blocks.1.mlp.weight" for line in lines)
-    (said,) = deployed.bytes_of(table)
+    (said,) = artifact_tables.bytes_of(table)
     model = checkpoint.load(folder)
     assert f"({sum(p.numel() for p in model.parameters()):,} parameters)" in said
     assert f"{(folder / 'model.onnx').stat().st_size:,} bytes" in said

@@ -1,7 +1,7 @@
 """Is the model that is deployed the one that was trained? Each answer with its value and its tolerance.
 
 fold: see verify_fold. slice: see verify_slice. onnx: see verify_onnx. reload: what is on disk against what was in
-memory, bit for bit. Tolerances are derived in `bounds` and `rounding`.
+memory, bit for bit. Tolerances are derived in `error_bounds` and `rounding`.
 """
 
 import tempfile
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress import checkpoint, models, sidecar
-from vitcompress.bounds import reference
+from vitcompress.error_bounds import reference
 from vitcompress.errors import ArtifactError, OutputError
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vitcompress.checkpoint import file_sha256, load_tensors
 from vitcompress.errors import ArtifactError
 from vitcompress.plan import Plan
-from vitcompress.planned import Planned
+from vitcompress.planned_sizes import PlannedTensor
 from vitcompress.precision import HALF
 from vitcompress.sidecar import mismatches, read_sidecar, sidecar_path
 from vitcompress.verdicts import Check, compared, listed
@@ -79,7 +79,7 @@ def engine_weights(path: Path, model: nn.Module, plan: Plan, unfolded: Path) -> 
 
 
 def _folded(
-    path: Path, model: nn.Module, rows: Sequence[Planned], before: dict[str, Tensor], known: dict[str, Any]
+    path: Path, model: nn.Module, rows: Sequence[PlannedTensor], before: dict[str, Tensor], known: dict[str, Any]
 ) -> Check:
     """The products of folded pairs are in the engine, in its own precision, and no layer of such a pair is."""
     name, engine = f"{CHECK}.{path.name}", path.read_bytes()

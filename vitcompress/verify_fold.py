@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress import checkpoint, surgery
-from vitcompress.bounds import fold_excess, reference
+from vitcompress.error_bounds import fold_excess, reference
 from vitcompress.families import family_of
 from vitcompress.plan import Plan
 from vitcompress.rounding import in_float64, storage_limit

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress import onnx_file
-from vitcompress.bounds import reference
 from vitcompress.byte_input import deployed, to_bytes
 from vitcompress.checkpoint import decoded
+from vitcompress.error_bounds import reference
 from vitcompress.errors import ArtifactError, first_line
 from vitcompress.families import family_of
 from vitcompress.models import input_config

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress import checkpoint, surgery
-from vitcompress.bounds import reference
 from vitcompress.channel_gates import channel_gates
+from vitcompress.error_bounds import reference
 from vitcompress.families import Space, family_of
 from vitcompress.plan import Plan
 from vitcompress.verdicts import Check, compared, largest_difference, listed

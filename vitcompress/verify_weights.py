@@ -22,7 +22,7 @@ from vitcompress.checkpoint import decoded
 from vitcompress.errors import ArtifactError
 from vitcompress.file_contents import Stored, contents, ir_metadata
 from vitcompress.plan import Plan
-from vitcompress.planned import Planned, Shape, planned
+from vitcompress.planned_sizes import PlannedTensor, Shape, planned_tensors
 from vitcompress.sidecar import exported_files
 from vitcompress.verdicts import Check, compared, listed
 from vitcompress.verify_onnx import export_settings, stored_module
@@ -64,12 +64,12 @@ class Account:
 # ---------------------------------------------------------------------------------------------------------- plan, torch
 
 
-def plan_rows(plan: Plan) -> tuple[Planned, ...]:
+def plan_rows(plan: Plan) -> tuple[PlannedTensor, ...]:
     """What the plan makes of every tensor of its dense model."""
-    return planned(models.outline(plan.arch, plan.arch_args), plan)
+    return planned_tensors(models.outline(plan.arch, plan.arch_args), plan)
 
 
-def plan_check(rows: Sequence[Planned], model: nn.Module) -> Check:
+def plan_check(rows: Sequence[PlannedTensor], model: nn.Module) -> Check:
     """Has every tensor of `model` the size that was planned, and is there no other?"""
     sizes = _sizes(model)
     changes = {change: sum(row.change == change for row in rows) for change in ("sliced", "folded", "removed")}
@@ -81,7 +81,7 @@ def _sizes(model: nn.Module) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def _deviations(rows: Iterable[Planned], sizes: Mapping[str, Shape]) -> Iterator[str]:
+def _deviations(rows: Iterable[PlannedTensor], sizes: Mapping[str, Shape]) -> Iterator[str]:
     wanted = {row.name: row.planned for row in rows}
     for name in dict.fromkeys((*wanted, *sizes)):
         if wanted.get(name) != sizes.get(name):
@@ -95,7 +95,7 @@ def _sized(shape: Shape | None) -> str:
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
-def account(stored: nn.Module, path: Path, rows: Iterable[Planned] = ()) -> Account:
+def account(stored: nn.Module, path: Path, rows: Iterable[PlannedTensor] = ()) -> Account:
     """Where the bytes of the file `path` go, which was exported from the module `stored` (precision and all).
 
     rows: what the plan changed, to tell which dense weight hides.
@@ -215,7 +215,7 @@ def account_checks(found: Account, name: str) -> list[Check]:
 # ---------------------------------------------------------------------------------------------------------------- table
 
 
-def table(rows: Iterable[Planned], model: nn.Module, files: Mapping[str, Account]) -> dict[str, Any]:
+def table(rows: Iterable[PlannedTensor], model: nn.Module, files: Mapping[str, Account]) -> dict[str, Any]:
     """The way of every tensor that the plan changed, as plain data, and where the bytes of each file go."""
     sizes = _sizes(model)
     return {

@@ -10,7 +10,7 @@ from contracts import build
 from PIL import Image
 
 from vitcompress import console, cost
-from vitcompress.bench import compare, deployed, report, suite
+from vitcompress.bench import artifact_tables, compare, report, suite
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.models import input_config
@@ -171,7 +171,9 @@ def test_remarks_are_said_once_with_their_runtimes_and_short_names() -> None:
     )
     busy = ("others kept 1 core busy",)
     folders = entry("torch", "/runs/x/state/dense", "/runs/x", warnings=("/runs/x, batch 2: noisy", *busy))
-    said = deployed.remarks([{**files, "warnings": (*files["warnings"], *busy), "notes": ("device: cpu",)}, folders])
+    said = artifact_tables.remarks(
+        [{**files, "warnings": (*files["warnings"], *busy), "notes": ("device: cpu",)}, folders]
+    )
     assert said == [
         "- note (onnxruntime): device: cpu",
         "- note (onnxruntime): dense.onnx, batch 2: noisy",

@@ -22,7 +22,7 @@ from vitcompress.exporters import onnx_providers as providers
 from vitcompress.exporters.doctor import provider_problem
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.exporters.onnx_libraries import RTX
-from vitcompress.exporters.onnx_providers import CPU, CUDA, PROVIDERS, TENSORRT, Wish
+from vitcompress.exporters.onnx_providers import CPU, CUDA, PROVIDERS, TENSORRT, ProviderSettings
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.models import input_config
 
@@ -85,15 +85,15 @@ def test_the_cpu_by_its_name_is_the_default(onnx: Path) -> None:
 
 
 def test_tensorrt_is_told_the_range_of_batches_and_no_precision(tmp_path: Path) -> None:
-    told = PROVIDERS[TENSORRT].options(Wish(1, profile=PROFILE, cache=tmp_path, stream=7))
+    told = PROVIDERS[TENSORRT].options(ProviderSettings(1, profile=PROFILE, cache=tmp_path, stream=7))
     assert {told[f"trt_{kind}_enable"] for kind in ("fp16", "bf16", "int8")} == {
         "0"
     }  # the file says what it computes in
     assert [told[f"trt_profile_{kind}_shapes"] for kind in ("min", "opt", "max")] == list(PROFILE)
     assert (told["device_id"], told["user_compute_stream"], told["trt_engine_cache_path"]) == ("1", "7", str(tmp_path))
-    rtx = PROVIDERS[RTX].options(Wish(profile=PROFILE, cache=tmp_path))
+    rtx = PROVIDERS[RTX].options(ProviderSettings(profile=PROFILE, cache=tmp_path))
     assert (rtx["nv_profile_opt_shapes"], rtx["nv_runtime_cache_path"]) == (PROFILE[1], str(tmp_path))
-    bare = PROVIDERS[TENSORRT].options(Wish())
+    bare = PROVIDERS[TENSORRT].options(ProviderSettings())
     assert not [key for key in bare if "profile" in key or "cache" in key]
 
 
@@ -101,7 +101,7 @@ def test_tensorrt_is_told_the_range_of_batches_and_no_precision(tmp_path: Path) 
 def test_the_library_knows_every_option_that_it_is_told() -> None:
     folder = Path(ort.__file__).parent / "capi"
     (library,) = (path for path in folder.iterdir() if "providers_tensorrt" in path.name)
-    told = PROVIDERS[TENSORRT].options(Wish(profile=PROFILE, cache=folder))
+    told = PROVIDERS[TENSORRT].options(ProviderSettings(profile=PROFILE, cache=folder))
     known = library.read_bytes()
     assert [key for key in told if key.startswith("trt_") and key.encode() not in known] == []
 
@@ -149,7 +149,7 @@ def logged() -> Iterator[None]:
 @pytest.mark.skipif(libraries.util.find_spec("tensorrt") is not None, reason="TensorRT is installed")
 def test_a_library_that_is_missing_is_named(onnx: Path, logged: None) -> None:
     options = ort.SessionOptions()
-    given = providers.attach(PROVIDERS[TENSORRT], options, Wish())
+    given = providers.attach(PROVIDERS[TENSORRT], options, ProviderSettings())
     with pytest.raises(RuntimeError) as caught, libraries.native_errors() as said:
         ort.InferenceSession(str(onnx), options, providers=given, enable_fallback=0)
     assert libraries.said_by(caught.value).startswith("Please install TensorRT libraries")
@@ -160,7 +160,7 @@ def test_a_library_that_is_missing_is_named(onnx: Path, logged: None) -> None:
 @pytest.mark.skipif(not libraries.rtx_installed(), reason="the package of the provider is not installed")
 def test_a_plugin_that_cannot_be_loaded_says_what_it_misses() -> None:
     with pytest.raises(DeviceError, match=r"cannot be loaded: lib\S+ is missing"):
-        providers.attach(PROVIDERS[RTX], ort.SessionOptions(), Wish())
+        providers.attach(PROVIDERS[RTX], ort.SessionOptions(), ProviderSettings())
 
 
 def test_what_libraries_write_is_caught_and_nothing_later(capfd: pytest.CaptureFixture[str]) -> None:

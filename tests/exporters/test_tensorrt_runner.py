@@ -17,7 +17,7 @@ from vitcompress.cli import main
 from vitcompress.errors import ArtifactError, DeviceError, InputError, VitcompressError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS, tensorrt_process, tensorrt_runner
-from vitcompress.exporters.frames import receive, send
+from vitcompress.exporters.messages import receive, send
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.tensorrt_build import COMPATIBLE

@@ -8,8 +8,8 @@ import torch
 from method_world import context, model
 from torch.nn import functional
 
-from vitcompress.bench.figures import save
 from vitcompress.bench.pictures import charts_figure
+from vitcompress.bench.plotting import save
 from vitcompress.checkpoint import read_json
 from vitcompress.methods import METHODS, depth, hetdpt
 from vitcompress.methods.depth import DepthOptions

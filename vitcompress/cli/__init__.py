@@ -7,7 +7,7 @@ import click
 
 from vitcompress import __version__
 from vitcompress.cli import artifacts, reports, run, study
-from vitcompress.cli.frame import Commands
+from vitcompress.cli.shared import Commands
 
 # In the order in which they are needed, which `--help` keeps.
 COMMANDS = (

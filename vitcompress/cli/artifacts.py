@@ -6,8 +6,8 @@ from typing import Any
 import click
 
 from vitcompress import console
-from vitcompress.cli.frame import answer, common, fell_short, working
 from vitcompress.cli.options import PREPARATION, export_options, given, numbers, preparation_options, taken
+from vitcompress.cli.shared import answer, common, fell_short, working
 
 
 @click.command()
@@ -20,7 +20,7 @@ def verify(folder: Path, as_json: bool, debug: bool) -> int:
     not run, and does not pass. Exit 1 when a check fails.
     """
     with working(debug) as progress:
-        from vitcompress.bench import deployed
+        from vitcompress.bench import artifact_tables
         from vitcompress.bench import report as reports
         from vitcompress.exporters import gate
         from vitcompress.pipeline import dense_of
@@ -28,8 +28,8 @@ def verify(folder: Path, as_json: bool, debug: bool) -> int:
         progress.stage(f"Verify {folder}")
         found = gate.verify(folder, dense=dense_of(folder), progress=progress)
         data = found.as_data()
-        ways = deployed.weights(found.weights)
-    said = [*deployed.bytes_of(found.weights), reports.verdicts(data)]
+        ways = artifact_tables.weights(found.weights)
+    said = [*artifact_tables.bytes_of(found.weights), reports.verdicts(data)]
     answer(data, as_json, lambda _: console.print_verification(data["checks"], ways, said))
     return 0 if found.passed else 1
 

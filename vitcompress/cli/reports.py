@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from vitcompress import console
-from vitcompress.cli.frame import answer, common, working
+from vitcompress.cli.shared import answer, common, working
 from vitcompress.errors import MissingExtraError
 from vitcompress.progress import Progress
 

@@ -7,8 +7,8 @@ import click
 
 from vitcompress import console
 from vitcompress import recipes as shipped
-from vitcompress.cli.frame import answer, common, fell_short, working
 from vitcompress.cli.options import completed, words
+from vitcompress.cli.shared import answer, common, fell_short, working
 
 if TYPE_CHECKING:
     from vitcompress.pipeline import RunResult

@@ -6,8 +6,8 @@ from typing import Any
 import click
 
 from vitcompress import console, recipes
-from vitcompress.cli.frame import answer, common, working
 from vitcompress.cli.options import completed, words
+from vitcompress.cli.shared import answer, common, working
 
 
 @click.command()

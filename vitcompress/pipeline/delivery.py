@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from vitcompress import checkpoint, cost, surgery
-from vitcompress.bench import recorded, structure, suite
+from vitcompress.bench import recorded_speeds, structure, suite
 from vitcompress.bench import report as reports
 from vitcompress.checkpoint import read_json, write_json
 from vitcompress.errors import ArtifactError
@@ -141,7 +141,7 @@ def _judged(job: Job) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
 
 def bench(job: Job) -> None:
     """bench.json: dense against compressed, interleaved, in the exported formats and in torch."""
-    path = job.folder / recorded.BENCH
+    path = job.folder / recorded_speeds.BENCH
     if path.is_file():
         return
     job.progress.stage("Measure dense against compressed")
@@ -175,7 +175,7 @@ def report(job: Job) -> None:
     """report.json and report.md: all of the above in one place (keys: `bench.report`)."""
     plan = plan_of(job)
     accuracy, before = _read(job.state / "accuracy.json"), _read(job.state / "before_recovery.json")
-    measured = _read(job.folder / recorded.BENCH)
+    measured = _read(job.folder / recorded_speeds.BENCH)
     reports.write(
         job.folder,
         {
@@ -243,7 +243,7 @@ def _artifact(path: Path, accuracy: Mapping[str, Any], measured: Sequence[Mappin
     """An exported file with what was found of it: how right and how fast it is."""
     known = _known(path)
     said = {key: known[key] for key in ("sha256", "bytes", "precision", "verified")}
-    speed = recorded.speed(measured, known["sha256"])
+    speed = recorded_speeds.speed(measured, known["sha256"])
     return {"file": path.name, **said, "accuracy": accuracy.get(path.name), "speed": speed}
 
 
@@ -279,7 +279,7 @@ def _latency_at_the_end(job: Job, options: Any, folder: Path) -> Iterator[str]:
     """What a step that aimed at a latency came to after everything else, where its runtime was measured again."""
     other = elsewhere(folder, options.latency_on, measured_on(job))
     planned = f" The widths were chosen by times taken elsewhere ({other})." if other else ""
-    for entry in _read(job.folder / recorded.BENCH) or ():
+    for entry in _read(job.folder / recorded_speeds.BENCH) or ():
         row = entry["rows"][1]
         if row["runtime"] == options.latency_on:
             yield (

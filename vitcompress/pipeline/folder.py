@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from vitcompress.assignments import differences
-from vitcompress.bench import recorded
+from vitcompress.bench import recorded_speeds
 from vitcompress.bench import report as reports
 from vitcompress.checkpoint import PLAN, write_text, writing
 from vitcompress.errors import OutputError, RecipeError
@@ -33,7 +33,7 @@ LEFT_BY_RUNS = (
     reports.JSON,
     reports.MARKDOWN,
     LEDGER,
-    recorded.BENCH,
+    recorded_speeds.BENCH,
     "model.*",
     "standard.*",
     "model-*.*",  # exported again in another precision

@@ -18,7 +18,7 @@ WHOLE_BRANCH = ("drop", "double")  # with these the norm and the LayerScale of t
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedTensor:
     """One tensor of the deployed model, or one of the dense model that is gone.
 
     dense: the dense tensors that it comes from, by name; two where a pair was folded. planned: its size, None when it
@@ -31,7 +31,7 @@ class Planned:
     change: str
 
 
-def planned(dense: nn.Module, plan: Plan) -> tuple[Planned, ...]:
+def planned_tensors(dense: nn.Module, plan: Plan) -> tuple[PlannedTensor, ...]:
     """Every tensor of the `dense` model (as the plan names it; shapes are enough) and what the plan makes of it."""
     family = family_of(dense)
     before = {name: tuple(tensor.shape) for name, tensor in dense.state_dict().items()}
@@ -40,25 +40,27 @@ def planned(dense: nn.Module, plan: Plan) -> tuple[Planned, ...]:
     return tuple(_rows(before, after, gone, _pairs(dense, family, plan)))
 
 
-def _rows(before: Shapes, after: Shapes, gone: tuple[str, ...], pairs: dict[str, tuple[str, str]]) -> Iterator[Planned]:
+def _rows(
+    before: Shapes, after: Shapes, gone: tuple[str, ...], pairs: dict[str, tuple[str, str]]
+) -> Iterator[PlannedTensor]:
     members = {member: ffn for ffn, pair in pairs.items() for member in pair}
     for ffn, (first, second) in pairs.items():
         if not lies_in(ffn, gone):
             yield from _folded(ffn, first, second, before, after)
     for name, shape in before.items():
         if lies_in(name, gone):
-            yield Planned(name, {name: shape}, None, "removed")
+            yield PlannedTensor(name, {name: shape}, None, "removed")
         elif name.rpartition(".")[0] not in members:
-            yield Planned(name, {name: shape}, after[name], "kept" if after[name] == shape else "sliced")
+            yield PlannedTensor(name, {name: shape}, after[name], "kept" if after[name] == shape else "sliced")
 
 
-def _folded(ffn: str, first: str, second: str, before: Shapes, after: Shapes) -> Iterator[Planned]:
+def _folded(ffn: str, first: str, second: str, before: Shapes, after: Shapes) -> Iterator[PlannedTensor]:
     """W2 W1 and W2 b1 + b2 in the place of two layers."""
     outputs, inputs = after[f"{second}.weight"][0], after[f"{first}.weight"][1]
     for leaf, shape in (("weight", (outputs, inputs)), ("bias", (outputs,))):
         parts = {name: before[name] for layer in (first, second) if (name := f"{layer}.{leaf}") in before}
         if parts:
-            yield Planned(f"{ffn}.{leaf}", parts, shape, "folded")
+            yield PlannedTensor(f"{ffn}.{leaf}", parts, shape, "folded")
 
 
 def _sliced(before: Shapes, dense: nn.Module, family: Family, plan: Plan) -> Shapes:

@@ -9,7 +9,7 @@ from torch import nn
 from vitcompress import models, surgery
 from vitcompress.families import family_of
 from vitcompress.plan import Plan
-from vitcompress.planned import planned
+from vitcompress.planned_sizes import planned_tensors
 from vitcompress.verify_weights import plan_check, plan_rows
 
 
@@ -43,7 +43,7 @@ def test_depth(variant: str, bypass: str) -> None:
     plan = folded(dense, depth(dense, base, bypass))
     check = plan_check(plan_rows(plan), surgery.applied(dense, plan))
     assert check.verdict == "passed", check.detail
-    changes = {row.change for row in planned(dense, plan)}
+    changes = {row.change for row in planned_tensors(dense, plan)}
     assert "removed" in changes and ("folded" in changes) != bool(family_of(dense).not_foldable)
 
 
@@ -55,7 +55,7 @@ def test_width(variant: str) -> None:
     plan = replace(base, kept=narrow(dense), heads=heads)
     check = plan_check(plan_rows(plan), surgery.applied(dense, plan))
     assert check.verdict == "passed", check.detail
-    rows = {row.name: row for row in planned(dense, plan)}
+    rows = {row.name: row for row in planned_tensors(dense, plan)}
     assert all(row.change == "sliced" for name, row in rows.items() if name.endswith("attn.qkv.weight"))
 
 
@@ -93,7 +93,7 @@ def test_blocks_that_are_gone_leave_nothing() -> None:
     base = contract("plain").plan
     dense = outline(base)
     block = sites_of(dense, "block")[0].name
-    rows = planned(dense, replace(base, removed={block: "drop"}))
+    rows = planned_tensors(dense, replace(base, removed={block: "drop"}))
     assert {row.name for row in rows if row.planned is None} == {
         name for name in dense.state_dict() if name.startswith(f"{block}.")
     }

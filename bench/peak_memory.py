@@ -1,7 +1,7 @@
 """Peak memory of an artifact on the CPU, measured in a process that opens and runs nothing else.
 
-`python -m vitcompress.bench.peak` is that process: it reads a job as JSON from standard input, opens the artifact, runs
-it twice and writes what it held as JSON.
+`python -m vitcompress.bench.peak_memory` is that process: it reads a job as JSON from standard input, opens
+the artifact, runs it twice and writes what it held as JSON.
 """
 
 import json
@@ -32,7 +32,7 @@ def memory_of(artifact: str, variant: str | None, options: RunnerOptions, batch:
         VitcompressError: the process failed, as where there is not enough memory.
     """
     job = {"artifact": artifact, "variant": variant, "options": asdict(options), "batch": batch}
-    words = [sys.executable, "-P", "-m", "vitcompress.bench.peak"]
+    words = [sys.executable, "-P", "-m", "vitcompress.bench.peak_memory"]
     around = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     given = json.dumps(job, default=str)
     done = subprocess.run(words, input=given, env=around, capture_output=True, text=True, check=False)
