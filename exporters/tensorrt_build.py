@@ -81,7 +81,7 @@ def _built(
     made = builder.build_serialized_network(network, config)
     if made is None:
         raise VitcompressError(
-            f"{flavour.title} {library.__version__} could not build the engine: {log.first_error()}",
+            f"{flavour.title} {library.__version__} could not build the engine: {log.first_and_last_error()}",
             hint="try another opset, precision or target; the message is the library's own",
         )
     if options.timing_cache is not None:
@@ -165,7 +165,7 @@ def _let_go(work: Callable[[], Built]) -> Built:
 def _refused(flavour: Flavour, parser: Any, log: Any) -> VitcompressError:
     """What the parser has against a graph, and where."""
     if not parser.num_errors:
-        return VitcompressError(f"{flavour.title} cannot read the ONNX file: {log.first_error()}")
+        return VitcompressError(f"{flavour.title} cannot read the ONNX file: {log.first_and_last_error()}")
     error = parser.get_error(0)
     operator = error.node_operator() or "graph"
     place = f"the node {error.node_name()} ({operator})" if error.node_name() else "the ONNX file"

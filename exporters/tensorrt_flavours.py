@@ -99,7 +99,7 @@ def header_of(data: bytes) -> dict[str, Any]:
 
 
 def log_of(library: Any) -> Any:
-    """What the library says, kept instead of printed: `warnings`, `errors`, and the first or last error in one line."""
+    """What the library says, kept instead of printed: `warnings` and `errors`, of which one line tells."""
 
     class Log(library.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -113,13 +113,12 @@ def log_of(library: Any) -> Any:
             elif severity in (library.ILogger.ERROR, library.ILogger.INTERNAL_ERROR):
                 self.errors.append(message.strip())
 
-        def first_error(self) -> str:
-            return self._line(0)
-
         def last_error(self) -> str:
-            return self._line(-1)
+            return self.errors[-1].splitlines()[0] if self.errors else "it gives no reason"
 
-        def _line(self, number: int) -> str:
-            return self.errors[number].splitlines()[0] if self.errors else "it gives no reason"
+        def first_and_last_error(self) -> str:
+            """The first is mostly the cause, the last what the library makes of it; often they are one."""
+            lines = [error.splitlines()[0] for error in (*self.errors[:1], *self.errors[-1:])]
+            return "; ".join(dict.fromkeys(lines)) or "it gives no reason"
 
     return Log()

@@ -23,7 +23,7 @@ from vitcompress.exporters import EXPORTERS, tensorrt_engine, tensorrt_runner, t
 from vitcompress.exporters.tensorrt_build import Built
 from vitcompress.exporters.tensorrt_build import build as build_engine
 from vitcompress.exporters.tensorrt_engine import _doubts, layers_path, source_path
-from vitcompress.exporters.tensorrt_flavours import RTX, RTX_DEFAULT, header_of
+from vitcompress.exporters.tensorrt_flavours import RTX, RTX_DEFAULT, header_of, log_of
 from vitcompress.models import input_config
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
@@ -288,3 +288,13 @@ def test_a_header_that_says_something_else_is_told(made: Path) -> None:
     data = made.read_bytes()
     assert _doubts(RTX, data, tensorrt_rtx.__version__, (89,)) == []
     assert len(_doubts(RTX, b"ftrt" + data[4:], "1.2.3.4", (80,))) == 3
+
+
+def test_a_failure_is_told_by_the_first_error_and_the_last() -> None:
+    log = log_of(tensorrt_rtx)
+    assert log.first_and_last_error() == log.last_error() == "it gives no reason"
+    log.log(tensorrt_rtx.ILogger.ERROR, "out of memory\nat a line of the library")
+    assert log.first_and_last_error() == log.last_error() == "out of memory"
+    for message in ("skipped a tactic", "no implementation for a node"):
+        log.log(tensorrt_rtx.ILogger.ERROR, message)
+    assert log.first_and_last_error() == "out of memory; no implementation for a node"
