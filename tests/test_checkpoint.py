@@ -1,6 +1,7 @@
 """Saved == loaded, and every kind of damage told in a sentence."""
 
 import os
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from vitcompress.checkpoint import (
     WEIGHTS,
     load,
     load_tensors,
+    part_of,
     save_model,
     save_tensors,
     write_text,
@@ -143,10 +145,29 @@ def test_damaged_pytorch_files_are_told_and_never_a_traceback(zipped: bool, tmp_
 
 
 @pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"model": s}, lambda s: {"state_dict": s, "epoch": 3}])
-@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_checkpoints_of_training_scripts_are_unwrapped(wrap, prefix: str, tmp_path: Path) -> None:
     torch.save(wrap({f"{prefix}a.weight": torch.ones(2)}), tmp_path / "w.pth")
     assert load_tensors(tmp_path / "w.pth").keys() == {"a.weight"}
+
+
+@pytest.mark.parametrize("others", [("state_dict", "state_dict_ema"), ("model", "model_ema")])
+def test_checkpoints_with_averaged_weights_and_the_options_of_their_script(others, tmp_path: Path) -> None:
+    raw, averaged = others
+    content = {raw: {"a": torch.zeros(2)}, averaged: {"module.a": torch.ones(2)}, "args": Namespace(lr=0.1)}
+    torch.save(content, tmp_path / "last.pth.tar")
+    assert load_tensors(tmp_path / "last.pth.tar")["a"].tolist() == [1, 1]
+    assert part_of(tmp_path / "last.pth.tar") == averaged
+    torch.save({"a": torch.ones(2)}, tmp_path / "plain.pth")
+    assert part_of(tmp_path / "plain.pth") is None
+
+
+def test_options_of_a_script_that_would_run_code_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {"a": torch.zeros(2)}, "args": Namespace(evil=Evil())}, "weights.pth")
+    with pytest.raises(WeightsError, match="would run code from the file"):
+        load_tensors(Path("weights.pth"))
+    assert not Path("owned").exists()
 
 
 @pytest.mark.parametrize("content", [[torch.zeros(1)], {"a": 1}, {"model": {"a": "b"}}, torch.zeros(2)])

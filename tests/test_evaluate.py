@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vitcompress.distributed import Runtime
 from vitcompress.errors import DataError, VitcompressError
-from vitcompress.evaluate import Accuracy, calibration_images, evaluate, judged, mcnemar, wilson
+from vitcompress.evaluate import Accuracy, calibration_images, evaluate, guessed, judged, mcnemar, wilson
 from vitcompress.loaders import EvalLoader
 from vitcompress.models import InputConfig
 from vitcompress.sources import ArrayImages
@@ -86,6 +86,12 @@ def test_numbers_that_are_not_finite_are_not_counted_as_answers() -> None:
 def test_nothing_to_evaluate_is_an_error() -> None:
     with pytest.raises(DataError, match="no image"):
         evaluate(lambda images: images, EvalLoader(numbered(0, 2), INPUT, 4, CPU), CPU)
+
+
+def test_what_is_no_better_than_always_answering_the_most_frequent_class() -> None:
+    even, uneven = np.repeat(np.arange(4), 25), np.repeat([0, 1], [90, 10])
+    assert guessed(25, even) and guessed(0, even) and not guessed(50, even)
+    assert guessed(90, uneven) and guessed(50, uneven) and not guessed(99, uneven)
 
 
 def test_wilson_against_the_published_example() -> None:

@@ -121,6 +121,13 @@ def wilson(successes: int, trials: int) -> tuple[float, float]:
     return low if successes else 0.0, high if successes < trials else 1.0  # exact at the ends, where rounding is not
 
 
+def guessed(correct: int, labels: np.ndarray) -> bool:
+    """Whether `correct` right answers to images of these classes are not distinguishable from those of a model that
+    always answers with the most frequent class: its share is above the lower end of Wilson's 95 % interval.
+    """
+    return wilson(correct, len(labels))[0] <= int(np.bincount(labels).max()) / len(labels)
+
+
 def calibration_images(dataset: Images, input: "InputConfig", count: int, seed: int) -> Tensor:
     """`count` images of `dataset` drawn without replacement, prepared as for evaluation: (count, C, H, W), on the CPU.
 

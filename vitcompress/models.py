@@ -17,7 +17,7 @@ from timm.data import resolve_model_data_config
 from timm.models import pvt_v2, swin_transformer, vision_transformer
 from torch import Tensor, nn
 
-from vitcompress.checkpoint import load_tensors
+from vitcompress.checkpoint import load_tensors, part_of
 from vitcompress.errors import InputError, WeightsError, did_you_mean, first_line, nearest
 
 # What brings checkpoints to a model's names and input size: position embeddings and tables are resampled.
@@ -59,7 +59,8 @@ def create(
 
     Args:
         weights: `random` (drawn from `seed`), `hub` (timm's pretrained weights, needs a network) or a file
-            (.safetensors, .pth). Position embeddings and relative position tables are resampled to the input size.
+            (.safetensors, .pth; of a training script's checkpoint the averaged weights, if it has any, as in timm).
+            Position embeddings and relative position tables are resampled to the input size.
         new_head: accept weights of another class count and start with a fresh classifier.
 
     Raises:
@@ -189,6 +190,15 @@ def _class_mismatch(what: str, have: int, wanted: int) -> WeightsError:
         hint="fine-tune the dense model on this data first and give its weights with --weights, or set "
         "model.new_head = true to start from a fresh classifier",
     )
+
+
+def part_of_weights(weights: str | Path) -> str | None:
+    """Which part of a training script's checkpoint `create` takes its weights from; None where there are no parts.
+
+    Raises:
+        WeightsError: as `create`.
+    """
+    return None if str(weights) in ("random", "hub") else part_of(Path(weights))
 
 
 def _load_weights(model: nn.Module, path: Path, new_head: bool) -> None:

@@ -24,7 +24,7 @@ from vitcompress.checkpoint.folders import (
     save_model,
 )
 from vitcompress.checkpoint.states import State, load_state, save_state
-from vitcompress.checkpoint.tensors import load_tensors, save_tensors
+from vitcompress.checkpoint.tensors import load_tensors, part_of, save_tensors
 
 __all__ = [
     "PLAN",
@@ -41,6 +41,7 @@ __all__ = [
     "load_state",
     "load_strictly",
     "load_tensors",
+    "part_of",
     "read_json",
     "read_plan",
     "save_model",

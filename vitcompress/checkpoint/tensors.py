@@ -1,9 +1,11 @@
 """Tensors by name: safetensors, and PyTorch checkpoints read without running what they hold."""
 
+import argparse
 import pickle
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +31,11 @@ DAMAGED = (
     struct.error,
 )
 
+# Where training scripts keep weights, in timm's order: averaged ones first, which are the ones they are used with.
+PARTS = ("state_dict_ema", "model_ema", "state_dict", "model")
+# In front of the names of a model that was trained by several processes, or compiled, in whichever order.
+WRAPPERS = ("_orig_mod.", "module.", "_orig_mod.")
+
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write safetensors; tensors that share storage are written apart."""
@@ -44,7 +51,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """Weights by name from safetensors, or from a PyTorch checkpoint read with `weights_only=True`.
 
-    Checkpoints of training scripts are unwrapped (`model`, `state_dict`, `module.` prefixes).
+    Checkpoints of training scripts are unwrapped: the first of PARTS that they hold, without the prefixes WRAPPERS.
 
     Raises:
         WeightsError: missing, truncated, of another format, or holding pickled code.
@@ -66,9 +73,29 @@ def _load_safetensors(path: Path) -> dict[str, Tensor]:
         ) from None
 
 
+def part_of(path: Path) -> str | None:
+    """Which of PARTS `load_tensors` takes of a training script's checkpoint; None for a file of weights alone.
+
+    Raises:
+        WeightsError: as `load_tensors`.
+    """
+    return None if path.suffix == ".safetensors" else _part(_read_pytorch(path))
+
+
 def _load_pytorch(path: Path) -> dict[str, Tensor]:
+    data = _read_pytorch(path)
+    part = _part(data)
+    tensors = data if part is None else data[part]
+    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise WeightsError(f"{path} is not a state dict of tensors", hint="save model.state_dict()")
+    return {_unwrapped(name): tensor for name, tensor in tensors.items()}
+
+
+def _read_pytorch(path: Path) -> Any:
+    """What a PyTorch checkpoint holds: tensors and plain data, and the options of a script, which are plain data."""
     try:
-        data = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
     except DAMAGED as error:
         if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
             raise WeightsError(
@@ -76,10 +103,13 @@ def _load_pytorch(path: Path) -> dict[str, Tensor]:
                 hint="save its state_dict() alone, best as .safetensors",
             ) from None
         raise WeightsError(f"{path} is not a whole PyTorch checkpoint", hint="copy or download it again") from None
-    for key in ("state_dict", "model"):
-        if isinstance(data, dict) and isinstance(data.get(key), dict):
-            data = data[key]
-            break
-    if not isinstance(data, dict) or not all(isinstance(value, Tensor) for value in data.values()):
-        raise WeightsError(f"{path} is not a state dict of tensors", hint="save model.state_dict()")
-    return {name.removeprefix("module."): tensor for name, tensor in data.items()}
+
+
+def _part(data: Any) -> str | None:
+    return next((key for key in PARTS if isinstance(data, dict) and isinstance(data.get(key), dict)), None)
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.removeprefix(wrapper)
+    return name

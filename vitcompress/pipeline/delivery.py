@@ -19,7 +19,7 @@ from vitcompress.bench import recorded_speeds, structure, suite
 from vitcompress.bench import report as reports
 from vitcompress.checkpoint import read_json, write_json
 from vitcompress.errors import ArtifactError
-from vitcompress.evaluate import calibration_images, judged, mcnemar
+from vitcompress.evaluate import calibration_images, guessed, judged, mcnemar
 from vitcompress.exporters import gate
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.loaders import EvalLoader
@@ -269,6 +269,9 @@ def _remarks(job: Job) -> Iterator[str]:
             "The dense weights of distilled DeiT were themselves trained with a RegNetY teacher, so no result that "
             "starts from them was reached without an extra model."
         )
+    dense = (_read(job.state / "accuracy.json") or {}).get("dense")
+    if dense and job.data is not None and guessed(dense["correct"], job.data.test.labels):
+        yield "The dense model is no better than guessing: these accuracies say nothing about pruning."
     yield from island_remarks(job)
     yield from job.onnx_elsewhere()
     if job.runtime.device.type == "cpu":

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from vitcompress import checkpoint, models, surgery
 from vitcompress.checkpoint import write_json, write_text
 from vitcompress.data import no_data
-from vitcompress.evaluate import evaluate
 from vitcompress.gates import GATED_KINDS, GatedModel
 from vitcompress.learner import Steering, Surroundings
-from vitcompress.loaders import EvalLoader
 from vitcompress.methods import METHODS
 from vitcompress.methods.choice import PUBLISHED
 from vitcompress.pipeline.dense import record_settings
 from vitcompress.pipeline.folder import sole_user, sweep
+from vitcompress.pipeline.heldout import heldout_accuracy, tell_given
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import clock, measured_on
 from vitcompress.pipeline.teachers import teacher
@@ -50,18 +49,23 @@ def dense_model(job: Job) -> nn.Module:
 
 
 def _make_dense(job: Job) -> None:
-    table = job.recipe.model
     if job.runtime.is_main:
         sweep(job.dense_folder)
-    if table.weights == "train":
-        model = _trained(job)
-    else:
-        seed = job.recipe.run.seed
-        model = models.create(table.name, job.arch_args, table.weights, seed=seed, new_head=table.new_head)
-        if job.structure_only and table.weights == "random":
-            models.stir(model, seed)  # nothing is trained here: what all checks see must not be mostly zeros
+    model = _trained(job) if job.recipe.model.weights == "train" else _given(job)
     if job.runtime.is_main:
         checkpoint.save_model(job.dense_folder, model, job.base)
+
+
+def _given(job: Job) -> nn.Module:
+    """The model with the weights that the recipe names; what they can do is told before anything is built on them."""
+    table, seed = job.recipe.model, job.recipe.run.seed
+    model = models.create(table.name, job.arch_args, table.weights, seed=seed, new_head=table.new_head)
+    if table.weights == "random":
+        if job.structure_only:
+            models.stir(model, seed)  # nothing is trained here: what all checks see must not be mostly zeros
+    elif job.data is not None and job.data.heldout:
+        tell_given(job, model)
+    return model
 
 
 def _trained(job: Job) -> nn.Module:
@@ -217,11 +221,7 @@ def _before(job: Job, dense: nn.Module, pruned: nn.Module) -> None:
     path = job.state / "before_recovery.json"
     if not job.data.heldout or job.runtime.broadcast(path.is_file()):
         return
-    loader = EvalLoader(job.data.heldout, job.input, job.recipe.finetune.batch_size, job.runtime)
-    found = {}
-    for name, model in (("dense", dense), ("pruned", pruned)):
-        found[name] = evaluate(model.to(job.runtime.device).eval(), loader, job.runtime)
-        model.cpu()
+    found = {name: heldout_accuracy(job, model) for name, model in (("dense", dense), ("pruned", pruned))}
     job.progress.note("held-out top-1: " + ", ".join(f"{name} {accuracy}" for name, accuracy in found.items()))
     if job.runtime.is_main:
         write_json(path, {name: accuracy.to_dict() for name, accuracy in found.items()})
