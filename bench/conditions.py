@@ -111,7 +111,7 @@ def memory(known: Mapping[str, Any], target: timing.Target) -> dict[str, int | N
 
 
 def input_in_words(known: Mapping[str, Any]) -> str:
-    """What is fed, and whether its way is timed."""
+    """What the input is, and whether copying it to the device is timed."""
     what = "bytes of standard normal images" if known.get("input_type") == "uint8" else "standard normal"
     if str(known["device"]).startswith("cpu"):
         return f"{what}, in the host's memory, where the model computes; there is nothing to transfer"
@@ -157,7 +157,7 @@ def warnings(samples: Sequence[timing.Samples], rows: Sequence[Mapping[str, Any]
 
 
 def unlike(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """In what compared artifacts differ beside what was done to make them faster."""
+    """In what compared artifacts differ that makes their ratio unfair: sizes, classes, devices, CPU threads."""
     on_cpu = [row for row in rows if str(row["device"]).startswith("cpu")]
     about = (("image sizes", "input_size", rows), ("numbers of classes", "classes", rows), ("devices", "device", rows))
     for words, key, those in (*about, ("numbers of threads", "threads", on_cpu)):

@@ -29,7 +29,7 @@ GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 CGROUP = Path("/sys/fs/cgroup")  # of this process, as containers see it: cgroup v2, or v1 below `cpu`
 PROC = Path("/proc")
 DISTURBED = 0.25  # cores that other processes use, from which a measurement is called disturbed
-SHORTEST = 0.5  # seconds from which the kernel's counters, in hundredths of one, tell of others
+SHORTEST = 0.5  # seconds: in shorter times the kernel's counters, in hundredths, show too little of other processes
 
 
 def facts() -> dict[str, Any]:
@@ -114,7 +114,7 @@ def quota_cores(folder: Path = CGROUP) -> float | None:
 
 
 def held_back(folder: Path = CGROUP) -> int | None:
-    """How many times so far the container was stopped because its quota was used up; None where that is not told."""
+    """How many times so far the container was stopped because its quota was used up; None where that is unknown."""
     for stat in (folder / "cpu.stat", folder / "cpu" / "cpu.stat"):
         if stat.is_file():
             known = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines() if " " in line)

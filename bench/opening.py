@@ -109,7 +109,7 @@ def settings(variants: str, device: str | None) -> dict[str, dict[str, Any]]:
 
 
 def _timm_onnx(name: str, options: RunnerOptions) -> Runner:
-    """timm's own export of its model, with the batch dynamic; the file goes when it is open."""
+    """timm's own export of its model, with the batch dynamic; the file is deleted once it is open."""
     model = models.create(name[len(TIMM_ONNX) :], weights=options.weights)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timm.onnx"
@@ -126,7 +126,7 @@ def export_by_timm(model: Any, path: Path) -> None:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             onnx_export(model.eval(), str(path), input_size=size, use_dynamo=True)
-    except Exception as error:  # whatever torch's exporter raises in timm's hands
+    except Exception as error:  # whatever torch's exporter raises when timm calls it
         raise VitcompressError(f"timm could not export its model: {first_line(error)}") from error
 
 

@@ -1,4 +1,4 @@
-"""How images are brought to a file that does not say it: as the user tells in timm's terms, the rest as timm does.
+"""How images are prepared for a file that does not say how: as the user says, the rest by timm's defaults.
 
 A file that takes bytes normalises them itself, so that only size, interpolation and crop are open.
 """

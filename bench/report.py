@@ -70,7 +70,7 @@ def interval(ratio: Mapping[str, Any]) -> str:
 
 
 def judged(ratio: Mapping[str, Any]) -> str:
-    """`95 % interval 1.37 to 1.47: faster`; too few rounds for an interval judge nothing."""
+    """`95 % interval 1.37 to 1.47: faster`; no verdict where too few rounds give no interval."""
     return f"{interval(ratio)}{'' if ratio['ci95'][1] is None else ': ' + ratio['verdict']}"
 
 
@@ -125,7 +125,7 @@ def _speed_rows(entry: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]
     before, after = dense["images_per_second"], compressed["images_per_second"]
     shown = [f"{rate(value)} images/s" for value in (before, after)]
     yield f"throughput ({where})", shown[0], shown[1], change(before, after)
-    # A row of its own: pairs of neighbouring rounds tell it, neither of the figures above.
+    # A row of its own: it comes from pairs of neighbouring rounds and not from the two figures above.
     yield f"speed-up, in turns ({where})", "", f"{times(ratio['median'])}x", judged(ratio)
 
 

@@ -90,7 +90,7 @@ def _present(rows: dict[str, list[Entry | None]]) -> dict[str, list[Entry | None
 
 
 def _gone(plan: Plan, name: str) -> str | None:
-    """What stands in the place of `name`, or of what it lies in; None where it is still there."""
+    """What replaces `name` or a module around it; None where it is still there."""
     outer = enclosing(name, plan.removed)
     return None if outer is None else plan.removed[outer]
 

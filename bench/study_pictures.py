@@ -46,7 +46,7 @@ def _plan(model: Mapping[str, Any], run: Mapping[str, Any]) -> Plan:
 
 
 def grouped(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Method -> its rows and those of what is held against it; what all are held against is nobody's."""
+    """Method -> its rows and those of curves compared with it, but not of those that all methods are compared with."""
     methods = _methods(rows)
     found: dict[str, list[Mapping[str, Any]]] = {curve: [] for curve in methods}
     for row in rows:
@@ -173,7 +173,7 @@ def _errorbars(
 def _without_collapsed(
     axes: Any, rows: Sequence[Mapping[str, Any]], key: str, seeds: Mapping[str, Sequence[float]]
 ) -> None:
-    """Let the vertical axis show what is not far below the rest, and name what is."""
+    """Limit the vertical axis to rows that are not far below the rest, and name the others."""
     least = median(min(of) for of in seeds.values()) - FAR_BELOW
     shown = [value for of in seeds.values() if min(of) >= least for value in of]
     room = 0.08 * (max(shown) - min(shown)) or 1.0

@@ -119,7 +119,7 @@ def _with_memory(row: dict[str, Any], artifact: str, variant: str | None, option
 
 
 def _ranged(options: BenchOptions, protocols: Sequence[timing.Protocol]) -> RunnerOptions:
-    """How artifacts are opened: what is built for a range of batches is built for those that are measured."""
+    """The options to open artifacts with: providers that build for a range of batches build for those measured."""
     batches = sorted(protocol.batch for protocol in protocols)
     return (
         options.runner

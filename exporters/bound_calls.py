@@ -17,7 +17,7 @@ class Bound:
         self.step()
 
     def release(self) -> None:
-        """Let go of everything; whoever calls it after that is told."""
+        """Drop everything that it holds; a later call raises a VitcompressError."""
         self.step = _closed
 
 
@@ -29,7 +29,7 @@ Kind = TypeVar("Kind", bound=Bound)
 
 
 class Bindings:
-    """The bound calls of one runner, as far as somebody still has them."""
+    """The bound calls of one runner that are still referenced somewhere."""
 
     def __init__(self) -> None:
         self._known: WeakSet[Bound] = WeakSet()

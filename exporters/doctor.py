@@ -99,12 +99,12 @@ def device_problem(device: str) -> str | None:
 
 
 def provider_problem(name: str) -> str | None:
-    """Why a session cannot run on a provider, and what to do; that it is installed says nothing of this machine."""
+    """Why a session cannot run on a provider, and what to do. It is tried: what is installed may not work."""
     return _session_problem(RunnerOptions(provider=name))
 
 
 def _session_problem(options: RunnerOptions) -> str | None:
-    """Why a session with one product of matrices cannot be opened and run."""
+    """Why a session with a single matrix product cannot be opened and run."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "smallest.onnx"
         path.write_bytes(_smallest_model())

@@ -36,7 +36,7 @@ COPIES = re.compile(r"reformat|^cast$", re.I)
 # A generated kernel that does nothing else; older versions spell operators with three letters.
 CAST_KERNEL = re.compile(r"^_{2}myl_(?:bb\d+_\d+_)?(?:(?:Repl?)?Cast?|Move?)+(?:_|$)")
 IDLE = re.compile(r"^(noop|constant|wait|signal|shape_call)$", re.I)  # takes no time on the GPU
-OPAQUE = re.compile(r"^myelin$|^\{ForeignNode", re.I)  # many layers as one, which nothing is told of
+OPAQUE = re.compile(r"^myelin$|^\{ForeignNode", re.I)  # many layers as one, of which the inspector says nothing
 PRECISION, ATTENTION, COPIES_SHARE = "engine.precision", "engine.attention", "engine.copies"  # names of the checks
 
 
@@ -87,7 +87,7 @@ class Layer:
 
     @property
     def opaque(self) -> bool:
-        """Whether it stands for many layers that are not told one by one."""
+        """Whether it stands for many layers that are not listed one by one."""
         return bool(OPAQUE.search(self.kind) or OPAQUE.search(self.name))
 
     @property
@@ -167,7 +167,7 @@ def truth(layers: Sequence[Layer], precision: str, attentions: int, limits: Limi
 
 
 def untold(reason: str) -> tuple[Check, ...]:
-    """The same checks for an engine that says nothing of its layers: not run."""
+    """The same checks for an engine without an account of its layers: not run."""
     return tuple(Check(name, "not_run", detail=reason) for name in (PRECISION, ATTENTION, COPIES_SHARE))
 
 
@@ -182,7 +182,7 @@ def _checks(layers: Sequence[Layer], precision: str, attentions: int, limits: Li
 
 
 def _precision(layers: Sequence[Layer], wanted: str, limits: Limits) -> Check:
-    """Share of the heavy layers in the requested precision. TF32 may do less than it may: plain fp32 is no failure."""
+    """Share of the heavy layers in the requested precision. TF32 is a permission: plain fp32 is no failure."""
     name, heavy = PRECISION, [layer for layer in layers if layer.heavy]
     known = [layer for layer in heavy if layer.precision is not None]
     if hidden := sum(layer.opaque for layer in layers):
@@ -214,7 +214,7 @@ def _attention(layers: Sequence[Layer], precision: str, attentions: int) -> Chec
 
 
 def unfused(model: nn.Module, precision: str) -> list[str]:
-    """What keeps attentions of `model` from becoming one kernel, a sentence; nothing in fp32, where none does."""
+    """Why attentions of `model` cannot become one fused kernel, as a sentence; none in fp32, where none can."""
     if precision not in HALF:
         return []
     own: dict[str, list[Space]] = {}

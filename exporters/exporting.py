@@ -1,4 +1,4 @@
-"""One way to export, for recipes and for `vitcompress export`: look what fp16 cannot hold, choose islands, write."""
+"""Export for recipes and for `vitcompress export` alike: scan for what fp16 cannot hold, choose islands, write."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ def export(
     progress: Progress | None = None,
     **about: Unpack[About],
 ) -> Exported:
-    """Write `model` in the format of `exporter`, as it does itself, in half precision after a look at the ranges.
+    """Write `model` in the format of `exporter`; for half precision, check the ranges inside it first.
 
     images: (count, channels, height, width), normalised; what is scanned and, for the islands `auto`, compared. real:
     whether they are of the kind that the model is made for, and not noise.
@@ -70,7 +70,7 @@ def _searched(
 
 
 def _chosen(found: Search, options: ExportOptions, path: Path) -> tuple[str, ...]:
-    """The islands that were found; where there are none, what was tried is left for a person to read."""
+    """The islands that were found. Where none were, write down all that was tried, and raise CheckFailedError."""
     if found.chosen is not None:
         return found.chosen
     account = path.parent / FAILED / f"{path.name}.islands.json"

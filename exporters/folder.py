@@ -108,8 +108,9 @@ class Settled:
 def settle(folder: Path, exported: Exported, progress: Progress | None = None) -> Settled:
     """Hold an exported file against the model of the run `folder`, on the images that the folder was verified with.
 
-    So is the ONNX file beneath an engine, which most machines can run. The verdict goes into the sidecar and, where the
-    file lies in the folder, into its verify.json; a file that fails is moved to the folder `failed` beside it.
+    The ONNX file that an engine was built from is checked too: most machines can run it. The verdict goes into the
+    sidecar and, where the file lies in the folder, into its verify.json; a file that fails is moved to the folder
+    `failed` beside it.
     """
     (progress or Progress()).stage(f"Compare {exported.path.name} with the model")
     path, source = exported.path, source_path(exported.path)
@@ -128,7 +129,7 @@ def settle(folder: Path, exported: Exported, progress: Progress | None = None) -
 
 
 def _brought(folder: Path, exported: Exported) -> str:
-    """The command that verifies on the target a file that lies elsewhere: it is copied into the run folder first."""
+    """The command that copies a file from elsewhere into the run folder and verifies it there, for the target."""
     path, source = exported.path, source_path(exported.path)
     files = [*map(path.with_name, exported.files), sidecar_path(path)]
     files += [source, sidecar_path(source)] if source.is_file() else []
@@ -136,7 +137,7 @@ def _brought(folder: Path, exported: Exported) -> str:
 
 
 def _held(folder: Path, files: Sequence[Path], *, all_told: bool) -> Verification:
-    """Weights and answers of the `files`. all_told: the weights of the folder's other files, too, for its ledger."""
+    """The checks of the weights and answers of `files`. all_told: also of the weights of the folder's other files."""
     model, plan = checkpoint.load(folder), checkpoint.read_plan(folder / checkpoint.PLAN)
     images, real = known_images(folder, model)
     told = {path for path in files if path.suffix in READABLE} | set(readable_files(folder) if all_told else ())
@@ -147,7 +148,7 @@ def _held(folder: Path, files: Sequence[Path], *, all_told: bool) -> Verificatio
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
-    """The class names of the folder's first export; none where it has none, which exporters replace by numbers."""
+    """The class names of the folder's first export; empty where it has none: exporters then number the classes."""
     path = folder / "model.onnx"
     found = checkpoint.decoded((read_sidecar(path) or {"metadata": {}})["metadata"]).get("classes", [])
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):

@@ -1,6 +1,6 @@
-"""What may be left looking finished: a file that holds the weights of its model and answers as that does.
+"""The gate for exported files: a file must hold the weights of its model and answer as the model does.
 
-Two kinds of checks are asked of every exported file, whether a recipe or `vitcompress export` wrote it: its weights by
+Two kinds of checks are made of every exported file, whether a recipe or `vitcompress export` wrote it: its weights by
 `verify_weights`, its answers by `agreement`. Their verdict goes into its sidecar. A file that fails one is moved away.
 """
 
@@ -78,7 +78,7 @@ def refused(folder: Path) -> dict[str, str]:
 
 
 def refuse(folder: Path, files: dict[str, str]) -> None:
-    """Remember them."""
+    """Remember these `files`, by name, and why."""
     checkpoint.write_json(folder / REFUSED, files)
 
 

@@ -43,7 +43,7 @@ GPU = "cuda"
 
 @dataclass(frozen=True)
 class Judge:
-    """Who says whether a set of islands will do. proxy: it is not the hardware that the file is for."""
+    """What decides whether a set of islands is enough. proxy: it is not the hardware that the file is for."""
 
     title: str
     proxy: bool
@@ -154,7 +154,7 @@ def _in_order_of_cost(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 class _Tries:
-    """Sets of islands by name, each tried once; when no try is `left` they have run out: every new one fails."""
+    """Sets of islands by name, each tried once. When no try is `left`, every new set counts as failed."""
 
     def __init__(self, model: nn.Module, judge: Judge, ranges: Ranges, progress: Progress) -> None:
         self.model, self.judge, self.ranges, self.progress = model, judge, ranges, progress
@@ -193,7 +193,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def narrowed(items: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> list[str]:
-    """A part of `items` that passes, as they all do, and of which none can be left out (ddmin of the paper)."""
+    """A part of `items`, which together pass, that passes and of which none can be left out (ddmin of the paper)."""
     left, parts = list(items), 2
     while len(left) >= 2:
         pieces = [left[len(left) * i // parts : len(left) * (i + 1) // parts] for i in range(parts)]

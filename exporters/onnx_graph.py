@@ -111,7 +111,7 @@ def check(options: ExportOptions) -> None:
 
 
 def _opset(options: ExportOptions, reason: str | None) -> tuple[int, str]:
-    """The operator set, and why; `reason` is that of whoever asks for the default one."""
+    """The operator set and the reason for it; `reason` is the caller's for the default one."""
     if options.opset is None and options.precision == "bf16":
         return BF16_FROM, f"the first with a convolution in bf16; {reason or OPSETS[DEFAULT_OPSET]}"
     if options.opset is None:
@@ -120,7 +120,7 @@ def _opset(options: ExportOptions, reason: str | None) -> tuple[int, str]:
 
 
 def _choices(model: nn.Module, options: ExportOptions) -> dict[str, Any]:
-    """What was chosen, as metadata. islands: each by a name of its own."""
+    """The chosen options, as metadata; each island by a name of its own."""
     islands = expanded(model, options.islands) if options.islands else ()
     normalisation = ("in the first convolution" if folds(model) else "in front") if options.uint8 else "by the caller"
     return {
@@ -162,7 +162,7 @@ def _program(model: nn.Module, example: Tensor, opset: int) -> Any:
 
 
 def _make_lean(model: Any) -> None:
-    """The same answers with less work; see the two modules."""
+    """Change the graph to do less work for the same answers; see `onnx_tokens` and `onnx_linear`."""
     drop_unread_tokens(model.graph)
     join_linear_layers(model.graph)
     RemoveUnusedNodesPass()(model)

@@ -89,7 +89,8 @@ def prepared_cache(folder: Path) -> Path:
 def native_errors() -> Iterator[list[str]]:
     """What libraries write to the standard error of the process itself, as lines, once the block is over.
 
-    There is one for all threads: another one waits. A process without a standard error has nothing written to it.
+    All threads share one standard error: a second block waits. A process without a standard error has nothing written
+    to it.
     """
     said: list[str] = []
     with CATCHING, contextlib.ExitStack() as stack:
@@ -112,13 +113,13 @@ def native_errors() -> Iterator[list[str]]:
 
 
 def _flush() -> None:
-    """What Python holds back for its standard error goes where that leads now; there may be no such thing."""
+    """Write out what Python has buffered for its standard error, if the process has one."""
     if sys.stderr is not None:
         sys.stderr.flush()
 
 
 def missing(said: list[str]) -> str | None:
-    """The library for want of which a provider could not be loaded, by what was written; None where none was."""
+    """The missing library that kept a provider from loading, read from what was written; None if none is named."""
     found = next((found[1] for line in said if (found := MISSING.search(line))), None)
     return None if found is None else f"{found} is missing"
 

@@ -17,7 +17,7 @@ PAIRS = ("Add", "Sub", "Mul", "Div")
 
 
 def join_linear_layers(graph: ir.Graph) -> int:
-    """Write every linear layer as a Gemm; how many there are. Nodes that nothing reads any more are left to remove."""
+    """Write every linear layer as a Gemm; how many there are. Unread nodes are left for the caller to remove."""
     layers = {node: layer for node in graph if (layer := _linear(node))}
     products = {product for product, _ in layers.values()}
     rows = _Rows(graph)
@@ -33,7 +33,7 @@ def join_linear_layers(graph: ir.Graph) -> int:
 
 
 class _Rows:
-    """Values as (all tokens, channels). `replaced`: those that are not computed with all their axes any more."""
+    """Values as (all tokens, channels). `replaced`: values that are no longer computed with all their axes."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self.replaced = set[ir.Value]()

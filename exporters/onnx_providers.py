@@ -1,8 +1,8 @@
 """Execution providers of ONNX Runtime: what each needs, its options, and why it cannot be used here.
 
-One is asked for by name or by device, is loaded with what it needs, and computes or is refused: never another one
-instead. Precision lies in the ONNX file, so that providers are told of none but TF32, which concerns how fp32 products
-are computed and which only CUDA's provider leaves to its user.
+A provider is chosen by name or by device and loaded with what it needs. It computes, or the session is refused: no
+other provider takes its place. Precision lies in the ONNX file, so that providers are told of none but TF32, which
+concerns how fp32 products are computed and which only CUDA's provider leaves to its user.
 """
 
 from collections.abc import Callable, Iterable
@@ -179,7 +179,7 @@ def chosen(device: str | None, name: str | None) -> tuple[Provider, str]:
 
 
 def _meant(name: str) -> str:
-    """What `cuda` stands for, or what is like a misspelled name."""
+    """The provider that `cuda` or a misspelled name was probably meant to be."""
     begun = [full for full in PROVIDERS if full.lower().startswith(name.lower())] if name else []
     return f", did you mean {begun[0]}?" if begun else did_you_mean(name, PROVIDERS)
 

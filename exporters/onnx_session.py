@@ -129,7 +129,7 @@ class Session:
 
     @property
     def on_device(self) -> bool:
-        """Whether images and logits have a way to go."""
+        """Whether the session computes on a GPU, to and from which images and logits must be copied."""
         return self._stream is not None
 
     @property
@@ -206,7 +206,7 @@ class Session:
             self._stream.synchronize()
 
     def describe(self) -> dict[str, Any]:
-        """What the session knows of what its runner says of itself."""
+        """The part of the runner's description that the session knows."""
         shown = {key: value for key, value in self.provider_options.items() if not key.endswith("user_compute_stream")}
         return {
             "sha256": self.sha256,
@@ -252,7 +252,7 @@ def _stream(device: str) -> Any:
 
 
 def _image_input(model: Any) -> tuple[str, tuple[int, ...]]:
-    """Name and sizes of the one input, 0 for what is not fixed; ("", ()) where there is not one of images."""
+    """Name and sizes of the one image input, 0 for sizes that are not fixed; ("", ()) where there is no such input."""
     constants = {tensor.name for tensor in model.graph.initializer}
     given = [value for value in model.graph.input if value.name not in constants]
     sizes = tuple(dim.dim_value for dim in given[0].type.tensor_type.shape.dim) if len(given) == 1 else ()
@@ -278,7 +278,7 @@ def _ends(path: Path, session: Any) -> tuple[Any, Any]:
 
 
 def _fixing(path: Path, inputs: Sequence[Any]) -> str:
-    """How a file of another tool comes to take images of one size."""
+    """What gives a file of another tool one image input of fixed size."""
     if len(inputs) == 1 and len(inputs[0].shape) == 4 and inputs[0].type in INPUT_TYPES:
         tool = "python -m onnxruntime.tools.make_dynamic_shape_fixed"
         return f"`{tool} --input_name {inputs[0].name} --input_shape 1,3,224,224 {path} fixed.onnx` gives it a size"

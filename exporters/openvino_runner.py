@@ -154,6 +154,6 @@ def _image_shape(path: Path, model: Any) -> tuple[int, int, int]:
 
 
 def _last_line(error: Exception) -> str:
-    """Where OpenVINO says what is wrong: the lines before tell the places in its source that it came through."""
+    """The last line of OpenVINO's message, which says what is wrong; the lines before it name places in its source."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -110,10 +110,10 @@ class Runner(Protocol):
         """Wait until everything queued is done."""
 
     def describe(self) -> dict[str, Any]:
-        """Everything that changes how fast or how exact this runner is; what it lacks of a setting is False there."""
+        """Everything that affects the speed or the accuracy of this runner; see `described`."""
 
     def close(self) -> None:
-        """Give back what the runner and its bound calls hold, and restore what it changed. Once is as good as twice."""
+        """Free what the runner and its bound calls hold, and restore what it changed. A second call does nothing."""
 
 
 def refuse_settings_of_others(options: RunnerOptions, runtime: str, name: str) -> None:

@@ -136,7 +136,7 @@ def _add_profile(builder: Any, config: Any, size: Sequence[int], batch: Sequence
 def _watched(work: Callable[[], Built], monitor: Any) -> Built:
     """The result of `work`, done in a thread of its own, so that Ctrl-C is heard here meanwhile.
 
-    Everything that the library calls back runs there: it swallows a KeyboardInterrupt that is raised in its log.
+    All callbacks of the library run in that thread: it swallows a KeyboardInterrupt raised in its log callback.
     """
     with ThreadPoolExecutor(1, "build") as pool:
         try:
@@ -152,8 +152,8 @@ def _watched(work: Callable[[], Built], monitor: Any) -> Built:
 def _let_go(work: Callable[[], Built]) -> Built:
     """The result of `work`; when it fails, nothing that it held stays alive in the frames of the error.
 
-    The garbage collector would free a builder at any time, such as while the library makes the next one and logs
-    that, with a lock in its hand that freeing one waits for: a deadlock.
+    The garbage collector would free a builder at any time, such as while the library logs that it makes the next one
+    and holds a lock that freeing the first one waits for: a deadlock.
     """
     try:
         return work()
@@ -163,7 +163,7 @@ def _let_go(work: Callable[[], Built]) -> Built:
 
 
 def _refused(flavour: Flavour, parser: Any, log: Any) -> VitcompressError:
-    """What the parser has against a graph, and where."""
+    """Why the parser refuses a graph, and at which node."""
     if not parser.num_errors:
         return VitcompressError(f"{flavour.title} cannot read the ONNX file: {log.first_and_last_error()}")
     error = parser.get_error(0)

@@ -150,7 +150,7 @@ def _recorded(
 
 
 def _doubts(flavour: Flavour, data: bytes, version: str, targets: Sequence[int]) -> list[str]:
-    """Where the header says something else than was asked for; a hint, as its form is not documented."""
+    """Where the header contradicts what was asked for, as sentences; only a hint, as the header is not documented."""
     found = header_of(data)
     known = ".".join(map(str, numbers(version)))
     expected = {"written_by": flavour.title, "version": known, "sm": sorted(targets) if flavour is RTX else None}
@@ -168,7 +168,7 @@ def _reason(flavour: Flavour, options: ExportOptions) -> str:
 def _inspected(done: Exported, source: Exported, options: ExportOptions) -> Exported:
     """The engine's own account of its layers beside it, and what that says of the engine in the sidecar.
 
-    An engine that gives none is no failure: a runtime that came with it, as code, need not tell of its layers.
+    An engine without such an account is no failure: a runtime that is part of the engine need not give one.
     """
     try:
         with closing(EngineRunner(done.path, RunnerOptions(trust=options.version_compatible))) as runner:

@@ -83,9 +83,9 @@ class EngineProcess:
 
     def close(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):  # what was still to be sent is lost when nobody listens
+            with suppress(OSError):  # the process may have ended already
                 if pipe is not None:
-                    pipe.close()  # the end of its requests is the end of the process
+                    pipe.close()  # the process ends when it has no more requests to read
         try:
             self._process.wait(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
@@ -94,7 +94,7 @@ class EngineProcess:
 
 
 def _environment() -> dict[str, str]:
-    """Enough to find Python, its packages and the GPU; no tokens, no settings of other programs."""
+    """Variables that Python, its packages and the GPU are found by; no tokens, no settings of other programs."""
     kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith(KEPT_PREFIXES)}
     ours = str(Path(vitcompress.__file__).resolve().parent.parent)
     return {**kept, "PYTHONPATH": os.pathsep.join([ours, *filter(None, sys.path)])}

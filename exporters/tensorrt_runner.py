@@ -132,7 +132,7 @@ class BoundEngine:
 
 
 def vouched(path: Path, *, trust: bool) -> dict[str, Any]:
-    """The sidecar of an engine whose bytes are those that it describes; with `trust` {} where it is not so."""
+    """The sidecar of an engine, if its hashes match the file; with `trust` {} where they do not."""
     if not path.is_file():
         raise ArtifactError(f"there is no file {path}", hint="`vitcompress export DIR --format trt` writes one")
     wrong = mismatches(path) if sidecar_path(path).is_file() else ["there is no such file"]
@@ -147,7 +147,7 @@ def vouched(path: Path, *, trust: bool) -> dict[str, Any]:
 
 
 def _flavour(path: Path, sidecar: dict[str, Any]) -> Flavour:
-    """Which library runs an engine: what its sidecar says, and its first bytes do not deny."""
+    """Which library runs an engine, by its first bytes or else its sidecar; the two must agree."""
     with path.open("rb") as file:
         head = file.read(HEADER)
     written, claimed = kind_of(head), sidecar.get("format")

@@ -73,7 +73,7 @@ class Engine:
         self._log = log_of(self._library)
         self._runtime = self._library.Runtime(self._log)
         self._runtime.engine_host_code_allowed = host_code
-        if not host_code:  # code that an engine brings along is loaded from a file, if only one in memory
+        if not host_code:  # code that an engine brings along is loaded from a temporary file, on disk or in memory
             self._runtime.tempfile_control_flags = 0
         engine = self._runtime.deserialize_cuda_engine(data)
         self._done(engine is not None, "it cannot be opened")
@@ -154,7 +154,7 @@ class Engine:
         return torch.empty(tuple(context.get_tensor_shape(name)), dtype=kind, device="cuda")
 
     def _with_transfers(self, images: Tensor, out: Tensor, run: Callable[[], object]) -> Callable[[], None]:
-        """`run` between the way of the images to the GPU and that of the logits back, queued on the same stream."""
+        """`run` with the images copied to the GPU before it and the logits back after it, queued on the same stream."""
         given, taken = (torch.empty_like(one, device="cpu", pin_memory=True) for one in (images, out))
         given.copy_(images)
 
@@ -188,7 +188,7 @@ class Engine:
         return self._bound[slot].logits.float().cpu()
 
     def timed(self, slot: int, runs: int) -> tuple[list[float], float]:
-        """Milliseconds of each run, by CUDA events without waiting between, and of all of them on the wall."""
+        """Milliseconds of each run, by CUDA events with no waiting between runs, and of all by the wall clock."""
         bound = self._bound[slot]
         if not self._records and self._prepared is not bound:  # another binding has run in the shared context
             self._prepare(bound)

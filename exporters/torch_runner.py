@@ -87,7 +87,7 @@ class TorchRunner:
         return self._bindings.add(Queued(step, torch.cuda.current_stream(self._device)) if on_cuda else Bound(step))
 
     def _host(self, images: Tensor) -> Tensor | None:
-        """The images in page-locked memory of the host, where their way to the device is part of a run."""
+        """The images in page-locked memory of the host, where runs include the copy to the device."""
         if not self._transfers:
             return None
         host = images.to("cpu", self._type)
@@ -95,7 +95,7 @@ class TorchRunner:
 
     @property
     def _transfers(self) -> bool:
-        """There is no way to go on the CPU."""
+        """Whether runs include the copies to and from the device; on the CPU there are none."""
         return self._options.transfers and self._device.type != "cpu"
 
     @torch.inference_mode()
@@ -173,8 +173,8 @@ class TorchRunner:
 def _compiled(model: nn.Module, held: ExitStack) -> Callable[..., Any]:
     """`model` through torch.compile, for exactly the shapes that it is given, whichever came before.
 
-    All models of a class share one cache. What does not fit into it would run uncompiled, without an error. held: gives
-    back the settings of torch that this takes.
+    All models of a class share one cache. What does not fit into it would run uncompiled, without an error. held: on
+    leaving it, the settings of torch that this changes are restored.
     """
     from torch._dynamo import config
 

@@ -41,7 +41,7 @@ def _value(text: str) -> Any:
 
 
 def _descend(target: Any, part: int | str) -> Any:
-    """The table or list entry called `part`, made if a table does not have it yet; None where there is no way."""
+    """The table or list entry called `part`, made if a table does not have it yet; None where it cannot exist."""
     if isinstance(target, dict) and isinstance(part, str):
         return target.setdefault(part, {})
     if isinstance(target, list) and isinstance(part, int) and part < len(target):

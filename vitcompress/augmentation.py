@@ -67,7 +67,7 @@ def eval_transform(input: "InputConfig") -> Callable[[Image.Image], Tensor]:
 
 
 def _transform(input: "InputConfig", **settings: Any) -> Callable[[Image.Image], Tensor]:
-    """As the model takes images; the prefetcher normalises them."""
+    """timm's transform to the size of `input`; the prefetcher normalises images later."""
     pixels = {"interpolation": input.interpolation, "mean": input.mean, "std": input.std}
     made: Callable[[Image.Image], Tensor] = create_transform(input.size, use_prefetcher=True, **pixels, **settings)
     return made

@@ -1,9 +1,9 @@
 """From scores to numbers of kept channels: thresholds within ranking scopes, aligned widths, a budget met by bisection.
 
-A `Group` is a set of channels that are told apart by one score each: the hidden channels of one FFN, the heads of one
-attention, the channels that all heads of one attention share, one residual stream. Groups of one scope share one
-threshold, groups of different scopes are never compared (isomorphic pruning, Fang et al., ECCV 2024). What is kept of
-a group is always its best channels, so numbers say all.
+A `Group` is a set of channels with one score each: the hidden channels of one FFN, the heads of one attention, the
+channels that all heads of one attention share, one residual stream. Groups of one scope share one threshold, groups of
+different scopes are never compared (isomorphic pruning, Fang et al., ECCV 2024). A group always keeps its best
+channels, so a number of channels per group says all.
 """
 
 import math
@@ -190,7 +190,7 @@ def solved(groups: Sequence[Group], keep: Mapping[str, float], units: Units, tar
 
 
 def _asked_once(target: Target) -> Target:
-    """`target`, whose costs are asked for once for the same numbers: they may be measurements."""
+    """`target` with its costs remembered by the numbers asked for: each may be a measurement."""
     known: dict[tuple[int, ...], float] = {}
 
     def cost(counts: Counts) -> float:
@@ -212,8 +212,8 @@ def check_reach(
 ) -> tuple[float, float]:
     """The least and the most that this structure can cost. Raises PlanError when the target is not between them.
 
-    A least that was measured is looked at more closely before anything is refused for it: whatever else the machine
-    did made it longer.
+    A measured least cost is measured again, for longer, before a target is refused for it: other load on the machine
+    can only have made it larger.
     """
     check_units(groups, units)
     largest, smallest = (_at(groups, keep, units, strength) for strength in (0.0, 1.0))

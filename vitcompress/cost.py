@@ -29,7 +29,7 @@ class Cost:
 def measure(model: nn.Module, input_size: tuple[int, int, int]) -> Cost:
     """Count `model` on one image of `input_size` (channels, height, width). The model is left as it is."""
     ready = not model.training and all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    shapes = model if ready else deepcopy(model).to("meta").eval()  # asked of hundreds of candidates, which are ready
+    shapes = model if ready else deepcopy(model).to("meta").eval()  # hundreds of candidates are ready as they are
     dtype = next((p.dtype for p in shapes.parameters()), torch.float32)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         shapes(torch.empty(1, *input_size, device="meta", dtype=dtype))

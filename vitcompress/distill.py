@@ -90,7 +90,7 @@ class FeatureStudent(nn.Module):
     """A model that tells its features beside its answer while it trains; in eval mode it answers as it does alone.
 
     For `soft_patch` a linear layer takes patch tokens to the teacher's width. It is learned with the model, is part of
-    the resume state and of the optimiser, and stays behind in this wrapper.
+    the resume state and of the optimiser, and is not part of the model itself.
     """
 
     def __init__(self, model: nn.Module, teacher: nn.Module, kind: Distillation) -> None:

@@ -156,6 +156,6 @@ def _answers(
 
 
 def _hits(logits: Tensor, targets: Tensor) -> Tensor:
-    """Is the k-th best answer right: booleans (batch, up to 5)."""
+    """Whether the k-th best answer is right: booleans (batch, up to 5)."""
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices
     return best == targets[:, None]

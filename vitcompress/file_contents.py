@@ -133,7 +133,7 @@ def _own(spans: Iterable[Span]) -> list[int]:
 
 
 def _padding(spans: Iterable[Span]) -> int:
-    """Bytes between tensors in a data file; a larger gap than alignment needs is none."""
+    """Bytes that alignment leaves between tensors in a data file; larger gaps do not count."""
     ordered = sorted({(0, 0), *spans})
     gaps = [begin - end for (_, end), (begin, _) in pairwise(ordered)]
     return sum(gap for gap in gaps if 0 < gap < ALIGNED)

@@ -31,7 +31,7 @@ _STEPS_BETWEEN_CHECKS = 50  # reading the loss makes the host wait for the devic
 
 
 class StepHooks(Protocol):
-    """What somebody does around every optimiser step, and the plain data that a resume state must hold for it."""
+    """Callbacks around every optimiser step, and the plain data that a resume state must hold for them."""
 
     def before_step(self, epoch: int, step: int, steps: int, backward: Callable[[], object]) -> None:
         """Before step `step` of `steps` in epoch `epoch` (all from 0). It may change gates, and hooks on modules.
@@ -55,7 +55,7 @@ class StepHooks(Protocol):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where a training runs, and what tells it from others.
+    """Where a training runs, and what identifies it.
 
     input: how images are brought to the model. folder: where it keeps its state; one training per folder. label: shown
     to people and part of the seed.
@@ -119,7 +119,7 @@ class TrainingJob:
 
 
 class Learner:
-    """Everything that changes during a training, and its passage to tensors and plain data and back."""
+    """Everything that changes during a training; it can be saved as tensors and plain data, and restored."""
 
     def __init__(self, job: TrainingJob, steps: int) -> None:
         self.job, self.steps = job, steps
@@ -128,7 +128,7 @@ class Learner:
         self.optimizer = make_optimizer(job.module if groups is None else list(groups), job.options, job.runtime.device)
         self.set_lr = lr_setter(job.options, self.optimizer, steps, job.steering.lr_scale)
         self.scaler = torch.amp.GradScaler(job.runtime.device.type, enabled=job.runtime.amp == "fp16")
-        # Buffers are copied, not averaged: they are facts (gates), not estimates.
+        # Buffers are copied, not averaged: they are exact states (gates), not estimates.
         self.ema = ModelEmaV3(job.module, job.options.ema, exclude_buffers=True) if job.options.ema else None
         self.history: list[dict[str, Any]] = []
         self.best: dict[str, Tensor] = {}

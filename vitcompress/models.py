@@ -80,7 +80,8 @@ def create(
 def stir(model: nn.Module, seed: int = 0) -> None:
     """Add noise to every parameter that timm starts with one value everywhere: biases, norms, LayerScales, gates.
 
-    With zeros in all biases a bias could be lost or sliced wrongly unseen, and behind LayerScales of 1e-5 whole layers.
+    With zeros in all biases nobody would see that a bias was lost or sliced wrongly, and behind LayerScales of 1e-5
+    that whole layers were.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -154,7 +155,7 @@ def check_answers(arch: str, args: Mapping[str, Any], outlined: nn.Module) -> No
 
 
 def _said(error: Exception) -> str:
-    """The words of timm, or of torch in its hands, in one line; where they say little, the statement that refused."""
+    """The message of timm, or of torch called by it, in one line; where it says little, the line that raised it."""
     words = " ".join(str(error).split())
     if words and (isinstance(error, (ValueError, AssertionError, RuntimeError, OSError)) or UNKNOWN.search(words)):
         return words

@@ -1,6 +1,6 @@
 """The tensor sizes that a plan leaves, by arithmetic on those of the dense model.
 
-Nothing is edited here: this is the account that surgery, which edits, is held against.
+Nothing is edited here: what surgery does is checked against these sizes.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,6 @@
 """timm's policies ask for posterizing to 0 bits at their highest magnitudes, which Pillow has refused since version 12.
 
-An image without bits is black: so Pillow had it before, and so the published trainings had it.
+An image without bits is black, as in earlier versions of Pillow and so in the published trainings.
 """
 
 from collections.abc import Iterator

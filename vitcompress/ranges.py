@@ -96,7 +96,7 @@ def _raise_to(known: dict[str, float], name: str, value: float) -> None:
 
 
 def needed_islands(model: nn.Module, ranges: Ranges) -> tuple[str, ...] | None:
-    """The smallest parts of `model` that must stay in fp32 for nothing to overflow; None where no part would do.
+    """The smallest parts of `model` that must stay in fp32 for nothing to overflow; None where no part is enough.
 
     That is the module itself or, where what it gives is too large as well, the first one around it that gives numbers
     within fp16; what a classifier gives stays in fp32 with it. Where the residual stream itself is too large, only

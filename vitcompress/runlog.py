@@ -37,7 +37,7 @@ class RunLog:
         return found
 
     def sync(self, stage: str, records: Sequence[Mapping[str, Any]]) -> None:
-        """Make the log tell of `stage` exactly what its saved state remembers; nothing is written when it does.
+        """Make the log's lines of `stage` those of its saved state, `records`; nothing is written when they are.
 
         A process killed between saving its state and writing its line leaves the two one epoch apart.
         """

@@ -1,7 +1,7 @@
 """The sidecar `<file>.json` of an exported file: where it lies, and the one place where it is read.
 
-People edit such files, and other versions wrote them: what is read here has every key that the rest relies on, each of
-the type that it should have, or is told to be wrong.
+People edit such files, and other versions wrote them: what is read here has every key that other modules rely on, each
+of the right type, or is reported as wrong.
 """
 
 from collections.abc import Collection, Mapping

@@ -57,7 +57,7 @@ class FolderImages:
 
 
 class TimmImages:
-    """A map-style data set of timm or torchvision behind the same face."""
+    """A map-style data set of timm or torchvision with the same interface."""
 
     def __init__(self, dataset: Any, name: str) -> None:
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):

@@ -1,4 +1,4 @@
-"""The settings of a training and what comes out of it."""
+"""The settings of a training, and its result."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal

@@ -38,7 +38,7 @@ class Check:
 class Verification:
     """All checks of one artifact. It passed when none failed and at least one was run.
 
-    weights: the way of every tensor from the plan to the files, see `verify_weights.table`.
+    weights: every tensor from the plan to the files, see `verify_weights.table`.
     """
 
     checks: tuple[Check, ...]
@@ -81,7 +81,7 @@ def compared(name: str, value: float, tolerance: float, detail: str = "") -> Che
 
 
 def listed(name: str, wrong: Iterable[str], detail: str) -> Check:
-    """Passed when nothing is wrong; else the first few things that are."""
+    """Passed when nothing is wrong; else it fails, with the first few things that are."""
     found = list(wrong)
     text = detail if not found else f"{len(found)} wrong: {', '.join(found[:5])}{' ...' if len(found) > 5 else ''}"
     return Check(name, "failed" if found else "passed", float(len(found)), 0.0, text)

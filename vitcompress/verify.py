@@ -1,4 +1,4 @@
-"""Is the model that is deployed the one that was trained? Each answer with its value and its tolerance.
+"""Is the deployed model the one that was trained? Each check with its value and its tolerance.
 
 fold: see verify_fold. slice: see verify_slice. onnx: see verify_onnx. reload: what is on disk against what was in
 memory, bit for bit. Tolerances are derived in `error_bounds` and `rounding`.
@@ -118,7 +118,7 @@ def known_images(folder: Path, model: nn.Module) -> tuple[Tensor, bool]:
 def _compressed(
     folder: Path, images: Tensor | None, seen: dict[str, Tensor], progress: Progress
 ) -> tuple[Tensor, Tensor, list[Check], dict[str, Any]]:
-    """What the deployed model was asked, what it answered, all checks of it, and the way of its weights."""
+    """Images and answers of the deployed model, all checks of it, and the table of its weights."""
     model = checkpoint.load(folder)
     plan = checkpoint.read_plan(folder / checkpoint.PLAN)
     given = images if images is not None else seen.get("images", noise(model))

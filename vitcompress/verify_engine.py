@@ -102,7 +102,7 @@ def _holds(engine: bytes, matrix: Tensor, kinds: set[torch.dtype]) -> bool:
 
 
 def _size(path: Path, known: dict[str, Any]) -> Iterator[Check]:
-    """With layers taken away and none narrowed, it is not larger than the dense model's engine that was built alike."""
+    """With layers removed and none narrowed, it must not be larger than the dense model's engine built alike."""
     dense = path.with_name(path.name.replace("model", "dense", 1))
     other = _known(dense)
     if dense == path or not dense.is_file() or other is None:

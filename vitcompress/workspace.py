@@ -28,8 +28,8 @@ LEFT_WEIGHTS, LEFT = "weights.safetensors", "left.json"
 class Clock:
     """Tells milliseconds of one call of a model on `onnxruntime` or `torch`.
 
-    median: of a few calls, as there are dozens of candidates. undisturbed: looks longer, at what the model takes while
-    nothing else runs, for when more than a candidate hangs on it.
+    median: of a few calls, as there are dozens of candidates. undisturbed: of a longer measurement that leaves out
+    other load on the machine, for decisions on which more depends than a candidate.
     """
 
     median: Callable[[nn.Module, str], float]
@@ -43,7 +43,7 @@ def seal(folder: Path) -> None:
 
 
 def check_sealed(folder: Path) -> None:
-    """Raise ArtifactError when what a finished step left is not there as it was: other weights would be used then."""
+    """Raise ArtifactError when what a finished step left was changed or is gone: other weights would be used."""
     wrong = differing(folder / LEFT) if (folder / LEFT).is_file() else [f"{LEFT} is missing"]
     if wrong:
         raise ArtifactError(
@@ -107,7 +107,7 @@ class Context:
         return train(module, images, heldout, options, at, steering)
 
     def hand_over(self, model: nn.Module) -> None:
-        """Let the work go on with the weights of `model`, retrained but of the shapes that the step was given.
+        """Continue with the weights of `model`, retrained but of the shapes that the step was given.
 
         The step's own plan is applied to these weights, and so is what follows. To be called before the step returns
         its plan: a plan on the disk means that the weights are there too.

@@ -57,12 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         batch, runs = asked.batch or Options.batch, asked.runs or Options.runs
         given = asked.batch, asked.runs
         options = Options(Path(folder), asked.arch, batch, runs, asked.threads, given)
-        _write(out, lines, asked.parts, options)  # a place that cannot be written is found out now
+        _write(out, lines, asked.parts, options)  # a place that cannot be written fails now
         for part in asked.parts:
             for line in PARTS[part](options):
                 _say(text(line))
                 lines.append(line)
-                _write(out, lines, asked.parts, options)  # hours of measuring outlast whatever stops the rest
+                _write(out, lines, asked.parts, options)  # a later error must not lose hours of measuring
     _say(f"written to {out}")
     return 0
 

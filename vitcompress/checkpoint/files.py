@@ -85,10 +85,10 @@ def write_json(path: Path, data: Any) -> None:
 
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Wait for others that change a file of `folder` by what it holds: of two such changes none is lost.
+    """Hold a lock on `folder` while a file in it is read, changed and written back, so that no change is lost.
 
-    The folder itself is locked, so that nothing stays behind; not twice by one process, which would wait for itself.
-    Systems and disks that cannot lock go without.
+    The folder itself is locked, so that no lock file stays behind. One process must not lock it twice: it would wait
+    for itself. Where the system or the disk cannot lock, nothing is locked.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):

@@ -60,7 +60,7 @@ def load_parts(plan_path: Path, weights_path: Path) -> nn.Module:
 
 
 def load_for(path: Path, plan: Plan) -> dict[str, Tensor]:
-    """The safetensors at `path`, which say that they were saved for a model of `plan`, or say nothing of it.
+    """The tensors of the safetensors file `path`, which must name `plan` in its metadata if it names any plan.
 
     Raises:
         PlanError: they were saved for another plan.

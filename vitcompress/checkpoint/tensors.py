@@ -38,7 +38,7 @@ WRAPPERS = ("_orig_mod.", "module.", "_orig_mod.")
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write safetensors; tensors that share storage are written apart."""
+    """Write safetensors; tensors that share storage are copied first."""
     plain: dict[str, Tensor] = {}
     stored: set[int] = set()
     for name, tensor in tensors.items():

@@ -112,7 +112,7 @@ _threads = click.option("--threads", type=click.IntRange(1), help="CPU threads o
 )
 @click.option("--cuda-graph", is_flag=True, help="Replay each run from a recorded CUDA graph (not on the CPU).")
 @click.option("--memory", is_flag=True, help="Tell what each artifact adds to memory on the CPU (some seconds each).")
-@click.option("--transfers", is_flag=True, help="Time the way of images to the device and of logits back, too.")
+@click.option("--transfers", is_flag=True, help="Time the copies of images to the device and of logits back, too.")
 @_device
 @_provider
 @_engine_cache

@@ -67,7 +67,7 @@ def _open_streams() -> None:
 
 
 def _let_go_of_streams() -> None:
-    """What could not be written is not tried again at the end, where Python would exit with a code of its own."""
+    """Redirect streams that cannot be written to: Python would flush them again at exit, and change the exit code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -93,7 +93,7 @@ def _exit_code(call: Callable[[], Any], arguments: Sequence[str]) -> int:
 
 
 def _surprise(error: Exception) -> VitcompressError:
-    """An unexpected error in words: too little memory, a refusal by the operating system, else a mistake of ours."""
+    """An unexpected error in words: too little memory, an error of the operating system, else a defect of ours."""
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
         return VitcompressError(
             f"there is not enough memory: {first_line(error)}",
@@ -131,7 +131,7 @@ def _first_of_host() -> bool:
 
 
 def first() -> bool:
-    """Whether this process speaks for all that torchrun has started."""
+    """Whether this process is the one that prints, of all that torchrun has started."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -29,7 +29,7 @@ def print_json(value: Any) -> None:
 def print_text(text: str) -> None:
     """Plain text on standard output, unwrapped."""
     sys.stdout.write(text.rstrip("\n") + "\n")
-    sys.stdout.flush()  # or what refuses it would be heard of at the end, where nobody tells it
+    sys.stdout.flush()  # else an error would show only at exit, where nothing reports it
 
 
 def print_line(text: str) -> None:
@@ -79,7 +79,7 @@ def _drawn(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
 
 
 def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
-    """Topics and what is said of them, without lines around."""
+    """Topics beside what is said of them, without borders."""
     table = Table("", "", box=None, show_header=False, pad_edge=False)
     for topic, text in pairs:
         table.add_row(Text(topic, style="bold"), Text(text))

@@ -1,4 +1,4 @@
-"""How much each channel of each space matters: first-order Taylor, and what it is compared with.
+"""How much each channel of each space matters: first-order Taylor scores, and the criteria they are compared with.
 
 Group Taylor importance (Molchanov et al., CVPR 2019, summed over coupled layers as in isomorphic pruning): the score of
 a channel is the sum of |w * g| over all weights that the channel runs through, g being the gradient of the loss summed

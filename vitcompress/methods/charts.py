@@ -1,4 +1,4 @@
-"""Curves of what a method measured, as plain data: whoever draws them need not know the method."""
+"""Curves of what a method measured, as plain data, so that they can be drawn without knowing the method."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -86,7 +86,7 @@ def any_layers(model: nn.Module, family: Family, count: int, kinds: Sequence[Kin
     for _ in range(count):
         turn = [kind for kind in kinds if taken[kind] < room[kind]]
         fewest = min(taken[kind] for kind in turn)
-        # The last of the equal ones: activations come after attentions.
+        # Of equal ones the last: activations come after attentions.
         taken[[kind for kind in turn if taken[kind] == fewest][-1]] += 1
     return {kind: _spread([site.index for site in found[kind][:-1]], taken[kind]) for kind in kinds}
 
@@ -168,7 +168,7 @@ def decided(
     *,
     fades: bool = False,
 ) -> Plan:
-    """Record the choice, say it to the person who waits, and return its plan.
+    """Record the choice, report it, and return its plan.
 
     fades: the layers fade out during the recovery, so that their gates need not start as constants.
     """

@@ -2,8 +2,8 @@
 
 Fang et al., ECCV 2024, https://arxiv.org/abs/2407.04616. Four kinds of structure compete among themselves: residual
 width, hidden channels of all FFNs, channels that the heads of an attention share, and heads. Scores come from
-`channel_scores` and are divided by their group's mean; how channels are shared out among blocks so depends on how
-unequal they are in each, not on how large. An attention keeps the same channels in all of its heads and in q, k and v.
+`channel_scores` and are divided by their group's mean; so how many channels a block keeps depends on how unequal its
+scores are, not on how large. An attention keeps the same channels in all of its heads and in q, k and v.
 
 Differs from the released code: the dense softmax scale is kept (`attention_scale`), every attention keeps a head,
 widths are aligned for the runtimes and the shares can be solved for a target (`round_to` and `target = "ratios"` do as
@@ -211,7 +211,7 @@ def _check(options: Options) -> None:
 
 
 def _clock(context: Context, options: Options) -> Timed | None:
-    """What tells the latency of a model on the runtime asked for; None where none is aimed at."""
+    """Measures the latency of a model on the runtime asked for; None where no latency is aimed at."""
     if options.target != "latency":
         return None
     if context.latency is None:
@@ -237,7 +237,7 @@ def _said(aim: Mapping[str, Any], value: float) -> str:
 
 
 def _missed(found: Mapping[str, Any]) -> list[str]:
-    """The sentence that says by how much, where more is missed than counts as met."""
+    """By how much the target was missed, as a sentence; None where it counts as met."""
     aim = found.get("target")
     if aim is None or abs(off := aim["reached"] / aim["amount"] - 1) <= (MISSED if aim["on"] else budget.CLOSE):
         return []

@@ -1,7 +1,7 @@
 """Latencies of candidates, measured while a step plans and kept in its folder, so that a run can be continued.
 
-A time belongs to what it was taken on. Where the run goes on elsewhere (another machine, another version of a runtime,
-another number of threads), times from before would mix two clocks: they are left alone, and measured anew.
+Where a run goes on elsewhere (another machine, another version of a runtime, another number of threads), earlier times
+are not comparable: they stay in the folder, and candidates are measured anew.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from vitcompress.workspace import Clock, Context
 
 
 def kept(context: Context, measure: Clock, runtime: str) -> Timed:
-    """What tells the milliseconds of a candidate on `runtime` by `measure`, and does so once for a plan and machine."""
+    """Milliseconds of candidates on `runtime`, measured by `measure` once per plan and machine."""
     here = context.runtime.broadcast(dict(context.measured_on()) if context.runtime.is_main else None)
     key = _key(here)
     if context.runtime.is_main and (other := elsewhere(context.folder, runtime, here)):
@@ -44,8 +44,8 @@ def kept(context: Context, measure: Clock, runtime: str) -> Timed:
 
 @contextmanager
 def unless_refused(context: Context, runtime: str) -> Iterator[None]:
-    """Forget what was measured on `runtime` where no structure can be had by it: nobody should be held to the times of
-    a moment in which something else was running.
+    """Forget what was measured on `runtime` when the step is refused for it: the times may have been disturbed by other
+    load, and the next attempt measures anew.
     """
     try:
         yield
@@ -57,14 +57,14 @@ def unless_refused(context: Context, runtime: str) -> Iterator[None]:
 
 
 def once(measure: Clock, runtime: str) -> Timed:
-    """As `kept`, of a step that has no folder yet."""
+    """As `kept`, before the step has a folder: nothing is kept."""
     return Timed(
         lambda made, delta: measure.median(made(), runtime), lambda made, delta: measure.undisturbed(made(), runtime)
     )
 
 
 def elsewhere(folder: Path, runtime: str, here: Mapping[str, Any]) -> str:
-    """How the surroundings in which a step's times of `runtime` were taken differ from `here`; empty where none do."""
+    """How machine and settings of the times kept for `runtime` differ from `here`; empty where they do not."""
     paths = sorted(folder.glob(f"measured-on-{runtime}-*.json"), key=lambda path: path.stat().st_mtime)
     if not paths or any(path.stem.endswith(_key(here)) for path in paths):
         return ""

@@ -1,4 +1,4 @@
-"""One part of the work that a method has ahead of it, for a dry run."""
+"""One part of a method's work, for a dry run."""
 
 from dataclasses import dataclass
 

@@ -42,7 +42,7 @@ class RecoverOptions:
 
 @dataclass(frozen=True)
 class FoldOptions:
-    """Nothing to choose: what is cheaper as a product is folded, as at the end of every recipe."""
+    """No options: what is cheaper as a product is folded, as at the end of every recipe."""
 
 
 def recover(model: nn.Module, context: Context, options: RecoverOptions) -> Plan:

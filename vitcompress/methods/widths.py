@@ -1,4 +1,4 @@
-"""Widths of a model as groups of channels that are ranked, and what numbers of kept channels come to.
+"""Widths of a model as groups of ranked channels; plan, cost and latency of given numbers of kept channels.
 
 Four kinds, as in isomorphic pruning (Fang et al., ECCV 2024): residual streams, hidden channels of FFNs, heads, and the
 channels of a head, which all heads of an attention and its q, k and v share.
@@ -19,7 +19,7 @@ from vitcompress.methods.channel_scores import Scores
 from vitcompress.plan import Plan
 
 Scope = Literal["isomorphic", "global", "local"]
-ALL = "all"  # the scope of everything but heads, where nothing is told apart
+ALL = "all"  # the one scope of everything but heads
 MILLION, GIGA = 1e6, 1e9
 Made = Callable[[], nn.Module]  # a model that is made only where it is needed
 

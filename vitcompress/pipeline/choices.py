@@ -8,7 +8,7 @@ from vitcompress.recipe import Recipe
 
 
 def chosen_by(recipe: Recipe, *, searched: bool) -> str:
-    """Where it comes from, in a few words: a publication, a search, or nothing but its amount where none is made."""
+    """Where it comes from, in a few words: a publication, a search, or only its amount where nothing is chosen."""
     found = [(method, choice.by if searched else choice.unscored or choice.by) for _, method, choice in _made(recipe)]
     if len({origin for _, origin in found}) <= 1:
         return "".join(origin for _, origin in found[:1])

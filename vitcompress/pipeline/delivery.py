@@ -49,7 +49,7 @@ VERIFIED_IMAGES = 64
 
 
 def fold(job: Job) -> None:
-    """The deployed model: what can be multiplied out is, and model.safetensors with plan.json hold it."""
+    """Fold what can be folded, and save the deployed model as model.safetensors with plan.json."""
     if (job.folder / checkpoint.PLAN).is_file():
         return
     job.progress.stage("Fold")
@@ -99,7 +99,7 @@ def _verify(job: Job) -> None:
 
 
 def _images(job: Job) -> Tensor | None:
-    """A few test images, on which nothing is chosen any more."""
+    """A few test images; all choices have been made by now."""
     if job.data is None:
         return None
     count = min(VERIFIED_IMAGES, len(job.data.test))
@@ -279,7 +279,7 @@ def _remarks(job: Job) -> Iterator[str]:
 
 
 def _latency_at_the_end(job: Job, options: Any, folder: Path) -> Iterator[str]:
-    """What a step that aimed at a latency came to after everything else, where its runtime was measured again."""
+    """The final latency for each step that aimed at one, where its runtime was measured again."""
     other = elsewhere(folder, options.latency_on, measured_on(job))
     planned = f" The widths were chosen by times taken elsewhere ({other})." if other else ""
     for entry in _read(job.folder / recorded_speeds.BENCH) or ():

@@ -1,4 +1,4 @@
-"""Which folder holds the dense model of a recipe: one that all recipes share that train it alike."""
+"""Which folder holds the dense model of a recipe; recipes that train it alike share one."""
 
 from collections.abc import Iterator
 from dataclasses import asdict

@@ -1,7 +1,7 @@
 """The run folder: what lies in it, whether it may be used, how it is opened.
 
-Nothing is removed that a run did not leave: a folder is a run's when its recipe.toml begins with `HEADER`, and starting
-over takes away only what runs write.
+Only what a run wrote is ever removed: a folder is a run's when its recipe.toml begins with `HEADER`, and starting over
+removes only files that runs write.
 """
 
 import shutil
@@ -61,7 +61,7 @@ def written_recipe(recipe: Recipe, *, structure_only: bool) -> str:
 
 @contextmanager
 def sole_user(folder: Path, progress: Progress | None = None) -> Iterator[None]:
-    """Nobody else works in `folder` inside this block. The lock ends with the process that holds it.
+    """No other process works in `folder` inside this block. The lock ends with the process that holds it.
 
     progress: wait for the other one, and say so there; None does not wait.
 
@@ -186,14 +186,14 @@ def _size(count: float) -> str:
 
 @contextmanager
 def opened(folder: Path, recipe: Recipe, *, structure_only: bool, fresh: bool) -> Iterator[None]:
-    """Be alone in `folder`, with the recipe of this run in it; with `fresh` without the results of an earlier one.
+    """Lock `folder`, and put the recipe of this run into it; with `fresh` remove the results of an earlier run first.
 
     Raises:
         OutputError: another process works in the folder, or it is another's by now; nothing in it was touched.
     """
     wanted = written_recipe(recipe, structure_only=structure_only)
     with sole_user(folder / STATE):
-        _check_free(folder, wanted, fresh)  # again: somebody may have been in it since
+        _check_free(folder, wanted, fresh)  # again: another process may have used it since
         if fresh:
             _clear(folder)
         sweep(folder)

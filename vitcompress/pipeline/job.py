@@ -23,7 +23,8 @@ from vitcompress.recipe import Recipe
 
 @dataclass(frozen=True)
 class Job:
-    """One run of one recipe: the recipe with all wishes applied, its folder, and what was found before starting.
+    """One run of one recipe: the recipe with the command line's options in it, its folder, and what was found before
+    starting.
 
     data: None where none is opened. blank: the dense model on torch's meta device, without weights.
     """
@@ -64,7 +65,7 @@ class Job:
         return "cpu" if self.onnx_problem else str(self.runtime.device)
 
     def onnx_elsewhere(self) -> Iterator[str]:
-        """What is said where files are not judged and measured on the run's device."""
+        """A note where ONNX files are not judged and measured on the run's device."""
         if "onnx" in self.recipe.export.formats and self.onnx_problem:
             why = f"ONNX Runtime does not work on {self.runtime.device} here ({self.onnx_problem})"
             yield f"ONNX files are judged and measured on the CPU: {why}."
@@ -97,7 +98,7 @@ class Job:
 def job_for(
     recipe: Recipe, folder: Path, runtime: Runtime, progress: Progress, data: Splits | None, *, structure_only: bool
 ) -> Job:
-    """The job, with the dense architecture built once, without weights, to see that it is one that can be pruned.
+    """The job. The dense architecture is built once, without weights, to see whether it can be pruned.
 
     Raises:
         InputError: timm cannot build it, it cannot classify images, or no family covers it.
@@ -121,7 +122,7 @@ def job_for(
 
 
 def _classes_without_data(recipe: Recipe) -> int | None:
-    """How many classes the data has that is not opened, so that what is counted is what a whole run comes to.
+    """How many classes the unopened data has, so that the sizes counted are those of a whole run.
 
     None where the model's arguments or its weights say how many there are.
     """

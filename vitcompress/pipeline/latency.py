@@ -1,4 +1,4 @@
-"""How long a model takes on a runtime: what a step that aims at a latency asks while it plans, and before that."""
+"""How long a model takes on a runtime, for steps that aim at a latency: while they plan, and to check it before."""
 
 import tempfile
 from contextlib import closing
@@ -22,7 +22,7 @@ from vitcompress.pipeline.job import Job
 from vitcompress.precision import HALF, present
 from vitcompress.workspace import Clock
 
-# Dozens of candidates are measured, and the benchmark at the end looks closer.
+# Short: dozens of candidates are measured, and the benchmark at the end measures for longer.
 QUICK = suite.BenchOptions("paper", warmup=10, runs=40)
 LONG = suite.BenchOptions("robust")
 
@@ -51,7 +51,7 @@ def check_latency(job: Job, *, fresh: bool) -> None:
 
 
 def check_clock(job: Job) -> None:
-    """Raise DeviceError where ONNX Runtime would tell the time of another device than the one aimed for."""
+    """Raise DeviceError where ONNX Runtime would measure on another device than the run's, which the latency is for."""
     timed = (step.options for step in job.recipe.steps if METHODS[step.method].timed(step.options) is not None)
     if any(options.latency_on == "onnxruntime" for options in timed) and job.onnx_problem:
         raise DeviceError(
@@ -61,7 +61,7 @@ def check_clock(job: Job) -> None:
 
 
 def clock(job: Job) -> Clock:
-    """What tells the latencies of a run's candidates, on one process for all of them."""
+    """Measures the latencies of a run's candidates, in one process for all."""
     return Clock(partial(latency_ms, job), partial(undisturbed_ms, job))
 
 
@@ -105,7 +105,7 @@ def _runner(job: Job, model: nn.Module, runtime: str, folder: Path) -> Runner:
         return TorchRunner(deepcopy(model), options, name="candidate")
     if runtime == "onnxruntime":
         path = folder / "candidate.onnx"
-        # Islands are searched for when all is done; here those count that are named and still in the model.
+        # Islands are searched for at the end of the run; here only those apply that are named and still in the model.
         named = replace(wanted.only(ONNX.uses), islands=present(model, wanted.islands))
         ONNX.export(_holdable(model, wanted.precision), path, input=job.input, options=named)
         return open_runner(path, device=job.onnx_device)
@@ -113,8 +113,8 @@ def _runner(job: Job, model: nn.Module, runtime: str, folder: Path) -> Runner:
 
 
 def _holdable(model: nn.Module, precision: str) -> nn.Module:
-    """A copy on the CPU with no number that half precision cannot hold: no time depends on what they are, and that
-    such a model cannot be shipped in it is told where it is exported.
+    """A copy on the CPU with all weights clipped to what half precision holds: their values do not change the time. The
+    final export refuses a model that half precision cannot hold.
     """
     copy = deepcopy(model).cpu()
     if precision in HALF:

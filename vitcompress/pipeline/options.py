@@ -22,7 +22,7 @@ class RunOptions:
 
 
 def effective(recipe: Recipe, options: RunOptions) -> Recipe:
-    """The recipe with the command line's wishes in it, as the run folder records it."""
+    """The recipe with the command line's options in it, as the run folder records it."""
     if options.weights == "train" and recipe.dense is None:
         raise InputError(
             "--weights train needs a [dense] table that says how to train, and the recipe has none",

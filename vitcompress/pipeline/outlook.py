@@ -44,14 +44,14 @@ def dry_run(recipe: Recipe, options: RunOptions) -> dict[str, Any]:
 
 
 def compressed(job: Job) -> cost.Cost:
-    """What a structure of the size that the steps come to costs, folded."""
+    """Cost of a folded model of the size that the steps lead to."""
     model = surgery.applied(job.blank, job.structure)
     surgery.fold(model, job.structure)
     return cost.measure(model, job.input.size)
 
 
 def _device(recipe: Recipe) -> torch.device:
-    """The recipe's device; the CPU where it is missing, which is told with all else that is."""
+    """The recipe's device; the CPU where it is missing, which `_missing` reports."""
     try:
         return distributed.check_device(recipe.run.device, recipe.run.amp)
     except InputError:

@@ -39,7 +39,7 @@ def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Pro
     check_weights(job, fresh=options.fresh)
     check_recovery(job)
     check_latency(job, fresh=options.fresh)
-    runtime.barrier()  # nobody looks at the folder any more
+    runtime.barrier()  # no process looks at the folder after this
     return job
 
 
@@ -101,7 +101,7 @@ def _chooses_by_accuracy(options: Any) -> bool:
 
 
 def check_bench(job: Job) -> None:
-    """Raise InputError for what is no protocol; say where ONNX Runtime cannot measure on the run's device."""
+    """Raise InputError for an unusable protocol; note where ONNX Runtime cannot measure on the run's device."""
     table = job.recipe.bench
     timing.protocol(table.protocol, **table.changes)
     for line in job.onnx_elsewhere():

@@ -108,10 +108,10 @@ def _training(result: TrainResult) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Steps:
-    """What the steps came to.
+    """The result of all steps.
 
-    model: as the last step was given it, with the weights that this step left for it. base: the plan that makes it of
-    the dense model. last: what the last step adds.
+    model: the one that the last step was given, with the weights that this step left for it. base: the plan that makes
+    it of the dense model. last: what the last step adds.
     """
 
     model: nn.Module

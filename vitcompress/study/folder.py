@@ -28,7 +28,7 @@ def check(folder: Path, study: Study, runs: Sequence[Run]) -> None:
 
 @contextmanager
 def opened(folder: Path, study: Study) -> Iterator[None]:
-    """Be alone in the study's folder, made if need be. Raises OutputError when another process works in it."""
+    """Lock the study's folder, which is made if need be. Raises OutputError when another process works in it."""
     with sole_user(folder):
         write_json(folder / MARK, {"study": study.name})
         yield

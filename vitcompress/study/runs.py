@@ -102,7 +102,7 @@ def side_by_side(runs: Sequence[Run], jobs: int) -> Iterator[tuple[Run, Outcome]
 
 
 def attempt(run: Run, progress: Progress | None = None) -> Outcome:
-    """Carry out one run, or continue it. What is wrong with one must not end the others, so it is told, not raised."""
+    """Carry out one run, or continue it. An error must not end the other runs, so it is returned, not raised."""
     began = time.monotonic()
     try:
         with cpu_threads(run.recipe.run.threads):
@@ -113,7 +113,7 @@ def attempt(run: Run, progress: Progress | None = None) -> Outcome:
 
 
 def end_with_parent() -> None:
-    """Let this process end when the one that started it does, even by SIGKILL: nobody would collect its work."""
+    """Let this process end when the one that started it does, even by SIGKILL: nothing would use its results."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

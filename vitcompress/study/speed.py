@@ -64,7 +64,7 @@ def _exported(runs: Sequence[Run], progress: Progress) -> dict[str, Path]:
 
 
 def _correct(files: Mapping[str, Path], how: RunnerOptions) -> dict[str, int]:
-    """How many test images each run's file gets right: what is fast must be what was judged."""
+    """How many test images each run's file gets right, so that speed and accuracy are of the same file."""
     options = accuracy.EvaluateOptions(runner=how)
     return {
         name: accuracy.run([str(file)], options)["rows"][0]["correct"] for name, file in files.items() if name != BASE

@@ -119,7 +119,7 @@ def _by_position(space: Space) -> np.ndarray:
 
 
 def _explored(copy: nn.Module, context: Context, options: Options) -> Exploration:
-    """`copy`, trained under masks; the masks are off again. Raises VitcompressError when they never came to the end."""
+    """`copy`, trained under masks, which are removed again. Raises VitcompressError if no last masks were made."""
     device = context.runtime.device
     found = Exploration(copy.to(device), context.family, options, sparsity_at(options), context.seed)
     try:

@@ -61,14 +61,14 @@ def divergence(logits: Tensor, changed: Tensor) -> Tensor:
 
 
 class _Skip(nn.Module):
-    """Stands for a block whose work is not needed."""
+    """Takes the place of a block whose output is not needed."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return x
 
 
 class _Replay(nn.Module):
-    """Stands for a block whose output is known."""
+    """Takes the place of a block whose output is known."""
 
     def __init__(self, out: Tensor) -> None:
         super().__init__()

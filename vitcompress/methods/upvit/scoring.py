@@ -24,7 +24,7 @@ UNMEASURED = ("magnitude", "random")  # scores that need no images
 
 
 def warn_of_few(context: Context, options: Options, goal: Goal, loader: EvalLoader) -> None:
-    """Say it when what is measured is measured on too few images."""
+    """Note it when the ranking is measured on too few images."""
     blocks_go = any(len(of) > goal.target.depths[stage] for stage, of in goal.stages.items())
     if blocks_go or options.score not in UNMEASURED:
         found = context.memo("proxy", lambda: {"images": loader.total})
@@ -33,7 +33,7 @@ def warn_of_few(context: Context, options: Options, goal: Goal, loader: EvalLoad
 
 
 def too_few(images: int) -> list[str]:
-    """What to know of a ranking by so many images; nothing of one by enough."""
+    """A warning where a ranking by so many images is not reliable, else nothing."""
     if images >= FEW_IMAGES:
         return []
     return [

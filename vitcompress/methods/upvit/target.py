@@ -53,7 +53,7 @@ class Target:
 
 
 def place(space: Space, blocks: Mapping[str, nn.Module]) -> tuple[str, str]:
-    """What a space of one model has in common with its like in another: its stage, or itself, and its kind."""
+    """What identifies corresponding spaces of two models: the stage, or the space itself, and its kind."""
     inside = enclosing(space.name, blocks)
     return (space.name if inside is None else stage_of(inside), space.kind)
 
