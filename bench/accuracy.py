@@ -30,7 +30,7 @@ DIGITS = "digits"
 @dataclass(frozen=True)
 class EvaluateOptions:
     """data: a folder of images (PATH/val/CLASS), `digits`, or None for that of the run folder. workers: processes that
-    load images. bench: a file with the output of `vitcompress bench --json`, to tell speeds from; what the run folder
+    load images. bench: a file with the output of `vitcompress bench --json`, to take speeds from; what the run folder
     of an artifact measured is known without. preparation: of images for artifacts that do not say it.
     """
 
@@ -144,7 +144,7 @@ def _opened(artifact: str, classes: Sequence[str], options: EvaluateOptions, sta
     told = asked(torch.zeros(1, *runner.input_size)).shape[1]
     if told != len(classes):
         raise ArtifactError(
-            f"{runner.name} tells {told} classes apart, the data has {len(classes)}",
+            f"{runner.name} has {told} classes, the data has {len(classes)}",
             hint="evaluate it on data with its own classes",
         )
     return asked

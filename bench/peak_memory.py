@@ -38,7 +38,7 @@ def memory_of(artifact: str, variant: str | None, options: RunnerOptions, batch:
     done = subprocess.run(words, input=given, env=around, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise VitcompressError(f"the memory of {artifact} cannot be told: {said}", hint="leave --memory out")
+        raise VitcompressError(f"the memory of {artifact} cannot be measured: {said}", hint="leave --memory out")
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 

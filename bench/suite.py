@@ -105,7 +105,7 @@ def run(
         found = compare(runners, options, progress)
     if not options.memory:
         return found
-    (progress or Progress()).stage("Tell the memory of each artifact")
+    (progress or Progress()).stage("Measure the memory of each artifact")
     of = named(artifacts, options.variants, options.runner.device)
     rows = zip(found.rows, of * len(protocols), strict=True)
     return replace(found, rows=tuple(_with_memory(row, *name, options.runner) for row, name in rows))

@@ -115,7 +115,7 @@ def read(account: str) -> tuple[Layer, ...]:
         layers = json.loads(account)["Layers"]
         if any(isinstance(layer, str) for layer in layers):
             raise ArtifactError(
-                "the engine tells the names of its layers only", hint="build it with detailed profiling verbosity"
+                "the engine gives only the names of its layers", hint="build it with detailed profiling verbosity"
             )
         return tuple(_layer(layer) for layer in layers)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -186,9 +186,9 @@ def _precision(layers: Sequence[Layer], wanted: str, limits: Limits) -> Check:
     name, heavy = PRECISION, [layer for layer in layers if layer.heavy]
     known = [layer for layer in heavy if layer.precision is not None]
     if hidden := sum(layer.opaque for layer in layers):
-        return Check(name, "not_run", detail=f"{hidden} layers stand for many whose precision is not told")
+        return Check(name, "not_run", detail=f"{hidden} layers stand for many whose precision is not given")
     if not known or len(known) < limits.precision * len(heavy):
-        why = f"the precision of {len(heavy) - len(known)} of {len(heavy)} heavy layers is not told"
+        why = f"the precision of {len(heavy) - len(known)} of {len(heavy)} heavy layers is not given"
         return Check(name, "not_run", detail=why)
     allowed = (wanted, "fp32") if wanted == "tf32" else (wanted,)
     right = sum(layer.precision in allowed for layer in known)
@@ -208,7 +208,7 @@ def _attention(layers: Sequence[Layer], precision: str, attentions: int) -> Chec
     if precision not in HALF:  # there are fused kernels for half precision only
         return Check(name, "not_run", detail=f"{detail}; fused kernels are for half precision")
     if fused < attentions and any(layer.opaque for layer in layers):
-        return Check(name, "not_run", detail=f"{detail}; some layers stand for many that are not told")
+        return Check(name, "not_run", detail=f"{detail}; some layers stand for many that are not listed")
     good = fused >= attentions and (attentions == 0 or apart == 0)
     return Check(name, "passed" if good else "failed", float(fused), float(attentions), detail)
 

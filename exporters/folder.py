@@ -72,7 +72,7 @@ def _check_out(exporter: Exporter, folder: Path, out: Path | None) -> None:
     """
     if out is not None and out.name.startswith(DENSE) and out.parent.resolve() == folder.resolve():
         raise InputError(
-            f"{out} would be held for the dense model: in a run folder its files begin with {DENSE!r}",
+            f"{out} would be taken for the dense model: in a run folder its files begin with {DENSE!r}",
             hint="give another --out",
         )
     last = f".{exporter.suffix.rpartition('.')[2]}"

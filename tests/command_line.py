@@ -31,7 +31,7 @@ def refused(*arguments: str, code: int = 2) -> str:
     before = tree(Path())
     result = CliRunner().invoke(cli.main, [*arguments, "--json"])
     assert result.exit_code == code, result.output
-    assert "Traceback" not in result.stderr and "mistake in vitcompress" not in result.stdout
+    assert "Traceback" not in result.stderr and "bug in vitcompress" not in result.stdout
     assert tree(Path()) == before, "something was written"
     data = json.loads(result.stdout)
     return f"{data['error']}\n{data['hint'] or ''}"

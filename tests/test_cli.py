@@ -215,13 +215,13 @@ def test_too_little_memory_is_no_surprise(error: Exception, monkeypatch: pytest.
     add_command(monkeypatch, fail)
     result = invoke("act")
     assert result.exit_code == 1 and "not enough memory" in result.stderr and "smaller batch" in result.stderr
-    assert "mistake in vitcompress" not in result.stderr and "frame 0" not in result.stderr
+    assert "bug in vitcompress" not in result.stderr and "frame 0" not in result.stderr
 
 
 def test_a_system_that_refuses_is_no_mistake_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     add_command(monkeypatch, lambda: Path("/nowhere/at/all").read_text())
     result = invoke("act")
-    assert result.exit_code == 1 and "mistake in vitcompress" not in result.stderr
+    assert result.exit_code == 1 and "bug in vitcompress" not in result.stderr
     assert "the system refused (/nowhere/at/all): No such file or directory" in " ".join(result.stderr.split())
 
 

@@ -174,7 +174,7 @@ def test_weights_of_something_else_altogether(tmp_path: Path) -> None:
 def test_another_class_count_needs_a_new_head(variant: str, tmp_path: Path) -> None:
     model, path = saved(tmp_path, variant, num_classes=9)
     row = contract(variant)
-    with pytest.raises(WeightsError, match="tell 9 classes apart, the data has 5") as caught:
+    with pytest.raises(WeightsError, match="have 9 classes, the data has 5") as caught:
         create(row.arch, row.arch_args, path)
     assert "new_head" in (caught.value.hint or "")
     loaded = create(row.arch, row.arch_args, path, new_head=True)

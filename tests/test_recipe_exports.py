@@ -168,7 +168,7 @@ def test_a_file_with_a_weight_that_is_not_its_own_is_moved_away(stem: str, struc
     failed = {check["name"] for check in result.report["verify"]["checks"] if check["verdict"] == "failed"}
     assert f"weights.{name}" in failed and not any(one.startswith("agreement") for one in failed)
     assert (folder / "failed" / name).is_file() and not list(folder.glob(f"{name}*"))
-    assert any(f"{name} is not its model: moved to" in note and "left_over" in note for note in told.notes)
+    assert any(f"{name} does not match its model: moved to" in note and "left_over" in note for note in told.notes)
     known = read_sidecar(folder / "failed" / name) or {}
     assert (known["verified"], known["verification"]["verdict"]) == (False, "failed")
     assert "left_over" in gate.refused(folder)[name]

@@ -30,9 +30,9 @@ def taught_by(*settings: str) -> list[str]:
 
 def test_a_teacher_of_other_classes() -> None:
     said = refused("recipe", "small.toml", *taught_by("finetune.teacher=vit_tiny_patch16_224.augreg_in21k_ft_in1k"))
-    assert "tells 1000 classes apart, the student 10" in said and "teacher_weights" in said and "'dense'" in said
+    assert "has 1000 classes, the student 10" in said and "teacher_weights" in said and "'dense'" in said
     said = refused("recipe", "small.toml", *taught_by(f"finetune.teacher={teacher_run(num_classes=7)}"))
-    assert "tells 7 classes apart, the student 10" in said
+    assert "has 7 classes, the student 10" in said
 
 
 def test_weights_of_another_teacher() -> None:

@@ -106,7 +106,7 @@ def test_data_beside_the_file_are_counted_and_gaps_and_damage_in_them_found(besi
     data.write_bytes(whole)
     beside.write_bytes(graph.replace(b"length", b"lengtx"))
     (check,) = file_checks(model, beside)
-    assert re.search(r"is not whole: its place in a data file is told as .*lengtx", check.detail)
+    assert re.search(r"is not whole: its place in a data file is given as .*lengtx", check.detail)
 
 
 def test_data_that_two_tensors_share_explain_their_bytes_once(beside: Path) -> None:

@@ -262,7 +262,7 @@ def objective(
 
     Raises:
         InputError: distillation without a teacher, or an `alpha` that leaves one of two heads untrained or lets the
-            labels count less than nothing.
+            labels have a negative weight.
     """
     if options.kind == "none":
         return Objective(options, None)

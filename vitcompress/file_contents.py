@@ -116,7 +116,7 @@ def _span(tensor: Any) -> Span:
         return begin, begin + int(known["length"])
     except (LookupError, ValueError):
         told = ", ".join(f"{key} {value}" for key, value in known.items())
-        raise _damaged(tensor.name, f"its place in a data file is told as {told}") from None
+        raise _damaged(tensor.name, f"its place in a data file is given as {told}") from None
 
 
 def _own(spans: Iterable[Span]) -> list[int]:

@@ -187,7 +187,7 @@ def _check_hub_classes(arch: str, wanted: int | None, new_head: bool) -> None:
 
 def _class_mismatch(what: str, have: int, wanted: int) -> WeightsError:
     return WeightsError(
-        f"{what} tell {have} classes apart, the data has {wanted}",
+        f"{what} have {have} classes, the data has {wanted}",
         hint="fine-tune the dense model on this data first and give its weights with --weights, or set "
         "model.new_head = true to start from a fresh classifier",
     )

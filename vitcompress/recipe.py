@@ -281,7 +281,7 @@ def _contradictions(tables: _Tables, formats: Collection[str]) -> list[str]:
             f'dense.distillation   got {tables.dense.distillation!r}, the dense model has no teacher: use "none"'
         )
     found += [
-        f"{name}.alpha   got {options.alpha:g}, which leaves the labels less than nothing; "
+        f"{name}.alpha   got {options.alpha:g}, which gives the labels a negative weight; "
         "up to 1, or set label_weight too"
         for name, options in (("dense", tables.dense), ("finetune", tables.finetune))
         if options is not None and options.alpha > 1 and options.label_weight is None

@@ -88,7 +88,7 @@ def test_the_data_is_that_of_the_run_folder_unless_another_is_named(tmp_path: Pa
 
 def test_another_number_of_classes_is_refused(tmp_path: Path) -> None:
     made = folder(tmp_path / "run", seed=1, num_classes=7)
-    with pytest.raises(ArtifactError, match="7 classes apart, the data has 10"):
+    with pytest.raises(ArtifactError, match="has 7 classes, the data has 10"):
         accuracy.run([str(made)], accuracy.EvaluateOptions(data="digits"))
 
 

@@ -53,7 +53,7 @@ def test_what_cannot_be_exported_is_refused(folder: Path, tmp_path: Path) -> Non
         export_folder(folder, "onxx")
     with pytest.raises(InputError, match="sm was given"):
         export_folder(folder, options=ExportOptions(sm=(80,)))
-    with pytest.raises(InputError, match="held for the dense model"):
+    with pytest.raises(InputError, match="taken for the dense model"):
         export_folder(folder, out=folder / "dense-2.onnx")
     with pytest.raises(ArtifactError):
         export_folder(tmp_path)

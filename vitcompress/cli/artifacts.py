@@ -60,7 +60,9 @@ def export(
     found = {"folder": str(settled.path.parent), **done.to_dict(), **settled.as_data()}
     answer(found, as_json, console.print_export)
     if settled.verdict == "failed":
-        return fell_short(f"{done.path.name} is not the model, see {settled.path}: {settled.reason}", None, as_json)
+        return fell_short(
+            f"{done.path.name} does not match the model, see {settled.path}: {settled.reason}", None, as_json
+        )
     if wrong := [check["detail"] for check in done.build.get("truth", ()) if check["verdict"] == "failed"]:
         return fell_short(f"{done.path.name} is not what was asked for: {wrong[0]}", None, as_json)
     if settled.verdict == "not_run" and require_verified:
@@ -111,7 +113,9 @@ _threads = click.option("--threads", type=click.IntRange(1), help="CPU threads o
     help="Measure torch models in several settings, as in fp32,fp16+compile,fp16+graph.",
 )
 @click.option("--cuda-graph", is_flag=True, help="Replay each run from a recorded CUDA graph (not on the CPU).")
-@click.option("--memory", is_flag=True, help="Tell what each artifact adds to memory on the CPU (some seconds each).")
+@click.option(
+    "--memory", is_flag=True, help="Measure what each artifact adds to memory on the CPU (some seconds each)."
+)
 @click.option("--transfers", is_flag=True, help="Time the copies of images to the device and of logits back, too.")
 @_device
 @_provider
@@ -146,7 +150,7 @@ def bench(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any
 @click.option("--batch", type=click.IntRange(1), default=64, show_default=True, help="Images per call.")
 @click.option("--workers", type=click.IntRange(0), default=0, show_default=True, help="Processes that load images.")
 @click.option(
-    "--bench", type=click.Path(path_type=Path, dir_okay=False), help="Output of `bench --json`, to tell speeds from."
+    "--bench", type=click.Path(path_type=Path, dir_okay=False), help="Output of `bench --json`, to take speeds from."
 )
 @preparation_options
 @_device

@@ -104,7 +104,7 @@ def _surprise(error: Exception) -> VitcompressError:
         return VitcompressError(f"the system refused{place}: {error.strerror}", hint="--debug shows where it happened")
     return VitcompressError(
         f"unexpected {type(error).__name__}: {error}",
-        hint="this is a mistake in vitcompress; --debug shows where it happened",
+        hint="this is a bug in vitcompress; --debug shows where it happened",
     )
 
 

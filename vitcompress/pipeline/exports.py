@@ -112,7 +112,9 @@ def drop_failed(job: Job) -> None:
         if wrong := [c for c in checks if c["verdict"] == "failed" and gate.is_about(path, c["name"])]:
             refused[path.name] = f"{wrong[0]['name']}: {wrong[0]['detail']}"
             gate.refuse(job.folder, refused)
-            job.progress.note(f"{path.name} is not its model: moved to {gate.set_aside(path)}; {refused[path.name]}")
+            job.progress.note(
+                f"{path.name} does not match its model: moved to {gate.set_aside(path)}; {refused[path.name]}"
+            )
 
 
 def exported(job: Job, stem: str) -> list[Path]:

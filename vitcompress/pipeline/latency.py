@@ -81,7 +81,7 @@ def undisturbed_ms(job: Job, model: nn.Module, runtime: str) -> float:
     """As `latency_ms`, but the median of the fastest round of many, over ten seconds or more: what else runs makes
     times longer, never shorter.
     """
-    job.progress.note(f"measured again for longer on {runtime}: nothing may be refused for what else ran")
+    job.progress.note(f"measured again for longer on {runtime}: other load on the machine must not decide")
     rounds = _measured(job, model, runtime, LONG)["samples_ms"] if job.runtime.is_main else None
     return float(job.runtime.broadcast(None if rounds is None else min(map(np.median, rounds))))
 

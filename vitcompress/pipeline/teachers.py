@@ -31,7 +31,7 @@ def teacher(recovery: Finetune, classes: int) -> nn.Module | None:
     """Who teaches during recovery; None is the dense model, which is at hand then. A run folder, or a timm name.
 
     Raises:
-        InputError: the teacher cannot be had, or tells another number of classes apart.
+        InputError: the teacher cannot be had, or has another number of classes.
     """
     name = recovery.teacher
     if name is None or name == "dense":
@@ -83,5 +83,5 @@ def check_teacher(
 def _check_classes(recovery: Finetune, known: int, classes: int) -> None:
     if known != classes:
         raise InputError(
-            f"the teacher {recovery.teacher} tells {known} classes apart, the student {classes}", hint=CLASSES_HINT
+            f"the teacher {recovery.teacher} has {known} classes, the student {classes}", hint=CLASSES_HINT
         )
