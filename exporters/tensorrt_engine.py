@@ -67,23 +67,12 @@ def export(
     options, path = options or ExportOptions(), Path(path)
     refuse(flavour, options)
     targets = targets_of(flavour, options)
-    for place in (path, *_companions(path)):
-        if place.is_dir():
-            raise OutputError(f"{place} cannot be written: it is a folder", hint="choose another file with --out")
+    _check_places(path)
     with checkpoint.writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".part") as folder:
             staged = Path(folder) / path.name
-            source = onnx_graph.export(
-                model,
-                Path(folder) / source_path(path).name,
-                options=options_of_onnx(options),
-                lean=False,  # its attention kernels are documented for the patterns that torch writes
-                reason=DECOMPOSED,
-                **about,
-            )
-            source = replace(source, build={"batch": list(options.batch)})
-            write_sidecar(source)  # at which batches its answers are to be compared, too
+            source = _source(model, source_path(staged), options, **about)
             built = build(flavour, source.path, _image(source, about["input"]), options, targets, progress)
             checkpoint.write_bytes(staged, built.data)
             built = replace(built, warnings=(*built.warnings, *unfused(model, options.precision)))
@@ -91,6 +80,28 @@ def export(
             if cannot_run(flavour) is None and capability() in targets:
                 done = _inspected(done, source, options)
             return _moved(done, path, source if options.keep_onnx else None)
+
+
+def _check_places(path: Path) -> None:
+    """Raise OutputError where a folder stands in the place of a file that is to be written."""
+    for place in (path, *_companions(path)):
+        if place.is_dir():
+            raise OutputError(f"{place} cannot be written: it is a folder", hint="choose another file with --out")
+
+
+def _source(model: nn.Module, path: Path, options: ExportOptions, **about: Unpack[About]) -> Exported:
+    """The ONNX file that the engine is built from; its sidecar says at which batches its answers are compared."""
+    found = onnx_graph.export(
+        model,
+        path,
+        options=options_of_onnx(options),
+        lean=False,  # TensorRT's attention kernels are documented for the patterns that torch writes
+        reason=DECOMPOSED,
+        **about,
+    )
+    found = replace(found, build={"batch": list(options.batch)})
+    write_sidecar(found)
+    return found
 
 
 def layers_path(engine: Path) -> Path:

@@ -45,8 +45,8 @@ class EngineProcess:
         self.pid = self._process.pid
         opening = {"path": str(path.resolve()), "sha256": sha256, "flavour": flavour.name, "index": index}
         try:
-            wishes = {"cuda_graph": options.cuda_graph, "transfers": options.transfers}
-            self.facts, _ = self._ask({**opening, **wishes, "host_code": host_code})
+            settings = {"cuda_graph": options.cuda_graph, "transfers": options.transfers}
+            self.facts, _ = self._ask({**opening, **settings, "host_code": host_code})
         except BaseException:
             self.close()
             raise

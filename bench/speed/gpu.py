@@ -78,14 +78,17 @@ def _ways(name: str, dense: nn.Module, model: nn.Module, device: str, options: O
     batch = options.given[0]
     for form, precisions in FILES.items():
         for precision in precisions if device == "cuda" else precisions[:1]:
-            wish = _wish(form, precision, batch)
+            wanted = _export_options(form, precision, batch)
             for provider in PROVIDERS if form == "onnx" and device == "cuda" else (None,):
                 served = replace(how, provider=provider, batch=(batch, batch, batch) if batch else None)
                 where = f" in {provider}" if provider else ""
-                yield f"{name}, {form} {precision}{where}", partial(_exported, both, form, wish, served, options.folder)
+                yield (
+                    f"{name}, {form} {precision}{where}",
+                    partial(_exported, both, form, wanted, served, options.folder),
+                )
 
 
-def _wish(form: str, precision: Precision, batch: int | None) -> ExportOptions:
+def _export_options(form: str, precision: Precision, batch: int | None) -> ExportOptions:
     """An engine is built for the GPU that is here, and tuned for the batch that is measured."""
     options = ExportOptions(precision=precision)
     if batch:
@@ -107,7 +110,7 @@ def _in_torch(both: Mapping[str, nn.Module], how: RunnerOptions, stack: ExitStac
 def _exported(
     both: Mapping[str, nn.Module],
     form: str,
-    wish: ExportOptions,
+    wanted: ExportOptions,
     how: RunnerOptions,
     folder: Path,
     stack: ExitStack,
@@ -119,7 +122,7 @@ def _exported(
     runners = []
     for name, model in both.items():
         path = folder / f"{name}{exporter.suffix}"
-        exporter.export(model, path, input=input_config(model), options=wish)
+        exporter.export(model, path, input=input_config(model), options=wanted)
         runner = open_runner(path, how)
         stack.callback(runner.close)
         runner.name = name

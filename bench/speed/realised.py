@@ -48,8 +48,8 @@ def realised(
     for name, model in {"dense": dense, **smaller}.items():
         macs[name], paths[name] = cost.measure(model, size).macs, options.folder / f"{name.replace(' ', '-')}.onnx"
         export(model, paths[name], input=input_config(dense))
-    wishes = suite.BenchOptions("paper", options.batch, 3, options.runs, RunnerOptions(threads=options.threads))
-    found = suite.run(list(paths.values()), wishes)
+    settings = suite.BenchOptions("paper", options.batch, 3, options.runs, RunnerOptions(threads=options.threads))
+    found = suite.run(list(paths.values()), settings)
     warnings = [text.replace(f"{options.folder}/", "") for text in found.warnings]
     about = {"batch": options.batch, "threads": options.threads, "warnings": warnings}
     for name, row, ratio in zip(smaller, found.rows[1:], found.ratios, strict=True):

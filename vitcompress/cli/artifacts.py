@@ -172,6 +172,6 @@ def evaluate(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: 
 
         runner = RunnerOptions(**taken(options, RUNNER))
         told = Preparation(**taken(options, PREPARATION))
-        wishes = accuracy.EvaluateOptions(runner=runner, preparation=told, **options)
-        found = accuracy.run(artifacts, wishes, progress)
+        settings = accuracy.EvaluateOptions(runner=runner, preparation=told, **options)
+        found = accuracy.run(artifacts, settings, progress)
     return answer(found, as_json, console.print_accuracy)

@@ -62,11 +62,11 @@ def recipe(
         from vitcompress.recipe import load_recipe
 
         loaded = load_recipe(source, sets, formats=EXPORTERS)
-        wishes = pipeline.RunOptions(**options)
+        settings = pipeline.RunOptions(**options)
         if dry_run:
-            outlook = pipeline.dry_run(loaded, wishes)
+            outlook = pipeline.dry_run(loaded, settings)
         else:
-            result = pipeline.run(loaded, wishes, progress)
+            result = pipeline.run(loaded, settings, progress)
     if dry_run:
         return answer(outlook, as_json, console.print_outlook)
     return _concluded(result, require_verified, as_json)

@@ -45,8 +45,8 @@ def study(
         from vitcompress.study import results
 
         loaded = studies.load_study(source, sets, rows, formats=EXPORTERS)
-        wishes = studies.StudyOptions(**options)
-        found = studies.dry_run(loaded, wishes, progress) if dry_run else studies.run(loaded, wishes, progress)
+        settings = studies.StudyOptions(**options)
+        found = studies.dry_run(loaded, settings, progress) if dry_run else studies.run(loaded, settings, progress)
     if dry_run:
         return answer(found, as_json, console.print_study_outlook)
     tables = (results.table(found), results.pair_table(found))

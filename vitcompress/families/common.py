@@ -1,6 +1,6 @@
 """What timm's families have in common: blocks of two residual branches, attention with packed q, k and v, MLPs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -69,6 +69,18 @@ def block_sites(path: str, block: nn.Module, index: int, *, linear_without_act: 
     if hasattr(block, "mlp"):
         yield Site(f"{path}.mlp", "ffn", path, index, f"{path}.drop_path2")
     yield Site(path, "block", path, index)
+
+
+def staged_sites(
+    model: nn.Module, stages: str, depths: Sequence[int], *, linear_without_act: bool = True
+) -> tuple[Site, ...]:
+    """`block_sites` of every block, numbered through all stages. depths: blocks of each stage of the dense model."""
+    found: list[Site] = []
+    for path, block in staged_blocks(model, stages).items():
+        _, stage, _, number = path.split(".")
+        index = sum(depths[: int(stage)]) + int(number)
+        found += block_sites(path, block, index, linear_without_act=linear_without_act)
+    return tuple(found)
 
 
 def equal_widths(*parts: Tensor) -> tuple[Tensor, ...]:

@@ -92,12 +92,7 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def sites(model: Any) -> tuple[Site, ...]:
     """Per block: attention, FFN and the block itself. Blocks are numbered through all stages."""
-    found: list[Site] = []
-    for path, block in blocks(model).items():
-        _, stage, _, number = path.split(".")
-        index = sum(model.depths[: int(stage)]) + int(number)
-        found += common.block_sites(path, block, index, linear_without_act=False)
-    return tuple(found)
+    return common.staged_sites(model, "stages", model.depths, linear_without_act=False)
 
 
 def spaces(model: Any) -> tuple[Space, ...]:

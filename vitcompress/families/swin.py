@@ -163,12 +163,7 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def sites(model: Any) -> tuple[Site, ...]:
     """Per block: attention, activation, FFN and the block itself. Blocks are numbered through all stages."""
-    before = [sum(stage.depth for stage in model.layers[:number]) for number in range(len(model.layers))]
-    found: list[Site] = []
-    for path, block in blocks(model).items():
-        _, stage, _, number = path.split(".")
-        found += common.block_sites(path, block, before[int(stage)] + int(number))
-    return tuple(found)
+    return common.staged_sites(model, "layers", [stage.depth for stage in model.layers])
 
 
 def spaces(model: Any) -> tuple[Space, ...]:

@@ -39,13 +39,15 @@ def depth_plan(
     activation = _chosen(sites, "activation", activations)
     removed = {site.name: attention_bypass for site in attention}
     removed |= dict(_without(site, gated_ffn) for site in activation)
-    appended = {}
-    if both_pruned_output_act == "gelu" and not family.not_foldable:
-        chosen = (*attention, *activation)
-        alive = {s.block for s in sites if s.kind in ("attention", "activation") and s not in chosen}
-        lost = sorted((site.index, site.block) for site in chosen if site.block not in alive)
-        appended = {block: "gelu" for _, block in lost}
+    gelu = both_pruned_output_act == "gelu" and not family.not_foldable
+    appended = dict.fromkeys(_blocks_without_both(sites, [*attention, *activation]), "gelu") if gelu else {}
     return Plan(base.arch, base.arch_args, removed=removed, appended=appended)
+
+
+def _blocks_without_both(sites: tuple[Site, ...], removed: list[Site]) -> list[str]:
+    """The blocks that lose the last attention or activation they had, in forward order."""
+    left = {site.block for site in sites if site.kind in ("attention", "activation") and site not in removed}
+    return [block for _, block in sorted({(site.index, site.block) for site in removed if site.block not in left})]
 
 
 def _without(activation: Site, gated_ffn: str) -> tuple[str, str]:
