@@ -122,7 +122,7 @@ def file_checks(
     name = f"{PREFIX}{path.name}"
     expected = cache(partial(model_answers, model))
     try:
-        with closing(open_runner(path, device=device)) as runner:
+        with closing(open_runner(path, device=device or _device_of(path))) as runner:
             checks = _asked(expected, runner, name, images, _batches(model, path, runner, len(images)), real=real)
     except (DeviceError, MissingExtraError) as error:
         command = f"vitcompress verify {path.parent}"
@@ -131,6 +131,16 @@ def file_checks(
     except VitcompressError as error:
         return [Check(name, "failed", detail=error.message)]
     return checks if device else [*checks, *rounded_checks(expected, path, images, real=real)]
+
+
+def _device_of(path: Path) -> str | None:
+    """Where a file is asked that its runtime would not run by itself: bf16 has kernels in ONNX Runtime on GPUs only."""
+    return "cuda" if _labels(path).get("precision") == "bf16" and torch.cuda.is_available() else None
+
+
+def _labels(path: Path) -> dict[str, Any]:
+    """What an ONNX file says of itself; nothing of other files."""
+    return checkpoint.decoded(onnx_file.metadata(onnx_file.read(path))) if path.suffix == ".onnx" else {}
 
 
 @torch.inference_mode()
@@ -195,7 +205,7 @@ def rounded_checks(expected: Answers, path: Path, images: Tensor, *, real: bool 
     A GPU rounds them; ONNX Runtime on the CPU, without kernels for half precision, does not. This is a proxy for the
     hardware that such files are for. Nothing is asked of other files. expected: images -> the model's answers.
     """
-    known = checkpoint.decoded(onnx_file.metadata(onnx_file.read(path))) if path.suffix == ".onnx" else {}
+    known = _labels(path)
     precision, input = known.get("precision"), input_of(str(path), known)
     if precision not in HALF or input is None:
         return []
@@ -233,7 +243,11 @@ def folder_checks(
             (progress or Progress()).update("files asked", done, total, path.name)
             done += 1
             if model is None and not (source / checkpoint.PLAN).is_file():
-                yield Check(f"{PREFIX}{path.name}", "not_run", detail="its model is not here to be compared with")
+                yield Check(
+                    f"{PREFIX}{path.name}",
+                    "not_run",
+                    detail=f"its model is not here to be compared with: there is no {source}",
+                )
                 continue
             model = checkpoint.load(source) if model is None else model
             yield from file_checks(model, path, images, real=real)

@@ -17,6 +17,7 @@ from vitcompress.errors import ArtifactError, OutputError
 from vitcompress.exporters import agreement
 from vitcompress.exporters.agreement import PREFIX, folder_checks
 from vitcompress.exporters.runtimes import RUNNERS
+from vitcompress.exporters.tensorrt_engine import source_path
 from vitcompress.progress import Progress
 from vitcompress.sidecar import amend_sidecar, exported_files, read_sidecar
 from vitcompress.verdicts import Check, Verification
@@ -38,15 +39,23 @@ def of(path: Path, checks: Iterable[Check]) -> list[Check]:
     return [check for check in checks if is_about(path, check.name)]
 
 
-def verdict(checks: Iterable[Check]) -> str:
-    """failed if any did, else the verdict on its answers: the bytes of an engine may tell nothing of its weights."""
-    failed = (check for check in checks if check.verdict == "failed" or check.name.startswith(PREFIX))
-    return agreement.verdict(failed)
+def verdict(path: Path, checks: Iterable[Check]) -> str:
+    """failed if any did, else the verdict on its own answers.
+
+    The bytes of an engine may tell nothing of its weights, and the ONNX file beneath it may want kernels that only the
+    engine has, as bf16 does.
+    """
+
+    def counts(check: Check) -> bool:
+        own = check.name.startswith(PREFIX) and not is_about(source_path(path), check.name)
+        return own or check.verdict == "failed"
+
+    return agreement.verdict(filter(counts, checks))
 
 
 def record(path: Path, checks: Sequence[Check]) -> str:
     """Write into the sidecar of `path` whether it is verified, and by what. Returns the verdict."""
-    found = verdict(checks)
+    found = verdict(path, checks)
     if read_sidecar(path) is not None:
         known = {"verdict": found, "checks": [check.as_data() for check in checks]}
         amend_sidecar(path, verified=found == "passed", verification=known)

@@ -19,11 +19,12 @@ from vitcompress.errors import DeviceError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import agreement, gate
 from vitcompress.exporters.folder import export_folder, settle
-from vitcompress.exporters.runtimes import open_runner
+from vitcompress.exporters.runtimes import Runner, open_runner
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
 from vitcompress.sidecar import amend_sidecar, read_sidecar
 from vitcompress.surgery import applied
+from vitcompress.verdicts import Check
 
 ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 3, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
@@ -163,6 +164,37 @@ def test_what_cannot_run_here_is_not_run(folder: Path, capsys: pytest.CaptureFix
     assert (read_sidecar(folder / "model-bf16.onnx") or {})["verified"] is False
     with pytest.raises(DeviceError, match="bf16"):
         open_runner(folder / "model-bf16.onnx")
+
+
+def test_on_a_gpu_it_is_asked_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command that was printed would otherwise settle nothing: the CPU has no kernels on that machine either."""
+    half, plain = (export_folder(folder, options=ExportOptions(precision=kind)).path for kind in ("bf16", "fp32"))
+    asked: dict[str, str | None] = {}
+
+    def remembered(path: Path, *, device: str | None) -> Runner:
+        asked[path.name] = device
+        raise DeviceError("not here")
+
+    monkeypatch.setattr(agreement, "open_runner", remembered)
+    model = checkpoint.load(folder)
+    for gpu, device in ((False, None), (True, "cuda")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        for path in (half, plain):
+            assert agreement.file_checks(model, path, IMAGES)[0].verdict == "not_run"
+        assert asked == {"model-bf16.onnx": device, "model.onnx": None}
+
+
+def test_an_engine_is_verified_by_its_own_answers() -> None:
+    """In bf16 the ONNX file beneath it may have no kernels elsewhere; one that answers wrongly fails the engine."""
+    engine = Path("model.engine")
+    for own, beneath, verdict in (
+        ("passed", "not_run", "passed"),
+        ("passed", "failed", "failed"),
+        ("not_run", "passed", "not_run"),
+    ):
+        checks = [Check("agreement.model.engine.kl", own), Check("agreement.model.engine.onnx", beneath)]
+        assert gate.record(engine, checks) == verdict
+        assert gate.record(Path("model.engine.onnx"), checks[1:]) == beneath
 
 
 def test_a_file_outside_of_its_run_folder_is_brought_there_to_be_verified(
