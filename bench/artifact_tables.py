@@ -1,7 +1,7 @@
 """Tables and sentences about exported files: accuracy, speed, size, and where their weights come from."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vitcompress.tables import NONE, Table
@@ -41,8 +41,9 @@ def weights(found: Mapping[str, Any]) -> Table:
     groups: dict[tuple[str, ...], list[str]] = {}
     for tensor in found["tensors"]:
         if any(len(shape) > 1 for shape in tensor["dense"].values()):
-            groups.setdefault((_pattern(tensor["name"]), *_way(tensor, files)), []).append(tensor["name"])
-    columns = ("weight", "change", "dense", "planned", "torch", *files)
+            for way in _ways(tensor, files):
+                groups.setdefault((_pattern(tensor["name"]), *way), []).append(tensor["name"])
+    columns = ("weight", "change", "dense", "planned", "torch", "in the file", "files")
     return Table("weights", columns, tuple((_together(names), *way) for (_, *way), names in groups.items()))
 
 
@@ -55,11 +56,17 @@ def bytes_of(found: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _way(tensor: Mapping[str, Any], files: Sequence[str]) -> tuple[str, ...]:
+def _ways(tensor: Mapping[str, Any], files: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Each form in which files hold a tensor, with the names of those that do."""
     dense = " + ".join(map(_sized, tensor["dense"].values()))
-    held = [tensor["files"].get(name) for name in files]
-    places = (NONE if place is None else f"{_sized(place['shape'])}, {place['bytes']:,} B" for place in held)
-    return tensor["change"], dense, _sized(tensor["planned"]), _sized(tensor["torch"]), *places
+    forms: dict[str, list[str]] = {}
+    for name in files:
+        place = tensor["files"].get(name)
+        form = NONE if place is None else f"{_sized(place['shape'])}, {place['bytes']:,} B"
+        forms.setdefault(form, []).append(name)
+    for form, names in (forms or {NONE: []}).items():
+        told = "all" if len(names) == len(files) > 1 else ", ".join(names) or NONE
+        yield tensor["change"], dense, _sized(tensor["planned"]), _sized(tensor["torch"]), form, told
 
 
 def _sized(shape: Sequence[int] | None) -> str:

@@ -249,18 +249,21 @@ def test_exported_files_are_told_with_accuracy_speed_and_hash_in_one_row() -> No
 def test_equal_ways_of_weights_are_one_row() -> None:
     def tensor(block: int, torch: list[int]) -> dict[str, object]:
         name = f"blocks.{block}.mlp.fc1.weight"
-        held = {"model.onnx": {"tensor": "val_3", "shape": torch[::-1], "bytes": 4096}}
+        turned = {"tensor": "val_3", "shape": torch[::-1], "bytes": 4096}
+        held = {"model.onnx": turned, "edge.onnx": turned, "model.xml": {**turned, "shape": torch}}
         sizes = {"dense": {name: [128, 16]}, "planned": torch, "torch": torch}
         return {"name": name, "change": "sliced", **sizes, "files": held}
 
     gone = {**tensor(3, []), "change": "removed", "planned": None, "torch": None, "files": {}}
-    files = [{"file": "model.onnx", "bytes": 9, "of_model": 5, "of_constants": 1, "of_graph": 3, "parameters": 2}]
+    about = {"bytes": 9, "of_model": 5, "of_constants": 1, "of_graph": 3, "parameters": 2}
+    files = [{"file": name, **about} for name in ("edge.onnx", "model.onnx", "model.xml")]
     ways = {"tensors": [tensor(0, [64, 16]), tensor(1, [32, 16]), tensor(2, [64, 16]), gone], "files": files}
     verify = {"passed": True, "checks": [], "weights": ways}
     page = report.markdown({"recipe": "x", "cost": COST, "verify": verify})
-    assert "| blocks.{0,2}.mlp.fc1.weight | sliced | 128x16 | 64x16 | 64x16 | 16x64, 4,096 B |" in page
+    way = "| blocks.{0,2}.mlp.fc1.weight | sliced | 128x16 | 64x16 | 64x16 |"
+    assert f"{way} 16x64, 4,096 B | edge.onnx, model.onnx |" in page and f"{way} 64x16, 4,096 B | model.xml |" in page
     assert "| blocks.1.mlp.fc1.weight | sliced | 128x16 | 32x16 |" in page
-    assert "| blocks.3.mlp.fc1.weight | removed | 128x16 | - | - | - |" in page
+    assert "| blocks.3.mlp.fc1.weight | removed | 128x16 | - | - | - | all |" in page
     assert "model.onnx: 9 bytes, 5 of them the tensors of the model (2 parameters), 1 constants, 3 the graph" in page
 
 
