@@ -180,6 +180,19 @@ def test_what_a_build_warned_of_is_told(capsys: pytest.CaptureFixture[str]) -> N
     assert "note: 2 attentions are not fused\n" in capsys.readouterr().err
 
 
+def test_what_an_engine_tells_of_its_layers_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    truth = {"name": "engine.precision", "verdict": "passed", "value": 1.0, "tolerance": 0.9, "detail": "12 of 12"}
+    console.print_export({**EXPORT, "build": {"truth": [truth]}})
+    assert re.search(r"engine\.precision +│ passed .* 12 of 12", capsys.readouterr().out)
+
+
+def test_a_command_for_the_target_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    check = {"name": "agreement", "verdict": "not_run", "detail": "no GPU; run it on the target", "command": "verify x"}
+    console.print_checks([check, {**check, "detail": "of another version"}])
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "run it on the target: verify x" in said and "of another version; on the target: verify x" in said
+
+
 def test_long_words_in_checks_are_folded_and_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
     path = "/runs/" + "x" * 200 + "/model.engine"
     check = {"name": "agreement", "verdict": "not_run", "value": None, "tolerance": None, "detail": path}

@@ -23,16 +23,22 @@ def print_checks(checks: Iterable[Mapping[str, Any]]) -> None:
     table = Grid(Column("check", overflow="fold"), *FIGURES, Column("detail", overflow="fold"), header_style="bold")
     for check in checks:
         verdict = str(check["verdict"])
-        command = f"on the target: {check['command']}" if check.get("command") else ""
-        detail = "; ".join(filter(None, (check.get("detail"), command)))
         table.add_row(
             Text(str(check["name"])),
             Text(verdict.replace("_", " "), style=VERDICTS.get(verdict, "")),
             _figure(check.get("value")),
             _figure(check.get("tolerance")),
-            Text(detail),
+            Text(_detail(check)),
         )
     console.print(table)
+
+
+def _detail(check: Mapping[str, Any]) -> str:
+    said, command = check.get("detail") or "", check.get("command")
+    if not command:
+        return said
+    where = "on the target"
+    return f"{said}: {command}" if said.endswith(where) else f"{said}{'; ' * bool(said)}{where}: {command}"
 
 
 def print_verification(checks: Iterable[Mapping[str, Any]], ways: Table, said: Iterable[str]) -> None:
@@ -116,7 +122,7 @@ def print_export(done: Mapping[str, Any]) -> None:
         print_line(f"note: {warning}")
     if done["islands_search"]:
         print_search(done["islands_search"])
-    print_checks(done["checks"])
+    print_checks([*done["checks"], *done["build"].get("truth", ())])
     if done["verdict"] == "not_run":
         commands = sorted({check["command"] for check in done["checks"] if check.get("command")})
         print_text(f"not verified on this machine; on the target: {', '.join(commands)}")
