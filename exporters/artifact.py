@@ -90,7 +90,7 @@ class Exporter:
         for name in options.given():
             if name not in self.uses:
                 value = getattr(options, name)
-                shown = ", ".join(map(str, value)) if isinstance(value, tuple) else repr(value)
+                shown = ", ".join(map(str, value)) if isinstance(value, tuple) else repr(_plain(value))
                 raise InputError(
                     f"{name} was given as {shown}, which means nothing to the format {self.name}",
                     hint=f"leave it out; {self.name} knows {', '.join(sorted(self.uses))}",
@@ -102,6 +102,10 @@ class Exporter:
                 hint="as in --batch 1:256:256",
             )
         self.refuse(options)
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
 
 
 def recorded(path: Path, files: Iterable[str], **known: Any) -> Exported:

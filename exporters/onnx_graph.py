@@ -96,7 +96,9 @@ def export(
 def check(options: ExportOptions) -> None:
     """Raise InputError for a precision or opset that is not offered."""
     if options.precision not in PRECISIONS:
-        raise InputError(f"ONNX precision {options.precision!r} is not offered", hint=f"use {' or '.join(PRECISIONS)}")
+        raise InputError(
+            f"ONNX precision {options.precision!r} is not offered", hint=f"use one of {', '.join(PRECISIONS)}"
+        )
     if options.opset is not None and options.opset not in OPSETS:
         raise InputError(f"ONNX opset {options.opset} is not offered", hint=f"use one of {', '.join(map(str, OPSETS))}")
     if options.precision == "bf16" and (options.opset or BF16_FROM) < BF16_FROM:

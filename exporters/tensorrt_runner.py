@@ -14,6 +14,7 @@ from vitcompress.exporters.tensorrt_flavours import (
     HEADER,
     RTX,
     Flavour,
+    buildable,
     capability,
     header_of,
     kind_of,
@@ -200,9 +201,16 @@ def _gpu(path: Path, options: RunnerOptions, sidecar: dict[str, Any], flavour: F
         listed = ", ".join(map(str, targets))
         raise DeviceError(
             f"{path} was built for compute capability {listed}, this GPU has {here}",
-            hint=f"export it with --sm {here}" if flavour is RTX else "export it again on this machine",
+            hint=_way_to(here, flavour),
         )
     return index
+
+
+def _way_to(here: int, flavour: Flavour) -> str:
+    """How a GPU comes to an engine that it runs."""
+    if flavour is RTX and here in buildable(flavour.load()):
+        return f"export it with --sm {here}"
+    return f"export it again on this machine{' with --format trt' if flavour is RTX else ''}"
 
 
 def _reaches(here: int, compatible: str | None, targets: list[int]) -> bool:

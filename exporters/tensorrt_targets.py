@@ -1,9 +1,10 @@
 """What TensorRT engines can be asked for: on which machines they are built and run, and for which GPUs."""
 
 from collections.abc import Sequence
+from typing import get_args
 
 from vitcompress.errors import DeviceError, InputError
-from vitcompress.export_options import ExportOptions
+from vitcompress.export_options import ExportOptions, Precision
 from vitcompress.exporters.onnx_graph import ONNX
 from vitcompress.exporters.tensorrt_flavours import DATA_CENTRE, RTX, RTX_DEFAULT, TRT, Flavour, buildable, capability
 
@@ -32,6 +33,11 @@ def cannot_run(flavour: Flavour) -> str | None:
 
 def refuse(flavour: Flavour, options: ExportOptions) -> None:
     """Raise InputError for options that the flavour does not offer; those of ONNX are part of them."""
+    if options.precision not in get_args(Precision):
+        raise InputError(
+            f"{flavour.title} has no precision {options.precision!r}",
+            hint=f"use one of {', '.join(get_args(Precision))}",
+        )
     ONNX.check(options_of_onnx(options))
     if flavour is RTX:
         _refuse_targets(options.sm, buildable(flavour.load()))

@@ -225,7 +225,9 @@ def test_a_dense_model_that_is_elsewhere_is_compared_and_one_that_is_nowhere_is_
     folder: Path, tmp_path: Path
 ) -> None:
     moved = (folder / DENSE).rename(tmp_path / "elsewhere")
-    found = verdicts(list(verify_folder(folder).checks))
+    checks = verify_folder(folder).checks
+    assert any(check.name == "onnx.dense" and str(folder / DENSE) in check.detail for check in checks)
+    found = verdicts(list(checks))
     assert found["onnx.dense"] == "not_run" and found["onnx.dense.checker"] == "passed"
     found = verdicts(list(verify_folder(folder, dense=moved).checks))
     assert found["onnx.dense.batch1"] == "passed" and "onnx.dense" not in found

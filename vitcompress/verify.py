@@ -214,7 +214,7 @@ def _dense_onnx(folder: Path, dense: Path, images: Tensor) -> Iterator[Check]:
     """The other file of every comparison is the model before pruning."""
     path, name, files = folder / "dense.onnx", DENSE_ONNX, readable_files(folder, "dense")
     if not (dense / checkpoint.PLAN).is_file():
-        yield Check(name, "not_run", detail="the dense model is not here to be compared with")
+        yield Check(name, "not_run", detail=f"the dense model is not here to be compared with: there is no {dense}")
         yield from file_checks(path, name) if path.is_file() else ()
         return
     model, plan = checkpoint.load(dense), checkpoint.read_plan(dense / checkpoint.PLAN)

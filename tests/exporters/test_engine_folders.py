@@ -184,6 +184,8 @@ def test_what_was_not_run_here_falls_short_where_it_is_required(name: str, folde
         (["--format", "trt-rtx", "--sm", "ampere"], "no compute capability"),
         (["--format", "trt-rtx", "--batch", "8:4:16"], "not in order"),
         (["--format", "trt-rx"], "did you mean trt-rtx"),
+        (["--format", "trt-rtx", "--precision", "fp8"], "TensorRT for RTX has no precision 'fp8'"),
+        (["--format", "trt-rtx", "--timing-cache", "cache"], "timing_cache was given as 'cache'"),
         (["--format", "onnx", "--sm", "89"], "means nothing to the format onnx"),
     ],
 )

@@ -130,6 +130,10 @@ def test_an_engine_for_another_gpu_is_refused(engine: Path, monkeypatch: pytest.
     with pytest.raises(DeviceError, match="built for compute capability 80, 86, 89, 120, this GPU has 75") as caught:
         open_runner(engine)
     assert "--sm 75" in str(caught.value.hint)
+    monkeypatch.setattr(tensorrt_runner, "capability", lambda index: 90)
+    with pytest.raises(DeviceError, match="this GPU has 90") as caught:
+        open_runner(engine)
+    assert "--format trt" in str(caught.value.hint) and "--sm" not in str(caught.value.hint)  # RTX is not for Hopper
 
 
 @pytest.mark.parametrize(
