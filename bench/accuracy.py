@@ -18,11 +18,13 @@ from vitcompress.data import DataOptions, open_test
 from vitcompress.distributed import Runtime
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.evaluate import judged, mcnemar
+from vitcompress.exporters.folder import class_names
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.exporters.torch_runner import TIMM
 from vitcompress.loaders import EvalLoader, Images
 from vitcompress.progress import Progress
 from vitcompress.recipe import load_recipe
+from vitcompress.sources import few
 
 DIGITS = "digits"
 
@@ -147,7 +149,27 @@ def _opened(artifact: str, classes: Sequence[str], options: EvaluateOptions, sta
             f"{runner.name} has {told} classes, the data has {len(classes)}",
             hint="evaluate it on data with its own classes",
         )
+    asked.remark = " ".join(filter(None, (asked.remark, _renamed(Path(artifact), classes))))
     return asked
+
+
+def _renamed(artifact: Path, classes: Sequence[str]) -> str:
+    """A sentence where the data's classes all have other names than the artifact's, which is no reason not to count.
+
+    Raises:
+        ArtifactError: some names are the same and some are not, so that answers and labels mean different classes.
+    """
+    known = class_names(artifact / "model.onnx" if artifact.is_dir() else artifact)
+    if known in (tuple(classes), (), tuple(map(str, range(len(classes))))):  # numbers: without data nobody knew names
+        return ""
+    if set(known).isdisjoint(classes):
+        return f"its classes are called {few(known)}, the data's {few(classes)}: taken to be the same, in this order"
+    lost, new = ([name for name in one if name not in other] for one, other in ((known, classes), (classes, known)))
+    what = f"{artifact} was trained with class {few(lost)}, the data has {few(new)} instead" if lost else ""
+    raise ArtifactError(
+        what or f"{artifact} was trained with the classes in another order: {few(known)}; the data has {few(classes)}",
+        hint="evaluate it on data with its own classes",
+    )
 
 
 def _about(runner: Runner) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def export_folder(
         path,
         images,
         input=models.input_config(model),
-        classes=class_names(folder),
+        classes=class_names(folder / "model.onnx"),
         plan_digest=plan.digest,
         options=options,
         real=real,
@@ -147,9 +147,8 @@ def _held(folder: Path, files: Sequence[Path], *, all_told: bool) -> Verificatio
     return Verification((*chain(*answers), *weights, *chain(*engines)), table)
 
 
-def class_names(folder: Path) -> tuple[str, ...]:
-    """The class names of the folder's first export; empty where it has none: exporters then number the classes."""
-    path = folder / "model.onnx"
+def class_names(path: Path) -> tuple[str, ...]:
+    """The class names of an exported file; empty where it has no sidecar: exporters then number the classes."""
     found = checkpoint.decoded((read_sidecar(path) or {"metadata": {}})["metadata"]).get("classes", [])
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise ArtifactError(f"{sidecar_path(path)} cannot be used: classes is {found!r}, no list of names", hint=AGAIN)

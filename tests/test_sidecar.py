@@ -74,7 +74,7 @@ def named(path: Path) -> tuple[str, ...]:
         if isinstance(known.get("files"), dict):
             known["files"]["model.onnx"] = ""
         path.with_name("model.onnx.json").write_text(json.dumps(known))
-    return class_names(path.parent)
+    return class_names(path)
 
 
 READERS: tuple[Callable[[Path], object], ...] = (read_sidecar, checked_sha256, ask, verified, recorded, named)

@@ -6,6 +6,7 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
+from whole_runs import Told
 
 from vitcompress import checkpoint, models
 from vitcompress.bench import accuracy, suite
@@ -90,6 +91,34 @@ def test_another_number_of_classes_is_refused(tmp_path: Path) -> None:
     made = folder(tmp_path / "run", seed=1, num_classes=7)
     with pytest.raises(ArtifactError, match="has 7 classes, the data has 10"):
         accuracy.run([str(made)], accuracy.EvaluateOptions(data="digits"))
+
+
+DIGIT_NAMES = tuple(str(number) for number in range(10))
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("ten", *DIGIT_NAMES[1:]), "trained with class ten, the data has 0 instead"),
+        (DIGIT_NAMES[::-1], "in another order: 9, 8, 7, 6, 5 and 5 more; the data has 0, 1, 2, 3, 4 and 5 more"),
+    ],
+)
+def test_classes_that_do_not_match_by_name_are_refused(names: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    made = folder(tmp_path / "run", seed=1)
+    model = checkpoint.load(made)
+    onnx_graph.export(model, made / "model.onnx", input=models.input_config(model), classes=names)
+    for artifact in (made, made / "model.onnx"):
+        with pytest.raises(ArtifactError, match=said):
+            accuracy.run([str(artifact)], accuracy.EvaluateOptions(data="digits"))
+
+
+def test_classes_of_other_names_altogether_are_told(tmp_path: Path) -> None:
+    made, told = folder(tmp_path / "run", seed=1), Told()
+    model = checkpoint.load(made)
+    names = [f"n{number}" for number in range(10)]
+    onnx_graph.export(model, made / "model.onnx", input=models.input_config(model), classes=names)
+    accuracy.run([str(made)], accuracy.EvaluateOptions(data="digits"), told)
+    assert "its classes are called n0, n1, n2, n3, n4 and 5 more, the data's 0, 1," in told.notes[0]
 
 
 def test_the_figures_are_those_of_evaluate(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_the_export_answers_as_the_folder_does(folder: Path) -> None:
 
 
 def test_class_names_stay_and_a_precision_gets_a_file_of_its_own(folder: Path) -> None:
-    assert class_names(folder) == ()
+    assert class_names(folder / "model.onnx") == ()
     model = checkpoint.load(folder)
     onnx_graph.export(model, folder / "model.onnx", input=models.input_config(model), classes=("ant", "bee", "cow"))
     before = (folder / "model.onnx").read_bytes()
