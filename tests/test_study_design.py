@@ -54,7 +54,8 @@ def test_wrong_arguments_are_told_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("epochs = 2\n", "epochs = 1\n"), "row control: 1 epochs in all leave 0 for the recovery"),
+        (("epochs = 2\n", "epochs = 1\n"), "all 2 rows: 1 epochs in all leave 0 for the recovery"),
+        (("lr = ", "lrr = "), "all 2 rows: "),
         (("epochs = 2\n", ""), "epochs"),
         (('name = "random_2"', 'name = "control"'), "row control: there are two of this name"),
         (('name = "random_2"', 'name = "Random 2"'), "row[1].name"),

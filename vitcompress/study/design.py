@@ -9,6 +9,7 @@ epochs                     of every row, all trainings together whose weights en
 [[row]]                    name, curve, against, title, step = [...]
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated
@@ -96,7 +97,9 @@ def load_study(
     if tables is None:
         raise RecipeError(label, problems)
     problems += _contradictions(tables)
-    found = [_row(name, tables, row, formats, problems) for row in _chosen(tables.row, rows)]
+    chosen, wrong = _chosen(tables.row, rows), defaultdict[str, list[str]](list)
+    found = [_row(name, tables, row, formats, wrong) for row in chosen]
+    problems += [f"{_named(names, len(chosen))}: {problem}" for problem, names in wrong.items()]
     if problems:
         raise RecipeError(label, problems)
     made = tuple(row for row in found if row is not None)
@@ -112,18 +115,28 @@ def epochs_before_recovery(recipe: Recipe) -> int:
     return dense + sum(steps)
 
 
-def _row(study: str, tables: _Tables, row: RowTable, formats: Collection[str], problems: list[str]) -> Row | None:
-    """The row with its recipe; what is wrong with it goes to `problems`."""
+def _named(rows: Sequence[str], of: int) -> str:
+    """Which rows have a problem; a mistake in [base] is one of all `of` rows, and told once."""
+    if len(rows) == of > 1:
+        return f"all {of} rows"
+    return f"row {rows[0]}" + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
+
+
+def _row(
+    study: str, tables: _Tables, row: RowTable, formats: Collection[str], wrong: dict[str, list[str]]
+) -> Row | None:
+    """The row with its recipe; what is wrong with it goes to `wrong`: problem -> names of rows."""
     steps = [{**tables.options.get(str(step.get("method")), {}), **step} for step in row.step]
     data = {"name": row.name, "summary": f"{study}: {row.title}", **tables.base, "step": steps}
     try:
         recipe = recipe_of(row.name, data, formats=formats)
     except RecipeError as error:
-        problems += [f"row {row.name}: {problem}" for problem in error.problems]
+        for problem in error.problems:
+            wrong[problem].append(row.name)
         return None
     left = tables.epochs - epochs_before_recovery(recipe)
     if left < 1:
-        problems.append(f"row {row.name}: {tables.epochs} epochs in all leave {left} for the recovery, 1 is the least")
+        wrong[f"{tables.epochs} epochs in all leave {left} for the recovery, 1 is the least"].append(row.name)
     recipe = replace(recipe, finetune=replace(recipe.finetune, epochs=left))
     return Row(row.name, row.curve, row.title, row.against, recipe)
 
