@@ -16,6 +16,7 @@ from vitcompress.checkpoint import (
     load,
     load_tensors,
     part_of,
+    save,
     save_model,
     save_tensors,
     write_text,
@@ -95,6 +96,34 @@ def test_weights_of_another_shape(tmp_path: Path) -> None:
     save_tensors(tmp_path / WEIGHTS, {"head.weight": torch.zeros(3)}, {"plan": plan.digest})
     with pytest.raises(WeightsError, match=r"does not fit its plan: Missing key"):
         load(tmp_path)
+
+
+def test_a_model_that_was_trained_further_is_kept_with_another_classifier(tmp_path: Path) -> None:
+    save_model(tmp_path / "run", *compressed("plain", torch.float32))
+    model, x = load(tmp_path / "run"), images("plain", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    assert_moved(logits(model, x), logits(load(tmp_path / "run"), x))
+    save(model, tmp_path / "same")
+    assert torch.equal(logits(load(tmp_path / "same"), x), logits(model, x))
+    model.reset_classifier(7)
+    save(model, tmp_path / "seven")
+    again = load(tmp_path / "seven")
+    assert again.num_classes == 7 and torch.equal(again.head.weight, model.head.weight)
+
+
+def test_models_that_cannot_be_kept_are_told_and_nothing_is_written(tmp_path: Path) -> None:
+    save_model(tmp_path / "run", *compressed("plain", torch.float32))
+    model = load(tmp_path / "run")
+    with pytest.raises(ArtifactError, match="run is not empty"):
+        save(model, tmp_path / "run")
+    with pytest.raises(ArtifactError, match="the model has no plan"):
+        save(build("plain"), tmp_path / "new")
+    model.norm = nn.LayerNorm(3)
+    with pytest.raises(WeightsError, match=r"does not fit its plan: size mismatch for norm\.weight"):
+        save(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 # ------------------------------------------------------------------------------------------------------------- tensors

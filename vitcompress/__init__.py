@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Plan", "__version__", "apply", "family_of", "fold", "load", "load_recipe", "measure", "run"]
+__all__ = ["Plan", "__version__", "apply", "family_of", "fold", "load", "load_recipe", "measure", "run", "save"]
 
 _HOMES = {
     "Plan": "plan",
@@ -20,6 +20,7 @@ _HOMES = {
     "load_recipe": "recipe",
     "measure": "cost",
     "run": "pipeline",
+    "save": "checkpoint",
 }
 
 # ONNX Runtime (from 1.29 on) reports models and machine to its maker unless it is told not to before it is imported.
@@ -40,3 +41,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"vitcompress.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'vitcompress' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -21,6 +21,7 @@ from vitcompress.checkpoint.folders import (
     load_parts,
     load_strictly,
     read_plan,
+    save,
     save_model,
 )
 from vitcompress.checkpoint.states import State, load_state, save_state
@@ -44,6 +45,7 @@ __all__ = [
     "part_of",
     "read_json",
     "read_plan",
+    "save",
     "save_model",
     "save_state",
     "save_tensors",

@@ -1,6 +1,7 @@
 """A compressed model in a folder: plan.json and model.safetensors."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,31 @@ def save_model(folder: Path, model: nn.Module, plan: Plan) -> None:
     write_text(folder / PLAN, plan.to_json())
 
 
+def save(model: nn.Module, folder: str | Path) -> None:
+    """Write a model that `load` gave, and that was trained further since, to a folder of its own.
+
+    `load` gives it back, and `vitcompress export`, `verify` and `bench` take the folder. The classifier may be another
+    than it was (`reset_classifier`).
+
+    Raises:
+        ArtifactError: the folder is not empty, or the model has no plan.
+        WeightsError: its weights are not those of its plan, as something else was changed.
+    """
+    folder, plan = Path(folder), getattr(model, "plan", None)
+    if not isinstance(plan, Plan):
+        raise ArtifactError("the model has no plan", hint="save a model that vitcompress.load gave")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ArtifactError(f"{folder} is not empty", hint="name a new folder, exports of other weights may lie there")
+    weights, classes = model.state_dict(), getattr(model, "num_classes", None)
+    blank = _planned(plan, weights)
+    if classes != getattr(blank, "num_classes", None):
+        plan = replace(plan, arch_args={**plan.arch_args, "num_classes": classes})
+        blank = _planned(plan, weights)
+    load_strictly(blank, weights, folder / WEIGHTS)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_model(folder, model, plan)
+
+
 def load(folder: str | Path, device: str | torch.device = "cpu") -> nn.Module:
     """The model of a run folder: `timm.create_model` + plan + strict weights, in eval mode.
 
@@ -36,9 +62,6 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> nn.Module:
 
 def load_parts(plan_path: Path, weights_path: Path) -> nn.Module:
     """`load` for a plan and weights that lie apart."""
-    from vitcompress import models
-    from vitcompress.surgery import apply
-
     if plan_path.parent.is_file():
         raise ArtifactError(
             f"{plan_path.parent} is a file, a run folder is needed", hint=f"name its folder: {plan_path.parent.parent}"
@@ -51,12 +74,21 @@ def load_parts(plan_path: Path, weights_path: Path) -> nn.Module:
         )
     plan = read_plan(plan_path)
     tensors = load_for(weights_path, plan)
-    model = apply(models.outline(plan.arch, plan.arch_args), plan)
-    if any(buffer.is_meta and name not in tensors for name, buffer in model.named_buffers()):
-        model = apply(models.create(plan.arch, plan.arch_args), plan)  # buffers that no file holds
+    model = _planned(plan, tensors)
     load_strictly(model, tensors, weights_path)
     model.plan = plan  # type: ignore[assignment]
     return model.eval()
+
+
+def _planned(plan: Plan, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """The model of `plan`, to be given the `tensors`: on torch's meta device but for buffers that they do not hold."""
+    from vitcompress import models
+    from vitcompress.surgery import apply
+
+    model = apply(models.outline(plan.arch, plan.arch_args), plan)
+    if any(buffer.is_meta and name not in tensors for name, buffer in model.named_buffers()):
+        model = apply(models.create(plan.arch, plan.arch_args), plan)
+    return model
 
 
 def load_for(path: Path, plan: Plan) -> dict[str, Tensor]:
