@@ -84,7 +84,7 @@ def _check_out(exporter: Exporter, folder: Path, out: Path | None) -> None:
 
 
 @dataclass(frozen=True)
-class Settled:
+class ExportOutcome:
     """What became of an exported file. path: where it lies now; it was moved when it failed."""
 
     path: Path
@@ -105,7 +105,7 @@ class Settled:
         return {"verdict": self.verdict, "verified": self.verdict == "passed", "checks": checks}
 
 
-def settle(folder: Path, exported: Exported, progress: Progress | None = None) -> Settled:
+def settle(folder: Path, exported: Exported, progress: Progress | None = None) -> ExportOutcome:
     """Hold an exported file against the model of the run `folder`, on the images that the folder was verified with.
 
     The ONNX file that an engine was built from is checked too: most machines can run it. The verdict goes into the
@@ -125,7 +125,7 @@ def settle(folder: Path, exported: Exported, progress: Progress | None = None) -
         named = {check.name for check in found.checks}
         amend(folder, found, lambda name: name in named or gate.is_about(path, name))
     path = gate.set_aside(path) if verdict == "failed" else path
-    return Settled(path, verdict, tuple(gate.of(exported.path, found.checks)))
+    return ExportOutcome(path, verdict, tuple(gate.of(exported.path, found.checks)))
 
 
 def _brought(folder: Path, exported: Exported) -> str:

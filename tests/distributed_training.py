@@ -23,7 +23,7 @@ from vitcompress.distributed import Runtime, start, stop
 from vitcompress.evaluate import judged
 from vitcompress.families import family_of
 from vitcompress.gates import GatedModel
-from vitcompress.learner import Steering, Surroundings
+from vitcompress.learner import TrainingContext, TrainingControls
 from vitcompress.loaders import EvalLoader, TrainLoader
 from vitcompress.models import input_config
 from vitcompress.progress import Progress
@@ -69,8 +69,8 @@ def trained(runtime: Runtime, optimizer: str, folder: Path) -> tuple[Wide, dict[
             module.set_gate(runtime.broadcast(min(scores, key=scores.__getitem__)), 0.0)
 
     options = replace(OPTIONS, optimizer=optimizer, lr=LR[optimizer])
-    at = Surroundings(input_config(module.model), runtime, folder / optimizer, "search", 0, Progress())
-    result = train(module, images(), images(), options, at, Steering(after_epoch=prune))
+    at = TrainingContext(input_config(module.model), runtime, folder / optimizer, "search", 0, Progress())
+    result = train(module, images(), images(), options, at, TrainingControls(after_epoch=prune))
     history = [{name: value for name, value in record.items() if name != "seconds"} for record in result.history]
     return module, {"history": history, "gates": module.gate_values(), "chosen": result.chosen}
 

@@ -22,7 +22,7 @@ from vitcompress.checkpoint import save_tensors
 from vitcompress.distributed import Runtime
 from vitcompress.families import family_of
 from vitcompress.gates import GatedModel
-from vitcompress.learner import Steering, Surroundings
+from vitcompress.learner import TrainingContext, TrainingControls
 from vitcompress.models import input_config
 from vitcompress.progress import Progress
 from vitcompress.sources import ArrayImages
@@ -66,9 +66,9 @@ def killer(event: str, which: int) -> Any:
     return watch
 
 
-def fading(gated: GatedModel) -> Steering:
+def fading(gated: GatedModel) -> TrainingControls:
     """One gate goes from 1 to 0 over the epochs."""
-    return Steering(after_epoch=lambda epoch: gated.set_gate("blocks.1.mlp.act", 1.0 - 0.25 * (epoch + 1)))
+    return TrainingControls(after_epoch=lambda epoch: gated.set_gate("blocks.1.mlp.act", 1.0 - 0.25 * (epoch + 1)))
 
 
 def run(folder: Path, result: Path, kill: tuple[str, int] | None) -> None:
@@ -80,7 +80,7 @@ def run(folder: Path, result: Path, kill: tuple[str, int] | None) -> None:
     gated = GatedModel(model, family, [s for s in family.sites(model) if s.kind in ("attention", "activation")])
     gated.register_forward_hook(lambda *_: sys.audit("vitcompress.step"))
     runtime = Runtime(torch.device("cpu"))
-    at = Surroundings(input_config(model), runtime, folder / "state" / "search", "search", 0, Progress())
+    at = TrainingContext(input_config(model), runtime, folder / "state" / "search", "search", 0, Progress())
     train(gated, images(), images(), OPTIONS, at, fading(gated))
     save_tensors(result, gated.state_dict())
 

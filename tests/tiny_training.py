@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitcompress import models
 from vitcompress.distributed import Runtime
-from vitcompress.learner import Steering, Surroundings
+from vitcompress.learner import TrainingContext, TrainingControls
 from vitcompress.models import InputConfig
 from vitcompress.progress import Progress
 from vitcompress.sources import ArrayImages
@@ -42,7 +42,9 @@ def stripes(count: int = 48) -> ArrayImages:
 def fit(module: nn.Module, folder: Path, options: TrainOptions = OPTIONS, **more: Any) -> TrainResult:
     at = {"input": INPUT, "runtime": CPU, "folder": folder, "label": "test", "seed": 0, "progress": Progress()}
     at |= {name: more.pop(name) for name in list(more) if name in at}
-    return train(module, stripes(), more.pop("heldout", stripes()), options, Surroundings(**at), Steering(**more))
+    return train(
+        module, stripes(), more.pop("heldout", stripes()), options, TrainingContext(**at), TrainingControls(**more)
+    )
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

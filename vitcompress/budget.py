@@ -148,7 +148,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Met:
+class Solution:
     """How a target was met: what the chosen numbers cost, and the least and the most that could be had."""
 
     counts: Counts
@@ -167,7 +167,7 @@ def shares(keep: Mapping[str, float], strength: float) -> dict[str, float]:
     return {scope: share ** (strength / (1 - strength)) for scope, share in keep.items()}
 
 
-def solved(groups: Sequence[Group], keep: Mapping[str, float], units: Units, target: Target) -> Met:
+def solved(groups: Sequence[Group], keep: Mapping[str, float], units: Units, target: Target) -> Solution:
     """The numbers of kept channels whose cost is nearest to the target, by bisection on one strength for all shares.
 
     A residual stream touches every layer, so one step of its alignment may change the cost by more than all the rest
@@ -186,7 +186,7 @@ def solved(groups: Sequence[Group], keep: Mapping[str, float], units: Units, tar
         if abs(found[-1][1] - target.amount) <= CLOSE * target.amount:
             break
     counts, cost = min(found, key=lambda pair: abs(pair[1] - target.amount))
-    return Met(counts, cost, least, most)
+    return Solution(counts, cost, least, most)
 
 
 def _asked_once(target: Target) -> Target:

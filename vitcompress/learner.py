@@ -54,7 +54,7 @@ class StepHooks(Protocol):
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class TrainingContext:
     """Where a training runs, and what identifies it.
 
     input: how images are brought to the model. folder: where it keeps its state; one training per folder. label: shown
@@ -70,7 +70,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
-class Steering:
+class TrainingControls:
     """What acts on a training from outside.
 
     teacher: needed for distillation only; must take the same images. lr_scale: multiplies the peak learning rate at a
@@ -93,8 +93,8 @@ class TrainingJob:
 
     module: nn.Module
     options: TrainOptions
-    at: Surroundings
-    steering: Steering
+    at: TrainingContext
+    controls: TrainingControls
     loss: Objective
     images: int  # in the training set
 
@@ -104,7 +104,7 @@ class TrainingJob:
 
     @property
     def hooks(self) -> StepHooks | None:
-        return self.steering.hooks
+        return self.controls.hooks
 
     @property
     def micro_batch(self) -> int:
@@ -124,9 +124,9 @@ class Learner:
     def __init__(self, job: TrainingJob, steps: int) -> None:
         self.job, self.steps = job, steps
         self.network = job.runtime.wrap(job.module)
-        groups = job.steering.parameter_groups
+        groups = job.controls.parameter_groups
         self.optimizer = make_optimizer(job.module if groups is None else list(groups), job.options, job.runtime.device)
-        self.set_lr = lr_setter(job.options, self.optimizer, steps, job.steering.lr_scale)
+        self.set_lr = lr_setter(job.options, self.optimizer, steps, job.controls.lr_scale)
         self.scaler = torch.amp.GradScaler(job.runtime.device.type, enabled=job.runtime.amp == "fp16")
         # Buffers are copied, not averaged: they are exact states (gates), not estimates.
         self.ema = ModelEmaV3(job.module, job.options.ema, exclude_buffers=True) if job.options.ema else None

@@ -22,7 +22,7 @@ from vitcompress.distill import both_heads, inner, objective, student_of
 from vitcompress.distributed import Runtime
 from vitcompress.errors import InputError, OutputError
 from vitcompress.evaluate import Accuracy, evaluate
-from vitcompress.learner import Learner, Steering, Surroundings, TrainingJob, part_of
+from vitcompress.learner import Learner, TrainingContext, TrainingControls, TrainingJob, part_of
 from vitcompress.loaders import EvalLoader, Images, TrainLoader
 from vitcompress.optimization import make_optimizer
 from vitcompress.runlog import Board, RunLog
@@ -36,8 +36,8 @@ def train(
     train_set: Images,
     heldout_set: Images | None,
     options: TrainOptions,
-    at: Surroundings,
-    steering: Steering | None = None,
+    at: TrainingContext,
+    controls: TrainingControls | None = None,
 ) -> TrainResult:
     """Train `module` in place and leave it in eval mode with the weights that were kept.
 
@@ -49,13 +49,13 @@ def train(
         InputError: options that contradict the data, the model, the processes or an earlier state in `at.folder`.
         VitcompressError: the loss is no longer finite.
     """
-    steering = steering or Steering()
+    controls = controls or TrainingControls()
     check_options(options, train_set, heldout_set, at.runtime)
     module.to(at.runtime.device)
-    loss = objective(module, options.loss, teacher=steering.teacher, input=at.input, device=at.runtime.device)
-    student = student_of(module, options.distillation, steering.teacher)
+    loss = objective(module, options.loss, teacher=controls.teacher, input=at.input, device=at.runtime.device)
+    student = student_of(module, options.distillation, controls.teacher)
     with both_heads(module), drop_path(module, options.drop_path):
-        result = _run(TrainingJob(student, options, at, steering, loss, len(train_set)), train_set, heldout_set)
+        result = _run(TrainingJob(student, options, at, controls, loss, len(train_set)), train_set, heldout_set)
     module.eval()
     return result
 
@@ -119,8 +119,8 @@ def _epoch(
 def _end_epoch(job: TrainingJob, learner: Learner, record: dict[str, Any]) -> None:
     """Let the caller change gates, remember the weights to keep, and save; the last epoch saves only those."""
     number = record["epoch"]
-    if job.steering.after_epoch:
-        job.steering.after_epoch(number)
+    if job.controls.after_epoch:
+        job.controls.after_epoch(number)
         learner.sync_ema()
     learner.history.append(record)
     last = number + 1 == job.options.epochs

@@ -13,7 +13,7 @@ from vitcompress.data import Splits
 from vitcompress.distributed import Runtime
 from vitcompress.errors import ArtifactError
 from vitcompress.families import Family
-from vitcompress.learner import Steering, Surroundings
+from vitcompress.learner import TrainingContext, TrainingControls
 from vitcompress.loaders import Images
 from vitcompress.models import InputConfig
 from vitcompress.plan import Plan
@@ -97,14 +97,14 @@ class Context:
         name: str,
         *,
         label: str | None = None,
-        steering: Steering | None = None,
+        controls: TrainingControls | None = None,
     ) -> TrainResult:
         """`train` in the surroundings of this step.
 
         name: of the folder below the step's that holds the training's state, and its label where none is given.
         """
-        at = Surroundings(self.input, self.runtime, self.folder / name, label or name, self.seed, self.progress)
-        return train(module, images, heldout, options, at, steering)
+        at = TrainingContext(self.input, self.runtime, self.folder / name, label or name, self.seed, self.progress)
+        return train(module, images, heldout, options, at, controls)
 
     def hand_over(self, model: nn.Module) -> None:
         """Continue with the weights of `model`, retrained but of the shapes that the step was given.

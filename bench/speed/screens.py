@@ -20,7 +20,7 @@ from vitcompress.bench.speed.parts import Options
 from vitcompress.data import Splits, open_data
 from vitcompress.distributed import Runtime
 from vitcompress.families import family_of
-from vitcompress.learner import Surroundings
+from vitcompress.learner import TrainingContext
 from vitcompress.methods import upvit
 from vitcompress.models import input_config
 from vitcompress.plan import Plan
@@ -68,7 +68,7 @@ def _trained(recipe: Recipe, folder: Path) -> tuple[nn.Module, Context]:
     model = models.create(recipe.model.name, args, seed=recipe.run.seed)
     runtime, input = Runtime(torch.device("cpu")), input_config(model)
     assert recipe.dense is not None, recipe.name
-    at = Surroundings(input, runtime, folder / "dense", "dense", recipe.run.seed, Progress())
+    at = TrainingContext(input, runtime, folder / "dense", "dense", recipe.run.seed, Progress())
     train(model, data.train, data.heldout, recipe.dense, at)
     base = Plan(recipe.model.name, args)
     known = (recipe.model.name, args, base, family_of(model), data, input, runtime, folder, recipe.run.seed, Progress())

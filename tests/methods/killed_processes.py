@@ -24,7 +24,7 @@ from vitcompress.checkpoint import save_tensors, write_text
 from vitcompress.distributed import Runtime, start, stop
 from vitcompress.families import family_of
 from vitcompress.gates import GatedModel
-from vitcompress.learner import Surroundings
+from vitcompress.learner import TrainingContext
 from vitcompress.methods import sero, upvit
 from vitcompress.models import input_config
 from vitcompress.progress import Progress
@@ -39,7 +39,7 @@ def training(folder: Path, runtime: Runtime) -> None:
     family = family_of(made)
     gated = GatedModel(made, family, [s for s in family.sites(made) if s.kind in ("attention", "activation")])
     gated.register_forward_hook(lambda *_: sys.audit(STEP))
-    at = Surroundings(input_config(made), runtime, folder / "search", "search", 0, Progress())
+    at = TrainingContext(input_config(made), runtime, folder / "search", "search", 0, Progress())
     train(gated, images(), images(), OPTIONS, at, fading(gated))
     if runtime.is_main:
         save_tensors(folder / "trained.safetensors", gated.state_dict())

@@ -246,7 +246,7 @@ def test_options_are_checked(wrong: dict[str, Any]) -> None:
 
 def test_taylor_loses_less_than_random_on_a_trained_model(tmp_path: Path) -> None:
     """What the scores are for: cut to two fifths, the model that kept the important channels is better."""
-    from vitcompress.learner import Surroundings
+    from vitcompress.learner import TrainingContext
     from vitcompress.train import train
     from vitcompress.train_options import TrainOptions
 
@@ -254,7 +254,7 @@ def test_taylor_loses_less_than_random_on_a_trained_model(tmp_path: Path) -> Non
     about = context(tmp_path, made)
     options = TrainOptions(epochs=12, batch_size=16, lr=3e-3)
     data = about.data
-    at = Surroundings(about.input, about.runtime, tmp_path / "dense", "dense", 0, about.progress)
+    at = TrainingContext(about.input, about.runtime, tmp_path / "dense", "dense", 0, about.progress)
     train(made, data.train, data.heldout, options, at)
     made.eval()
     loader = EvalLoader(data.heldout, about.input, 64, about.runtime)

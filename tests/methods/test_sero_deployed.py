@@ -15,7 +15,7 @@ from vitcompress.channel_gates import channel_gates
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.methods import sero
-from vitcompress.methods.sero.layout import Live, Rules, deployed, padded, padding, project, unit_spaces
+from vitcompress.methods.sero.layout import LayoutRules, Live, deployed, padded, padding, project, unit_spaces
 from vitcompress.plan import Plan
 from vitcompress.verify_slice import slice_check
 
@@ -32,7 +32,7 @@ def drawn(model: nn.Module, layout: Any, seed: int = 4) -> tuple[Any, Live]:
     """Scores by lot that favour v, as SERo finds it."""
     spaces, draw = unit_spaces(family_of(model).spaces(model)), np.random.default_rng(seed)
     scores = {space.name: draw.random(space.size) + (space.kind == "v") for space in spaces}
-    return spaces, project(spaces, scores, scores, 0.4, Rules(layout, 1))
+    return spaces, project(spaces, scores, scores, 0.4, LayoutRules(layout, 1))
 
 
 # -------------------------------------------------------------------------------------------------------------- padding

@@ -14,7 +14,7 @@ from vitcompress.channel_gates import channel_gates
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.methods import sero
-from vitcompress.methods.sero.layout import KINDS, Rules, _above_quantile, deployed, padding, project, unit_spaces
+from vitcompress.methods.sero.layout import KINDS, LayoutRules, _above_quantile, deployed, padding, project, unit_spaces
 from vitcompress.plan import Plan
 
 LAYOUTS = ("ragged", "uniform", "tied", "padded")
@@ -108,7 +108,7 @@ def test_the_published_identity_of_shares(sparsity: float) -> None:
     spaces = unit_spaces(family_of(model).spaces(model))
     draw = np.random.default_rng(3)
     scores = {space.name: draw.gamma(1 + (space.kind == "v"), size=space.size) for space in spaces}
-    live = project(spaces, scores, scores, sparsity, Rules("ragged", 1))
+    live = project(spaces, scores, scores, sparsity, LayoutRules("ragged", 1))
     share = {k: 1 - np.mean(np.concatenate([live[s.name] for s in spaces if s.kind == k])) for k in KINDS}
     assert (share["qk"] + share["v"] + 4 * share["mlp"]) / 6 == pytest.approx(sparsity, abs=1 / (6 * 12 * 192))
     assert abs(share["qk"] - share["v"]) > 0.1
@@ -119,7 +119,7 @@ def test_the_published_identity_of_shares(sparsity: float) -> None:
 def test_ragged_keeps_what_lies_above_the_threshold_of_the_released_code(sparsity: float, threshold: Any) -> None:
     """numpy.percentile of all scores, or of each layer's; units strictly above it stay."""
     spaces, scores = drawn(dense("deit_tiny_patch16_224"), seed=5)
-    live = project(spaces, scores, scores, sparsity, Rules("ragged", 1, threshold))
+    live = project(spaces, scores, scores, sparsity, LayoutRules("ragged", 1, threshold))
     pooled = [np.concatenate([scores[space.name] for space in spaces])] * len(spaces)
     for space, together in zip(spaces, pooled if threshold == "global" else scores.values(), strict=True):
         above = scores[space.name] > np.percentile(together, 100 * sparsity)
@@ -145,7 +145,7 @@ def drawn(model: nn.Module, seed: int = 0) -> tuple[Any, dict[str, np.ndarray]]:
 def test_widths_of_a_layout(layout: Any, sparsity: float) -> None:
     model = dense("deit_small_patch16_224")
     spaces, scores = drawn(model)
-    live = project(spaces, scores, scores, sparsity, Rules(layout, 8))
+    live = project(spaces, scores, scores, sparsity, LayoutRules(layout, 8))
     widths = {}
     for space in spaces:
         rows = live[space.name].reshape(space.heads, -1)
@@ -166,24 +166,24 @@ def test_the_best_blocks_of_all_layers_are_taken() -> None:
     model = build("plain")
     spaces, scores = drawn(model)
     scores = {name: 10 + score if name.startswith("blocks.1") else score for name, score in scores.items()}
-    live = project(spaces, scores, scores, 0.3, Rules("uniform", 2))
+    live = project(spaces, scores, scores, 0.3, LayoutRules("uniform", 2))
     assert all(found.all() for name, found in live.items() if name.startswith("blocks.1"))
-    even = project(spaces, scores, scores, 0.5, Rules("uniform", 2, "per_layer"))
+    even = project(spaces, scores, scores, 0.5, LayoutRules("uniform", 2, "per_layer"))
     assert all(found.mean() == 0.5 for found in even.values())
-    single = project(spaces, scores, scores, 0.5, Rules("ragged", 1, "per_layer"))
+    single = project(spaces, scores, scores, 0.5, LayoutRules("ragged", 1, "per_layer"))
     assert all(found.mean() == 0.5 for found in single.values())
 
 
 def test_equal_scores_are_told_apart_the_same_way_every_time() -> None:
     spaces, scores = drawn(build("plain"))
     none = {name: np.zeros_like(score) for name, score in scores.items()}
-    live = project(spaces, none, scores, 0.5, Rules("ragged", 1))
-    by_size = project(spaces, scores, none, 0.5, Rules("ragged", 1))
+    live = project(spaces, none, scores, 0.5, LayoutRules("ragged", 1))
+    by_size = project(spaces, scores, none, 0.5, LayoutRules("ragged", 1))
     assert all((live[name] == by_size[name]).all() for name in live)
-    first = project(spaces, none, none, 0.5, Rules("uniform", 2))
+    first = project(spaces, none, none, 0.5, LayoutRules("uniform", 2))
     for found in first.values():
         assert found[: found.size // 4].any()
-    assert all((first[n] == project(spaces, none, none, 0.5, Rules("uniform", 2))[n]).all() for n in first)
+    assert all((first[n] == project(spaces, none, none, 0.5, LayoutRules("uniform", 2))[n]).all() for n in first)
 
 
 def test_too_sparse_is_refused_with_what_is_possible() -> None:
@@ -214,7 +214,7 @@ def emptied(spaces: Any, live: dict[str, np.ndarray], what: str) -> dict[str, np
 def test_masked_is_sliced(variant: str, layout: Any) -> None:
     model = build(variant)
     spaces, scores = drawn(model, 4)
-    live = project(spaces, scores, scores, 0.4, Rules(layout, 2))
+    live = project(spaces, scores, scores, 0.4, LayoutRules(layout, 2))
     check_masked_is_sliced(model, spaces, live, variant)
 
 
@@ -222,7 +222,7 @@ def test_masked_is_sliced(variant: str, layout: Any) -> None:
 def test_masked_is_sliced_where_nothing_lives(what: str) -> None:
     model = build("plain")
     spaces, scores = drawn(model, 4)
-    live = emptied(spaces, project(spaces, scores, scores, 0.4, Rules("ragged", 1)), what)
+    live = emptied(spaces, project(spaces, scores, scores, 0.4, LayoutRules("ragged", 1)), what)
     delta = check_masked_is_sliced(model, spaces, live, "plain")
     assert ("blocks.0.attn" in delta.heads) == (what in ("v head", "v all"))
 
@@ -246,7 +246,7 @@ def test_a_layout_that_rounds_nothing_up_pads_nothing() -> None:
     model = build("plain")
     spaces, scores = drawn(model)
     for layout in ("uniform", "tied"):
-        live = project(spaces, scores, scores, 0.4, Rules(layout, 2))
+        live = project(spaces, scores, scores, 0.4, LayoutRules(layout, 2))
         assert padding(live, deployed(spaces, live)[0]) == {}
-    ragged = project(spaces, scores, scores, 0.4, Rules("ragged", 1))
+    ragged = project(spaces, scores, scores, 0.4, LayoutRules("ragged", 1))
     assert padding(ragged, deployed(spaces, ragged)[0])

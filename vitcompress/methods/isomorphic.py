@@ -21,7 +21,7 @@ from annotated_types import Ge, Gt, Le
 from torch import nn
 
 from vitcompress import budget
-from vitcompress.budget import Counts, Group, Met, Target, Units
+from vitcompress.budget import Counts, Group, Solution, Target, Units
 from vitcompress.checkpoint import read_json
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space
@@ -30,7 +30,7 @@ from vitcompress.methods.channel_scores import Criterion, random_scores, scored
 from vitcompress.methods.charts import Chart, ranked
 from vitcompress.methods.choice import MEASURED, Choice
 from vitcompress.methods.stage import Stage
-from vitcompress.methods.widths import ALL, GIGA, MILLION, Scope, Sizes, Timed, groups_of
+from vitcompress.methods.widths import ALL, GIGA, MILLION, CandidateClock, Scope, Sizes, groups_of
 from vitcompress.plan import Plan
 from vitcompress.wording import span
 from vitcompress.workspace import Clock, Context
@@ -210,7 +210,7 @@ def _check(options: Options) -> None:
         )
 
 
-def _clock(context: Context, options: Options) -> Timed | None:
+def _clock(context: Context, options: Options) -> CandidateClock | None:
     """Measures the latency of a model on the runtime asked for; None where no latency is aimed at."""
     if options.target != "latency":
         return None
@@ -225,7 +225,7 @@ def _sentence(found: Mapping[str, Any]) -> str:
     return text + (f", {_said(aim, aim['reached'])}" if aim.get("kind") == "latency" else "")
 
 
-def _reached(options: Options, met: Met) -> dict[str, Any]:
+def _reached(options: Options, met: Solution) -> dict[str, Any]:
     """How the target was met, as plain data."""
     on = options.latency_on if options.target == "latency" else None
     known = {"kind": options.target, "on": on, "amount": options.amount, "reached": met.cost}
@@ -267,7 +267,7 @@ def _target(options: Options, sizes: Sizes) -> Target | None:
     return Target(options.amount, spend, WORDS[options.target])
 
 
-def chosen(groups: Sequence[Group], options: Options, sizes: Sizes) -> tuple[Counts, Met | None]:
+def chosen(groups: Sequence[Group], options: Options, sizes: Sizes) -> tuple[Counts, Solution | None]:
     """How many channels each group keeps, by the shares as they are or scaled to the target, and how that was met."""
     keep = _shares(groups, options)
     if (target := _target(options, sizes)) is not None:

@@ -17,12 +17,12 @@ from torch import nn
 from vitcompress.assignments import differences
 from vitcompress.checkpoint import read_json
 from vitcompress.errors import PlanError
-from vitcompress.methods.widths import Made, Timed
+from vitcompress.methods.widths import CandidateClock, LazyModel
 from vitcompress.plan import Plan
 from vitcompress.workspace import Clock, Context
 
 
-def kept(context: Context, measure: Clock, runtime: str) -> Timed:
+def kept(context: Context, measure: Clock, runtime: str) -> CandidateClock:
     """Milliseconds of candidates on `runtime`, measured by `measure` once per plan and machine."""
     here = context.runtime.broadcast(dict(context.measured_on()) if context.runtime.is_main else None)
     key = _key(here)
@@ -30,16 +30,16 @@ def kept(context: Context, measure: Clock, runtime: str) -> Timed:
         context.progress.note(f"latencies on {runtime} are measured anew: those kept were taken elsewhere ({other})")
     context.memo(f"measured-on-{runtime}-{key}", lambda: here)
 
-    def measured(ask: Callable[[nn.Module, str], float], made: Made) -> float:
+    def measured(ask: Callable[[nn.Module, str], float], made: LazyModel) -> float:
         found = ask(made(), runtime)
         context.progress.note(f"a candidate takes {found:.4g} ms on {runtime}")  # dozens of them can take long
         return found
 
-    def told(ask: Callable[[nn.Module, str], float], suffix: str, made: Made, delta: Plan) -> float:
+    def told(ask: Callable[[nn.Module, str], float], suffix: str, made: LazyModel, delta: Plan) -> float:
         name = f"latency-{runtime}-{key}-{delta.digest[:16]}{suffix}"
         return float(context.memo(name, partial(measured, ask, made)))
 
-    return Timed(partial(told, measure.median, ""), partial(told, measure.undisturbed, "-undisturbed"))
+    return CandidateClock(partial(told, measure.median, ""), partial(told, measure.undisturbed, "-undisturbed"))
 
 
 @contextmanager
@@ -56,9 +56,9 @@ def unless_refused(context: Context, runtime: str) -> Iterator[None]:
         raise
 
 
-def once(measure: Clock, runtime: str) -> Timed:
+def once(measure: Clock, runtime: str) -> CandidateClock:
     """As `kept`, before the step has a folder: nothing is kept."""
-    return Timed(
+    return CandidateClock(
         lambda made, delta: measure.median(made(), runtime), lambda made, delta: measure.undisturbed(made(), runtime)
     )
 

@@ -16,7 +16,7 @@ from vitcompress import surgery
 from vitcompress.augmentation import Augmentation
 from vitcompress.checkpoint import read_json
 from vitcompress.families import Family
-from vitcompress.learner import Steering
+from vitcompress.learner import TrainingControls
 from vitcompress.methods.stage import Stage
 from vitcompress.plan import Plan
 from vitcompress.train_options import TrainOptions
@@ -55,7 +55,7 @@ def recover(model: nn.Module, context: Context, options: RecoverOptions) -> Plan
         recovery_settings(context.train, options),
         "training",
         label="recovery between steps",
-        steering=Steering(context.teacher()),
+        controls=TrainingControls(context.teacher()),
     )
     context.hand_over(copy.cpu())
     return _nothing(context.plan)

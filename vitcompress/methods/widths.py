@@ -21,15 +21,15 @@ from vitcompress.plan import Plan
 Scope = Literal["isomorphic", "global", "local"]
 ALL = "all"  # the one scope of everything but heads
 MILLION, GIGA = 1e6, 1e9
-Made = Callable[[], nn.Module]  # a model that is made only where it is needed
+LazyModel = Callable[[], nn.Module]  # a model that is made only where it is needed
 
 
 @dataclass(frozen=True)
-class Timed:
+class CandidateClock:
     """Milliseconds of (model as deployed, what was taken from it), as of `Clock`."""
 
-    median: Callable[[Made, Plan], float]
-    undisturbed: Callable[[Made, Plan], float]
+    median: Callable[[LazyModel, Plan], float]
+    undisturbed: Callable[[LazyModel, Plan], float]
 
 
 def groups_of(spaces: Sequence[Space], scores: Scores, scope: Scope) -> tuple[Group, ...]:
@@ -91,7 +91,7 @@ class Sizes:
         spaces: Sequence[Space],
         groups: Sequence[Group],
         base: Plan,
-        clock: Timed | None,
+        clock: CandidateClock | None,
     ) -> None:
         self.spaces, self.groups, self.base, self.clock = spaces, {g.name: g for g in groups}, base, clock
         self.model = model
@@ -133,7 +133,7 @@ class Sizes:
         """Of the model as it will be deployed, counted on shapes alone."""
         return cost.measure(_deployed(self.shapes, self.base, self.delta(counts)), self.input_size)
 
-    def latency(self, clock: Callable[[Made, Plan], float], counts: Counts) -> float:
+    def latency(self, clock: Callable[[LazyModel, Plan], float], counts: Counts) -> float:
         """Milliseconds of the model as it will be deployed."""
         delta = self.delta(counts)
         return clock(partial(_deployed, self.model, self.base, delta), delta)

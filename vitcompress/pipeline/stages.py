@@ -16,7 +16,7 @@ from vitcompress import checkpoint, models, surgery
 from vitcompress.checkpoint import write_json, write_text
 from vitcompress.data import no_data
 from vitcompress.gates import GATED_KINDS, GatedModel
-from vitcompress.learner import Steering, Surroundings
+from vitcompress.learner import TrainingContext, TrainingControls
 from vitcompress.methods import METHODS
 from vitcompress.methods.choice import PUBLISHED
 from vitcompress.pipeline.dense import record_settings
@@ -82,12 +82,17 @@ def _trained(job: Job) -> nn.Module:
 
 
 def _train(
-    job: Job, module: nn.Module, options: TrainOptions, folder: Path, label: str, steering: Steering | None = None
+    job: Job,
+    module: nn.Module,
+    options: TrainOptions,
+    folder: Path,
+    label: str,
+    controls: TrainingControls | None = None,
 ) -> TrainResult:
     assert job.data is not None
     module.to(job.runtime.device)
-    at = Surroundings(job.input, job.runtime, folder, label, job.recipe.run.seed, job.progress)
-    result = train(module, job.data.train, job.data.heldout, options, at, steering)
+    at = TrainingContext(job.input, job.runtime, folder, label, job.recipe.run.seed, job.progress)
+    result = train(module, job.data.train, job.data.heldout, options, at, controls)
     module.cpu()
     if result.accuracy and job.runtime.is_main:
         job.progress.note(f"held-out top-1 with the weights kept, of epoch {result.epoch + 1}: {result.accuracy}")
@@ -233,13 +238,13 @@ def _recovered(job: Job, dense: nn.Module, steps: Steps) -> nn.Module:
     fade = METHODS[step.method].dilute
     if fade is None:
         pruned = steps.pruned()
-        result = _train(job, pruned, options, folder, "recovery", Steering(teacher))
+        result = _train(job, pruned, options, folder, "recovery", TrainingControls(teacher))
     else:
         # The last step's layers fade out; what the steps before removed is gone from the start.
         gated = _gated(job, deepcopy(steps.model), steps.last)
         move = _mover(gated, fade(step.options, options.epochs))
         move(-1)
-        result = _train(job, gated, options, folder, "recovery", Steering(teacher, after_epoch=move))
+        result = _train(job, gated, options, folder, "recovery", TrainingControls(teacher, after_epoch=move))
         pruned = deepcopy(steps.model)  # without the gates' hooks
         pruned.load_state_dict(gated.model.state_dict())
         surgery.apply(pruned, steps.last)

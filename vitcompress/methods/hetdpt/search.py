@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from vitcompress.checkpoint import read_json, write_json
 from vitcompress.families import Site
 from vitcompress.gates import GatedModel
-from vitcompress.learner import Steering
+from vitcompress.learner import TrainingControls
 from vitcompress.methods.depth import KINDS, DepthOptions, Kind, all_layers, gated, in_forward_order, kind_of
 from vitcompress.methods.hetdpt.fast_training import FastTraining, fast_options
 from vitcompress.methods.images import training_part
@@ -134,12 +134,12 @@ class _Search:
         restarts = self.options.schedule == "restarts"
         label = "step 2, importance search"
         with self.watch.attached():
-            steering = Steering(
+            controls = TrainingControls(
                 lr_scale=lambda epoch: lr_scale(epoch, self.removals, lowest) if restarts else 1.0,
                 after_epoch=self._after_epoch,
                 parameter_groups=parameter_groups(self.model, settings, self.options.score_lr),
             )
-            self.context.run_training(self.model, images, None, settings, "search", label=label, steering=steering)
+            self.context.run_training(self.model, images, None, settings, "search", label=label, controls=controls)
         return self._result()
 
     def _after_epoch(self, epoch: int) -> None:

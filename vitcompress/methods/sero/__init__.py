@@ -22,7 +22,7 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import Family, Space
-from vitcompress.learner import Steering
+from vitcompress.learner import TrainingControls
 from vitcompress.methods.choice import ARBITRARY, GIVEN, Choice
 from vitcompress.methods.sero.evidence import FILE, charts, record, remarks, tables
 from vitcompress.methods.sero.exploration import Exploration
@@ -129,7 +129,7 @@ def _explored(copy: nn.Module, context: Context, options: Options) -> Exploratio
             context.data.heldout,
             _settings(context.train, options),
             "exploration",
-            steering=Steering(hooks=found),
+            controls=TrainingControls(hooks=found),
         )
     finally:
         found.close()

@@ -28,7 +28,7 @@ TIED_WIDTH = 16  # the least head width that fused attention kernels take
 
 
 @dataclass(frozen=True)
-class Rules:
+class LayoutRules:
     """How live channels may lie. round_to: widths (per head) are multiples of it."""
 
     layout: Layout
@@ -59,7 +59,7 @@ def unit_spaces(spaces: Iterable[Space]) -> tuple[Space, ...]:
     return tuple(space for space in spaces if space.kind in KINDS)
 
 
-def project(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: float, rules: Rules) -> Live:
+def project(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: float, rules: LayoutRules) -> Live:
     """Space -> whether each channel lives, (channels,), when `sparsity` of all units goes.
 
     scores: (channels,) each, the higher the better; equal ones are told apart by `ties`, then by their number.
@@ -136,7 +136,7 @@ def _groups(spaces: Sequence[Space], layout: Layout) -> list[tuple[Space, ...]]:
     return list(found.values())
 
 
-def _ladder(group: tuple[Space, ...], scores: Scores, ties: Scores, rules: Rules) -> _Ladder:
+def _ladder(group: tuple[Space, ...], scores: Scores, ties: Scores, rules: LayoutRules) -> _Ladder:
     width = group[0].size // group[0].heads
     first = max(rules.round_to, TIED_WIDTH) if len(group) > 1 else rules.round_to
     edges = (*range(min(first, width), width, rules.round_to), width)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from vitcompress.methods.sero.layout import Layout, Rules, Threshold
+from vitcompress.methods.sero.layout import Layout, LayoutRules, Threshold
 
 Criterion = Literal["gradient", "gradient_times_weight", "weight", "random"]
 CriterionPass = Literal["dense", "masked"]
@@ -36,8 +36,8 @@ class Options:
     weight_scale: WeightScale = "gradient"
 
     @property
-    def rules(self) -> Rules:
-        return Rules(self.layout, self.round_to, self.threshold)
+    def rules(self) -> LayoutRules:
+        return LayoutRules(self.layout, self.round_to, self.threshold)
 
 
 def sparsity_at(options: Options) -> Callable[[int, int, int], float]:

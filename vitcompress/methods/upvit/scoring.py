@@ -87,19 +87,26 @@ def orders(
     context.progress.stage(f"channel importance of {len(wanted)} components ({options.score})")
     if options.score in UNMEASURED:
         return _unmeasured(model, context, options, wanted)
-    screen: dict[str, list[float]] = {}
-    if options.score != "exact" and (options.score == "fisher" or options.screen == "fisher"):
-        screen = context.memo("fisher", lambda: _fisher(model, context, options, wanted, loader))
-    elif options.score == "screened":
-        few = training_views(context, options.screen_images, PROXY_BATCH)
-        screen = _exact(model, context, options, wanted, few, {}, "screen")
+    if options.score == "exact":
+        exact = _exact(model, context, options, wanted, loader, {}, "scores")
+        return {name: least_first(scores) for name, scores in exact.items()}
+    screen = _screen(model, context, options, wanted, loader)
     if options.score == "fisher":
         return {name: least_first(scores) for name, scores in screen.items()}
-    band = {c.name: _undecided(c, screen[c.name], goal, options) for c in wanted if screen}
+    band = {c.name: _undecided(c, screen[c.name], goal, options) for c in wanted}
     exact = _exact(model, context, options, wanted, loader, band, "scores")
-    if not screen:
-        return {name: least_first(scores) for name, scores in exact.items()}
     return {c.name: _joined(screen[c.name], exact[c.name], band[c.name]) for c in wanted}
+
+
+def _screen(
+    model: nn.Module, context: Context, options: Options, wanted: Sequence[Component], loader: EvalLoader
+) -> dict[str, list[float]]:
+    """Component -> cheap scores of all its channels: the Gauss-Newton estimate, or exact scores on few images."""
+    if options.score == "fisher" or options.screen == "fisher":
+        found: dict[str, list[float]] = context.memo("fisher", lambda: _fisher(model, context, options, wanted, loader))
+        return found
+    few = training_views(context, options.screen_images, PROXY_BATCH)
+    return _exact(model, context, options, wanted, few, {}, "screen")
 
 
 def _unmeasured(
