@@ -1,5 +1,6 @@
 """Folders and recipes: what is begun continues, what is another's is left alone, what cannot work writes nothing."""
 
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,17 @@ from vitcompress.pipeline.folder import HEADER, opened, sole_user
 from vitcompress.plan import Plan
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small")
+    world.run(folder, *world.BARE, text=SMALL)
+    return folder
+
+
 @pytest.fixture
-def small(tmp_path: Path) -> Path:
+def small(finished: Path, tmp_path: Path) -> Path:
     """A folder with a finished `run` of SMALL, and the dense model beside it."""
-    world.run(tmp_path, *world.BARE, text=SMALL)
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
