@@ -6,7 +6,16 @@ from typing import Any
 import click
 
 from vitcompress import console
-from vitcompress.cli.options import PREPARATION, export_options, given, numbers, preparation_options, taken
+from vitcompress.cli.options import (
+    PREPARATION,
+    RUNNER,
+    export_options,
+    given,
+    numbers,
+    preparation_options,
+    runner_options,
+    taken,
+)
 from vitcompress.cli.shared import answer, common, fell_short, working
 
 
@@ -70,24 +79,6 @@ def export(
     return 0
 
 
-# Options that are fields of RunnerOptions.
-RUNNER = ("device", "provider", "precision", "threads", "compile", "trust", "cuda_graph", "transfers", "engine_cache")
-_device = click.option(
-    "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, mps (default: cuda for engines, cpu for the rest)."
-)
-_trust = click.option("--trust", is_flag=True, help="Open engines that no sidecar vouches for. They can run any code.")
-_provider = click.option(
-    "--provider", metavar="NAME", help="ONNX Runtime execution provider, as in CUDAExecutionProvider."
-)
-_engine_cache = click.option(
-    "--engine-cache",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="DIR",
-    help="Folder of your own for what TensorRT providers of ONNX Runtime build, to be used again.",
-)
-_threads = click.option("--threads", type=click.IntRange(1), help="CPU threads of one call (default: the runtime's).")
-
-
 @click.command()
 @click.argument("artifacts", nargs=-1, required=True, metavar="ARTIFACT...")
 @click.option(
@@ -117,11 +108,7 @@ _threads = click.option("--threads", type=click.IntRange(1), help="CPU threads o
     "--memory", is_flag=True, help="Measure what each artifact adds to memory on the CPU (some seconds each)."
 )
 @click.option("--transfers", is_flag=True, help="Time the copies of images to the device and of logits back, too.")
-@_device
-@_provider
-@_engine_cache
-@_threads
-@_trust
+@runner_options
 @common
 def bench(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any) -> int:
     """Measure artifacts in turns, dense against compressed.
@@ -153,11 +140,7 @@ def bench(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any
     "--bench", type=click.Path(path_type=Path, dir_okay=False), help="Output of `bench --json`, to take speeds from."
 )
 @preparation_options
-@_device
-@_provider
-@_engine_cache
-@_threads
-@_trust
+@runner_options
 @common
 def evaluate(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any) -> int:
     """Top-1 and top-5 of artifacts, with counts.

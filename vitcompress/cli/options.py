@@ -126,6 +126,24 @@ _PREPARATION = (
 )
 
 
+# Options that are fields of RunnerOptions; `_RUNNER` has those that all commands with runners share.
+RUNNER = ("device", "provider", "precision", "threads", "compile", "trust", "cuda_graph", "transfers", "engine_cache")
+_RUNNER = (
+    click.option(
+        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, mps (default: cuda for engines, cpu for the rest)."
+    ),
+    click.option("--provider", metavar="NAME", help="ONNX Runtime execution provider, as in CUDAExecutionProvider."),
+    click.option(
+        "--engine-cache",
+        type=click.Path(path_type=Path, file_okay=False),
+        metavar="DIR",
+        help="Folder of your own for what TensorRT providers of ONNX Runtime build, to be used again.",
+    ),
+    click.option("--threads", type=click.IntRange(1), help="CPU threads of one call (default: the runtime's)."),
+    click.option("--trust", is_flag=True, help="Open engines that no sidecar vouches for. They can run any code."),
+)
+
+
 def export_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of an export, each one a field of ExportOptions; what was not given is left out."""
     return _with(EXPORT, command)
@@ -134,6 +152,11 @@ def export_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def preparation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What is told of files that do not say how their images are prepared."""
     return _with(_PREPARATION, command)
+
+
+def runner_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """How artifacts are run, for every command that runs some."""
+    return _with(_RUNNER, command)
 
 
 def _with(options: Sequence[Callable[..., Any]], command: Callable[..., Any]) -> Callable[..., Any]:
