@@ -88,7 +88,7 @@ def _metadata(path: Path) -> dict[str, Any]:
 
 
 def structure_checks(model: nn.Module, path: Path, name: str = "onnx") -> list[Check]:
-    """Nothing idle in the graph, every weight of its sliced or folded size, every removed layer gone."""
+    """No idle node in the graph, every weight of its sliced or folded size, every removed layer gone."""
     found = onnx_file.facts(path)
     idle = [*found.no_work, *(f"{node} (times zero)" for node in found.zero_products)]
     return [
@@ -150,7 +150,7 @@ def _in_parts(answer: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
 
 
 def _wrong_weights(model: nn.Module, found: onnx_file.Facts) -> Iterator[str]:
-    """Sizes that one side has more often than the other."""
+    """Sizes of weights that the file has more or less often than the model."""
     kinds = (nn.Linear, nn.Conv2d)
     expected = Counter(onnx_file.weight_key(tuple(m.weight.shape)) for m in model.modules() if isinstance(m, kinds))
     actual = Counter(found.weights)

@@ -120,7 +120,7 @@ def account(stored: nn.Module, path: Path, rows: Iterable[PlannedTensor] = ()) -
 
 
 def _is_needed(tensor: Tensor) -> bool:
-    """Whether a file must hold it: exporters leave out biases of zero, and write what buffers say into the graph."""
+    """Whether a file must hold this tensor: exporters leave out biases of zero, and write buffers into the graph."""
     return isinstance(tensor, nn.Parameter) and bool((tensor != tensor.flatten()[0]).any())
 
 
@@ -135,7 +135,7 @@ def _by_value(tensors: Mapping[str, Tensor], held: Sequence[Stored]) -> tuple[di
         turned = [tensor.T] if tensor.dim() == 2 else []
         ways = ((tensor.dtype in INDEX, _digest(data_of(way))) for way in (tensor, *turned))
         key = next((key for key in ways if key in places), None)
-        if key is not None:  # tensors of equal values may be one in the file; one that is there too often is left
+        if key is not None:  # the file may hold tensors of equal values once; what it holds too often is left over
             same = places[key]
             found[name] = same.pop(0) if len(same) > 1 else same[0]
     used = {id(stored) for stored in found.values()}
@@ -145,7 +145,7 @@ def _by_value(tensors: Mapping[str, Tensor], held: Sequence[Stored]) -> tuple[di
 
 
 def _sides(stored: Stored) -> Shape:
-    """Its sizes, however often a 1 stands between them."""
+    """The sizes of a tensor without those that are 1."""
     return tuple(size for size in stored.shape if size != 1)
 
 
@@ -161,9 +161,9 @@ def _source(stored: Stored, missing: Mapping[str, Tensor]) -> str | None:
 
 
 def _is_constant(stored: Stored) -> bool:
-    """Whether it is what a graph computes with: indices, a few values, or a mask of few different ones.
+    """Whether this is a constant of the graph: indices, a few values, or a mask of few different ones.
 
-    A weight is neither; nothing but zeros are the weights of a layer that was masked as a whole.
+    Weights are none of these. A tensor of zeros alone is no constant: it is a layer that was masked as a whole.
     """
     if stored.index or _count(stored) <= SMALL:
         return True
@@ -216,7 +216,7 @@ def account_checks(found: Account, name: str) -> list[Check]:
 
 
 def table(rows: Iterable[PlannedTensor], model: nn.Module, files: Mapping[str, Account]) -> dict[str, Any]:
-    """The way of every tensor that the plan changed, as plain data, and where the bytes of each file go."""
+    """As plain data: every tensor that the plan changed, from dense to each file, and where each file's bytes go."""
     sizes = _sizes(model)
     return {
         "tensors": [

@@ -11,7 +11,7 @@ def figure(value: float) -> str:
 
 
 def span(least: object, most: object) -> str:
-    """`2 to 8`, or `2` where both ends are written alike."""
+    """`2 to 8`, or `2` where both ends are the same text."""
     low, high = str(least), str(most)
     return low if low == high else f"{low} to {high}"
 
@@ -43,7 +43,7 @@ def sized(shape: Sequence[int]) -> str:
 
 
 def rate(per_second: float) -> str:
-    """Three digits where that is more than whole numbers show: 2.94, 1,234."""
+    """Three digits, or all of those before the point if they are more: 2.94, 1,234."""
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 

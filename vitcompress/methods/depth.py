@@ -92,7 +92,7 @@ def any_layers(model: nn.Module, family: Family, count: int, kinds: Sequence[Kin
 
 
 def _spread(numbers: Sequence[int], count: int) -> list[int]:
-    """`count` of the numbers, as evenly as can be: of each of so many equal parts the middle one."""
+    """`count` of the numbers, evenly spread: the middle one of each of `count` equal parts."""
     return [numbers[(2 * part + 1) * len(numbers) // (2 * count)] for part in range(count)]
 
 
@@ -174,7 +174,7 @@ def decided(
     """
     removed = {kind: sorted(chosen.get(kind, ())) for kind in KINDS}
     both = sorted(set(removed["attention"]) & set(removed["activation"]))
-    # A block that lost both is affine up to its norms: which ones did changes the network, so it is written down.
+    # A block that lost both is affine up to its norms: that changes the network, so these blocks are named.
     context.memo("choice", lambda: {**removed, "both": both})
     context.progress.note(
         f"removed: attention of blocks {removed['attention']}, activation of blocks {removed['activation']}"
@@ -205,7 +205,7 @@ def gated(
 
 
 def macs_after(model: nn.Module, context: Context, options: DepthOptions, attentions: int, activations: int) -> float:
-    """Multiply-accumulates of the folded model after removing so many layers of each type, from the first on."""
+    """Multiply-accumulates of the folded model without the first so many layers of each type."""
     found = layers(model, context.family)
     removed: dict[Kind, list[int]] = {
         kind: [site.index for site in found[kind][:count]]

@@ -43,8 +43,8 @@ WORDS = {
     "params": "{:.4g} M parameters",
     "latency": "{:.4g} ms",
 }
-LATENCY_ROUNDS = 5  # each is an export and a measurement
-MISSED = 0.05  # share of a latency that its measurements scatter by; targets that are counted are met to `budget.CLOSE`
+LATENCY_ROUNDS = 5  # each candidate is exported and measured
+MISSED = 0.05  # share by which measurements of a latency scatter; targets that are counted are met to `budget.CLOSE`
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
 
 
 def timed(options: Options) -> Options | None:
-    """What `plan` needs no data for, only a clock, to find the structure that meets a latency; None without one."""
+    """Where a latency is aimed at, options with which `plan` needs a clock but no data; else None."""
     return replace(options, criterion="random") if options.target == "latency" else None
 
 

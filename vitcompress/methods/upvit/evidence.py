@@ -25,7 +25,7 @@ def _rounds(folder: Path) -> list[dict[str, Any]]:
 
 
 def _scored(folder: Path) -> Iterator[Scored]:
-    """What was measured exactly; without any, the estimates."""
+    """The exact scores, or the estimates where no channel was measured exactly."""
     kept = read_json(folder / "kept.json") if (folder / "kept.json").is_file() else {}
     paths = {path.stem.removeprefix("scores-"): path for path in folder.glob("scores-*.json")}
     found = {name: read_json(paths[name]) for name in sorted(paths, key=_forward)}
@@ -37,7 +37,7 @@ def _scored(folder: Path) -> Iterator[Scored]:
 
 
 def _forward(name: str) -> list[tuple[int, str]]:
-    """Sorts by block number, not by its digits."""
+    """Sort key that compares block numbers as numbers, not as text."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in name.split(".")]
 
 

@@ -1,4 +1,4 @@
-"""A cheap estimate of S(c): the curvature of KL at the model as it is. Always called a screen, never the score.
+"""A cheap estimate of S(c): the curvature of KL at the model as it is. It is called a screen, not a score.
 
 With a gate g_c on each channel, KL(softmax(z) || softmax(z(g))) and its gradient are zero at g = 1, so that up to
 second order (Gauss-Newton) taking a channel away costs

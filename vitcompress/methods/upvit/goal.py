@@ -72,7 +72,7 @@ def _stages(model: nn.Module, family: Family, aim: Target) -> dict[str, list[Blo
 
 
 def _check_attention(component: Component, goal: Goal, options: Options) -> None:
-    """Raise PlanError where it cannot be regrouped into that of the target."""
+    """Raise PlanError where this attention cannot be regrouped into that of the target."""
     sizes = {space.kind: space.size for space in component.spaces}
     if len(set(sizes.values())) > 1:
         raise PlanError(
