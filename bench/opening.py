@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import shutil
 import tempfile
 import warnings
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import onnx
 import torch
 from timm.utils.onnx import onnx_export
 from torch import Tensor
@@ -19,6 +21,7 @@ from vitcompress import models
 from vitcompress.errors import InputError, VitcompressError, did_you_mean, first_line
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.exporters.torch_runner import TIMM, TORCH_TYPES
+from vitcompress.precision import HALF
 
 TIMM_ONNX = "timm-onnx:"  # the file that timm itself exports
 WORDS: dict[str, dict[str, Any]] = {
@@ -109,11 +112,17 @@ def settings(variants: str, device: str | None) -> dict[str, dict[str, Any]]:
 
 
 def _timm_onnx(name: str, options: RunnerOptions) -> Runner:
-    """timm's own export of its model, with the batch dynamic; the file is deleted once it is open."""
+    """timm's own export of its model in fp32, with the batch dynamic; the file is deleted once it is open."""
+    if options.precision in HALF:
+        raise InputError(
+            f"{name} is exported by timm in fp32, {options.precision} was asked for",
+            hint=f"leave --precision out: files run in their own; in torch {TIMM}NAME runs in {options.precision}",
+        )
     model = models.create(name[len(TIMM_ONNX) :], weights=options.weights)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timm.onnx"
         export_by_timm(model, path)
+        _label(path, precision="fp32")
         runner = open_runner(path, options)
     runner.name = name
     return runner
@@ -128,6 +137,13 @@ def export_by_timm(model: Any, path: Path) -> None:
             onnx_export(model.eval(), str(path), input_size=size, use_dynamo=True)
     except Exception as error:  # whatever torch's exporter raises when timm calls it
         raise VitcompressError(f"timm could not export its model: {first_line(error)}") from error
+
+
+def _label(path: Path, **known: str) -> None:
+    """Have an ONNX file say of itself what is known of it, as our own files do."""
+    model = onnx.load(str(path), load_external_data=False)
+    onnx.helper.set_model_props(model, {key: json.dumps(value) for key, value in known.items()})
+    onnx.save(model, str(path))
 
 
 def _check_done(runner: Runner, options: RunnerOptions) -> None:

@@ -192,9 +192,13 @@ def test_timms_own_export_is_an_artifact() -> None:
     found = suite.run(["timm-onnx:test_vit"], SMALL, batch=3, runs=1)
     (row,) = found.rows
     assert (row["artifact"], row["runtime"], row["batch"]) == ("timm-onnx:test_vit", "onnxruntime", 3)
+    assert row["precision"] == "fp32"
     own, ours = opening.open_all(["timm-onnx:test_vit", "timm:test_vit"], RunnerOptions(), None, ExitStack())
     x = opening.synthetic_images(own.input_size, 2, 1)
     torch.testing.assert_close(own(x), ours(x))
+    with pytest.raises(InputError, match="is exported by timm in fp32, fp16 was asked") as caught:
+        suite.run(["timm-onnx:test_vit"], SMALL, runner=RunnerOptions(precision="fp16"))
+    assert "leave --precision out" in str(caught.value.hint)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
