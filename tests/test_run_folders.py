@@ -11,7 +11,7 @@ from whole_runs import SMALL, tree, with_steps
 
 from vitcompress import checkpoint, models, pipeline
 from vitcompress.errors import InputError, OutputError, PlanError, WeightsError
-from vitcompress.pipeline.folder import HEADER, opened, sole_user
+from vitcompress.pipeline.folder import HEADER, difference, opened, sole_user, written_recipe
 from vitcompress.plan import Plan
 
 
@@ -46,8 +46,16 @@ def test_structure_only_is_not_the_whole_run(tmp_path: Path) -> None:
     checkpoint.save_tensors(tmp_path / "weights" / "own.safetensors", model.state_dict())
     same = {"weights": str(tmp_path / "weights" / "own.safetensors"), "text": SMALL}
     world.run(tmp_path, *world.BARE, "model.classes=10", structure_only=True, **same)
-    with pytest.raises(OutputError, match=r"another recipe \(structure only there\)"):
+    with pytest.raises(OutputError, match=r"another recipe \(structure only there, a whole run here\)"):
         world.run(tmp_path, *world.BARE, "model.classes=10", **same)
+
+
+def test_which_of_two_alike_is_structure_only_is_told(tmp_path: Path) -> None:
+    recipe = world.recipe(tmp_path)
+    whole, structure = (written_recipe(recipe, structure_only=only) for only in (False, True))
+    assert difference(whole, structure) == "a whole run there, structure only here"
+    assert difference(structure, whole) == "structure only there, a whole run here"
+    assert difference(whole, f"{whole}# a comment\n") == "written by another version"
 
 
 def unlocked(folder: Path) -> dict[str, int]:

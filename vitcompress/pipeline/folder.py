@@ -144,7 +144,8 @@ def difference(there: str, here: str) -> str:
     except tomllib.TOMLDecodeError:
         return "its recipe.toml is not readable"
     if not told:
-        return "structure only there" if STRUCTURE_ONLY in there else "written by another version, or structure only"
+        kinds = ["structure only" if STRUCTURE_ONLY in text else "a whole run" for text in (there, here)]
+        return "written by another version" if kinds[0] == kinds[1] else f"{kinds[0]} there, {kinds[1]} here"
     return "; ".join(told)
 
 
