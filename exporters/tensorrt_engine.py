@@ -40,12 +40,13 @@ from vitcompress.models import InputConfig
 from vitcompress.progress import Progress
 from vitcompress.sidecar import sidecar_path
 
-COMMON = ONNX.uses | {"batch", "sm", "optimization_level", "workspace", "keep_onnx"}
+COMMON = ONNX.uses | {"batch", "sm", "workspace", "keep_onnx"}
 DECOMPOSED = (
     "decomposed attention, which TensorRT fuses in half precision where q/k and v are equally wide, and builds at any "
     "widths and in fp32; its Attention operator (TensorRT 10.14 on) wants equal widths and a fused kernel"
 )
-ONLY_TRT = {"timing_cache", "hardware_compatible", "version_compatible"}  # need a GPU, or parts that RTX leaves out
+# They need a GPU, or parts that TensorRT for RTX leaves out; its engines are the same bytes at each optimization level.
+ONLY_TRT = {"timing_cache", "hardware_compatible", "version_compatible", "optimization_level"}
 
 
 def export(

@@ -142,6 +142,7 @@ def test_the_build_shows_its_progress(made: Path) -> None:
         ({"batch": (8, 4, 16)}, "not in order"),
         ({"batch": (1, 16, 8)}, "not in order"),
         ({"timing_cache": Path("kernels.bin")}, "timing_cache was given"),
+        ({"optimization_level": 2}, "optimization_level was given"),
         ({"hardware_compatible": "ampere+"}, "hardware_compatible was given"),
         ({"version_compatible": True}, "version_compatible was given"),
         ({"precision": "int3"}, "int3"),

@@ -20,11 +20,10 @@ from vitcompress.exporters import EXPORTERS, tensorrt_process, tensorrt_runner
 from vitcompress.exporters.messages import receive, send
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.runtimes import open_runner
-from vitcompress.exporters.tensorrt_build import COMPATIBLE
-from vitcompress.exporters.tensorrt_flavours import FLAVOURS, RTX, Flavour
+from vitcompress.exporters.tensorrt_flavours import RTX
 from vitcompress.exporters.tensorrt_process import EngineProcess
 from vitcompress.exporters.tensorrt_runner import vouched
-from vitcompress.exporters.tensorrt_worker import TYPES, serve
+from vitcompress.exporters.tensorrt_worker import serve
 from vitcompress.models import input_config
 from vitcompress.sidecar import amend_sidecar, read_sidecar, sidecar_path
 
@@ -204,53 +203,6 @@ def test_messages_pass_a_pipe_and_what_is_none_is_refused() -> None:
             receive(io.BytesIO(wrong))
     with pytest.raises(EOFError):
         receive(io.BytesIO(b'{"bytes": 9}\nshort'))
-
-
-@pytest.mark.parametrize("flavour", FLAVOURS.values(), ids=list(FLAVOURS))
-def test_the_library_has_what_we_ask_it_for(flavour: Flavour) -> None:
-    """Names only: most of the calls need a GPU."""
-    if reason := flavour.missing():
-        pytest.skip(reason)
-    library = flavour.load()
-    builder = ("create_network", "create_builder_config", "create_optimization_profile", "build_serialized_network")
-    build = ("profiling_verbosity", "builder_optimization_level", "hardware_compatibility_level", "progress_monitor")
-    build += ("clear_flag", "set_flag", "set_memory_pool_limit", "add_optimization_profile")
-    build += ("create_timing_cache", "set_timing_cache")
-    engine = ("get_tensor_name", "get_tensor_mode", "get_tensor_shape", "get_tensor_dtype", "get_tensor_profile_shape")
-    engine += ("num_io_tensors", "create_runtime_config", "create_execution_context", "create_engine_inspector")
-    context = ("set_input_shape", "set_tensor_address", "execute_async_v3", "get_tensor_shape", "nvtx_verbosity")
-    context += ("active_optimization_profile", "set_optimization_profile_async")
-    runtime = ("engine_host_code_allowed", "tempfile_control_flags", "deserialize_cuda_engine")
-    config = ("cuda_graph_strategy", "dynamic_shapes_kernel_specialization_strategy")
-    asked: dict[str, tuple[str, ...]] = {
-        "Builder": builder,
-        "INetworkDefinition": ("name",),
-        "NetworkDefinitionCreationFlag": ("STRONGLY_TYPED",),
-        "OnnxParser": ("parse_from_file", "num_errors", "get_error"),
-        "ParserError": ("node_operator", "node_name", "desc"),
-        "IBuilderConfig": build,
-        "BuilderFlag": ("TF32", "VERSION_COMPATIBLE"),
-        "MemoryPoolType": ("WORKSPACE",),
-        "HardwareCompatibilityLevel": tuple(COMPATIBLE.values()),
-        "IOptimizationProfile": ("set_shape",),
-        "ITimingCache": ("serialize",),
-        "IProgressMonitor": ("phase_start", "step_complete", "phase_finish"),
-        "ProfilingVerbosity": ("DETAILED", "NONE"),
-        "ILogger": ("log", "WARNING", "ERROR", "INTERNAL_ERROR"),
-        "ICudaEngine": engine,
-        "IExecutionContext": context,
-        "Runtime": runtime,
-        "TensorIOMode": ("INPUT", "OUTPUT"),
-        "DataType": tuple(TYPES),
-        "EngineInspector": ("get_engine_information",),
-        "LayerInformationFormat": ("JSON",),
-    }
-    if flavour is RTX:
-        asked["IRuntimeConfig"] = config
-        asked["CudaGraphStrategy"] = ("DISABLED", "WHOLE_GRAPH_CAPTURE")
-        asked["DynamicShapesKernelSpecializationStrategy"] = ("EAGER",)
-    missing = {kind: [n for n in names if not hasattr(getattr(library, kind), n)] for kind, names in asked.items()}
-    assert {kind: names for kind, names in missing.items() if names} == {}
 
 
 def test_bench_refuses_an_engine_that_nobody_vouches_for(engine: Path) -> None:

@@ -90,7 +90,7 @@ EXPORT = (
         help="Parts kept in fp32: norm, softmax, head, ffn, module paths; auto searches.",
     ),
     click.option("--uint8", is_flag=True, help="Take bytes (batch, height, width, channels); normalise in the file."),
-    click.option("--optimization-level", type=click.IntRange(0, 5), help="0 builds quickly, 5 the quickest engine."),
+    click.option("--optimization-level", type=click.IntRange(0, 5), help="0: quick build, 5: quickest engine; trt."),
     click.option("--workspace", callback=size, metavar="SIZE", help="Memory an engine may use, as in 4G."),
     click.option("--timing-cache", type=click.Path(path_type=Path), help="Remember measured kernels in this file."),
     click.option(
