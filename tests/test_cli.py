@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,19 @@ def stopped(tmp_path: Path, *arguments: str, when: str) -> subprocess.CompletedP
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     return subprocess.CompletedProcess(process.args, process.returncode, out, said + err)
+
+
+def test_ctrl_c_is_heard_even_where_python_ignores_exceptions() -> None:
+    class Graph:
+        """Freed while Ctrl-C is pressed."""
+
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt), shared.repeated_interrupts():
+        Graph()
+        for _ in range(1000):
+            time.sleep(0.01)
 
 
 def test_ctrl_c_is_one_line_and_exit_130(tmp_path: Path) -> None:

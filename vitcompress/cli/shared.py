@@ -1,5 +1,6 @@
 """What all commands share: common options, progress, output, and errors as a panel and an exit code."""
 
+import _thread
 import contextlib
 import functools
 import logging
@@ -20,6 +21,7 @@ from vitcompress.errors import CheckFailedError, InputError, VitcompressError, f
 from vitcompress.progress import Progress
 
 STOPPED = 130  # what a shell reports of a program that Ctrl-C ended
+AGAIN = 0.05  # seconds after which a Ctrl-C that was lost is repeated
 OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|failed to allocate memory|bad_alloc", re.IGNORECASE)
 
 
@@ -54,9 +56,31 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with repeated_interrupts():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             raise Stopped from None
+
+
+@contextlib.contextmanager
+def repeated_interrupts() -> Iterator[None]:
+    """Repeat a Ctrl-C that Python lost: it ignores exceptions in finalizers, and freeing a torch graph runs many."""
+    before, repeats = sys.unraisablehook, list[threading.Timer]()
+
+    def hook(lost: Any) -> None:
+        if lost.exc_type is not KeyboardInterrupt:
+            before(lost)
+            return
+        repeats.append(threading.Timer(AGAIN, _thread.interrupt_main))  # at once, it would be lost in this hook
+        repeats[-1].start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+        for repeat in repeats:
+            repeat.cancel()
 
 
 def _open_streams() -> None:
