@@ -46,7 +46,7 @@ SHARES = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2}
 PREFIX = "agreement."
 SMALL = (1, 3)
 PART = 16  # images at a time through the model in torch
-WORK = 5 * 10**12  # multiply-accumulates of one call on the CPU at most: DeiT-B's of 284 images, which take 7 GB there
+WORK = 5 * 10**12  # multiply-accumulates of one call on the CPU at most; 256 images in DeiT-B are 4.5e12, and take 7 GB
 
 
 @dataclass(frozen=True)

@@ -239,32 +239,29 @@ def test_a_file_of_any_name_is_checked_with_its_folder(folder: Path) -> None:
     assert "weights.edge.onnx" in failed and not any("notes" in name for name in failed)
 
 
-@pytest.mark.parametrize(("images", "most"), [(284, 16), (10, 10)])
-def test_the_file_beneath_an_engine_is_asked_as_many_images_at_once_as_that(
+@pytest.mark.parametrize(("images", "most"), [(100, 16), (10, 10)])
+def test_the_file_beneath_an_engine_is_asked_at_its_batches(
     folder: Path, monkeypatch: pytest.MonkeyPatch, images: int, most: int
 ) -> None:
-    """As far as this processor gets through them: the rest is for the engine's GPU."""
     path = export_folder(folder).path
     amend_sidecar(path, build={"batch": [2, 8, 16]})
     model = checkpoint.load(folder)
     monkeypatch.setattr(agreement, "WORK", images * measure(model, (3, 8, 8)).macs)
     checks = agreement.file_checks(model, path, IMAGES)
-    assert {check.verdict for check in checks} == {"passed"}
-    assert all(check.detail.endswith(f"on cpu, batch 2, 3, 8, {most}") for check in checks)
+    ends = {(check.verdict, check.detail.split("on cpu, ")[1]) for check in checks}
+    assert ends == {("passed", f"batch 2, 3, 8, {most}")}
 
 
 @pytest.mark.parametrize(
-    ("batches", "images", "asked"),
+    ("sizes", "images", "asked"),
     [
         ((1, 3, 8), 5, [[0], [0, 1, 2], [0, 1, 2, 3, 4, 0, 1, 2]]),
         ((1,), 3, [[0], [1], [2]]),
         ((2,), 5, [[0, 1], [2, 3], [4, 0]]),
     ],
 )
-def test_every_image_is_asked_whatever_an_engine_takes_at_once(
-    batches: tuple[int, ...], images: int, asked: list[list[int]]
-) -> None:
-    assert [portion.tolist() for portion in agreement._portions(batches, images)] == asked
+def test_every_image_is_asked_at_whatever_batch(sizes: tuple[int, ...], images: int, asked: list[list[int]]) -> None:
+    assert [portion.tolist() for portion in agreement._portions(sizes, images)] == asked
 
 
 def test_openvino_never_computes_in_another_precision(folder: Path) -> None:
