@@ -235,6 +235,7 @@ def test_dilution_follows_the_released_schedule() -> None:
         values = [nose.dilute(nose.Options(pruned_layers=1), epochs)(e) for e in range(epochs + 1)]
         assert values == sorted(values, reverse=True)
         assert values[-1] == 0.0
+        assert values[epochs - 1] == 0.0, "the last epoch would be judged with layers that the deployed model lacks"
 
 
 def test_nose_measures_dropped_and_deploys_doubled(tmp_path: Path) -> None:

@@ -65,12 +65,14 @@ def structure_activations(model: nn.Module, family: Family, base: Plan, options:
 
 def dilute(options: ActivationOptions, epochs: int) -> Callable[[int], float]:
     """lambda at each epoch (from 0) of a recovery of `epochs`: 1 - e/299 of 400 epochs, then 0; used for evaluation
-    too.
+    too. The last epoch is without the layers, as the deployed model is, even where it is the only one.
     """
     last = round(options.dilution * epochs) - 1
 
     def strength(epoch: int) -> float:
-        return max(0.0, 1.0 - epoch / last) if last > 0 else float(epoch <= last)
+        if last > 0:
+            return max(0.0, 1.0 - epoch / last)
+        return float(epoch <= last and epoch < epochs - 1)
 
     return strength
 
