@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vitcompress import gpus
 from vitcompress.bench import machine, telemetry, timing
 
 NOISY = {"cuda": 0.025, "cpu": 0.10}  # variation of the runs from which they are called noisy; trtexec's limit on GPUs
@@ -35,13 +36,13 @@ class Watched:
 
 def facts() -> dict[str, Any]:
     """Hardware, versions, and the GPUs' settings."""
-    gpus: list[Any] = []
-    for index in range(torch.cuda.device_count()):
+    settings: list[Any] = []
+    for index in range(gpus.count()):
         try:
-            gpus.append(_gpu(index).settings())
+            settings.append(_gpu(index).settings())
         except LookupError as reason:
-            gpus.append(str(reason))
-    return {**machine.facts(), "gpu_settings": gpus}
+            settings.append(str(reason))
+    return {**machine.facts(), "gpu_settings": settings}
 
 
 @contextmanager

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from onnx import TensorProto, helper
 
-from vitcompress.errors import VitcompressError
+from vitcompress import gpus
+from vitcompress.errors import VitcompressError, first_line
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.onnx_libraries import said_by
 from vitcompress.exporters.onnx_providers import PROVIDERS
@@ -54,9 +55,9 @@ def examine() -> dict[str, Any]:
 
 def _devices() -> dict[str, str | None]:
     """Device -> its name, None where this machine has none."""
-    gpus = {f"cuda:{index}": torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+    found = {f"cuda:{index}": torch.cuda.get_device_name(index) for index in range(gpus.count())}
     mps = platform.processor() if torch.backends.mps.is_available() else None
-    return {"cpu": platform.processor() or platform.machine(), **(gpus or {"cuda": None}), "mps": mps}
+    return {"cpu": platform.processor() or platform.machine(), **(found or {"cuda": None}), "mps": mps}
 
 
 def targets() -> list[dict[str, Any]]:
@@ -75,7 +76,13 @@ def targets() -> list[dict[str, Any]]:
         if found.device != "mps" or found.present
     ]
     devices = [
-        _target(f"torch {name}", NO_FORMAT, None if what else _no_device(name), ("torch",), gpu="cuda" in name)
+        _target(
+            f"torch {name}",
+            NO_FORMAT,
+            torch_problem(name) if what else _no_device(name),
+            ("torch",),
+            gpu="cuda" in name,
+        )
         for name, what in _devices().items()
         if what or name != "mps" or sys.platform == "darwin"
     ]
@@ -83,8 +90,19 @@ def targets() -> list[dict[str, Any]]:
 
 
 def _no_device(name: str) -> str:
-    lacks_cuda = name == "cuda" and not torch.version.cuda
-    return f"torch finds no such device here{': it is built without CUDA (see pytorch.org)' if lacks_cuda else ''}"
+    if name == "cuda":
+        lacks_cuda = "" if torch.version.cuda else ": it is built without CUDA (see pytorch.org)"
+        return f"torch finds no such device here{gpus.because() or lacks_cuda}"
+    return "torch finds no such device here"
+
+
+def torch_problem(name: str) -> str | None:
+    """Why torch cannot compute on a device that it finds. It is tried: kernels may be missing for a GPU of its age."""
+    try:
+        float(torch.ones(1, device=name).add(1))
+    except Exception as error:  # noqa: BLE001 - whatever a driver or a missing kernel leads to
+        return f"torch finds it and cannot compute on it: {first_line(error)}"
+    return None
 
 
 def _target(name: str, export: str | None, run: str | None, packages: tuple[str, ...], *, gpu: bool) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import onnxruntime as ort
-import torch
 
+from vitcompress import gpus
 from vitcompress.errors import DeviceError, InputError, did_you_mean
 from vitcompress.export_options import Precision
 from vitcompress.exporters import onnx_libraries as libraries
@@ -175,7 +175,7 @@ def chosen(device: str | None, name: str | None) -> tuple[Provider, str]:
         )
     if problem := absent(found, wanted):
         raise DeviceError(f"{found.name} was asked for: {problem}", hint=_way_out(found))
-    return found, wanted
+    return found, f"cuda:{index_of(wanted)}" if kind == "cuda" else wanted
 
 
 def _meant(name: str) -> str:
@@ -186,15 +186,15 @@ def _meant(name: str) -> str:
 
 def absent(provider: Provider, device: str) -> str | None:
     """Why a provider cannot be there: no such GPU, or it is not installed. None when there is no reason."""
-    if provider.device == "cuda" and index_of(device) >= torch.cuda.device_count():
-        return f"it computes on an NVIDIA GPU, and torch finds no {device} here"
+    if provider.device == "cuda" and index_of(device) >= gpus.count():
+        return f"it computes on an NVIDIA GPU, and torch finds no {device} here{gpus.because()}"
     if not provider.present:
         return f"this ONNX Runtime has {', '.join(ort.get_available_providers())} only"
     return None
 
 
 def _way_out(provider: Provider) -> str:
-    if provider.device == "cuda" and not torch.cuda.device_count():
+    if provider.device == "cuda" and not gpus.count():
         return f"run it where there is one ({provider.remedy}); --device cpu without --provider runs the file here"
     return f"{provider.remedy}; `vitcompress doctor` shows what this machine has"
 

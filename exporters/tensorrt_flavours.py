@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from vitcompress import gpus
 from vitcompress.errors import DeviceError, InputError, MissingExtraError
 
 DATA_CENTRE = (90, 100, 103, 107, 110)  # Hopper and Blackwell of data centres and robots: not for TensorRT for RTX
@@ -67,7 +68,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def capability(index: int = 0) -> int | None:
     """Compute capability of a GPU here (8.9 is 89), None where there is none."""
-    if index >= torch.cuda.device_count():
+    if index >= gpus.count():
         return None
     major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor

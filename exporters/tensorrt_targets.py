@@ -3,20 +3,24 @@
 from collections.abc import Sequence
 from typing import get_args
 
+from vitcompress import gpus
 from vitcompress.errors import DeviceError, InputError
 from vitcompress.export_options import ExportOptions, Precision
 from vitcompress.exporters.onnx_graph import ONNX
 from vitcompress.exporters.tensorrt_flavours import DATA_CENTRE, RTX, RTX_DEFAULT, TRT, Flavour, buildable, capability
 
-NO_GPU = "TensorRT builds on a GPU, and there is none here"
 TURING = 75  # compute capability
 
 
 def unavailable(flavour: Flavour) -> str | None:
     """Why this machine cannot build such engines, None when it can."""
     if flavour is TRT and capability() is None:
-        return f"{NO_GPU}; build on the target ({flavour.install}), or use trt-rtx for GeForce and RTX"
+        return f"{_no_gpu()}; build on the target ({flavour.install}), or use trt-rtx for GeForce and RTX"
     return flavour.missing()
+
+
+def _no_gpu() -> str:
+    return f"TensorRT builds on a GPU, and there is none here{gpus.because()}"
 
 
 def cannot_run(flavour: Flavour) -> str | None:
@@ -25,7 +29,7 @@ def cannot_run(flavour: Flavour) -> str | None:
         return reason
     here = capability()
     if here is None:
-        return "there is no CUDA GPU here: run it on the target"
+        return f"there is no CUDA GPU here{gpus.because() or ': run it on the target'}"
     if flavour is RTX and here not in buildable(flavour.load()):
         return f"TensorRT for RTX does not run on this GPU (compute capability {here})"
     return None
@@ -69,7 +73,7 @@ def targets_of(flavour: Flavour, options: ExportOptions) -> tuple[int, ...]:
         return tuple(dict.fromkeys(options.sm)) or RTX_DEFAULT
     here = capability()
     if here is None:
-        raise DeviceError(NO_GPU, hint="run the same command on the target")
+        raise DeviceError(_no_gpu(), hint="run the same command on the target")
     if wrong := [target for target in options.sm if target != here]:
         raise InputError(
             f"TensorRT builds for the GPU that it builds on, which has compute capability {here}; "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitcompress import models
+from vitcompress import gpus, models
 from vitcompress.errors import DeviceError, InputError
 from vitcompress.exporters.bound_calls import Bindings, Bound
 from vitcompress.exporters.cuda_queue import Queued
@@ -194,13 +194,14 @@ def _torch_device(options: RunnerOptions) -> torch.device:
         device = torch.device(options.device or "cpu")
     except RuntimeError:
         raise DeviceError(f"device {options.device!r} is not known", hint="use cpu, cuda, cuda:N or mps") from None
-    have = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    have = {"cpu": 1, "cuda": gpus.count(), "mps": int(torch.backends.mps.is_available())}
     if (device.index or 0) >= have.get(device.type, 0):
+        why = gpus.because() if device.type == "cuda" else ""
         raise DeviceError(
-            f"device {options.device!r} was asked for, torch finds {have.get(device.type, 0)} of that kind here",
+            f"device {options.device!r} was asked for, torch finds {have.get(device.type, 0)} of that kind here{why}",
             hint="use --device cpu, or run on a machine that has one",
         )
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _check_torch_options(options: RunnerOptions, device: torch.device, precision: str) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from vitcompress import gpus
 from vitcompress.errors import DeviceError, InputError
 
 Amp = Literal["none", "fp16", "bf16"]
@@ -159,11 +160,11 @@ def _device(name: str, local_rank: int) -> torch.device:
         raise DeviceError("device 'mps' was asked for, but this machine has no Apple GPU", hint="use --device cpu")
     if kind != "cuda":
         return torch.device(kind)
-    number, count = int(index or local_rank), torch.cuda.device_count()
+    number, count = int(index or local_rank), gpus.count()
     if number >= count:
         found = f"{count} CUDA device{'s' if count != 1 else ''}"
         raise DeviceError(
-            f"device 'cuda:{number}' was asked for, but torch sees {found}",
+            f"device 'cuda:{number}' was asked for, but torch sees {found}{gpus.because()}",
             hint="use --device cpu, or auto for what is there",
         )
     return torch.device("cuda", number)

@@ -252,7 +252,7 @@ def test_a_provider_computes_everything_heavy_and_answers_as_the_model(name: str
         for batch in (1, 3, 8):
             x = X.repeat(8, 1, 1, 1)[:batch]
             assert (runner(x) - expected(x)).abs().max() <= share * expected(x).abs().max()
-        assert (about["provider"], about["device"]) == (name, "cuda") and about["device_name"]
+        assert (about["provider"], about["device"]) == (name, "cuda:0") and about["device_name"]
         assert about["batch_range"] == ([1, 4, 8] if PROVIDERS[name].builds else None)
         times, wall = runner.bind(X).timed(5)  # type: ignore[attr-defined]
         assert len(times) == 5 and min(times) > 0 and wall > 0

@@ -1,0 +1,32 @@
+"""The CUDA GPUs that torch can use here.
+
+`torch.cuda.device_count()` asks NVML until CUDA has started, and NVML also counts GPUs that CUDA cannot use: with a
+driver older than this torch's CUDA, in MIG mode without a slice, or in use by one process alone. Whatever is asked of
+those fails.
+"""
+
+import torch
+
+from vitcompress.errors import first_line
+
+
+def count() -> int:
+    """How many there are; 0 where CUDA does not start."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def problem() -> str | None:
+    """Why CUDA does not start on GPUs that are there; None where it does, or where there are none."""
+    if torch.cuda.is_available() or not torch.cuda.device_count():
+        return None
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:  # the latter of a build without CUDA
+        return first_line(error)
+    return None
+
+
+def because() -> str:
+    """`: REASON`, to end a sentence about a missing GPU with; nothing where there is no `problem`."""
+    found = problem()
+    return f": {found}" if found else ""
