@@ -10,6 +10,7 @@ from torch import nn
 from vitcompress.checkpoint import file_sha256, write_json
 from vitcompress.errors import InputError
 from vitcompress.export_options import ExportOptions
+from vitcompress.exporters.attention_widths import check_equal
 from vitcompress.models import InputConfig
 from vitcompress.progress import Progress
 from vitcompress.sidecar import FORMAT, sidecar_path
@@ -74,7 +75,8 @@ class Exporter:
 
     unavailable(): why this machine cannot write it, None when it can. cannot_run(): why this machine cannot run what is
     written, None when it can. uses: names of the options that mean something to the format. refuse(options): raises
-    InputError for values of them that it does not offer.
+    InputError for values of them that it does not offer. equal_widths(options): whether it takes no attention whose
+    heads have more channels in q and k than in v, or fewer.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Exporter:
     refuse: Callable[[ExportOptions], None]
     unavailable: Callable[[], str | None]
     cannot_run: Callable[[], str | None]
+    equal_widths: Callable[[ExportOptions], bool] = lambda options: False
 
     def check(self, options: ExportOptions) -> None:
         """Raise InputError for options that the format does not offer, before any work."""
@@ -102,6 +105,11 @@ class Exporter:
                 hint="as in --batch 1:256:256",
             )
         self.refuse(options)
+
+    def check_model(self, model: nn.Module, options: ExportOptions) -> None:
+        """Raise InputError for a model that the format cannot hold with these options, which its shapes tell."""
+        if self.equal_widths(options):
+            check_equal(model, self.name)
 
 
 def _plain(value: Any) -> Any:

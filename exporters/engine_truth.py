@@ -11,10 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from vitcompress.errors import ArtifactError
-from vitcompress.families import Space, family_of
 from vitcompress.precision import HALF
 from vitcompress.verdicts import Check
 
@@ -211,22 +208,3 @@ def _attention(layers: Sequence[Layer], precision: str, attentions: int) -> Chec
         return Check(name, "not_run", detail=f"{detail}; some layers stand for many that are not listed")
     good = fused >= attentions and (attentions == 0 or apart == 0)
     return Check(name, "passed" if good else "failed", float(fused), float(attentions), detail)
-
-
-def unfused(model: nn.Module, precision: str) -> list[str]:
-    """Why attentions of `model` cannot become one fused kernel, as a sentence; none in fp32, where none can."""
-    if precision not in HALF:
-        return []
-    own: dict[str, list[Space]] = {}
-    for space in family_of(model).spaces(model):
-        if space.attention and not getattr(model.get_submodule(space.attention), "padded", False):
-            own.setdefault(space.attention, []).append(space)
-    widths = {name: {space.size // space.heads for space in spaces} for name, spaces in own.items()}
-    apart = [name for name, found in widths.items() if len(found) > 1]
-    if not apart:
-        return []
-    told = f"{len(apart)} attention{'s' * (len(apart) > 1)} ({', '.join(apart[:3])}{', ...' if len(apart) > 3 else ''})"
-    return [
-        f"{told} with heads whose q and k are of another width than v, which TensorRT for RTX 1.7 does not fuse into "
-        "one kernel; for engines prune with layout tied or padded (SERo: --set step.0.layout=tied)"
-    ]

@@ -37,8 +37,10 @@ def export(
         PrecisionError: a result inside the model is too large for fp16; nothing was written.
         CheckFailedError: no set of islands makes the file agree. What was tried then lies in
             `failed/<name>.islands.json` beside `path`.
+        InputError: the format cannot hold this model with these options; nothing was written.
         InputError, VitcompressError, OutputError: as the exporter.
     """
+    exporter.check_model(model, options)
     found = None
     if AUTO in options.islands:
         found = _searched(exporter, model, images, options, about["input"], real=real, progress=progress)

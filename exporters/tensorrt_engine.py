@@ -22,8 +22,9 @@ from vitcompress.errors import OutputError, VitcompressError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import onnx_graph
 from vitcompress.exporters.artifact import About, Exported, Exporter, recorded, write_sidecar
-from vitcompress.exporters.engine_truth import read, truth, unfused, untold
-from vitcompress.exporters.onnx_graph import ONNX
+from vitcompress.exporters.attention_widths import unfused
+from vitcompress.exporters.engine_truth import read, truth, untold
+from vitcompress.exporters.onnx_graph import ATTENTION_NODE_FROM, ONNX
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.tensorrt_build import Built, build
 from vitcompress.exporters.tensorrt_flavours import (
@@ -35,7 +36,13 @@ from vitcompress.exporters.tensorrt_flavours import (
     numbers,
 )
 from vitcompress.exporters.tensorrt_runner import EngineRunner
-from vitcompress.exporters.tensorrt_targets import cannot_run, options_of_onnx, refuse, targets_of, unavailable
+from vitcompress.exporters.tensorrt_targets import (
+    cannot_run,
+    options_of_onnx,
+    refuse,
+    targets_of,
+    unavailable,
+)
 from vitcompress.models import InputConfig
 from vitcompress.progress import Progress
 from vitcompress.sidecar import sidecar_path
@@ -218,6 +225,7 @@ def _exporter(flavour: Flavour, uses: frozenset[str]) -> Exporter:
         refuse=partial(refuse, flavour),
         unavailable=partial(unavailable, flavour),
         cannot_run=partial(cannot_run, flavour),
+        equal_widths=lambda options: (options.opset or 0) >= ATTENTION_NODE_FROM,
     )
 
 

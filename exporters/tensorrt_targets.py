@@ -6,8 +6,9 @@ from typing import get_args
 from vitcompress import gpus
 from vitcompress.errors import DeviceError, InputError
 from vitcompress.export_options import ExportOptions, Precision
-from vitcompress.exporters.onnx_graph import ONNX
+from vitcompress.exporters.onnx_graph import ATTENTION_NODE_FROM, ONNX
 from vitcompress.exporters.tensorrt_flavours import DATA_CENTRE, RTX, RTX_DEFAULT, TRT, Flavour, buildable, capability
+from vitcompress.precision import HALF
 
 TURING = 75  # compute capability
 
@@ -45,6 +46,12 @@ def refuse(flavour: Flavour, options: ExportOptions) -> None:
     ONNX.check(options_of_onnx(options))
     if flavour is RTX:
         _refuse_targets(options.sm, buildable(flavour.load()))
+        if (options.opset or 0) >= ATTENTION_NODE_FROM and options.precision not in HALF:
+            raise InputError(
+                f"as one Attention node, which opset {options.opset} makes of it, TensorRT for RTX takes attention in "
+                f"half precision only, {options.precision} was asked for",
+                hint="give --precision fp16, or leave the opset out",
+            )
         if TURING in options.sm and options.precision != "fp16":
             raise InputError(
                 f"on Turing (compute capability {TURING}) TensorRT for RTX computes in fp16 only, "

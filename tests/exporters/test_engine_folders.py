@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import whole_runs
 from click.testing import CliRunner
 
-from vitcompress import checkpoint, models, surgery
+from vitcompress import checkpoint, models, pipeline, surgery
 from vitcompress.cli import main
+from vitcompress.errors import InputError
 from vitcompress.exporters import EXPORTERS, gate, tensorrt_runner
 from vitcompress.plan import Plan
 from vitcompress.sidecar import amend_sidecar, read_sidecar
@@ -186,6 +188,7 @@ def test_what_was_not_run_here_falls_short_where_it_is_required(name: str, folde
         (["--format", "trt-rx"], "did you mean trt-rtx"),
         (["--format", "trt-rtx", "--precision", "fp8"], "TensorRT for RTX has no precision 'fp8'"),
         (["--format", "trt-rtx", "--timing-cache", "cache"], "timing_cache was given as 'cache'"),
+        (["--format", "trt-rtx", "--opset", "23"], "half precision only, fp32 was asked for"),
         (["--format", "onnx", "--sm", "89"], "means nothing to the format onnx"),
     ],
 )
@@ -193,3 +196,40 @@ def test_wrong_wishes_are_one_message_and_leave_nothing(words: list[str], says: 
     before = sorted(folder.iterdir())
     done = CliRunner().invoke(main, ["export", str(folder), *words, "--json"])
     assert done.exit_code == 2 and says in json.loads(done.stdout)["error"] and sorted(folder.iterdir()) == before
+
+
+def test_unequal_widths_in_one_attention_node_are_refused_before_anything_is_built(
+    folder: Path, tmp_path: Path
+) -> None:
+    plan = checkpoint.read_plan(folder / checkpoint.PLAN)
+    args, qk = plan.arch_args, "blocks.0.qk"
+    narrow = replace(plan, kept={qk: tuple(range(0, 16, 2))})
+    run = tmp_path / "run"
+    checkpoint.save_model(run, surgery.applied(models.create(plan.arch, args), narrow), narrow)
+    words = ["export", str(run), "--precision", "fp16", "--opset", "23", "--json", "--format"]
+    before = sorted(run.iterdir())
+    done = CliRunner().invoke(main, [*words, "trt-rtx"])
+    said = json.loads(done.stdout)
+    assert done.exit_code == 2 and sorted(run.iterdir()) == before
+    assert said["error"].startswith("the heads of blocks.0.attn have 4 channels in q and k and 8 in v;")
+    assert "--opset 20" in said["hint"]
+    assert CliRunner().invoke(main, [*words, "onnx"]).exit_code == 0, "ONNX takes any widths"
+
+
+@pytest.mark.parametrize(
+    ("step", "opset", "code"),
+    [("", 23, 2), ('layout = "tied"', 23, 0), ('layout = "padded"', 23, 0), ("", 22, 0)],
+)
+def test_a_recipe_that_may_leave_unequal_widths_is_refused_before_the_training(
+    step: str, opset: int, code: int, tmp_path: Path
+) -> None:
+    sero = whole_runs.with_steps(f'method = "sero"\nsparsity = 0.5\nepochs = 2\nround_to = 1\n{step}')
+    text = f'{sero}\n[export]\nformats = ["trt-rtx"]\nprecision = "fp16"\nopset = {opset}\n'
+    recipe = whole_runs.recipe(tmp_path, text=text)
+    missing = pipeline.dry_run(recipe, pipeline.RunOptions(out=tmp_path / "run"))["missing"]
+    assert len(missing) == (1 if code else 0)
+    if code:
+        with pytest.raises(InputError, match="step 1, sero, gives q and k another width than v") as caught:
+            pipeline.run(recipe, pipeline.RunOptions(out=tmp_path / "run"))
+        assert "step.0.layout=tied" in str(caught.value.hint) and str(caught.value.hint) in missing[0]
+        assert not (tmp_path / "run").exists()

@@ -178,7 +178,7 @@ def test_a_graph_that_the_library_refuses_is_named_by_its_node(model: nn.Module,
     """Attention as one node whose values are wider than its keys."""
     wide = pruned_keys(model)
     with pytest.raises(VitcompressError, match=r"cannot take the node .*attention.*\(Attention\)") as caught:
-        built(wide, tmp_path / "m.engine", opset=23)
+        built(wide, tmp_path / "m.engine", opset=23, precision="fp16")
     assert "--opset 20" in str(caught.value.hint) and "same" in caught.value.message
     assert list(tmp_path.iterdir()) == []
 

@@ -29,7 +29,8 @@ class Method:
     attentions and activations, for a dry run. dilute(options, epochs): gate value of the removed layers at each epoch
     of the recovery, for methods that fade them out; None removes them at once. tables(folder), charts(folder),
     remarks(folder): what the step measured, for the report, and what its reader must know. choice(options): where what
-    it removes comes from; None for a step that chooses nothing.
+    it removes comes from; None for a step that chooses nothing. apart(options): whether q and k of an attention may end
+    with more channels per head than v, or with fewer.
 
     timed(options): where a latency is aimed at, options with which `plan` needs a clock but no data; else None.
     check_reach(model, family, base, options, clock): raises PlanError when such a latency is out of reach.
@@ -45,6 +46,7 @@ class Method:
     charts: Callable[[Path], list[Chart]] = evidence.charts
     remarks: Callable[[Path], list[str]] = lambda folder: []
     choice: Callable[[Any], Choice | None] = lambda options: MEASURED_LAYERS
+    apart: Callable[[Any], bool] = lambda options: False
     timed: Callable[[Any], Any | None] = lambda options: None
     check_reach: Callable[[nn.Module, Family, Plan, Any, Clock], None] = lambda *about: None
 
@@ -134,6 +136,7 @@ METHODS: dict[str, Method] = {
         charts=sero.charts,
         remarks=sero.remarks,
         choice=sero.choice,
+        apart=lambda options: options.layout in sero.APART,
     ),
     "recover": Method(
         "train the model as it is, between two steps",

@@ -47,6 +47,7 @@ def local_checks(job: Job) -> tuple[Callable[[], None], ...]:
     """The checks that download nothing and measure nothing, in the order in which `prepare` makes them."""
     return (
         partial(check_islands, job),
+        partial(check_widths, job),
         partial(check_training, job),
         partial(check_bench, job),
         partial(check_room, job),
@@ -72,6 +73,26 @@ def check_formats(recipe: Recipe) -> None:
 def check_islands(job: Job) -> None:
     """Raise InputError for an fp32 island that the model before pruning does not have."""
     expanded(job.blank, (name for name in job.recipe.export.islands if name != AUTO))
+
+
+def check_widths(job: Job) -> None:
+    """Raise InputError for steps that leave attentions, or may do so, which an export target does not take."""
+    table, pruned = job.recipe.export, surgery.applied(job.blank, job.structure)
+    for exporter in (EXPORTERS[name] for name in table.formats if name in EXPORTERS):
+        options = table.only(exporter.uses)
+        exporter.check_model(pruned, options)
+        if exporter.equal_widths(options) and not job.structure_only:
+            _check_equal(job.recipe, exporter.name)
+
+
+def _check_equal(recipe: Recipe, target: str) -> None:
+    for number, step in enumerate(recipe.steps):
+        if METHODS[step.method].apart(step.options):
+            raise InputError(
+                f"step {number + 1}, {step.method}, gives q and k another width than v where that is best; as one "
+                f"Attention node, which opset {recipe.export.opset} makes of them, {target} takes equal widths only",
+                hint=f"leave export.opset out, or --set step.{number}.layout=tied (or padded)",
+            )
 
 
 def check_training(job: Job) -> None:

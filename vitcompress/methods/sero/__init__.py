@@ -27,6 +27,7 @@ from vitcompress.methods.choice import ARBITRARY, GIVEN, Choice
 from vitcompress.methods.sero.evidence import FILE, charts, record, remarks, tables
 from vitcompress.methods.sero.exploration import Exploration
 from vitcompress.methods.sero.layout import (
+    APART,
     Live,
     deployed,
     empty,
@@ -169,4 +170,4 @@ def _silence(model: nn.Module, spaces: tuple[Space, ...], channels: dict[str, tu
                 tensor.index_fill_(axis.dim, torch.tensor(places, device=tensor.device), 0.0)
 
 
-__all__ = ["Options", "charts", "choice", "plan", "remarks", "sparsity_at", "stages", "structure", "tables"]
+__all__ = ["APART", "Options", "charts", "choice", "plan", "remarks", "sparsity_at", "stages", "structure", "tables"]

@@ -23,6 +23,7 @@ Layout = Literal["ragged", "uniform", "tied", "padded"]
 Threshold = Literal["global", "per_layer"]
 Scores = Mapping[str, np.ndarray]
 Live = dict[str, np.ndarray]
+APART: tuple[Layout, ...] = ("ragged", "uniform")  # q/k and v end at widths of their own
 KINDS = ("qk", "v", "mlp")
 TIED_WIDTH = 16  # the least head width that fused attention kernels take
 
