@@ -120,6 +120,7 @@ def test_an_outlook_names_what_is_missing(capsys: pytest.CaptureFixture[str]) ->
         "layers": "published",
         "cost": {"dense": cost, "compressed": cost},
         "missing": ["data: no folder [x]"],
+        "notes": ["weights [hub]: fetched"],
     }
     console.print_outlook(outlook)
     out = capsys.readouterr().out
@@ -130,6 +131,7 @@ def test_an_outlook_names_what_is_missing(capsys: pytest.CaptureFixture[str]) ->
         and "published" in out
         and "?" in out
         and "data: no folder [x]" in out
+        and "note: weights [hub]: fetched" in out
     )
     console.print_outlook({**outlook, "missing": []})
     assert "nothing is missing" in capsys.readouterr().out

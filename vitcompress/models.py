@@ -27,6 +27,7 @@ FILTERS = {
     pvt_v2.PyramidVisionTransformerV2: pvt_v2.checkpoint_filter_fn,
 }
 STIRRED = 0.1  # standard deviation of what `stir` adds: small beside the ones of norms
+GIVE_FILE = "give a local file with --weights PATH (.safetensors or .pth)"
 # What timm raises for arguments, or for weights, that do not fit a model.
 UNBUILDABLE = (TypeError, ValueError, AssertionError, RuntimeError, LookupError, AttributeError, ArithmeticError)
 UNKNOWN = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
@@ -123,13 +124,13 @@ def _build(arch: str, args: dict[str, Any], *, pretrained: bool, new_head: bool)
             return model
     except (*UNBUILDABLE, OSError) as error:
         raise InputError(f"timm cannot build {arch} with {args}: {_said(error)}", hint=_way_out(arch, error)) from None
+    check_hub(arch, args.get("num_classes"), new_head=new_head)
     try:
-        _check_hub_classes(arch, args.get("num_classes"), new_head)
         model = timm.create_model(arch, pretrained=True, **args)
     except (*UNBUILDABLE, OSError) as error:
         raise WeightsError(
             f"the weights of {arch} could not be fetched: {first_line(error)}",
-            hint="give a local file with --weights PATH (.safetensors or .pth)",
+            hint=GIVE_FILE,
         ) from None
     return model
 
@@ -179,7 +180,14 @@ def hub_classes(arch: str) -> int | None:
     return None if cfg is None else int(cfg.num_classes)
 
 
-def _check_hub_classes(arch: str, wanted: int | None, new_head: bool) -> None:
+def check_hub(arch: str, wanted: int | None, *, new_head: bool) -> None:
+    """Raise WeightsError where timm's hub has no weights of `arch`, or only some of another class count than `wanted`.
+
+    Nothing is fetched. new_head: any class count will do.
+    """
+    cfg = timm.get_pretrained_cfg(arch)
+    if cfg is not None and not cfg.has_weights:
+        raise WeightsError(f"timm's hub has no weights of {arch}", hint=GIVE_FILE)
     known = hub_classes(arch)
     if known is not None and wanted not in (None, known) and not new_head:
         raise _class_mismatch(f"timm's weights of {arch}", known, int(wanted or 0))

@@ -8,7 +8,7 @@ import click
 from vitcompress import console
 from vitcompress import recipes as shipped
 from vitcompress.cli.options import completed, words
-from vitcompress.cli.shared import answer, common, fell_short, working
+from vitcompress.cli.shared import answer, common, fell_short, foreseen, working
 
 if TYPE_CHECKING:
     from vitcompress.pipeline import RunResult
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 @click.option(
     "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, mps (default: the recipe's, else the best there is)."
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be done and what is missing here; write nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="Say what would be done; write nothing. Exit 2 where something is missing here."
+)
 @click.option(
     "--structure-only", is_flag=True, help="No training and no scoring: what would the result cost and how fast is it?"
 )
@@ -68,7 +70,7 @@ def recipe(
         else:
             result = pipeline.run(loaded, settings, progress)
     if dry_run:
-        return answer(outlook, as_json, console.print_outlook)
+        return foreseen(outlook, as_json, console.print_outlook)
     return _concluded(result, require_verified, as_json)
 
 

@@ -188,6 +188,12 @@ def answer(data: Any, as_json: bool, draw: Callable[[Any], None]) -> int:
     return 0
 
 
+def foreseen(outlook: dict[str, Any], as_json: bool, draw: Callable[[Any], None]) -> int:
+    """The result of a dry run; the exit code is that of the run, which begins only where nothing is missing."""
+    answer(outlook, as_json, draw)
+    return InputError.exit_code if outlook["missing"] else 0
+
+
 def fell_short(what: str, command: str | None, as_json: bool) -> int:
     """Exit code 1, with a panel unless the JSON already says it."""
     if not as_json and first():

@@ -7,7 +7,7 @@ import click
 
 from vitcompress import console, recipes
 from vitcompress.cli.options import completed, words
-from vitcompress.cli.shared import answer, common, working
+from vitcompress.cli.shared import answer, common, foreseen, working
 
 
 @click.command()
@@ -24,7 +24,9 @@ from vitcompress.cli.shared import answer, common, working
     show_default=True,
     help="Measure speed when all is trained, leave it for another call, or measure anew.",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be done and what is missing here; write nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="Say what would be done; write nothing. Exit 2 where something is missing here."
+)
 @common
 def study(
     source: str,
@@ -48,6 +50,6 @@ def study(
         settings = studies.StudyOptions(**options)
         found = studies.dry_run(loaded, settings, progress) if dry_run else studies.run(loaded, settings, progress)
     if dry_run:
-        return answer(found, as_json, console.print_study_outlook)
+        return foreseen(found, as_json, console.print_study_outlook)
     tables = (results.table(found), results.pair_table(found))
     return answer(found, as_json, lambda _: console.print_study(tables, found))

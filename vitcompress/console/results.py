@@ -92,7 +92,7 @@ def print_outlook(outlook: Mapping[str, Any]) -> None:
     stages = [{**row, "images": _images(row)} for row in outlook["stages"]]
     print_records("stages (epochs of each round, images of each epoch)", stages)
     print_records(f"cost (layers: {outlook['layers']})", [_named(*cost) for cost in outlook["cost"].items()])
-    _print_missing(outlook["missing"])
+    _print_missing(outlook["missing"], outlook["notes"])
 
 
 def _named(model: str, cost: Mapping[str, int]) -> dict[str, Any]:
@@ -100,10 +100,12 @@ def _named(model: str, cost: Mapping[str, int]) -> dict[str, Any]:
     return {"model": model, **{words: cost[key] for key, words in names.items()}}
 
 
-def _print_missing(missing: Sequence[str]) -> None:
-    """What this machine lacks for the work."""
-    lines = ["needed and not here yet:", *(f"  - {line}" for line in missing)]
-    print_text("\n".join(lines) if missing else "nothing is missing on this machine")
+def _print_missing(missing: Sequence[str], notes: Sequence[str]) -> None:
+    """What this machine lacks for the work, and what else to know before it begins."""
+    lines = ["needed and not here yet, a run would be refused (exit code 2):", *(f"  - {line}" for line in missing)]
+    print_text(
+        "\n".join([*(lines if missing else ["nothing is missing on this machine"]), *map("note: {}".format, notes)])
+    )
 
 
 def _images(stage: Mapping[str, Any]) -> Any:
@@ -178,7 +180,7 @@ def print_study_outlook(found: Mapping[str, Any]) -> None:
     """What a study would do."""
     rows = [{**row, "macs_ratio": f"{row['macs_ratio']:.3f}"} for row in found["rows"]]
     print_records(f"{found['study']}: {found['runs']} runs in {found['folder']}", rows)
-    _print_missing(found["missing"])
+    _print_missing(found["missing"], found["notes"])
 
 
 def print_bench(found: Mapping[str, Any], table: Table) -> None:

@@ -1,29 +1,39 @@
 """What a run would do and cost, and what this machine lacks for it. Nothing is written and nothing is trained."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from vitcompress import cost, distributed, surgery
+from vitcompress import cost, distributed, models, surgery
 from vitcompress.bench import timing
 from vitcompress.data import Splits, open_data
 from vitcompress.errors import InputError
 from vitcompress.methods import METHODS
 from vitcompress.pipeline.choices import chosen_by
-from vitcompress.pipeline.folder import check_folder
+from vitcompress.pipeline.folder import check_folder, is_done
 from vitcompress.pipeline.job import Job, job_for
 from vitcompress.pipeline.latency import check_clock
 from vitcompress.pipeline.options import RunOptions, effective, folder_of
-from vitcompress.pipeline.preflight import check_formats, check_recovery, check_weights, local_checks
+from vitcompress.pipeline.preflight import (
+    check_formats,
+    check_recovery,
+    check_weights,
+    local_checks,
+    weights_at_hand,
+)
 from vitcompress.pipeline.teachers import check_hub_classes, comes_from_hub
 from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe
 
 
 def dry_run(recipe: Recipe, options: RunOptions) -> dict[str, Any]:
-    """Stages with epochs and images, cost before and after, and what is missing here.
+    """Stages with epochs and images, cost before and after, what is missing here, and notes.
+
+    missing: what a run would be refused for. notes: what it would fetch or measure first, or do otherwise here.
 
     Raises:
         InputError: the recipe itself cannot work: no such model, or a budget larger than the model.
@@ -39,7 +49,8 @@ def dry_run(recipe: Recipe, options: RunOptions) -> dict[str, Any]:
         "stages": list(_stages(job)),
         "layers": chosen_by(recipe, searched=False),
         "cost": {"dense": cost.measure(job.blank, job.input.size).to_dict(), "compressed": compressed(job).to_dict()},
-        "missing": [*missing, *_missing(job, fresh=options.fresh)],
+        "missing": [*missing, *_missing(job, options)],
+        "notes": list(_notes(job, options)),
     }
 
 
@@ -64,50 +75,69 @@ def _data(recipe: Recipe, options: RunOptions) -> tuple[Splits | None, list[str]
     try:
         return open_data(recipe.data, recipe.run.seed), []
     except InputError as error:
-        return None, [_sentence(error)]
+        return None, [] if _is_done(folder_of(recipe, options), options) else [_sentence(error)]
 
 
-def _missing(job: Job, *, fresh: bool) -> Iterator[str]:
-    """What a run would fetch, refuse or note. Nothing is fetched and no latency is measured to find out."""
-    yield from _downloads(job)
-    for check in _checks(job, fresh=fresh):
+def _is_done(folder: Path, options: RunOptions) -> bool:
+    """Whether a run would find nothing left to do, and so need no data and no weights."""
+    with suppress(OSError):  # told by `check_folder`
+        return is_done(folder) and not options.fresh
+    return False
+
+
+def _missing(job: Job, options: RunOptions) -> Iterator[str]:
+    """What a run would refuse. Nothing is fetched and no latency is measured to find out."""
+    for check in _checks(job, options):
         try:
             check()
         except InputError as error:
             yield _sentence(error)
-    yield from job.onnx_elsewhere()
 
 
-def _downloads(job: Job) -> Iterator[str]:
-    """The weights that a run fetches before it trains."""
-    model, recovery = job.recipe.model, job.recipe.finetune
-    if model.weights == "hub":
-        yield f"weights of {model.name}: fetched from timm's hub at the start, or given with --weights PATH"
-    if _hub_teacher(job):
-        yield (
-            f"weights of the teacher {recovery.teacher}: fetched from timm's hub at the start, or given with "
-            "--set finetune.teacher_weights=FILE"
-        )
-
-
-def _hub_teacher(job: Job) -> bool:
-    return not job.structure_only and comes_from_hub(job.recipe.finetune)
-
-
-def _checks(job: Job, *, fresh: bool) -> Iterator[Callable[[], object]]:
+def _checks(job: Job, options: RunOptions) -> Iterator[Callable[[], object]]:
     """Those of a run, in its order, except for what fetches weights or measures."""
-    recipe = job.recipe
+    recipe, fresh = job.recipe, options.fresh
     yield partial(check_folder, job.folder, recipe, structure_only=job.structure_only, fresh=fresh)
     yield partial(check_formats, recipe)
     yield partial(distributed.check_device, recipe.run.device, recipe.run.amp)
+    if _is_done(job.folder, options):
+        return
     yield from local_checks(job)
-    if recipe.model.weights != "hub":
+    if _fetches_weights(job, options):
+        yield partial(
+            models.check_hub, recipe.model.name, job.arch_args.get("num_classes"), new_head=recipe.model.new_head
+        )
+    else:
         yield partial(check_weights, job, fresh=fresh)
-    if _hub_teacher(job):
+    if _fetches_teacher(job):
         yield partial(check_hub_classes, recipe.finetune, job.classes)
     else:
         yield partial(check_recovery, job)
     yield partial(check_clock, job)
+
+
+def _notes(job: Job, options: RunOptions) -> Iterator[str]:
+    """What a run would fetch or measure before it trains, or do otherwise than one may expect."""
+    if _is_done(job.folder, options):
+        yield f"all is done: {job.folder}; --fresh starts over"
+        return
+    model, recovery = job.recipe.model, job.recipe.finetune
+    if _fetches_weights(job, options):
+        yield f"weights of {model.name}: fetched from timm's hub at the start, or given with --weights PATH"
+    if _fetches_teacher(job):
+        yield (
+            f"weights of the teacher {recovery.teacher}: fetched from timm's hub at the start, or given with "
+            "--set finetune.teacher_weights=FILE"
+        )
+    yield from job.onnx_elsewhere()
+
+
+def _fetches_weights(job: Job, options: RunOptions) -> bool:
+    return job.recipe.model.weights == "hub" and not weights_at_hand(job, fresh=options.fresh)
+
+
+def _fetches_teacher(job: Job) -> bool:
+    return not job.structure_only and comes_from_hub(job.recipe.finetune)
 
 
 def _sentence(error: InputError) -> str:

@@ -142,9 +142,13 @@ def check_room(job: Job) -> None:
 def check_weights(job: Job, *, fresh: bool) -> None:
     """Raise InputError for weights that cannot be had or do not fit, before anything is trained."""
     table = job.recipe.model
-    at_hand = (job.dense_folder / checkpoint.PLAN).is_file() and not fresh
-    if table.weights not in ("train", "random") and not at_hand:
+    if table.weights not in ("train", "random") and not weights_at_hand(job, fresh=fresh):
         models.create(table.name, job.arch_args, table.weights, new_head=table.new_head)
+
+
+def weights_at_hand(job: Job, *, fresh: bool) -> bool:
+    """Whether an earlier start has left the dense model, so that its weights are not needed again."""
+    return (job.dense_folder / checkpoint.PLAN).is_file() and not fresh
 
 
 def check_recovery(job: Job) -> None:

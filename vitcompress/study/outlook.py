@@ -13,14 +13,14 @@ from vitcompress.study.runs import Run
 
 def outlook(study: Study, runs: Sequence[Run], progress: Progress) -> dict[str, Any]:
     """Rows with the cost of a structure of their size (a method may choose one that costs more or less), the epochs of
-    each, and what this machine lacks.
+    each, what this machine lacks, and notes.
 
     Raises:
         InputError: a row that cannot work, or a protocol that measures nothing.
     """
     table = study.speed
     timing.protocol(table.protocol, **table.changes)
-    rows, missing = [], dict[str, None]()
+    rows, missing, notes = [], dict[str, None](), dict[str, None]()
     first = _first_of_each_row(runs)
     for number, run in enumerate(first):
         progress.update("rows looked at", number, len(first), run.row.name)
@@ -29,6 +29,7 @@ def outlook(study: Study, runs: Sequence[Run], progress: Progress) -> dict[str, 
         except InputError as error:
             raise InputError(f"row {run.row.name}: {error.message}", hint=error.hint) from None
         missing |= dict.fromkeys(found["missing"])
+        notes |= dict.fromkeys(found["notes"])
         dense, compressed = (found["cost"][key] for key in ("dense", "compressed"))
         rows.append(
             {
@@ -42,7 +43,7 @@ def outlook(study: Study, runs: Sequence[Run], progress: Progress) -> dict[str, 
             }
         )
     progress.update("rows looked at", len(first), len(first))
-    return {"rows": rows, "missing": list(missing)}
+    return {"rows": rows, "missing": list(missing), "notes": list(notes)}
 
 
 def _first_of_each_row(runs: Sequence[Run]) -> list[Run]:
