@@ -14,6 +14,8 @@ from tiny_study import TINY
 from vitcompress import cli, models
 from vitcompress.errors import WeightsError
 
+LATENCY = ["--set", "step.0.target=latency", "--set", "step.0.amount=0.5"]
+
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +60,11 @@ def test_what_is_fetched_or_not_looked_at_is_a_note() -> None:
     found = foreseen(0, "recipe", "small.toml", "--weights", "hub", "--set", "model.new_head=true")
     assert found["missing"] == [] and "fetched from timm's hub" in " ".join(found["notes"])
     assert foreseen(0, "recipe", "small.toml")["notes"] == []
+
+
+def test_a_latency_is_said_not_to_be_checked() -> None:
+    (note,) = foreseen(0, "recipe", "digits_isomorphic", *LATENCY)["notes"]
+    assert note.startswith("step 1 aims at 0.5 ms on onnxruntime, which is not checked")
 
 
 def test_a_run_that_is_done_needs_nothing_more() -> None:

@@ -129,6 +129,7 @@ def _notes(job: Job, options: RunOptions) -> Iterator[str]:
             f"weights of the teacher {recovery.teacher}: fetched from timm's hub at the start, or given with "
             "--set finetune.teacher_weights=FILE"
         )
+    yield from _latencies(job)
     yield from job.onnx_elsewhere()
 
 
@@ -138,6 +139,18 @@ def _fetches_weights(job: Job, options: RunOptions) -> bool:
 
 def _fetches_teacher(job: Job) -> bool:
     return not job.structure_only and comes_from_hub(job.recipe.finetune)
+
+
+def _latencies(job: Job) -> Iterator[str]:
+    """The latencies that steps aim at, of which a dry run knows nothing."""
+    for number, step in enumerate(job.recipe.steps):
+        timed = METHODS[step.method].timed(step.options)
+        if timed is not None:
+            yield (
+                f"step {number + 1} aims at {timed.amount:g} ms on {timed.latency_on}, which is not checked: a dry run "
+                "measures nothing, and the cost above is that of the recipe's shares; a run measures first whether "
+                "the latency can be reached, and is refused if not"
+            )
 
 
 def _sentence(error: InputError) -> str:
