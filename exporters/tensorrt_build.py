@@ -68,7 +68,7 @@ def _built(
     monitor: Any,
 ) -> Built:
     log, began = log_of(library), time.perf_counter()
-    builder = library.Builder(log)
+    builder = flavour.made("Builder", log)
     network = builder.create_network(1 << int(library.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     network.name = NETWORK
     parser = library.OnnxParser(network, log)  # holds the weights: kept until the engine is built

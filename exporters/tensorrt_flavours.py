@@ -55,6 +55,28 @@ class Flavour:
             return f"{error.message}: {error.hint}"
         return None
 
+    def made(self, kind: str, log: Any) -> Any:
+        """A `Builder` or `Runtime` of the library, which says to `log` what goes wrong.
+
+        Raises DeviceError where it does not work with the driver or the GPU; it may want newer ones than torch does.
+        """
+        library = self.load()
+        try:
+            return getattr(library, kind)(log)
+        except TypeError:  # the library gave none, of which its Python bindings say nothing else
+            raise DeviceError(
+                f"{self.title} {library.__version__} does not work with this driver or GPU: {log.last_error()}",
+                hint="update the driver, or install a version for it (`nvidia-smi` shows the CUDA that it supports)",
+            ) from None
+
+    def refused(self, kind: str) -> str | None:
+        """Why the library cannot make a `Builder` or a `Runtime` on the GPU that is here, None when it can."""
+        try:
+            self.made(kind, log_of(self.load()))
+        except DeviceError as error:
+            return f"{error.message}; {error.hint}"
+        return None
+
 
 TRT = Flavour("trt", "TensorRT", "tensorrt", "trt", ".engine", b"ftrt", (10, 12))
 RTX = Flavour("trt-rtx", "TensorRT for RTX", "tensorrt_rtx", "rtx", ".rtx.engine", b"vtrt", (1, 0))
@@ -115,7 +137,8 @@ def log_of(library: Any) -> Any:
                 self.errors.append(message.strip())
 
         def last_error(self) -> str:
-            return self.errors[-1].splitlines()[0] if self.errors else "it gives no reason"
+            said = self.errors or self.warnings  # of a driver that is too old some versions only warn
+            return said[-1].splitlines()[0] if said else "it gives no reason"
 
         def first_and_last_error(self) -> str:
             """The first is mostly the cause, the last what the library makes of it; often they are one."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import vitcompress
-from vitcompress.errors import ArtifactError, VitcompressError
+from vitcompress.errors import ArtifactError, DeviceError, VitcompressError
 from vitcompress.exporters.messages import receive, send
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.tensorrt_flavours import Flavour
@@ -21,6 +21,8 @@ PATIENCE = 10.0  # seconds that the process is given to end by itself
 # What the process that runs an engine is given of this one's environment.
 KEPT = ("PATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "TEMP", "SYSTEMROOT", "LANG")
 KEPT_PREFIXES = ("CUDA_", "NVIDIA_", "VIRTUAL_ENV", "CONDA_")
+# What an answer says of an error -> what it is raised as.
+KINDS: dict[str, type[VitcompressError]] = {"refused": ArtifactError, "machine": DeviceError}
 
 
 class EngineProcess:
@@ -28,6 +30,7 @@ class EngineProcess:
 
     Raises:
         ArtifactError: the engine cannot be run.
+        DeviceError: not on this machine, which has too little memory or too old a driver for it.
         VitcompressError: a call failed, or the process has ended.
     """
 
@@ -63,7 +66,7 @@ class EngineProcess:
                 hint="the engine may be damaged, or the GPU out of memory",
             ) from None
         if "error" in answer:
-            kind = ArtifactError if answer.get("refused") else VitcompressError
+            kind = KINDS.get(answer.get("kind", ""), VitcompressError)
             raise kind(f"{self._path} cannot be run: {answer['error']}")
         return answer, more
 

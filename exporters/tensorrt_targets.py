@@ -17,7 +17,7 @@ def unavailable(flavour: Flavour) -> str | None:
     """Why this machine cannot build such engines, None when it can."""
     if flavour is TRT and capability() is None:
         return f"{_no_gpu()}; build on the target ({flavour.install}), or use trt-rtx for GeForce and RTX"
-    return flavour.missing()
+    return flavour.missing() or (flavour.refused("Builder") if flavour is TRT else None)
 
 
 def _no_gpu() -> str:
@@ -33,7 +33,7 @@ def cannot_run(flavour: Flavour) -> str | None:
         return f"there is no CUDA GPU here{gpus.because() or ': run it on the target'}"
     if flavour is RTX and here not in buildable(flavour.load()):
         return f"TensorRT for RTX does not run on this GPU (compute capability {here})"
-    return None
+    return flavour.refused("Runtime")
 
 
 def refuse(flavour: Flavour, options: ExportOptions) -> None:

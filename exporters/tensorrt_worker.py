@@ -7,6 +7,7 @@ is reported holds no time for talking across the process boundary.
 
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,10 +18,12 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from vitcompress.errors import DeviceError
 from vitcompress.exporters.cuda_queue import Queued
 from vitcompress.exporters.messages import receive, send
 from vitcompress.exporters.tensorrt_flavours import FLAVOURS, RTX, log_of
 
+NO_MEMORY = re.compile("out of memory|could not be allocated|enough (?:free )?memory", re.IGNORECASE)
 TYPES = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "UINT8": torch.uint8}
 
 
@@ -71,7 +74,7 @@ class Engine:
 
     def _deserialized(self, data: bytes, host_code: bool) -> Any:
         self._log = log_of(self._library)
-        self._runtime = self._library.Runtime(self._log)
+        self._runtime = self._flavour.made("Runtime", self._log)
         self._runtime.engine_host_code_allowed = host_code
         if not host_code:  # code that an engine brings along is loaded from a temporary file, on disk or in memory
             self._runtime.tempfile_control_flags = 0
@@ -218,7 +221,14 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
             else:
                 _answer(engine, request, data, answers)
         except Exception as error:  # noqa: BLE001 - whatever goes wrong here is told to the process that asked
-            send(answers, {"error": str(error) or type(error).__name__, "refused": isinstance(error, RefusedError)})
+            send(answers, {"error": str(error) or type(error).__name__, "kind": _kind(error)})
+
+
+def _kind(error: Exception) -> str:
+    """Whose fault it is: the engine's (`refused`), that of the `machine`, or neither's."""
+    if isinstance(error, DeviceError) or NO_MEMORY.search(str(error)):
+        return "machine"
+    return "refused" if isinstance(error, RefusedError) else ""
 
 
 def _answer(engine: Engine, request: dict[str, Any], data: bytearray, answers: IO[bytes]) -> None:

@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +17,14 @@ from vitcompress.checkpoint import file_sha256
 from vitcompress.cli import main
 from vitcompress.errors import ArtifactError, DeviceError, InputError, VitcompressError
 from vitcompress.export_options import ExportOptions
-from vitcompress.exporters import EXPORTERS, tensorrt_process, tensorrt_runner
+from vitcompress.exporters import EXPORTERS, tensorrt_process, tensorrt_runner, tensorrt_targets
 from vitcompress.exporters.messages import receive, send
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.runtimes import open_runner
-from vitcompress.exporters.tensorrt_flavours import RTX
+from vitcompress.exporters.tensorrt_flavours import RTX, log_of
 from vitcompress.exporters.tensorrt_process import EngineProcess
 from vitcompress.exporters.tensorrt_runner import vouched
-from vitcompress.exporters.tensorrt_worker import serve
+from vitcompress.exporters.tensorrt_worker import RefusedError, _kind, serve
 from vitcompress.models import input_config
 from vitcompress.sidecar import amend_sidecar, read_sidecar, sidecar_path
 
@@ -172,10 +173,64 @@ def test_the_process_answers_what_it_cannot_do(engine: Path) -> None:
     asked.seek(0)
     serve(asked, answers)
     answers.seek(0)
-    assert receive(answers)[0] == {"error": "the file was changed meanwhile", "refused": True}
+    assert receive(answers)[0] == {"error": "the file was changed meanwhile", "kind": "refused"}
     if NO_GPU:
         with pytest.raises(VitcompressError, match=r"cannot be run: .*(CUDA|NVIDIA)"):
             EngineProcess(engine, file_sha256(engine), RTX, 0, RunnerOptions(), host_code=False)
+
+
+@pytest.fixture
+def driver_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the library does where torch works and the driver is too old for the library: it warns and gives nothing."""
+
+    def none(log: Any) -> Any:
+        log.log(tensorrt_rtx.ILogger.WARNING, "CUDA initialization failure with error: 35")
+        raise TypeError("pybind11::init(): factory function returned nullptr")
+
+    for kind in ("Builder", "Runtime"):
+        monkeypatch.setattr(tensorrt_rtx, kind, none)
+
+
+def test_a_library_that_does_not_work_with_the_driver_says_so(
+    engine: Path, driver_too_old: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the work, in doctor, and when an engine is opened; an engine is not to blame for it."""
+    with pytest.raises(DeviceError, match=r"does not work with this driver or GPU: .*error: 35"):
+        RTX.made("Builder", log_of(tensorrt_rtx))
+    monkeypatch.setattr(tensorrt_targets, "capability", lambda: 89)
+    assert "error: 35" in str(EXPORTERS["trt-rtx"].cannot_run())
+    asked, answers = io.BytesIO(), io.BytesIO()
+    send(asked, {"path": str(engine), "sha256": file_sha256(engine), "flavour": "trt-rtx", "index": 0, **OPEN})
+    asked.seek(0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    serve(asked, answers)
+    answers.seek(0)
+    said = receive(answers)[0]
+    assert "error: 35" in said["error"] and said["kind"] == "machine"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RefusedError("no memory or no context for it: Error Code 1: Cuda Runtime (out of memory)"), DeviceError),
+        (RefusedError("it cannot be opened: Serialization assertion failed"), ArtifactError),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"), DeviceError),
+        (RuntimeError("an illegal memory access was encountered"), VitcompressError),
+    ],
+)
+def test_too_little_memory_is_not_the_engines_fault(
+    error: Exception, kind: type[VitcompressError], engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gate moves engines away that are at fault."""
+    process = EngineProcess.__new__(EngineProcess)
+    process._path = engine
+    pipe = io.BytesIO()
+    send(pipe, {"error": str(error), "kind": _kind(error)})
+    pipe.seek(0)
+    process._process = SimpleNamespace(stdin=io.BytesIO(), stdout=pipe)  # type: ignore[assignment]
+    with pytest.raises(VitcompressError) as caught:
+        process.layers()
+    assert type(caught.value) is kind
 
 
 def test_a_process_that_dies_is_one_message(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
