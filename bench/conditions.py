@@ -96,16 +96,20 @@ def _counter(
 
 
 def memory(known: Mapping[str, Any], target: timing.Target) -> dict[str, int | None]:
-    """Peak of torch's allocator during one more run on CUDA; peak of the process of its own that an engine runs in.
+    """Peak of the GPU's memory in torch, and of the process of its own that an engine runs in.
 
+    The first is the weights, and what one more run takes of torch's allocator on top of all that is there already: the
+    other artifacts, and the images. A CUDA graph has taken its memory when it was recorded, so that there it is None.
     What an artifact takes on the CPU, where it shares this process with the others, is told by `peak_memory.memory_of`.
     """
     found: dict[str, int | None] = {"cuda_peak_bytes": None, "process_start_bytes": None, "process_peak_bytes": None}
-    if known["runtime"] == "torch" and str(known["device"]).startswith("cuda"):
+    if known["runtime"] == "torch" and str(known["device"]).startswith("cuda") and not known["cuda_graph"]:
         torch.cuda.reset_peak_memory_stats(known["device"])
+        before = torch.cuda.memory_allocated(known["device"])
         target.step()
         target.synchronize()
-        found["cuda_peak_bytes"] = torch.cuda.max_memory_allocated(known["device"])
+        taken = torch.cuda.max_memory_allocated(known["device"]) - before
+        found["cuda_peak_bytes"] = known["weight_bytes"] + taken
     if pid := known.get("process"):
         found["process_peak_bytes"] = machine.peak_bytes(int(pid))
     return found

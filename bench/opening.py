@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import shutil
 import tempfile
 import warnings
@@ -17,9 +18,10 @@ import torch
 from timm.utils.onnx import onnx_export
 from torch import Tensor
 
-from vitcompress import models
+from vitcompress import gpus, models
 from vitcompress.errors import InputError, VitcompressError, did_you_mean, first_line
-from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
+from vitcompress.exporters.runtimes import RUNNERS, Runner, RunnerOptions, open_runner
+from vitcompress.exporters.tensorrt_runner import EngineRunner
 from vitcompress.exporters.torch_runner import TIMM, TORCH_TYPES
 from vitcompress.precision import HALF
 
@@ -59,7 +61,8 @@ def _wanted(
     artifacts: Sequence[str | Path], variants: str | None, device: str | None
 ) -> list[tuple[str | Path, dict[str, Any], str | None]]:
     """What is opened, in order: an artifact, how its options change, and the variant that this is."""
-    changes = {} if variants is None else settings(variants, device)
+    place = _beside_engines(artifacts, device)
+    changes = {} if variants is None else settings(variants, place.get("device", device))
     if changes and not any(map(_in_torch, artifacts)):
         raise InputError(
             "--variants are settings of torch, and nothing that was given runs in torch",
@@ -67,10 +70,21 @@ def _wanted(
         )
     plain: dict[str | None, dict[str, Any]] = {None: {}}
     return [
-        (artifact, change, variant)
+        (artifact, {**(place if _may_move(artifact) else {}), **change}, variant)
         for artifact in artifacts
         for variant, change in (changes if changes and _in_torch(artifact) else plain).items()
     ]
+
+
+def _beside_engines(artifacts: Sequence[str | Path], device: str | None) -> dict[str, Any]:
+    """Where no device is asked for, what is measured beside engines computes on their GPU, where there is one."""
+    engines = device is None and any(RUNNERS.get(Path(artifact).suffix) is EngineRunner for artifact in artifacts)
+    return {"device": "cuda"} if engines and gpus.count() else {}
+
+
+def _may_move(artifact: str | Path) -> bool:
+    """Whether an artifact can compute on more than one kind of device: what runs in torch or in ONNX Runtime."""
+    return _in_torch(artifact) or str(artifact).startswith(TIMM_ONNX) or Path(artifact).suffix == ".onnx"
 
 
 def named(artifacts: Sequence[str | Path], variants: str | None, device: str | None) -> list[tuple[str, str | None]]:
@@ -99,7 +113,8 @@ def settings(variants: str, device: str | None) -> dict[str, dict[str, Any]]:
     if not names:
         raise InputError(f"no variant is named in {variants!r}", hint="as in --variants fp32,fp16+compile, or all")
     if names == ["all"]:
-        names = (*ALL.get(kind, ()), *(("fp32+compile",) if kind == "cpu" and shutil.which("c++") else ()))
+        all_of = (*ALL.get(kind, ()), *(("fp32+compile",) if kind == "cpu" else ()))
+        names = [name for name in all_of if "compile" not in name or _has_compiler(kind)]
     found = {}
     for name in names:
         words = name.split("+")
@@ -109,6 +124,13 @@ def settings(variants: str, device: str | None) -> dict[str, dict[str, Any]]:
                 raise InputError(f"there is no variant {word!r}{did_you_mean(word, WORDS)}", hint=hint)
         found[name] = {key: value for word in words for key, value in WORDS[word].items()}
     return found
+
+
+def _has_compiler(kind: str) -> bool:
+    """Whether the compiler is here that torch.compile needs: c++; on CUDA, for Triton, $CC, gcc or clang."""
+    if kind == "cpu":
+        return shutil.which("c++") is not None
+    return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
 
 
 def _timm_onnx(name: str, options: RunnerOptions) -> Runner:

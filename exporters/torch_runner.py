@@ -47,6 +47,7 @@ class TorchRunner:
         self._type = TORCH_TYPES[self._precision]
         self._classes = getattr(model, "num_classes", None)
         placed = model.eval().to(self._device, self._type)
+        self._weight_bytes = sum(t.nbytes for part in (placed.parameters(), placed.buffers()) for t in part)
         self._held = ExitStack()
         self._call: Any = _compiled(placed, self._held) if self._options.compile else placed
         self._bindings = Bindings()
@@ -70,14 +71,15 @@ class TorchRunner:
         host = self._host(images)
         if self._options.cuda_graph:
             return self._queued(self._recorded(resident, host))
+        taken = None if host is None else self._host(self(images))
 
         @torch.inference_mode()
         def step() -> None:
             self._set_process()
             with self._attention():
                 out = self._call(resident if host is None else host.to(**place, non_blocking=True))
-            if host is not None:
-                out.to("cpu", non_blocking=True)  # into page-locked memory, as torch does then: no run waits for it
+            if taken is not None:
+                taken.copy_(out, non_blocking=True)  # no run waits for it, or for memory to be page-locked
 
         return self._queued(step)
 
@@ -86,11 +88,11 @@ class TorchRunner:
         on_cuda = self._device.type == "cuda"
         return self._bindings.add(Queued(step, torch.cuda.current_stream(self._device)) if on_cuda else Bound(step))
 
-    def _host(self, images: Tensor) -> Tensor | None:
-        """The images in page-locked memory of the host, where runs include the copy to the device."""
+    def _host(self, tensor: Tensor) -> Tensor | None:
+        """Images or logits in page-locked memory of the host, where runs include the copies from and to it."""
         if not self._transfers:
             return None
-        host = images.to("cpu", self._type)
+        host = tensor.to("cpu", self._type)
         return host.pin_memory() if self._device.type == "cuda" else host
 
     @property
@@ -112,14 +114,15 @@ class TorchRunner:
             with torch.cuda.graph(graph, stream=side):
                 out = self._call(resident)
         torch.cuda.current_stream(self._device).wait_stream(side)
+        taken = self._host(out)
 
         @torch.inference_mode()
         def step() -> None:
             if host is not None:
                 resident.copy_(host, non_blocking=True)
             graph.replay()
-            if host is not None:
-                out.to("cpu", non_blocking=True)
+            if taken is not None:
+                taken.copy_(out, non_blocking=True)
 
         return step
 
@@ -157,6 +160,7 @@ class TorchRunner:
             transfers=self._transfers,
             weights=self._options.weights if self.name.startswith(TIMM) else None,
             classes=self._classes,
+            weight_bytes=self._weight_bytes,
         )
 
     def close(self) -> None:

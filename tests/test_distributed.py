@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.checkpoint import load_tensors, read_json
-from vitcompress.distributed import Runtime, derived_seed, seed_everything, start
+from vitcompress.distributed import Runtime, check_device, derived_seed, seed_everything, start
 from vitcompress.errors import DeviceError, InputError
 
 SCRIPT = Path(__file__).parent / "distributed_training.py"
@@ -124,6 +125,24 @@ def test_devices_that_are_not_there_are_refused(device: str, message: str) -> No
     with pytest.raises(DeviceError, match=message) as caught:
         start(device)
     assert caught.value.hint
+
+
+def test_a_gpu_that_only_emulates_bf16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turing: by its own word torch supports bf16 there, as tensors of it can be made."""
+    about = SimpleNamespace(major=7, minor=5)
+    answers = {
+        **dict.fromkeys(("is_available", "_check_bf16_tensor_supported"), True),
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_name": "Tesla T4",
+        "get_device_properties": about,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, answer=answer: answer)
+    with pytest.raises(DeviceError, match="Tesla T4 has none"):
+        check_device("cuda", "bf16")
+    about.major = 8
+    check_device("cuda", "bf16")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

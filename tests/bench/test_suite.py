@@ -188,6 +188,15 @@ def test_variants_by_device() -> None:
         opening.settings("compil", "cpu")
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_all_leaves_out_what_this_machine_cannot_compile(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(opening.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert any("compile" in name for name in opening.settings("all", device))
+    monkeypatch.setattr(opening.shutil, "which", lambda name: None)
+    assert not any("compile" in name for name in opening.settings("all", device))
+
+
 def test_timms_own_export_is_an_artifact() -> None:
     found = suite.run(["timm-onnx:test_vit"], SMALL, batch=3, runs=1)
     (row,) = found.rows
@@ -220,7 +229,7 @@ def test_a_recorded_graph_and_transfers_on_a_gpu(folder: Path) -> None:
     found = suite.run([folder], SMALL, variants="all", runner=RunnerOptions(device="cuda", transfers=True))
     assert {row["clock"] for row in found.rows} == {"cuda events"}
     assert any(row["cuda_graph"] for row in found.rows) and all(row["transfers"] for row in found.rows)
-    assert all(row["memory"]["cuda_peak_bytes"] for row in found.rows)
+    assert all(bool(row["memory"]["cuda_peak_bytes"]) is not row["cuda_graph"] for row in found.rows)
 
 
 def test_what_a_protocol_leaves_out_is_said(folder: Path) -> None:

@@ -102,7 +102,7 @@ def test_bindings_take_turns_and_answer_for_their_own_images(cuda_graph: bool, e
 
 @pytest.mark.parametrize("settings", [(), ("--cuda-graph",), ("--transfers",), ("--cuda-graph", "--transfers")])
 def test_it_is_measured_with_every_setting_beside_the_model_in_torch(settings: tuple[str, ...], engine: Path) -> None:
-    how = ("--protocol", "paper", "--runs", "20", "--batch", "1,8", "--device", "cuda")
+    how = ("--protocol", "paper", "--runs", "20", "--batch", "1,8")
     found = called("bench", engine, engine.parent, *how, *settings)
     assert not [said for said in found["warnings"] if "devices" in said]
     rows = found["rows"]

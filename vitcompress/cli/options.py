@@ -130,7 +130,9 @@ _PREPARATION = (
 RUNNER = ("device", "provider", "precision", "threads", "compile", "trust", "cuda_graph", "transfers", "engine_cache")
 _RUNNER = (
     click.option(
-        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, mps (default: cuda for engines, cpu for the rest)."
+        "--device",
+        metavar="DEVICE",
+        help="cpu, cuda, cuda:1, mps (default: cuda for engines and what bench measures beside them, else cpu).",
     ),
     click.option("--provider", metavar="NAME", help="ONNX Runtime execution provider, as in CUDAExecutionProvider."),
     click.option(
