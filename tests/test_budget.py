@@ -101,6 +101,36 @@ def test_an_aligned_budget_is_met_by_what_can_be_aligned_finely(share: float) ->
     assert abs(spent(counts) / wanted - 1) <= 0.02
 
 
+@pytest.mark.parametrize("share", [0.2, 0.35, 0.5, 0.65, 0.8])
+def test_the_stream_is_as_wide_as_the_target_asks_for_where_the_rest_can_make_up_for_it(share: float) -> None:
+    keep, wanted = {"ffn": 0.5, "residual": 0.5}, target(share * 4 * 256 * 256)
+    free = budget.solved(world(), keep, Units(), wanted).counts["residual"]
+    met = budget.solved(world(), keep, Units(residual=64, ffn=8), wanted)
+    assert met.counts["residual"] == budget.aligned(free, 256, 64)
+
+
+@pytest.mark.parametrize(("share", "nearest", "width"), [(0.325, 128, 192), (0.5, 192, 128)])
+def test_a_stream_one_step_wider_or_narrower_is_taken_where_the_rest_cannot(
+    share: float, nearest: int, width: int
+) -> None:
+    keep, wanted = {"ffn": 0.5, "residual": 0.5}, target(share * 4 * 256 * 256)
+    free = budget.solved(world(), keep, Units(), wanted).counts["residual"]
+    met = budget.solved(world(), keep, Units(residual=64, ffn=64), wanted)
+    assert budget.aligned(free, 256, 64) == nearest
+    assert met.counts["residual"] == width and abs(met.cost / wanted.amount - 1) <= 0.01
+
+
+def test_of_streams_that_all_miss_the_target_the_nearest_is_taken() -> None:
+    wanted = target(0.4 * 4 * 256 * 256)
+    met = budget.solved(world(), {"ffn": 0.5, "residual": 0.5}, Units(residual=64, ffn=64), wanted)
+    costs = []
+    for width in (128, 192, 256):
+        alone = replace(wanted, cost=lambda counts, width=width: float(width * sum(counts.values())))
+        costs.append(budget.solved(world()[:4], {"ffn": 0.5}, Units(ffn=64), alone).cost)
+    assert met.cost == min(costs, key=lambda cost: abs(cost - wanted.amount)) > min(costs)
+    assert abs(met.cost / wanted.amount - 1) > 0.01
+
+
 def test_nothing_is_asked_for_once_the_target_is_met() -> None:
     """A cost may be an export and a measurement."""
     asked: list[float] = []

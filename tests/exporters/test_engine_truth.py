@@ -203,3 +203,15 @@ def test_attentions_of_unequal_widths_are_told_before_any_gpu_shows_it() -> None
     (told,) = unfused(narrow, "fp16")
     assert told.startswith(f"1 attention ({qk.attention}) with heads whose q and k") and "layout" in told
     assert unfused(narrow, "fp32") == unfused(padded, "fp16") == unfused(whole, "bf16") == []
+
+
+@pytest.mark.parametrize(("unknown", "verdict"), [(0, "passed"), (1, "passed"), (2, "not_run"), (10, "not_run")])
+def test_a_verdict_on_precision_needs_that_of_nine_in_ten_heavy_layers(unknown: int, verdict: str) -> None:
+    half, untold = tensor("Half", 1, 40, 256), tensor("N/A due to dynamic shapes", -1, 40, 256)
+    found = [layer(f"mm{n}", "gemm", [untold if n < unknown else half]) for n in range(10)]
+    assert verdicts({"Layers": found}, attentions=0)["precision"] == verdict
+
+
+def test_an_account_without_a_heavy_layer_settles_no_precision() -> None:
+    found = [layer("__myl_Add_myl0_1", "kgen", [tensor("Half", 1, 40, 256)])]
+    assert verdicts({"Layers": found}, attentions=0)["precision"] == "not_run"
