@@ -1,6 +1,7 @@
 """Machines, files and folders that are not what a command needs, and Ctrl-C: one sentence and an exit code."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,19 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(tmp_path / "home", monkeypatch)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        begin(tmp_path_factory.mktemp("made") / "home", patch)
+        return run_folder().resolve()
+
+
+@pytest.fixture
+def folder(made: Path, home: None) -> Path:
+    """A finished run without training, in the folder that the test works in."""
+    return Path(shutil.copytree(made, "run"))
+
+
 def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "sklearn"] + ["sklearn"]:
         monkeypatch.setitem(sys.modules, name, None)
@@ -28,11 +42,8 @@ def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-@pytest.mark.parametrize("command", [("recipe", "small.toml"), ("bench", f"timm:{ARCH}"), ("bench", "model.onnx")])
-def test_a_gpu_where_there_is_none(command: tuple[str, ...]) -> None:
-    if command[-1] == "model.onnx":
-        folder = run_folder()
-        command = ("bench", str(folder / "model.onnx"))
+@pytest.mark.parametrize("command", [("recipe", "small.toml"), ("bench", f"timm:{ARCH}"), ("bench", "run/model.onnx")])
+def test_a_gpu_where_there_is_none(command: tuple[str, ...], folder: Path) -> None:
     said = refused(*command, "--device", "cuda")
     assert "cuda" in said.lower() and "cpu" in said.lower()
 
@@ -65,15 +76,13 @@ def edited(folder: Path, **changes: Any) -> None:
     ],
     ids=["stand-in", "key", "other layers", "architecture", "format"],
 )
-def test_a_plan_edited_by_hand(changes: dict[str, Any], sentence: str) -> None:
-    folder = run_folder()
+def test_a_plan_edited_by_hand(changes: dict[str, Any], sentence: str, folder: Path) -> None:
     edited(folder, **changes)
     for command in (("verify", "run"), ("bench", "run"), ("evaluate", "run", "--data", "digits"), ("export", "run")):
         assert sentence in refused(*command), command
 
 
-def test_an_evaluation_on_images_of_other_classes() -> None:
-    folder = run_folder()
+def test_an_evaluation_on_images_of_other_classes(folder: Path) -> None:
     images("pictures")
     said = refused("evaluate", str(folder), "--data", "pictures")
     assert "10 classes" in said and "the data has 2" in said
@@ -109,21 +118,20 @@ def test_ctrl_c_at_each_stage_and_the_same_command_continues(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("command", ["verify", "export"])
-def test_a_file_where_its_run_folder_is_needed(command: str) -> None:
-    folder = run_folder()
+def test_a_file_where_its_run_folder_is_needed(command: str, folder: Path) -> None:
     said = refused(command, str(folder / "model.onnx"))
     assert "is a file" in said and f"name its folder: {folder}" in said
 
 
 @pytest.mark.parametrize("name", ["model.engine", "model.txt", "model"])
-def test_a_name_for_another_format_is_refused_before_anything_is_built(name: str) -> None:
-    said = refused("export", str(run_folder()), "--out", name)
+def test_a_name_for_another_format_is_refused_before_anything_is_built(name: str, folder: Path) -> None:
+    said = refused("export", str(folder), "--out", name)
     assert "end in .onnx" in said and "--out model.onnx" in said
 
 
-def test_what_is_not_there_is_told_before_what_the_data_lacks() -> None:
+def test_what_is_not_there_is_told_before_what_the_data_lacks(folder: Path) -> None:
     assert "nofile.onnx" in refused("evaluate", "nofile.onnx")
-    assert "No such file" in refused("evaluate", str(run_folder()), "--bench", "none.json")
+    assert "No such file" in refused("evaluate", str(folder), "--bench", "none.json")
 
 
 def test_a_model_of_timm_without_its_prefix() -> None:
