@@ -72,7 +72,7 @@ def watched(runners: Sequence[Mapping[str, Any]]) -> Iterator[Watched]:
 
 def _gpu(index: int) -> telemetry.Gpu:
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None) if torch.cuda.is_available() else None
-    return telemetry.Gpu(index, None if uuid is None else f"GPU-{uuid}")
+    return telemetry.Gpu(index, None if uuid is None else str(uuid))
 
 
 def _index(device: str) -> int:

@@ -23,7 +23,8 @@ THROTTLING = {
 class Gpu:
     """One GPU through NVML. Raises LookupError, with the reason, where it cannot be asked.
 
-    index: torch's number, which CUDA_VISIBLE_DEVICES may have moved; the GPU is found by its UUID.
+    index: torch's number, which CUDA_VISIBLE_DEVICES may have moved; the GPU, or the MIG slice of one, is found by its
+    uuid, as torch gives it.
     """
 
     def __init__(self, index: int = 0, uuid: str | None = None) -> None:
@@ -34,9 +35,15 @@ class Gpu:
         self._nvml = pynvml
         try:
             pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid) if uuid else pynvml.nvmlDeviceGetHandleByIndex(index)
+            self._handle = self._found(uuid) if uuid else pynvml.nvmlDeviceGetHandleByIndex(index)
         except pynvml.NVMLError as error:
             raise LookupError(f"NVML cannot be asked: {error}") from None
+
+    def _found(self, uuid: str) -> Any:
+        try:
+            return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        except self._nvml.NVMLError_NotFound:
+            return self._nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         """One NVML value; None where this GPU does not tell it."""

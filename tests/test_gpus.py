@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from vitcompress import distributed, gpus
 from vitcompress.bench import conditions, machine
 from vitcompress.cli import main
+from vitcompress.cli.shared import _surprise
 from vitcompress.errors import DeviceError
 from vitcompress.exporters import onnx_providers
 from vitcompress.exporters.doctor import torch_problem
@@ -69,3 +70,11 @@ def test_a_device_is_tried() -> None:
     """As a GPU that torch's kernels are not made for, `meta` is found and computes nothing."""
     assert torch_problem("cpu") is None
     assert str(torch_problem("meta")).startswith("torch finds it and cannot compute on it: ")
+
+
+def test_a_gpu_that_fails_is_no_mistake_of_ours() -> None:
+    error = torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device\nCUDA kernel")
+    told = _surprise(error)
+    assert told.message.startswith("the GPU or its driver failed: CUDA error: no kernel image")
+    assert "doctor" in str(told.hint) and "a bug" not in str(told.hint) and "CUDA kernel" not in told.message
+    assert "a bug" in str(_surprise(KeyError("gone")).hint)

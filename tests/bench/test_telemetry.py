@@ -44,6 +44,22 @@ def test_without_a_gpu_the_reason_is_said() -> None:
         telemetry.Gpu(0)
 
 
+def test_a_slice_of_a_gpu_is_found_by_its_own_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML puts another word in front of the UUID of a MIG slice; torch gives it without one."""
+    pynvml = pytest.importorskip("pynvml")
+
+    def handle(uuid: str) -> str:
+        if uuid not in ("GPU-1-2", "MIG-3-4"):
+            raise pynvml.NVMLError_NotFound
+        return uuid
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", handle)
+    assert [telemetry.Gpu(0, uuid)._handle for uuid in ("1-2", "3-4")] == ["GPU-1-2", "MIG-3-4"]
+    with pytest.raises(LookupError, match="Not Found"):
+        telemetry.Gpu(0, "5-6")
+
+
 def test_a_summary_keeps_extremes_and_every_name() -> None:
     state = {"sm_clock_mhz": 1000, "memory_clock_mhz": None, "temperature_c": 40, "power_w": 100.0, "busy_percent": 5}
     seen = [

@@ -24,6 +24,8 @@ STOPPED = 130  # what a shell reports of a program that Ctrl-C ended
 AGAIN = 0.05  # seconds after which a Ctrl-C that was lost is repeated
 OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|failed to allocate memory|bad_alloc", re.IGNORECASE)
 
+OF_THE_GPU = re.compile(r"CUDA error|CUDA driver|NVIDIA driver|CUBLAS_STATUS|CUDNN_STATUS|NCCL", re.IGNORECASE)
+
 
 class Stopped(Exception):
     """Ctrl-C while a command worked."""
@@ -126,6 +128,11 @@ def _surprise(error: Exception) -> VitcompressError:
     if isinstance(error, OSError) and error.strerror:
         place = f" ({error.filename})" if error.filename else ""
         return VitcompressError(f"the system refused{place}: {error.strerror}", hint="--debug shows where it happened")
+    if OF_THE_GPU.search(str(error)):
+        return VitcompressError(
+            f"the GPU or its driver failed: {first_line(error)}",
+            hint="`vitcompress doctor` tries what is here; --debug shows where it happened",
+        )
     return VitcompressError(
         f"unexpected {type(error).__name__}: {error}",
         hint="this is a bug in vitcompress; --debug shows where it happened",
