@@ -194,6 +194,12 @@ class Autocast(AUTOCAST):
         super().__init__("cpu" if on_gpu else device_type, dtype=dtype, **settings)
 
 
+def wait(*args: Any) -> None:
+    """All is done already; a stream that is being recorded cannot be waited for."""
+    if Graph.recording is not None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+
 class Stream:
     """Everything on it is done at once."""
 
@@ -212,7 +218,7 @@ class Stream:
         """It is done already."""
 
     def synchronize(self) -> None:
-        """It is done already."""
+        wait()
 
 
 class Event:
@@ -267,7 +273,7 @@ def install() -> None:
     answers = {
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
         **dict.fromkeys(("max_memory_allocated", "memory_allocated", "max_memory_reserved"), 2**20),
-        **dict.fromkeys(("init", "synchronize", "set_device", "reset_peak_memory_stats", "empty_cache")),
+        **dict.fromkeys(("init", "set_device", "reset_peak_memory_stats", "empty_cache")),
         **dict.fromkeys(("manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all")),
         "device_count": 1,
         "current_device": 0,
@@ -280,7 +286,13 @@ def install() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, found=answer, **kwargs: found)
-    for name, stands_in in {"Stream": Stream, "Event": Event, "CUDAGraph": Graph, "graph": Recording}.items():
+    for name, stands_in in {
+        "synchronize": wait,
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "graph": Recording,
+    }.items():
         setattr(torch.cuda, name, stands_in)
     torch.cuda.stream = lambda stream=None: stream or Stream()  # type: ignore[assignment]
     torch.cuda.current_stream = lambda *args, **kwargs: Stream()  # type: ignore[assignment]

@@ -204,11 +204,12 @@ LAYERS = json.dumps(
 class IExecutionContext:
     """What is set and run of an engine."""
 
-    __slots__ = ("_addresses", "_engine", "_images", "active_optimization_profile", "nvtx_verbosity")
+    __slots__ = ("_addresses", "_engine", "_images", "_settled", "active_optimization_profile", "nvtx_verbosity")
 
     def __init__(self, engine: ICudaEngine, profile: int) -> None:
         self._engine, self.active_optimization_profile = engine, profile
         self._images: Shape = ()
+        self._settled = False  # whether it has run with this shape, without which it cannot be recorded
         self._addresses: dict[str, int] = {}
 
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
@@ -221,7 +222,7 @@ class IExecutionContext:
         if not inside or self.active_optimization_profile < 0:
             self._engine._logger.log(ILogger.ERROR, f"{shape} is not in the profile")
             return False
-        self._images = shape
+        self._images, self._settled = shape, self._settled and shape == self._images
         return True
 
     def get_tensor_shape(self, name: str) -> Shape:
@@ -232,6 +233,10 @@ class IExecutionContext:
         return True
 
     def execute_async_v3(self, stream_handle: int) -> bool:
+        if pretended_gpu.Graph.recording is not None and not self._settled:
+            self._engine._logger.log(ILogger.ERROR, "operation not permitted when stream is capturing")
+            return False
+        self._settled = True
         pretended_gpu.queue(self._run_with({name: self._at(name) for name in self._engine._ends}))
         return True
 
