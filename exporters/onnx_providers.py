@@ -128,7 +128,7 @@ PROVIDERS = {
         Provider(
             TENSORRT,
             "cuda",
-            "pip install 'vitcompress[cuda]' 'tensorrt-cu13<11'",  # it is linked to libnvinfer.so.10
+            "pip install 'vitcompress[cuda]' 'tensorrt<11'",  # for libnvinfer.so.10; `tensorrt` pins tensorrt-cu13
             ("onnxruntime-gpu", "tensorrt-cu13", "tensorrt"),
             tf32="always",
             builds=True,
