@@ -44,6 +44,7 @@ LEVELS = [
         "onnx_file",
         "optimization",
         "posterize",
+        "resampling",
         "runlog",
         "sidecar",
         "sources",

@@ -26,6 +26,7 @@ from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import clock, measured_on
 from vitcompress.pipeline.teachers import teacher
 from vitcompress.plan import Plan
+from vitcompress.resampling import resampled
 from vitcompress.train import train
 from vitcompress.train_options import TrainOptions, TrainResult
 from vitcompress.verify_fold import UNFOLDED, UNFOLDED_PLAN
@@ -60,6 +61,8 @@ def _given(job: Job) -> nn.Module:
     """The model with the weights that the recipe names; what they can do is told before anything is built on them."""
     table, seed = job.recipe.model, job.recipe.run.seed
     model = models.create(table.name, job.arch_args, table.weights, seed=seed, new_head=table.new_head)
+    for change in resampled(model, table.name, table.weights):
+        job.progress.note(f"dense model: {change}")
     if table.weights == "random":
         if job.structure_only:
             models.stir(model, seed)  # nothing is trained here: what all checks see must not be mostly zeros
