@@ -3,7 +3,9 @@ library.
 """
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from vitcompress.errors import InputError, nearest
 
@@ -18,6 +20,8 @@ def names() -> tuple[str, ...]:
 
 def text(name: str) -> str:
     """The TOML of one recipe, comments included. Raises InputError with the nearest names."""
+    if name in study_names():
+        raise _other_kind("recipe", name)
     if name not in names():
         raise _unknown("recipe", name, names(), "`vitcompress recipes` lists all of them")
     return (FOLDER / f"{name}.toml").read_text(encoding="utf-8")
@@ -30,9 +34,23 @@ def study_names() -> tuple[str, ...]:
 
 def study_text(name: str) -> str:
     """The TOML of one study, comments included. Raises InputError with the nearest names."""
+    if name in names():
+        raise _other_kind("study", name)
     if name not in study_names():
         raise _unknown("study", name, study_names(), f"there are: {', '.join(study_names())}")
     return (STUDIES / f"{name}.toml").read_text(encoding="utf-8")
+
+
+def check_kind(wanted: str, source: str, data: Mapping[str, Any]) -> None:
+    """Raise InputError where the TOML `data` is a study and a recipe is `wanted`, or the reverse, by their tables."""
+    own = {"recipe": {"step", "model"}, "study": {"row", "base"}}
+    if not own[wanted] & set(data) and any(tables & set(data) for tables in own.values()):
+        raise _other_kind(wanted, source)
+
+
+def _other_kind(wanted: str, source: str) -> InputError:
+    kind = "study" if wanted == "recipe" else "recipe"
+    return InputError(f"{source} is a {kind}, not a {wanted}", hint=f"`vitcompress {kind} {source}` runs it")
 
 
 def summaries() -> dict[str, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from tiny_study import TINY
+from whole_runs import SMALL
 
 from vitcompress import cli, recipes, study
 from vitcompress.errors import RecipeError
@@ -97,3 +98,15 @@ def test_shipped_studies_give_every_row_the_same_training(name: str) -> None:
     opening = [line.removeprefix("#").strip() for line in recipes.study_text(name).splitlines() if line.startswith("#")]
     assert any(line.startswith(f"vitcompress study {name}") for line in opening)
     assert any(not row.against for row in loaded.rows)  # something that all else is held against
+
+
+def test_a_recipe_is_no_study_and_a_study_no_recipe(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny.parent)
+    Path("small.toml").write_text(SMALL)
+    wrong = [("study", "small.toml"), ("study", "digits_hetdpt"), ("recipe", tiny.name), ("recipe", "digits")]
+    for command, source in wrong:
+        done = CliRunner().invoke(cli.main, [command, source, "--dry-run", "--json"])
+        other = {"study": "recipe", "recipe": "study"}[command]
+        said = json.loads(done.stdout)
+        assert (done.exit_code, said["error"]) == (2, f"{source} is a {other}, not a {command}")
+        assert said["hint"] == f"`vitcompress {other} {source}` runs it"

@@ -183,7 +183,9 @@ def load_recipe(source: str, sets: Sequence[str] = (), *, formats: Collection[st
         InputError: no such recipe; with the nearest names.
     """
     name, text = read_text(source, "recipe", recipes.names(), recipes.text)
-    return recipe_of(source, {"name": name, **parsed(source, text)}, sets, formats=formats)
+    data = parsed(source, text)
+    recipes.check_kind("recipe", source, data)
+    return recipe_of(source, {"name": name, **data}, sets, formats=formats)
 
 
 def parsed(source: str, text: str) -> dict[str, Any]:

@@ -92,6 +92,7 @@ def load_study(
     name, text = read_text(source, "study", recipes.study_names(), recipes.study_text)
     label = f"of the study {source}"
     data = parsed(label, text)
+    recipes.check_kind("study", source, data)
     problems = [problem for text in sets if (problem := assign(data, text))]
     tables = validated(_Tables, data, "", problems)
     if tables is None:
