@@ -78,7 +78,7 @@ def test_where_onnx_runtime_cannot_work_the_cpu_takes_its_files_and_says_so(devi
     assert about.onnx_device == "cpu"
     (line,) = about.onnx_elsewhere()
     assert device in line and "on the CPU" in line
-    assert list(outlook._missing(about, fresh=False)).count(line) == 1
+    assert list(outlook._notes(about, RunOptions())).count(line) == 1
 
 
 def test_on_the_cpu_there_is_nothing_to_say(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_latency_is_not_aimed_at_with_the_times_of_another_device(tmp_path: Pa
     with pytest.raises(DeviceError, match=r"cuda:77 is aimed at") as caught:
         check_latency(job(tmp_path, *sets, device="cuda:77"), fresh=True)
     assert "latency_on=torch" in str(caught.value.hint)
-    missing = outlook._missing(job(tmp_path, *sets, device="cuda:77"), fresh=False)
+    missing = outlook._missing(job(tmp_path, *sets, device="cuda:77"), RunOptions())
     assert any("cuda:77 is aimed at" in line for line in missing)
 
 
