@@ -59,6 +59,7 @@ LEVELS = [
         "methods",
         "verify",
         "error_bounds",
+        "planned_costs",
         "planned_sizes",
         "rounding",
         "verdicts",

@@ -35,7 +35,7 @@ def planned_tensors(dense: nn.Module, plan: Plan) -> tuple[PlannedTensor, ...]:
     """Every tensor of the `dense` model (as the plan names it; shapes are enough) and what the plan makes of it."""
     family = family_of(dense)
     before = {name: tuple(tensor.shape) for name, tensor in dense.state_dict().items()}
-    after = _sliced(before, dense, family, plan)
+    after = sliced(before, dense, family, plan)
     gone = tuple(_gone(family, family.sites(dense), plan))
     return tuple(_rows(before, after, gone, _pairs(dense, family, plan)))
 
@@ -63,8 +63,10 @@ def _folded(ffn: str, first: str, second: str, before: Shapes, after: Shapes) ->
             yield PlannedTensor(f"{ffn}.{leaf}", parts, shape, "folded")
 
 
-def _sliced(before: Shapes, dense: nn.Module, family: Family, plan: Plan) -> Shapes:
-    """Sizes with every axis of a kept space as long as the plan says; a gate that is constant has no rows."""
+def sliced(before: Shapes, dense: nn.Module, family: Family, plan: Plan) -> Shapes:
+    """The sizes `before` of `dense`, with every axis of a kept space as long as the plan says; a gate that is constant
+    has no rows.
+    """
     lost: dict[str, dict[int, int]] = {}
     for space in family.spaces(dense):
         if space.name not in plan.kept:

@@ -92,7 +92,7 @@ def _concluded(result: "RunResult", require_verified: bool, as_json: bool) -> in
 
 @click.group("recipes", invoke_without_command=True)
 @click.option(
-    "--count", is_flag=True, help="Published parameters and MACs beside those counted here (takes a minute or two)."
+    "--count", is_flag=True, help="Published parameters and MACs beside those counted here (takes about half a minute)."
 )
 @common
 @click.pass_context

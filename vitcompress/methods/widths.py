@@ -7,7 +7,7 @@ channels of a head, which all heads of an attention and its q, k and v share.
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from vitcompress.budget import Counts, Group
 from vitcompress.families import Space
 from vitcompress.methods.channel_scores import Scores
 from vitcompress.plan import Plan
+from vitcompress.planned_costs import planned_cost
 
 Scope = Literal["isomorphic", "global", "local"]
 ALL = "all"  # the one scope of everything but heads
@@ -131,7 +132,18 @@ class Sizes:
 
     def costs(self, counts: Counts) -> cost.Cost:
         """Of the model as it will be deployed, counted on shapes alone."""
-        return cost.measure(_deployed(self.shapes, self.base, self.delta(counts)), self.input_size)
+        delta = self.delta(counts)
+        if self.planned is not None:
+            return self.planned(delta)
+        return cost.measure(_deployed(self.shapes, self.base, delta), self.input_size)
+
+    @cached_property
+    def planned(self) -> Callable[[Plan], cost.Cost] | None:
+        """`planned_cost` of the model that is sliced; None where its FFNs are folded at some widths only."""
+        whole = deepcopy(self.shapes)
+        records = surgery.fold(whole, self.base).records
+        scales = all(record.reason == surgery.INTO_THE_LINEAR for record in records)
+        return planned_cost(whole, self.input_size) if scales else None
 
     def latency(self, clock: Callable[[LazyModel, Plan], float], counts: Counts) -> float:
         """Milliseconds of the model as it will be deployed."""

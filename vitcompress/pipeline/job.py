@@ -1,8 +1,10 @@
 """One run of one recipe, as all stages of the pipeline know it."""
 
+import json
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import cached_property, lru_cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +107,7 @@ def job_for(
     """
     classes = len(data.classes) if data is not None else recipe.model.classes or _classes_without_data(recipe)
     args = dict(recipe.model.args) | ({"num_classes": classes} if classes else {})
-    blank = models.outline(recipe.model.name, args)
-    models.check_answers(recipe.model.name, args, blank)
+    blank = deepcopy(_outline(recipe.model.name, json.dumps(args)))
     return Job(
         recipe=recipe,
         folder=folder,
@@ -119,6 +120,19 @@ def job_for(
         structure_only=structure_only,
         blank=blank,
     )
+
+
+@lru_cache(maxsize=8)
+def _outline(arch: str, args: str) -> nn.Module:
+    """A model that can classify images, without weights. args: JSON. Kept: lists of recipes and the rows of a study ask
+    for the same ones again and again.
+
+    Raises:
+        InputError: timm cannot build it, or it cannot classify images.
+    """
+    blank = models.outline(arch, json.loads(args))
+    models.check_answers(arch, json.loads(args), blank)
+    return blank
 
 
 def _classes_without_data(recipe: Recipe) -> int | None:

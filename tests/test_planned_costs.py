@@ -1,0 +1,66 @@
+"""What a slice costs by arithmetic is what is counted on the sliced model, in every family."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from contracts import build, contract, every_variant, kept_channels, spaces_of
+
+from vitcompress import cost, models, surgery
+from vitcompress.families import family_of
+from vitcompress.methods import METHODS, isomorphic
+from vitcompress.pipeline.job import _outline
+from vitcompress.plan import Plan
+from vitcompress.planned_costs import planned_cost
+
+KINDS = {"qk", "v", "mlp", "residual", "sr"}
+
+
+@every_variant
+@pytest.mark.parametrize("folds", [False, True], ids=["whole", "folded"])
+def test_a_slice_costs_what_is_counted_on_it(variant: str, folds: bool) -> None:
+    base = contract(variant).plan
+    model = models.outline(base.arch, base.arch_args)
+    if folds:
+        acts = [] if family_of(model).not_foldable else [1]
+        plan = base.then(surgery.depth_plan(model, base, [0], acts))
+        model = surgery.applied(model, plan)
+        surgery.fold(model, plan)
+    size = models.input_config(model).size
+    found = planned_cost(model, size)
+    assert found is not None
+    spaces = spaces_of(model)
+    fewer = {space.attention: space.heads // 2 for space in spaces.values() if space.attention and not space.heads % 2}
+    halves = {name: tuple(range(s.size // 2)) for name, s in spaces.items() if not s.attention or s.attention in fewer}
+    plans = [replace(base, kept=kept_channels(model, KINDS)), replace(base, kept=halves, heads=fewer), base]
+    told = [found(plan) for plan in plans]
+    assert told == [cost.measure(surgery.applied(model, plan), size) for plan in plans]
+    assert told[0].macs < told[2].macs and told[1].macs_linear < told[2].macs_linear and told[1].params < told[2].params
+
+
+def test_padded_heads_are_not_told_from_the_whole() -> None:
+    model = build("plain")
+    narrow = {name: tuple(range(0, s.size, 2)) for name, s in spaces_of(model).items() if s.kind == "qk"}
+    names = tuple(space.attention for space in spaces_of(model).values() if space.kind == "qk")
+    padded = surgery.applied(model, Plan("any", kept=narrow, padded=names))
+    assert planned_cost(padded, (3, 8, 8)) is None and planned_cost(model, (3, 8, 8)) is not None
+
+
+def test_candidates_are_compared_without_running_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, real = list[Any](), cost._counted
+    monkeypatch.setattr(cost, "_counted", lambda *about: counted.append(about) or real(*about))
+    base = contract("plain").plan
+    model = models.outline(base.arch, base.arch_args)
+    size = models.input_config(model).size
+    aim = 0.7 * cost.measure(model, size).params / 1e6
+    options = METHODS["isomorphic"].options(target="params", amount=aim, align=isomorphic.Alignment(1, 1, 1))
+    plan = METHODS["isomorphic"].structure(model, family_of(model), base, options)
+    assert len(counted) == 2, "of the whole, here and there"
+    without = surgery.depth_plan(model, base, [], [0])
+    METHODS["isomorphic"].structure(surgery.applied(model, without), family_of(model), base.then(without), options)
+    assert len(counted) > 12, "it depends on the widths whether an FFN is folded"
+    assert abs(cost.measure(surgery.applied(model, plan), size).params / 1e6 / aim - 1) < 0.05
+
+
+def test_an_architecture_is_built_once_for_all_recipes_of_it() -> None:
+    assert _outline("deit_tiny_patch16_224", '{"depth": 1}') is _outline("deit_tiny_patch16_224", '{"depth": 1}')
