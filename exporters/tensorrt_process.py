@@ -21,6 +21,10 @@ PATIENCE = 10.0  # seconds that the process is given to end by itself
 # What the process that runs an engine is given of this one's environment.
 KEPT = ("PATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "TEMP", "SYSTEMROOT", "LANG")
 KEPT_PREFIXES = ("CUDA_", "NVIDIA_", "VIRTUAL_ENV", "CONDA_")
+NEEDS = (
+    "an engine runs in a process of its own: see that others leave memory on the GPU, and that its compute mode lets "
+    "several processes use it (`nvidia-smi -q -d COMPUTE,MEMORY`); `vitcompress doctor` tries the driver"
+)
 # What an answer says of an error -> what it is raised as.
 KINDS: dict[str, type[VitcompressError]] = {"refused": ArtifactError, "machine": DeviceError}
 
@@ -67,7 +71,8 @@ class EngineProcess:
             ) from None
         if "error" in answer:
             kind = KINDS.get(answer.get("kind", ""), VitcompressError)
-            raise kind(f"{self._path} cannot be run: {answer['error']}")
+            hint = NEEDS if kind is DeviceError else None
+            raise kind(f"{self._path} cannot be run: {answer['error']}", hint=hint)
         return answer, more
 
     def bind(self, slot: int, images: np.ndarray) -> None:

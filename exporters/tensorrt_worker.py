@@ -23,7 +23,10 @@ from vitcompress.exporters.cuda_queue import Queued
 from vitcompress.exporters.messages import receive, send
 from vitcompress.exporters.tensorrt_flavours import FLAVOURS, RTX, log_of
 
-NO_MEMORY = re.compile("out of memory|could not be allocated|enough (?:free )?memory", re.IGNORECASE)
+# What is said of a GPU without enough memory, of one that another process has for itself alone, and of its driver.
+OF_THE_MACHINE = re.compile(
+    "out of memory|could not be allocated|enough (?:free )?memory|busy or unavailable|driver version", re.IGNORECASE
+)
 TYPES = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "UINT8": torch.uint8}
 
 
@@ -226,7 +229,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 def _kind(error: Exception) -> str:
     """Whose fault it is: the engine's (`refused`), that of the `machine`, or neither's."""
-    if isinstance(error, DeviceError) or NO_MEMORY.search(str(error)):
+    if isinstance(error, DeviceError) or OF_THE_MACHINE.search(str(error)):
         return "machine"
     return "refused" if isinstance(error, RefusedError) else ""
 

@@ -215,10 +215,11 @@ def test_a_library_that_does_not_work_with_the_driver_says_so(
         (RefusedError("no memory or no context for it: Error Code 1: Cuda Runtime (out of memory)"), DeviceError),
         (RefusedError("it cannot be opened: Serialization assertion failed"), ArtifactError),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"), DeviceError),
+        (RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"), DeviceError),
         (RuntimeError("an illegal memory access was encountered"), VitcompressError),
     ],
 )
-def test_too_little_memory_is_not_the_engines_fault(
+def test_what_the_machine_lacks_is_not_the_engines_fault(
     error: Exception, kind: type[VitcompressError], engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gate moves engines away that are at fault."""
