@@ -21,17 +21,18 @@ from vitcompress.errors import OutputError
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("killed")
-    script = [sys.executable, world.__file__, "killed", str(folder)]
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the script of `whole_runs` leaves: runs that were never stopped, killed, and limited."""
+    folder = tmp_path_factory.mktemp("ended")
+    script = [sys.executable, world.__file__, str(folder)]
     done = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder
 
 
 @pytest.mark.slow
-def test_killed_at_many_moments_is_never_killed(killed: Path) -> None:
-    whole, resumed = killed / "whole", killed / "killed"
+def test_killed_at_many_moments_is_never_killed(ended: Path) -> None:
+    whole, resumed = ended / "whole", ended / "killed"
     compared = [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file()]
     compared = [path for path in compared if path.name != "data.json" and "tensorboard" not in path.parts]  # seconds
     timed = {"log.jsonl", "bench.json", "report.json", "report.md", "verify.json"}
@@ -41,7 +42,7 @@ def test_killed_at_many_moments_is_never_killed(killed: Path) -> None:
     names = {path.name for path in compared}
     assert {"model.safetensors", "plan.json", "model.onnx", "search.json", "allocation.json", "accuracy.json"} <= names
     assert len([path for path in compared if "step-0-hetdpt" in path.parts]) >= 15
-    assert not list(killed.rglob("*.part"))
+    assert not list(ended.rglob("*.part"))
     logs = [
         [{**json.loads(line), "seconds": 0} for line in (root / "run" / "log.jsonl").read_text().splitlines()]
         for root in (whole, resumed)
@@ -97,17 +98,15 @@ class Until(world.Told):
 
 
 @pytest.mark.slow
-def test_files_that_cannot_grow_are_told_and_the_run_continues(tmp_path: Path, killed: Path) -> None:
-    script = [sys.executable, world.__file__, "limited", str(tmp_path)]
-    done = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    said = [(tmp_path / f"{number}.txt").read_text() for number in (0, 1, 3, 4)]
-    places = [text.removesuffix(" cannot be written: File too large").removeprefix(str(tmp_path)) for text in said]
-    (dense,) = tmp_path.glob("dense-*")
+def test_files_that_cannot_grow_are_told_and_the_run_continues(ended: Path) -> None:
+    folder = ended / "limited"
+    said = [(folder / f"{number}.txt").read_text() for number in (0, 1, 3, 4)]
+    places = [text.removesuffix(" cannot be written: File too large").removeprefix(str(folder)) for text in said]
+    (dense,) = folder.glob("dense-*")
     assert places == ["/run/recipe.toml", f"/{dense.name}/state", "/run/dense.onnx", "done"]
-    whole = killed / "whole" / "run"
+    whole = ended / "whole" / "run"
     for name in ("model.safetensors", "plan.json"):
-        assert (tmp_path / "run" / name).read_bytes() == (whole / name).read_bytes()
+        assert (folder / "run" / name).read_bytes() == (whole / name).read_bytes()
 
 
 @pytest.fixture
@@ -144,8 +143,7 @@ def test_a_full_disk_is_said_in_one_panel_and_the_run_continues(tiny_disk: Path)
     assert "the disk is full" in err and "Traceback" not in err, err
     (tiny_disk / "download").unlink()
     ballast.unlink()
-    done = subprocess.run(words, cwd=tiny_disk, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    world.run(tiny_disk, "dense.epochs=10", *world.BARE)  # the same recipe
     assert vitcompress.load(tiny_disk / "run").plan.removed
 
 

@@ -1,12 +1,11 @@
 """A whole recipe in seconds, for tests; and a script that runs it killed many times, and limited.
 
-    python whole_runs.py killed|limited FOLDER
+    python whole_runs.py FOLDER
 
-killed: FOLDER/whole/run is never stopped. FOLDER/killed/run is started again and again, each time killed by SIGKILL
-just before the file of the next of `MOMENTS` appears, then continued to its end.
-limited: FOLDER/run, started again and again, each time with other limits on the size of a file (`STARTS`); what the
-n-th start said lies in FOLDER/<n>.txt.
-Every start is a process of its own.
+FOLDER/whole/run is never stopped. FOLDER/killed/run is started again and again, each time killed by SIGKILL just before
+the file of the next of `MOMENTS` appears, then continued to its end. FOLDER/limited/run is started again and again,
+each time with other limits on the size of a file (`STARTS`); what the n-th start said lies in FOLDER/limited/<n>.txt.
+Every start is a process of its own, forked from one that has loaded what they all need.
 """
 
 import fnmatch
@@ -218,5 +217,13 @@ def start(folder: Path, limit: int | None, answer: Path) -> None:
     answer.write_text(said)
 
 
+def load() -> None:
+    """Import what a run imports on its way, for data and for ONNX files."""
+    open_data(DataOptions(), 0)
+    torch.onnx.export(nn.Linear(2, 2), (torch.zeros(2, 2),), dynamo=True, verbose=False)
+
+
 if __name__ == "__main__":
-    {"killed": killed, "limited": limited}[sys.argv[1]](Path(sys.argv[2]))
+    load()
+    killed(Path(sys.argv[1]))
+    limited(Path(sys.argv[1], "limited"))
