@@ -242,7 +242,9 @@ def test_a_disk_that_fills_up_on_the_way(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-@pytest.mark.parametrize("arguments", ["recipes --json", "recipes show digits_nose", "report nowhere --json", "--help"])
+@pytest.mark.parametrize(
+    "arguments", ["recipes --json", "recipes show digits_nose", "recipes show nowhere --json", "--help"]
+)
 def test_what_standard_output_refuses_is_told_once(arguments: str) -> None:
     command = f"{sys.executable} -m vitcompress {arguments}"
     full = subprocess.run(f"{command} >/dev/full", shell=True, cwd=SOURCE, capture_output=True, text=True)

@@ -8,6 +8,8 @@ import torch
 import whole_runs
 from on_pretended_gpu import python
 
+from vitcompress.checkpoint import read_json
+
 NOT_OF_BOTH = """
 import numpy as np
 import torch
@@ -51,13 +53,29 @@ def test_it_refuses_what_a_gpu_refuses() -> None:
     python("-c", NOT_OF_BOTH)
 
 
-@pytest.mark.parametrize(
-    ("method", "amp"), [("hetdpt", "none"), ("sero", "fp16"), ("upvit", "none"), ("isomorphic", "fp16")]
-)
-def test_a_recipe_has_everything_on_the_gpu(method: str, amp: str, tmp_path: Path) -> None:
-    step = STEPS[method]
-    text = whole_runs.RECIPE if step is None else whole_runs.with_steps(step)
-    (tmp_path / "tiny.toml").write_text(text.replace("[finetune]", f"[finetune]{TRAINING}"))
-    wishes = ("--device", "cuda", "--set", f"run.amp={amp}", "--json", "--debug")
-    done = json.loads(python("-m", "vitcompress", "recipe", tmp_path / "tiny.toml", "--out", tmp_path / "run", *wishes))
-    assert [row["device"] for entry in done["bench"] for row in entry["rows"]] == ["cuda:0"] * 4
+AMP = {"hetdpt": "none", "sero": "fp16", "upvit": "none", "isomorphic": "fp16"}
+# One after the other in one process, which loads torch and timm once.
+COMMANDS = """
+import json, sys
+from vitcompress.cli import main
+
+for words in json.loads(sys.argv[1]):
+    try:
+        main(words)
+    except SystemExit as ended:
+        assert not ended.code, (ended.code, words)
+"""
+
+
+def test_recipes_have_everything_on_the_gpu(tmp_path: Path) -> None:
+    commands = []
+    for method, step in STEPS.items():
+        text = whole_runs.RECIPE if step is None else whole_runs.with_steps(step)
+        recipe = tmp_path / f"{method}.toml"
+        recipe.write_text(text.replace("[finetune]", f"[finetune]{TRAINING}"))
+        wishes = ("--device", "cuda", "--set", f"run.amp={AMP[method]}", "--json", "--debug")
+        commands.append(["recipe", str(recipe), "--out", str(tmp_path / method / "run"), *wishes])
+    python("-c", COMMANDS, json.dumps(commands))
+    for method in STEPS:
+        report = read_json(tmp_path / method / "run" / "report.json")
+        assert [row["device"] for entry in report["bench"] for row in entry["rows"]] == ["cuda:0"] * 4, method
