@@ -114,7 +114,11 @@ def settings(variants: str, device: str | None) -> dict[str, dict[str, Any]]:
         raise InputError(f"no variant is named in {variants!r}", hint="as in --variants fp32,fp16+compile, or all")
     if names == ["all"]:
         all_of = (*ALL.get(kind, ()), *(("fp32+compile",) if kind == "cpu" else ()))
-        names = [name for name in all_of if "compile" not in name or _has_compiler(kind)]
+        names = [
+            name
+            for name in all_of
+            if ("compile" not in name or _has_compiler(kind)) and (kind != "cuda" or _computes(str(device), name))
+        ]
     found = {}
     for name in names:
         words = name.split("+")
@@ -124,6 +128,12 @@ def settings(variants: str, device: str | None) -> dict[str, dict[str, Any]]:
                 raise InputError(f"there is no variant {word!r}{did_you_mean(word, WORDS)}", hint=hint)
         found[name] = {key: value for word in words for key, value in WORDS[word].items()}
     return found
+
+
+def _computes(device: str, name: str) -> bool:
+    """Whether a GPU computes in the precision of a variant; where there is none to be asked it is taken to."""
+    index = int(device.partition(":")[2] or 0)
+    return index >= gpus.count() or gpus.is_ampere(index) or not {"tf32", "bf16"} & set(name.split("+"))
 
 
 def _has_compiler(kind: str) -> bool:

@@ -218,8 +218,8 @@ def _check_torch_options(options: RunnerOptions, device: torch.device, precision
             raise InputError(f"{name} {value!r} is not known", hint=f"use one of {', '.join(allowed)}")
     if options.threads is not None and options.threads < 1:
         raise InputError(f"threads must be 1 or more, got {options.threads}")
-    if precision == "tf32" and device.type != "cuda":
-        raise DeviceError(f"tf32 was asked for, {device.type} has none", hint="use fp32")
+    if precision == "tf32" and (device.type != "cuda" or not gpus.is_ampere(device.index)):
+        raise DeviceError(f"tf32 was asked for, this {device} has none", hint="use fp32")
     if options.cuda_graph and device.type != "cuda":
         raise DeviceError(
             f"a CUDA graph was asked for, the device is {device}: only CUDA kernels can be recorded",

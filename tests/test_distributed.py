@@ -137,8 +137,10 @@ def test_a_gpu_that_only_emulates_bf16_is_refused(monkeypatch: pytest.MonkeyPatc
         "get_device_name": "Tesla T4",
         "get_device_properties": about,
     }
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (about.major, about.minor))
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *args, answer=answer: answer)
+    assert torch.cuda.is_bf16_supported()
     with pytest.raises(DeviceError, match="Tesla T4 has none"):
         check_device("cuda", "bf16")
     about.major = 8

@@ -174,6 +174,5 @@ def _check_amp(device: torch.device, amp: str) -> None:
     """Refuse a mixed precision that `device` cannot compute in."""
     if amp not in ("none", *_AMP_TYPES):
         raise DeviceError(f"amp {amp!r} is not known", hint="use none, fp16 or bf16")
-    # What is emulated runs, and is slower than fp32.
-    if amp == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if amp == "bf16" and device.type == "cuda" and not gpus.is_ampere(device.index):
         raise DeviceError(f"amp bf16 was asked for, but {torch.cuda.get_device_name(device)} has none", hint="use fp16")

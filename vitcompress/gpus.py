@@ -26,6 +26,13 @@ def problem() -> str | None:
     return None
 
 
+def is_ampere(index: int) -> bool:
+    """Whether a GPU is of Ampere or later, the first to compute in bf16 and TF32: in others torch emulates bf16, and
+    leaves TF32 out without a word.
+    """
+    return torch.version.hip is not None or torch.cuda.get_device_capability(index) >= (8, 0)
+
+
 def because() -> str:
     """`: REASON`, to end a sentence about a missing GPU with; nothing where there is no `problem`."""
     found = problem()

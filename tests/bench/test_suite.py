@@ -19,7 +19,7 @@ from vitcompress.bench.timing import protocol
 from vitcompress.errors import ArtifactError, DeviceError, InputError
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.exporters.onnx_session import Session
-from vitcompress.exporters.runtimes import RunnerOptions
+from vitcompress.exporters.runtimes import RunnerOptions, TorchRunner
 from vitcompress.models import input_config
 
 SMALL = BenchOptions("paper", batch=2, warmup=1, runs=20)
@@ -195,6 +195,21 @@ def test_all_leaves_out_what_this_machine_cannot_compile(device: str, monkeypatc
     assert any("compile" in name for name in opening.settings("all", device))
     monkeypatch.setattr(opening.shutil, "which", lambda name: None)
     assert not any("compile" in name for name in opening.settings("all", device))
+
+
+@pytest.mark.parametrize(("capability", "there"), [((7, 5), False), ((8, 6), True)])
+def test_precisions_that_a_gpu_only_seems_to_have_are_left_out(
+    capability: tuple[int, int], there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Turing torch takes TF32 for fp32, and emulates bf16."""
+    monkeypatch.setattr(opening.gpus, "count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    names = set(opening.settings("all", "cuda"))
+    assert {"fp32", "fp16", "fp16+graph"} <= names
+    assert ("tf32" in names, "bf16" in names, "bf16+graph" in names) == (there,) * 3
+    if not there:
+        with pytest.raises(DeviceError, match="tf32 was asked for, this cuda:0 has none"):
+            TorchRunner(torch.nn.Identity(), RunnerOptions("cuda", precision="tf32"), name="model")
 
 
 def test_timms_own_export_is_an_artifact() -> None:
