@@ -8,12 +8,24 @@ import gc
 import os
 import signal
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A script that starts the tests in the background (`pytest &`) has them ignore SIGINT, and with them every process that
 # they start and interrupt: the tests of Ctrl-C would wait without end.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The files that take longest, the longest ones first.
+LONGEST = ("test_onnx_graph", "test_interrupted_runs", "test_width_figures", "test_study", "test_pretended_gpu")
+LONGEST += ("test_pretended_runtimes", "test_sidecar", "test_recipe_exports", "test_verify_weights", "test_verify")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files: a worker takes whole files, and one left for the end keeps the others waiting."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
 
 
 def pytest_collection_finish() -> None:
