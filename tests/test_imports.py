@@ -70,6 +70,7 @@ LEVELS = [
         "verify_weights",
     },
     {"recipe", "exporters"},
+    {"keys"},
     {"bench"},
     {"pipeline"},
     {"study"},

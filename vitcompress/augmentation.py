@@ -26,19 +26,19 @@ class Augmentation:
     auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.3, reprob=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, repeats=3.
     """
 
-    no_aug: bool = True
+    no_aug: bool = True  # no crop, flip, colour or erasing; the others have switches of their own
     auto_augment: str | None = None  # timm's policy string; it turns colour jitter off
-    color_jitter: Annotated[float, Ge(0)] = 0.0
-    hflip: Share = 0.5
+    color_jitter: Annotated[float, Ge(0)] = 0.0  # strength, 0 is off
+    hflip: Share = 0.5  # share of images that are flipped
     scale: tuple[float, float] = (0.08, 1.0)  # area of the random crop, share of the image
     ratio: tuple[float, float] = (3 / 4, 4 / 3)  # width to height of the random crop
     reprob: Share = 0.0  # share of images with one erased rectangle
-    remode: Literal["const", "rand", "pixel"] = "pixel"
+    remode: Literal["const", "rand", "pixel"] = "pixel"  # what an erased rectangle is filled with
     mixup: Annotated[float, Ge(0)] = 0.0  # alpha of the Beta distribution, 0 is off
-    cutmix: Annotated[float, Ge(0)] = 0.0
-    mixup_prob: Share = 1.0
-    mixup_switch_prob: Share = 0.5
-    smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
+    cutmix: Annotated[float, Ge(0)] = 0.0  # alpha of the Beta distribution, 0 is off
+    mixup_prob: Share = 1.0  # share of batches with mixup or CutMix
+    mixup_switch_prob: Share = 0.5  # share of those with CutMix, where both are on
+    smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0  # of the labels
     repeats: Annotated[int, Ge(0)] = 0  # views of an image per pass (repeated augmentation), 0 or 1 is off
     noise: Annotated[float, Ge(0)] = 0.0  # standard deviation of Gaussian noise on the normalised pixels
 

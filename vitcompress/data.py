@@ -26,16 +26,15 @@ class DataOptions:
     """Where images come from.
 
     `source`: "digits" (scikit-learn's 8x8 handwritten digits), "imagefolder" (`path`/<split>/<class>/<image>), or
-    "timm:NAME", any map-style data set of `timm.data.create_dataset`, rooted at `path`. Without split names, a folder's
-    are train and val, validation or test. `heldout` is the share of the training images cut off for choices.
+    "timm:NAME", any map-style data set of `timm.data.create_dataset`, rooted at `path`.
     """
 
     source: str = "digits"
-    path: str | None = None
-    train_split: str | None = None
-    test_split: str | None = None
-    heldout: Annotated[float, Ge(0), Lt(1)] = 0.1
-    workers: Annotated[int, Ge(0)] = 0
+    path: str | None = None  # the folder of images
+    train_split: str | None = None  # name of its part; None: train
+    test_split: str | None = None  # None: val, validation or test
+    heldout: Annotated[float, Ge(0), Lt(1)] = 0.1  # share of the training images cut off for choices
+    workers: Annotated[int, Ge(0)] = 0  # processes that load images; 0: none but this one
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import json
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -34,6 +34,7 @@ BOUNDS = {
     "less_than_equal": ("le", "{} or less"),
     "less_than": ("lt", "less than {}"),
 }
+UNKNOWN_KEY = "unknown key"
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
 
@@ -60,6 +61,14 @@ def problems_of(error: ValidationError, root: type[BaseModel], prefix: str = "")
     return [f"{place:<{width}}   {' or '.join(dict.fromkeys(texts))}" for place, texts in found.items()]
 
 
+def where_keys_are(problems: Iterable[str], steps: Any) -> str | None:
+    """The command that lists all keys, if one of the `problems` is an unknown one; steps: of the recipe, as given."""
+    if not any(UNKNOWN_KEY in problem for problem in problems):
+        return None
+    named = [step.get("method") for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
+    return f"`vitcompress recipes keys {next(filter(None, named), 'NAME')}` lists all keys"
+
+
 def _place(loc: tuple[int | str, ...]) -> str:
     """`("step", 0, "lr")` as `step[0].lr`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
@@ -70,7 +79,7 @@ def _sentence(item: Any, root: type[BaseModel]) -> str:
     kind, seen = item["type"], _shown(item["input"])
     if kind in UNKNOWN:
         known = list(_keys(root, item["loc"][:-1]))
-        return f"unknown key{did_you_mean(str(item['loc'][-1]), known) or ', known: ' + ', '.join(known)}"
+        return f"{UNKNOWN_KEY}{did_you_mean(str(item['loc'][-1]), known) or ', known: ' + ', '.join(known)}"
     if kind in BOUNDS:
         key, words = BOUNDS[kind]
         return f"got {seen}, expected " + words.format(f"{item['ctx'][key]:g}")

@@ -25,7 +25,7 @@ from vitcompress.data import DataOptions
 from vitcompress.errors import InputError, RecipeError, did_you_mean
 from vitcompress.export_options import ExportOptions, Positive
 from vitcompress.methods import METHODS
-from vitcompress.problems import STRICT, validated
+from vitcompress.problems import STRICT, validated, where_keys_are
 from vitcompress.train_options import TrainOptions
 
 
@@ -37,8 +37,8 @@ class ModelTable:
     classes: number of classes where no data says it. new_head: take weights of another class count, with a fresh head.
     """
 
-    name: str
-    args: dict[str, JsonValue] = field(default_factory=dict)
+    name: str  # of the architecture in timm
+    args: dict[str, JsonValue] = field(default_factory=dict)  # beside the name, as in { img_size = 384 }
     weights: str = "hub"
     classes: Annotated[int, Ge(2)] | None = None
     new_head: bool = False
@@ -63,7 +63,7 @@ def _listed(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ExportTable(ExportOptions):
-    """What is exported, and how; each format takes of the options what concerns it."""
+    """What is exported, and how; formats: onnx, openvino, trt, trt-rtx, of which each takes what concerns it."""
 
     formats: tuple[str, ...] = ("onnx",)
     islands: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
@@ -73,7 +73,7 @@ class ExportTable(ExportOptions):
 class ProtocolTable:
     """How artifacts are measured. batch, warmup, runs: None takes the protocol's own."""
 
-    protocol: Literal["paper", "robust"] = "robust"
+    protocol: Literal["paper", "robust"] = "robust"  # `vitcompress bench --help` tells them apart
     batch: Positive | None = None
     warmup: Annotated[int, Ge(0)] | None = None
     runs: Positive | None = None
@@ -86,7 +86,7 @@ class ProtocolTable:
 
 @dataclass(frozen=True)
 class BenchTable(ProtocolTable):
-    """How dense and compressed are measured."""
+    """How dense and compressed are measured. runtimes: those that both are run in."""
 
     runtimes: tuple[Literal["onnxruntime", "torch"], ...] = ("onnxruntime", "torch")
 
@@ -99,9 +99,9 @@ class RunTable:
     nothing from a second thread, and lose much when something else wants that core.
     """
 
-    seed: Annotated[int, Ge(0)] = 0
+    seed: Annotated[int, Ge(0)] = 0  # of every draw
     device: str = "auto"
-    amp: Literal["none", "fp16", "bf16"] = "none"
+    amp: Literal["none", "fp16", "bf16"] = "none"  # half precision while training
     threads: Positive | None = None
 
 
@@ -133,7 +133,7 @@ class Step:
     options: Any
 
 
-class _Tables(BaseModel):
+class Tables(BaseModel):
     """All of a recipe but its steps, whose form depends on their method."""
 
     model_config = STRICT
@@ -206,12 +206,12 @@ def recipe_of(source: str, data: dict[str, Any], sets: Sequence[str] = (), *, fo
     data = deepcopy(data)
     problems = [problem for text in sets if (problem := assign(data, text))]
     raw_steps = data.pop("step", [])
-    tables = validated(_Tables, data, "", problems)
+    tables = validated(Tables, data, "", problems)
     steps = _steps(raw_steps, problems)
     if tables is not None:
         problems += _contradictions(tables, formats)
     if problems or tables is None:
-        raise RecipeError(source, problems)
+        raise RecipeError(source, problems, hint=where_keys_are(problems, raw_steps))
     return Recipe(steps=steps, **{name: getattr(tables, name) for name in type(tables).model_fields})
 
 
@@ -269,7 +269,7 @@ def _step(data: dict[str, Any], prefix: str, problems: list[str]) -> Step | None
     return None if checked is None else Step(method, vars(checked)["step"])
 
 
-def _contradictions(tables: _Tables, formats: Collection[str]) -> list[str]:
+def _contradictions(tables: Tables, formats: Collection[str]) -> list[str]:
     """Mistakes that no table shows alone."""
     found = []
     if tables.model.weights == "train" and tables.dense is None:

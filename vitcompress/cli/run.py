@@ -97,7 +97,7 @@ def _concluded(result: "RunResult", require_verified: bool, as_json: bool) -> in
 @common
 @click.pass_context
 def recipes(ctx: click.Context, count: bool, as_json: bool, debug: bool) -> int:
-    """List the recipes; `recipes show NAME` prints one."""
+    """List the recipes; `recipes show NAME` prints one, `recipes keys NAME` what may be set in it."""
     if ctx.invoked_subcommand is not None:
         return 0
     if not count:
@@ -116,3 +116,18 @@ def show(name: str, as_json: bool, debug: bool) -> int:
     """Print a recipe's TOML, to read or to save and change."""
     text = shipped.text(name)
     return answer({"name": name, "toml": text}, as_json, lambda _: console.print_toml(text))
+
+
+@recipes.command()
+@click.argument("source", metavar="NAME|FILE|METHOD", shell_complete=completed(shipped.names))
+@common
+def keys(source: str, as_json: bool, debug: bool) -> int:
+    """List all keys that a recipe takes, in its TOML and with --set.
+
+    With type, default and what each one does: those of a recipe, with its own values, or of a method.
+    """
+    with working(debug):
+        from vitcompress.keys import keys_of
+
+        found = [key.to_dict() for key in keys_of(source)]
+    return answer(found, as_json, console.print_keys)

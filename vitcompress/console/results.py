@@ -63,6 +63,24 @@ def print_recipes(summaries: Mapping[str, str]) -> None:
     print_pairs(summaries.items())
 
 
+def print_keys(found: Iterable[Mapping[str, Any]]) -> None:
+    """The keys of a recipe: what each is and takes, its default, and the recipe's own value if that is another."""
+    print_pairs((key["key"], f"{key['about']}\n{_taken(key)}") for key in found)
+
+
+def _taken(key: Mapping[str, Any]) -> str:
+    default = "needed" if key["required"] else f"default {_toml(key['default'])}"
+    here = "" if key["value"] is None or key["value"] == key["default"] else f"; here {_toml(key['value'])}"
+    return f"  {key['type']}; {default}{here}"
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML writes it; for none, which it cannot write, in words."""
+    if value is None:
+        return "not set"
+    return json.dumps(value, default=str)
+
+
 def print_counts(found: Sequence[Mapping[str, Any]]) -> None:
     """Published and counted sizes side by side, and under them why some differ."""
     columns = ["recipe", "parameters published", "counted", "off", "MACs published", "counted", "off", "met"]

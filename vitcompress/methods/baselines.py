@@ -58,10 +58,14 @@ class RandomOptions(DepthOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class FixedOptions:
-    """The block numbers whose attention and whose activation go."""
+    """attention, activation: the blocks that lose theirs. The rest is as in the other methods of depth.
+
+    attention_bypass: what stands where an attention was. both_pruned_output_act: `gelu` puts a GELU behind each block
+    that lost both. gated_ffn: what becomes of a SwiGLU FFN without its non-linearity.
+    """
 
     attention: hetdpt.Indices = ()
-    activation: hetdpt.Indices = ()
+    activation: hetdpt.Indices = ()  # blocks whose activation goes
     attention_bypass: Bypass = "drop"
     both_pruned_output_act: OutputAct = "none"
     gated_ffn: GatedFfn = "mean_gate"

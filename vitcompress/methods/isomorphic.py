@@ -53,9 +53,9 @@ class Alignment:
     attention kernels (multiples of 8 are the least that TensorRT fuses).
     """
 
-    residual: Multiple = 64
-    ffn: Multiple = 64
-    head_dim: Multiple = 16
+    residual: Multiple = 64  # of the residual width
+    ffn: Multiple = 64  # of an FFN's channels
+    head_dim: Multiple = 16  # of a head's channels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +73,12 @@ class Options:
     keep_heads: Share = 0.5
     keep_head_dim: Share = 0.75
     target: Literal["ratios", "macs", "macs_linear", "params", "latency"] = "ratios"
-    amount: Annotated[float, Gt(0)] | None = None
-    latency_on: Literal["onnxruntime", "torch"] = "onnxruntime"
+    amount: Annotated[float, Gt(0)] | None = None  # G MACs, M parameters or ms, as target says
+    latency_on: Literal["onnxruntime", "torch"] = "onnxruntime"  # the runtime of a latency
     align: Alignment = field(default_factory=Alignment)
     round_to: Multiple | None = None
     scope: Scope = "isomorphic"
-    criterion: Criterion = "taylor"
+    criterion: Criterion = "taylor"  # what scores a channel
     images: Annotated[int, Ge(1)] = 3200
     attention_scale: Literal["keep", "reset"] = "keep"
 

@@ -40,7 +40,7 @@ class Options(ActivationOptions):
     """attention_bypass is NOSE's doubling unless changed; te_bypass is what stands for an attention while measuring."""
 
     attention_bypass: Bypass = "double"
-    te_bypass: Bypass = "drop"
+    te_bypass: Bypass = "drop"  # what stands for an attention while measuring
 
 
 def plan(model: nn.Module, context: Context, options: Options) -> Plan:

@@ -27,17 +27,17 @@ from vitcompress.workspace import Context
 class RecoverOptions:
     """Of this training, under the names that they have in [finetune], which says all else, and what is None here."""
 
-    epochs: Annotated[int, Ge(1)]
-    batch_size: Annotated[int, Ge(1)] | None = None
-    lr: Annotated[float, Ge(0)] | None = None
-    min_lr: Annotated[float, Ge(0)] | None = None
-    warmup_epochs: Annotated[int, Ge(0)] | None = None
-    weight_decay: Annotated[float, Ge(0)] | None = None
-    decay_all: bool | None = None
-    drop_path: Annotated[float, Ge(0), Lt(1)] | None = None
-    alpha: Annotated[float, Ge(0)] | None = None
-    teacher_smoothing: Annotated[float, Ge(0), Lt(1)] | None = None
-    augmentation: Augmentation | None = None
+    epochs: Annotated[int, Ge(1)]  # of this training
+    batch_size: Annotated[int, Ge(1)] | None = None  # None: as in [finetune]
+    lr: Annotated[float, Ge(0)] | None = None  # None: as in [finetune]
+    min_lr: Annotated[float, Ge(0)] | None = None  # None: as in [finetune]
+    warmup_epochs: Annotated[int, Ge(0)] | None = None  # None: as in [finetune]
+    weight_decay: Annotated[float, Ge(0)] | None = None  # None: as in [finetune]
+    decay_all: bool | None = None  # None: as in [finetune]
+    drop_path: Annotated[float, Ge(0), Lt(1)] | None = None  # None: as in [finetune]
+    alpha: Annotated[float, Ge(0)] | None = None  # None: as in [finetune]
+    teacher_smoothing: Annotated[float, Ge(0), Lt(1)] | None = None  # None: as in [finetune]
+    augmentation: Augmentation | None = None  # None: as in [finetune]
 
 
 @dataclass(frozen=True)

@@ -59,11 +59,11 @@ class Options(AllocationOptions):
     """
 
     layers: Literal["search", "published"] = "search"
-    published_attention: Indices = ()
-    published_activation: Indices = ()
+    published_attention: Indices = ()  # their blocks, with layers = "published"
+    published_activation: Indices = ()  # their blocks, with layers = "published"
     example_attention: Indices = ()
     example_activation: Indices = ()
-    candidates: Literal["collected", "all"] = "collected"
+    candidates: Literal["collected", "all"] = "collected"  # of step 2: what the chains removed, or all layers
     search: SearchOptions = field(default_factory=SearchOptions)
     diagnostics: bool = False
 

@@ -23,8 +23,8 @@ class FastTraining:
     images_per_class: Annotated[int, Ge(0)] = 100
     batch_size: Annotated[int, Ge(1)] | None = None
     lr: Annotated[float, Gt(0)] | None = None
-    min_lr: Annotated[float, Ge(0)] = 1e-5
-    weight_decay: Annotated[float, Ge(0)] = 0.05
+    min_lr: Annotated[float, Ge(0)] = 1e-5  # where the learning rate ends
+    weight_decay: Annotated[float, Ge(0)] = 0.05  # of matrices
 
 
 def fast_options(context: Context, options: FastTraining, epochs: int, images: int) -> TrainOptions:

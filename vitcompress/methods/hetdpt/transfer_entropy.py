@@ -41,7 +41,7 @@ class EntropyOptions:
     """
 
     images: Annotated[int, Ge(2)] = 10_240
-    sign: Literal["signed", "abs"] = "signed"
+    sign: Literal["signed", "abs"] = "signed"  # `signed` as in the paper, or `abs`, by the size of the change alone
     resamples: Annotated[int, Ge(0)] = 20
 
 

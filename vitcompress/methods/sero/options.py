@@ -18,9 +18,11 @@ class Options:
     """sparsity: share of all q/k, v and FFN units that go. epochs, lr (peak; None: that of [finetune]): of the
     exploration. warmup_epochs: of them without masks. refresh: iterations between two choices of masks.
 
-    layout, round_to: see `layout`. threshold: one over everything, or each layer the same share. criterion: |gradient|,
-    |gradient * weight|, |weight|, or by lot. criterion_pass: gradients without masks, or those of the step before with
-    them. weight_scale: where |W| goes, on the gradient, on the update, or nowhere.
+    layout: `ragged` as scores have it, `uniform` as many in every head, `tied` as many in q/k and v, `padded` uniform
+    with zeros up to the wider of both. round_to: channels of a head are multiples of it. threshold: one over
+    everything, or each layer the same share. criterion: |gradient|, |gradient * weight|, |weight|, or by lot.
+    criterion_pass: gradients without masks, or those of the step before with them. weight_scale: where |W| goes, on the
+    gradient, on the update, or nowhere.
     """
 
     sparsity: Annotated[float, Gt(0), Lt(1)]

@@ -29,8 +29,8 @@ class Options:
     images: Annotated[int, Ge(1)] = 2000
     reference: Literal["given", "current"] = "given"
     score: Literal["exact", "fisher", "screened", "magnitude", "random"] = "exact"
-    screen: Literal["fisher", "images"] = "fisher"
-    screen_images: Annotated[int, Ge(1)] = 500
-    band: Annotated[float, Gt(0), Le(1)] = 0.5
-    directions: Annotated[int, Ge(1)] = 2
-    images_at_once: Annotated[int, Ge(1)] = 512
+    screen: Literal["fisher", "images"] = "fisher"  # what ranks them: the estimate, or exact scores on few images
+    screen_images: Annotated[int, Ge(1)] = 500  # of the screen `images`
+    band: Annotated[float, Gt(0), Le(1)] = 0.5  # share of the channels, around the cut, that is measured exactly
+    directions: Annotated[int, Ge(1)] = 2  # of the screen `fisher`, for each image
+    images_at_once: Annotated[int, Ge(1)] = 512  # bounds the memory
