@@ -62,6 +62,13 @@ def test_what_is_fetched_or_not_looked_at_is_a_note() -> None:
     assert foreseen(0, "recipe", "small.toml")["notes"] == []
 
 
+def test_costs_can_be_asked_for_before_there_is_data() -> None:
+    found = foreseen(0, "recipe", "deit_s_hetdpt")
+    assert found["missing"] == [] and found["notes"][0] == "no data folder was given: give it with --data PATH"
+    assert found["cost"]["compressed"]["params"] < found["cost"]["dense"]["params"]
+    refused("recipe", "deit_s_hetdpt")
+
+
 def test_a_latency_is_said_not_to_be_checked() -> None:
     (note,) = foreseen(0, "recipe", "digits_isomorphic", *LATENCY)["notes"]
     assert note.startswith("step 1 aims at 0.5 ms on onnxruntime, which is not checked")

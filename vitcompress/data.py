@@ -67,6 +67,12 @@ def open_data(options: DataOptions, seed: int) -> Splits:
     return Splits(name, classes, Views(train, kept), Views(train, held), test)
 
 
+def check_named(options: DataOptions) -> None:
+    """Raise DataError where a folder of images is needed and none was named."""
+    if options.source == "imagefolder" and options.path is None:
+        raise DataError("no data folder was given", hint="give it with --data PATH")
+
+
 def class_count(options: DataOptions) -> int | None:
     """How many classes the data has, where that can be told without opening it; None where it cannot."""
     if options.source == "digits":
@@ -144,9 +150,8 @@ def _image_folder(options: DataOptions) -> tuple[str, tuple[str, ...], Images, I
 
 def _root(options: DataOptions) -> Path:
     """The data folder that the user named."""
-    if options.path is None:
-        raise DataError("no data folder was given", hint="give it with --data PATH")
-    root = Path(options.path).expanduser()
+    check_named(options)
+    root = Path(options.path or "").expanduser()
     if not root.is_dir():
         what = "is a file, not a folder of images" if root.exists() else "does not exist"
         raise DataError(f"data folder {root} {what}", hint="expected PATH/train/<class>/<image> and PATH/val")

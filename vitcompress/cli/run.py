@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, mps (default: the recipe's, else the best there is)."
 )
 @click.option(
-    "--dry-run", is_flag=True, help="Say what would be done; write nothing. Exit 2 where something is missing here."
+    "--dry-run",
+    is_flag=True,
+    help="Say what would be done; write nothing. Exit 2 where a run would refuse what was given.",
 )
 @click.option(
     "--structure-only", is_flag=True, help="No training and no scoring: what would the result cost and how fast is it?"

@@ -25,7 +25,9 @@ from vitcompress.cli.shared import answer, common, foreseen, working
     help="Measure speed when all is trained, leave it for another call, or measure anew.",
 )
 @click.option(
-    "--dry-run", is_flag=True, help="Say what would be done; write nothing. Exit 2 where something is missing here."
+    "--dry-run",
+    is_flag=True,
+    help="Say what would be done; write nothing. Exit 2 where a run would refuse what was given.",
 )
 @common
 def study(

@@ -10,7 +10,7 @@ import torch
 
 from vitcompress import cost, distributed, models, surgery
 from vitcompress.bench import timing
-from vitcompress.data import Splits, open_data
+from vitcompress.data import Splits, check_named, open_data
 from vitcompress.errors import InputError
 from vitcompress.methods import METHODS
 from vitcompress.pipeline.choices import chosen_by
@@ -33,7 +33,8 @@ from vitcompress.recipe import Recipe
 def dry_run(recipe: Recipe, options: RunOptions) -> dict[str, Any]:
     """Stages with epochs and images, cost before and after, what is missing here, and notes.
 
-    missing: what a run would be refused for. notes: what it would fetch or measure first, or do otherwise here.
+    missing: what a run would be refused for. notes: what it would fetch or measure first, or do otherwise here, and
+    that no images were named yet, as costs can be asked for without any.
 
     Raises:
         InputError: the recipe itself cannot work: no such model, or a budget larger than the model.
@@ -70,12 +71,21 @@ def _device(recipe: Recipe) -> torch.device:
 
 
 def _data(recipe: Recipe, options: RunOptions) -> tuple[Splits | None, list[str]]:
-    if options.structure_only:
+    if options.structure_only or _unnamed(recipe):
         return None, []
     try:
         return open_data(recipe.data, recipe.run.seed), []
     except InputError as error:
         return None, [] if _is_done(folder_of(recipe, options), options) else [_sentence(error)]
+
+
+def _unnamed(recipe: Recipe) -> str | None:
+    """What there is to say of a recipe that needs a folder of images and has none yet."""
+    try:
+        check_named(recipe.data)
+    except InputError as error:
+        return _sentence(error)
+    return None
 
 
 def _is_done(folder: Path, options: RunOptions) -> bool:
@@ -122,6 +132,8 @@ def _notes(job: Job, options: RunOptions) -> Iterator[str]:
         yield f"all is done: {job.folder}; --fresh starts over"
         return
     model, recovery = job.recipe.model, job.recipe.finetune
+    if not job.structure_only and (unnamed := _unnamed(job.recipe)):
+        yield unnamed
     if _fetches_weights(job, options):
         yield f"weights of {model.name}: fetched from timm's hub at the start, or given with --weights PATH"
     if _fetches_teacher(job):

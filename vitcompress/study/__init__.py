@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitcompress.bench import study_pictures
+from vitcompress.data import check_named
 from vitcompress.errors import InputError, MissingExtraError
 from vitcompress.pipeline.folder import is_done
 from vitcompress.progress import Progress
@@ -60,7 +61,10 @@ def run(study: Study, options: StudyOptions, progress: Progress | None = None) -
     runs = _runs(study, options)
     folder = _folder(study, options)
     check(folder, study, runs)
-    if missing := outlook(study, [run for run in runs if not is_done(run.folder)], progress)["missing"]:
+    ahead = [run for run in runs if not is_done(run.folder)]
+    for one in ahead:
+        check_named(one.recipe.data)
+    if missing := outlook(study, ahead, progress)["missing"]:
         raise InputError("; ".join(missing), hint="`vitcompress study NAME --dry-run` shows what a study needs")
     with opened(folder, study):
         carry_out(runs, options.jobs, progress)
