@@ -133,4 +133,4 @@ def test_kept_latencies_belong_to_the_machine_that_they_were_taken_on(
     )
     assert sliced.count("cpu") >= 6
     sliced.clear()
-    assert kept("slow", 1.0) == slow and set(sliced) == {"meta"}  # shapes alone are sliced, to count what they cost
+    assert kept("slow", 1.0) == slow and not sliced
