@@ -55,6 +55,11 @@ def test_types_bounds_defaults_and_own_values_are_told() -> None:
     assert found["finetune.epochs"].value != found["finetune.epochs"].default
 
 
+def test_a_misspelt_method_leads_to_the_method() -> None:
+    assert "did you mean hetdpt" in refused("recipes", "keys", "hetdtp")
+    assert "is a study" in refused("recipes", "keys", "digits")
+
+
 def test_the_command_lists_them_and_an_unknown_key_leads_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(tmp_path / "home", monkeypatch)
     done = CliRunner().invoke(cli.main, ["recipes", "keys", "small.toml"])

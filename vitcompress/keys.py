@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from vitcompress import recipes
+from vitcompress.errors import InputError, did_you_mean
 from vitcompress.methods import METHODS
 from vitcompress.recipe import Tables, load_recipe
 
@@ -55,10 +57,21 @@ def keys_of(source: str) -> list[Key]:
         steps = [("step.0", METHODS[source].options, None)]
         tables: list[tuple[str, Any, Any]] = [(name, table, None) for name, table in common.items()]
     else:
+        _check_known(source)
         recipe = load_recipe(source)
         steps = [(f"step.{i}", METHODS[s.method].options, s.options) for i, s in enumerate(recipe.steps)]
         tables = [(name, table, getattr(recipe, name)) for name, table in common.items()]
     return [key for name, table, values in (*steps, *tables) for key in _keys(name, table, values)]
+
+
+def _check_known(source: str) -> None:
+    """Raise InputError for what is neither a method nor a recipe nor a file."""
+    known = (*METHODS, *recipes.names(), *recipes.study_names())
+    if source not in known and not source.endswith(".toml") and not Path(source).exists():
+        raise InputError(
+            f"there is no recipe and no method called {source!r}{did_you_mean(source, known)}",
+            hint=f"methods: {', '.join(METHODS)}; `vitcompress recipes` lists the recipes",
+        )
 
 
 def _keys(prefix: str, table: type[Any], values: Any) -> Iterator[Key]:
