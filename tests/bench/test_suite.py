@@ -263,21 +263,6 @@ def test_disturbances_mark_the_run() -> None:
     assert len(list(conditions.disturbances(busy))) == 3
 
 
-@pytest.mark.parametrize(("stops", "told"), [((3, 5), 2), ((5, 5), 0), ((None, None), None)])
-def test_stops_of_the_container_are_those_of_the_measurement(
-    monkeypatch: pytest.MonkeyPatch, stops: tuple[int | None, int | None], told: int | None
-) -> None:
-    counted = iter(stops)
-    monkeypatch.setattr(machine, "held_back", lambda: next(counted))
-    with conditions.watched([]) as watch:
-        pass
-    assert watch.found["held_back_by_quota"] == told
-    assert [why for why in conditions.disturbances(watch.found) if "stopped" in why] == [
-        f"the container was stopped {stop} times because its share of the processor was used up"
-        for stop in ([told] if told else [])
-    ]
-
-
 def test_conditions_of_a_cpu_run_are_recorded(folder: Path) -> None:
     data = suite.run([folder / "model.onnx"], SMALL, runs=2).as_data()
     (seen,) = data["machine"]["conditions"]

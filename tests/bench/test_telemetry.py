@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from vitcompress.bench import machine, telemetry
+from vitcompress.bench import conditions, machine, telemetry
 from vitcompress.bench.timing import Protocol, Samples, Target, measure
 
 
@@ -147,3 +147,18 @@ def test_a_containers_share_of_the_processor_is_read(tmp_path: Path) -> None:
     for name, text in (("cfs_quota_us", "50000"), ("cfs_period_us", "100000"), ("stat", "nr_throttled 2")):
         (older / "cpu" / f"cpu.{name}").write_text(text)
     assert (machine.quota_cores(older), machine.held_back(older)) == (0.5, 2)
+
+
+@pytest.mark.parametrize(("stops", "told"), [((3, 5), 2), ((5, 5), 0), ((None, None), None)])
+def test_stops_of_the_container_are_those_of_the_measurement(
+    monkeypatch: pytest.MonkeyPatch, stops: tuple[int | None, int | None], told: int | None
+) -> None:
+    counted = iter(stops)
+    monkeypatch.setattr(machine, "held_back", lambda: next(counted))
+    with conditions.watched([]) as watch:
+        pass
+    assert watch.found["held_back_by_quota"] == told
+    assert [why for why in conditions.disturbances(watch.found) if "stopped" in why] == [
+        f"the container was stopped {stop} times because its share of the processor was used up"
+        for stop in ([told] if told else [])
+    ]
