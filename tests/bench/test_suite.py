@@ -256,13 +256,6 @@ def test_what_a_protocol_leaves_out_is_said(folder: Path) -> None:
     assert list(conditions.left_out(protocol("robust"), [{"device": "cuda:0"}])) == []
 
 
-def test_disturbances_mark_the_run() -> None:
-    quiet = {"other_processes_cores": 0.1, "gpu": {"foreign_processes": [], "throttled_by": []}}
-    assert list(conditions.disturbances(quiet)) == []
-    busy = {"other_processes_cores": 1.5, "gpu": {"foreign_processes": [7], "throttled_by": ["software power cap"]}}
-    assert len(list(conditions.disturbances(busy))) == 3
-
-
 def test_conditions_of_a_cpu_run_are_recorded(folder: Path) -> None:
     data = suite.run([folder / "model.onnx"], SMALL, runs=2).as_data()
     (seen,) = data["machine"]["conditions"]
