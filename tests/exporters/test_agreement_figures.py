@@ -1,10 +1,15 @@
 """What lies between two sets of logits, the limits that it is held against, and what images are asked at once."""
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
+import onnx
 import pytest
 import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
 
 from vitcompress.exporters import agreement
 from vitcompress.exporters.agreement import SHARES, Agreement
@@ -32,6 +37,11 @@ def test_answers_of_any_size_have_the_cosine_of_their_directions() -> None:
     assert agreement.compare(expected, expected, 0.01).cosine == 1.0
     tiny = agreement.compare(2.0**-100 * expected, 2.0**-100 * got, 0.01)
     assert tiny.cosine == pytest.approx(4.0 / math.hypot(0.1, 4.0), abs=1e-15)  # a few roundings in float64
+
+
+def test_a_model_of_one_class_is_compared_by_its_figures() -> None:
+    found = agreement.compare(logits([1.0], [-2.0]), logits([1.0], [-1.0]), 0.01)
+    assert (found.flips, found.unexplained, found.kl, found.cosine, found.error) == (0, 0, 0.0, 1.0, 0.5)
 
 
 def test_answers_in_single_precision_are_compared_in_double() -> None:
@@ -163,3 +173,52 @@ def test_too_many_changes_fail_even_where_all_were_close() -> None:
 )
 def test_every_image_is_asked_at_whatever_batch(sizes: tuple[int, ...], images: int, asked: list[list[int]]) -> None:
     assert [portion.tolist() for portion in agreement._portions(sizes, images)] == asked
+
+
+MODEL = nn.Sequential(nn.Flatten(), nn.Linear(12, 3, bias=False)).requires_grad_(requires_grad=False)
+MODEL[1].weight.copy_(torch.eye(3, 12))
+IMAGES = torch.randn(5, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+
+
+def scaled(path: Path, factor: float, precision: str) -> Path:
+    """A file that answers as `MODEL` times a factor, and says that it computes in this precision."""
+    x, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+        for name, shape in (("x", ["n", 3, 2, 2]), ("y", ["n", 3]))
+    )
+    weight = numpy_helper.from_array((factor * MODEL[1].weight.T).numpy(), "w")
+    nodes = [helper.make_node("Flatten", ["x"], ["f"]), helper.make_node("MatMul", ["f", "w"], ["y"])]
+    graph = helper.make_graph(nodes, "scaled", [x], [y], [weight])
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)])
+    helper.set_model_props(model, {"precision": json.dumps(precision)})
+    onnx.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize(("precision", "share"), [("fp32", 1e-3), ("fp16", 1e-2)])
+def test_a_file_is_held_against_the_share_of_its_own_precision(precision: str, share: float, tmp_path: Path) -> None:
+    """What is larger by a share of itself errs by that share, and by nothing else."""
+    for part, verdict in ((0.9, "passed"), (1.1, "failed")):
+        path = scaled(tmp_path / "model.onnx", 1 + part * share, precision)
+        checks = {check.name: check for check in agreement.file_checks(MODEL, path, IMAGES)}
+        assert set(checks) == {f"agreement.model.onnx.{kind}" for kind in ("flips", "kl", "cosine", "error")}
+        error = checks.pop("agreement.model.onnx.error")
+        assert (error.verdict, error.tolerance) == (verdict, share)
+        assert error.value == pytest.approx(part * share, rel=1e-3)  # the roundings of fp32 over the share
+        assert {check.verdict for check in checks.values()} == {"passed"}
+        where = f"{precision} in onnxruntime on cpu, batch 1, 3, 5"
+        assert all(check.detail.endswith(f"; {where}") for check in (error, *checks.values()))
+
+
+def test_answers_that_are_not_finite_fail_by_one_check_that_says_so(tmp_path: Path) -> None:
+    path = scaled(tmp_path / "model.onnx", math.inf, "fp32")
+    (check,) = agreement.file_checks(MODEL, path, IMAGES, real=False)
+    assert (check.name, check.verdict) == ("agreement.model.onnx", "failed")
+    assert check.detail.startswith("answers at batch 1 are not finite; ") and check.detail.endswith(", on noise")
+
+
+def test_a_file_that_cannot_be_asked_fails(tmp_path: Path) -> None:
+    path = scaled(tmp_path / "model.onnx", 1.0, "fp32")
+    path.write_bytes(path.read_bytes()[:50])
+    (check,) = agreement.file_checks(MODEL, path, IMAGES)
+    assert (check.name, check.verdict) == ("agreement.model.onnx", "failed")
