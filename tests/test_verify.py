@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
-from contracts import build, contract, every_variant, having, images, sites_of
+from contracts import build, contract, every_variant, having, images, logits, sites_of
 from onnx import TensorProto, helper
 from torch import nn
 
@@ -19,6 +19,7 @@ from vitcompress.families import family_of
 from vitcompress.models import input_config
 from vitcompress.plan import Plan
 from vitcompress.progress import Progress
+from vitcompress.rounding import storage_limit
 from vitcompress.verdicts import Check
 from vitcompress.verify import DENSE, reload_check, verify_folder
 from vitcompress.verify_fold import fold_checks
@@ -47,6 +48,8 @@ def test_every_fold_is_within_its_bound(variant: str) -> None:
     expected = set() if family_of(folded).not_foldable else ffns
     assert {"fold", "fold.agreement", *expected} <= set(verdicts(checks))
     assert len(ffns) == 2
+    own = [c for c in checks if c.name.startswith("fold.blocks") or c.name.startswith("fold.layers")]
+    assert {c.tolerance for c in own} <= {1.0} and all(c.value and c.value > 0 for c in own)
 
 
 def test_layer_scales_are_checked_with_the_layer_they_went_into() -> None:
@@ -63,6 +66,26 @@ def test_a_fold_that_is_off_by_a_few_units_in_the_last_place_is_noticed() -> Non
         folded.get_submodule("blocks.0.mlp").weight[0] *= 1 + 64 * torch.finfo(torch.float32).eps
     found = verdicts(fold_checks(unfolded, folded, after.folded, images("plain", dtype=torch.float32)))
     assert (found["fold.blocks.0.mlp"], found["fold.blocks.1.mlp"]) == ("failed", "passed")
+
+
+def test_the_folds_together_are_held_against_their_rounding_alone() -> None:
+    """Both are evaluated in float64, so that only what storing the products rounds is allowed for."""
+    unfolded, folded, _, after = folding("plain")
+    x = images("plain", dtype=torch.float32)
+    checks = {check.name: check for check in fold_checks(unfolded, folded, after.folded, x)}
+    stored = storage_limit(folded, dict.fromkeys(after.folded, 1), x)
+    assert checks["fold"].tolerance == pytest.approx(stored, rel=1e-6)  # the same draws; float64 adds 2**-29 of it
+    assert checks["fold"].tolerance > stored
+
+
+def test_a_fold_that_changes_answers_fails_by_its_answers_too() -> None:
+    unfolded, folded, _, after = folding("plain")
+    with torch.no_grad():
+        folded.get_submodule("blocks.1.mlp").weight.neg_()
+    x = images("plain", dtype=torch.float32, count=20)
+    checks = {check.name: check for check in fold_checks(unfolded, folded, after.folded, x)}
+    changed = int((logits(unfolded, x).argmax(1) != logits(folded, x).argmax(1)).sum())
+    assert changed and checks["fold.agreement"].value == changed and checks["fold.agreement"].verdict == "failed"
 
 
 def test_a_missing_bias_is_noticed() -> None:

@@ -63,6 +63,28 @@ def test_regrouped_heads_have_no_mask() -> None:
     assert check.verdict == "not_run" and "blocks.0.attn are regrouped" in check.detail
 
 
+@pytest.mark.parametrize(
+    ("qk", "v", "mixed"),
+    [
+        ((0, 1, 4, 5), (8, 9, 12, 13), True),  # the first two heads choose among what the last two carry
+        ((0, 1, 2, 3), (0, 1, 2, 3), True),  # one head becomes two
+        ((0, 1, 4, 5), (0, 1, 4, 5), False),
+    ],
+)
+def test_heads_are_regrouped_that_are_not_each_a_part_of_one(
+    qk: tuple[int, ...], v: tuple[int, ...], mixed: bool
+) -> None:
+    """What else is sliced is checked all the same, on a model that has the new heads."""
+    model, x = build("plain", dtype=torch.float32), images("plain", dtype=torch.float32)
+    new = {"blocks.0.qk": qk, "blocks.0.v": v}
+    plan = replace(contract("plain").plan, kept=new, heads={"blocks.0.attn": 2})
+    check = slice_check(model, plan, x)
+    assert check.verdict == ("not_run" if mixed else "passed")
+    more = slice_check(model, replace(plan, kept={**new, "blocks.1.mlp": tuple(range(3, 32))}), x)
+    assert more.verdict == "passed" and ("blocks.0.attn are regrouped" in more.detail) is mixed
+    assert f"{1 if mixed else 3} spaces" in more.detail
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """What a run leaves that slices once after removing an activation, and then trains."""
@@ -82,6 +104,27 @@ def folder(tmp_path: Path) -> Path:
 def test_a_run_folder_is_checked_from_what_it_keeps(folder: Path) -> None:
     found = {check.name: check.verdict for check in verify_folder(folder).checks}
     assert (found["slice"], found["slice.plan"]) == ("passed", "passed")
+
+
+def test_each_step_that_sliced_is_checked_and_their_channels_are_those_of_the_dense_model(folder: Path) -> None:
+    model, base = checkpoint.load(folder), Plan.from_json((folder / "plan.json").read_text())
+    narrow = tuple(range(1, len(base.kept["blocks.0.mlp"])))
+    added = replace(contract("plain").plan, kept={"blocks.0.mlp": narrow})
+    step = folder / "state/step-2-sero"
+    keep_given(step, model, base)
+    checkpoint.write_text(step / "plan.json", added.to_json())
+    plan, x = base.then(added), images("plain", dtype=torch.float32)
+    assert plan.kept["blocks.0.mlp"] not in (base.kept["blocks.0.mlp"], narrow)
+    found = {check.name: check.verdict for check in slice_checks(folder, plan, x)}
+    assert found == dict.fromkeys(("slice.step-1-isomorphic", "slice.step-2-sero", "slice.plan"), "passed")
+    assert slice_checks(folder, base, x)[-1].verdict == "failed"
+
+
+def test_a_step_that_is_done_again_keeps_the_model_that_it_was_first_given(folder: Path) -> None:
+    step = folder / "state/step-1-isomorphic"
+    before = {path.name: path.read_bytes() for path in step.iterdir()}
+    keep_given(step, build("plain", seed=1), contract("plain").plan)
+    assert {path.name: path.read_bytes() for path in step.iterdir()} == before
 
 
 def test_a_deployed_plan_that_keeps_other_channels_fails(folder: Path) -> None:
