@@ -13,6 +13,7 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from vitcompress import checkpoint, surgery
+from vitcompress.error_bounds import fold_excess
 from vitcompress.errors import ArtifactError, WeightsError
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.families import family_of
@@ -76,6 +77,20 @@ def test_the_folds_together_are_held_against_their_rounding_alone() -> None:
     stored = storage_limit(folded, dict.fromkeys(after.folded, 1), x)
     assert checks["fold"].tolerance == pytest.approx(stored, rel=1e-6)  # the same draws; float64 adds 2**-29 of it
     assert checks["fold"].tolerance > stored
+
+
+@pytest.mark.parametrize(
+    ("name", "chain"), [("attn.proj", ["attn.proj", "ls1"]), ("mlp", ["mlp.fc1", "mlp.fc2", "ls2"])]
+)
+def test_each_fold_is_allowed_as_many_roundings_as_there_were(name: str, chain: list[str]) -> None:
+    unfolded, folded, _, after = folding("layer_scale")
+    x, block = images("layer_scale", dtype=torch.float32), unfolded.get_submodule("blocks.0")
+    values = {check.name: check.value for check in fold_checks(unfolded, folded, after.folded, x)}
+    layers, given = [block.get_submodule(part) for part in chain], list[torch.Tensor]()
+    layers[0].register_forward_pre_hook(lambda module, inputs: given.append(inputs[0].flatten(0, -2)))
+    logits(unfolded.double(), x.double())
+    found = fold_excess(layers, folded.get_submodule(f"blocks.0.{name}"), given[0], folds=len(chain) - 1)
+    assert values[f"fold.blocks.0.{name}"] == found[1]
 
 
 def test_a_fold_that_changes_answers_fails_by_its_answers_too() -> None:
@@ -176,6 +191,16 @@ def test_a_second_look_uses_the_images_and_answers_of_the_first(folder: Path) ->
     tensors = checkpoint.load_tensors(folder / "state/verify.safetensors")
     checkpoint.save_tensors(folder / "state/verify.safetensors", {**tensors, "logits": tensors["logits"] + 0.1})
     assert verdicts(list(verify_folder(folder).checks))["reload.recorded"] == "failed"
+
+
+@pytest.mark.parametrize("folds", [True, False])
+def test_without_the_weights_of_before_no_fold_is_checked(folder: Path, folds: bool) -> None:
+    (folder / "state/unfolded.safetensors").unlink()
+    if not folds:
+        checkpoint.save_model(folder, build("plain", dtype=torch.float32), contract("plain").plan)
+    (found,) = (check for check in verify_folder(folder).checks if check.name.startswith("fold"))
+    assert (found.name, found.verdict) == ("fold", "not_run")
+    assert found.detail == ("the unfolded weights are not in the folder" if folds else "nothing was folded")
 
 
 def test_without_images_noise_is_used(folder: Path) -> None:
