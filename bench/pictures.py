@@ -1,5 +1,6 @@
 """Pictures of what a run chose: which layers went, how much of each width is left in which block, and why."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ def _grid(axes: Any, structure: Structure, names: Sequence[str]) -> None:
     count = len(structure.blocks)
     axes.set(xlim=(-0.1, count + 1.6), ylim=(len(names) + 0.1, -0.1))
     axes.set_yticks([row + 0.5 for row in range(len(names))], names)
-    numbers = [path.rpartition(".")[2] for path in structure.blocks]
+    numbers = [re.split("[._]", path)[-1] for path in structure.blocks]
     axes.set_xticks([*(n + 0.5 for n in range(count)), count + 1.0], [*numbers, ALL], fontsize="small")
     axes.tick_params(length=0)
     for edge in axes.spines.values():

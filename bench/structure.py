@@ -46,8 +46,9 @@ class Width:
 
 @dataclass(frozen=True)
 class Structure:
-    """The dense model's blocks by path, how many each stage has, and per kind one entry per block, None where a block
-    never had one. widths["residual"] repeats a stage's width in each of its blocks.
+    """The dense model's blocks by path, a pool by attention behind them, and per kind one entry for each, None where it
+    never had one. stages: how many of them are blocks of each stage, the pool being of none. widths["residual"] repeats
+    a stage's width in each of its blocks.
     """
 
     blocks: tuple[str, ...]
@@ -75,9 +76,11 @@ def structure_of(plan: Plan) -> Structure:
     stages: dict[str, int] = {}
     for path in blocks:
         stages[path.rpartition(".")[0]] = stages.get(path.rpartition(".")[0], 0) + 1
-    layers = {kind: _by_block(blocks, _layers(plan, family, dense, kind)) for kind in LAYERS}
-    widths = _widths(plan, family.spaces(dense), blocks)
-    return Structure(blocks, tuple(stages.values()), _present(layers), _present(widths))
+    spaces = family.spaces(dense)
+    pools = dict.fromkeys(s.attention for s in spaces if s.attention and not enclosing(s.attention, blocks))
+    places = (*blocks, *pools)
+    layers = {kind: _by_block(places, _layers(plan, family, dense, kind)) for kind in LAYERS}
+    return Structure(places, tuple(stages.values()), _present(layers), _present(_widths(plan, spaces, places)))
 
 
 def _by_block(blocks: tuple[str, ...], found: Iterator[tuple[str, Entry]]) -> list[Entry | None]:
@@ -153,7 +156,9 @@ def _ordered(entries: Mapping[str, str] | None) -> list[tuple[str, str]]:
 
 
 def widths(plan: Plan) -> dict[str, Any] | None:
-    """Channels and heads left in each block of the dense model, as a table of text; None where the plan cuts none."""
+    """Channels and heads left in each block of the dense model, and in a pool, as a table of text; None where the plan
+    cuts none.
+    """
     if not plan.kept:
         return None
     found = structure_of(plan)

@@ -84,6 +84,7 @@ CONTRACTS = {
     ("vit", "no_qkv_bias"): Contract(VIT, {"qkv_bias": False}),
     ("vit", "avg_pooled"): Contract(VIT, {"global_pool": "avg"}),
     ("vit", "no_class_token"): Contract(VIT, {"class_token": False, "global_pool": "avg", "qkv_bias": False}),
+    ("vit", "attention_pool"): Contract(VIT, {"class_token": False, "global_pool": "map"}),
     ("vit", "pre_norm"): Contract("vit_base_patch32_clip_224"),
     ("vit", "non_square"): Contract(VIT, {"img_size": [8, 12]}),
     ("vit", "dynamic_size"): Contract(VIT, {"dynamic_img_size": True}),

@@ -225,7 +225,10 @@ def vit_macs(row: Contract, model: nn.Module) -> tuple[int, int]:
     tokens, heads = patches + model.num_prefix_tokens, 2 if hasattr(model, "head_dist") else 1
     ffn = 2 + 4 if "giant" in row.arch else 2 + 2  # gate and values, each twice as wide as the stream
     linear = patches * 48 * 16 + depth * tokens * (4 + ffn) * 16 * 16 + heads * 16 * 5
-    return linear, depth * 2 * tokens * tokens * 16
+    products = depth * 2 * tokens * tokens * 16
+    if row.args.get("global_pool") == "map":  # one query, and keys and values of every patch
+        linear, products = linear + (2 * patches + 2 + ffn) * 16 * 16, products + 2 * patches * 16
+    return linear, products
 
 
 def swin_macs(row: Contract, model: nn.Module) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from contracts import (
     logits,
     spaces_of,
 )
-from timm.layers import GluMlp, RmsNorm, SwiGLU
+from timm.layers import AttentionPoolLatent, GluMlp, RmsNorm, SwiGLU
 from torch import nn
 
 from vitcompress import surgery
@@ -148,7 +148,7 @@ SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_head
         ("resnet18", {}, "it is a ResNet"),
         ("swinv2_tiny_window8_256", STAGED, "it is a SwinTransformerV2"),
         ("swin_tiny_patch4_window7_224", {**STAGED, "norm_layer": RmsNorm}, "its norm is a RmsNorm"),
-        ("vit_tiny_patch16_224", {**SMALL, "global_pool": "map", "class_token": False}, "it pools by attention"),
+        ("vit_tiny_patch16_224", {**SMALL, "global_pool": "prr"}, "its attention pool is a AttentionPoolPrr"),
         ("vit_tiny_patch16_224", {**SMALL, "qk_norm": True}, "normalises q, k"),
         ("vit_tiny_patch16_224", {**SMALL, "scale_attn_norm": True}, "normalises q, k or its output"),
         ("vit_tiny_patch16_224", {**SMALL, "scale_mlp_norm": True}, "normalises its hidden channels"),
@@ -170,6 +170,27 @@ def test_other_models_are_refused_with_the_reason(arch: str, args: dict, reason:
         family_of(timm.create_model(arch, **args))
     assert caught.value.message.count("it is a") == reason.count("it is a"), "a reason of another family"
     assert "supported" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"latent_len": 2}, "more than one latent"),
+        ({"pool_type": "avg"}, "more than one latent"),
+        ({"pos_embed": "abs", "feat_size": 4}, "adds positions"),
+        ({"qk_norm": True}, "normalises q or k"),
+        ({"q_proj": False}, "no layer for q"),
+        ({"out_features": 0}, "no MLP of two linear layers"),
+        ({"latent_dim": 8}, "another width than its residual stream"),
+        ({"out_features": 8}, "another width than its residual stream"),
+        ({"norm_layer": RmsNorm}, "its norm is a RmsNorm"),
+    ],
+)
+def test_pools_of_another_kind_are_refused(args: dict, reason: str) -> None:
+    model = build("attention_pool")
+    model.attn_pool = AttentionPoolLatent(16, **{"num_heads": 4, "norm_layer": nn.LayerNorm, **args})
+    with pytest.raises(UnsupportedModelError, match=reason):
+        family_of(model)
 
 
 def test_a_norm_without_weights_is_refused() -> None:

@@ -21,7 +21,7 @@ PACKAGES = {
 # A module imports from its own level or from levels before it.
 LEVELS = [
     {"__init__", "errors", "paths", "progress", "recipes", "tables", "wording"},
-    {"assignments", "gpus", "installed", "problems", "plan", "families.anatomy"},
+    {"assignments", "frozen", "gpus", "installed", "problems", "plan", "families.anatomy"},
     {"families"},
     {
         "augmentation",

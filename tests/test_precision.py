@@ -41,6 +41,11 @@ def test_names_of_islands_in_the_order_of_the_model() -> None:
     assert expanded(plain(), ("norm",))[:2] == ("blocks.0.norm1", "blocks.0.norm2")
 
 
+def test_a_pool_has_an_attention_and_an_ffn() -> None:
+    pooled = build("attention_pool", dtype=torch.float32)
+    assert expanded(pooled, ("softmax", "ffn"))[-2:] == ("attn_pool.softmax", "attn_pool.mlp")
+
+
 def test_what_lies_inside_an_island_is_not_one_of_its_own() -> None:
     assert expanded(plain(), ("blocks.0", "norm", "softmax")) == (
         "blocks.0",

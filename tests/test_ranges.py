@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from contracts import build, images
-from too_large import large_ffn, large_residual, large_scores
+from too_large import large_ffn, large_pool_scores, large_residual, large_scores
 from torch import nn
 
 from vitcompress.errors import PrecisionError
@@ -31,17 +31,21 @@ def test_ranges_are_those_of_the_modules() -> None:
 
 @pytest.mark.parametrize(
     ("make", "layer", "islands"),
-    [(large_ffn, "blocks.0.mlp.fc1", ("blocks.0.mlp",)), (large_scores, "blocks.1.attn", None)],
+    [
+        (large_ffn, "blocks.0.mlp.fc1", ("blocks.0.mlp",)),
+        (large_scores, "blocks.1.attn", ("blocks.1.attn.softmax",)),
+        (large_pool_scores, "attn_pool", ("attn_pool.softmax",)),
+    ],
 )
 def test_what_overflows_is_named_and_its_island_helps(
-    make: Callable[[nn.Module], nn.Module], layer: str, islands: tuple[str, ...] | None
+    make: Callable[[nn.Module], nn.Module], layer: str, islands: tuple[str, ...]
 ) -> None:
-    model = make(plain())
+    model = make(build("attention_pool", dtype=torch.float32))
     with pytest.raises(PrecisionError, match=layer) as caught:
         check_half(model, X)
     assert "65504" in caught.value.message and "--islands" in str(caught.value.hint)
     needed = needed_islands(model, scan(model, X))
-    assert needed == (islands or ("blocks.1.attn.softmax",))
+    assert needed == islands
     check_half(model, X, needed)
     with torch.no_grad():
         assert torch.isfinite(in_precision(model, "fp16", needed)(X)).all()

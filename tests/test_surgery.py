@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from vitcompress.channel_gates import channel_gates
 from vitcompress.families import family_of
+from vitcompress.families.pooling import SlicedPool
 from vitcompress.plan import Plan
 from vitcompress.surgery import applied, apply, depth_plan, fold
 
@@ -99,8 +100,8 @@ def test_a_block_without_its_ffn_computes_what_it_did_around_its_attention(varia
         assert_moved(logits(small, x), logits(model, x))
 
 
-@pytest.mark.parametrize("variant", STAGED)
-def test_masked_equals_sliced_on_rewired_blocks_of_stages(variant: str) -> None:
+@pytest.mark.parametrize("variant", [*STAGED, "attention_pool"])
+def test_masked_equals_sliced_on_rewired_blocks_and_again(variant: str) -> None:
     model, x = build(variant, depth=4), images(variant)
     blocks = list(family_of(model).blocks(model))
     removed = {f"{blocks[1]}.mlp": "drop", f"{blocks[2]}.attn": "norm_identity", f"{blocks[3]}.mlp": "drop"}
@@ -142,6 +143,20 @@ def test_attention_that_keeps_its_head_width_stays_timms_own() -> None:
     sliced = applied(model, replace(contract("plain").plan, kept=kept, heads={"blocks.0.attn": 2}))
     assert type(sliced.blocks[0].attn) is type(model.blocks[0].attn)
     assert (sliced.blocks[0].attn.num_heads, sliced.blocks[0].attn.attn_dim) == (2, 8)
+
+
+def test_a_pool_stays_timms_own_where_its_heads_fill_the_stream() -> None:
+    """Half the heads, half the stream: what timm builds with these sizes; and of other widths, it is another module."""
+    model, x = build("attention_pool"), images("attention_pool")
+    kept = {f"attn_pool.{kind}": tuple(range(4, 12)) for kind in ("qk", "v")}
+    plan = replace(contract("attention_pool").plan, kept=kept, heads={"attn_pool": 2})
+    assert type(applied(model, plan).attn_pool) is SlicedPool
+    sliced = applied(model, replace(plan, kept={**kept, "residual": tuple(range(8))}))
+    pool, like = sliced.attn_pool, type(model.attn_pool)(8, num_heads=2, mlp_ratio=4.0, norm_layer=nn.LayerNorm)
+    assert type(pool) is type(like)
+    names = ("num_heads", "head_dim", "latent_dim", "out_features", "scale")
+    assert [getattr(pool, name) for name in names] == [getattr(like, name) for name in names]
+    assert_moved(logits(sliced, x), logits(model, x))
 
 
 # ------------------------------------------------------------------------------------------------------------- removing

@@ -22,6 +22,14 @@ def large_scores(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
+def large_pool_scores(model: nn.Module) -> nn.Module:
+    """The same in a pool by attention."""
+    for name in ("attn_pool.q", "attn_pool.kv"):
+        model.get_submodule(name).weight[:16].mul_(3e3)
+    return model
+
+
+@torch.no_grad()
 def large_residual(model: nn.Module, size: float = 1e5) -> nn.Module:
     """In the residual stream; with 5e4 all fits, but its numbers lie 32 apart there, more than the blocks add."""
     model.get_submodule("patch_embed.proj").bias.add_(size)

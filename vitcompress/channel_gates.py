@@ -17,8 +17,8 @@ from vitcompress.families.anatomy import Space
 def channel_gates(model: nn.Module, family: Family, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Multiply every writer of each named space by its gate, shape (channels,), while the context is open.
 
-    In the residual space the token and position parameters are gated too, and every LayerNorm that reads it takes its
-    statistics over the channels whose gate is not zero, so that a mask of zeros and ones computes what slicing will.
+    In the residual space token and position parameters are gated too, and every LayerNorm that reads it takes
+    its statistics over the channels whose gate is not zero, so a mask of zeros and ones computes what slicing does.
     Gates may require gradients. Afterwards modules, hooks, parameters and their order are what they were; until then
     the state dict of a model with a gated residual space names its token parameters otherwise.
 
@@ -50,7 +50,7 @@ def _gate_space(model: nn.Module, space: Space, gate: Tensor) -> Iterator[Callab
                 full = torch.ones(module.weight.shape[0], dtype=gate.dtype, device=gate.device)
                 full = _with_segment(full, gate, axis.offset, axis.copies)
                 yield module.register_forward_hook(_ChannelGate(full)).remove
-        elif module is model:
+        elif axis.dim == 2:  # tokens, positions, a pool's latent: (1, tokens, channels)
             yield _gate_parameter(module, leaf, gate)
 
 
@@ -60,7 +60,7 @@ def _with_segment(full: Tensor, gate: Tensor, offset: int, copies: int) -> Tenso
 
 
 def _gate_parameter(module: nn.Module, leaf: str, gate: Tensor) -> Callable[[], None]:
-    """Gate a parameter of the model itself, which no hook sees."""
+    """Gate a parameter that is read as it is, which no hook sees."""
     if parametrize.is_parametrized(module, leaf):
         raise PlanError(f"{leaf} is gated already; give all gates of a model to one context")
     order = list(module._parameters)

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from vitcompress.frozen import frozen
+
 LINEAR_OPERATORS = ("convolution", "addmm", "mm")
 
 
@@ -45,7 +47,7 @@ def _counted(model: nn.Module, input_size: tuple[int, int, int]) -> dict[str, di
     ready = not model.training and all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     shapes = model if ready else deepcopy(model).to("meta").eval()  # hundreds of candidates are ready as they are
     dtype = next((p.dtype for p in shapes.parameters()), torch.float32)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), frozen(shapes), FlopCounterMode(display=False) as counter:
         shapes(torch.empty(1, *input_size, device="meta", dtype=dtype))
     return dict(counter.get_flop_counts())
 

@@ -100,12 +100,14 @@ def in_short(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
 
 def _by_kind(model: nn.Module) -> dict[str, list[str]]:
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
-    sites = family_of(model).sites(model)
+    family = family_of(model)
+    spaces = family.spaces(model)  # also those of what is no site, as a pool
+    ffns = (site.name for site in family.sites(model) if site.kind == "ffn")
     return {
         "norm": norms,
-        "softmax": [f"{site.name}{SOFTMAX}" for site in sites if site.kind == "attention"],
+        "softmax": [f"{name}{SOFTMAX}" for name in dict.fromkeys(s.attention for s in spaces if s.attention)],
         "head": list(heads(model)),
-        "ffn": [site.name for site in sites if site.kind == "ffn"],
+        "ffn": list(dict.fromkeys((*ffns, *(space.name for space in spaces if space.kind == "mlp")))),
     }
 
 

@@ -12,6 +12,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 from vitcompress.errors import PrecisionError
 from vitcompress.families import family_of
+from vitcompress.frozen import frozen
 from vitcompress.paths import lies_in
 from vitcompress.precision import SOFTMAX, expanded, heads
 
@@ -43,7 +44,8 @@ def scan(model: nn.Module, images: Tensor) -> Ranges:
         for name, module in model.named_modules()
     ]
     try:
-        with sdpa_kernel(SDPBackend.MATH), seen.tracker, seen:  # attention as the operations that it consists of
+        # Attention as the operations that it consists of.
+        with frozen(model), sdpa_kernel(SDPBackend.MATH), seen.tracker, seen:
             for part in torch.split(images, PART):
                 model(part)
     finally:
@@ -103,7 +105,7 @@ def needed_islands(model: nn.Module, ranges: Ranges) -> tuple[str, ...] | None:
     another precision helps.
     """
     answering = set(heads(model))
-    attentions = {site.name for site in family_of(model).sites(model) if site.kind == "attention"}
+    attentions = {space.attention for space in family_of(model).spaces(model) if space.attention}
     found = set()
     for name in ranges.overflowing():
         if name in attentions and ranges.given.get(name, 0.0) <= LARGEST:

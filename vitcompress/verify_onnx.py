@@ -161,9 +161,9 @@ def _wrong_weights(model: nn.Module, found: onnx_file.Facts) -> Iterator[str]:
 
 def _wrong_counts(model: nn.Module, found: onnx_file.Facts) -> Iterator[str]:
     nodes = Counter(found.operators)
-    attentions = sum(site.kind == "attention" for site in family_of(model).sites(model))
+    attentions = {space.attention for space in family_of(model).spaces(model) if space.attention}
     for what, expected, actual in (
-        ("attentions", attentions, nodes["Softmax"] + nodes["Attention"]),
+        ("attentions", len(attentions), nodes["Softmax"] + nodes["Attention"]),
         ("GELUs", sum(isinstance(m, nn.GELU) for m in model.modules()), nodes["Gelu"]),
         ("LayerNorms", sum(isinstance(m, nn.LayerNorm) for m in model.modules()), nodes["LayerNormalization"]),
     ):

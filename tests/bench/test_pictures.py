@@ -87,6 +87,20 @@ def test_stages_have_streams_of_their_own() -> None:
     assert found.total("residual") == (40, 48) and found.total("mlp") == (32 + 0 + 16, 32 + 32 + 64)
 
 
+def test_a_pool_stands_behind_the_blocks() -> None:
+    kept = {"attn_pool.mlp": tuple(range(8)), "attn_pool.v": (0, 4, 8, 12), "residual": tuple(range(12))}
+    args = {**VIT, "global_pool": "map", "class_token": False}
+    plan = Plan("vit_tiny_patch16_224", args, {"blocks.1.attn": "drop"}, kept=kept)
+    found, told = structure_of(plan), widths(plan)
+    assert told is not None
+    assert told["rows"][-1] == ["attn_pool", "12 of 16", "4", "16", "4 of 16", "8 of 32"] and len(told["rows"]) == 4
+    assert found.stages == (3,) and found.total("residual") == (12, 16)
+    assert found.total("mlp") == (3 * 32 + 8, 4 * 32) and found.layers["attention"][-1] is None
+    figure = structure_figure(found, "pooled")
+    assert [tick.get_text() for tick in figure.axes[1].get_xticklabels()] == ["0", "1", "2", "pool", "all"]
+    assert "2/3" in texts(figure)
+
+
 def test_the_picture_says_what_is_left() -> None:
     figure = structure_figure(structure_of(plan()), "run")
     shown = texts(figure)

@@ -110,8 +110,8 @@ def test_sliced_attention_with_unequal_widths(tmp_path: Path) -> None:
     assert failed(model, exported(model, tmp_path)) == []
 
 
-@pytest.mark.parametrize("variant", ["swin", "swin_padded", "pvt", "pvt_linear"])
-def test_families_of_stages_answer_as_in_torch_when_sliced_and_rewired(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", ["attention_pool", "swin", "swin_padded", "pvt", "pvt_linear"])
+def test_sliced_and_rewired_models_answer_as_in_torch(variant: str, tmp_path: Path) -> None:
     """Widths of every kind, whole heads; one block has lost its FFN, so that its attention works on its own."""
     model = dense(variant)
     kept = kept_channels(model, {"qk", "v", "mlp", "residual", "sr"}, whole_heads=True)

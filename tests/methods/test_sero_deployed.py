@@ -38,7 +38,7 @@ def drawn(model: nn.Module, layout: Any, seed: int = 4) -> tuple[Any, Live]:
 # -------------------------------------------------------------------------------------------------------------- padding
 
 
-@pytest.mark.parametrize("variant", ["plain", "swin", "pvt"])
+@pytest.mark.parametrize("variant", ["plain", "attention_pool", "swin", "pvt"])
 @pytest.mark.parametrize("wider", ["v", "qk"])
 def test_padded_attention_computes_the_same_at_one_width(variant: str, wider: str) -> None:
     model = build(variant)
@@ -157,10 +157,14 @@ def test_a_bias_does_not_cross_an_activation_or_a_bypass() -> None:
         assert_same(logits(surgery.applied(weights, delta), x), masked(model, live, x))
 
 
-def test_swin_keeps_the_branch() -> None:
-    model, x = build("swin"), images("swin")
-    spaces, live = drawn(model, "ragged")
-    live = emptied(live, spaces[1].name)
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [("swin", "layers.0.blocks.0.v"), ("attention_pool", "attn_pool.v"), ("attention_pool", "attn_pool.mlp")],
+)
+def test_swin_and_pools_keep_the_branch(variant: str, name: str) -> None:
+    model, x = build(variant), images(variant)
+    live = emptied(drawn(model, "ragged")[1], name)
     weights, delta = deployment(model, live)
-    assert delta.removed == {} and delta.heads
+    assert delta.removed == {} and name in delta.kept
+    assert name.endswith(".mlp") or delta.heads
     assert_same(logits(surgery.applied(weights, delta), x), masked(model, live, x))

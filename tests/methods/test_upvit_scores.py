@@ -129,7 +129,7 @@ def curvature(made: nn.Module, component: Component, channel: int, x: Tensor) ->
     return 0.5 * float(((q * j**2).sum(1) - (q * j).sum(1) ** 2).sum())
 
 
-@pytest.mark.parametrize("variant", ["plain", "pvt"])
+@pytest.mark.parametrize("variant", ["plain", "attention_pool", "pvt"])
 def test_the_estimate_with_all_directions_is_the_curvature(variant: str) -> None:
     made, x = build(variant), pictures(variant, count=3)
     own = components(family_of(made).spaces(made))

@@ -25,7 +25,8 @@ REFUSED = {("upvit", "swin"): "its heads have relative position tables of their 
 
 
 @pytest.mark.parametrize(
-    "variant", ["plain", "distilled", "registers", "swiglu", "swin", "swin_padded", "pvt", "pvt_linear"]
+    "variant",
+    ["plain", "distilled", "registers", "swiglu", "attention_pool", "swin", "swin_padded", "pvt", "pvt_linear"],
 )
 @pytest.mark.parametrize("method", OPTIONS)
 def test_every_family_is_pruned_or_the_reason_is_said(method: str, variant: str, tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
-"""timm's VisionTransformer: ViT, DeiT (one or two heads), DeiT-III, DINOv2 (MLP or SwiGLU); found by structure."""
+"""timm's VisionTransformer: ViT, DeiT (one or two heads), DeiT-III, DINOv2, SigLIP; found by structure."""
 
 from typing import Any
 
 import torch.nn.functional as F
-from timm.layers import Attention, GluMlp, LayerScale, Mlp, PatchEmbed
+from timm.layers import Attention, AttentionPoolLatent, GluMlp, LayerScale, Mlp, PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from vitcompress.families import common
+from vitcompress.families import common, pooling
 from vitcompress.families.anatomy import (
     Axis,
     Family,
@@ -21,8 +21,8 @@ from vitcompress.families.anatomy import (
 
 SUPPORTED = (
     "timm VisionTransformers with pre-norm blocks of multi-head attention (with or without qkv bias) and a two-layer "
-    "or gated MLP, LayerNorm, with or without LayerScale, register tokens, pre-norm, distillation head, class token or "
-    "pooled"
+    "or gated MLP, LayerNorm, with or without LayerScale, register tokens, pre-norm, distillation head, class token, "
+    "pooled or pooled by attention to a latent"
 )
 WIRING = Wiring(
     branches=(("norm1", "attn", "ls1", "drop_path1"), ("norm2", "mlp", "ls2", "drop_path2")),
@@ -70,11 +70,9 @@ def refuses(model: nn.Module) -> str | None:
     """None, or the first thing about `model` that the family does not cover."""
     if not isinstance(model, VisionTransformer):
         return f"it is a {type(model).__name__}"
-    if model.attn_pool is not None:
-        return "it pools by attention"
     if not isinstance(model.patch_embed, PatchEmbed):
         return f"its stem is a {type(model.patch_embed).__name__}"
-    reasons = (_block_refusal(block) for block in model.blocks)
+    reasons = (*map(_block_refusal, model.blocks), pooling.refusal(model.attn_pool, _width(model)))
     return next((reason for reason in reasons if reason), None) or common.norms_refusal(model)
 
 
@@ -103,11 +101,15 @@ def sites(model: nn.Module) -> tuple[Site, ...]:
 
 
 def spaces(model: Any) -> tuple[Space, ...]:
-    """q/k, v and FFN hidden channels of every block, then the residual stream they all read and write."""
+    """q/k, v and FFN hidden channels of every block and of a pool, then the residual stream they all read and write."""
     inner: list[Space] = []
     residual: list[Axis] = list(_stem_axes(model))
     for path, block in blocks(model).items():
         own, axes = common.block_spaces(model, path, block, ("norm1", "ls1", "norm2", "ls2"), common.packed_attention)
+        inner += own
+        residual += axes
+    if model.attn_pool is not None:
+        own, axes = pooling.describe(model, "attn_pool", model.attn_pool)
         inner += own
         residual += axes
     residual += [axis for name in ("norm", "fc_norm") for axis in norm_axes(model, name)]
@@ -159,7 +161,9 @@ def entry(model: Any) -> tuple[str, ...]:
 
 
 def slice_attention(attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
-    """timm's own attention while heads keep their width, else SlicedAttention."""
+    """timm's own attention while heads keep their width, else SlicedAttention; or a pool, see `pooling`."""
+    if isinstance(attn, AttentionPoolLatent | pooling.SlicedPool):
+        return pooling.slice_pool(attn, qk_dim, v_dim, num_heads)
     if type(attn) is Attention and qk_dim == v_dim and v_dim == num_heads * attn.head_dim:
         attn.num_heads, attn.attn_dim = num_heads, v_dim
         dense: nn.Module = attn

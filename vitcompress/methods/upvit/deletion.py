@@ -1,8 +1,8 @@
 """Delete channels for the duration of a forward pass, different ones for each group of images.
 
-A channel is deleted when nothing reads it any more. In a residual space every reader is a LayerNorm: it takes its
-statistics over the channels that are left, which is what cutting them out does and what setting them to zero does not.
-Hidden channels are zeroed where the layer behind them reads them, q and k where they are written (after the bias).
+A channel is deleted when nothing reads it any more: it is zeroed where a layer reads it, q and k where they are written
+(after the bias). A LayerNorm takes its statistics over the channels that are left, which is what cutting them out does
+and what setting them to zero does not.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,15 +36,10 @@ def gated_modules(model: nn.Module, space: Space) -> list[nn.Module]:
 
 
 def _gated_axes(model: nn.Module, space: Space) -> list[Axis]:
-    """The axes of what reads the space: its LayerNorms, else the layers with inputs in it, else its writers."""
+    """The axes of what reads the space: its LayerNorms and the layers with inputs in it; else of its writers."""
     by_module = {axis: model.get_submodule(_owner(axis)) for axis in space.axes if axis.tensor.endswith("weight")}
-    choices: tuple[Callable[[Axis, nn.Module], bool], ...] = (
-        lambda axis, module: isinstance(module, nn.LayerNorm),
-        lambda axis, module: isinstance(module, nn.Linear) and axis.dim == 1,
-        lambda axis, module: isinstance(module, nn.Linear) and axis.dim == 0,
-    )
-    found = ([axis for axis, module in by_module.items() if wanted(axis, module)] for wanted in choices)
-    return next((axes for axes in found if axes), [])
+    readers = [axis for axis, module in by_module.items() if axis.dim == 1 or isinstance(module, nn.LayerNorm)]
+    return readers or [axis for axis, module in by_module.items() if isinstance(module, nn.Linear)]
 
 
 def _owner(axis: Axis) -> str:
@@ -57,7 +52,8 @@ def _hooks(model: nn.Module, space: Space, gate: Tensor) -> Iterator[tuple[Calla
         if isinstance(module, nn.LayerNorm):
             yield module.register_forward_hook, _NormOver(_segment(gate, axis, module.weight.shape[0]))
         elif axis.dim == 1:
-            yield module.register_forward_pre_hook, _Inputs(_segment(gate, axis, module.in_features))
+            behind = module.weight.ndim - 2  # height and width of a convolution's channels
+            yield module.register_forward_pre_hook, _Inputs(_segment(gate, axis, module.weight.shape[1]), behind)
         else:
             yield module.register_forward_hook, _Outputs(_segment(gate, axis, module.out_features))
 
@@ -69,10 +65,14 @@ def _segment(gate: Tensor, axis: Axis, length: int) -> Tensor:
     return torch.cat([ones[0], own, ones[1]], dim=1) if own.shape[1] < length else own
 
 
-def _grouped(x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """x, (groups x images, ..., channels), as (groups, images, ..., channels), and `gate` shaped to multiply it."""
+def _grouped(x: Tensor, gate: Tensor, behind: int = 0) -> tuple[Tensor, Tensor]:
+    """x, (groups x images, ..., channels), as (groups, images, ..., channels), and `gate` shaped to multiply it.
+
+    behind: how many dimensions follow that of the channels.
+    """
     groups, channels = gate.shape
-    return x.reshape(groups, -1, *x.shape[1:]), gate.to(x.dtype).reshape(groups, *[1] * (x.ndim - 1), channels)
+    sizes = (groups, *[1] * (x.ndim - 1 - behind), channels, *[1] * behind)
+    return x.reshape(groups, -1, *x.shape[1:]), gate.to(x.dtype).reshape(sizes)
 
 
 class _Outputs:
@@ -85,16 +85,16 @@ class _Outputs:
 
 
 class _Inputs:
-    def __init__(self, gate: Tensor) -> None:
-        self.gate = gate
+    def __init__(self, gate: Tensor, behind: int) -> None:
+        self.gate, self.behind = gate, behind
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        x, gate = _grouped(args[0], self.gate)
+        x, gate = _grouped(args[0], self.gate, self.behind)
         return ((x * gate).reshape(args[0].shape), *args[1:])
 
 
 class _NormOver:
-    """A LayerNorm whose mean and variance are those of the channels that are left; deleted ones come out as zero."""
+    """A LayerNorm whose mean and variance are those of the channels that are left."""
 
     def __init__(self, gate: Tensor) -> None:
         self.gate = gate
@@ -106,4 +106,4 @@ class _NormOver:
         variance = (centred.square() * gate).sum(-1, keepdim=True) / count
         normal = centred * (variance + module.eps).rsqrt() * module.weight
         shifted: Tensor = normal if module.bias is None else normal + module.bias
-        return (shifted * gate).reshape(out.shape)
+        return shifted.reshape(out.shape)
