@@ -9,11 +9,12 @@ import onnx
 import pytest
 import torch
 from contracts import build, contract, every_variant, having, images, logits, sites_of
+from damage import carry
 from onnx import TensorProto, helper
 from torch import nn
 
 from vitcompress import checkpoint, surgery
-from vitcompress.error_bounds import fold_excess
+from vitcompress.error_bounds import fold_excess, reference
 from vitcompress.errors import ArtifactError, WeightsError
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.families import family_of
@@ -170,6 +171,7 @@ def test_a_second_look_uses_the_images_and_answers_of_the_first(folder: Path) ->
     (recorded,) = (check for check in again.checks if check.name == "reload.recorded")
     assert recorded.verdict == "passed" and recorded.tolerance
     tensors = checkpoint.load_tensors(folder / "state/verify.safetensors")
+    assert recorded.tolerance == reference(checkpoint.load(folder), tensors["images"]).between
     for part, verdict in ((0.9, "passed"), (1.1, "failed")):
         moved = tensors["logits"].clone()
         moved[-1, 0] += part * recorded.tolerance
@@ -230,6 +232,15 @@ def test_another_model_in_the_place_of_the_dense_onnx_file_fails(folder: Path) -
     failing = {name for name, verdict in found.items() if verdict == "failed"}
     assert failing >= {"onnx.dense.batch1", "onnx.dense.shapes", "onnx.dense.file", "onnx.dense.plan"}
     assert not any(name.startswith("onnx.b") for name in failing)
+
+
+def test_the_dense_onnx_file_is_held_against_the_weights_of_the_dense_model(folder: Path) -> None:
+    checks = ["weights", "weights.dense.onnx", "weights.dense.onnx.bytes"]
+    found = [(check.name, check.verdict) for check in verify_folder(folder).checks if check.name in checks]
+    assert found == [(name, "passed") for name in checks]
+    carry(folder / "dense.onnx")
+    failed = [check.name for check in verify_folder(folder).checks if check.verdict == "failed"]
+    assert failed == ["weights.dense.onnx", "weights.dense.onnx.bytes"]
 
 
 def test_a_dense_model_that_is_elsewhere_is_compared_and_one_that_is_nowhere_is_not(

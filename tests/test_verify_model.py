@@ -11,11 +11,12 @@ from contracts import build, contract, images
 
 from vitcompress import checkpoint
 from vitcompress.error_bounds import reference
+from vitcompress.errors import OutputError
 from vitcompress.plan import Plan
 from vitcompress.standard import WEIGHTS, save_standard
 from vitcompress.surgery import applied
-from vitcompress.verdicts import Check
-from vitcompress.verify import known_images, noise, reload_check, standard_check, verify_folder
+from vitcompress.verdicts import LEDGER, Check
+from vitcompress.verify import SEEN, known_images, noise, reload_check, standard_check, verify_folder
 
 X = images("plain", dtype=torch.float32)
 
@@ -112,3 +113,16 @@ def test_noise_is_not_passed_off_as_images(folder: Path) -> None:
         assert told[-1][0] is real and torch.equal(told[-1][1], expected)
         again, known = known_images(folder, model)
         assert known is real and torch.equal(again, expected)
+
+
+def test_what_was_never_verified_must_be_recorded_and_what_was_need_not(folder: Path) -> None:
+    """A read-only copy can be checked all the same; places that are taken cannot be written by anybody."""
+    (folder / LEDGER).mkdir()
+    with pytest.raises(OutputError, match=LEDGER):
+        verify_folder(folder)
+    (folder / LEDGER).rmdir()
+    assert verify_folder(folder).passed
+    before = (folder / LEDGER).read_bytes()
+    (folder / SEEN).mkdir(parents=True)
+    assert verify_folder(folder, X).passed
+    assert (folder / LEDGER).read_bytes() == before
