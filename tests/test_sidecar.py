@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,15 @@ from vitcompress.exporters.artifact import Exported
 from vitcompress.exporters.folder import class_names
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.models import input_config
-from vitcompress.sidecar import Sidecar, amend_sidecar, checked_sha256, input_of, read_sidecar, sidecar_path
+from vitcompress.sidecar import (
+    Sidecar,
+    amend_sidecar,
+    checked_sha256,
+    exported_files,
+    input_of,
+    read_sidecar,
+    sidecar_path,
+)
 from vitcompress.verdicts import Check
 from vitcompress.verify_engine import engine_checks, engine_weights
 
@@ -116,6 +124,27 @@ def test_what_is_no_sidecar_at_all_is_told(text: str, path: Path) -> None:
                 reader(path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"sidecar_format": 2}, "sidecar_format"),
+        ({"bytes": "12"}, "bytes"),
+        ({"verified": 1}, "verified"),
+        ({"verified": "true"}, "verified"),
+        ({"build": {"batch": [1, 2]}}, "build.batch"),
+        ({"build": {"batch": [1, 2, 3, 4]}}, "build.batch"),
+        ({"islands_search": {"judge": "torch"}}, "islands_search"),
+        ({"files": {"other.onnx": "0"}}, "is missing from its files"),
+    ],
+)
+def test_what_looks_almost_right_is_refused_by_every_reader(changes: dict[str, Any], says: str, path: Path) -> None:
+    """A newer version's, numbers as text, truth as a number, a range of batches without three ends, another file's."""
+    known = json.loads(sidecar_path(path).read_text())
+    assert "read_sidecar" not in dict(failures(path, known))
+    said = dict(failures(path, {**known, **changes}))
+    assert set(said) >= {"read_sidecar", "checked_sha256", "ask", "recorded"} and says in said["read_sidecar"]
+
+
 def test_only_the_first_few_things_are_told(path: Path) -> None:
     sidecar_path(path).write_text('{"sidecar_format": 1}')
     with pytest.raises(ArtifactError, match="path is missing; format is missing; precision is missing; and 10 more"):
@@ -152,6 +181,27 @@ def test_metadata_that_say_something_else_are_told(key: str, wrong: object) -> N
     with pytest.raises(ArtifactError, match=f"the metadata of it cannot be used: {key} is"):
         input_of("it", {**known, key: wrong})
     assert input_of("it", {name: value for name, value in known.items() if name != key}) is None
+
+
+def test_the_size_that_a_file_takes_counts_more_than_what_its_metadata_say() -> None:
+    known = {**asdict(input_config(MODEL)), "classes": []}
+    assert input_of("it", known, (3, 16, 24)) == replace(input_config(MODEL), size=(3, 16, 24))
+    with pytest.raises(ArtifactError, match="mean is"):
+        input_of("it", known, (1, 8, 8))
+
+
+def test_exported_files_are_told_by_their_names_and_sidecars(tmp_path: Path) -> None:
+    for name in ("dense.onnx", "dense-fp16.onnx", "edge.onnx", "model.onnx", "model.xml", "model.bin", "notes.onnx"):
+        (tmp_path / name).touch()
+    for name in ("dense.onnx", "edge.onnx"):
+        sidecar_path(tmp_path / name).touch()
+
+    def named_files(*words: Any) -> list[str]:
+        return [path.name for path in exported_files(tmp_path, *words)]
+
+    assert named_files("dense", (".onnx", ".xml")) == ["dense-fp16.onnx", "dense.onnx"]
+    assert named_files("model", (".onnx", ".xml")) == ["edge.onnx", "model.onnx", "model.xml"]
+    assert named_files("model", (".xml",)) == ["model.xml"]
 
 
 @pytest.mark.parametrize("text", ["no JSON", "7", "[1]", '{"a": 1}', "null"])

@@ -120,7 +120,15 @@ def test_it_is_asked_at_batches_of_one_two_and_five_and_then_for_every_image(
         return answer(session, given)
 
     monkeypatch.setattr(verify_onnx, "_logits", counted)
+    allowed, agree = list[float](), verify_onnx.agreement
+
+    def limited(name: str, expected: Tensor, got: Tensor, tolerance: float) -> Check:
+        allowed.append(tolerance)
+        return agree(name, expected, got, tolerance)
+
+    monkeypatch.setattr(verify_onnx, "agreement", limited)
     checks = {check.name: check for check in onnx_checks(MODEL, made, X)}
+    assert allowed == [reference(MODEL, X[:5]).between]
     assert asked == [1, 1, 2, 5, 16, 4]  # the first time to see the shape of an answer
     assert {check.verdict for check in checks.values()} == {"passed"}
     assert checks["onnx.agreement"].detail.startswith("0 of 20 ")
