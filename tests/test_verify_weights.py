@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 from pruned_models import pruned
 from torch import nn
 
@@ -153,6 +153,34 @@ def test_masks_and_indices_are_no_weights_and_zeros_are(folder: Path) -> None:
     changed(folder / "model.onnx", lambda graph: graph.initializer.append(zeros))
     verdict, detail = verdicts(folder)["weights.model.onnx"]
     assert verdict == "failed" and "zeros (48x16) is no weight of the model, but has the size of the dense" in detail
+
+
+@pytest.mark.parametrize(
+    ("values", "different", "weight"),
+    [(64, 64, False), (65, 65, True), (256, 16, False), (256, 17, True), (65, 2, False), (65, 1, True)],
+)
+def test_a_constant_has_few_values_or_few_different_ones(
+    values: int, different: int, weight: bool, folder: Path
+) -> None:
+    held = 1.5 + np.arange(values, dtype=np.float32) % different
+    changed(folder / "model.onnx", lambda graph: graph.initializer.append(numpy_helper.from_array(held, "beside")))
+    found = account(checkpoint.load(folder), folder / "model.onnx")
+    assert found.wrong == ((f"beside ({values}) is no weight of the model",) if weight else ())
+    assert ("beside" in [tensor.name for tensor in found.constants]) is not weight
+
+
+@pytest.mark.parametrize(("times", "wrong"), [(1, False), (2, False), (3, True)])
+def test_equal_tensors_of_the_model_are_held_as_often_or_once(times: int, wrong: bool, tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(9, 9, bias=False) for _ in range(2)))
+    model.load_state_dict(dict.fromkeys(("0.weight", "1.weight"), torch.randn(9, 9)))
+    values = model[0].weight.detach().numpy()
+    held = [numpy_helper.from_array(values, f"held {number}") for number in range(times)]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 9]) for name in "xy")
+    nodes = [helper.make_node("MatMul", ["x", "held 0"], ["y"])]
+    onnx.save(helper.make_model(helper.make_graph(nodes, "equal", [x], [y], held)), tmp_path / "model.onnx")
+    found = account(model, tmp_path / "model.onnx")
+    assert [line.split(") ")[1] for line in found.wrong] == ["holds 0.weight a second time"] * wrong
+    assert set(found.found) == {"0.weight", "1.weight"} and found.of_model == 4 * 81 * min(times, 2)
 
 
 def test_bytes_that_no_reader_knows_do_not_hide(folder: Path) -> None:
