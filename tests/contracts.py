@@ -21,6 +21,7 @@ from vitcompress.surgery import applied
 # Two blocks of width 16 on 8x8 images; or three in two stages, 16 and 32 wide, the second block in shifted windows.
 SMALL = {
     "vit": {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0},
+    "eva": {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0},
     "swin": {
         "img_size": 16,
         "patch_size": 2,
@@ -92,6 +93,11 @@ CONTRACTS = {
     ("vit", "no_proj_bias"): Contract(VIT, {"proj_bias": False, "init_values": 0.5}),
     ("vit", "no_position"): Contract(VIT, {"pos_embed": "none", "fc_norm": True}),
     ("vit", "swiglu"): Contract("vit_giant_patch14_dinov2", {"mlp_ratio": 4.0}),
+    ("eva", "dinov3"): Contract("vit_small_patch16_dinov3", {"img_size": [8, 12]}, "eva"),
+    ("eva", "rotary"): Contract("vit_small_patch16_rope_ape_224", family="eva"),
+    ("eva", "rotary_pre_norm"): Contract("vit_pe_spatial_tiny_patch16_512", {"swiglu_mlp": True}, "eva"),
+    ("eva", "eva_unturned"): Contract("vit_small_patch16_dinov3", {"use_rot_pos_emb": False}, "eva"),
+    ("eva", "rotary_pool"): Contract("vit_pe_core_small_patch16_384", family="eva"),
     ("swin", "swin"): Contract(SWIN, family="swin"),
     ("swin", "swin_padded"): Contract(SWIN, {"img_size": [10, 12], "always_partition": True}, "swin"),
     ("swin", "swin_dynamic"): Contract(SWIN, {"dynamic_img_size": True, "qkv_bias": False}, "swin"),
@@ -177,17 +183,16 @@ def without_act(site: Site) -> dict[str, str]:
 
 
 def kept_channels(model: nn.Module, kinds: set[str], *, whole_heads: bool = False, seed: int = 0) -> dict[str, tuple]:
-    """Random channels to keep of every space of these kinds: as many in each head; with `whole_heads` two heads go."""
+    """Random channels to keep of every space of these kinds that can lose them, as many in each head; or two heads."""
     generator = torch.Generator().manual_seed(seed)
     kept: dict[str, tuple] = {}
     alive: dict[str, list[int]] = {}
     for space in spaces_of(model).values():
-        if space.kind not in kinds:
+        if space.kind not in kinds or (space.whole_heads and not whole_heads):
             continue
         per = space.size // space.heads
-        share = {"qk": per // 2, "v": per - 1, "mlp": per * 5 // 8, "residual": per * 3 // 4, "sr": per // 2}[
-            space.kind
-        ]
+        shares = {"qk": per // 2, "v": per - 1, "mlp": per * 5 // 8, "residual": per * 3 // 4, "sr": per // 2}
+        share = per if space.whole_heads else shares[space.kind]
         heads = list(range(space.heads))
         if whole_heads and space.attention:
             heads = alive.setdefault(

@@ -31,12 +31,18 @@ def deployed(
     With `uint8` it takes (batch, height, width, channels) of 0 to 255 in any type, else normalised images, (batch,
     channels, height, width). Raises as `in_precision`.
     """
+    model = at_size(model, input)
     if not uint8:
         return in_precision(model, precision, islands)
     scale = 256 if precision in HALF else 1
     if folds(model):
         return ByteInput(in_precision(folded(model, input, scale), precision, islands), scale).eval()
     return ByteInput(in_precision(model, precision, islands), 1, input).eval()
+
+
+def at_size(model: nn.Module, input: InputConfig) -> nn.Module:
+    """`model`, over the same parameters, for images of the one size of `input`."""
+    return family_of(model).at_size(model, *input.size[1:])
 
 
 def folds(model: nn.Module) -> bool:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from vitcompress.rounding import arithmetic_limit, in_float64, narrowest, unit_roundoff
 
+Layer = nn.Linear | Tensor  # of a chain: a linear layer, or a LayerScale as the diagonal that it is, (channels,)
+
 
 def gamma(count: int, dtype: torch.dtype) -> float:
     """The bound on `count` roundings in a row."""
@@ -52,7 +54,7 @@ def reference(model: nn.Module, images: Tensor) -> Reference:
 
 
 @torch.no_grad()
-def fold_excess(layers: Sequence[nn.Module], folded: nn.Linear, x: Tensor, folds: int = 1) -> tuple[float, float]:
+def fold_excess(layers: Sequence[Layer], folded: nn.Linear, x: Tensor, folds: int = 1) -> tuple[float, float]:
     """How `folded` compares with the chain `layers` that it stands for, on inputs `x`, (rows, channels).
 
     Both are evaluated in float64, so what remains is that the folded weights were rounded to their type once per fold.
@@ -74,12 +76,12 @@ def fold_excess(layers: Sequence[nn.Module], folded: nn.Linear, x: Tensor, folds
     return float(difference.max()), float((difference / (stored + arithmetic + underflow)).max())
 
 
-def _stored(layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """Weight and bias in float64 of a linear layer, or of a LayerScale as the diagonal that it is."""
+def _stored(layer: Layer) -> tuple[Tensor, Tensor]:
+    """Weight and bias in float64."""
     if isinstance(layer, nn.Linear):
         weight = layer.weight.detach().double()
         return weight, weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach().double()
-    scale = next(layer.parameters()).detach().double()
+    scale = layer.detach().double()
     return torch.diag(scale), torch.zeros_like(scale)
 
 
@@ -87,14 +89,14 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x @ weight.T + bias
 
 
-def _chain(layers: Sequence[nn.Module], x: Tensor, *, absolute: bool = False) -> Tensor:
+def _chain(layers: Sequence[Layer], x: Tensor, *, absolute: bool = False) -> Tensor:
     for layer in layers:
         weight, bias = _stored(layer)
         x = _affine(x, weight.abs(), bias.abs()) if absolute else _affine(x, weight, bias)
     return x
 
 
-def _exact(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
+def _exact(layers: Sequence[Layer]) -> tuple[Tensor, Tensor]:
     """Weight and bias of the whole chain, in float64."""
     weight, bias = _stored(layers[0])
     for layer in layers[1:]:

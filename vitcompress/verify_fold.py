@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vitcompress import checkpoint, surgery
 from vitcompress.error_bounds import fold_excess, reference
 from vitcompress.families import family_of
+from vitcompress.families.anatomy import scale_parameter
 from vitcompress.plan import Plan
 from vitcompress.rounding import in_float64, storage_limit
 from vitcompress.verdicts import Check, agreement, compared, largest_difference
@@ -31,7 +32,7 @@ def fold_checks(unfolded: nn.Module, folded: nn.Module, names: Iterable[str], im
     inputs = _inputs(unfolded, [chain[0] for chain in chains.values()], few)
     checks = []
     for target, chain in chains.items():
-        layers, result = [unfolded.get_submodule(name) for name in chain], folded.get_submodule(target)
+        layers, result = [_layer(unfolded, name) for name in chain], folded.get_submodule(target)
         assert isinstance(result, nn.Linear)
         difference, quotient = fold_excess(layers, result, inputs[chain[0]], folds=len(chain) - 1)
         detail = f"difference over its rounding bound, worst of all outputs; largest difference {difference:.1e}"
@@ -61,6 +62,12 @@ def _chains(unfolded: nn.Module, names: tuple[str, ...]) -> dict[str, list[str]]
             before = scales[name]
             chains.setdefault(owner.get(before, before), [before]).append(name)
     return chains
+
+
+def _layer(model: nn.Module, name: str) -> Tensor | nn.Linear:
+    """A member of a chain: a linear layer, or the values of a LayerScale."""
+    module = model.get_submodule(name) if name in dict(model.named_modules()) else None
+    return module if isinstance(module, nn.Linear) else scale_parameter(model, name)
 
 
 @torch.no_grad()

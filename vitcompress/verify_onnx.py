@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress import onnx_file
-from vitcompress.byte_input import deployed, to_bytes
+from vitcompress.byte_input import at_size, deployed, to_bytes
 from vitcompress.checkpoint import decoded
 from vitcompress.error_bounds import reference
 from vitcompress.errors import ArtifactError, first_line
@@ -65,7 +65,7 @@ def _answer_checks(model: nn.Module, path: Path, images: Tensor, name: str) -> I
 def stored_module(model: nn.Module, known: Mapping[str, Any]) -> nn.Module:
     """What a file holds that was exported from `model` as `known` says: precision, islands and uint8."""
     if known["precision"] == "fp32" and not known["uint8"] and _dtype(model) == torch.float32:
-        return model
+        return at_size(model, input_config(model))
     islands = tuple(known["islands"])
     return deployed(model, input_config(model), known["precision"], islands, uint8=known["uint8"])
 

@@ -36,6 +36,10 @@ ARCHS: dict[str, tuple[str, dict[str, Any]]] = {
             "pretrained_cfg_overlay": {"input_size": [1, 8, 8]},
         },
     ),
+    "eva": (
+        "vit_small_patch16_dinov3",
+        {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 2, "mlp_ratio": 2.0},
+    ),
     "swiglu": (
         "vit_giant_patch14_dinov2",
         {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 2, "mlp_ratio": 4.0},
@@ -60,12 +64,13 @@ def pixels() -> torch.Tensor:
     return torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.parametrize("family", ["swin", "eva"])
 @pytest.mark.parametrize("method", [name for name in OPTIONS if name != "fixed"])
-def test_every_depth_method_works_on_swin(method: str, tmp_path: Path) -> None:
-    made, around = world("swin", tmp_path)
+def test_every_depth_method_works_on_other_families(method: str, family: str, tmp_path: Path) -> None:
+    made, around = world(family, tmp_path)
     found = METHODS[method].plan(made, around, OPTIONS[method])
     assert len(found.removed) == 2
-    assert all(name.startswith("layers.") for name in found.removed)
+    assert all(name.startswith(tuple(around.family.blocks(made))) for name in found.removed)
     with torch.no_grad():
         small = surgery.applied(made, found)
         assert (small(pixels()) - made(pixels())).abs().max() > 1e-4

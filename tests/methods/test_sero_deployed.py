@@ -106,12 +106,11 @@ def emptied(live: Live, *names: str) -> Live:
 def deployment(model: nn.Module, live: Live) -> tuple[nn.Module, Plan]:
     """The weights that are handed over, and the plan for them."""
     copy = deepcopy(model)
-    spaces = unit_spaces(family_of(model).spaces(model))
-    return copy, sero._deployed(copy, family_of(copy), Plan("any"), spaces, live, OPTIONS)
+    return copy, sero._deployed(copy, family_of(copy), Plan("any"), live, OPTIONS)
 
 
 @pytest.mark.parametrize(
-    "variant", ["plain", "distilled", "registers", "layer_scale", "no_class_token", "no_position", "deit3"]
+    "variant", ["plain", "distilled", "registers", "layer_scale", "no_class_token", "no_position", "deit3", "dinov3"]
 )
 @pytest.mark.parametrize(
     "names",

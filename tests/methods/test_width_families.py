@@ -1,5 +1,6 @@
 """Every width method on every family: sliced equals masked, the result can be exported from plain data, or a reason."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,18 @@ OPTIONS: dict[str, Any] = {
     "upvit": upvit.Options(target_args={"embed_dim": 8, "num_heads": 2}),
 }
 TARGETS = {"pvt": {"embed_dims": [8, 16], "depths": [1, 1]}, "swiglu": {"embed_dim": 8, "num_heads": 2}}
-REFUSED = {("upvit", "swin"): "its heads have relative position tables of their own"}
+REFUSED = {
+    ("upvit", "swin"): "its heads have relative position tables of their own",
+    ("upvit", "eva"): "a rotary embedding turns the channels of q and k by their place in the head",
+}
 
 
 @pytest.mark.parametrize(
     "variant",
-    ["plain", "distilled", "registers", "swiglu", "attention_pool", "swin", "swin_padded", "pvt", "pvt_linear"],
+    [
+        *("plain", "distilled", "registers", "swiglu", "attention_pool", "dinov3", "rotary"),
+        *("swin", "swin_padded", "pvt", "pvt_linear"),
+    ],
 )
 @pytest.mark.parametrize("method", OPTIONS)
 def test_every_family_is_pruned_or_the_reason_is_said(method: str, variant: str, tmp_path: Path) -> None:
@@ -74,3 +81,22 @@ def test_relative_position_tables_follow_the_heads_and_merging_reads_four_times(
     assert torch.equal(small.get_parameter(norm), model.get_parameter(norm)[columns])
     rows = list(delta.kept["layers.1.residual"])
     assert torch.equal(small.get_parameter(reduction), model.get_parameter(reduction)[rows][:, columns])
+
+
+def test_q_and_k_under_a_rotary_embedding_keep_the_width_of_their_heads() -> None:
+    model, row = build("rotary"), contract("rotary")
+    family, base = family_of(model), Plan(row.arch, row.arch_args)
+    fine = {"isomorphic": replace(OPTIONS["isomorphic"], align=Alignment(4, 4, 1)), "sero": OPTIONS["sero"]}
+    for method, options in fine.items():
+        delta = METHODS[method].structure(model, family, base, options)
+        for path in (f"blocks.{number}" for number in range(2)):
+            heads = delta.heads.get(f"{path}.attn", 4)
+            qk, v = (len(delta.kept.get(f"{path}.{kind}", range(16))) for kind in ("qk", "v"))
+            assert qk == heads * 4 > v, (method, path)
+
+
+def test_widths_that_a_rotary_embedding_cannot_tie_are_refused() -> None:
+    model, row = build("rotary"), contract("rotary")
+    with pytest.raises(PlanError, match="q and k lose channels with their heads only") as caught:
+        sero.structure(model, family_of(model), Plan(row.arch, row.arch_args), replace(OPTIONS["sero"], layout="tied"))
+    assert "padded" in (caught.value.hint or "")

@@ -77,7 +77,7 @@ def load_parts(plan_path: Path, weights_path: Path) -> nn.Module:
     model = _planned(plan, tensors)
     load_strictly(model, tensors, weights_path)
     model.plan = plan  # type: ignore[assignment]
-    return model.eval()
+    return model.to(next(model.parameters()).dtype).eval()  # what is computed and not stored (rotary embeddings), too
 
 
 def _planned(plan: Plan, tensors: Mapping[str, Tensor]) -> nn.Module:

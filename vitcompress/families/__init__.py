@@ -4,11 +4,12 @@ from torch import nn
 
 from vitcompress.errors import UnsupportedModelError
 from vitcompress.families.anatomy import Axis, Family, Site, Space
+from vitcompress.families.eva import EVA
 from vitcompress.families.pvt import PVT
 from vitcompress.families.swin import SWIN
 from vitcompress.families.vit import VIT
 
-FAMILIES: dict[str, Family] = {"vit": VIT, "swin": SWIN, "pvt": PVT}
+FAMILIES: dict[str, Family] = {"vit": VIT, "eva": EVA, "swin": SWIN, "pvt": PVT}
 
 __all__ = ["FAMILIES", "Axis", "Family", "Site", "Space", "family_of"]
 

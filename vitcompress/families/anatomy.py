@@ -37,6 +37,8 @@ class Space:
     kind: q and k of an attention, its v, an FFN's hidden channels, a residual stream (one per stage), or the channels
     that a spatial reduction leaves for k and v (`sr`, PVTv2).
     attention: the attention whose heads those are; empty where the space is not one of an attention.
+    whole_heads: channels go only together with all others of their head, as those do that a rotary position embedding
+        turns in pairs, each by a frequency of its place.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Space:
     axes: tuple[Axis, ...]
     heads: int = 1
     attention: str = ""
+    whole_heads: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,18 @@ class LinearPair:
     second: str
 
 
-def children(block: nn.Module) -> Mapping[str, nn.Module]:
+Part = nn.Module | nn.Parameter | None  # of a block's chain: a parameter multiplies, None does nothing
+
+
+def children(block: nn.Module) -> dict[str, nn.Module]:
     """The child modules of `block` by name."""
     return dict(block.named_children())
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """How a family wires a block: its residual branches in order, each a chain of child names.
+    """How a family wires a block: its residual branches in order, each a chain of names: of its modules, and of
+    parameters that it multiplies by (a LayerScale that is no module).
 
     `takes_arguments` names the children that receive the block's extra arguments (an attention mask, say). `parts`
     gives the children by name such that the chains compute what the block does; a family replaces a child there whose
@@ -90,7 +97,7 @@ class Wiring:
     attention: str
     ffn: str
     takes_arguments: frozenset[str] = frozenset()
-    parts: Callable[[nn.Module], Mapping[str, nn.Module]] = children
+    parts: Callable[[nn.Module], Mapping[str, Part]] = children
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +110,12 @@ class Family:
     resized(model, space, width): store a new width of a residual space wherever timm reads it.
     linear_pair(model, ffn): the layers that `surgery.fold` multiplies, None when the FFN is not two linears; by default
         no FFN is.
-    scales(model): LayerScale path -> path of the linear layer just before it; by default there are no LayerScales.
+    scales(model): LayerScale, by the path of its module or parameter -> path of the linear layer just before it; by
+        default there are no LayerScales.
     entry(model): the parameters of which every token receives exactly one before the first block, with nothing but sums
         behind them; none where there are no such, and None in families whose tokens are merged on the way.
+    at_size(model, height, width): a model over the same parameters that does the same for images of this size, with
+        tables for what it computes of the size alone; by default there is no such thing.
     stem: path of the convolution that is given the images.
     not_foldable: why an FFN without its activation is not linear, as a sentence; empty where it is.
     """
@@ -123,6 +133,7 @@ class Family:
     scales: Callable[[nn.Module], dict[str, str]] = lambda model: {}
     not_foldable: str = ""
     entry: Callable[[nn.Module], tuple[str, ...]] | None = None
+    at_size: Callable[[nn.Module, int, int], nn.Module] = lambda model, height, width: model
     stem: str = "patch_embed.proj"
 
 
@@ -136,6 +147,13 @@ def linear_axes(model: nn.Module, name: str, *, offset: int = 0, copies: int = 1
 def norm_axes(model: nn.Module, name: str) -> tuple[Axis, ...]:
     """The axes of a LayerNorm or LayerScale: every parameter that it owns."""
     return tuple(Axis(f"{name}.{leaf}", 0) for leaf, _ in model.get_submodule(name).named_parameters(recurse=False))
+
+
+def scale_parameter(model: nn.Module, name: str) -> nn.Parameter:
+    """What the LayerScale `name` of `Family.scales` multiplies by, (channels,)."""
+    owner, _, leaf = name.rpartition(".")
+    found = getattr(model.get_submodule(owner), leaf)
+    return found if isinstance(found, nn.Parameter) else next(iter(found.parameters()))
 
 
 def input_axis(name: str) -> Axis:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vitcompress.families.anatomy import Axis, LinearPair, Site, Space, input_axis, linear_axes, norm_axes
 from vitcompress.families.edited import EditedBlock
 
+NORMED_ATTENTION = "its attention normalises q, k or its output, or is gated"  # as the end of a sentence
 Stream = Callable[[nn.Module, str, list[Axis]], Space]  # of the stage at a path, from the axes inside its blocks
 Describe = Callable[[nn.Module, str, Any], tuple[list[Space], list[Axis]]]  # of a part of the block at a path
 
@@ -44,6 +45,13 @@ def part_refusal(block: nn.Module, blocks: type, attentions: tuple[type, ...], f
         if part is not None and type(part) not in kinds:
             return f"its {what} {type(part).__name__}"
     return None
+
+
+def ffn_refusal(mlp: nn.Module | None) -> str | None:
+    """Why this two-layer or gated FFN is not one whose hidden channels can be sliced, as the end of a sentence."""
+    if isinstance(mlp, Mlp | GluMlp) and not (plain(mlp.norm) and isinstance(mlp.fc1, nn.Linear)):
+        return "its FFN normalises its hidden channels or is convolutional"
+    return "its gated FFN has no biases" if isinstance(mlp, GluMlp) and mlp.fc1.bias is None else None
 
 
 def staged_blocks(model: nn.Module, stages: str) -> dict[str, nn.Module]:
@@ -146,6 +154,13 @@ def staged_spaces(model: nn.Module, stages: str, attention: Describe, stream: St
         inner += own
         residual[path.rsplit(".", 2)[0]] += axes
     return (*inner, *(stream(model, stage, axes) for stage, axes in residual.items()))
+
+
+def last_linear(path: str, part: Any) -> str:
+    """The linear layer with which an attention or FFN at `path` ends."""
+    if isinstance(part, nn.Linear):  # folded
+        return path
+    return f"{path}.proj" if hasattr(part, "proj") else f"{path}.fc2"
 
 
 def linear_pair(model: nn.Module, ffn: str) -> LinearPair | None:

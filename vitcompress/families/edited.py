@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitcompress.errors import UnsupportedModelError
-from vitcompress.families.anatomy import Wiring
+from vitcompress.families.anatomy import Part, Wiring
 
 
 def fixed_size() -> UnsupportedModelError:
@@ -31,14 +31,17 @@ def has_output_act(block: nn.Module) -> bool:
 class EditedBlock(nn.Module):
     """Residual branches in order, each a chain of children: x <- x + chain(x); then an optional output activation.
 
-    An empty chain doubles the stream (x <- x + x), which is what the released NOSE models do. Children keep timm's
-    names, so parameter names do not change.
+    A parameter in a chain multiplies. An empty chain doubles the stream (x <- x + x), which is what the released NOSE
+    models do. Modules and parameters keep timm's names, so names do not change.
     """
 
-    def __init__(self, children: Mapping[str, nn.Module], wiring: Wiring) -> None:
+    def __init__(self, parts: Mapping[str, Part], wiring: Wiring) -> None:
         super().__init__()
-        for name, child in children.items():
-            self.add_module(name, child)
+        for name, part in parts.items():
+            if isinstance(part, nn.Module):
+                self.add_module(name, part)
+            else:
+                self.register_parameter(name, part)
         self.branches = wiring.branches
         self.takes_arguments = wiring.takes_arguments
         self.output_act: nn.Module | None = None
@@ -49,11 +52,11 @@ class EditedBlock(nn.Module):
         return block if isinstance(block, cls) else cls(wiring.parts(block), wiring)
 
     def rewire(self, part: str, chain: tuple[str, ...] | None) -> None:
-        """Give the branch that runs `part` another chain (None: no branch) and drop the children left unused."""
+        """Give the branch that runs `part` another chain (None: no branch) and drop what is left unused."""
         branches = [chain if part in branch else branch for branch in self.branches]
         self.branches = tuple(branch for branch in branches if branch is not None)
         used = {name for branch in self.branches for name in branch}
-        for name in [n for n, _ in self.named_children() if n not in used and n != "output_act"]:
+        for name in [n for n in (*self._modules, *self._parameters) if n not in used and n != "output_act"]:
             delattr(self, name)
 
     def set_input_size(self, *args: Any, **kwargs: Any) -> None:
@@ -70,7 +73,10 @@ class EditedBlock(nn.Module):
         for branch in self.branches:
             y = x
             for name in branch:
-                child = getattr(self, name)
-                y = child(y, *args, **kwargs) if name in self.takes_arguments else child(y)
+                part = getattr(self, name)
+                if isinstance(part, nn.Parameter):
+                    y = y * part
+                elif part is not None:
+                    y = part(y, *args, **kwargs) if name in self.takes_arguments else part(y)
             x = x + y
         return x if self.output_act is None else self.output_act(x)

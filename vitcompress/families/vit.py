@@ -1,5 +1,6 @@
 """timm's VisionTransformer: ViT, DeiT (one or two heads), DeiT-III, DINOv2, SigLIP; found by structure."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -51,9 +52,17 @@ class SlicedAttention(nn.Module):
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """x: normalised tokens, (batch, tokens, channels) -> the same shape."""
+        return self.attended(*self.by_head(x), attn_mask, is_causal)
+
+    def by_head(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of tokens: (batch, heads, tokens, channels of a head) each."""
         batch, tokens, _ = x.shape
         parts = self.qkv(x).split((self.qk_dim, self.qk_dim, self.v_dim), dim=-1)
         q, k, v = (part.reshape(batch, tokens, self.num_heads, -1).transpose(1, 2) for part in parts)
+        return q, k, v
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        """What the attention writes, (batch, tokens, channels), from what `by_head` gives."""
         if self.padded:
             q, k, v = common.equal_widths(q, k, v)
         drop = self.attn_drop.p if self.training else 0.0
@@ -62,7 +71,7 @@ class SlicedAttention(nn.Module):
         )
         if self.padded:
             x = x[..., : self.v_dim // self.num_heads]
-        out: Tensor = self.proj_drop(self.proj(x.transpose(1, 2).reshape(batch, tokens, self.v_dim)))
+        out: Tensor = self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
         return out
 
 
@@ -72,19 +81,17 @@ def refuses(model: nn.Module) -> str | None:
         return f"it is a {type(model).__name__}"
     if not isinstance(model.patch_embed, PatchEmbed):
         return f"its stem is a {type(model.patch_embed).__name__}"
-    reasons = (*map(_block_refusal, model.blocks), pooling.refusal(model.attn_pool, _width(model)))
+    reasons = (*map(_block_refusal, model.blocks), pooling.refusal(model.attn_pool, width(model)))
     return next((reason for reason in reasons if reason), None) or common.norms_refusal(model)
 
 
 def _block_refusal(block: Any) -> str | None:
     if refusal := common.part_refusal(block, Block, (Attention, SlicedAttention), (Mlp, GluMlp, nn.Linear)):
         return refusal
-    attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
+    attn = getattr(block, "attn", None)
     if isinstance(attn, Attention) and not common.plain(attn.q_norm, attn.k_norm, attn.norm, attn.gate):
-        return "its attention normalises q, k or its output, or is gated"
-    if isinstance(mlp, Mlp | GluMlp) and not (common.plain(mlp.norm) and isinstance(mlp.fc1, nn.Linear)):
-        return "its FFN normalises its hidden channels or is convolutional"
-    return "its gated FFN has no biases" if isinstance(mlp, GluMlp) and mlp.fc1.bias is None else None
+        return common.NORMED_ATTENTION
+    return common.ffn_refusal(getattr(block, "mlp", None))
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -102,10 +109,15 @@ def sites(model: nn.Module) -> tuple[Site, ...]:
 
 def spaces(model: Any) -> tuple[Space, ...]:
     """q/k, v and FFN hidden channels of every block and of a pool, then the residual stream they all read and write."""
+    return spaces_with(model, common.packed_attention)
+
+
+def spaces_with(model: Any, attention: common.Describe, more: Sequence[Axis] = ()) -> tuple[Space, ...]:
+    """`spaces`, with `attention` to describe attentions, and `more` axes that run over the residual stream."""
     inner: list[Space] = []
-    residual: list[Axis] = list(_stem_axes(model))
+    residual: list[Axis] = [*_stem_axes(model), *more]
     for path, block in blocks(model).items():
-        own, axes = common.block_spaces(model, path, block, ("norm1", "ls1", "norm2", "ls2"), common.packed_attention)
+        own, axes = common.block_spaces(model, path, block, ("norm1", "ls1", "norm2", "ls2"), attention)
         inner += own
         residual += axes
     if model.attn_pool is not None:
@@ -114,7 +126,7 @@ def spaces(model: Any) -> tuple[Space, ...]:
         residual += axes
     residual += [axis for name in ("norm", "fc_norm") for axis in norm_axes(model, name)]
     residual += [input_axis(name) for name in HEADS if isinstance(getattr(model, name, None), nn.Linear)]
-    return (*inner, Space("residual", "residual", _width(model), tuple(residual)))
+    return (*inner, Space("residual", "residual", width(model), tuple(residual)))
 
 
 def _stem_axes(model: nn.Module) -> tuple[Axis, ...]:
@@ -127,7 +139,7 @@ def _stem_axes(model: nn.Module) -> tuple[Axis, ...]:
     )
 
 
-def _width(model: Any) -> int:
+def width(model: Any) -> int:
     return int(model.patch_embed.proj.out_channels)
 
 
@@ -136,9 +148,9 @@ def scales(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for path, block in blocks(model).items():
         if isinstance(getattr(block, "ls1", None), LayerScale) and hasattr(block, "attn"):
-            found[f"{path}.ls1"] = f"{path}.attn.proj"
+            found[f"{path}.ls1"] = common.last_linear(f"{path}.attn", block.attn)
         if isinstance(getattr(block, "ls2", None), LayerScale) and hasattr(block, "mlp"):
-            found[f"{path}.ls2"] = f"{path}.mlp" if isinstance(block.mlp, nn.Linear) else f"{path}.mlp.fc2"
+            found[f"{path}.ls2"] = common.last_linear(f"{path}.mlp", block.mlp)
     return found
 
 

@@ -43,9 +43,8 @@ def groups_of(spaces: Sequence[Space], scores: Scores, scope: Scope) -> tuple[Gr
     for path, own in _attentions(spaces).items():
         per_head = _by_head(own, scores)
         found.append(_group(path, "head", sum(part.mean(1) for part in per_head), scope))  # type: ignore[arg-type]
-        found += [
-            _group(name, "head_dim", part.mean(0), scope) for name, part in zip(_dim_names(own), per_head, strict=True)
-        ]
+        dims = zip(_dim_names(own), per_head, strict=True)
+        found += [_group(name, "head_dim", part.mean(0), scope) for name, part in dims if name]
     return tuple(found)
 
 
@@ -68,8 +67,8 @@ def _attentions(spaces: Sequence[Space]) -> dict[str, list[Space]]:
 
 
 def _tied(own: Sequence[Space]) -> bool:
-    """Whether q, k and v are as wide as each other, so that they can keep the same channels."""
-    return len({space.size for space in own}) == 1
+    """Whether q, k and v are as wide as each other and free to keep the same channels."""
+    return len({space.size for space in own}) == 1 and not any(space.whole_heads for space in own)
 
 
 def _by_head(own: Sequence[Space], scores: Scores) -> list[Tensor]:
@@ -80,7 +79,10 @@ def _by_head(own: Sequence[Space], scores: Scores) -> list[Tensor]:
 
 
 def _dim_names(own: Sequence[Space]) -> list[str]:
-    return [own[0].attention + ".head_dim"] if _tied(own) else [f"{space.name}.head_dim" for space in own]
+    """The groups of a head's channels; an empty name for those that no head loses."""
+    if _tied(own):
+        return [own[0].attention + ".head_dim"]
+    return ["" if space.whole_heads else f"{space.name}.head_dim" for space in own]
 
 
 class Sizes:
@@ -120,7 +122,7 @@ class Sizes:
         name = dict(zip(own, _dim_names(own) * (len(own) if _tied(own) else 1), strict=True))[space]
         width = space.size // space.heads
         heads = self.groups[space.attention].best(counts[space.attention])
-        dims = self.groups[name].best(counts[name])
+        dims = self.groups[name].best(counts[name]) if name else range(width)
         return tuple(head * width + dim for head in heads for dim in dims)
 
     def measure(self, target: str) -> Callable[[Counts], float] | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.families import Family, Site
+from vitcompress.families.anatomy import scale_parameter
 from vitcompress.families.edited import branches_of, has_output_act
 
 
@@ -72,6 +73,5 @@ def _gamma(model: nn.Module, family: Family, bias: str) -> Tensor:
     """What the LayerScale behind the layer of `bias` multiplies it by; 1 where there is none."""
     for scale, layer in family.scales(model).items():
         if bias == f"{layer}.bias":
-            (gamma,) = model.get_submodule(scale).parameters()
-            return gamma.double()
+            return scale_parameter(model, scale).double()
     return torch.ones((), dtype=torch.float64, device=model.get_parameter(bias).device)

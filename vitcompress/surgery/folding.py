@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.families import Family, family_of
+from vitcompress.families.anatomy import scale_parameter
 from vitcompress.plan import Plan
-from vitcompress.surgery.modules import linear_layer, parameter_count, replace_module
+from vitcompress.surgery.modules import drop_scale, linear_layer, parameter_count, replace_module
 
 INTO_THE_LINEAR = "into the linear layer before it"  # why a LayerScale is folded
 
@@ -82,7 +83,7 @@ def _fold_ffn(model: nn.Module, family: Family, name: str) -> FoldRecord:
 
 
 def _fold_scale(model: nn.Module, family: Family, name: str) -> FoldRecord:
-    width = parameter_count(model.get_submodule(name))
+    width = scale_parameter(model, name).numel()
     layer = linear_layer(model, family.scales(model)[name])
     size, macs = parameter_count(layer), layer.weight.numel()
     rounding = fold_away(model, family, name)
@@ -100,16 +101,16 @@ def fold_away(model: nn.Module, family: Family, name: str) -> float:
         return _fold_scale_into(model, name, linear_layer(model, scales[name]))
     if name in {site.name for site in family.sites(model)}:
         return _fold_pair(model, name, *_pair(model, family, name))
-    if any(name == path for path, _ in model.named_modules()):
-        replace_module(model, name, nn.Identity())
+    if any(name == path for path, _ in (*model.named_modules(), *model.named_parameters())):
+        drop_scale(model, name)
     return 0.0
 
 
 def _fold_scale_into(model: nn.Module, name: str, layer: nn.Linear) -> float:
-    (gamma,) = (_exact(parameter) for parameter in model.get_submodule(name).parameters())
+    gamma = _exact(scale_parameter(model, name))
     weight = gamma[:, None] * _exact(layer.weight)
     bias = None if layer.bias is None else gamma * _exact(layer.bias)
-    replace_module(model, name, nn.Identity())
+    drop_scale(model, name)
     return _store(layer, weight, bias)
 
 

@@ -12,6 +12,16 @@ def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:
     setattr(model.get_submodule(parent), leaf, new)
 
 
+def drop_scale(model: nn.Module, path: str) -> None:
+    """Take away the LayerScale at `path`, a module or a parameter."""
+    parent, _, leaf = path.rpartition(".")
+    owner = model.get_submodule(parent)
+    if isinstance(getattr(owner, leaf), nn.Module):
+        replace_module(model, path, nn.Identity())
+    else:
+        setattr(owner, leaf, None)
+
+
 def drop_block(model: Any, path: str) -> None:
     """Delete a block. The others keep their numbers; timm's list of feature stages loses the block's entry."""
     parent, _, leaf = path.rpartition(".")

@@ -34,6 +34,7 @@ from vitcompress.methods.sero.layout import (
     padded,
     padding,
     project,
+    prunable,
     unit_spaces,
 )
 from vitcompress.methods.sero.options import Options, sparsity_at
@@ -48,7 +49,7 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
     structure(model, context.family, context.plan, options)
     copy = deepcopy(model)
     found = _explored(copy, context, options)
-    delta = _deployed(copy, context.family, context.plan, found.spaces, found.live, options)
+    delta = _deployed(copy, context.family, context.plan, found.live, options)
     context.memo(FILE, lambda: record(found, delta, options.sparsity))
     context.hand_over(copy.cpu())
     shares = (f"{kind} {100 * (1 - live / total):.1f} %" for kind, (live, total) in found.counts().items() if total)
@@ -67,18 +68,23 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
             f"warmup_epochs is {options.warmup_epochs} of {options.epochs} epochs, so nothing would be explored",
             hint="raise epochs or lower warmup_epochs",
         )
-    spaces = unit_spaces(family.spaces(model))
-    if not spaces:
+    spaces = prunable(family.spaces(model))
+    units = unit_spaces(spaces)
+    if not units:
         raise PlanError("the model has no q/k, v or FFN channels to remove", hint="run sero before folding everything")
-    scores = {space.name: _by_position(space) for space in spaces}
-    live = project(spaces, scores, scores, options.sparsity, options.rules)
+    if options.layout == "tied" and len(units) < len(spaces):
+        raise PlanError(
+            f"layout is 'tied', but a {family.name} model's q and k lose channels with their heads only, v by itself",
+            hint="use layout = 'padded', which keeps the same attention kernels, or 'uniform'",
+        )
+    scores = {space.name: _by_position(space) for space in units}
+    live = project(units, scores, scores, options.sparsity, options.rules)
     return _plan(base, spaces, *deployed(spaces, live), options)
 
 
-def _deployed(
-    copy: nn.Module, family: Family, base: Plan, spaces: tuple[Space, ...], live: Live, options: Options
-) -> Plan:
+def _deployed(copy: nn.Module, family: Family, base: Plan, live: Live, options: Options) -> Plan:
     """The plan that holds the live channels. `copy` gets weights with which it computes what the masked model did."""
+    spaces = prunable(family.spaces(copy))
     kept, heads = deployed(spaces, live)
     _silence(copy, spaces, padding(live, kept))
     nothing, gone = empty(spaces, live), dict[str, str]()

@@ -55,9 +55,14 @@ class _Ladder:
         return sum(space.heads for space in self.spaces) * (self.edges[steps - 1] if steps else 0)
 
 
+def prunable(spaces: Iterable[Space]) -> tuple[Space, ...]:
+    """The spaces that lose channels, be it with their heads alone."""
+    return tuple(space for space in spaces if space.kind in KINDS)
+
+
 def unit_spaces(spaces: Iterable[Space]) -> tuple[Space, ...]:
     """The spaces whose channels are units."""
-    return tuple(space for space in spaces if space.kind in KINDS)
+    return tuple(space for space in prunable(spaces) if not space.whole_heads)
 
 
 def project(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: float, rules: LayoutRules) -> Live:
@@ -189,15 +194,15 @@ def _lowest_rungs(ladder: _Ladder, steps: int) -> Live:
 def deployed(spaces: Sequence[Space], live: Live) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
     """`Plan.kept` and `Plan.heads` that hold every live channel; spaces that keep all are left out.
 
-    A head without live v channels adds nothing and goes. Where heads are unequal, which is so in the ragged layout
-    only, each keeps as many as the widest, and a branch without live channels that is not removed (see `empty`) keeps
-    one: `padding` says which channels those are, and that they must be zero.
+    A head without live v channels adds nothing and goes, with its channels that are no units. Where heads are unequal,
+    which is so in the ragged layout only, each keeps as many as the widest, and a branch without live channels that is
+    not removed (see `empty`) keeps one: `padding` says which channels those are, and that they must be zero.
     """
     kept: dict[str, tuple[int, ...]] = {}
     heads: dict[str, int] = {}
     alive = {space.attention: _alive_heads(live[space.name], space) for space in spaces if space.kind == "v"}
     for space in spaces:
-        rows = live[space.name].reshape(space.heads, -1)
+        rows = live.get(space.name, np.ones(space.size, dtype=bool)).reshape(space.heads, -1)
         stay = alive.get(space.attention, range(space.heads))
         width = max(1, *(int(rows[head].sum()) for head in stay))
         if width == rows.shape[1] and len(stay) == space.heads:

@@ -52,6 +52,12 @@ def goal_of(model: nn.Module, family: Family, base: Plan, options: Options) -> G
             "head made of several has not, and its windows shift by a block's place, which changes when blocks go",
             hint="use upvit on ViT or PVTv2; isomorphic and sero prune this family",
         )
+    if any(space.whole_heads for space in family.spaces(model)):
+        raise PlanError(
+            f"UP-ViT cannot prune a {family.name} model: it makes heads out of parts of others, and a rotary embedding "
+            "turns the channels of q and k by their place in the head",
+            hint="isomorphic and sero prune this family, heads of q and k as a whole",
+        )
     aim = target(options.target or base.arch, {**base.arch_args, **options.target_args})
     goal = Goal(aim, family.blocks(model), _stages(model, family, aim))
     counts = {stage: len(of) for stage, of in goal.stages.items()} or depths(family, model)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.families import Family, Space
+from vitcompress.families.anatomy import scale_parameter
 from vitcompress.families.answer import answer_block
 from vitcompress.families.edited import branches_of, has_output_act
 from vitcompress.loaders import EvalLoader
@@ -214,6 +215,5 @@ class Importance:
         weight: Tensor = self.model.get_parameter(f"{reader}.weight")
         for scale, layer in self.family.scales(self.model).items():
             if layer == reader:
-                (gamma,) = self.model.get_submodule(scale).parameters()
-                weight = gamma[:, None] * weight
+                weight = scale_parameter(self.model, scale)[:, None] * weight
         return weight
