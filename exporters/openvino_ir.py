@@ -1,6 +1,7 @@
 """OpenVINO IR: `model.xml` with its weights in `model.bin`, converted from our ONNX file.
 
-Weights stay uncompressed, so that the file is the model to the last bit. The precision is a hint for whoever runs the
+Weights stay uncompressed and apart, so that the file is the model to the last bit; what a runtime multiplies into one
+another, it does when it loads the file. The precision is a hint for whoever runs the
 file, which changes the arithmetic and not the weights: fp32, or bf16 and fp16 where the processor has them.
 """
 
@@ -19,13 +20,13 @@ from vitcompress.errors import InputError, first_line
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import onnx_graph
 from vitcompress.exporters.artifact import About, Exported, Exporter, recorded
-from vitcompress.exporters.openvino_library import load
+from vitcompress.exporters.openvino_library import core, load
 from vitcompress.progress import Progress
 from vitcompress.sidecar import sidecar_path
 
 INFO = "vitcompress"  # where the IR keeps what its user must know
 HINTS = ("fp32", "fp16", "bf16")
-REASON = "decomposed attention, of which OpenVINO makes its scaled dot product attention, at any widths of q/k and v"
+REASON = "decomposed attention, which OpenVINO fuses when it loads the file, at any widths of q/k and v"
 SMALL = 2**16  # bytes left on a disk from which it is called full
 REMEDY = "pip install 'vitcompress[openvino]'"
 
@@ -94,7 +95,7 @@ def _convert(source: Path, path: Path, known: dict[str, str]) -> tuple[str, str]
     def fill(beside: Path) -> None:
         with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".part") as folder:
             made = Path(folder) / path.name
-            converted: Any = load().convert_model(str(source))
+            converted: Any = core().read_model(str(source))  # convert_model would multiply LayerScales into biases
             for key, value in known.items():
                 converted.set_rt_info(value, [INFO, key])
             _save(converted, made)

@@ -3,6 +3,7 @@
 import re
 import shutil
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import onnx
 import onnx_ir
 import pytest
 import torch
+from contracts import build, contract
 from pruned_models import file_checks, pruned
 from torch import nn
 
@@ -20,6 +22,7 @@ from vitcompress.exporters.onnx_graph import export
 from vitcompress.file_contents import contents
 from vitcompress.models import input_config
 from vitcompress.sidecar import sidecar_path
+from vitcompress.surgery import apply
 from vitcompress.verify_weights import account, as_exported, plan_rows
 
 
@@ -56,6 +59,18 @@ def test_openvino_is_accounted_for_as_it_is_and_damage_found(openvino_ir: Path, 
     data.write_bytes(data.read_bytes()[:-1001])
     (check,) = file_checks(model, path)
     assert check.verdict == "failed" and "is not whole: model.bin ends before" in check.detail
+
+
+@pytest.mark.parametrize("variant", ["layer_scale", "dinov3"])
+def test_openvino_keeps_every_tensor_as_the_model_has_it(variant: str, tmp_path: Path) -> None:
+    """LayerScales behind linear layers and behind norms, tables of positions: nothing is multiplied into another."""
+    if EXPORTERS["openvino"].unavailable():
+        pytest.skip("OpenVINO is not here")
+    wide = {"embed_dim": 80, "img_size": 32}  # tensors too large to pass as constants of the graph
+    model, plan = build(variant, dtype=torch.float32, **wide), contract(variant, **wide).plan
+    apply(model, replace(plan, removed={"blocks.0.attn": "norm_identity"}))
+    EXPORTERS["openvino"].export(model, tmp_path / "model.xml", input=input_config(model))
+    assert [check.verdict for check in file_checks(model, tmp_path / "model.xml")] == ["passed", "passed"]
 
 
 def test_openvino_constants_of_the_same_bytes_in_one_place_are_all_looked_at(openvino_ir: Path, tmp_path: Path) -> None:
