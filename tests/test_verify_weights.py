@@ -23,7 +23,7 @@ from vitcompress.models import input_config
 from vitcompress.plan import Plan
 from vitcompress.sidecar import sidecar_path
 from vitcompress.verify import verify_folder
-from vitcompress.verify_weights import account, account_checks, plan_rows, readable_files, weight_checks
+from vitcompress.verify_weights import account, account_checks, plan_check, plan_rows, readable_files, weight_checks
 
 
 @pytest.fixture(scope="module")
@@ -214,12 +214,37 @@ def test_a_model_of_other_sizes_than_planned_fails(folder: Path) -> None:
     assert checks[0].verdict == "failed" and "planned" in checks[0].detail
 
 
+def test_tensors_that_were_not_planned_or_are_not_there_are_told_with_their_sizes() -> None:
+    _, model, plan = pruned("layer_scale")
+    rows = plan_rows(plan)
+    assert plan_check(rows, model).verdict == "passed"
+    model.register_buffer("statistics", torch.zeros(3, 2))
+    assert plan_check(rows, model).detail == "1 wrong: statistics: none planned, 3x2 in the model"
+    del model.statistics
+    model.get_submodule("norm").bias = None
+    assert plan_check(rows, model).detail == "1 wrong: norm.bias: 16 planned, none in the model"
+
+
 def test_a_damaged_file_is_a_failed_check(folder: Path) -> None:
     (folder / "model-fp16.onnx").write_bytes(b"nothing of the kind")
     (folder / "model.xml").write_text("<net><layers>")
     found = verdicts(folder)
     assert found["weights.model-fp16.onnx"][0] == found["weights.model.xml"][0] == "failed"
     assert found["weights.model.onnx"][0] == "passed" and not sidecar_path(folder / "model.xml").exists()
+
+
+def test_small_tensors_must_be_in_the_file_too(folder: Path) -> None:
+    model = checkpoint.load(folder)
+    with torch.no_grad():
+        model.get_submodule("blocks.1.mlp").bias[3] += 0.5
+    assert account(model, folder / "model.onnx").wrong == ("blocks.1.mlp.bias (16) is not in the file",)
+
+
+def test_packed_values_are_no_constants(folder: Path) -> None:
+    """Two to a byte: how many of them are different cannot be told from the bytes."""
+    packed = helper.make_tensor("packed", TensorProto.INT4, [48, 16], np.arange(768) % 4)
+    changed(folder / "model.onnx", lambda graph: graph.initializer.append(packed))
+    assert "packed (48x16) is no weight" in verdicts(folder)["weights.model.onnx"][1]
 
 
 def test_biases_of_zero_may_be_left_out_and_others_may_not(folder: Path) -> None:

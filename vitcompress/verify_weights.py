@@ -106,7 +106,7 @@ def account(stored: nn.Module, path: Path, rows: Iterable[PlannedTensor] = ()) -
     held = contents(path)
     tensors = tensors_of(stored)
     found, left = _by_value(tensors, held.tensors)
-    missing = {name: tensor for name, tensor in tensors.items() if name not in found and tensor.numel() > SMALL}
+    missing = {name: tensor for name, tensor in tensors.items() if name not in found}
     sources = {id(tensor): source for tensor in left if (source := _source(tensor, missing))}
     constants = [tensor for tensor in left if id(tensor) in sources or _is_constant(tensor)]
     dense = {name: size for row in rows if row.change != "kept" for name, size in row.dense.items()}
