@@ -156,6 +156,31 @@ def test_a_bias_does_not_cross_an_activation_or_a_bypass() -> None:
         assert_same(logits(surgery.applied(weights, delta), x), masked(model, live, x))
 
 
+def test_an_empty_branch_without_a_bias_goes_and_leaves_nothing() -> None:
+    model, x = build("no_proj_bias"), images("no_proj_bias")
+    live = emptied(drawn(model, "ragged")[1], "blocks.1.v")
+    weights, delta = deployment(model, live)
+    assert set(delta.removed) == {"blocks.1.attn"}
+    changed = {n for n, tensor in weights.named_parameters() if not torch.equal(tensor, model.get_parameter(n))}
+    assert all(name.startswith("blocks.1.attn.") for name in changed)
+    assert_same(logits(surgery.applied(weights, delta), x), masked(model, live, x))
+    assert_moved(logits(model, x), masked(model, live, x))
+
+
+@pytest.mark.parametrize("zeros", [slice(2, 3), slice(None)])
+def test_a_bias_does_not_go_where_a_layer_scale_of_zero_would_swallow_it(zeros: slice) -> None:
+    """Behind the FFN before it, in whatever channel."""
+    model, x = build("layer_scale"), images("layer_scale")
+    with torch.no_grad():
+        model.get_parameter("blocks.0.ls2.gamma")[zeros] = 0.0
+    live = emptied(drawn(model, "ragged")[1], "blocks.1.v")
+    weights, delta = deployment(model, live)
+    assert delta.removed == {} and "blocks.1.v" in delta.kept
+    found = logits(surgery.applied(weights, delta), x)
+    assert torch.isfinite(found).all()
+    assert_same(found, masked(model, live, x))
+
+
 @pytest.mark.parametrize(
     ("variant", "name"),
     [("swin", "layers.0.blocks.0.v"), ("attention_pool", "attn_pool.v"), ("attention_pool", "attn_pool.mlp")],
