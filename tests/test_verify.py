@@ -24,7 +24,7 @@ from vitcompress.progress import Progress
 from vitcompress.rounding import storage_limit
 from vitcompress.verdicts import Check
 from vitcompress.verify import DENSE, verify_folder
-from vitcompress.verify_fold import fold_checks
+from vitcompress.verify_fold import _layer, fold_checks
 
 
 def folding(variant: str) -> tuple[nn.Module, nn.Module, Plan, Plan]:
@@ -87,9 +87,10 @@ def test_each_fold_is_allowed_as_many_roundings_as_there_were(name: str, chain: 
     unfolded, folded, _, after = folding("layer_scale")
     x, block = images("layer_scale", dtype=torch.float32), unfolded.get_submodule("blocks.0")
     values = {check.name: check.value for check in fold_checks(unfolded, folded, after.folded, x)}
-    layers, given = [block.get_submodule(part) for part in chain], list[torch.Tensor]()
-    layers[0].register_forward_pre_hook(lambda module, inputs: given.append(inputs[0].flatten(0, -2)))
-    logits(unfolded.double(), x.double())
+    layers, given = [_layer(unfolded.double(), f"blocks.0.{part}") for part in chain], list[torch.Tensor]()
+    first = block.get_submodule(chain[0])
+    first.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0].flatten(0, -2)))
+    logits(unfolded, x.double())
     found = fold_excess(layers, folded.get_submodule(f"blocks.0.{name}"), given[0], folds=len(chain) - 1)
     assert values[f"fold.blocks.0.{name}"] == found[1]
 
