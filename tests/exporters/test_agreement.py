@@ -147,6 +147,34 @@ def test_an_engine_is_verified_by_its_own_answers() -> None:
         assert gate.record(Path("model.engine.onnx"), checks[1:]) == beneath
 
 
+def test_weights_alone_verify_no_file_and_can_fail_it() -> None:
+    path, answers = Path("model.onnx"), Check("agreement.model.onnx.kl", "passed")
+    for weights, asked, verdict in (
+        ("passed", [], "not_run"),
+        ("passed", [answers], "passed"),
+        ("failed", [answers], "failed"),
+        ("not_run", [answers], "passed"),
+    ):
+        assert gate.verdict(path, [Check("weights.model.onnx", weights), *asked]) == verdict
+
+
+def test_checks_are_told_from_those_of_files_with_longer_names() -> None:
+    path = Path("model.onnx")
+    for name in ("agreement.model.onnx", "agreement.model.onnx.kl", "weights.model.onnx", "weights.model.onnx.bytes"):
+        assert gate.is_about(path, name)
+    for name in ("agreement.model.onnx2.kl", "weights.model.onnx_old", "onnx.model.onnx", "weights", "agreement.model"):
+        assert not gate.is_about(path, name)
+
+
+def test_what_a_run_could_not_export_fails_its_folder_until_it_is_there(folder: Path) -> None:
+    gate.refuse(folder, {"model.onnx": "its answers were others"})
+    found = {check.name: check for check in gate.verify(folder, IMAGES).checks}["export.model.onnx"]
+    assert (found.verdict, found.detail) == ("failed", "its answers were others")
+    export_folder(folder)
+    again = gate.verify(folder, IMAGES)
+    assert again.passed and "export.model.onnx" not in {check.name for check in again.checks}
+
+
 def test_a_file_outside_of_its_run_folder_is_brought_there_to_be_verified(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
