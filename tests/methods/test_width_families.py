@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {
 TARGETS = {"pvt": {"embed_dims": [8, 16], "depths": [1, 1]}, "swiglu": {"embed_dim": 8, "num_heads": 2}}
 REFUSED = {
     ("upvit", "swin"): "its heads have relative position tables of their own",
-    ("upvit", "eva"): "a rotary embedding turns the channels of q and k by their place in the head",
+    ("upvit", "eva"): "these embeddings turn the channels of q and k by their place in the head",
 }
 
 

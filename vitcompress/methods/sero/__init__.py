@@ -74,7 +74,7 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
         raise PlanError("the model has no q/k, v or FFN channels to remove", hint="run sero before folding everything")
     if options.layout == "tied" and len(units) < len(spaces):
         raise PlanError(
-            f"layout is 'tied', but a {family.name} model's q and k lose channels with their heads only, v by itself",
+            "layout is 'tied', but under a rotary embedding q and k lose channels with their heads only, v by itself",
             hint="use layout = 'padded', which keeps the same attention kernels, or 'uniform'",
         )
     scores = {space.name: _by_position(space) for space in units}

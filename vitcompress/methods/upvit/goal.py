@@ -54,8 +54,8 @@ def goal_of(model: nn.Module, family: Family, base: Plan, options: Options) -> G
         )
     if any(space.whole_heads for space in family.spaces(model)):
         raise PlanError(
-            f"UP-ViT cannot prune a {family.name} model: it makes heads out of parts of others, and a rotary embedding "
-            "turns the channels of q and k by their place in the head",
+            "UP-ViT cannot prune a model with rotary embeddings: it makes heads out of parts of others, and these "
+            "embeddings turn the channels of q and k by their place in the head",
             hint="isomorphic and sero prune this family, heads of q and k as a whole",
         )
     aim = target(options.target or base.arch, {**base.arch_args, **options.target_args})
