@@ -40,6 +40,16 @@ def test_a_value_passes_up_to_its_tolerance(value: float, verdict: str) -> None:
     assert compared("x", value, 1.0, "what") == Check("x", verdict, value, 1.0, "what")  # type: ignore[arg-type]
 
 
+def test_a_verification_is_written_as_it_is() -> None:
+    known = {"name": "x", "value": 1.5, "tolerance": 2.0, "detail": "what", "command": None}
+    right, wrong = Check("x", "passed", 1.5, 2.0, "what"), Check("x", "failed", 1.5, 2.0, "what")
+    said = [{**known, "verdict": "passed", "passed": True}, {**known, "verdict": "failed", "passed": False}]
+    assert [right.as_data(), wrong.as_data()] == said
+    assert Verification((right,)).as_data() == {"passed": True, "checks": said[:1]}
+    weights = {"tensors": []}
+    assert Verification((right, wrong), weights).as_data() == {"passed": False, "checks": said, "weights": weights}
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_what_json_has_no_number_for_is_told_in_words(value: float) -> None:
     data = json.loads(json.dumps(Check("x", "failed", value, 1.0, "what").as_data(), allow_nan=False))
