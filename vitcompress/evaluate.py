@@ -125,7 +125,7 @@ def guessed(correct: int, labels: np.ndarray) -> bool:
     """Whether `correct` right answers to images of these classes are not distinguishable from those of a model that
     always answers with the most frequent class: its share is above the lower end of Wilson's 95 % interval.
     """
-    return wilson(correct, len(labels))[0] <= int(np.bincount(labels).max()) / len(labels)
+    return wilson(correct, len(labels))[0] <= int(np.max(np.bincount(labels))) / len(labels)
 
 
 def calibration_images(dataset: Images, input: "InputConfig", count: int, seed: int) -> Tensor:
