@@ -100,6 +100,21 @@ def equal_widths(*parts: Tensor) -> tuple[Tensor, ...]:
     return tuple(F.pad(part, (0, widest - part.shape[-1])) if part.shape[-1] < widest else part for part in parts)
 
 
+def attended(attn: Any, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """What a sliced attention writes, (batch, tokens, channels), from q, k and v, (batch, heads, tokens, channels).
+
+    how: the other arguments of torch's attention. Where `attn` is padded, its kernel sees one width.
+    """
+    width = v.shape[-1]
+    if attn.padded:
+        q, k, v = equal_widths(q, k, v)
+    x = F.scaled_dot_product_attention(q, k, v, scale=attn.scale, **how)
+    if attn.padded:
+        x = x[..., :width]
+    out: Tensor = attn.proj_drop(attn.proj(x.transpose(1, 2).flatten(2)))
+    return out
+
+
 def packed_attention(model: nn.Module, path: str, attn: Any) -> tuple[list[Space], list[Axis]]:
     """Spaces of an attention with one `qkv` layer, and the residual axes that it reads and writes."""
     name, heads = f"{path}.attn", attn.num_heads

@@ -7,7 +7,6 @@ model without one would have no answer.
 
 from typing import Any
 
-import torch.nn.functional as F
 from timm.layers import AttentionPoolLatent, Mlp
 from torch import Tensor, nn
 
@@ -34,12 +33,7 @@ class SlicedPool(nn.Module):
         k, v = self.kv(x).split((self.qk_dim, self.v_dim), dim=-1)
         q = self.q(self.latent.expand(x.shape[0], -1, -1))  # of each image, as in timm: their gates may differ
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in (q, k, v))
-        if self.padded:
-            q, k, v = common.equal_widths(q, k, v)
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, scale=self.scale)
-        if self.padded:
-            x = x[..., : self.v_dim // self.num_heads]
-        x = self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
+        x = common.attended(self, q, k, v, attn_mask=attn_mask)
         out: Tensor = x + self.mlp(self.norm(x))
         return out[:, 0]
 

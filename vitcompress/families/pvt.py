@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch.nn.functional as F
 from timm.models.pvt_v2 import Attention, Block, MlpWithDepthwiseConv, PyramidVisionTransformerV2
 from torch import Tensor, nn
 
@@ -48,20 +47,13 @@ class SlicedReductionAttention(nn.Module):
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """x: normalised tokens, (batch, height x width, channels) -> the same shape. feat_size: height, width."""
-        batch, tokens, _ = x.shape
+        batch = x.shape[0]
         k, v = self.kv(self._reduced(x, feat_size)).split((self.qk_dim, self.v_dim), dim=-1)
         q, k, v = (
             part.reshape(batch, -1, self.num_heads, part.shape[-1] // self.num_heads) for part in (self.q(x), k, v)
         )
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        if self.padded:
-            q, k, v = common.equal_widths(q, k, v)
-        drop = self.attn_drop.p if self.training else 0.0
-        x = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, scale=self.scale)
-        if self.padded:
-            x = x[..., : self.v_dim // self.num_heads]
-        out: Tensor = self.proj_drop(self.proj(x.transpose(1, 2).reshape(batch, tokens, self.v_dim)))
-        return out
+        return common.attended(self, q, k, v, dropout_p=self.attn_drop.p if self.training else 0.0)
 
     def _reduced(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """The fewer tokens that keys and values are made of, (batch, reduced tokens, channels)."""

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch.nn.functional as F
 from timm.layers import Attention, AttentionPoolLatent, GluMlp, LayerScale, Mlp, PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
@@ -63,16 +62,8 @@ class SlicedAttention(nn.Module):
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         """What the attention writes, (batch, tokens, channels), from what `by_head` gives."""
-        if self.padded:
-            q, k, v = common.equal_widths(q, k, v)
         drop = self.attn_drop.p if self.training else 0.0
-        x = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=attn_mask, dropout_p=drop, is_causal=is_causal, scale=self.scale
-        )
-        if self.padded:
-            x = x[..., : self.v_dim // self.num_heads]
-        out: Tensor = self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
-        return out
+        return common.attended(self, q, k, v, attn_mask=attn_mask, dropout_p=drop, is_causal=is_causal)
 
 
 def refuses(model: nn.Module) -> str | None:
