@@ -40,5 +40,6 @@ def unfused(model: nn.Module, precision: str) -> list[str]:
     told = f"{len(names)} attention{'s' * (len(names) > 1)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
     return [
         f"{told} with heads whose q and k are of another width than v, which TensorRT for RTX 1.7 does not fuse into "
-        "one kernel; for engines prune with layout tied or padded (SERo: --set step.0.layout=tied)"
+        "one kernel; for engines prune with layout padded (SERo: --set step.0.layout=padded), or keep the width of "
+        "heads (isomorphic, under a rotary embedding: --set step.0.keep_head_dim=1)"
     ]

@@ -1,8 +1,8 @@
 """OpenVINO IR: `model.xml` with its weights in `model.bin`, converted from our ONNX file.
 
-Weights stay uncompressed and apart, so that the file is the model to the last bit; what a runtime multiplies into one
-another, it does when it loads the file. The precision is a hint for whoever runs the
-file, which changes the arithmetic and not the weights: fp32, or bf16 and fp16 where the processor has them.
+Weights stay uncompressed and apart, so that the file is the model to the last bit; what can be multiplied together,
+OpenVINO multiplies when it loads the file. The precision is a hint for whoever runs the file, which changes the
+arithmetic and not the weights: fp32, or bf16 and fp16 where the processor has them.
 """
 
 import errno
