@@ -37,7 +37,7 @@ def subsets(sites: list[Site]) -> Iterator[tuple[Site, ...]]:
 
 @pytest.mark.parametrize("output_act", OUTPUT_ACTS)
 @pytest.mark.parametrize("bypass", BYPASSES)
-@pytest.mark.parametrize("variant", ["plain", "layer_scale", "distilled", "swin_padded", "pvt"])
+@pytest.mark.parametrize("variant", ["plain", "layer_scale", "dinov3", "distilled", "swin_padded", "pvt"])
 def test_closed_gates_compute_what_surgery_deploys(variant: str, bypass: str, output_act: str) -> None:
     """For every subset of the layers of the first two blocks; the search model is the deployed model."""
     model, x = build(variant), images(variant)
