@@ -13,7 +13,7 @@ from torch import Tensor
 from vitcompress.bench import recorded_speeds
 from vitcompress.bench.preparation import Preparation, prepared, takes_plain_bytes
 from vitcompress.byte_input import to_bytes
-from vitcompress.checkpoint import PLAN
+from vitcompress.checkpoint.folders import PLAN
 from vitcompress.data import DataOptions, open_test
 from vitcompress.distributed import Runtime
 from vitcompress.errors import ArtifactError, InputError
@@ -21,8 +21,8 @@ from vitcompress.evaluate import judged, mcnemar
 from vitcompress.exporters.folder import class_names
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.exporters.torch_runner import TIMM
+from vitcompress.io.progress import Progress
 from vitcompress.loaders import EvalLoader, Images
-from vitcompress.progress import Progress
 from vitcompress.recipe import load_recipe
 from vitcompress.sources import few
 

@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vitcompress.tables import NONE, Table
-from vitcompress.wording import rate, short, sized
+from vitcompress.io.text import NONE, Table, rate, short, sized
 
 
 def remarks(entries: Iterable[Mapping[str, Any]]) -> list[str]:

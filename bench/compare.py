@@ -8,8 +8,7 @@ from vitcompress.bench import report as reports
 from vitcompress.bench.plotting import COLOURS, MARKS, check_path, new_figure, save
 from vitcompress.bench.report import counted, interval
 from vitcompress.errors import InputError
-from vitcompress.tables import NOT_MEASURED, Table
-from vitcompress.wording import big, change
+from vitcompress.io.text import NOT_MEASURED, Table, big, change
 
 COLUMNS = ("run", "accuracy", "parameters", "MACs", "speed", "checks")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from vitcompress import gpus
 from vitcompress.bench import machine, telemetry, timing
+from vitcompress.io import hardware
 
 NOISY = {"cuda": 0.025, "cpu": 0.10}  # variation of the runs from which they are called noisy; trtexec's limit on GPUs
 PAPER = (
@@ -37,7 +37,7 @@ class Watched:
 def facts() -> dict[str, Any]:
     """Hardware, versions, and the GPUs' settings."""
     settings: list[Any] = []
-    for index in range(gpus.count()):
+    for index in range(hardware.count()):
         try:
             settings.append(_gpu(index).settings())
         except LookupError as reason:

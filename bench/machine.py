@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from vitcompress import gpus
-from vitcompress.installed import versions
+from vitcompress.io import hardware
+from vitcompress.io.hardware import versions
 
 LIBRARIES = (
     "vitcompress",
@@ -44,7 +44,7 @@ def facts() -> dict[str, Any]:
         "cpu_cores_usable": usable_cores(),
         "cpu_quota_cores": quota_cores(),
         "memory_gib": _memory_gib(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(gpus.count())],
+        "gpus": [torch.cuda.get_device_name(i) for i in range(hardware.count())],
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "environment": {k: v for k, v in os.environ.items() if k.endswith("_NUM_THREADS")},
         "versions": versions(LIBRARIES),

@@ -18,11 +18,12 @@ import torch
 from timm.utils.onnx import onnx_export
 from torch import Tensor
 
-from vitcompress import gpus, models
+from vitcompress import models
 from vitcompress.errors import InputError, VitcompressError, did_you_mean, first_line
 from vitcompress.exporters.runtimes import RUNNERS, Runner, RunnerOptions, open_runner
 from vitcompress.exporters.tensorrt_runner import EngineRunner
 from vitcompress.exporters.torch_runner import TIMM, TORCH_TYPES
+from vitcompress.io import hardware
 from vitcompress.precision import HALF
 
 TIMM_ONNX = "timm-onnx:"  # the file that timm itself exports
@@ -79,7 +80,7 @@ def _wanted(
 def _beside_engines(artifacts: Sequence[str | Path], device: str | None) -> dict[str, Any]:
     """Where no device is asked for, what is measured beside engines computes on their GPU, where there is one."""
     engines = device is None and any(RUNNERS.get(Path(artifact).suffix) is EngineRunner for artifact in artifacts)
-    return {"device": "cuda"} if engines and gpus.count() else {}
+    return {"device": "cuda"} if engines and hardware.count() else {}
 
 
 def _may_move(artifact: str | Path) -> bool:
@@ -133,7 +134,7 @@ def settings(variants: str, device: str | None) -> dict[str, dict[str, Any]]:
 def _computes(device: str, name: str) -> bool:
     """Whether a GPU computes in the precision of a variant; where there is none to be asked it is taken to."""
     index = int(device.partition(":")[2] or 0)
-    return index >= gpus.count() or gpus.is_ampere(index) or not {"tf32", "bf16"} & set(name.split("+"))
+    return index >= hardware.count() or hardware.is_ampere(index) or not {"tf32", "bf16"} & set(name.split("+"))
 
 
 def _has_compiler(kind: str) -> bool:

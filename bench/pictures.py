@@ -7,7 +7,7 @@ from typing import Any
 
 from vitcompress.bench.plotting import COLOURS, MARKS, new_figure, save
 from vitcompress.bench.structure import LAYERS, WIDTHS, Structure, Width, structure_of
-from vitcompress.checkpoint import PLAN, read_plan
+from vitcompress.checkpoint.folders import PLAN, read_plan
 from vitcompress.errors import ArtifactError
 from vitcompress.methods import METHODS
 from vitcompress.methods.charts import Chart, Line

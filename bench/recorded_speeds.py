@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vitcompress.checkpoint import read_json
 from vitcompress.errors import ArtifactError
+from vitcompress.io.files import read_json
 
 BENCH = "bench.json"  # what a run measured
 SAME = ("runtime", "device", "precision", "threads")

@@ -31,10 +31,21 @@ from typing import Any
 
 from vitcompress.bench import artifact_tables, published, structure
 from vitcompress.bench.snippet import snippet
-from vitcompress.checkpoint import read_json, write_json, write_text
 from vitcompress.errors import ArtifactError
-from vitcompress.tables import NOT_MEASURED, Table
-from vitcompress.wording import between, big, change, figure, milliseconds, percent, rate, short, times
+from vitcompress.io.files import read_json, write_json, write_text
+from vitcompress.io.text import (
+    NOT_MEASURED,
+    Table,
+    between,
+    big,
+    change,
+    figure,
+    milliseconds,
+    percent,
+    rate,
+    short,
+    times,
+)
 
 JSON, MARKDOWN = "report.json", "report.md"
 FILES = {"xml": "xml and bin"}  # an OpenVINO model is two files

@@ -9,8 +9,7 @@ from torch import nn
 
 from vitcompress import models
 from vitcompress.families import Family, Space, family_of
-from vitcompress.paths import enclosing
-from vitcompress.plan import Plan
+from vitcompress.plan import Plan, enclosing
 
 Entry = TypeVar("Entry")
 LAYERS = {"attention": "attention", "activation": "activation", "ffn": "FFN"}

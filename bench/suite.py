@@ -11,8 +11,8 @@ from vitcompress.bench.opening import named, open_all, synthetic_images
 from vitcompress.errors import InputError
 from vitcompress.exporters.runner import TimedCall
 from vitcompress.exporters.runtimes import Runner, RunnerOptions
-from vitcompress.progress import Progress
-from vitcompress.wording import compared
+from vitcompress.io.progress import Progress
+from vitcompress.io.text import compared
 
 FORMAT = 1
 

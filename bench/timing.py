@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from vitcompress.errors import InputError, did_you_mean
-from vitcompress.progress import Progress
+from vitcompress.io.progress import Progress
 
 ROUNDS = 20  # blocks per target: what the interval of a ratio is made of
 WINDOW = 10  # runs in one look at whether the warm-up has settled

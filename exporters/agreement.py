@@ -35,11 +35,11 @@ from vitcompress.evaluate import wilson
 from vitcompress.exporters.onnx_rounded import rounded_answers
 from vitcompress.exporters.runner import Runner
 from vitcompress.exporters.runtimes import RUNNERS, open_runner
+from vitcompress.io.checks import Check, compared, largest_difference
+from vitcompress.io.progress import Progress
 from vitcompress.models import InputConfig
 from vitcompress.precision import HALF
-from vitcompress.progress import Progress
 from vitcompress.sidecar import exported_files, input_of, read_sidecar
-from vitcompress.verdicts import Check, compared, largest_difference
 
 Answers = Callable[[Tensor], Tensor]  # normalised images -> logits
 SHARES = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2}

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from onnx import TensorProto, helper
 
-from vitcompress import gpus
 from vitcompress.errors import VitcompressError, first_line
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.onnx_libraries import said_by
 from vitcompress.exporters.onnx_providers import PROVIDERS
 from vitcompress.exporters.onnx_session import Session
 from vitcompress.exporters.runner import RunnerOptions
-from vitcompress.installed import versions
+from vitcompress.io import hardware
+from vitcompress.io.hardware import versions
 
 LIBRARIES = ("torch", "timm", "onnx", "onnxruntime", "onnxruntime-gpu", "numpy", "safetensors")
 NO_FORMAT = "-"
@@ -55,7 +55,7 @@ def examine() -> dict[str, Any]:
 
 def _devices() -> dict[str, str | None]:
     """Device -> its name, None where this machine has none."""
-    found = {f"cuda:{index}": torch.cuda.get_device_name(index) for index in range(gpus.count())}
+    found = {f"cuda:{index}": torch.cuda.get_device_name(index) for index in range(hardware.count())}
     mps = platform.processor() if torch.backends.mps.is_available() else None
     return {"cpu": platform.processor() or platform.machine(), **(found or {"cuda": None}), "mps": mps}
 
@@ -92,7 +92,7 @@ def targets() -> list[dict[str, Any]]:
 def _no_device(name: str) -> str:
     if name == "cuda":
         lacks_cuda = "" if torch.version.cuda else ": it is built without CUDA (see pytorch.org)"
-        return f"torch finds no such device here{gpus.because() or lacks_cuda}"
+        return f"torch finds no such device here{hardware.because() or lacks_cuda}"
     return "torch finds no such device here"
 
 

@@ -6,14 +6,14 @@ from typing import Unpack
 
 from torch import Tensor, nn
 
-from vitcompress.checkpoint import write_json
 from vitcompress.errors import CheckFailedError
 from vitcompress.export_options import AUTO, ExportOptions
 from vitcompress.exporters.artifact import About, Exported, Exporter, write_sidecar
 from vitcompress.exporters.gate import FAILED
 from vitcompress.exporters.islands import Search, judge_of, search
+from vitcompress.io.files import write_json
+from vitcompress.io.progress import Progress
 from vitcompress.models import InputConfig
-from vitcompress.progress import Progress
 from vitcompress.ranges import Ranges, check_half, check_islands_help, scan
 
 

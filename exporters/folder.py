@@ -13,9 +13,9 @@ from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import agreement, exporting, gate
 from vitcompress.exporters.artifact import Exported, Exporter
 from vitcompress.exporters.tensorrt_engine import source_path
-from vitcompress.progress import Progress
+from vitcompress.io.checks import Check, Verification, amend
+from vitcompress.io.progress import Progress
 from vitcompress.sidecar import AGAIN, DENSE, read_sidecar, sidecar_path
-from vitcompress.verdicts import Check, Verification, amend
 from vitcompress.verify import known_images
 from vitcompress.verify_engine import engine_weights
 from vitcompress.verify_fold import UNFOLDED

@@ -18,9 +18,9 @@ from vitcompress.exporters import agreement
 from vitcompress.exporters.agreement import PREFIX, folder_checks
 from vitcompress.exporters.runtimes import RUNNERS
 from vitcompress.exporters.tensorrt_engine import source_path
-from vitcompress.progress import Progress
+from vitcompress.io.checks import Check, Verification
+from vitcompress.io.progress import Progress
 from vitcompress.sidecar import amend_sidecar, exported_files, read_sidecar
-from vitcompress.verdicts import Check, Verification
 from vitcompress.verify import verify_folder
 from vitcompress.verify_weights import CHECK as WEIGHTS
 

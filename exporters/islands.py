@@ -29,11 +29,11 @@ from vitcompress.exporters.doctor import device_problem
 from vitcompress.exporters.onnx_graph import ONNX
 from vitcompress.exporters.tensorrt_engine import TENSORRT_RTX
 from vitcompress.exporters.tensorrt_flavours import RTX_DEFAULT, capability
+from vitcompress.io.checks import Check
+from vitcompress.io.progress import Progress
 from vitcompress.models import InputConfig
 from vitcompress.precision import expanded, in_short
-from vitcompress.progress import Progress
 from vitcompress.ranges import Ranges, needed_islands, outside, told
-from vitcompress.verdicts import Check
 
 CHEAP, DEAR = ("head", "softmax", "norm"), ("ffn",)
 SCAN = "range scan"

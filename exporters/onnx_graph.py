@@ -25,9 +25,9 @@ from vitcompress.export_options import ExportOptions
 from vitcompress.exporters.artifact import About, Exported, Exporter, recorded
 from vitcompress.exporters.onnx_linear import join_linear_layers
 from vitcompress.exporters.onnx_tokens import drop_unread_tokens
+from vitcompress.io.progress import Progress
 from vitcompress.models import InputConfig
 from vitcompress.precision import HALF, expanded
-from vitcompress.progress import Progress
 from vitcompress.sidecar import sidecar_path
 
 INPUT, OUTPUT = "images", "logits"

@@ -12,12 +12,12 @@ from typing import Any, Literal, get_args
 
 import onnxruntime as ort
 
-from vitcompress import gpus
 from vitcompress.errors import DeviceError, InputError, did_you_mean
 from vitcompress.export_options import Precision
 from vitcompress.exporters import onnx_libraries as libraries
 from vitcompress.exporters.onnx_libraries import RTX
 from vitcompress.exporters.runner import RunnerOptions
+from vitcompress.io import hardware
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 TENSORRT, COREML = "TensorrtExecutionProvider", "CoreMLExecutionProvider"
@@ -186,15 +186,15 @@ def _meant(name: str) -> str:
 
 def absent(provider: Provider, device: str) -> str | None:
     """Why a provider cannot be there: no such GPU, or it is not installed. None when there is no reason."""
-    if provider.device == "cuda" and index_of(device) >= gpus.count():
-        return f"it computes on an NVIDIA GPU, and torch finds no {device} here{gpus.because()}"
+    if provider.device == "cuda" and index_of(device) >= hardware.count():
+        return f"it computes on an NVIDIA GPU, and torch finds no {device} here{hardware.because()}"
     if not provider.present:
         return f"this ONNX Runtime has {', '.join(ort.get_available_providers())} only"
     return None
 
 
 def _way_out(provider: Provider) -> str:
-    if provider.device == "cuda" and not gpus.count():
+    if provider.device == "cuda" and not hardware.count():
         return f"run it where there is one ({provider.remedy}); --device cpu without --provider runs the file here"
     return f"{provider.remedy}; `vitcompress doctor` shows what this machine has"
 

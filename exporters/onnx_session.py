@@ -11,7 +11,6 @@ import onnxruntime as ort
 import torch
 
 from vitcompress import onnx_file
-from vitcompress.checkpoint import decoded
 from vitcompress.errors import ArtifactError, DeviceError, InputError
 from vitcompress.export_options import DEFAULTS
 from vitcompress.exporters import onnx_libraries as libraries
@@ -20,7 +19,8 @@ from vitcompress.exporters.bound_calls import Bindings, Bound
 from vitcompress.exporters.cuda_queue import Queued
 from vitcompress.exporters.onnx_providers import CPU, ProviderSettings
 from vitcompress.exporters.runner import RunnerOptions, check_batch
-from vitcompress.installed import versions
+from vitcompress.io.files import decoded
+from vitcompress.io.hardware import versions
 from vitcompress.sidecar import checked_sha256
 
 LOG_WARNINGS, LOG_ERRORS, LOG_NOTHING = 2, 3, 4  # the first is ONNX Runtime's own default

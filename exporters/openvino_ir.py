@@ -21,7 +21,7 @@ from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import onnx_graph
 from vitcompress.exporters.artifact import About, Exported, Exporter, recorded
 from vitcompress.exporters.openvino_library import core, load
-from vitcompress.progress import Progress
+from vitcompress.io.progress import Progress
 from vitcompress.sidecar import sidecar_path
 
 INFO = "vitcompress"  # where the IR keeps what its user must know

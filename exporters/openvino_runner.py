@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitcompress.checkpoint import decoded
 from vitcompress.errors import ArtifactError, DeviceError, InputError, MissingExtraError
 from vitcompress.exporters.bound_calls import Bindings, Bound
 from vitcompress.exporters.openvino_ir import INFO, unavailable
 from vitcompress.exporters.openvino_library import core, load
 from vitcompress.exporters.runner import RunnerOptions, as_given, described, refuse_settings_of_others
+from vitcompress.io.files import decoded
 from vitcompress.models import InputConfig
 from vitcompress.sidecar import checked_sha256, input_of
 

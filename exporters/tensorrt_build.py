@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vitcompress.checkpoint import write_bytes
 from vitcompress.errors import ArtifactError, InputError, VitcompressError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters.onnx_graph import INPUT
 from vitcompress.exporters.tensorrt_flavours import RTX, Flavour, log_of
-from vitcompress.progress import Progress
+from vitcompress.io.files import write_bytes
+from vitcompress.io.progress import Progress
 
 NETWORK = "vitcompress"  # a network without a name gets one that changes from build to build, and with it the bytes
 LOOK = 0.1  # seconds between two looks at whether the build is done or was interrupted

@@ -27,24 +27,11 @@ from vitcompress.exporters.engine_truth import read, truth, untold
 from vitcompress.exporters.onnx_graph import ATTENTION_NODE_FROM, ONNX
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.tensorrt_build import Built, build
-from vitcompress.exporters.tensorrt_flavours import (
-    RTX,
-    TRT,
-    Flavour,
-    capability,
-    header_of,
-    numbers,
-)
+from vitcompress.exporters.tensorrt_flavours import RTX, TRT, Flavour, capability, header_of, numbers
 from vitcompress.exporters.tensorrt_runner import EngineRunner
-from vitcompress.exporters.tensorrt_targets import (
-    cannot_run,
-    options_of_onnx,
-    refuse,
-    targets_of,
-    unavailable,
-)
+from vitcompress.exporters.tensorrt_targets import cannot_run, options_of_onnx, refuse, targets_of, unavailable
+from vitcompress.io.progress import Progress
 from vitcompress.models import InputConfig
-from vitcompress.progress import Progress
 from vitcompress.sidecar import sidecar_path
 
 COMMON = ONNX.uses | {"batch", "sm", "workspace", "keep_onnx"}

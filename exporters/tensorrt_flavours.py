@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from vitcompress import gpus
 from vitcompress.errors import DeviceError, InputError, MissingExtraError
+from vitcompress.io import hardware
 
 DATA_CENTRE = (90, 100, 103, 107, 110)  # Hopper and Blackwell of data centres and robots: not for TensorRT for RTX
 RTX_DEFAULT = (80, 86, 89, 120)  # Ampere, Ada and Blackwell: what TensorRT for RTX itself builds for
@@ -90,7 +90,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def capability(index: int = 0) -> int | None:
     """Compute capability of a GPU here (8.9 is 89), None where there is none."""
-    if index >= gpus.count():
+    if index >= hardware.count():
         return None
     major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from vitcompress.checkpoint import decoded, file_sha256
 from vitcompress.errors import ArtifactError, DeviceError
 from vitcompress.exporters.runner import RunnerOptions, as_given, check_batch, described, refuse_settings_of_others
 from vitcompress.exporters.tensorrt_flavours import (
@@ -21,6 +20,7 @@ from vitcompress.exporters.tensorrt_flavours import (
     numbers,
 )
 from vitcompress.exporters.tensorrt_process import EngineProcess
+from vitcompress.io.files import decoded, file_sha256
 from vitcompress.sidecar import input_of, mismatches, read_sidecar, sidecar_path
 
 DANGER = "running an engine is running code that its author chose"

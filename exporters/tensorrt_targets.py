@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import get_args
 
-from vitcompress import gpus
 from vitcompress.errors import DeviceError, InputError
 from vitcompress.export_options import ExportOptions, Precision
 from vitcompress.exporters.onnx_graph import ATTENTION_NODE_FROM, ONNX
 from vitcompress.exporters.tensorrt_flavours import DATA_CENTRE, RTX, RTX_DEFAULT, TRT, Flavour, buildable, capability
+from vitcompress.io import hardware
 from vitcompress.precision import HALF
 
 TURING = 75  # compute capability
@@ -21,7 +21,7 @@ def unavailable(flavour: Flavour) -> str | None:
 
 
 def _no_gpu() -> str:
-    return f"TensorRT builds on a GPU, and there is none here{gpus.because()}"
+    return f"TensorRT builds on a GPU, and there is none here{hardware.because()}"
 
 
 def cannot_run(flavour: Flavour) -> str | None:
@@ -30,7 +30,7 @@ def cannot_run(flavour: Flavour) -> str | None:
         return reason
     here = capability()
     if here is None:
-        return f"there is no CUDA GPU here{gpus.because() or ': run it on the target'}"
+        return f"there is no CUDA GPU here{hardware.because() or ': run it on the target'}"
     if flavour is RTX and here not in buildable(flavour.load()):
         return f"TensorRT for RTX does not run on this GPU (compute capability {here})"
     return flavour.refused("Runtime")

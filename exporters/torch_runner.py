@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitcompress import gpus, models
+from vitcompress import models
 from vitcompress.errors import DeviceError, InputError
 from vitcompress.exporters.bound_calls import Bindings, Bound
 from vitcompress.exporters.cuda_queue import Queued
 from vitcompress.exporters.runner import RunnerOptions, described, refuse_settings_of_others
+from vitcompress.io import hardware
 
 TIMM = "timm:"  # what names of models to be built by timm begin with
 TORCH_TYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -198,9 +199,9 @@ def _torch_device(options: RunnerOptions) -> torch.device:
         device = torch.device(options.device or "cpu")
     except RuntimeError:
         raise DeviceError(f"device {options.device!r} is not known", hint="use cpu, cuda, cuda:N or mps") from None
-    have = {"cpu": 1, "cuda": gpus.count(), "mps": int(torch.backends.mps.is_available())}
+    have = {"cpu": 1, "cuda": hardware.count(), "mps": int(torch.backends.mps.is_available())}
     if (device.index or 0) >= have.get(device.type, 0):
-        why = gpus.because() if device.type == "cuda" else ""
+        why = hardware.because() if device.type == "cuda" else ""
         raise DeviceError(
             f"device {options.device!r} was asked for, torch finds {have.get(device.type, 0)} of that kind here{why}",
             hint="use --device cpu, or run on a machine that has one",
@@ -218,7 +219,7 @@ def _check_torch_options(options: RunnerOptions, device: torch.device, precision
             raise InputError(f"{name} {value!r} is not known", hint=f"use one of {', '.join(allowed)}")
     if options.threads is not None and options.threads < 1:
         raise InputError(f"threads must be 1 or more, got {options.threads}")
-    if precision == "tf32" and (device.type != "cuda" or not gpus.is_ampere(device.index)):
+    if precision == "tf32" and (device.type != "cuda" or not hardware.is_ampere(device.index)):
         raise DeviceError(f"tf32 was asked for, this {device} has none", hint="use fp32")
     if options.cuda_graph and device.type != "cuda":
         raise DeviceError(

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from vitcompress.checkpoint import file_sha256
+from vitcompress.io.files import file_sha256
 from vitcompress.sidecar import amend_sidecar
 
 

@@ -18,15 +18,16 @@ from torch.nn import functional
 
 from vitcompress import models
 from vitcompress.augmentation import Augmentation
-from vitcompress.checkpoint import save_tensors, write_json
 from vitcompress.distributed import Runtime, start, stop
 from vitcompress.evaluate import judged
 from vitcompress.families import family_of
 from vitcompress.gates import GatedModel
+from vitcompress.io.files import write_json
+from vitcompress.io.progress import Progress
+from vitcompress.io.tensors import save_tensors
 from vitcompress.learner import TrainingContext, TrainingControls
 from vitcompress.loaders import EvalLoader, TrainLoader
 from vitcompress.models import input_config
-from vitcompress.progress import Progress
 from vitcompress.train import train
 from vitcompress.train_options import TrainOptions
 

@@ -18,13 +18,13 @@ import torch
 
 from vitcompress import models
 from vitcompress.augmentation import Augmentation
-from vitcompress.checkpoint import save_tensors
 from vitcompress.distributed import Runtime
 from vitcompress.families import family_of
 from vitcompress.gates import GatedModel
+from vitcompress.io.progress import Progress
+from vitcompress.io.tensors import save_tensors
 from vitcompress.learner import TrainingContext, TrainingControls
 from vitcompress.models import input_config
-from vitcompress.progress import Progress
 from vitcompress.sources import ArrayImages
 from vitcompress.train import train
 from vitcompress.train_options import TrainOptions

@@ -9,8 +9,8 @@ from torch import nn
 
 from vitcompress import surgery
 from vitcompress.families import family_of
+from vitcompress.io.checks import Check
 from vitcompress.plan import Plan
-from vitcompress.verdicts import Check
 from vitcompress.verify_weights import weight_checks
 
 

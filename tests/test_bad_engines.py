@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from command_line import begin, refused, run_folder
 
 from vitcompress import checkpoint, cli
-from vitcompress.checkpoint import file_sha256
 from vitcompress.exporters.onnx_providers import PROVIDERS
+from vitcompress.io.files import file_sha256
 from vitcompress.sidecar import amend_sidecar, read_sidecar, sidecar_path
 
 tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")

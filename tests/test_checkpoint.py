@@ -10,18 +10,10 @@ import torch
 from contracts import assert_moved, build, contract, every_variant, images, kept_channels, logits, sites_of, without_act
 from torch import nn
 
-from vitcompress.checkpoint import (
-    PLAN,
-    WEIGHTS,
-    load,
-    load_tensors,
-    part_of,
-    save,
-    save_model,
-    save_tensors,
-    write_text,
-)
+from vitcompress.checkpoint.folders import PLAN, WEIGHTS, load, save, save_model
 from vitcompress.errors import ArtifactError, PlanError, WeightsError
+from vitcompress.io.files import write_text
+from vitcompress.io.tensors import load_tensors, part_of, save_tensors
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply, fold
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from vitcompress import distributed, gpus
+from vitcompress import distributed
 from vitcompress.bench import conditions, machine
 from vitcompress.cli import main
 from vitcompress.cli.shared import _surprise
@@ -17,6 +17,7 @@ from vitcompress.exporters.doctor import torch_problem
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.tensorrt_flavours import RTX, capability
 from vitcompress.exporters.torch_runner import TorchRunner
+from vitcompress.io import hardware
 
 OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver"
 ASKED: dict[str, Callable[[], object]] = {
@@ -41,13 +42,13 @@ def old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_none_is_counted_and_the_reason_is_told(old_driver: None) -> None:
-    assert gpus.count() == 0 and gpus.problem() == OLD_DRIVER
+    assert hardware.count() == 0 and hardware.problem() == OLD_DRIVER
     assert capability() is None
     assert machine.facts()["gpus"] == [] and conditions.facts()["gpu_settings"] == []
 
 
 def test_where_there_is_no_gpu_nothing_is_wrong_with_one() -> None:
-    assert gpus.count() == 0 and gpus.problem() is None and gpus.because() == ""
+    assert hardware.count() == 0 and hardware.problem() is None and hardware.because() == ""
 
 
 def test_doctor_says_what_is_wrong(old_driver: None) -> None:

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from vitcompress import checkpoint, distributed, pipeline, surgery
-from vitcompress.checkpoint import read_json
 from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError
+from vitcompress.io.files import read_json
+from vitcompress.io.progress import Progress
 from vitcompress.methods import METHODS
 from vitcompress.pipeline import preflight, stages
 from vitcompress.pipeline.folder import check_folder, opened
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.options import RunOptions
-from vitcompress.progress import Progress
 from vitcompress.recipe import load_recipe
 from vitcompress.verify_fold import UNFOLDED, UNFOLDED_PLAN
 from vitcompress.workspace import LEFT, LEFT_WEIGHTS, seal

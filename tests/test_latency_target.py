@@ -12,11 +12,11 @@ from vitcompress import models
 from vitcompress.bench import machine, suite
 from vitcompress.distributed import Runtime
 from vitcompress.errors import DeviceError, InputError, PlanError
+from vitcompress.io.progress import Progress
 from vitcompress.methods import METHODS, isomorphic
 from vitcompress.pipeline import RunOptions, latency, outlook, run
 from vitcompress.pipeline.job import Job, job_for
 from vitcompress.pipeline.latency import check_latency, latency_ms
-from vitcompress.progress import Progress
 from vitcompress.recipe import load_recipe
 
 

@@ -8,7 +8,7 @@ import torch
 import whole_runs
 from on_pretended_gpu import python
 
-from vitcompress.checkpoint import read_json
+from vitcompress.io.files import read_json
 
 NOT_OF_BOTH = """
 import numpy as np

@@ -14,9 +14,10 @@ import torch
 from tiny_training import OPTIONS, fit, same, vit, weights
 
 from vitcompress.augmentation import Augmentation
-from vitcompress.checkpoint import load_state, load_tensors
 from vitcompress.distributed import Runtime
 from vitcompress.errors import InputError, OutputError
+from vitcompress.io.tensors import load_tensors
+from vitcompress.io.training_state import load_state
 from vitcompress.runlog import RunLog
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from vitcompress import surgery
 from vitcompress.error_bounds import reference
+from vitcompress.io.checks import largest_difference
 from vitcompress.rounding import arithmetic_limit, factor, storage_limit, unit_roundoff
-from vitcompress.verdicts import largest_difference
 from vitcompress.verify_fold import fold_checks
 
 

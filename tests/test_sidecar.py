@@ -19,6 +19,7 @@ from vitcompress.exporters import EXPORTERS, gate
 from vitcompress.exporters.artifact import Exported
 from vitcompress.exporters.folder import class_names
 from vitcompress.exporters.runtimes import open_runner
+from vitcompress.io.checks import Check
 from vitcompress.models import input_config
 from vitcompress.sidecar import (
     Sidecar,
@@ -29,7 +30,6 @@ from vitcompress.sidecar import (
     read_sidecar,
     sidecar_path,
 )
-from vitcompress.verdicts import Check
 from vitcompress.verify_engine import engine_checks, engine_weights
 
 IMAGES = torch.zeros(1, 3, 8, 8)

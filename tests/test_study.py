@@ -18,8 +18,8 @@ from whole_runs import ENVIRONMENT
 from vitcompress import study
 from vitcompress.bench import report as reports
 from vitcompress.bench import study_pictures
-from vitcompress.checkpoint import read_json
 from vitcompress.errors import OutputError, VitcompressError
+from vitcompress.io.files import read_json
 from vitcompress.pipeline.folder import sole_user
 from vitcompress.study import results
 from vitcompress.study.design import load_study

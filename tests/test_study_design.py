@@ -11,7 +11,7 @@ from whole_runs import SMALL
 
 from vitcompress import cli, recipes, study
 from vitcompress.errors import RecipeError
-from vitcompress.progress import Progress
+from vitcompress.io.progress import Progress
 from vitcompress.study.design import epochs_before_recovery, load_study
 
 

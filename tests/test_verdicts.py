@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitcompress.evaluate import wilson
-from vitcompress.verdicts import LEDGER, Check, Verification, agreement, amend, compared, largest_difference, listed
+from vitcompress.io.checks import LEDGER, Check, Verification, agreement, amend, compared, largest_difference, listed
 
 
 def test_a_changed_answer_passes_only_within_rounding() -> None:

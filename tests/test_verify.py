@@ -18,11 +18,11 @@ from vitcompress.error_bounds import fold_excess, reference
 from vitcompress.errors import ArtifactError, WeightsError
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.families import family_of
+from vitcompress.io.checks import Check
+from vitcompress.io.progress import Progress
 from vitcompress.models import input_config
 from vitcompress.plan import Plan
-from vitcompress.progress import Progress
 from vitcompress.rounding import storage_limit
-from vitcompress.verdicts import Check
 from vitcompress.verify import DENSE, verify_folder
 from vitcompress.verify_fold import _layer, fold_checks
 

@@ -12,10 +12,10 @@ from contracts import build, contract, images
 from vitcompress import checkpoint
 from vitcompress.error_bounds import reference
 from vitcompress.errors import OutputError
+from vitcompress.io.checks import LEDGER, Check
 from vitcompress.plan import Plan
 from vitcompress.standard import WEIGHTS, save_standard
 from vitcompress.surgery import applied
-from vitcompress.verdicts import LEDGER, Check
 from vitcompress.verify import SEEN, known_images, noise, reload_check, standard_check, verify_folder
 
 X = images("plain", dtype=torch.float32)

@@ -15,8 +15,8 @@ from torch import Tensor
 from vitcompress import verify_onnx
 from vitcompress.error_bounds import reference
 from vitcompress.exporters.onnx_graph import export
+from vitcompress.io.checks import Check
 from vitcompress.models import input_config
-from vitcompress.verdicts import Check
 from vitcompress.verify_onnx import file_checks, onnx_checks, structure_checks
 
 MODEL = build("plain", dtype=torch.float32)

@@ -1,6 +1,6 @@
 """How numbers, ranges and names are written for people."""
 
-from vitcompress.wording import between, choose, compared, figure, milliseconds, short, span
+from vitcompress.io.text import between, choose, compared, figure, milliseconds, short, span
 
 
 def test_whole_counts_keep_all_their_digits_and_the_rest_three() -> None:

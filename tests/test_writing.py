@@ -16,17 +16,12 @@ import torch
 from contracts import build, contract
 
 from vitcompress import checkpoint
-from vitcompress.checkpoint import (
-    load_state,
-    read_json,
-    save_model,
-    save_state,
-    save_tensors,
-    write_json,
-    write_text,
-)
+from vitcompress.checkpoint.folders import save_model
 from vitcompress.errors import ArtifactError, OutputError
-from vitcompress.verdicts import LEDGER, Check, Verification, amend
+from vitcompress.io.checks import LEDGER, Check, Verification, amend
+from vitcompress.io.files import read_json, write_json, write_text
+from vitcompress.io.tensors import save_tensors
+from vitcompress.io.training_state import load_state, save_state
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from vitcompress import models
 from vitcompress.distributed import Runtime
+from vitcompress.io.progress import Progress
 from vitcompress.learner import TrainingContext, TrainingControls
 from vitcompress.models import InputConfig
-from vitcompress.progress import Progress
 from vitcompress.sources import ArrayImages
 from vitcompress.train import train
 from vitcompress.train_options import TrainOptions, TrainResult

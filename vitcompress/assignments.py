@@ -4,12 +4,9 @@ values two recipes differ.
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vitcompress.wording import span
-
-SHOWN = 3  # differences that are named
+from vitcompress.io.text import span
 
 
 def assign(data: dict[str, Any], assignment: str) -> str | None:
@@ -59,20 +56,3 @@ def _put(target: Any, last: int | str, value: Any, assignment: str) -> str | Non
     if isinstance(target, list):
         return f"--set {assignment}   a list of {len(target)}: write its number, as in step.0.method"
     return f"--set {assignment}   there is no such place in the recipe"
-
-
-def leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """`("finetune.epochs", "10")` for every leaf of tables and lists."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
-    if items is None:
-        yield name, repr(value)
-    for key, inner in items or ():
-        yield from leaves(inner, f"{name}.{key}" if name else str(key))
-
-
-def differences(there: Any, here: Any) -> list[str]:
-    """The first leaves in which two tables differ, one in words each, and how many more there are."""
-    before, now = dict(leaves(there)), dict(leaves(here))
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    told = [f"{name} is {before.get(name, 'not set')} there, {now.get(name, 'not set')} here" for name in names[:SHOWN]]
-    return [*told, *([f"{len(names) - SHOWN} more"] if len(names) > SHOWN else [])]

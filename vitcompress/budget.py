@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vitcompress.errors import PlanError
-from vitcompress.wording import span
+from vitcompress.io.text import span
 
 Kind = Literal["residual", "ffn", "head_dim", "head"]
 Counts = dict[str, int]

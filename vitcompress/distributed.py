@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vitcompress import gpus
 from vitcompress.errors import DeviceError, InputError
+from vitcompress.io import hardware
 
 Amp = Literal["none", "fp16", "bf16"]
 _AMP_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -160,11 +160,11 @@ def _device(name: str, local_rank: int) -> torch.device:
         raise DeviceError("device 'mps' was asked for, but this machine has no Apple GPU", hint="use --device cpu")
     if kind != "cuda":
         return torch.device(kind)
-    number, count = int(index or local_rank), gpus.count()
+    number, count = int(index or local_rank), hardware.count()
     if number >= count:
         found = f"{count} CUDA device{'s' if count != 1 else ''}"
         raise DeviceError(
-            f"device 'cuda:{number}' was asked for, but torch sees {found}{gpus.because()}",
+            f"device 'cuda:{number}' was asked for, but torch sees {found}{hardware.because()}",
             hint="use --device cpu, or auto for what is there",
         )
     return torch.device("cuda", number)
@@ -174,5 +174,5 @@ def _check_amp(device: torch.device, amp: str) -> None:
     """Refuse a mixed precision that `device` cannot compute in."""
     if amp not in ("none", *_AMP_TYPES):
         raise DeviceError(f"amp {amp!r} is not known", hint="use none, fp16 or bf16")
-    if amp == "bf16" and device.type == "cuda" and not gpus.is_ampere(device.index):
+    if amp == "bf16" and device.type == "cuda" and not hardware.is_ampere(device.index):
         raise DeviceError(f"amp bf16 was asked for, but {torch.cuda.get_device_name(device)} has none", hint="use fp16")

@@ -15,13 +15,13 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vitcompress.checkpoint import State
 from vitcompress.distill import Objective
 from vitcompress.distributed import Runtime, seed_everything
 from vitcompress.errors import VitcompressError
+from vitcompress.io.progress import Progress
+from vitcompress.io.training_state import State
 from vitcompress.loaders import TrainLoader
 from vitcompress.optimization import lr_setter, make_optimizer
-from vitcompress.progress import Progress
 from vitcompress.train_options import TrainOptions
 
 if TYPE_CHECKING:

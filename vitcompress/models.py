@@ -17,8 +17,8 @@ from timm.data import resolve_model_data_config
 from timm.models import pvt_v2, swin_transformer, vision_transformer
 from torch import Tensor, nn
 
-from vitcompress.checkpoint import load_tensors, part_of
 from vitcompress.errors import InputError, WeightsError, did_you_mean, first_line, nearest
+from vitcompress.io.tensors import load_tensors, part_of
 
 # What brings checkpoints to a model's names and input size: position embeddings and tables are resampled.
 FILTERS = {

@@ -1,17 +1,23 @@
-"""A plan is what was removed, as plain data. timm name + plan + weights = the model, anywhere, without pickle.
-
-All names and channel numbers are those of the dense model, whatever was removed before. Order of application: remove,
-slice, fold.
-"""
+"""A plan is what was removed, as plain data. timm name + plan + weights = the model, anywhere, without pickle."""
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from vitcompress.errors import PlanError, did_you_mean
-from vitcompress.paths import lies_in
+
+
+def enclosing(path: str, modules: Iterable[str]) -> str | None:
+    """The first of `modules` that `path` is, or lies in; None where there is none."""
+    return next((module for module in modules if f"{path}.".startswith(f"{module}.")), None)
+
+
+def lies_in(path: str, modules: Iterable[str]) -> bool:
+    """Whether `path` is one of `modules`, or lies in one of them."""
+    return enclosing(path, modules) is not None
+
 
 T = TypeVar("T")
 

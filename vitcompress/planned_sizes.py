@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from vitcompress.families import Family, Site, family_of
-from vitcompress.paths import lies_in
-from vitcompress.plan import Plan
+from vitcompress.plan import Plan, lies_in
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from vitcompress.errors import InputError, PrecisionError, did_you_mean
 from vitcompress.export_options import AUTO
 from vitcompress.families import family_of
-from vitcompress.paths import lies_in
+from vitcompress.plan import lies_in
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 KINDS = ("norm", "softmax", "head", "ffn")

@@ -24,8 +24,8 @@ from vitcompress.assignments import assign
 from vitcompress.data import DataOptions
 from vitcompress.errors import InputError, RecipeError, did_you_mean
 from vitcompress.export_options import ExportOptions, Positive
+from vitcompress.io.validation import STRICT, validated, where_keys_are
 from vitcompress.methods import METHODS
-from vitcompress.problems import STRICT, validated, where_keys_are
 from vitcompress.train_options import TrainOptions
 
 

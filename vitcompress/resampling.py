@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from vitcompress import models
-from vitcompress.checkpoint import load_tensors
+from vitcompress.io.tensors import load_tensors
 
 Shape = tuple[int, ...]
 POSITIONS, TABLE, PATCH = "pos_embed", "relative_position_bias_table", "patch_embed.proj.weight"

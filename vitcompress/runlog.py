@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vitcompress.checkpoint import write_text, writing
+from vitcompress.io.files import write_text, writing
 
 
 class RunLog:

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from vitcompress.checkpoint import alone_in, differing, file_sha256, read_json, write_json
 from vitcompress.errors import ArtifactError
+from vitcompress.io.files import alone_in, differing, file_sha256, read_json, write_json
+from vitcompress.io.validation import problems_of
 from vitcompress.models import InputConfig
-from vitcompress.problems import problems_of
 
 FORMAT = 1
 DENSE = "dense"  # what the names of the dense model's files begin with

@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitcompress import models
-from vitcompress.checkpoint import first_mismatch, save_tensors
+from vitcompress.checkpoint.folders import first_mismatch
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, family_of
-from vitcompress.paths import enclosing
-from vitcompress.plan import Plan
+from vitcompress.io.tensors import save_tensors
+from vitcompress.plan import Plan, enclosing
 
 WEIGHTS = "standard.safetensors"
 

@@ -17,11 +17,11 @@ from timm.layers import DropPath
 from timm.layers import drop_path as stochastic_depth
 from torch import Tensor, nn
 
-from vitcompress.checkpoint import State, load_state, save_state
 from vitcompress.distill import both_heads, inner, objective, student_of
 from vitcompress.distributed import Runtime
 from vitcompress.errors import InputError, OutputError
 from vitcompress.evaluate import Accuracy, evaluate
+from vitcompress.io.training_state import State, load_state, save_state
 from vitcompress.learner import Learner, TrainingContext, TrainingControls, TrainingJob, part_of
 from vitcompress.loaders import EvalLoader, Images, TrainLoader
 from vitcompress.optimization import make_optimizer

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from vitcompress import checkpoint, models, sidecar
 from vitcompress.error_bounds import reference
 from vitcompress.errors import ArtifactError, OutputError
+from vitcompress.io.checks import LEDGER, Check, Verification, compared, largest_difference, listed
+from vitcompress.io.progress import Progress
 from vitcompress.plan import Plan
-from vitcompress.progress import Progress
 from vitcompress.standard import WEIGHTS as STANDARD
-from vitcompress.verdicts import LEDGER, Check, Verification, compared, largest_difference, listed
 from vitcompress.verify_engine import engine_checks, engine_weights
 from vitcompress.verify_fold import EXACT_IMAGES, UNFOLDED, answers, folded_checks
 from vitcompress.verify_onnx import file_checks, onnx_checks, plan_check

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitcompress.checkpoint import file_sha256, load_tensors
 from vitcompress.errors import ArtifactError
+from vitcompress.io.checks import Check, compared, listed
+from vitcompress.io.files import file_sha256
+from vitcompress.io.tensors import load_tensors
 from vitcompress.plan import Plan
 from vitcompress.planned_sizes import PlannedTensor
 from vitcompress.precision import HALF
 from vitcompress.sidecar import mismatches, read_sidecar, sidecar_path
-from vitcompress.verdicts import Check, compared, listed
 from vitcompress.verify_onnx import onnx_checks, plan_check
 from vitcompress.verify_weights import CHECK, data_of, plan_rows
 

@@ -12,9 +12,9 @@ from vitcompress import checkpoint, surgery
 from vitcompress.error_bounds import fold_excess, reference
 from vitcompress.families import family_of
 from vitcompress.families.anatomy import scale_parameter
+from vitcompress.io.checks import Check, agreement, compared, largest_difference
 from vitcompress.plan import Plan
 from vitcompress.rounding import in_float64, storage_limit
-from vitcompress.verdicts import Check, agreement, compared, largest_difference
 from vitcompress.verify_slice import given_steps
 
 UNFOLDED, UNFOLDED_PLAN = "state/unfolded.safetensors", "state/unfolded_plan.json"

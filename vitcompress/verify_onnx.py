@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from vitcompress import onnx_file
 from vitcompress.byte_input import at_size, deployed, to_bytes
-from vitcompress.checkpoint import decoded
 from vitcompress.error_bounds import reference
 from vitcompress.errors import ArtifactError, first_line
 from vitcompress.families import family_of
+from vitcompress.io.checks import Check, agreement, compared, largest_difference, listed
+from vitcompress.io.files import decoded
 from vitcompress.models import input_config
 from vitcompress.precision import HALF
 from vitcompress.sidecar import mismatches, sidecar_path
-from vitcompress.verdicts import Check, agreement, compared, largest_difference, listed
 
 BATCHES = (1, 2, 5)
 PART = 16  # images at a time

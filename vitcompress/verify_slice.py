@@ -15,8 +15,8 @@ from vitcompress import checkpoint, surgery
 from vitcompress.channel_gates import channel_gates
 from vitcompress.error_bounds import reference
 from vitcompress.families import Space, family_of
+from vitcompress.io.checks import Check, compared, largest_difference, listed
 from vitcompress.plan import Plan
-from vitcompress.verdicts import Check, compared, largest_difference, listed
 
 GIVEN, GIVEN_PLAN = "given.safetensors", "given_plan.json"
 STEPS = "state/step-*"

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 
 from vitcompress import models
 from vitcompress.byte_input import tensors_of
-from vitcompress.checkpoint import decoded
 from vitcompress.errors import ArtifactError
 from vitcompress.file_contents import Stored, contents, ir_metadata
+from vitcompress.io.checks import Check, compared, listed
+from vitcompress.io.files import decoded
+from vitcompress.io.text import sized
 from vitcompress.plan import Plan
 from vitcompress.planned_sizes import PlannedTensor, Shape, planned_tensors
 from vitcompress.sidecar import exported_files
-from vitcompress.verdicts import Check, compared, listed
 from vitcompress.verify_onnx import export_settings, stored_module
-from vitcompress.wording import sized
 
 CHECK = "weights"
 READABLE = (".onnx", ".xml")  # files whose tensors can be told from their bytes

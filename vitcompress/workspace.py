@@ -8,16 +8,17 @@ from typing import Any
 
 from torch import nn
 
-from vitcompress.checkpoint import differing, file_sha256, read_json, save_tensors, write_json
 from vitcompress.data import Splits
 from vitcompress.distributed import Runtime
 from vitcompress.errors import ArtifactError
 from vitcompress.families import Family
+from vitcompress.io.files import differing, file_sha256, read_json, write_json
+from vitcompress.io.progress import Progress
+from vitcompress.io.tensors import save_tensors
 from vitcompress.learner import TrainingContext, TrainingControls
 from vitcompress.loaders import Images
 from vitcompress.models import InputConfig
 from vitcompress.plan import Plan
-from vitcompress.progress import Progress
 from vitcompress.train import train
 from vitcompress.train_options import TrainOptions, TrainResult
 

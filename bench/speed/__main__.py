@@ -29,7 +29,7 @@ from vitcompress.bench.speed import (
     widths,
 )
 from vitcompress.bench.speed.parts import Options, Part, text
-from vitcompress.checkpoint import write_json
+from vitcompress.io.files import write_json
 
 # To add a part: a file beside this one with `run`, and a line here.
 PARTS: dict[str, Part] = {

@@ -11,9 +11,9 @@ from torch import nn
 from vitcompress import methods, models, surgery
 from vitcompress.bench import timing
 from vitcompress.families import family_of
+from vitcompress.io.text import between, times
 from vitcompress.plan import Plan
 from vitcompress.recipe import load_recipe
-from vitcompress.wording import between, times
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from vitcompress.bench.speed.parts import Options
 from vitcompress.data import Splits, open_data
 from vitcompress.distributed import Runtime
 from vitcompress.families import family_of
+from vitcompress.io.progress import Progress
 from vitcompress.learner import TrainingContext
 from vitcompress.methods import upvit
 from vitcompress.models import input_config
 from vitcompress.plan import Plan
-from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe, load_recipe
 from vitcompress.train import train
 from vitcompress.workspace import Context

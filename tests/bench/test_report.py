@@ -13,8 +13,8 @@ from vitcompress import console, cost
 from vitcompress.bench import artifact_tables, compare, report, suite
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.onnx_graph import export
+from vitcompress.io.text import NOT_MEASURED, Table
 from vitcompress.models import input_config
-from vitcompress.tables import NOT_MEASURED, Table
 
 CLASSES = ("ant", "bee", "cat", "dog", "eel")
 COST = {

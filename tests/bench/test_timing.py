@@ -10,7 +10,7 @@ import pytest
 
 from vitcompress.bench.timing import PROTOCOLS, Protocol, Samples, Target, _settled, measure, protocol, ratio
 from vitcompress.errors import InputError
-from vitcompress.progress import Progress
+from vitcompress.io.progress import Progress
 
 
 def drawn(

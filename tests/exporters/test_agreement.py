@@ -19,11 +19,11 @@ from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import agreement, gate
 from vitcompress.exporters.folder import export_folder, settle
 from vitcompress.exporters.runtimes import Runner, open_runner
+from vitcompress.io.checks import Check
+from vitcompress.io.progress import Progress
 from vitcompress.plan import Plan
-from vitcompress.progress import Progress
 from vitcompress.sidecar import amend_sidecar, read_sidecar
 from vitcompress.surgery import applied
-from vitcompress.verdicts import Check
 
 ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 3, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}

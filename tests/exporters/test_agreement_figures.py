@@ -13,8 +13,8 @@ from torch import nn
 
 from vitcompress.exporters import agreement
 from vitcompress.exporters.agreement import SHARES, Agreement
+from vitcompress.io.checks import Check
 from vitcompress.rounding import unit_roundoff
-from vitcompress.verdicts import Check
 
 
 def logits(*rows: list[float]) -> torch.Tensor:

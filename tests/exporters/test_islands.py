@@ -16,11 +16,11 @@ from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS, islands
 from vitcompress.exporters.agreement import SHARES, compare, judged
 from vitcompress.exporters.islands import SCAN, Judge, Search, judge_of, narrowed, search
+from vitcompress.io.checks import Check
 from vitcompress.models import input_config
 from vitcompress.precision import in_precision
 from vitcompress.ranges import Ranges, scan
 from vitcompress.sidecar import read_sidecar
-from vitcompress.verdicts import Check
 
 X = images("plain", dtype=torch.float32)
 FORMATS = [name for name in ("onnx", "trt-rtx") if EXPORTERS[name].unavailable() is None]

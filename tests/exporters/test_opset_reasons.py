@@ -52,7 +52,7 @@ def layers(compiled: Any) -> Counter[str]:
 @openvino
 @pytest.mark.parametrize("qk", [16, 8])
 def test_openvino_fuses_attention_and_nothing_is_left_beside_it(qk: int, tmp_path: Path) -> None:
-    from vitcompress.exporters.openvino_runner import core
+    from vitcompress.exporters.openvino_library import core
 
     made = model(qk)
     path = EXPORTERS["openvino"].export(made, tmp_path / "m.xml", input=input_config(made)).path

@@ -24,9 +24,9 @@ from vitcompress.exporters.tensorrt_build import Built
 from vitcompress.exporters.tensorrt_build import build as build_engine
 from vitcompress.exporters.tensorrt_engine import _doubts, layers_path, source_path
 from vitcompress.exporters.tensorrt_flavours import RTX, RTX_DEFAULT, header_of, log_of
+from vitcompress.io.progress import Progress
 from vitcompress.models import input_config
 from vitcompress.plan import Plan
-from vitcompress.progress import Progress
 from vitcompress.sidecar import sidecar_path
 
 tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")

@@ -13,7 +13,6 @@ import torch
 from click.testing import CliRunner
 from contracts import build
 
-from vitcompress.checkpoint import file_sha256
 from vitcompress.cli import main
 from vitcompress.errors import ArtifactError, DeviceError, InputError, VitcompressError
 from vitcompress.export_options import ExportOptions
@@ -25,6 +24,7 @@ from vitcompress.exporters.tensorrt_flavours import RTX, log_of
 from vitcompress.exporters.tensorrt_process import EngineProcess
 from vitcompress.exporters.tensorrt_runner import vouched
 from vitcompress.exporters.tensorrt_worker import RefusedError, _kind, serve
+from vitcompress.io.files import file_sha256
 from vitcompress.models import input_config
 from vitcompress.sidecar import amend_sidecar, read_sidecar, sidecar_path
 

@@ -20,14 +20,15 @@ from killed_training import OPTIONS, fading, images, killer
 from method_world import context, model
 
 from vitcompress import models
-from vitcompress.checkpoint import save_tensors, write_text
 from vitcompress.distributed import Runtime, start, stop
 from vitcompress.families import family_of
 from vitcompress.gates import GatedModel
+from vitcompress.io.files import write_text
+from vitcompress.io.progress import Progress
+from vitcompress.io.tensors import save_tensors
 from vitcompress.learner import TrainingContext
 from vitcompress.methods import sero, upvit
 from vitcompress.models import input_config
-from vitcompress.progress import Progress
 from vitcompress.train import train
 
 STEP, WRITTEN = "vitcompress.step", "os.rename"  # a forward pass; a file or folder that moves into place

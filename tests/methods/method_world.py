@@ -13,9 +13,9 @@ from vitcompress import models
 from vitcompress.data import Splits
 from vitcompress.distributed import Runtime
 from vitcompress.families import family_of
+from vitcompress.io.progress import Progress
 from vitcompress.loaders import Images
 from vitcompress.plan import Plan
-from vitcompress.progress import Progress
 from vitcompress.sources import ArrayImages
 from vitcompress.train_options import TrainOptions
 from vitcompress.workspace import Clock, Context

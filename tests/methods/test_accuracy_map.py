@@ -3,6 +3,7 @@
 import pytest
 
 from vitcompress.errors import PlanError
+from vitcompress.io.text import choose
 from vitcompress.methods.hetdpt.accuracy_map import (
     Row,
     allocate,
@@ -12,7 +13,6 @@ from vitcompress.methods.hetdpt.accuracy_map import (
     validate,
     winners,
 )
-from vitcompress.wording import choose
 
 LAYERS = (12, 12)
 LISTING = [

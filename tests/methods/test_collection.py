@@ -10,12 +10,12 @@ from method_world import context, model
 from test_search import Stop
 
 from vitcompress.augmentation import Augmentation
-from vitcompress.checkpoint import read_json
+from vitcompress.io.files import read_json
+from vitcompress.io.progress import Progress
 from vitcompress.methods.depth import DepthOptions
 from vitcompress.methods.hetdpt.collection import CollectionOptions, Record, collect, removal_orders, rows
 from vitcompress.methods.hetdpt.fast_training import fast_options
 from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions
-from vitcompress.progress import Progress
 from vitcompress.train_options import TrainOptions
 
 TE = EntropyOptions(images=12, resamples=2)

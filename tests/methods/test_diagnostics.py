@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from vitcompress.bench.pictures import charts_figure
 from vitcompress.bench.plotting import save
-from vitcompress.checkpoint import read_json
+from vitcompress.io.files import read_json
 from vitcompress.methods import METHODS, depth, hetdpt
 from vitcompress.methods.depth import DepthOptions
 from vitcompress.methods.hetdpt import diagnostics

@@ -13,11 +13,11 @@ from pydantic import TypeAdapter, ValidationError
 from torch.nn import functional
 
 from vitcompress import cost, surgery
-from vitcompress.checkpoint import read_json
 from vitcompress.data import subset
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.evaluate import evaluate
 from vitcompress.families import family_of
+from vitcompress.io.files import read_json
 from vitcompress.loaders import EvalLoader
 from vitcompress.methods import METHODS, isomorphic
 from vitcompress.methods.channel_scores import channel_scores, gradients, random_scores

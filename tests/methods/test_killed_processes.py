@@ -9,7 +9,8 @@ from typing import Any
 import killed_processes
 import pytest
 
-from vitcompress.checkpoint import load_tensors, read_json
+from vitcompress.io.files import read_json
+from vitcompress.io.tensors import load_tensors
 
 pytestmark = pytest.mark.slow
 ENDS = {"training": "trained.safetensors", "exploration": "exploration.json", "scoring": "kept.json"}

@@ -8,9 +8,9 @@ from method_world import clock, context, model
 from whole_runs import Told
 
 from vitcompress import surgery
-from vitcompress.checkpoint import read_json
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
+from vitcompress.io.files import read_json
 from vitcompress.methods import isomorphic, widths
 from vitcompress.methods.isomorphic import Alignment, Options
 from vitcompress.workspace import Clock

@@ -11,9 +11,9 @@ from method_world import context, model
 from pydantic import TypeAdapter, ValidationError
 
 from vitcompress import surgery
-from vitcompress.checkpoint import read_json
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
+from vitcompress.io.files import read_json
 from vitcompress.methods import METHODS, baselines, depth, hetdpt, nose
 from vitcompress.methods.hetdpt.collection import CollectionOptions
 from vitcompress.methods.hetdpt.search import SearchOptions

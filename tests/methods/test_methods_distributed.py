@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from distributed_methods import LR
 
-from vitcompress.checkpoint import read_json
+from vitcompress.io.files import read_json
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "distributed_methods.py"

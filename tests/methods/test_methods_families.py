@@ -11,9 +11,9 @@ from test_methods import OPTIONS
 from torch import nn
 
 from vitcompress import models, surgery
-from vitcompress.checkpoint import load_tensors
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
+from vitcompress.io.tensors import load_tensors
 from vitcompress.methods import METHODS, depth, hetdpt, nose
 from vitcompress.methods.images import training_views
 from vitcompress.plan import Plan

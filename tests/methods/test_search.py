@@ -11,8 +11,9 @@ from method_world import context, model
 from torch import nn
 
 from vitcompress import surgery
-from vitcompress.checkpoint import read_json
 from vitcompress.families import family_of
+from vitcompress.io.files import read_json
+from vitcompress.io.progress import Progress
 from vitcompress.methods import depth
 from vitcompress.methods.depth import DepthOptions
 from vitcompress.methods.hetdpt.search import (
@@ -24,7 +25,6 @@ from vitcompress.methods.hetdpt.search import (
     removal_epochs,
     search,
 )
-from vitcompress.progress import Progress
 from vitcompress.train_options import TrainOptions
 
 A, G = frozenset({"attention"}), frozenset({"activation"})

@@ -14,12 +14,14 @@ from torch import nn
 from torch.nn import functional
 
 from vitcompress import surgery
-from vitcompress.checkpoint import load_state, load_tensors, read_json, write_json
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import family_of
+from vitcompress.io.files import read_json, write_json
+from vitcompress.io.progress import Progress
+from vitcompress.io.tensors import load_tensors
+from vitcompress.io.training_state import load_state
 from vitcompress.methods import METHODS, sero
 from vitcompress.methods.sero.exploration import Exploration
-from vitcompress.progress import Progress
 from vitcompress.workspace import LEFT_WEIGHTS
 
 SMALL = sero.Options(sparsity=0.5, epochs=4, refresh=2, lr=1e-3, round_to=2)

@@ -11,8 +11,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from vitcompress import surgery
 from vitcompress.augmentation import Augmentation
-from vitcompress.checkpoint import load_tensors
 from vitcompress.families import family_of
+from vitcompress.io.tensors import load_tensors
 from vitcompress.methods import METHODS, steps
 from vitcompress.train_options import TrainOptions
 from vitcompress.workspace import LEFT_WEIGHTS

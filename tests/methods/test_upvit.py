@@ -14,9 +14,9 @@ from contracts import images as pictures
 from method_world import context, model
 
 from vitcompress import surgery
-from vitcompress.checkpoint import write_json
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
+from vitcompress.io.files import write_json
 from vitcompress.methods import METHODS, upvit
 from vitcompress.methods.upvit.blocks import candidates, removal, whole_blocks, without
 from vitcompress.methods.upvit.regroup import least_first, regrouped
@@ -157,7 +157,7 @@ def test_the_least_important_channels_go(tmp_path: Path) -> None:
 
 
 def test_a_proxy_that_is_too_small_is_said(tmp_path: Path) -> None:
-    from vitcompress.progress import Progress
+    from vitcompress.io.progress import Progress
 
     class Notes(Progress):
         told: list[str] = []  # noqa: RUF012 (one test)

@@ -1,17 +1,5 @@
 """Reading and writing: files are written beside their target and moved into place; safetensors and JSON only."""
 
-from vitcompress.checkpoint.files import (
-    alone_in,
-    decoded,
-    differing,
-    file_sha256,
-    read_json,
-    write,
-    write_bytes,
-    write_json,
-    write_text,
-    writing,
-)
 from vitcompress.checkpoint.folders import (
     PLAN,
     WEIGHTS,
@@ -24,8 +12,20 @@ from vitcompress.checkpoint.folders import (
     save,
     save_model,
 )
-from vitcompress.checkpoint.states import State, load_state, save_state
-from vitcompress.checkpoint.tensors import load_tensors, part_of, save_tensors
+from vitcompress.io.files import (
+    alone_in,
+    decoded,
+    differing,
+    file_sha256,
+    read_json,
+    write,
+    write_bytes,
+    write_json,
+    write_text,
+    writing,
+)
+from vitcompress.io.tensors import load_tensors, part_of, save_tensors
+from vitcompress.io.training_state import State, load_state, save_state
 
 __all__ = [
     "PLAN",

@@ -8,9 +8,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from vitcompress.checkpoint.files import write_text
-from vitcompress.checkpoint.tensors import load_tensors, save_tensors
 from vitcompress.errors import ArtifactError, PlanError, WeightsError
+from vitcompress.io.files import write_text
+from vitcompress.io.tensors import load_tensors, save_tensors
 from vitcompress.plan import Plan
 
 PLAN, WEIGHTS = "plan.json", "model.safetensors"

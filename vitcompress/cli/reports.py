@@ -8,7 +8,7 @@ import click
 from vitcompress import console
 from vitcompress.cli.shared import answer, common, working
 from vitcompress.errors import MissingExtraError
-from vitcompress.progress import Progress
+from vitcompress.io.progress import Progress
 
 
 @click.command()

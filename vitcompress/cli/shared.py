@@ -18,7 +18,7 @@ import click
 
 from vitcompress import console
 from vitcompress.errors import CheckFailedError, InputError, VitcompressError, first_line
-from vitcompress.progress import Progress
+from vitcompress.io.progress import Progress
 
 STOPPED = 130  # what a shell reports of a program that Ctrl-C ended
 AGAIN = 0.05  # seconds after which a Ctrl-C that was lost is repeated

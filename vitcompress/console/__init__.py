@@ -1,12 +1,6 @@
 """The terminal, and the only package that knows rich. Results go to standard output, all else to standard error."""
 
-from vitcompress.console.drawing import (
-    print_json,
-    print_line,
-    print_markdown,
-    print_table,
-    print_toml,
-)
+from vitcompress.console.drawing import print_json, print_line, print_markdown, print_table, print_toml
 from vitcompress.console.errors import error_as_data, print_error
 from vitcompress.console.progress import ConsoleProgress
 from vitcompress.console.results import (

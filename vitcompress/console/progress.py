@@ -8,7 +8,7 @@ from rich.progress import Progress as Bars
 from rich.text import Text
 
 from vitcompress.console.drawing import stream_console
-from vitcompress.progress import Progress
+from vitcompress.io.progress import Progress
 
 SECONDS_BETWEEN_LINES = 15.0  # of the same part
 

@@ -9,8 +9,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from vitcompress.console.drawing import print_line, print_pairs, print_records, print_table, print_text, stream_console
-from vitcompress.tables import NOT_MEASURED, Table
-from vitcompress.wording import compared, figure, rate, short, span
+from vitcompress.io.text import NOT_MEASURED, Table, compared, figure, rate, short, span
 
 MET = {True: "yes", False: "no", None: "none published"}
 FIGURES = ("verdict", "value", "tolerance")

@@ -6,16 +6,7 @@ from timm.models.pvt_v2 import Attention, Block, MlpWithDepthwiseConv, PyramidVi
 from torch import Tensor, nn
 
 from vitcompress.families import common
-from vitcompress.families.anatomy import (
-    Axis,
-    Family,
-    Site,
-    Space,
-    Wiring,
-    input_axis,
-    linear_axes,
-    norm_axes,
-)
+from vitcompress.families.anatomy import Axis, Family, Site, Space, Wiring, input_axis, linear_axes, norm_axes
 
 SUPPORTED = "timm PVTv2 (b0 to b5, and the linear variant) with LayerNorm"
 NOT_FOLDABLE = "PVTv2's MLP has a depth-wise 3x3 convolution and cannot be folded exactly"

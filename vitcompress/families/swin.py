@@ -22,17 +22,7 @@ from timm.models.swin_transformer import (
 from torch import Tensor, nn
 
 from vitcompress.families import common
-from vitcompress.families.anatomy import (
-    Axis,
-    Family,
-    Site,
-    Space,
-    Wiring,
-    children,
-    input_axis,
-    linear_axes,
-    norm_axes,
-)
+from vitcompress.families.anatomy import Axis, Family, Site, Space, Wiring, children, input_axis, linear_axes, norm_axes
 from vitcompress.families.edited import fixed_size
 
 SUPPORTED = "timm SwinTransformers (v1 and S3) with LayerNorm and two-layer MLPs"

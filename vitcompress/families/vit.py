@@ -8,16 +8,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from vitcompress.families import common, pooling
-from vitcompress.families.anatomy import (
-    Axis,
-    Family,
-    Site,
-    Space,
-    Wiring,
-    input_axis,
-    linear_axes,
-    norm_axes,
-)
+from vitcompress.families.anatomy import Axis, Family, Site, Space, Wiring, input_axis, linear_axes, norm_axes
 
 SUPPORTED = (
     "timm VisionTransformers with pre-norm blocks of multi-head attention (with or without qkv bias) and a two-layer "

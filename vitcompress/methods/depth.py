@@ -14,9 +14,9 @@ from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site
 from vitcompress.families.gating import freeze_gate
 from vitcompress.gates import GatedModel
+from vitcompress.io.text import choose
 from vitcompress.methods.images import training_views
 from vitcompress.plan import Plan
-from vitcompress.wording import choose
 from vitcompress.workspace import Context
 
 Kind = Literal["attention", "activation"]

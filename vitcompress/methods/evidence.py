@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vitcompress.checkpoint import read_json
+from vitcompress.io.files import read_json
 from vitcompress.methods.charts import Chart, Line
 
 Table = dict[str, Any]

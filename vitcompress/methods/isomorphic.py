@@ -22,9 +22,10 @@ from torch import nn
 
 from vitcompress import budget
 from vitcompress.budget import Counts, Group, Solution, Target, Units
-from vitcompress.checkpoint import read_json
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space
+from vitcompress.io.files import read_json
+from vitcompress.io.text import span
 from vitcompress.methods import latencies
 from vitcompress.methods.channel_scores import Criterion, random_scores, scored
 from vitcompress.methods.charts import Chart, ranked
@@ -32,7 +33,6 @@ from vitcompress.methods.choice import MEASURED, Choice
 from vitcompress.methods.stage import Stage
 from vitcompress.methods.widths import ALL, GIGA, MILLION, CandidateClock, Scope, Sizes, groups_of
 from vitcompress.plan import Plan
-from vitcompress.wording import span
 from vitcompress.workspace import Clock, Context
 
 Share = Annotated[float, Gt(0), Le(1)]

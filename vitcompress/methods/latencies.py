@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from vitcompress.assignments import differences
-from vitcompress.checkpoint import read_json
 from vitcompress.errors import PlanError
+from vitcompress.io.files import read_json
+from vitcompress.io.text import differences
 from vitcompress.methods.widths import CandidateClock, LazyModel
 from vitcompress.plan import Plan
 from vitcompress.workspace import Clock, Context

@@ -14,8 +14,8 @@ from torch import nn
 
 from vitcompress import surgery
 from vitcompress.augmentation import Augmentation
-from vitcompress.checkpoint import read_json
 from vitcompress.families import Family
+from vitcompress.io.files import read_json
 from vitcompress.learner import TrainingControls
 from vitcompress.methods.stage import Stage
 from vitcompress.plan import Plan

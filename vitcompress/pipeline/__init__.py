@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress import distributed
-from vitcompress.checkpoint import read_json
+from vitcompress.io.files import read_json
+from vitcompress.io.progress import Progress
 from vitcompress.pipeline import delivery, exports, stages
 from vitcompress.pipeline.dense import dense_folder
 from vitcompress.pipeline.folder import RECIPE, check_folder, is_done, opened
@@ -20,7 +21,6 @@ from vitcompress.pipeline.job import Job, alone
 from vitcompress.pipeline.options import RunOptions, effective, folder_of
 from vitcompress.pipeline.outlook import dry_run
 from vitcompress.pipeline.preflight import check_formats, prepare
-from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe, load_recipe
 
 __all__ = ["RunOptions", "RunResult", "dense_of", "dry_run", "run"]

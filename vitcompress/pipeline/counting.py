@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from vitcompress import distributed
+from vitcompress.io.progress import Progress
 from vitcompress.pipeline.job import job_for
 from vitcompress.pipeline.options import RunOptions, effective, folder_of
 from vitcompress.pipeline.outlook import compressed
-from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe, load_recipe
 
 CLOSE = 0.005  # a share of the published figure, besides the digits that it is printed with

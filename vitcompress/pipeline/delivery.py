@@ -17,11 +17,12 @@ from torch import Tensor
 from vitcompress import checkpoint, cost, surgery
 from vitcompress.bench import recorded_speeds, structure, suite
 from vitcompress.bench import report as reports
-from vitcompress.checkpoint import read_json, write_json
 from vitcompress.errors import ArtifactError
 from vitcompress.evaluate import calibration_images, guessed, judged, mcnemar
 from vitcompress.exporters import gate
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
+from vitcompress.io.checks import LEDGER
+from vitcompress.io.files import read_json, write_json
 from vitcompress.loaders import EvalLoader
 from vitcompress.methods import METHODS
 from vitcompress.methods.latencies import elsewhere
@@ -41,7 +42,6 @@ from vitcompress.plan import Plan
 from vitcompress.sidecar import read_sidecar, sidecar_path
 from vitcompress.standard import WEIGHTS as STANDARD
 from vitcompress.standard import save_standard
-from vitcompress.verdicts import LEDGER
 from vitcompress.verify_fold import UNFOLDED, UNFOLDED_PLAN
 
 REPORT, FOLDING, MISTAKES = reports.JSON, "folding.json", "mistakes.json"

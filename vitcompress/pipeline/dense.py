@@ -5,8 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vitcompress.checkpoint import PLAN, read_json, write_json
+from vitcompress.checkpoint.folders import PLAN
 from vitcompress.errors import ArtifactError, RecipeError
+from vitcompress.io.files import read_json, write_json
 from vitcompress.recipe import Recipe, dense_key, recipe_of
 from vitcompress.verify import DENSE
 

@@ -8,18 +8,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitcompress import checkpoint
-from vitcompress.checkpoint import read_json
 from vitcompress.errors import CheckFailedError, DeviceError, PrecisionError
 from vitcompress.evaluate import calibration_images
 from vitcompress.export_options import AUTO, ExportOptions
 from vitcompress.exporters import EXPORTERS, exporting, gate
 from vitcompress.exporters.artifact import Exporter
 from vitcompress.exporters.runtimes import open_runner
+from vitcompress.io.checks import LEDGER
+from vitcompress.io.files import read_json
 from vitcompress.pipeline.job import Job
 from vitcompress.plan import Plan
 from vitcompress.precision import present
 from vitcompress.sidecar import read_sidecar
-from vitcompress.verdicts import LEDGER
 from vitcompress.verify import noise
 
 LOOKED_AT = 64  # images on which ranges are scanned and islands chosen

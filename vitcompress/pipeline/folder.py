@@ -13,15 +13,16 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from vitcompress.assignments import differences
 from vitcompress.bench import recorded_speeds
 from vitcompress.bench import report as reports
-from vitcompress.checkpoint import PLAN, write_text, writing
+from vitcompress.checkpoint.folders import PLAN
 from vitcompress.errors import OutputError, RecipeError
 from vitcompress.exporters.gate import FAILED
-from vitcompress.progress import Progress
+from vitcompress.io.checks import LEDGER
+from vitcompress.io.files import write_text, writing
+from vitcompress.io.progress import Progress
+from vitcompress.io.text import differences
 from vitcompress.recipe import Recipe, parsed, recipe_of
-from vitcompress.verdicts import LEDGER
 
 RECIPE = "recipe.toml"
 HEADER = "# The recipe of this run, every setting spelled out."

@@ -15,11 +15,11 @@ from vitcompress.data import Splits, class_count
 from vitcompress.distributed import Runtime
 from vitcompress.exporters.doctor import device_problem
 from vitcompress.families import Family, family_of
+from vitcompress.io.progress import Progress
 from vitcompress.models import InputConfig
 from vitcompress.pipeline.dense import dense_folder
 from vitcompress.pipeline.folder import STATE
 from vitcompress.plan import Plan
-from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe
 
 

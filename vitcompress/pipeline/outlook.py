@@ -12,21 +12,15 @@ from vitcompress import cost, distributed, models, surgery
 from vitcompress.bench import timing
 from vitcompress.data import Splits, check_named, open_data
 from vitcompress.errors import InputError
+from vitcompress.io.progress import Progress
 from vitcompress.methods import METHODS
 from vitcompress.pipeline.choices import chosen_by
 from vitcompress.pipeline.folder import check_folder, is_done
 from vitcompress.pipeline.job import Job, job_for
 from vitcompress.pipeline.latency import check_clock
 from vitcompress.pipeline.options import RunOptions, effective, folder_of
-from vitcompress.pipeline.preflight import (
-    check_formats,
-    check_recovery,
-    check_weights,
-    local_checks,
-    weights_at_hand,
-)
+from vitcompress.pipeline.preflight import check_formats, check_recovery, check_weights, local_checks, weights_at_hand
 from vitcompress.pipeline.teachers import check_hub_classes, comes_from_hub
-from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe
 
 

@@ -11,6 +11,7 @@ from vitcompress.distributed import Runtime
 from vitcompress.errors import InputError
 from vitcompress.export_options import AUTO
 from vitcompress.exporters import EXPORTERS, available_exporter
+from vitcompress.io.progress import Progress
 from vitcompress.methods import METHODS
 from vitcompress.methods.steps import RecoverOptions, recovery_settings
 from vitcompress.pipeline.folder import check_disk, check_writable
@@ -19,7 +20,6 @@ from vitcompress.pipeline.latency import check_latency
 from vitcompress.pipeline.options import RunOptions, folder_of
 from vitcompress.pipeline.teachers import check_teacher
 from vitcompress.precision import expanded
-from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe
 from vitcompress.train import check_options
 

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitcompress import checkpoint, models, surgery
-from vitcompress.checkpoint import write_json, write_text
 from vitcompress.data import no_data
 from vitcompress.gates import GATED_KINDS, GatedModel
+from vitcompress.io.files import write_json, write_text
 from vitcompress.learner import TrainingContext, TrainingControls
 from vitcompress.methods import METHODS
 from vitcompress.methods.choice import PUBLISHED

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from vitcompress.bench import study_pictures
 from vitcompress.data import check_named
 from vitcompress.errors import InputError, MissingExtraError
+from vitcompress.io.progress import Progress
 from vitcompress.pipeline.folder import is_done
-from vitcompress.progress import Progress
 from vitcompress.study.design import Study, load_study
 from vitcompress.study.folder import check, opened
 from vitcompress.study.outlook import outlook

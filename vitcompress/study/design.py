@@ -20,8 +20,8 @@ from vitcompress import recipes
 from vitcompress.assignments import assign
 from vitcompress.errors import InputError, RecipeError, did_you_mean
 from vitcompress.export_options import Positive
+from vitcompress.io.validation import STRICT, validated
 from vitcompress.methods import METHODS
-from vitcompress.problems import STRICT, validated
 from vitcompress.recipe import ProtocolTable, Recipe, parsed, read_text, recipe_of
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from vitcompress.checkpoint import read_json, write_json
 from vitcompress.errors import OutputError
+from vitcompress.io.files import read_json, write_json
 from vitcompress.pipeline.folder import ELSEWHERE, check_folder, sole_user
 from vitcompress.study.design import Study
 from vitcompress.study.runs import Run

@@ -6,7 +6,7 @@ from typing import Any
 from vitcompress import pipeline
 from vitcompress.bench import timing
 from vitcompress.errors import InputError
-from vitcompress.progress import Progress
+from vitcompress.io.progress import Progress
 from vitcompress.study.design import Study
 from vitcompress.study.runs import Run
 

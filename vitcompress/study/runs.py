@@ -12,9 +12,9 @@ from pathlib import Path
 from vitcompress import pipeline
 from vitcompress.distributed import cpu_threads
 from vitcompress.errors import VitcompressError
+from vitcompress.io.progress import Progress
 from vitcompress.pipeline.dense import dense_folder
 from vitcompress.pipeline.folder import is_done
-from vitcompress.progress import Progress
 from vitcompress.recipe import Recipe
 from vitcompress.study.design import Row, Study
 

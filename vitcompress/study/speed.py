@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from vitcompress import checkpoint
 from vitcompress.bench import accuracy, suite
-from vitcompress.checkpoint import file_sha256, read_json, write_json
 from vitcompress.exporters.folder import export_folder
 from vitcompress.exporters.runtimes import RunnerOptions
-from vitcompress.progress import Progress
+from vitcompress.io.files import file_sha256, read_json, write_json
+from vitcompress.io.progress import Progress
 from vitcompress.study.design import Study
 from vitcompress.study.runs import Run
 

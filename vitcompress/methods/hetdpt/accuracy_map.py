@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitcompress.errors import PlanError
-from vitcompress.wording import choose
+from vitcompress.io.text import choose
 
 DEGREES = (1, 2, 3, 4)
 TIE_SHARE = 0.1

@@ -22,9 +22,9 @@ from annotated_types import Gt
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from vitcompress.checkpoint import read_json, write_json
 from vitcompress.families import Site
 from vitcompress.gates import GatedModel
+from vitcompress.io.files import read_json, write_json
 from vitcompress.learner import TrainingControls
 from vitcompress.methods.depth import KINDS, DepthOptions, Kind, all_layers, gated, in_forward_order, kind_of
 from vitcompress.methods.hetdpt.fast_training import FastTraining, fast_options

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vitcompress.checkpoint import read_json
+from vitcompress.io.files import read_json
 from vitcompress.methods.charts import Chart, Line, ranked
 from vitcompress.methods.upvit.regroup import least_first
 from vitcompress.methods.upvit.scoring import too_few

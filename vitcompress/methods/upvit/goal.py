@@ -12,8 +12,7 @@ from vitcompress.methods.upvit.importance import Component, components
 from vitcompress.methods.upvit.options import Options
 from vitcompress.methods.upvit.regroup import check
 from vitcompress.methods.upvit.target import Target, check_target, depths, target
-from vitcompress.paths import lies_in
-from vitcompress.plan import Plan
+from vitcompress.plan import Plan, lies_in
 
 
 @dataclass(frozen=True)

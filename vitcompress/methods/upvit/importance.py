@@ -24,7 +24,7 @@ from vitcompress.families.answer import answer_block
 from vitcompress.families.edited import branches_of, has_output_act
 from vitcompress.loaders import EvalLoader
 from vitcompress.methods.upvit.deletion import deletion, gated_modules
-from vitcompress.paths import enclosing
+from vitcompress.plan import enclosing
 from vitcompress.surgery import replace_module
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from vitcompress import models
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space, family_of
-from vitcompress.paths import enclosing
+from vitcompress.plan import enclosing
 
 KINDS = {
     "residual": "stream",

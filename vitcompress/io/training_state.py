@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from vitcompress.checkpoint.files import read_json, write_json, writing
-from vitcompress.checkpoint.tensors import load_tensors, save_tensors
+from vitcompress.io.files import read_json, write_json, writing
+from vitcompress.io.tensors import load_tensors, save_tensors
 
 # Count of saves, then the epoch: a state of the same epoch saved again gets a folder of its own too, so that a whole
 # one is there before the older one is touched.

@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vitcompress.checkpoint.files import write
 from vitcompress.errors import WeightsError
+from vitcompress.io.files import write
 
 # What torch.load raises for damaged files: its reader trusts what it reads, so nearly anything.
 DAMAGED = (

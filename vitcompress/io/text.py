@@ -1,6 +1,8 @@
-"""How numbers, ranges and names are written for people."""
+"""Format numbers, ranges, tables and differences of settings as text."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +84,47 @@ def _shortest(name: str, others: Iterable[str]) -> str:
         if not any(Path(other).parts[-count:] == tail for other in others):
             return str(Path(*tail))
     return name
+
+
+NOT_MEASURED = "not measured"
+NONE = "-"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Text in rows and columns, to be drawn by whoever shows it."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def markdown(self) -> str:
+        head = [self.columns, tuple("---:" if self._figures(i) else "---" for i in range(len(self.columns)))]
+        return "\n".join(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in [*head, *self.rows]
+        )
+
+    def _figures(self, column: int) -> bool:
+        """Whether a column stands right: figures do, words, hashes and the first column do not."""
+        cells = [row[column] for row in self.rows if row[column] not in ("", NOT_MEASURED, NONE)]
+        return column > 0 and self.columns[column] != "sha256" and all(re.match(r"[+-]?\d", cell) for cell in cells)
+
+
+SHOWN = 3  # differences that are named
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """`("finetune.epochs", "10")` for every leaf of tables and lists."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield name, repr(value)
+    for key, inner in items or ():
+        yield from leaves(inner, f"{name}.{key}" if name else str(key))
+
+
+def differences(there: Any, here: Any) -> list[str]:
+    """The first leaves in which two tables differ, one in words each, and how many more there are."""
+    before, now = dict(leaves(there)), dict(leaves(here))
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    told = [f"{name} is {before.get(name, 'not set')} there, {now.get(name, 'not set')} here" for name in names[:SHOWN]]
+    return [*told, *([f"{len(names) - SHOWN} more"] if len(names) > SHOWN else [])]

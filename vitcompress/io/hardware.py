@@ -1,9 +1,8 @@
-"""The CUDA GPUs that torch can use here.
+"""CUDA devices that torch can use, and versions of installed packages."""
 
-`torch.cuda.device_count()` asks NVML until CUDA has started, and NVML also counts GPUs that CUDA cannot use: with a
-driver older than this torch's CUDA, in MIG mode without a slice, or in use by one process alone. Whatever is asked of
-those fails.
-"""
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib import metadata
 
 import torch
 
@@ -37,3 +36,12 @@ def because() -> str:
     """`: REASON`, to end a sentence about a missing GPU with; nothing where there is no `problem`."""
     found = problem()
     return f": {found}" if found else ""
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those of `packages` (names of distributions) that are installed."""
+    found = {}
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

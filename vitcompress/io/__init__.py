@@ -1,0 +1,1 @@
+"""Plain data in and out: files, tensors, check results, text, hardware facts. Knows no model."""
