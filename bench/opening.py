@@ -18,12 +18,12 @@ import torch
 from timm.utils.onnx import onnx_export
 from torch import Tensor
 
-from vitcompress import models
 from vitcompress.errors import InputError, VitcompressError, did_you_mean, first_line
 from vitcompress.exporters.runtimes import RUNNERS, Runner, RunnerOptions, open_runner
 from vitcompress.exporters.tensorrt_runner import EngineRunner
 from vitcompress.exporters.torch_runner import TIMM, TORCH_TYPES
 from vitcompress.io import hardware
+from vitcompress.models.create import create_model, input_config
 from vitcompress.precision import HALF
 
 TIMM_ONNX = "timm-onnx:"  # the file that timm itself exports
@@ -151,7 +151,7 @@ def _timm_onnx(name: str, options: RunnerOptions) -> Runner:
             f"{name} is exported by timm in fp32, {options.precision} was asked for",
             hint=f"leave --precision out: files run in their own; in torch {TIMM}NAME runs in {options.precision}",
         )
-    model = models.create(name[len(TIMM_ONNX) :], weights=options.weights)
+    model = create_model(name[len(TIMM_ONNX) :], weights=options.weights)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timm.onnx"
         export_by_timm(model, path)
@@ -163,7 +163,7 @@ def _timm_onnx(name: str, options: RunnerOptions) -> Runner:
 
 def export_by_timm(model: Any, path: Path) -> None:
     """What `timm.utils.onnx.onnx_export` writes with torch's current exporter, at timm's own settings."""
-    size = models.input_config(model).size
+    size = input_config(model).size
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")

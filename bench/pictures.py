@@ -7,10 +7,10 @@ from typing import Any
 
 from vitcompress.bench.plotting import COLOURS, MARKS, new_figure, save
 from vitcompress.bench.structure import LAYERS, WIDTHS, Structure, Width, structure_of
-from vitcompress.checkpoint.folders import PLAN, read_plan
 from vitcompress.errors import ArtifactError
 from vitcompress.methods import METHODS
 from vitcompress.methods.charts import Chart, Line
+from vitcompress.models.checkpoint import PLAN, read_plan
 from vitcompress.plan import Plan
 from vitcompress.verify_slice import STEPS
 

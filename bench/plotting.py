@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from vitcompress import checkpoint
 from vitcompress.errors import InputError, MissingExtraError
+from vitcompress.io.files import write
 
 FORMATS = (".png", ".svg", ".pdf")
 # Told apart by colour-blind readers, too (Okabe & Ito 2008, "Color Universal Design", without black and pale yellow);
@@ -31,5 +31,5 @@ def check_path(path: Path) -> None:
 def save(figure: Any, path: Path) -> Path:
     """Write `figure` as its name says, and return the path. Raises InputError for a format that there is not."""
     check_path(path)
-    checkpoint.write(path, lambda beside: figure.savefig(beside, format=path.suffix[1:], dpi=150))
+    write(path, lambda beside: figure.savefig(beside, format=path.suffix[1:], dpi=150))
     return path

@@ -12,7 +12,7 @@ from timm.data import resolve_data_config
 
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.runtimes import Runner
-from vitcompress.models import InputConfig
+from vitcompress.models.create import InputConfig
 
 NO_NORMALISATION = {"mean": 0.0, "std": 1.0}
 CHANNELS = (1, 3)  # of images that can be read from a data set

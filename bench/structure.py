@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 from timm.utils.misc import natural_key
 from torch import nn
 
-from vitcompress import models
 from vitcompress.families import Family, Space, family_of
+from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan, enclosing
 
 Entry = TypeVar("Entry")
@@ -69,7 +69,7 @@ class Structure:
 
 def structure_of(plan: Plan) -> Structure:
     """What `plan` leaves of the model that it is for; built without weights. Raises InputError where timm cannot."""
-    dense = models.outline(plan.arch, plan.arch_args)
+    dense = create_on_meta(plan.arch, plan.arch_args)
     family = family_of(dense)
     blocks = tuple(family.blocks(dense))
     stages: dict[str, int] = {}

@@ -27,17 +27,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitcompress import checkpoint, onnx_file
+from vitcompress import onnx_file
 from vitcompress.byte_input import from_bytes, to_bytes
-from vitcompress.cost import measure
 from vitcompress.errors import DeviceError, MissingExtraError, VitcompressError
 from vitcompress.evaluate import wilson
 from vitcompress.exporters.onnx_rounded import rounded_answers
 from vitcompress.exporters.runner import Runner
 from vitcompress.exporters.runtimes import RUNNERS, open_runner
 from vitcompress.io.checks import Check, compared, largest_difference
+from vitcompress.io.files import decoded
 from vitcompress.io.progress import Progress
-from vitcompress.models import InputConfig
+from vitcompress.models.checkpoint import PLAN, load_model
+from vitcompress.models.cost import count_cost
+from vitcompress.models.create import InputConfig
 from vitcompress.precision import HALF
 from vitcompress.sidecar import exported_files, input_of, read_sidecar
 
@@ -140,7 +142,7 @@ def _device_of(path: Path) -> str | None:
 
 def _labels(path: Path) -> dict[str, Any]:
     """What an ONNX file says of itself; nothing of other files."""
-    return checkpoint.decoded(onnx_file.metadata(onnx_file.read(path))) if path.suffix == ".onnx" else {}
+    return decoded(onnx_file.metadata(onnx_file.read(path))) if path.suffix == ".onnx" else {}
 
 
 @torch.inference_mode()
@@ -188,7 +190,7 @@ def _range_above(model: nn.Module, path: Path, runner: Runner) -> tuple[int, ...
     built = (read_sidecar(path) or {}).get("build", {}).get("batch")
     if built is None:
         return None
-    most = max(WORK // measure(model, runner.input_size).macs, 1)
+    most = max(WORK // count_cost(model, runner.input_size).macs, 1)
     return tuple(min(images, most) for images in built)
 
 
@@ -242,14 +244,14 @@ def folder_checks(
         for path in known[stem]:
             (progress or Progress()).update("files asked", done, total, path.name)
             done += 1
-            if model is None and not (source / checkpoint.PLAN).is_file():
+            if model is None and not (source / PLAN).is_file():
                 yield Check(
                     f"{PREFIX}{path.name}",
                     "not_run",
                     detail=f"its model is not here to be compared with: there is no {source}",
                 )
                 continue
-            model = checkpoint.load(source) if model is None else model
+            model = load_model(source) if model is None else model
             yield from file_checks(model, path, images, real=real)
     if total:
         (progress or Progress()).update("files asked", total, total)

@@ -12,7 +12,7 @@ from vitcompress.export_options import ExportOptions
 from vitcompress.exporters.attention_widths import check_equal
 from vitcompress.io.files import file_sha256, write_json
 from vitcompress.io.progress import Progress
-from vitcompress.models import InputConfig
+from vitcompress.models.create import InputConfig
 from vitcompress.sidecar import FORMAT, sidecar_path
 
 

@@ -13,7 +13,7 @@ from vitcompress.exporters.gate import FAILED
 from vitcompress.exporters.islands import Search, judge_of, search
 from vitcompress.io.files import write_json
 from vitcompress.io.progress import Progress
-from vitcompress.models import InputConfig
+from vitcompress.models.create import InputConfig
 from vitcompress.ranges import Ranges, check_half, check_islands_help, scan
 
 

@@ -7,14 +7,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from vitcompress import checkpoint, exporters, models
+from vitcompress import exporters
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import agreement, exporting, gate
 from vitcompress.exporters.artifact import Exported, Exporter
 from vitcompress.exporters.tensorrt_engine import source_path
 from vitcompress.io.checks import Check, Verification, amend
+from vitcompress.io.files import decoded
 from vitcompress.io.progress import Progress
+from vitcompress.models.checkpoint import PLAN, load_model, read_plan
+from vitcompress.models.create import input_config
 from vitcompress.sidecar import AGAIN, DENSE, read_sidecar, sidecar_path
 from vitcompress.verify import known_images
 from vitcompress.verify_engine import engine_weights
@@ -47,16 +50,16 @@ def export_folder(
     options = options or ExportOptions()
     exporter.check(options)
     _check_out(exporter, folder, out)
-    model = checkpoint.load(folder)
+    model = load_model(folder)
     images, real = known_images(folder, model)
     path = out or folder / f"model{'' if options.precision == 'fp32' else '-' + options.precision}{exporter.suffix}"
-    plan = checkpoint.read_plan(folder / checkpoint.PLAN)
+    plan = read_plan(folder / PLAN)
     return exporting.export(
         exporter,
         model,
         path,
         images,
-        input=models.input_config(model),
+        input=input_config(model),
         classes=class_names(folder / "model.onnx"),
         plan_digest=plan.digest,
         options=options,
@@ -138,7 +141,7 @@ def _brought(folder: Path, exported: Exported) -> str:
 
 def _held(folder: Path, files: Sequence[Path], *, all_told: bool) -> Verification:
     """The checks of the weights and answers of `files`. all_told: also of the weights of the folder's other files."""
-    model, plan = checkpoint.load(folder), checkpoint.read_plan(folder / checkpoint.PLAN)
+    model, plan = load_model(folder), read_plan(folder / PLAN)
     images, real = known_images(folder, model)
     told = {path for path in files if path.suffix in READABLE} | set(readable_files(folder) if all_told else ())
     weights, table = weight_checks(model, plan, sorted(told))
@@ -149,7 +152,7 @@ def _held(folder: Path, files: Sequence[Path], *, all_told: bool) -> Verificatio
 
 def class_names(path: Path) -> tuple[str, ...]:
     """The class names of an exported file; empty where it has no sidecar: exporters then number the classes."""
-    found = checkpoint.decoded((read_sidecar(path) or {"metadata": {}})["metadata"]).get("classes", [])
+    found = decoded((read_sidecar(path) or {"metadata": {}})["metadata"]).get("classes", [])
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise ArtifactError(f"{sidecar_path(path)} cannot be used: classes is {found!r}, no list of names", hint=AGAIN)
     return tuple(found)

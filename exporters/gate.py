@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from vitcompress import checkpoint
 from vitcompress.errors import ArtifactError, OutputError
 from vitcompress.exporters import agreement
 from vitcompress.exporters.agreement import PREFIX, folder_checks
 from vitcompress.exporters.runtimes import RUNNERS
 from vitcompress.exporters.tensorrt_engine import source_path
 from vitcompress.io.checks import Check, Verification
+from vitcompress.io.files import read_json, write_json
 from vitcompress.io.progress import Progress
 from vitcompress.sidecar import amend_sidecar, exported_files, read_sidecar
 from vitcompress.verify import verify_folder
@@ -83,12 +83,12 @@ def set_aside(path: Path) -> Path:
 def refused(folder: Path) -> dict[str, str]:
     """The files that a run should have exported and could not, by name, and why."""
     path = folder / REFUSED
-    return dict(checkpoint.read_json(path)) if path.is_file() else {}
+    return dict(read_json(path)) if path.is_file() else {}
 
 
 def refuse(folder: Path, files: dict[str, str]) -> None:
     """Remember these `files`, by name, and why."""
-    checkpoint.write_json(folder / REFUSED, files)
+    write_json(folder / REFUSED, files)
 
 
 def verify(

@@ -31,7 +31,7 @@ from vitcompress.exporters.tensorrt_engine import TENSORRT_RTX
 from vitcompress.exporters.tensorrt_flavours import RTX_DEFAULT, capability
 from vitcompress.io.checks import Check
 from vitcompress.io.progress import Progress
-from vitcompress.models import InputConfig
+from vitcompress.models.create import InputConfig
 from vitcompress.precision import expanded, in_short
 from vitcompress.ranges import Ranges, needed_islands, outside, told
 

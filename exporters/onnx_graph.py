@@ -18,15 +18,15 @@ from onnxscript import opset20
 from torch import Tensor, nn
 
 import vitcompress
-from vitcompress import checkpoint
 from vitcompress.byte_input import deployed, folds
 from vitcompress.errors import CheckFailedError, InputError, VitcompressError, first_line
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters.artifact import About, Exported, Exporter, recorded
 from vitcompress.exporters.onnx_linear import join_linear_layers
 from vitcompress.exporters.onnx_tokens import drop_unread_tokens
+from vitcompress.io.files import write
 from vitcompress.io.progress import Progress
-from vitcompress.models import InputConfig
+from vitcompress.models.create import InputConfig
 from vitcompress.precision import HALF, expanded
 from vitcompress.sidecar import sidecar_path
 
@@ -231,11 +231,11 @@ def _save(program: Any, path: Path, external_data: bool | None) -> tuple[str, ..
             data = [file for file in sorted(made.parent.iterdir()) if file != made]
             sidecar_path(path).unlink(missing_ok=True)  # it describes the file that is about to go
             for file in data:
-                checkpoint.write(path.parent / file.name, file.replace)
+                write(path.parent / file.name, file.replace)
             made.replace(beside)
             files.extend([path.name, *(file.name for file in data)])
 
-    checkpoint.write(path, fill)
+    write(path, fill)
     return tuple(files)
 
 

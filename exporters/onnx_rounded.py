@@ -19,10 +19,11 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor
 
-from vitcompress import checkpoint, onnx_file
+from vitcompress import onnx_file
 from vitcompress.errors import ArtifactError
 from vitcompress.exporters.onnx_libraries import said_by
 from vitcompress.exporters.runner import as_given
+from vitcompress.io.files import decoded, writing
 from vitcompress.sidecar import input_of
 
 HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -39,7 +40,7 @@ def rounded_answers(path: Path, images: Tensor) -> Tensor:
         OutputError: weights in a file of their own, in a folder that cannot be written.
     """
     model = onnx_file.read(path)
-    known = checkpoint.decoded(onnx_file.metadata(model))
+    known = decoded(onnx_file.metadata(model))
     takes_bytes = model.graph.input[0].type.tensor_type.elem_type == TensorProto.UINT8
     with _session(path, spelled_out(model)) as session:
         name = session.get_inputs()[0].name
@@ -58,7 +59,7 @@ def _session(path: Path, model: Any) -> Iterator[Any]:
     source = model.SerializeToString()
     with ExitStack() as stack:
         if onnx_file.external_files(model):
-            stack.enter_context(checkpoint.writing(path))
+            stack.enter_context(writing(path))
             beside = stack.enter_context(NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part"))
             beside.write(source)
             beside.flush()

@@ -10,7 +10,7 @@ from torch import Tensor
 from vitcompress.exporters.bound_calls import Bound
 from vitcompress.exporters.onnx_session import Session
 from vitcompress.exporters.runner import RunnerOptions, as_given, described, refuse_settings_of_others, some_bytes
-from vitcompress.models import InputConfig
+from vitcompress.models.create import InputConfig
 from vitcompress.sidecar import input_of
 
 

@@ -15,12 +15,12 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from vitcompress import checkpoint
 from vitcompress.errors import InputError, first_line
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import onnx_graph
 from vitcompress.exporters.artifact import About, Exported, Exporter, recorded
 from vitcompress.exporters.openvino_library import core, load
+from vitcompress.io.files import write
 from vitcompress.io.progress import Progress
 from vitcompress.sidecar import sidecar_path
 
@@ -100,10 +100,10 @@ def _convert(source: Path, path: Path, known: dict[str, str]) -> tuple[str, str]
                 converted.set_rt_info(value, [INFO, key])
             _save(converted, made)
             sidecar_path(path).unlink(missing_ok=True)  # it describes the files that are about to go
-            checkpoint.write(weights, made.with_suffix(".bin").replace)
+            write(weights, made.with_suffix(".bin").replace)
             made.replace(beside)
 
-    checkpoint.write(path, fill)
+    write(path, fill)
     return path.name, weights.name
 
 

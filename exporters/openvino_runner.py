@@ -14,7 +14,7 @@ from vitcompress.exporters.openvino_ir import INFO, unavailable
 from vitcompress.exporters.openvino_library import core, load
 from vitcompress.exporters.runner import RunnerOptions, as_given, described, refuse_settings_of_others
 from vitcompress.io.files import decoded
-from vitcompress.models import InputConfig
+from vitcompress.models.create import InputConfig
 from vitcompress.sidecar import checked_sha256, input_of
 
 HINTS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}

@@ -12,7 +12,7 @@ from torch import Tensor
 from vitcompress.byte_input import to_bytes
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.io.text import span
-from vitcompress.models import InputConfig
+from vitcompress.models.create import InputConfig
 
 # Settings that one runtime alone has, and what runs in it.
 OWNED_SETTINGS = {

@@ -9,13 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vitcompress import checkpoint, models
 from vitcompress.errors import ArtifactError
 from vitcompress.exporters.onnx_runner import OnnxRunner
 from vitcompress.exporters.openvino_runner import OpenVinoRunner
 from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.tensorrt_runner import EngineRunner
 from vitcompress.exporters.torch_runner import TIMM, TorchRunner
+from vitcompress.io.files import file_sha256
+from vitcompress.models.checkpoint import WEIGHTS, load_model
+from vitcompress.models.create import create_model, is_known
 
 __all__ = ["RUNNERS", "Runner", "RunnerOptions", "TorchRunner", "open_runner"]
 
@@ -37,14 +39,14 @@ def open_runner(artifact: str | Path, options: RunnerOptions | None = None, **se
     options = replace(options or RunnerOptions(), **settings)
     name, path = str(artifact), Path(artifact)
     if name.startswith(TIMM):
-        return TorchRunner(models.create(name[len(TIMM) :], weights=options.weights), options, name=name)
+        return TorchRunner(create_model(name[len(TIMM) :], weights=options.weights), options, name=name)
     if path.is_dir():
-        weights = path / checkpoint.WEIGHTS
-        return TorchRunner(checkpoint.load(path), options, name=name, sha256=checkpoint.file_sha256(weights))
+        weights = path / WEIGHTS
+        return TorchRunner(load_model(path), options, name=name, sha256=file_sha256(weights))
     if path.suffix in RUNNERS:
         return RUNNERS[path.suffix](path, options)
     what = "cannot be run" if path.exists() else "does not exist"
     hint = f"give a run folder, timm:NAME, or a file ({', '.join(RUNNERS)})"
-    if models.is_known(name):
+    if is_known(name):
         hint = f"for timm's model of that name give {TIMM}{name}"
     raise ArtifactError(f"{path} {what}", hint=hint)

@@ -17,7 +17,7 @@ import onnx
 import torch
 from torch import nn
 
-from vitcompress import checkpoint, onnx_file
+from vitcompress import onnx_file
 from vitcompress.errors import OutputError, VitcompressError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import onnx_graph
@@ -30,8 +30,9 @@ from vitcompress.exporters.tensorrt_build import Built, build
 from vitcompress.exporters.tensorrt_flavours import RTX, TRT, Flavour, capability, header_of, numbers
 from vitcompress.exporters.tensorrt_runner import EngineRunner
 from vitcompress.exporters.tensorrt_targets import cannot_run, options_of_onnx, refuse, targets_of, unavailable
+from vitcompress.io.files import write_bytes, write_text, writing
 from vitcompress.io.progress import Progress
-from vitcompress.models import InputConfig
+from vitcompress.models.create import InputConfig
 from vitcompress.sidecar import sidecar_path
 
 COMMON = ONNX.uses | {"batch", "sm", "workspace", "keep_onnx"}
@@ -63,13 +64,13 @@ def export(
     refuse(flavour, options)
     targets = targets_of(flavour, options)
     _check_places(path)
-    with checkpoint.writing(path):
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".part") as folder:
             staged = Path(folder) / path.name
             source = _source(model, source_path(staged), options, **about)
             built = build(flavour, source.path, _image(source, about["input"]), options, targets, progress)
-            checkpoint.write_bytes(staged, built.data)
+            write_bytes(staged, built.data)
             built = replace(built, warnings=(*built.warnings, *unfused(model, options.precision)))
             done = _recorded(flavour, staged, source, built, options, targets)
             if cannot_run(flavour) is None and capability() in targets:
@@ -183,7 +184,7 @@ def _inspected(done: Exported, source: Exported, options: ExportOptions) -> Expo
     except VitcompressError as error:
         checks = untold(error.message)
     else:
-        checkpoint.write_text(layers_path(done.path), account)
+        write_text(layers_path(done.path), account)
         nodes = onnx_file.facts(source.path).operators
         checks = truth(layers, options.precision, nodes.get("Softmax", 0) + nodes.get("Attention", 0))
     done = replace(done, build={**done.build, "truth": [check.as_data() for check in checks]})

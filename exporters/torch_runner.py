@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitcompress import models
 from vitcompress.errors import DeviceError, InputError
 from vitcompress.exporters.bound_calls import Bindings, Bound
 from vitcompress.exporters.cuda_queue import Queued
 from vitcompress.exporters.runner import RunnerOptions, described, refuse_settings_of_others
 from vitcompress.io import hardware
+from vitcompress.models.create import input_config
 
 TIMM = "timm:"  # what names of models to be built by timm begin with
 TORCH_TYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -44,7 +44,7 @@ class TorchRunner:
         self._device = _torch_device(self._options)
         self._precision = self._options.precision or "fp32"
         _check_torch_options(self._options, self._device, self._precision)
-        self.input = models.input_config(model)
+        self.input = input_config(model)
         self._type = TORCH_TYPES[self._precision]
         self._classes = getattr(model, "num_classes", None)
         placed = model.eval().to(self._device, self._type)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.families import Site, Space, family_of
-from vitcompress.gates import GatedModel
 from vitcompress.plan import Plan
-from vitcompress.surgery import applied
+from vitcompress.surgery import apply_to_copy
+from vitcompress.surgery.gates import GatedModel
 
 # Two blocks of width 16 on 8x8 images; or three in two stages, 16 and 32 wide, the second block in shifted windows.
 SMALL = {
@@ -214,7 +214,7 @@ def masks(model: nn.Module, kept: dict[str, tuple]) -> dict[str, Tensor]:
 
 def assert_composed(model: nn.Module, plan: Plan, expected: nn.Module, x: Tensor) -> None:
     """`plan` applied to `model` gives `expected`: the same function, and parameters of the same names and shapes."""
-    found = applied(model, plan)
+    found = apply_to_copy(model, plan)
     shapes = [{name: tuple(t.shape) for name, t in m.state_dict().items()} for m in (found, expected)]
     assert shapes[0] == shapes[1]
     assert_same(logits(found, x), logits(expected, x))

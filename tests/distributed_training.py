@@ -16,18 +16,17 @@ from killed_training import ARCH, ARGS, images
 from torch import Tensor
 from torch.nn import functional
 
-from vitcompress import models
 from vitcompress.augmentation import Augmentation
 from vitcompress.distributed import Runtime, start, stop
 from vitcompress.evaluate import judged
 from vitcompress.families import family_of
-from vitcompress.gates import GatedModel
 from vitcompress.io.files import write_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
 from vitcompress.learner import TrainingContext, TrainingControls
 from vitcompress.loaders import EvalLoader, TrainLoader
-from vitcompress.models import input_config
+from vitcompress.models.create import create_model, input_config
+from vitcompress.surgery.gates import GatedModel
 from vitcompress.train import train
 from vitcompress.train_options import TrainOptions
 
@@ -43,7 +42,7 @@ class Wide(GatedModel):
 
 
 def gated() -> Wide:
-    model = models.create(ARCH, ARGS, seed=0)
+    model = create_model(ARCH, ARGS, seed=0)
     family = family_of(model)
     return Wide(model, family, [s for s in family.sites(model) if s.kind in ("attention", "activation")]).double()
 

@@ -16,16 +16,15 @@ from typing import Any
 
 import torch
 
-from vitcompress import models
 from vitcompress.augmentation import Augmentation
 from vitcompress.distributed import Runtime
 from vitcompress.families import family_of
-from vitcompress.gates import GatedModel
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
 from vitcompress.learner import TrainingContext, TrainingControls
-from vitcompress.models import input_config
+from vitcompress.models.create import create_model, input_config
 from vitcompress.sources import ArrayImages
+from vitcompress.surgery.gates import GatedModel
 from vitcompress.train import train
 from vitcompress.train_options import TrainOptions
 
@@ -75,7 +74,7 @@ def run(folder: Path, result: Path, kill: tuple[str, int] | None) -> None:
     torch.set_num_threads(1)
     if kill:
         sys.addaudithook(killer(*kill))
-    model = models.create(ARCH, ARGS, seed=0)
+    model = create_model(ARCH, ARGS, seed=0)
     family = family_of(model)
     gated = GatedModel(model, family, [s for s in family.sites(model) if s.kind in ("attention", "activation")])
     gated.register_forward_hook(lambda *_: sys.audit("vitcompress.step"))

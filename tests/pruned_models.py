@@ -11,6 +11,7 @@ from vitcompress import surgery
 from vitcompress.families import family_of
 from vitcompress.io.checks import Check
 from vitcompress.plan import Plan
+from vitcompress.surgery.depth import depth_plan
 from vitcompress.verify_weights import weight_checks
 
 
@@ -19,10 +20,10 @@ def pruned(variant: str) -> tuple[nn.Module, nn.Module, Plan]:
     dense = build(variant, dtype=torch.float32)
     base = contract(variant).plan
     acts = [] if family_of(dense).not_foldable else having(dense, "activation", [1])
-    plan = base.then(surgery.depth_plan(dense, base, having(dense, "attention", [0]), acts))
-    plan = replace(plan, kept=kept_channels(surgery.applied(dense, plan), {"mlp", "v"}))
-    model = surgery.applied(dense, plan)
-    return dense, model, surgery.fold(model, plan).plan
+    plan = base.then(depth_plan(dense, base, having(dense, "attention", [0]), acts))
+    plan = replace(plan, kept=kept_channels(surgery.apply_to_copy(dense, plan), {"mlp", "v"}))
+    model = surgery.apply_to_copy(dense, plan)
+    return dense, model, surgery.fold_linears(model, plan).plan
 
 
 def file_checks(model: nn.Module, path: Path) -> list[Check]:

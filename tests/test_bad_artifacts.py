@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from command_line import begin, images, refused, run_folder
 from whole_runs import ARCH
 
-from vitcompress import checkpoint, cli, console
+from vitcompress import cli, console
+from vitcompress.models.checkpoint import load_model
 from vitcompress.plan import Plan
 
 
@@ -114,7 +115,7 @@ def test_ctrl_c_at_each_stage_and_the_same_command_continues(monkeypatch: pytest
         assert not [path for path in Path().rglob("*") if ".part" in path.name]
     assert result.exit_code == 0, result.output
     assert len(seen) >= 6, seen
-    assert checkpoint.load("run").plan == Plan.from_json(Path("run/plan.json").read_text())
+    assert load_model("run").plan == Plan.from_json(Path("run/plan.json").read_text())
 
 
 @pytest.mark.parametrize("command", ["verify", "export"])

@@ -15,9 +15,11 @@ import torch
 from click.testing import CliRunner
 from command_line import begin, refused, run_folder
 
-from vitcompress import checkpoint, cli
+from vitcompress import cli
 from vitcompress.exporters.onnx_providers import PROVIDERS
 from vitcompress.io.files import file_sha256
+from vitcompress.io.tensors import save_tensors
+from vitcompress.models.checkpoint import WEIGHTS, load_model
 from vitcompress.sidecar import amend_sidecar, read_sidecar, sidecar_path
 
 tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")
@@ -206,12 +208,12 @@ def test_a_file_with_a_fixed_batch() -> None:
 
 def with_large(layer: str) -> None:
     """Give the run a model in which `layer` gives more than half precision holds."""
-    model = checkpoint.load("run")
+    model = load_model("run")
     with torch.no_grad():
         model.get_submodule(layer).bias.add_(1e5)
-    weights = Path("run", checkpoint.WEIGHTS)
+    weights = Path("run", WEIGHTS)
     weights.unlink()
-    checkpoint.save_tensors(weights, model.state_dict())
+    save_tensors(weights, model.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ from click.testing import CliRunner
 from command_line import RECIPE, begin, images, recipe_with, refused
 from whole_runs import ARCH, ARGS
 
-from vitcompress import checkpoint, cli, models
+from vitcompress import cli
+from vitcompress.io.tensors import save_tensors
+from vitcompress.models.create import create_model
 
 SOURCE = Path(cli.__file__).parents[2]
 
@@ -118,8 +120,8 @@ def test_a_model_of_another_kind(name: str) -> None:
 
 
 def saved(path: str, **changes: Any) -> str:
-    model = models.create(ARCH, {**ARGS, "num_classes": 10, **changes})
-    checkpoint.save_tensors(Path(path), model.state_dict())
+    model = create_model(ARCH, {**ARGS, "num_classes": 10, **changes})
+    save_tensors(Path(path), model.state_dict())
     return path
 
 

@@ -8,7 +8,7 @@ from contracts import build
 from torch import Tensor, nn
 
 from vitcompress.byte_input import deployed, folded, folds, from_bytes, to_bytes
-from vitcompress.models import InputConfig, input_config
+from vitcompress.models.create import InputConfig, input_config
 
 INPUT = InputConfig((3, 8, 8), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bicubic", 0.9, "center")
 

@@ -16,9 +16,9 @@ from contracts import (
 )
 from torch import Tensor, nn
 
-from vitcompress.channel_gates import channel_gates
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
+from vitcompress.surgery.masks import channel_gates
 
 
 def trace(model: nn.Module) -> list:

@@ -10,12 +10,12 @@ import torch
 from contracts import assert_moved, build, contract, every_variant, images, kept_channels, logits, sites_of, without_act
 from torch import nn
 
-from vitcompress.checkpoint.folders import PLAN, WEIGHTS, load, save, save_model
 from vitcompress.errors import ArtifactError, PlanError, WeightsError
 from vitcompress.io.files import write_text
 from vitcompress.io.tensors import load_tensors, part_of, save_tensors
+from vitcompress.models.checkpoint import PLAN, WEIGHTS, load_model, save_model, write_model
 from vitcompress.plan import Plan
-from vitcompress.surgery import apply, fold
+from vitcompress.surgery import apply_plan, fold_linears
 
 # -------------------------------------------------------------------------------------------------------------- models
 
@@ -32,15 +32,15 @@ def compressed(variant: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Mod
         appended={second: "gelu"},
         kept={n: k for n, k in kept.items() if not n.startswith((last, f"{second}.qk", f"{second}.v", f"{second}.sr"))},
     )
-    return model, fold(apply(model, plan), plan).plan
+    return model, fold_linears(apply_plan(model, plan), plan).plan
 
 
 @every_variant
 def test_saved_equals_loaded(variant: str, tmp_path: Path) -> None:
     model, plan = compressed(variant)
     x = images(variant)
-    save_model(tmp_path / "run", model, plan)
-    again = load(tmp_path / "run")
+    write_model(tmp_path / "run", model, plan)
+    again = load_model(tmp_path / "run")
     assert again.plan == plan
     assert not any(module.training for module in again.modules())
     assert list(again.state_dict()) == list(model.state_dict())
@@ -53,12 +53,12 @@ def test_saved_equals_loaded(variant: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_weights_come_back_in_the_type_they_were_saved_in(dtype: torch.dtype, tmp_path: Path) -> None:
     model, plan = compressed("layer_scale", dtype)
-    save_model(tmp_path, model, plan)
-    assert {p.dtype for p in load(tmp_path).parameters()} == {dtype}
+    write_model(tmp_path, model, plan)
+    assert {p.dtype for p in load_model(tmp_path).parameters()} == {dtype}
 
 
 def saved(folder: Path) -> Path:
-    save_model(folder, *compressed("plain"))
+    write_model(folder, *compressed("plain"))
     return folder
 
 
@@ -66,55 +66,55 @@ def saved(folder: Path) -> Path:
 def test_a_folder_without_a_part_is_not_a_finished_run(missing: str, tmp_path: Path) -> None:
     (saved(tmp_path) / missing).unlink()
     with pytest.raises(ArtifactError, match=f"not a finished run folder: {missing} is missing"):
-        load(tmp_path)
+        load_model(tmp_path)
 
 
 def test_an_edited_plan_is_refused(tmp_path: Path) -> None:
     plan = Plan.from_json((saved(tmp_path) / PLAN).read_text())
     write_text(tmp_path / PLAN, replace(plan, appended={}).to_json())
     with pytest.raises(PlanError, match=r"is not the plan that model\.safetensors was saved with"):
-        load(tmp_path)
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b"[1"])
 def test_a_damaged_plan(content: bytes, tmp_path: Path) -> None:
     (saved(tmp_path) / PLAN).write_bytes(content)
     with pytest.raises(PlanError):
-        load(tmp_path)
+        load_model(tmp_path)
 
 
 def test_weights_of_another_shape(tmp_path: Path) -> None:
     plan = Plan.from_json((saved(tmp_path) / PLAN).read_text())
     save_tensors(tmp_path / WEIGHTS, {"head.weight": torch.zeros(3)}, {"plan": plan.digest})
     with pytest.raises(WeightsError, match=r"does not fit its plan: Missing key"):
-        load(tmp_path)
+        load_model(tmp_path)
 
 
 def test_a_model_that_was_trained_further_is_kept_with_another_classifier(tmp_path: Path) -> None:
-    save_model(tmp_path / "run", *compressed("plain", torch.float32))
-    model, x = load(tmp_path / "run"), images("plain", dtype=torch.float32)
+    write_model(tmp_path / "run", *compressed("plain", torch.float32))
+    model, x = load_model(tmp_path / "run"), images("plain", dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
-    assert_moved(logits(model, x), logits(load(tmp_path / "run"), x))
-    save(model, tmp_path / "same")
-    assert torch.equal(logits(load(tmp_path / "same"), x), logits(model, x))
+    assert_moved(logits(model, x), logits(load_model(tmp_path / "run"), x))
+    save_model(model, tmp_path / "same")
+    assert torch.equal(logits(load_model(tmp_path / "same"), x), logits(model, x))
     model.reset_classifier(7)
-    save(model, tmp_path / "seven")
-    again = load(tmp_path / "seven")
+    save_model(model, tmp_path / "seven")
+    again = load_model(tmp_path / "seven")
     assert again.num_classes == 7 and torch.equal(again.head.weight, model.head.weight)
 
 
 def test_models_that_cannot_be_kept_are_told_and_nothing_is_written(tmp_path: Path) -> None:
-    save_model(tmp_path / "run", *compressed("plain", torch.float32))
-    model = load(tmp_path / "run")
+    write_model(tmp_path / "run", *compressed("plain", torch.float32))
+    model = load_model(tmp_path / "run")
     with pytest.raises(ArtifactError, match="run is not empty"):
-        save(model, tmp_path / "run")
+        save_model(model, tmp_path / "run")
     with pytest.raises(ArtifactError, match="the model has no plan"):
-        save(build("plain"), tmp_path / "new")
+        save_model(build("plain"), tmp_path / "new")
     model.norm = nn.LayerNorm(3)
     with pytest.raises(WeightsError, match=r"does not fit its plan: size mismatch for norm\.weight"):
-        save(model, tmp_path / "new")
+        save_model(model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 

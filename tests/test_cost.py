@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from vitcompress.cost import Cost, measure
+from vitcompress.models.cost import Cost, count_cost
 from vitcompress.plan import Plan
-from vitcompress.surgery import applied, apply, depth_plan, fold
+from vitcompress.surgery import apply_plan, apply_to_copy, fold_linears
+from vitcompress.surgery.depth import depth_plan
 
 IMAGENET = (3, 224, 224)
 B, S, T = "deit_base_distilled_patch16_224", "deit_small_distilled_patch16_224", "deit_tiny_distilled_patch16_224"
@@ -39,9 +40,9 @@ def dense() -> dict[str, nn.Module]:
 
 def pruned(model: nn.Module, arch: str, attentions: list, activations: list, bypass: str, *, folded: bool) -> nn.Module:
     plan = depth_plan(model, Plan(arch), attentions, activations, attention_bypass=bypass)
-    small = applied(model, plan)
+    small = apply_to_copy(model, plan)
     if folded:
-        fold(small, plan)
+        fold_linears(small, plan)
     return small
 
 
@@ -56,7 +57,7 @@ def pruned(model: nn.Module, arch: str, attentions: list, activations: list, byp
     ],
 )
 def test_dense_models(dense: dict[str, nn.Module], arch: str, cost: Cost) -> None:
-    assert measure(dense[arch], IMAGENET) == cost
+    assert count_cost(dense[arch], IMAGENET) == cost
 
 
 @pytest.mark.parametrize(
@@ -73,19 +74,21 @@ def test_dense_models(dense: dict[str, nn.Module], arch: str, cost: Cost) -> Non
 def test_hetdpt_models(dense: dict[str, nn.Module], arch: str, layers: str, cost: Cost) -> None:
     """The published mode keeps norm1 of a removed attention; dropping the branch saves its 2 D parameters as well."""
     attentions, activations = LAYERS[layers]
-    assert measure(pruned(dense[arch], arch, attentions, activations, "norm_identity", folded=True), IMAGENET) == cost
-    dropped = measure(pruned(dense[arch], arch, attentions, activations, "drop", folded=True), IMAGENET)
+    assert (
+        count_cost(pruned(dense[arch], arch, attentions, activations, "norm_identity", folded=True), IMAGENET) == cost
+    )
+    dropped = count_cost(pruned(dense[arch], arch, attentions, activations, "drop", folded=True), IMAGENET)
     width = dense[arch].embed_dim
     assert dropped == Cost(cost.params - 2 * width * len(attentions), cost.macs, cost.macs_linear)
 
 
 def test_removing_alone_saves_nothing_in_ffns(dense: dict[str, nn.Module]) -> None:
     """The trainable parameters that HetDPT's training log of DeiT-B without 10 layers shows."""
-    assert measure(pruned(dense[B], B, *LAYERS["B-10"], "norm_identity", folded=False), IMAGENET).params == 75526352
+    assert count_cost(pruned(dense[B], B, *LAYERS["B-10"], "norm_identity", folded=False), IMAGENET).params == 75526352
 
 
 def test_the_published_dropped_count(dense: dict[str, nn.Module]) -> None:
-    assert measure(pruned(dense[B], B, *LAYERS["B-10"], "drop", folded=True), IMAGENET).params == 54859472
+    assert count_cost(pruned(dense[B], B, *LAYERS["B-10"], "drop", folded=True), IMAGENET).params == 54859472
 
 
 # --------------------------------------------------------------------------------------------- other published models
@@ -108,7 +111,7 @@ def giant() -> nn.Module:
 def test_dinov2_giant_without_whole_branches(giant: nn.Module, attentions: int, ffns: int, published: float) -> None:
     """HetDPT's table of DINOv2-Giant on CIFAR-100: only whole FFNs, with norm and LayerScale, give its parameters."""
     plan = depth_plan(giant, Plan(GIANT, GIANT_ARGS), range(attentions), range(ffns), gated_ffn="drop_ffn")
-    found = sum(p.numel() for p in applied(giant, plan).parameters())
+    found = sum(p.numel() for p in apply_to_copy(giant, plan).parameters())
     branch = {"attention": 9443328 + 3072 + 1536, "ffn": 18884096 + 3072 + 1536}
     assert found == 1134923364 - attentions * branch["attention"] - ffns * branch["ffn"]
     assert round(found / 1e6, 2) == published
@@ -133,10 +136,10 @@ def test_dinov2_giant_with_folded_ffns(giant: nn.Module, stand_in: str) -> None:
     width, smallest = 1536, []
     for ffns in (7, 15):
         plan = depth_plan(giant, Plan(GIANT, GIANT_ARGS), range(15 - ffns), range(ffns), gated_ffn=stand_in)
-        small = applied(giant, plan)
+        small = apply_to_copy(giant, plan)
         after = sum(p.numel() for p in small.parameters())
         assert 1134923364 - after == (15 - ffns) * 9447936 + ffns * 4096 * (width + 1)
-        folding = fold(small, plan)
+        folding = fold_linears(small, plan)
         assert sum(name.endswith(".mlp") for name in folding.plan.folded) == ffns
         assert isinstance(small.blocks[0].mlp, nn.Linear)
         pairs = 15 - ffns  # LayerScales of removed attentions are gone already
@@ -163,7 +166,7 @@ def test_dinov2_giant_with_folded_ffns(giant: nn.Module, stand_in: str) -> None:
 )
 def test_dense_models_of_stages(arch: str, cost: Cost) -> None:
     """Published, in millions and G: Swin 28.3 / 4.5, 49.6 / 8.7, 87.8 / 15.4; PVTv2 3.7 / 0.6, 14.0 / 2.1."""
-    assert measure(meta(arch), IMAGENET) == cost
+    assert count_cost(meta(arch), IMAGENET) == cost
 
 
 @pytest.mark.parametrize(
@@ -180,7 +183,7 @@ def test_published_swin_sizes_have_a_reading(
     """The layers of HetDPT's Swin rows are not published; these are one set each of their size and MACs."""
     model = meta(arch)
     small = pruned(model, arch, attentions, activations, "norm_identity", folded=True)
-    found = measure(small, IMAGENET)
+    found = count_cost(small, IMAGENET)
     assert (round(found.params / 1e6, 1), round(found.macs / 1e9, 1)) == (params_m, macs_g)
     without_attention = [
         small.get_submodule(f"layers.2.blocks.{number - 4}") for number in attentions if 4 <= number < 10
@@ -197,7 +200,7 @@ sets = st.lists(st.integers(0, DEPTH - 1), unique=True)
 @given(sets, sets, st.sampled_from(["drop", "norm_identity", "double"]))
 def test_the_closed_form_holds_for_any_layers(attentions: list[int], activations: list[int], bypass: str) -> None:
     width, tokens, patches = 192, 198, 196
-    found = measure(pruned(TINY, T, attentions, activations, bypass, folded=True), IMAGENET)
+    found = count_cost(pruned(TINY, T, attentions, activations, bypass, folded=True), IMAGENET)
     params = 769 * width + 2 * width + tokens * width + 2 * width + 2 * (1000 * width + 1000)
     linear, matmuls = patches * 768 * width + 2 * 1000 * width, 0
     for index in range(DEPTH):
@@ -272,7 +275,7 @@ def pvt_macs(row: Contract, model: nn.Module) -> tuple[int, int]:
 def test_every_variant_is_counted_by_the_closed_form(variant: str) -> None:
     model = build(variant)
     linear, products = expected_macs(variant)
-    found = measure(model, (3, *contract(variant).image_size))
+    found = count_cost(model, (3, *contract(variant).image_size))
     assert found == Cost(sum(p.numel() for p in model.parameters()), linear + products, linear)
 
 
@@ -283,14 +286,14 @@ def test_sliced_widths_are_counted() -> None:
     plan = replace(contract("plain").plan, kept={**kept, "residual": tuple(range(6))})
     linear = 4 * 48 * 6 + 5 * (6 * (8 + 8 + 12) + 12 * 6 + 2 * 6 * 10) + 6 * 5
     products = 5 * 5 * (8 + 12)
-    found = measure(apply(model, plan), (3, 8, 8))
+    found = count_cost(apply_plan(model, plan), (3, 8, 8))
     assert (found.macs_linear, found.macs) == (linear, linear + products)
 
 
 def test_measuring_leaves_the_model_alone() -> None:
     model = build("plain").train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    measure(model, (3, 8, 8))
+    count_cost(model, (3, 8, 8))
     assert model.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert Cost(1, 2, 3).to_dict() == {"params": 1, "macs": 2, "macs_linear": 3}

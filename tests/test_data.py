@@ -15,7 +15,7 @@ from vitcompress.data import DataOptions, open_data, open_test, subset
 from vitcompress.distributed import Runtime
 from vitcompress.errors import DataError, InputError
 from vitcompress.loaders import EvalLoader, TrainLoader
-from vitcompress.models import InputConfig
+from vitcompress.models.create import InputConfig
 from vitcompress.sources import ArrayImages
 
 CPU = Runtime(torch.device("cpu"))

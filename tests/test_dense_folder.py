@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vitcompress.checkpoint.folders import PLAN
+from vitcompress.models.checkpoint import PLAN
 from vitcompress.pipeline.dense import SETTINGS, dense_folder, record_settings
 from vitcompress.recipe import Recipe, dense_key, load_recipe
 

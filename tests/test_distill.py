@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from vitcompress.distill import LossOptions, Objective, both_heads, hard_loss, objective, soft_loss, student_of
 from vitcompress.errors import InputError
-from vitcompress.models import input_config
+from vitcompress.models.create import input_config
 
 
 def test_hard_and_soft_losses_are_deits() -> None:

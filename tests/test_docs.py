@@ -9,9 +9,11 @@ import click
 import pytest
 import torch
 
-from vitcompress import checkpoint, cli, models, recipes
+from vitcompress import cli, recipes
 from vitcompress.errors import VitcompressError
 from vitcompress.exporters import EXPORTERS
+from vitcompress.models.checkpoint import write_model
+from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
 
 ROOT = Path(__file__).parent.parent
@@ -85,7 +87,7 @@ def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
     table = tomllib.loads(recipes.text("digits_hetdpt"))["model"]
     args = {**table["args"], "num_classes": 10}
     plan = Plan(table["name"], args)
-    checkpoint.save_model(tmp_path / "runs" / "digits_hetdpt", models.create(table["name"], args), plan)
+    write_model(tmp_path / "runs" / "digits_hetdpt", create_model(table["name"], args), plan)
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for block in blocks:

@@ -11,8 +11,9 @@ from click.testing import CliRunner
 from command_line import begin, images, refused, tree
 from tiny_study import TINY
 
-from vitcompress import cli, models
+from vitcompress import cli
 from vitcompress.errors import WeightsError
+from vitcompress.models.weights import check_hub
 
 LATENCY = ["--set", "step.0.target=latency", "--set", "step.0.amount=0.5"]
 
@@ -95,5 +96,5 @@ def test_a_study_is_foreseen_alike() -> None:
 
 def test_an_architecture_that_the_hub_has_no_weights_of_is_told_without_the_network() -> None:
     with pytest.raises(WeightsError, match="no weights of vit_small_patch16_18x2_224"):
-        models.check_hub("vit_small_patch16_18x2_224", None, new_head=False)
-    models.check_hub("deit_tiny_patch16_224", 1000, new_head=False)
+        check_hub("vit_small_patch16_18x2_224", None, new_head=False)
+    check_hub("deit_tiny_patch16_224", 1000, new_head=False)

@@ -12,7 +12,7 @@ from vitcompress.distributed import Runtime
 from vitcompress.errors import DataError, VitcompressError
 from vitcompress.evaluate import Accuracy, calibration_images, evaluate, guessed, judged, mcnemar, wilson
 from vitcompress.loaders import EvalLoader
-from vitcompress.models import InputConfig
+from vitcompress.models.create import InputConfig
 from vitcompress.sources import ArrayImages
 
 Predict = Callable[[Tensor], Tensor]

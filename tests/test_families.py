@@ -208,6 +208,6 @@ def test_another_input_size_after_pruning_is_refused_in_words(what: str) -> None
     model.set_input_size(img_size=(48, 32))
     name = "layers.0.blocks.1.attn"
     changes = {"removed": {name: "drop"}} if what == "removed" else {"kept": {"layers.0.blocks.1.qk": (0, 1, 8, 9)}}
-    pruned = surgery.apply(timm.create_model(arch, **args), Plan(arch, args, **changes))  # type: ignore[arg-type]
+    pruned = surgery.apply_plan(timm.create_model(arch, **args), Plan(arch, args, **changes))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModelError, match=r"input size .* cannot be changed"):
         pruned.set_input_size(img_size=(48, 32))

@@ -18,7 +18,8 @@ from contracts import (
 from torch import nn
 
 from vitcompress.families import family_of
-from vitcompress.surgery import applied, apply, depth_plan, fold, product
+from vitcompress.surgery import apply_plan, apply_to_copy, fold_linears, product
+from vitcompress.surgery.depth import depth_plan
 
 
 @every_variant
@@ -26,9 +27,9 @@ def test_folded_equals_unfolded(variant: str) -> None:
     model, x = build(variant), images(variant)
     activations = having(model, "activation", [0, 1])
     plan = depth_plan(model, contract(variant).plan, [0], activations, attention_bypass="norm_identity")
-    unfolded = applied(model, plan)
+    unfolded = apply_to_copy(model, plan)
     folded = deepcopy(unfolded)
-    folding = fold(folded, plan)
+    folding = fold_linears(folded, plan)
     first, second = ("gamma_1", "gamma_2") if family_of(model).name == "eva" else ("ls1", "ls2")
     has_scales = any("gamma" in name for name in model.state_dict())
     scaled = {f"blocks.1.{first}", f"blocks.0.{second}", f"blocks.1.{second}"} if has_scales else set()
@@ -38,8 +39,8 @@ def test_folded_equals_unfolded(variant: str) -> None:
     assert all(isinstance(folded.get_submodule(name), nn.Linear) for name in ffns)
     assert_same(logits(folded, x), logits(unfolded, x))
     assert_moved(logits(folded, x), logits(model, x))
-    assert fold(folded, folding.plan).records == (), "folding again finds nothing"
-    rebuilt = applied(build(variant, seed=1), folding.plan)
+    assert fold_linears(folded, folding.plan).records == (), "folding again finds nothing"
+    rebuilt = apply_to_copy(build(variant, seed=1), folding.plan)
     rebuilt.load_state_dict(folded.state_dict(), strict=True)
     assert torch.equal(logits(rebuilt, x), logits(folded, x))
 
@@ -48,9 +49,9 @@ def test_folded_equals_unfolded(variant: str) -> None:
 def test_fold_records_are_the_true_counts(variant: str) -> None:
     model = build(variant)
     plan = depth_plan(model, contract(variant).plan, [], [0, 1])
-    apply(model, plan)
+    apply_plan(model, plan)
     before = sum(p.numel() for p in model.parameters())
-    records = fold(model, plan).records
+    records = fold_linears(model, plan).records
     assert sum(r.params_before - r.params_after for r in records) == before - sum(p.numel() for p in model.parameters())
     ffn = next(r for r in records if r.module == "blocks.0.mlp")
     assert (ffn.macs_before, ffn.macs_after) == (2 * 16 * 32, 16 * 16)
@@ -82,7 +83,7 @@ def test_the_product_of_two_linear_layers(first_bias: bool, second_bias: bool) -
 def test_weights_stored_in_float32_are_rounded_once() -> None:
     model = build("layer_scale", dtype=torch.float32)
     plan = depth_plan(model, contract("layer_scale").plan, [], [0, 1])
-    records = fold(apply(model, plan), plan).records
+    records = fold_linears(apply_plan(model, plan), plan).records
     assert len(records) == 6
     assert all(0 < record.rounding <= torch.finfo(torch.float32).eps / 2 for record in records)
 
@@ -92,8 +93,8 @@ def test_folded_only_where_the_product_is_cheaper(ratio: float, folds: bool) -> 
     """h (D + D) > D D, that is a hidden width above D / 2 = 8."""
     model, x = build("plain", mlp_ratio=ratio), images("plain")
     plan = depth_plan(model, contract("plain", mlp_ratio=ratio).plan, [], [1])
-    before = logits(apply(model, plan), x)
-    (record,) = fold(model, plan).records
+    before = logits(apply_plan(model, plan), x)
+    (record,) = fold_linears(model, plan).records
     assert record.folded is folds
     assert isinstance(model.blocks[1].mlp, nn.Linear) is folds
     assert (record.macs_after < record.macs_before) is folds
@@ -104,8 +105,8 @@ def test_folded_only_where_the_product_is_cheaper(ratio: float, folds: bool) -> 
 def test_folding_keeps_modes_and_frozen_parameters() -> None:
     model = build("plain")
     plan = depth_plan(model, contract("plain").plan, [0], [0, 1])
-    apply(model, plan).blocks[1].mlp.requires_grad_(False)
-    fold(model, plan)
+    apply_plan(model, plan).blocks[1].mlp.requires_grad_(False)
+    fold_linears(model, plan)
     assert not any(module.training for module in model.modules())
     assert {p.requires_grad for p in model.blocks[1].mlp.parameters()} == {False}
     assert {p.requires_grad for p in model.blocks[0].mlp.parameters()} == {True}

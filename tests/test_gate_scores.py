@@ -20,7 +20,7 @@ from contracts import (
 from torch import Tensor, nn
 
 from vitcompress.families import Site, family_of
-from vitcompress.gates import GatedModel
+from vitcompress.surgery.gates import GatedModel
 
 
 @contextmanager

@@ -21,9 +21,10 @@ from torch import nn
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Site, family_of
-from vitcompress.families.gating import freeze_gate
-from vitcompress.gates import GatedModel
-from vitcompress.surgery import applied, apply, depth_plan
+from vitcompress.families.gated_ffn import freeze_gate
+from vitcompress.surgery import apply_plan, apply_to_copy
+from vitcompress.surgery.depth import depth_plan
+from vitcompress.surgery.gates import GatedModel
 
 OUTPUT_ACTS = ["none", "gelu"]
 
@@ -49,7 +50,7 @@ def test_closed_gates_compute_what_surgery_deploys(variant: str, bypass: str, ou
             open_model.set_gate(site.name, 0.0 if site in removed else 1.0)
         blocks = {kind: [s.index for s in removed if s.kind == kind] for kind in ("attention", "activation")}
         plan = depth_plan(model, contract(variant).plan, blocks["attention"], blocks["activation"], **modes)
-        deployed = applied(model, plan)
+        deployed = apply_to_copy(model, plan)
         for training in (False, True):  # no drop path, no dropout: the same function in both modes
             assert_same(logits(open_model.train(training), x), logits(deployed.train(training), x))
         if removed:
@@ -69,7 +70,7 @@ def test_closed_gates_of_gated_ffns_compute_what_surgery_deploys(gated_ffn: str)
         plan = depth_plan(
             model, contract("swiglu").plan, blocks["attention"], blocks["activation"], gated_ffn=gated_ffn
         )
-        assert_same(logits(open_model, x), logits(applied(model, plan), x))
+        assert_same(logits(open_model, x), logits(apply_to_copy(model, plan), x))
         if removed:
             assert_moved(logits(open_model, x), dense)
 
@@ -81,10 +82,10 @@ def test_a_gate_closed_at_its_mean_is_what_frozen_weights_deploy() -> None:
     open_model = GatedModel(deepcopy(model), family_of(model), layers(model)[3:], gate_means=means).double()
     open_model.set_gate("blocks.1.mlp.act", 0.0)
     expected = logits(open_model, x)
-    without = logits(applied(model, depth_plan(model, contract("swiglu").plan, [], [1])), x)
+    without = logits(apply_to_copy(model, depth_plan(model, contract("swiglu").plan, [], [1])), x)
     freeze_gate(model.blocks[1].mlp, means["blocks.1.mlp"])
     assert_same(logits(model, x), expected)
-    assert_same(logits(applied(model, depth_plan(model, contract("swiglu").plan, [], [1])), x), expected)
+    assert_same(logits(apply_to_copy(model, depth_plan(model, contract("swiglu").plan, [], [1])), x), expected)
     assert_moved(without, expected)
 
 
@@ -92,7 +93,7 @@ def test_a_gate_closed_at_its_mean_is_what_frozen_weights_deploy() -> None:
 def test_gates_on_a_model_that_lost_layers_before(bypass: str) -> None:
     model, x = build("plain"), images("plain")
     base = contract("plain").plan
-    apply(model, depth_plan(model, base, [0], [1], attention_bypass=bypass))
+    apply_plan(model, depth_plan(model, base, [0], [1], attention_bypass=bypass))
     modes = {"attention_bypass": bypass, "both_pruned_output_act": "gelu"}
     open_model = gated(deepcopy(model), **modes)
     assert [site.name for site in open_model.sites] == ["blocks.0.mlp.act", "blocks.1.attn"]
@@ -100,7 +101,7 @@ def test_gates_on_a_model_that_lost_layers_before(bypass: str) -> None:
         for site in open_model.sites:
             open_model.set_gate(site.name, 0.0 if site in removed else 1.0)
         blocks = {kind: [s.index for s in removed if s.kind == kind] for kind in ("attention", "activation")}
-        deployed = applied(model, depth_plan(model, base, blocks["attention"], blocks["activation"], **modes))
+        deployed = apply_to_copy(model, depth_plan(model, base, blocks["attention"], blocks["activation"], **modes))
         assert_same(logits(open_model, x), logits(deployed, x))
 
 
@@ -174,7 +175,7 @@ def test_a_deep_copy_has_gates_scores_and_hooks_of_its_own(bypass: str) -> None:
     copy(x).sum().backward()
     assert all(score.grad is None for score in one.scores)
     assert all(score.grad is not None for score in copy.scores)
-    deployed = applied(
+    deployed = apply_to_copy(
         build("plain"),
         depth_plan(
             build("plain"),

@@ -6,10 +6,9 @@ from pathlib import Path
 import torch
 import whole_runs as world
 
-from vitcompress import checkpoint, models
 from vitcompress.data import open_data
 from vitcompress.evaluate import calibration_images
-from vitcompress.resampling import resampled
+from vitcompress.models.create import create_model, input_config
 
 ARGS = {**world.ARGS, "num_classes": 10}
 GUESSING = "no better than guessing"
@@ -17,10 +16,10 @@ GUESSING = "no better than guessing"
 
 def checkpoint_of_a_script(path: Path, taught: bool) -> None:
     """As timm's train.py writes one: raw weights, averaged ones, the script's options."""
-    raw, averaged = (models.create(world.ARCH, ARGS, seed=seed) for seed in (0, 1))
+    raw, averaged = (create_model(world.ARCH, ARGS, seed=seed) for seed in (0, 1))
     if taught:  # by least squares on what its head is given, which takes no training
         data = open_data(world.recipe(path.parent, text=world.SMALL).data, 0).test
-        images, labels = calibration_images(data, models.input_config(averaged), len(data), 0), data.labels
+        images, labels = calibration_images(data, input_config(averaged), len(data), 0), data.labels
         with torch.no_grad():
             features = averaged.forward_head(averaged.forward_features(images), pre_logits=True)
             wanted = torch.nn.functional.one_hot(torch.from_numpy(labels)).float()
@@ -44,34 +43,3 @@ def test_one_that_does_not_is_told_before_anything_is_chosen_by_it(tmp_path: Pat
     assert "0, 1, 2, 3, 4 and 5 more" in note and "mean 0.5" in note
     assert told.notes.index(note) < 3
     assert [note for note in result.report["notes"] if GUESSING in note]
-
-
-def test_what_timm_resampled_is_told(tmp_path: Path) -> None:
-    """From 16 x 16 pixels to 8 x 8."""
-    made = models.create(world.ARCH, {**ARGS, "img_size": 16})
-    checkpoint.save_tensors(tmp_path / "own.safetensors", made.state_dict())
-    _, told = world.run(tmp_path, *world.BARE, text=world.SMALL, weights=str(tmp_path / "own.safetensors"))
-    assert "dense model: timm resampled pos_embed from 4 x 4 to 2 x 2 patches" in told.notes
-    same = models.create(world.ARCH, {**ARGS, "img_size": 16}, tmp_path / "own.safetensors")
-    assert resampled(same, world.ARCH, tmp_path / "own.safetensors") == []
-
-
-def test_a_non_square_grid_other_patches_and_registers(tmp_path: Path) -> None:
-    made = models.create(world.ARCH, {**ARGS, "img_size": 16, "reg_tokens": 2})
-    checkpoint.save_tensors(tmp_path / "own.safetensors", made.state_dict())
-    args = {**ARGS, "img_size": (8, 16), "patch_size": 2, "reg_tokens": 2}
-    found = resampled(
-        models.create(world.ARCH, args, tmp_path / "own.safetensors"), world.ARCH, tmp_path / "own.safetensors"
-    )
-    assert found == [
-        "timm resampled pos_embed from 4 x 4 to 4 x 8 patches",
-        "timm resampled patch_embed.proj.weight from patches of 4 x 4 to 2 x 2 pixels",
-    ]
-
-
-def test_weights_of_the_hub_are_of_the_size_that_timm_builds_by_default() -> None:
-    larger = models.outline("swin_tiny_patch4_window7_224", {"window_size": 8, "img_size": 256})
-    (told,) = resampled(larger, "swin_tiny_patch4_window7_224", "hub")
-    table = "layers.0.blocks.0.attn.relative_position_bias_table"
-    assert told == f"timm resampled {table} and 11 more like it from windows of 7 x 7 to 8 x 8"
-    assert resampled(larger, "swin_tiny_patch4_window7_224", "random") == []

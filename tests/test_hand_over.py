@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from vitcompress import checkpoint, distributed, pipeline, surgery
+from vitcompress import distributed, pipeline, surgery
 from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError
 from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
+from vitcompress.io.tensors import load_tensors, save_tensors
+from vitcompress.io.training_state import load_state
 from vitcompress.methods import METHODS
+from vitcompress.models.checkpoint import load_model_files
 from vitcompress.pipeline import preflight, stages
 from vitcompress.pipeline.folder import check_folder, opened
 from vitcompress.pipeline.job import Job
@@ -96,23 +99,23 @@ def steps(job: Job, dense: nn.Module) -> stages.Steps:
 def test_what_a_step_leaves_reaches_the_end(job: Job, dense: nn.Module, steps: stages.Steps) -> None:
     """By hand: remove, load what was left, fold, remove; recovery of no epochs keeps exactly that."""
     first = METHODS["fixed"].structure(dense, job.family, job.base, job.recipe.steps[0].options)
-    by_hand = surgery.applied(dense, first)
+    by_hand = surgery.apply_to_copy(dense, first)
     untrained = deepcopy(by_hand)
-    surgery.fold(untrained, job.base)
-    left = checkpoint.load_tensors(job.step_folder(1) / LEFT_WEIGHTS)
+    surgery.fold_linears(untrained, job.base)
+    left = load_tensors(job.step_folder(1) / LEFT_WEIGHTS)
     assert any(not torch.equal(left[name], value) for name, value in by_hand.state_dict().items())
     by_hand.load_state_dict(left)
-    folding = surgery.fold(by_hand, job.base)
+    folding = surgery.fold_linears(by_hand, job.base)
     assert {"blocks.0.mlp", "blocks.0.ls2"} <= set(folding.plan.folded)
     assert same(steps.model, by_hand) and not same(steps.model, untrained)
     assert steps.base.folded == folding.plan.folded and steps.base.removed == {"blocks.0.mlp.act": "identity"}
-    surgery.apply(by_hand, steps.last)
+    surgery.apply_plan(by_hand, steps.last)
     stages.recover(job, dense, steps)
-    assert same(checkpoint.load_parts(job.folder / UNFOLDED_PLAN, job.folder / UNFOLDED), by_hand)
+    assert same(load_model_files(job.folder / UNFOLDED_PLAN, job.folder / UNFOLDED), by_hand)
 
 
 def test_the_plan_alone_rebuilds_the_shapes(dense: nn.Module, job: Job, steps: stages.Steps) -> None:
-    rebuilt = surgery.applied(job.blank, steps.plan).to_empty(device="cpu")
+    rebuilt = surgery.apply_to_copy(job.blank, steps.plan).to_empty(device="cpu")
     rebuilt.load_state_dict(steps.pruned().state_dict())
     x = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(rebuilt.eval()(x), steps.pruned().eval()(x))
@@ -127,7 +130,7 @@ def test_taken_again_nothing_is_trained(job: Job, dense: nn.Module, steps: stage
 
 
 def test_the_step_trains_as_recovery_does(job: Job, steps: stages.Steps) -> None:
-    state = checkpoint.load_state(job.step_folder(1) / "training")
+    state = load_state(job.step_folder(1) / "training")
     assert state is not None
     made_with = state.data["made_with"]["options"]
     assert (made_with["epochs"], made_with["lr"], made_with["distillation"]) == (1, 1e-2, "soft")
@@ -149,14 +152,14 @@ def test_weights_of_another_step_are_refused(tmp_path: Path) -> None:
     dense = stages.dense_model(broken)
     stages.take_steps(broken, dense)
     path = broken.step_folder(1) / LEFT_WEIGHTS
-    tensors = checkpoint.load_tensors(path)
-    checkpoint.save_tensors(path, tensors, {"plan": broken.base.digest})
+    tensors = load_tensors(path)
+    save_tensors(path, tensors, {"plan": broken.base.digest})
     with pytest.raises(ArtifactError, match=r"not as its step left it: weights\.safetensors: sha256 is"):
         stages.take_steps(broken, dense)
     seal(path.parent)
     with pytest.raises(PlanError, match="not the plan that weights"):
         stages.take_steps(broken, dense)
-    checkpoint.save_tensors(path, {"head.weight": tensors["head.weight"]})
+    save_tensors(path, {"head.weight": tensors["head.weight"]})
     seal(path.parent)
     with pytest.raises(WeightsError, match="does not fit its plan"):
         stages.take_steps(broken, dense)
@@ -191,8 +194,8 @@ def test_nose_fades_out_on_the_weights_handed_over(tmp_path: Path) -> None:
     dense = stages.dense_model(faded)
     steps = stages.take_steps(faded, dense)
     stages.recover(faded, dense, steps)
-    kept = checkpoint.load_parts(faded.folder / UNFOLDED_PLAN, faded.folder / UNFOLDED)
-    left = checkpoint.load_tensors(faded.step_folder(1) / LEFT_WEIGHTS)
+    kept = load_model_files(faded.folder / UNFOLDED_PLAN, faded.folder / UNFOLDED)
+    left = load_tensors(faded.step_folder(1) / LEFT_WEIGHTS)
     assert torch.equal(kept.state_dict()["head.weight"], left["head.weight"])
     assert not torch.equal(left["head.weight"], dense.state_dict()["head.weight"])
 

@@ -14,8 +14,11 @@ import whole_runs as world
 from whole_runs import ENVIRONMENT, SMALL
 
 import vitcompress
-from vitcompress import checkpoint, models, pipeline
+from vitcompress import pipeline
 from vitcompress.errors import OutputError
+from vitcompress.io.files import read_json
+from vitcompress.io.tensors import load_tensors
+from vitcompress.models.create import create_model
 
 # ------------------------------------------------------------------------------------------------------ SIGKILL, SIGINT
 
@@ -179,12 +182,12 @@ def test_two_processes_end_where_one_does(tmp_path: Path) -> None:
     world.run(tmp_path / "one", *world.BARE)
     assert said["passed"] is True and len(list((tmp_path / "two").rglob("report.json"))) == 1
     one, other = tmp_path / "one", tmp_path / "two"
-    steps = [checkpoint.read_json(root / "run/state/step-0-hetdpt/choice.json") for root in (one, other)]
+    steps = [read_json(root / "run/state/step-0-hetdpt/choice.json") for root in (one, other)]
     assert steps[0] == steps[1] and steps[0]["attention"] and steps[0]["activation"]
     assert (one / "run/plan.json").read_bytes() == (other / "run/plan.json").read_bytes()
-    start = models.create(world.ARCH, {**world.ARGS, "num_classes": 10}).state_dict()
+    start = create_model(world.ARCH, {**world.ARGS, "num_classes": 10}).state_dict()
     for path in ("run/state/unfolded.safetensors", f"{next(one.glob('dense-*')).name}/model.safetensors"):
-        first, second = (checkpoint.load_tensors(root / path) for root in (one, other))
+        first, second = (load_tensors(root / path) for root in (one, other))
         moved = sum(float((first[name] - start[name]).square().sum()) for name in first) ** 0.5
         apart = sum(float((first[name] - second[name]).square().sum()) for name in first) ** 0.5
         assert apart <= 1e-4 * moved, path

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from vitcompress import models
 from vitcompress.bench import machine, suite
 from vitcompress.distributed import Runtime
 from vitcompress.errors import DeviceError, InputError, PlanError
 from vitcompress.io.progress import Progress
 from vitcompress.methods import METHODS, isomorphic
+from vitcompress.models.create import create_model
 from vitcompress.pipeline import RunOptions, latency, outlook, run
 from vitcompress.pipeline.job import Job, job_for
 from vitcompress.pipeline.latency import check_latency, latency_ms
@@ -28,7 +28,7 @@ def job(folder: Path, *sets: str, device: str = "cpu") -> Job:
 @pytest.mark.parametrize("runtime", ["torch", "onnxruntime"])
 def test_a_model_is_timed_where_it_was_asked_for_and_left_as_it_is(runtime: str, tmp_path: Path) -> None:
     about = job(tmp_path)
-    model = models.create(about.recipe.model.name, about.arch_args)
+    model = create_model(about.recipe.model.name, about.arch_args)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert latency_ms(about, model, runtime) > 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -52,7 +52,7 @@ def test_a_closer_look_takes_the_round_in_which_nothing_else_ran(
         return found
 
     monkeypatch.setattr(suite, "compare", compare)
-    found = latency.undisturbed_ms(about, models.create(about.recipe.model.name, about.arch_args), "torch")
+    found = latency.undisturbed_ms(about, create_model(about.recipe.model.name, about.arch_args), "torch")
     assert len(rounds) == 20 and found == np.median(rounds[7]) < 1000
     assert told[0]["batch"] == 2, "that of the recipe's [bench]"
 
@@ -60,7 +60,7 @@ def test_a_closer_look_takes_the_round_in_which_nothing_else_ran(
 def test_weights_that_half_precision_cannot_hold_are_timed_all_the_same(tmp_path: Path) -> None:
     """In the middle of a run: what cannot be shipped in fp16 is told by its export, when all else is done."""
     about = job(tmp_path, "export.precision=fp16")
-    model = models.create(about.recipe.model.name, about.arch_args)
+    model = create_model(about.recipe.model.name, about.arch_args)
     with torch.no_grad():
         model.get_submodule("head").bias.add_(1e5)
     assert latency_ms(about, model, "onnxruntime") > 0

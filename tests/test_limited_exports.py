@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from vitcompress import checkpoint, models
 from vitcompress.exporters import EXPORTERS
+from vitcompress.models.checkpoint import write_model
+from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
 
 HERE = Path(__file__).parent
@@ -38,7 +39,7 @@ pytestmark = [
 
 def saved(folder: Path, **changes: int) -> Path:
     args = {**ARGS, **changes}
-    checkpoint.save_model(folder, models.create(ARCH, args), Plan(ARCH, args))
+    write_model(folder, create_model(ARCH, args), Plan(ARCH, args))
     return folder
 
 

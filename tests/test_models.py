@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
 
 from vitcompress.errors import InputError, WeightsError
-from vitcompress.models import create, input_config, outline, stir
+from vitcompress.models.create import create_model, create_on_meta, input_config, randomize_constants
 
 ARCH = "vit_tiny_patch16_224"
 SMALL = contract("plain").arch_args
@@ -29,7 +29,7 @@ def saved(tmp_path: Path, variant: str = "plain", suffix: str = "safetensors", *
 def test_random_weights_depend_on_the_seed_alone() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    one, same, other = (create(ARCH, SMALL, seed=seed) for seed in (0, 0, 1))
+    one, same, other = (create_model(ARCH, SMALL, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), before), "the caller's random state stays"
     assert not one.training
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
@@ -38,9 +38,9 @@ def test_random_weights_depend_on_the_seed_alone() -> None:
 
 def test_what_starts_with_one_value_everywhere_is_stirred() -> None:
     args = {"img_size": 32, "patch_size": 16, "embed_dim": 16, "depth": 1, "num_heads": 2, "init_values": 1e-5}
-    model, same, plain = (create("vit_tiny_patch16_224", args) for _ in range(3))
-    stir(model)
-    stir(same)
+    model, same, plain = (create_model("vit_tiny_patch16_224", args) for _ in range(3))
+    randomize_constants(model)
+    randomize_constants(same)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), same.parameters(), strict=True))
     before = dict(plain.named_parameters())
     moved = {name for name, tensor in model.named_parameters() if not torch.equal(tensor, before[name])}
@@ -51,10 +51,10 @@ def test_what_starts_with_one_value_everywhere_is_stirred() -> None:
 
 def test_an_unknown_architecture_gives_the_nearest_names() -> None:
     with pytest.raises(InputError, match="timm has no model 'diet_small_patch16_224'") as caught:
-        create("diet_small_patch16_224")
+        create_model("diet_small_patch16_224")
     assert "deit_small_patch16_224" in (caught.value.hint or "")
     with pytest.raises(InputError) as caught:
-        create("qqqqqqqqqqqqqqqq")
+        create_model("qqqqqqqqqqqqqqqq")
     assert caught.value.hint == "see timm.list_models()"
 
 
@@ -72,7 +72,7 @@ def test_an_unknown_architecture_gives_the_nearest_names() -> None:
 )
 def test_arguments_that_timm_refuses(arch: str, args: dict) -> None:
     with pytest.raises(InputError, match="timm cannot build vit_tiny") as caught:
-        create(arch, args)
+        create_model(arch, args)
     assert not isinstance(caught.value, WeightsError)
     assert "\n" not in caught.value.message and "model.args" in str(caught.value.hint)
 
@@ -88,7 +88,7 @@ def test_arguments_that_timm_refuses(arch: str, args: dict) -> None:
     ],
 )
 def test_refusals_of_timm_come_with_their_reason(arch: str, args: dict, words: str, hint: str) -> None:
-    for made_by in (create, outline):
+    for made_by in (create_model, create_on_meta):
         with pytest.raises(InputError, match=words) as caught:
             made_by(arch, args)
         assert hint in str(caught.value.hint)
@@ -99,9 +99,9 @@ def test_refusals_of_timm_come_with_their_reason(arch: str, args: dict, words: s
 def test_weights_from_a_file(variant: str, suffix: str, tmp_path: Path) -> None:
     model, path = saved(tmp_path, variant, suffix)
     row, x = contract(variant), images(variant, dtype=torch.float32)
-    loaded = create(row.arch, row.arch_args, path)
+    loaded = create_model(row.arch, row.arch_args, path)
     assert torch.equal(logits(loaded, x), logits(model, x))
-    assert not torch.equal(logits(create(row.arch, row.arch_args), x), logits(model, x))
+    assert not torch.equal(logits(create_model(row.arch, row.arch_args), x), logits(model, x))
 
 
 @pytest.mark.parametrize("variant", ["plain", "distilled", "registers", "deit3", "no_class_token"])
@@ -109,7 +109,7 @@ def test_position_embeddings_are_resampled_to_the_input_size(variant: str, tmp_p
     """From a model for 224 to one for 8 x 12; prefix tokens keep their embeddings."""
     model, path = saved(tmp_path, variant, img_size=224, patch_size=16)
     row = contract(variant, img_size=[32, 48], patch_size=16)
-    loaded = create(row.arch, row.arch_args, path)
+    loaded = create_model(row.arch, row.arch_args, path)
     prefix = 0 if model.no_embed_class else model.num_prefix_tokens
     expected = resample_abs_pos_embed(model.pos_embed, (2, 3), (14, 14), num_prefix_tokens=prefix)
     assert torch.equal(loaded.pos_embed, expected)
@@ -122,7 +122,7 @@ def test_relative_position_tables_are_resampled_to_the_window(tmp_path: Path) ->
     """From windows of 4 to windows of 2: 49 relative positions become 9."""
     model, path = saved(tmp_path, "swin")
     row = contract("swin", window_size=2)
-    loaded = create(row.arch, row.arch_args, path)
+    loaded = create_model(row.arch, row.arch_args, path)
     table = "layers.0.blocks.1.attn.relative_position_bias_table"
     before = model.get_parameter(table)
     expected = resize_rel_pos_bias_table(before, (2, 2), (9, 4))
@@ -141,7 +141,7 @@ def test_layer_scales_of_original_deit3_checkpoints_are_renamed(tmp_path: Path) 
     assert set(old) != set(model.state_dict())
     torch.save({"model": old}, tmp_path / "old.pth")
     row = contract("deit3")
-    loaded = create(row.arch, row.arch_args, tmp_path / "old.pth")
+    loaded = create_model(row.arch, row.arch_args, tmp_path / "old.pth")
     x = images("deit3", dtype=torch.float32)
     assert torch.equal(logits(loaded, x), logits(model, x))
 
@@ -158,16 +158,16 @@ def test_layer_scales_of_original_deit3_checkpoints_are_renamed(tmp_path: Path) 
 def test_weights_of_another_architecture(args: dict, told: str, tmp_path: Path) -> None:
     _, path = saved(tmp_path, **args)
     with pytest.raises(WeightsError, match=f"holds the weights of another model: .*{told}") as caught:
-        create(ARCH, SMALL, path)
+        create_model(ARCH, SMALL, path)
     assert caught.value.hint
 
 
 def test_weights_of_something_else_altogether(tmp_path: Path) -> None:
     torch.save(timm.create_model("test_resnet").state_dict(), tmp_path / "resnet.pth")
     with pytest.raises(WeightsError, match="holds the weights of another model"):
-        create(ARCH, SMALL, tmp_path / "resnet.pth")
+        create_model(ARCH, SMALL, tmp_path / "resnet.pth")
     with pytest.raises(WeightsError, match="no weights at"):
-        create(ARCH, SMALL, tmp_path / "none.pth")
+        create_model(ARCH, SMALL, tmp_path / "none.pth")
 
 
 @pytest.mark.parametrize("variant", ["plain", "distilled"])
@@ -175,23 +175,23 @@ def test_another_class_count_needs_a_new_head(variant: str, tmp_path: Path) -> N
     model, path = saved(tmp_path, variant, num_classes=9)
     row = contract(variant)
     with pytest.raises(WeightsError, match="have 9 classes, the data has 5") as caught:
-        create(row.arch, row.arch_args, path)
+        create_model(row.arch, row.arch_args, path)
     assert "new_head" in (caught.value.hint or "")
-    loaded = create(row.arch, row.arch_args, path, new_head=True)
+    loaded = create_model(row.arch, row.arch_args, path, new_head=True)
     assert loaded.head.weight.shape == (5, 16)
     body = {name: tensor for name, tensor in loaded.state_dict().items() if not name.startswith("head")}
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in body.items())
-    fitting = create(row.arch, {**row.arch_args, "num_classes": 9}, path, new_head=True)
+    fitting = create_model(row.arch, {**row.arch_args, "num_classes": 9}, path, new_head=True)
     assert torch.equal(fitting.head.weight, model.head.weight), "a head that fits is kept"
 
 
 def test_the_input_is_what_the_model_was_built_for() -> None:
-    config = input_config(create(ARCH, {**SMALL, "img_size": [8, 12], "in_chans": 1}))
+    config = input_config(create_model(ARCH, {**SMALL, "img_size": [8, 12], "in_chans": 1}))
     assert config.size == (1, 8, 12)
     assert (config.mean, config.std) == ((0.5,), (0.5,))
-    deit = input_config(create("deit_tiny_patch16_224", SMALL))
+    deit = input_config(create_model("deit_tiny_patch16_224", SMALL))
     assert len(set(deit.mean)) == 3
-    grey = input_config(create("deit_tiny_patch16_224", {**SMALL, "in_chans": 1}))
+    grey = input_config(create_model("deit_tiny_patch16_224", {**SMALL, "in_chans": 1}))
     assert grey.mean == pytest.approx((sum(deit.mean) / 3,))
     assert grey.to_dict()["interpolation"] == "bicubic"
 
@@ -199,7 +199,7 @@ def test_the_input_is_what_the_model_was_built_for() -> None:
 def test_float16_files_give_float32_models(tmp_path: Path) -> None:
     model, _ = saved(tmp_path)
     save_file({name: tensor.half() for name, tensor in model.state_dict().items()}, tmp_path / "half.safetensors")
-    loaded = create(ARCH, SMALL, tmp_path / "half.safetensors")
+    loaded = create_model(ARCH, SMALL, tmp_path / "half.safetensors")
     x = images("plain", dtype=torch.float32)
     assert {p.dtype for p in loaded.parameters()} == {torch.float32}
     assert 0 < difference(logits(loaded, x), logits(model, x)) < 0.05

@@ -10,10 +10,12 @@ import whole_runs as world
 from whole_runs import LOGITS, SMALL, digits, logits, onnx_logits, tree
 
 import vitcompress
-from vitcompress import checkpoint, cost, models, pipeline
+from vitcompress import pipeline
 from vitcompress.data import DataOptions, open_data
 from vitcompress.evaluate import calibration_images
-from vitcompress.models import input_config
+from vitcompress.io.files import read_json
+from vitcompress.models.cost import count_cost
+from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
 
 # Keys of report.json, as bench/report.py explains them.
@@ -43,7 +45,7 @@ def test_a_run_leaves_a_folder_that_explains_itself(home: Path, finished: tuple[
     exported = {"dense.onnx", "dense.onnx.json", "model.onnx", "model.onnx.json"}
     reports = {"verify.json", "bench.json", "report.json", "report.md", "log.jsonl", "state"}
     assert files == {"recipe.toml", "plan.json", "model.safetensors"} | exported | reports
-    assert checkpoint.read_json(folder / "verify.json")["passed"] is True
+    assert read_json(folder / "verify.json")["passed"] is True
     stages = {json.loads(line)["stage"] for line in (folder / "log.jsonl").read_text().splitlines()}
     assert {"recovery", "step-0-hetdpt/search", "step-0-hetdpt/attention_01"} <= stages
     assert not [path for path in home.rglob("*") if path.name.endswith(".part")]
@@ -54,13 +56,13 @@ def test_a_run_leaves_a_folder_that_explains_itself(home: Path, finished: tuple[
 @pytest.mark.slow
 def test_the_report_agrees_with_the_folder(finished: tuple[Any, Any]) -> None:
     folder, report = finished[0].folder, finished[0].report
-    assert set(report) >= KEYS and report == checkpoint.read_json(folder / "report.json")
+    assert set(report) >= KEYS and report == read_json(folder / "report.json")
     plan = Plan.from_json((folder / "plan.json").read_text())
     assert report["plan"] == json.loads(plan.to_json()) and report["plan_sha256"] == plan.digest
     assert len(plan.removed) == 2 and len(report["model"]["classes"]) == 10
-    dense, compressed = models.create(plan.arch, plan.arch_args), vitcompress.load(folder)
+    dense, compressed = create_model(plan.arch, plan.arch_args), vitcompress.load(folder)
     for name, model in (("dense", dense), ("compressed", compressed)):
-        assert report["cost"][name] == cost.measure(model, (1, 8, 8)).to_dict()
+        assert report["cost"][name] == count_cost(model, (1, 8, 8)).to_dict()
     assert report["cost"]["compressed"]["macs"] < report["cost"]["dense"]["macs"]
     assert report["files"] == {name: (folder / name).stat().st_size for name in ("dense.onnx", "model.onnx")}
     assert [entry["rows"][0]["runtime"] for entry in report["bench"]] == ["onnxruntime", "torch"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vitcompress.errors import PlanError
 from vitcompress.plan import Plan
-from vitcompress.surgery import applied
+from vitcompress.surgery import apply_to_copy
 
 WHOLE = Plan(
     "deit_tiny_patch16_224",
@@ -192,5 +192,5 @@ def test_plans_one_after_the_other_equal_their_composition(variant: str, steps: 
         fields = dict(step)
         fields["folded"] = tuple(n for n in step.get("folded", ()) if "ls" not in n or hasattr(names[n], "gamma"))
         delta = replace(base, **fields)
-        composed, step_by_step = composed.then(delta), applied(step_by_step, delta)
+        composed, step_by_step = composed.then(delta), apply_to_copy(step_by_step, delta)
     assert_composed(model, composed, step_by_step, images(variant))

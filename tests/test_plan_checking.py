@@ -7,7 +7,8 @@ import torch
 from contracts import build, contract, images, logits
 
 from vitcompress.errors import PlanError
-from vitcompress.surgery import apply, depth_plan
+from vitcompress.surgery import apply_plan
+from vitcompress.surgery.depth import depth_plan
 
 WRONG = {
     "unknown site": ({"removed": {"blocks.9.attn": "drop"}}, "removed.blocks.9.attn: the model has no such"),
@@ -66,7 +67,7 @@ def test_a_plan_that_contradicts_the_model_or_itself(fields: dict, told: str) ->
     model, x = build("plain"), images("plain")
     before = logits(model, x)
     with pytest.raises(PlanError) as caught:
-        apply(model, replace(contract("plain").plan, **fields))
+        apply_plan(model, replace(contract("plain").plan, **fields))
     assert told in caught.value.message
     assert caught.value.hint
     assert torch.equal(logits(model, x), before), "nothing is edited"
@@ -82,16 +83,16 @@ def test_all_contradictions_are_told_at_once() -> None:
         folded=("blocks.0.mlp",),
     )
     with pytest.raises(PlanError) as caught:
-        apply(build("plain"), plan)
+        apply_plan(build("plain"), plan)
     assert len(caught.value.message.splitlines()) == 1 + 7
 
 
 def test_a_plan_may_be_applied_only_once() -> None:
     model = build("plain")
     plan = depth_plan(model, contract("plain").plan, [0], [])
-    apply(model, plan)
+    apply_plan(model, plan)
     with pytest.raises(PlanError, match="has no such attention"):
-        apply(model, plan)
+        apply_plan(model, plan)
 
 
 def test_depth_plans_are_deltas_that_append_where_a_block_has_lost_both() -> None:
@@ -105,7 +106,7 @@ def test_depth_plans_are_deltas_that_append_where_a_block_has_lost_both() -> Non
         "blocks.0.mlp.act": "identity",
     }
     assert first.appended == {"blocks.0": "gelu"}
-    apply(model, first)
+    apply_plan(model, first)
     second = depth_plan(model, first, [1], [3, 2], attention_bypass="double", both_pruned_output_act="gelu")
     assert second.removed == {"blocks.1.attn": "double", "blocks.3.mlp.act": "identity", "blocks.2.mlp.act": "identity"}
     assert second.appended == {"blocks.1": "gelu", "blocks.3": "gelu"}

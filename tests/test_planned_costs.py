@@ -6,12 +6,15 @@ from typing import Any
 import pytest
 from contracts import build, contract, every_variant, kept_channels, spaces_of
 
-from vitcompress import cost, models, surgery
+from vitcompress import surgery
 from vitcompress.families import family_of
 from vitcompress.methods import METHODS, isomorphic
+from vitcompress.models import cost as cost_module
+from vitcompress.models.cost import _counted, count_cost, planned_cost
+from vitcompress.models.create import create_on_meta, input_config
 from vitcompress.pipeline.job import _outline
 from vitcompress.plan import Plan
-from vitcompress.planned_costs import planned_cost
+from vitcompress.surgery.depth import depth_plan
 
 KINDS = {"qk", "v", "mlp", "residual", "sr"}
 
@@ -20,13 +23,13 @@ KINDS = {"qk", "v", "mlp", "residual", "sr"}
 @pytest.mark.parametrize("folds", [False, True], ids=["whole", "folded"])
 def test_a_slice_costs_what_is_counted_on_it(variant: str, folds: bool) -> None:
     base = contract(variant).plan
-    model = models.outline(base.arch, base.arch_args)
+    model = create_on_meta(base.arch, base.arch_args)
     if folds:
         acts = [] if family_of(model).not_foldable else [1]
-        plan = base.then(surgery.depth_plan(model, base, [0], acts))
-        model = surgery.applied(model, plan)
-        surgery.fold(model, plan)
-    size = models.input_config(model).size
+        plan = base.then(depth_plan(model, base, [0], acts))
+        model = surgery.apply_to_copy(model, plan)
+        surgery.fold_linears(model, plan)
+    size = input_config(model).size
     found = planned_cost(model, size)
     assert found is not None
     spaces = spaces_of(model)
@@ -34,7 +37,7 @@ def test_a_slice_costs_what_is_counted_on_it(variant: str, folds: bool) -> None:
     halves = {name: tuple(range(s.size // 2)) for name, s in spaces.items() if not s.attention or s.attention in fewer}
     plans = [replace(base, kept=kept_channels(model, KINDS)), replace(base, kept=halves, heads=fewer), base]
     told = [found(plan) for plan in plans]
-    assert told == [cost.measure(surgery.applied(model, plan), size) for plan in plans]
+    assert told == [count_cost(surgery.apply_to_copy(model, plan), size) for plan in plans]
     assert told[0].macs < told[2].macs and told[1].macs_linear < told[2].macs_linear and told[1].params < told[2].params
 
 
@@ -42,24 +45,26 @@ def test_padded_heads_are_not_told_from_the_whole() -> None:
     model = build("plain")
     narrow = {name: tuple(range(0, s.size, 2)) for name, s in spaces_of(model).items() if s.kind == "qk"}
     names = tuple(space.attention for space in spaces_of(model).values() if space.kind == "qk")
-    padded = surgery.applied(model, Plan("any", kept=narrow, padded=names))
+    padded = surgery.apply_to_copy(model, Plan("any", kept=narrow, padded=names))
     assert planned_cost(padded, (3, 8, 8)) is None and planned_cost(model, (3, 8, 8)) is not None
 
 
 def test_candidates_are_compared_without_running_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, real = list[Any](), cost._counted
-    monkeypatch.setattr(cost, "_counted", lambda *about: counted.append(about) or real(*about))
+    counted, real = list[Any](), _counted
+    monkeypatch.setattr(cost_module, "_counted", lambda *about: counted.append(about) or real(*about))
     base = contract("plain").plan
-    model = models.outline(base.arch, base.arch_args)
-    size = models.input_config(model).size
-    aim = 0.7 * cost.measure(model, size).params / 1e6
+    model = create_on_meta(base.arch, base.arch_args)
+    size = input_config(model).size
+    aim = 0.7 * count_cost(model, size).params / 1e6
     options = METHODS["isomorphic"].options(target="params", amount=aim, align=isomorphic.Alignment(1, 1, 1))
     plan = METHODS["isomorphic"].structure(model, family_of(model), base, options)
     assert len(counted) == 2, "of the whole, here and there"
-    without = surgery.depth_plan(model, base, [], [0])
-    METHODS["isomorphic"].structure(surgery.applied(model, without), family_of(model), base.then(without), options)
+    without = depth_plan(model, base, [], [0])
+    METHODS["isomorphic"].structure(
+        surgery.apply_to_copy(model, without), family_of(model), base.then(without), options
+    )
     assert len(counted) > 12, "it depends on the widths whether an FFN is folded"
-    assert abs(cost.measure(surgery.applied(model, plan), size).params / 1e6 / aim - 1) < 0.05
+    assert abs(count_cost(surgery.apply_to_copy(model, plan), size).params / 1e6 / aim - 1) < 0.05
 
 
 def test_an_architecture_is_built_once_for_all_recipes_of_it() -> None:

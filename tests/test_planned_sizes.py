@@ -6,15 +6,17 @@ import pytest
 from contracts import BYPASSES, contract, every_variant, sites_of, spaces_of
 from torch import nn
 
-from vitcompress import models, surgery
+from vitcompress import surgery
 from vitcompress.families import family_of
+from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan
-from vitcompress.planned_sizes import planned_tensors
+from vitcompress.surgery.depth import depth_plan
+from vitcompress.surgery.shapes import planned_tensors
 from vitcompress.verify_weights import plan_check, plan_rows
 
 
 def outline(plan: Plan) -> nn.Module:
-    return models.outline(plan.arch, plan.arch_args)
+    return create_on_meta(plan.arch, plan.arch_args)
 
 
 def narrow(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -25,13 +27,13 @@ def narrow(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def depth(model: nn.Module, base: Plan, bypass: str = "drop") -> Plan:
     """One attention fewer, and where activations can go one of those."""
     acts = [] if family_of(model).not_foldable else [1]
-    return base.then(surgery.depth_plan(model, base, [0], acts, attention_bypass=bypass))
+    return base.then(depth_plan(model, base, [0], acts, attention_bypass=bypass))
 
 
 def folded(model: nn.Module, plan: Plan) -> Plan:
     """`plan` with every FFN and LayerScale folded that can be, cheaper or not."""
     without = [act.rpartition(".")[0] for act in plan.removed if act.endswith(".act")]
-    pruned = surgery.applied(model, plan)
+    pruned = surgery.apply_to_copy(model, plan)
     return replace(plan, folded=(*without, *family_of(pruned).scales(pruned)))
 
 
@@ -41,7 +43,7 @@ def test_depth(variant: str, bypass: str) -> None:
     base = contract(variant).plan
     dense = outline(base)
     plan = folded(dense, depth(dense, base, bypass))
-    check = plan_check(plan_rows(plan), surgery.applied(dense, plan))
+    check = plan_check(plan_rows(plan), surgery.apply_to_copy(dense, plan))
     assert check.verdict == "passed", check.detail
     changes = {row.change for row in planned_tensors(dense, plan)}
     assert "removed" in changes and ("folded" in changes) != bool(family_of(dense).not_foldable)
@@ -53,7 +55,7 @@ def test_width(variant: str) -> None:
     dense = outline(base)
     heads = {space.attention: space.heads // 2 for space in spaces_of(dense).values() if space.attention}
     plan = replace(base, kept=narrow(dense), heads=heads)
-    check = plan_check(plan_rows(plan), surgery.applied(dense, plan))
+    check = plan_check(plan_rows(plan), surgery.apply_to_copy(dense, plan))
     assert check.verdict == "passed", check.detail
     rows = {row.name: row for row in planned_tensors(dense, plan)}
     assert all(row.change == "sliced" for name, row in rows.items() if name.endswith("attn.qkv.weight"))
@@ -64,9 +66,9 @@ def test_both(variant: str) -> None:
     base = contract(variant).plan
     dense = outline(base)
     plan = depth(dense, base)
-    left = surgery.applied(dense, plan)
+    left = surgery.apply_to_copy(dense, plan)
     plan = folded(dense, replace(plan, kept=narrow(left)))
-    check = plan_check(plan_rows(plan), surgery.applied(dense, plan))
+    check = plan_check(plan_rows(plan), surgery.apply_to_copy(dense, plan))
     assert check.verdict == "passed", check.detail
 
 
@@ -81,10 +83,10 @@ def test_another_size_fails(wrong: str) -> None:
         "one channel more": replace(plan, kept={"residual": tuple(range(9))}),
         "another tensor": plan,
     }
-    model = surgery.applied(dense, others[wrong])
+    model = surgery.apply_to_copy(dense, others[wrong])
     if wrong == "another tensor":
         model.register_parameter("more", nn.Parameter(model.get_parameter("cls_token")))
-    assert plan_check(plan_rows(plan), surgery.applied(dense, plan)).verdict == "passed"
+    assert plan_check(plan_rows(plan), surgery.apply_to_copy(dense, plan)).verdict == "passed"
     check = plan_check(plan_rows(plan), model)
     assert check.verdict == "failed" and "planned" in check.detail
 

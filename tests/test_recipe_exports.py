@@ -17,10 +17,13 @@ from damage import carry
 from PIL import Image
 from whole_runs import ARCH, ARGS, SMALL
 
-from vitcompress import checkpoint, cli, models
+from vitcompress import cli
 from vitcompress.errors import InputError
 from vitcompress.exporters import EXPORTERS, gate
 from vitcompress.exporters.runtimes import open_runner
+from vitcompress.io.tensors import save_tensors
+from vitcompress.models.checkpoint import load_model
+from vitcompress.models.create import create_model, input_config
 from vitcompress.sidecar import read_sidecar
 
 HALF = SMALL + '[export]\nprecision = "fp16"\n'
@@ -83,8 +86,8 @@ def test_the_lines_of_the_report_give_the_file_bytes(finished: tuple[Any, world.
     shutil.copy(folder / "model.onnx", tmp_path)
     code = code.replace("photo.jpg", "photo.png")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    model = checkpoint.load(folder)
-    config = models.input_config(model)
+    model = load_model(folder)
+    config = input_config(model)
     images = (torch.from_numpy(pixels).float()[None, None] / 255 - config.mean[0]) / config.std[0]
     expected = open_runner(folder / "model.onnx")(images).argmax(1)
     assert done.stdout.strip() == str(int(expected))
@@ -96,13 +99,13 @@ def test_the_lines_of_the_report_give_the_file_bytes(finished: tuple[Any, world.
 
 def overflowing(path: Path, *, only_head: bool = False) -> str:
     """Weights of a model whose residual stream is too large for fp16, or whose head alone is."""
-    model = models.create(ARCH, {**ARGS, "num_classes": 10})
+    model = create_model(ARCH, {**ARGS, "num_classes": 10})
     with torch.no_grad():
         if only_head:
             model.get_submodule("head").weight.mul_(1e6)
         else:
             model.get_submodule("patch_embed.proj").bias.add_(1e5)
-    checkpoint.save_tensors(path, model.state_dict())
+    save_tensors(path, model.state_dict())
     return str(path)
 
 

@@ -12,6 +12,7 @@ from vitcompress import surgery
 from vitcompress.error_bounds import reference
 from vitcompress.io.checks import largest_difference
 from vitcompress.rounding import arithmetic_limit, factor, storage_limit, unit_roundoff
+from vitcompress.surgery.depth import depth_plan
 from vitcompress.verify_fold import fold_checks
 
 
@@ -70,10 +71,10 @@ def test_the_limit_is_in_proportion_to_the_roundoff() -> None:
 def folding() -> tuple[nn.Module, nn.Module, list[str]]:
     """A model in float32 before and after two of its FFNs are folded, and their names."""
     model, base = build("plain", dtype=torch.float32), contract("plain").plan
-    plan = base.then(surgery.depth_plan(model, base, [1], having(model, "activation", [0, 1])))
-    unfolded = surgery.apply(model, plan)
+    plan = base.then(depth_plan(model, base, [1], having(model, "activation", [0, 1])))
+    unfolded = surgery.apply_plan(model, plan)
     folded = deepcopy(unfolded)
-    return unfolded, folded, list(surgery.fold(folded, plan).plan.folded)
+    return unfolded, folded, list(surgery.fold_linears(folded, plan).plan.folded)
 
 
 def bias_of_one_channel(model: nn.Module) -> None:

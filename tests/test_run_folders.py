@@ -9,8 +9,11 @@ import pytest
 import whole_runs as world
 from whole_runs import SMALL, tree, with_steps
 
-from vitcompress import checkpoint, models, pipeline
+from vitcompress import pipeline
 from vitcompress.errors import InputError, OutputError, PlanError, WeightsError
+from vitcompress.io.tensors import save_tensors
+from vitcompress.models.checkpoint import write_model
+from vitcompress.models.create import create_model
 from vitcompress.pipeline.folder import HEADER, difference, opened, sole_user, written_recipe
 from vitcompress.plan import Plan
 
@@ -42,8 +45,8 @@ def test_a_folder_of_another_recipe_is_refused(small: Path) -> None:
 
 def test_structure_only_is_not_the_whole_run(tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
-    model = models.create(world.ARCH, {**world.ARGS, "num_classes": 10}, seed=5)
-    checkpoint.save_tensors(tmp_path / "weights" / "own.safetensors", model.state_dict())
+    model = create_model(world.ARCH, {**world.ARGS, "num_classes": 10}, seed=5)
+    save_tensors(tmp_path / "weights" / "own.safetensors", model.state_dict())
     same = {"weights": str(tmp_path / "weights" / "own.safetensors"), "text": SMALL}
     world.run(tmp_path, *world.BARE, "model.classes=10", structure_only=True, **same)
     with pytest.raises(OutputError, match=r"another recipe \(structure only there, a whole run here\)"):
@@ -173,7 +176,7 @@ def test_settings_that_contradict_the_method_are_refused(tmp_path: Path) -> None
 def test_a_teacher_that_cannot_teach_is_refused_first(small: Path, tmp_path: Path) -> None:
     for name, changes, said in (("classes", {"num_classes": 7}, "7 classes"), ("size", {"img_size": 16}, "images of")):
         args = {**world.ARGS, "num_classes": 10, **changes}
-        checkpoint.save_model(tmp_path / name, models.create(world.ARCH, args), Plan(world.ARCH, args))
+        write_model(tmp_path / name, create_model(world.ARCH, args), Plan(world.ARCH, args))
         before = tree(tmp_path)
         with pytest.raises(InputError, match=said):
             world.run(small, *world.BARE, f"finetune.teacher={tmp_path / name}", name="taught")

@@ -11,13 +11,18 @@ from torch import nn
 from whole_runs import LOGITS, SMALL, digits, logits, onnx_logits, tree, with_steps
 
 import vitcompress
-from vitcompress import checkpoint, cost, models, pipeline, surgery
+from vitcompress import pipeline, surgery
 from vitcompress.data import open_data
 from vitcompress.errors import WeightsError
 from vitcompress.families import Family, family_of
-from vitcompress.gates import GatedModel
+from vitcompress.io.tensors import save_tensors
+from vitcompress.io.training_state import load_state
 from vitcompress.methods import METHODS
+from vitcompress.models.checkpoint import load_model_files
+from vitcompress.models.cost import count_cost
+from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
+from vitcompress.surgery.gates import GatedModel
 
 
 def test_without_held_out_images_fixed_layers_are_still_removed(tmp_path: Path) -> None:
@@ -42,7 +47,7 @@ def test_structure_only_needs_neither_data_nor_training(tmp_path: Path, arch: st
     assert report["model"]["input"]["size"] == [1, height, width] and len(report["model"]["classes"]) == 1000
     dense, compressed = vitcompress.load(folder / "state" / "dense"), vitcompress.load(folder)
     for name, model in (("dense", dense), ("compressed", compressed)):
-        assert report["cost"][name] == cost.measure(model, (1, height, width)).to_dict()
+        assert report["cost"][name] == count_cost(model, (1, height, width)).to_dict()
         assert report["cost"][name]["macs_linear"] < report["cost"][name]["macs"]
     assert all(len(tensor.unique()) > 1 for model in (dense, compressed) for tensor in model.parameters())
     images = torch.randn(3, 1, height, width, generator=torch.Generator().manual_seed(0))
@@ -74,12 +79,12 @@ def test_structure_only_counts_the_classes_of_the_data(tmp_path: Path) -> None:
 
 
 def own_weights(folder: Path, suffix: str, classes: int) -> tuple[Path, nn.Module]:
-    model = models.create(world.ARCH, {**world.ARGS, "num_classes": classes}, seed=7)
+    model = create_model(world.ARCH, {**world.ARGS, "num_classes": classes}, seed=7)
     path = folder / f"own{suffix}"
     if suffix == ".pth":
         torch.save({"model": model.state_dict()}, path)
     else:
-        checkpoint.save_tensors(path, model.state_dict())
+        save_tensors(path, model.state_dict())
     return path, model
 
 
@@ -120,8 +125,8 @@ def test_a_dry_run_tells_the_work_and_writes_nothing(tmp_path: Path) -> None:
     assert rows["hetdpt: step 2, importance search"] == (1, 2, 80)
     assert rows["judge on the test images"] == (1, None, 540)
     assert {"fold", "export onnx", "verify", "measure (paper, batch 2)"} <= set(rows)
-    dense = models.create(world.ARCH, {**world.ARGS, "num_classes": 10})
-    assert found["cost"]["dense"] == cost.measure(dense, (1, 8, 8)).to_dict()
+    dense = create_model(world.ARCH, {**world.ARGS, "num_classes": 10})
+    assert found["cost"]["dense"] == count_cost(dense, (1, 8, 8)).to_dict()
     assert found["cost"]["compressed"]["macs"] < found["cost"]["dense"]["macs"]
 
 
@@ -174,19 +179,19 @@ def test_what_faded_out_is_what_is_deployed(tmp_path: Path, steps: list[str]) ->
     )
     assert len(before.removed) == (2 if len(steps) > 1 else 0)
 
-    model = surgery.apply(models.create(plan.arch, plan.arch_args), before)
+    model = surgery.apply_plan(create_model(plan.arch, plan.arch_args), before)
     family = family_of(model)
     sites = [site for site in family.sites(model) if site.name in last.removed]
     gated = GatedModel(
         model, family, sites, attention_bypass=next(iter({*last.removed.values()} - {"identity"}), "drop")
     )
-    kept = checkpoint.load_state(state / "recovery")
+    kept = load_state(state / "recovery")
     assert kept is not None
     gated.load_state_dict({name.removeprefix("module."): value for name, value in kept.tensors.items()})
     assert set(gated.gate_values().values()) == {0.0}, "faded out when training ends"
 
     images = digits(model)
-    deployed = logits(checkpoint.load_parts(state / "unfolded_plan.json", state / "unfolded.safetensors"), images)
+    deployed = logits(load_model_files(state / "unfolded_plan.json", state / "unfolded.safetensors"), images)
     scale = max(1.0, float(deployed.abs().max()))
     assert float((logits(gated, images) - deployed).abs().max()) <= LOGITS * scale
     assert float((logits(vitcompress.load(result.folder), images) - deployed).abs().max()) <= LOGITS * scale

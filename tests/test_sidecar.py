@@ -20,7 +20,7 @@ from vitcompress.exporters.artifact import Exported
 from vitcompress.exporters.folder import class_names
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.io.checks import Check
-from vitcompress.models import input_config
+from vitcompress.models.create import input_config
 from vitcompress.sidecar import (
     Sidecar,
     amend_sidecar,

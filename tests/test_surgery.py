@@ -23,17 +23,18 @@ from contracts import (
 )
 from torch import Tensor, nn
 
-from vitcompress.channel_gates import channel_gates
 from vitcompress.families import family_of
-from vitcompress.families.pooling import SlicedPool
+from vitcompress.families.attention_pool import SlicedPool
 from vitcompress.plan import Plan
-from vitcompress.surgery import applied, apply, depth_plan, fold
+from vitcompress.surgery import apply_plan, apply_to_copy, fold_linears
+from vitcompress.surgery.depth import depth_plan
+from vitcompress.surgery.masks import channel_gates
 
 
 @every_variant
 def test_the_identity_plan_gives_timms_model_bit_for_bit(variant: str) -> None:
     model, x = build(variant), images(variant)
-    same = applied(model, contract(variant).plan)
+    same = apply_to_copy(model, contract(variant).plan)
     assert [type(m) for m in same.modules()] == [type(m) for m in model.modules()]
     assert torch.equal(logits(same, x), logits(model, x))
     assert all(torch.equal(same.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
@@ -68,19 +69,19 @@ def test_masked_equals_sliced(variant: str, kinds: set[str], whole_heads: bool) 
     with channel_gates(model, family_of(model), masks(model, plan.kept)):
         masked = logits(model, x)
     assert_moved(masked, logits(model, x))
-    assert_same(logits(applied(model, plan), x), masked)
+    assert_same(logits(apply_to_copy(model, plan), x), masked)
 
 
 def test_masked_equals_sliced_on_a_model_that_lost_layers_before() -> None:
     x = images("layer_scale")
     model = build("layer_scale", depth=4)
     plan = depth_plan(model, contract("layer_scale", depth=4).plan, [0, 2], [1, 2], attention_bypass="norm_identity")
-    fold(apply(model, plan), plan)
+    fold_linears(apply_plan(model, plan), plan)
     kept = kept_channels(model, {"qk", "v", "mlp", "residual"})
     with channel_gates(model, family_of(model), masks(model, kept)):
         masked = logits(model, x)
     assert_moved(masked, logits(model, x))
-    assert_same(logits(applied(model, replace(plan, removed={}, kept=kept)), x), masked)
+    assert_same(logits(apply_to_copy(model, replace(plan, removed={}, kept=kept)), x), masked)
 
 
 STAGED = ["swin", "swin_padded", "swin_dynamic", "swin_head_dim", "pvt", "pvt_linear"]
@@ -95,7 +96,7 @@ def test_a_block_without_its_ffn_computes_what_it_did_around_its_attention(varia
         silent = deepcopy(model)
         for parameter in silent.get_submodule(f"{ffn}.fc2").parameters():
             parameter.data.zero_()
-        small = applied(model, replace(contract(variant).plan, removed={ffn: "drop"}))
+        small = apply_to_copy(model, replace(contract(variant).plan, removed={ffn: "drop"}))
         assert_same(logits(small, x), logits(silent, x))
         assert_moved(logits(small, x), logits(model, x))
 
@@ -105,13 +106,13 @@ def test_masked_equals_sliced_on_rewired_blocks_and_again(variant: str) -> None:
     model, x = build(variant, depth=4), images(variant)
     blocks = list(family_of(model).blocks(model))
     removed = {f"{blocks[1]}.mlp": "drop", f"{blocks[2]}.attn": "norm_identity", f"{blocks[3]}.mlp": "drop"}
-    apply(model, replace(contract(variant, depth=4).plan, removed=removed))
+    apply_plan(model, replace(contract(variant, depth=4).plan, removed=removed))
     for whole_heads in (False, True, False):  # the last time sliced again
         plan = sliced_plan(model, variant, {"qk", "v", "mlp", "residual", "sr"}, whole_heads=whole_heads)
         with channel_gates(model, family_of(model), masks(model, plan.kept)):
             masked = logits(model, x)
         assert_moved(masked, logits(model, x))
-        small = applied(model, plan)
+        small = apply_to_copy(model, plan)
         assert_same(logits(small, x), masked)
         model = small if not whole_heads else model
 
@@ -119,7 +120,7 @@ def test_masked_equals_sliced_on_rewired_blocks_and_again(variant: str) -> None:
 def test_the_order_of_kept_channels_is_the_order_of_the_result() -> None:
     model = build("plain")
     order = (7, 3, 11, 0)
-    narrow = applied(model, replace(contract("plain").plan, kept={"blocks.1.mlp": order}))
+    narrow = apply_to_copy(model, replace(contract("plain").plan, kept={"blocks.1.mlp": order}))
     assert torch.equal(narrow.blocks[1].mlp.fc1.weight, model.blocks[1].mlp.fc1.weight[list(order)])
     assert torch.equal(narrow.blocks[1].mlp.fc2.weight, model.blocks[1].mlp.fc2.weight[:, list(order)])
     assert narrow.blocks[1].mlp.fc1.out_features == narrow.blocks[1].mlp.fc2.in_features == 4
@@ -129,7 +130,7 @@ def test_slicing_keeps_modes_and_frozen_parameters() -> None:
     model = build("plain", attn_drop_rate=0.5)
     x = images("plain")
     model.blocks[0].attn.qkv.weight.requires_grad_(False)
-    sliced = applied(model, sliced_plan(model, "plain", {"qk", "mlp"}, whole_heads=False))
+    sliced = apply_to_copy(model, sliced_plan(model, "plain", {"qk", "mlp"}, whole_heads=False))
     assert not any(module.training for module in sliced.modules())
     assert torch.equal(logits(sliced, x), logits(sliced, x)), "attention dropout must rest in eval mode"
     assert not torch.equal(logits(sliced.train(), x), logits(sliced, x))
@@ -140,7 +141,7 @@ def test_slicing_keeps_modes_and_frozen_parameters() -> None:
 def test_attention_that_keeps_its_head_width_stays_timms_own() -> None:
     model = build("plain")
     kept = {f"blocks.0.{kind}": tuple(range(4, 12)) for kind in ("qk", "v")}
-    sliced = applied(model, replace(contract("plain").plan, kept=kept, heads={"blocks.0.attn": 2}))
+    sliced = apply_to_copy(model, replace(contract("plain").plan, kept=kept, heads={"blocks.0.attn": 2}))
     assert type(sliced.blocks[0].attn) is type(model.blocks[0].attn)
     assert (sliced.blocks[0].attn.num_heads, sliced.blocks[0].attn.attn_dim) == (2, 8)
 
@@ -150,8 +151,8 @@ def test_a_pool_stays_timms_own_where_its_heads_fill_the_stream() -> None:
     model, x = build("attention_pool"), images("attention_pool")
     kept = {f"attn_pool.{kind}": tuple(range(4, 12)) for kind in ("qk", "v")}
     plan = replace(contract("attention_pool").plan, kept=kept, heads={"attn_pool": 2})
-    assert type(applied(model, plan).attn_pool) is SlicedPool
-    sliced = applied(model, replace(plan, kept={**kept, "residual": tuple(range(8))}))
+    assert type(apply_to_copy(model, plan).attn_pool) is SlicedPool
+    sliced = apply_to_copy(model, replace(plan, kept={**kept, "residual": tuple(range(8))}))
     pool, like = sliced.attn_pool, type(model.attn_pool)(8, num_heads=2, mlp_ratio=4.0, norm_layer=nn.LayerNorm)
     assert type(pool) is type(like)
     names = ("num_heads", "head_dim", "latent_dim", "out_features", "scale")
@@ -180,7 +181,7 @@ def block_by_hand(block: nn.Module, x: Tensor, bypass: str, *, act: bool, gelu: 
 def test_removed_layers_leave_the_published_formulas(variant: str, bypass: str, output_act: str) -> None:
     model, x = build(variant), torch.randn(2, 5, 16, dtype=torch.float64)
     modes = {"attention_bypass": bypass, "both_pruned_output_act": output_act}
-    pruned = applied(model, depth_plan(model, contract(variant).plan, [0, 1], [1], **modes))
+    pruned = apply_to_copy(model, depth_plan(model, contract(variant).plan, [0, 1], [1], **modes))
     for index, act in ((0, True), (1, False)):
         gelu = output_act == "gelu" and not act
         expected = block_by_hand(model.blocks[index], x, bypass, act=act, gelu=gelu)
@@ -201,7 +202,7 @@ def test_a_block_with_nothing_to_compute_disappears_and_the_others_keep_their_nu
     removed: dict[str, str], left: list[str]
 ) -> None:
     model, x = build("plain", depth=3), images("plain")
-    pruned = applied(model, replace(contract("plain", depth=3).plan, removed=removed))
+    pruned = apply_to_copy(model, replace(contract("plain", depth=3).plan, removed=removed))
     assert [name for name, _ in pruned.blocks.named_children()] == left
     assert [entry["module"] for entry in pruned.feature_info] == [f"blocks.{name}" for name in left]
     assert_moved(logits(pruned, x), logits(model, x))
@@ -219,7 +220,7 @@ def test_a_block_left_with_an_output_activation_stays() -> None:
         appended={"blocks.0": "gelu"},
     )
     x = torch.randn(2, 3, 16, dtype=torch.float64)
-    assert torch.equal(applied(model, plan).blocks[0](x), nn.functional.gelu(x))
+    assert torch.equal(apply_to_copy(model, plan).blocks[0](x), nn.functional.gelu(x))
 
 
 def edited(variant: str) -> nn.Module:
@@ -234,7 +235,7 @@ def edited(variant: str) -> nn.Module:
         folded=(f"{last}.mlp",) if linear else (),
     )
     plan.kept.pop(f"{third}.qk", None)
-    return apply(model, plan)
+    return apply_plan(model, plan)
 
 
 @every_variant

@@ -7,7 +7,8 @@ import pytest
 from command_line import begin, recipe_with, refused
 from whole_runs import ARCH, ARGS
 
-from vitcompress import checkpoint, models
+from vitcompress.models.checkpoint import WEIGHTS, write_model
+from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
 
 
@@ -19,8 +20,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def teacher_run(**changes: Any) -> str:
     """A folder with a model that knows the digits' classes, differing from the student."""
     arguments = {**ARGS, "num_classes": 10, **changes}
-    model = models.create(ARCH, arguments)
-    checkpoint.save_model(Path("teacher"), model, Plan(ARCH, arguments))
+    model = create_model(ARCH, arguments)
+    write_model(Path("teacher"), model, Plan(ARCH, arguments))
     return "teacher"
 
 
@@ -36,7 +37,7 @@ def test_a_teacher_of_other_classes() -> None:
 
 
 def test_weights_of_another_teacher() -> None:
-    other = Path(teacher_run(embed_dim=32), checkpoint.WEIGHTS)
+    other = Path(teacher_run(embed_dim=32), WEIGHTS)
     said = refused(
         "recipe",
         "small.toml",

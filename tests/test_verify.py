@@ -13,16 +13,20 @@ from damage import carry
 from onnx import TensorProto, helper
 from torch import nn
 
-from vitcompress import checkpoint, surgery
+from vitcompress import surgery
 from vitcompress.error_bounds import fold_excess, reference
 from vitcompress.errors import ArtifactError, WeightsError
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.families import family_of
 from vitcompress.io.checks import Check
+from vitcompress.io.files import write_text
 from vitcompress.io.progress import Progress
-from vitcompress.models import input_config
+from vitcompress.io.tensors import load_tensors, save_tensors
+from vitcompress.models.checkpoint import load_model, write_model
+from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
 from vitcompress.rounding import storage_limit
+from vitcompress.surgery.depth import depth_plan
 from vitcompress.verify import DENSE, verify_folder
 from vitcompress.verify_fold import _layer, fold_checks
 
@@ -31,10 +35,10 @@ def folding(variant: str) -> tuple[nn.Module, nn.Module, Plan, Plan]:
     """Unfolded and folded model in float32, with their plans."""
     model = build(variant, dtype=torch.float32)
     base = contract(variant).plan
-    plan = base.then(surgery.depth_plan(model, base, [1], having(model, "activation", [0, 1])))
-    unfolded = surgery.apply(model, plan)
+    plan = base.then(depth_plan(model, base, [1], having(model, "activation", [0, 1])))
+    unfolded = surgery.apply_plan(model, plan)
     folded = deepcopy(unfolded)
-    return unfolded, folded, plan, surgery.fold(folded, plan).plan
+    return unfolded, folded, plan, surgery.fold_linears(folded, plan).plan
 
 
 def verdicts(checks: list[Check]) -> dict[str, str]:
@@ -121,11 +125,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder as a recipe leaves it."""
     folder = tmp_path_factory.mktemp("run")
     unfolded, folded, plan, after = folding("layer_scale")
-    checkpoint.save_tensors(folder / "state/unfolded.safetensors", unfolded.state_dict(), {"plan": plan.digest})
-    checkpoint.write_text(folder / "state/unfolded_plan.json", plan.to_json())
-    checkpoint.save_model(folder, folded, after)
+    save_tensors(folder / "state/unfolded.safetensors", unfolded.state_dict(), {"plan": plan.digest})
+    write_text(folder / "state/unfolded_plan.json", plan.to_json())
+    write_model(folder, folded, after)
     dense, base = build("layer_scale", dtype=torch.float32), Plan(plan.arch, plan.arch_args)
-    checkpoint.save_model(folder / DENSE, dense, base)
+    write_model(folder / DENSE, dense, base)
     for name, model, of in (("dense", dense, base), ("model", folded, after)):
         export(model, folder / f"{name}.onnx", input=input_config(model), plan_digest=of.digest)
     return folder
@@ -171,12 +175,12 @@ def test_a_second_look_uses_the_images_and_answers_of_the_first(folder: Path) ->
     again = verify_folder(folder)
     (recorded,) = (check for check in again.checks if check.name == "reload.recorded")
     assert recorded.verdict == "passed" and recorded.tolerance
-    tensors = checkpoint.load_tensors(folder / "state/verify.safetensors")
-    assert recorded.tolerance == reference(checkpoint.load(folder), tensors["images"]).between
+    tensors = load_tensors(folder / "state/verify.safetensors")
+    assert recorded.tolerance == reference(load_model(folder), tensors["images"]).between
     for part, verdict in ((0.9, "passed"), (1.1, "failed")):
         moved = tensors["logits"].clone()
         moved[-1, 0] += part * recorded.tolerance
-        checkpoint.save_tensors(folder / "state/verify.safetensors", {**tensors, "logits": moved})
+        save_tensors(folder / "state/verify.safetensors", {**tensors, "logits": moved})
         assert verdicts(list(verify_folder(folder).checks))["reload.recorded"] == verdict
     others = verify_folder(folder, -tensors["images"])  # to them no answers were recorded
     assert others.passed and "reload.recorded" not in verdicts(list(others.checks))
@@ -186,7 +190,7 @@ def test_a_second_look_uses_the_images_and_answers_of_the_first(folder: Path) ->
 def test_without_the_weights_of_before_no_fold_is_checked(folder: Path, folds: bool) -> None:
     (folder / "state/unfolded.safetensors").unlink()
     if not folds:
-        checkpoint.save_model(folder, build("plain", dtype=torch.float32), contract("plain").plan)
+        write_model(folder, build("plain", dtype=torch.float32), contract("plain").plan)
     (found,) = (check for check in verify_folder(folder).checks if check.name.startswith("fold"))
     assert (found.name, found.verdict) == ("fold", "not_run")
     assert found.detail == ("the unfolded weights are not in the folder" if folds else "nothing was folded")
@@ -257,10 +261,10 @@ def test_a_dense_model_that_is_elsewhere_is_compared_and_one_that_is_nowhere_is_
 
 
 def test_weights_of_another_training_fail_the_fold_check(folder: Path) -> None:
-    tensors = checkpoint.load_tensors(folder / "model.safetensors")
+    tensors = load_tensors(folder / "model.safetensors")
     plan = Plan.from_json((folder / "plan.json").read_text())
     tensors["blocks.0.mlp.weight"] *= 1.001
-    checkpoint.save_tensors(folder / "model.safetensors", tensors, {"plan": plan.digest})
+    save_tensors(folder / "model.safetensors", tensors, {"plan": plan.digest})
     found = verdicts(list(verify_folder(folder).checks))
     assert (found["fold.blocks.0.mlp"], found["fold"], found["onnx.batch1"]) == ("failed", "failed", "failed")
 

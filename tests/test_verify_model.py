@@ -9,13 +9,14 @@ import pytest
 import torch
 from contracts import build, contract, images
 
-from vitcompress import checkpoint
 from vitcompress.error_bounds import reference
 from vitcompress.errors import OutputError
 from vitcompress.io.checks import LEDGER, Check
+from vitcompress.io.tensors import load_tensors, save_tensors
+from vitcompress.models.checkpoint import load_model, write_model
+from vitcompress.models.standard import WEIGHTS, save_standard
 from vitcompress.plan import Plan
-from vitcompress.standard import WEIGHTS, save_standard
-from vitcompress.surgery import applied
+from vitcompress.surgery import apply_to_copy
 from vitcompress.verify import SEEN, known_images, noise, reload_check, standard_check, verify_folder
 
 X = images("plain", dtype=torch.float32)
@@ -63,30 +64,30 @@ def folder(tmp_path: Path) -> Path:
     row = contract("plain", depth=3)
     goal: dict[str, Any] = {"arch": row.arch, "args": {**row.arch_args, "depth": 2}}
     plan = replace(row.plan, removed={"blocks.1": "drop"}, standard=goal)
-    model = applied(build("plain", depth=3, dtype=torch.float32), plan)
-    checkpoint.save_model(tmp_path, model, plan)
+    model = apply_to_copy(build("plain", depth=3, dtype=torch.float32), plan)
+    write_model(tmp_path, model, plan)
     save_standard(tmp_path, model, plan)
     return tmp_path
 
 
 def standard(folder: Path) -> Check:
     plan = Plan.from_json((folder / "plan.json").read_text())
-    return standard_check(folder, checkpoint.load(folder), plan, X)
+    return standard_check(folder, load_model(folder), plan, X)
 
 
 def test_the_standard_model_is_verified_with_its_folder_and_answers_within_rounding(folder: Path) -> None:
     assert {check.name: check.verdict for check in verify_folder(folder, X).checks}["standard"] == "passed"
     found = standard(folder)
-    assert (found.verdict, found.tolerance) == ("passed", reference(checkpoint.load(folder), X).between)
+    assert (found.verdict, found.tolerance) == ("passed", reference(load_model(folder), X).between)
 
 
 def test_another_model_than_the_plan_says_fails(folder: Path) -> None:
-    tensors = checkpoint.load_tensors(folder / WEIGHTS)
+    tensors = load_tensors(folder / WEIGHTS)
     tensors["blocks.1.mlp.fc2.weight"][3, 5] *= 1.01
-    checkpoint.save_tensors(folder / WEIGHTS, tensors, {})
+    save_tensors(folder / WEIGHTS, tensors, {})
     assert standard(folder).verdict == "failed"
     tensors.pop("blocks.1.mlp.fc2.weight")
-    checkpoint.save_tensors(folder / WEIGHTS, tensors, {})
+    save_tensors(folder / WEIGHTS, tensors, {})
     found = standard(folder)
     assert found.verdict == "failed" and "does not load into vit_tiny_patch16_224" in found.detail
     (folder / WEIGHTS).unlink()
@@ -106,7 +107,7 @@ def test_noise_is_not_passed_off_as_images(folder: Path) -> None:
         told.append((real, given))
         return [Check("served", "passed")]
 
-    model = checkpoint.load(folder)
+    model = load_model(folder)
     for given, real, expected in ((None, False, noise(model)), (X, True, X), (None, True, X)):
         found = verify_folder(folder, given, served=served)
         assert Check("served", "passed") in found.checks

@@ -16,7 +16,7 @@ from vitcompress import verify_onnx
 from vitcompress.error_bounds import reference
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.io.checks import Check
-from vitcompress.models import input_config
+from vitcompress.models.create import input_config
 from vitcompress.verify_onnx import file_checks, onnx_checks, structure_checks
 
 MODEL = build("plain", dtype=torch.float32)

@@ -8,8 +8,11 @@ import pytest
 import torch
 from contracts import build, contract, every_variant, images, kept_channels, spaces_of
 
-from vitcompress import checkpoint, surgery
+from vitcompress import surgery
+from vitcompress.io.files import write_text
+from vitcompress.models.checkpoint import load_model, load_model_files, write_model
 from vitcompress.plan import Plan
+from vitcompress.surgery.depth import depth_plan
 from vitcompress.verify import verify_folder
 from vitcompress.verify_slice import keep_given, slice_check, slice_checks
 
@@ -41,14 +44,14 @@ def test_one_wrong_channel_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     space, kept = "blocks.1.mlp", right.kept["blocks.1.mlp"]
     other = next(c for c in range(32) if c not in kept)
     wrong = replace(right, kept={**right.kept, space: (other, *kept[1:])})
-    applied = surgery.applied
+    applied = surgery.apply_to_copy
 
     def slips(model: Any, plan: Plan) -> Any:
         return applied(model, replace(plan, kept=wrong.kept) if plan.kept else plan)
 
     x = images("plain", dtype=torch.float32)
     assert slice_check(model, right, x).verdict == "passed"
-    monkeypatch.setattr(surgery, "applied", slips)
+    monkeypatch.setattr(surgery, "apply_to_copy", slips)
     assert slice_check(model, right, x).verdict == "failed"
 
 
@@ -90,14 +93,14 @@ def folder(tmp_path: Path) -> Path:
     """What a run leaves that slices once after removing an activation, and then trains."""
     model = build("plain", dtype=torch.float32)
     base = contract("plain").plan
-    base = base.then(surgery.depth_plan(model, base, [], [0]))
-    surgery.apply(model, base)
+    base = base.then(depth_plan(model, base, [], [0]))
+    surgery.apply_plan(model, base)
     added = delta("plain", model)
     step = tmp_path / "state/step-1-isomorphic"
     keep_given(step, model, base)
-    checkpoint.write_text(step / "plan.json", added.to_json())
-    surgery.apply(model, added)
-    checkpoint.save_model(tmp_path, model, base.then(added))
+    write_text(step / "plan.json", added.to_json())
+    surgery.apply_plan(model, added)
+    write_model(tmp_path, model, base.then(added))
     return tmp_path
 
 
@@ -107,12 +110,12 @@ def test_a_run_folder_is_checked_from_what_it_keeps(folder: Path) -> None:
 
 
 def test_each_step_that_sliced_is_checked_and_their_channels_are_those_of_the_dense_model(folder: Path) -> None:
-    model, base = checkpoint.load(folder), Plan.from_json((folder / "plan.json").read_text())
+    model, base = load_model(folder), Plan.from_json((folder / "plan.json").read_text())
     narrow = tuple(range(1, len(base.kept["blocks.0.mlp"])))
     added = replace(contract("plain").plan, kept={"blocks.0.mlp": narrow})
     step = folder / "state/step-2-sero"
     keep_given(step, model, base)
-    checkpoint.write_text(step / "plan.json", added.to_json())
+    write_text(step / "plan.json", added.to_json())
     plan, x = base.then(added), images("plain", dtype=torch.float32)
     assert plan.kept["blocks.0.mlp"] not in (base.kept["blocks.0.mlp"], narrow)
     found = {check.name: check.verdict for check in slice_checks(folder, plan, x)}
@@ -135,15 +138,15 @@ def test_a_deployed_plan_that_keeps_other_channels_fails(folder: Path) -> None:
 
 
 def test_a_fold_between_the_steps_is_checked_too(folder: Path) -> None:
-    model = checkpoint.load_parts(
+    model = load_model_files(
         folder / "state/step-1-isomorphic/given_plan.json", folder / "state/step-1-isomorphic/given.safetensors"
     )
     base = Plan.from_json((folder / "state/step-1-isomorphic/given_plan.json").read_text())
     step = folder / "state/step-0-fold"
     keep_given(step, model, base)
-    folded = surgery.fold(surgery.applied(model, contract("plain").plan), contract("plain").plan).plan
+    folded = surgery.fold_linears(surgery.apply_to_copy(model, contract("plain").plan), contract("plain").plan).plan
     assert folded.folded == ("blocks.0.mlp",)
-    checkpoint.write_text(step / "plan.json", folded.to_json())
+    write_text(step / "plan.json", folded.to_json())
     found = {check.name: check.verdict for check in verify_folder(folder).checks}
     names = {f"fold{part}.step-0-fold" for part in ("", ".agreement", ".blocks.0.mlp")}
     assert {name: found[name] for name in names} == dict.fromkeys(names, "passed")

@@ -15,14 +15,14 @@ from contracts import build, contract
 from pruned_models import file_checks, pruned
 from torch import nn
 
-from vitcompress import checkpoint
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS, openvino_library
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.file_contents import contents
-from vitcompress.models import input_config
+from vitcompress.models.checkpoint import load_model, write_model
+from vitcompress.models.create import input_config
 from vitcompress.sidecar import sidecar_path
-from vitcompress.surgery import apply
+from vitcompress.surgery import apply_plan
 from vitcompress.verify_weights import account, as_exported, plan_rows
 
 
@@ -68,7 +68,7 @@ def test_openvino_keeps_every_tensor_as_the_model_has_it(variant: str, tmp_path:
         pytest.skip("OpenVINO is not here")
     wide = {"embed_dim": 80, "img_size": 32}  # tensors too large to pass as constants of the graph
     model, plan = build(variant, dtype=torch.float32, **wide), contract(variant, **wide).plan
-    apply(model, replace(plan, removed={"blocks.0.attn": "norm_identity"}))
+    apply_plan(model, replace(plan, removed={"blocks.0.attn": "norm_identity"}))
     EXPORTERS["openvino"].export(model, tmp_path / "model.xml", input=input_config(model))
     assert [check.verdict for check in file_checks(model, tmp_path / "model.xml")] == ["passed", "passed"]
 
@@ -97,7 +97,7 @@ def test_openvino_constants_of_the_same_bytes_in_one_place_are_all_looked_at(ope
 def beside(tmp_path: Path) -> Path:
     """The ONNX file with its tensors in a data file, as the exporter writes large ones."""
     _, model, plan = pruned("layer_scale")
-    checkpoint.save_model(tmp_path, model, plan)
+    write_model(tmp_path, model, plan)
     path = tmp_path / "model.onnx"
     export(model, path, input=input_config(model))
     onnx_ir.save(onnx_ir.load(str(path)), str(path), external_data="model.onnx.data", size_threshold_bytes=0)
@@ -105,7 +105,7 @@ def beside(tmp_path: Path) -> Path:
 
 
 def test_data_beside_the_file_are_counted_and_gaps_and_damage_in_them_found(beside: Path) -> None:
-    model, data = checkpoint.load(beside.parent), beside.with_name("model.onnx.data")
+    model, data = load_model(beside.parent), beside.with_name("model.onnx.data")
     found = account(model, beside)
     assert (
         found.size == beside.stat().st_size + data.stat().st_size == found.of_model + found.of_constants + found.graph
@@ -135,7 +135,7 @@ def test_data_that_two_tensors_share_explain_their_bytes_once(beside: Path) -> N
     model = onnx.load(str(beside), load_external_data=False)
     shared(model.graph)
     beside.write_bytes(model.SerializeToString())
-    assert [check.verdict for check in file_checks(checkpoint.load(beside.parent), beside)] == ["passed", "passed"]
+    assert [check.verdict for check in file_checks(load_model(beside.parent), beside)] == ["passed", "passed"]
     data = beside.with_name("model.onnx.data")
     data.write_bytes(data.read_bytes() + bytes(256))
-    assert file_checks(checkpoint.load(beside.parent), beside)[1].verdict == "failed"
+    assert file_checks(load_model(beside.parent), beside)[1].verdict == "failed"

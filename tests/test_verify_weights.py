@@ -15,11 +15,12 @@ from onnx import TensorProto, helper, numpy_helper
 from pruned_models import pruned
 from torch import nn
 
-from vitcompress import checkpoint, surgery
+from vitcompress import surgery
 from vitcompress.bench import artifact_tables
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.families import family_of
-from vitcompress.models import input_config
+from vitcompress.models.checkpoint import load_model, write_model
+from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
 from vitcompress.sidecar import sidecar_path
 from vitcompress.verify import verify_folder
@@ -31,7 +32,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with its ONNX file."""
     folder = tmp_path_factory.mktemp("run")
     _, model, plan = pruned("layer_scale")
-    checkpoint.save_model(folder, model, plan)
+    write_model(folder, model, plan)
     export(model, folder / "model.onnx", input=input_config(model), plan_digest=plan.digest)
     return folder
 
@@ -43,7 +44,7 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 
 def verdicts(folder: Path) -> dict[str, tuple[str, str]]:
     """Verdict and detail of each check."""
-    model, plan = checkpoint.load(folder), Plan.from_json((folder / "plan.json").read_text())
+    model, plan = load_model(folder), Plan.from_json((folder / "plan.json").read_text())
     return {
         check.name: (check.verdict, check.detail) for check in weight_checks(model, plan, readable_files(folder))[0]
     }
@@ -89,7 +90,7 @@ def test_a_finished_folder_passes_and_its_table_tells_the_way_of_each_weight(fol
     shown = artifact_tables.weights(table)
     assert ("blocks.1.mlp.weight", "16x16, 1,024 B", "model.onnx") in [(row[0], *row[-2:]) for row in shown.rows]
     (said,) = artifact_tables.bytes_of(table)
-    model = checkpoint.load(folder)
+    model = load_model(folder)
     assert f"({sum(p.numel() for p in model.parameters()):,} parameters)" in said
     assert f"{(folder / 'model.onnx').stat().st_size:,} bytes" in said
 
@@ -164,7 +165,7 @@ def test_a_constant_has_few_values_or_few_different_ones(
 ) -> None:
     held = 1.5 + np.arange(values, dtype=np.float32) % different
     changed(folder / "model.onnx", lambda graph: graph.initializer.append(numpy_helper.from_array(held, "beside")))
-    found = account(checkpoint.load(folder), folder / "model.onnx")
+    found = account(load_model(folder), folder / "model.onnx")
     assert found.wrong == ((f"beside ({values}) is no weight of the model",) if weight else ())
     assert ("beside" in [tensor.name for tensor in found.constants]) is not weight
 
@@ -192,7 +193,7 @@ def test_bytes_that_no_reader_knows_do_not_hide(folder: Path) -> None:
 def test_masked_weights_and_unfolded_pairs_are_not_what_was_planned(folder: Path) -> None:
     """Zeros where channels should be gone, two layers where one should be: same answers, another file."""
     dense, model, plan = pruned("layer_scale")
-    masked = surgery.applied(dense, replace(plan, kept={}, heads={}, folded=()))
+    masked = surgery.apply_to_copy(dense, replace(plan, kept={}, heads={}, folded=()))
     with torch.no_grad():
         for space in family_of(masked).spaces(masked):
             gone = sorted(set(range(space.size)) - set(plan.kept.get(space.name, range(space.size))))
@@ -234,7 +235,7 @@ def test_a_damaged_file_is_a_failed_check(folder: Path) -> None:
 
 
 def test_small_tensors_must_be_in_the_file_too(folder: Path) -> None:
-    model = checkpoint.load(folder)
+    model = load_model(folder)
     with torch.no_grad():
         model.get_submodule("blocks.1.mlp").bias[3] += 0.5
     assert account(model, folder / "model.onnx").wrong == ("blocks.1.mlp.bias (16) is not in the file",)
@@ -248,7 +249,7 @@ def test_packed_values_are_no_constants(folder: Path) -> None:
 
 
 def test_biases_of_zero_may_be_left_out_and_others_may_not(folder: Path) -> None:
-    model = checkpoint.load(folder)
+    model = load_model(folder)
     with torch.no_grad():
         model.get_submodule("blocks.1.mlp").bias = nn.Parameter(torch.full((65,), 0.0))
     assert account(model, folder / "model.onnx").wrong == ()

@@ -15,13 +15,12 @@ import pytest
 import torch
 from contracts import build, contract
 
-from vitcompress import checkpoint
-from vitcompress.checkpoint.folders import save_model
 from vitcompress.errors import ArtifactError, OutputError
 from vitcompress.io.checks import LEDGER, Check, Verification, amend
-from vitcompress.io.files import read_json, write_json, write_text
+from vitcompress.io.files import read_json, write, write_json, write_text
 from vitcompress.io.tensors import save_tensors
 from vitcompress.io.training_state import load_state, save_state
+from vitcompress.models.checkpoint import write_model
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -32,7 +31,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         lambda: write_json(below / "a.json", {}),
         lambda: save_tensors(below / "a.safetensors", {"a": torch.zeros(1)}),
         lambda: save_state(below, 1, {"a": torch.zeros(1)}, {}),
-        lambda: save_model(below, build("plain"), contract("plain").plan),
+        lambda: write_model(below, build("plain"), contract("plain").plan),
     ):
         with pytest.raises(OutputError, match="cannot be written: Not a directory") as caught:
             save()
@@ -63,7 +62,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(OutputError, match="the disk is full"):
-        checkpoint.write(path, fails)
+        write(path, fails)
     with pytest.raises(ValueError, match="JSON"):
         write_json(path, {"new": float("nan")})
     assert read_json(path) == {"old": 1}
@@ -116,7 +115,7 @@ def test_a_full_disk_has_its_own_sentence(tmp_path: Path) -> None:
             full.write("x")
 
     with pytest.raises(OutputError, match="the disk is full") as caught:
-        checkpoint.write(tmp_path / "a", fill)
+        write(tmp_path / "a", fill)
     assert "continues where it stopped" in (caught.value.hint or "")
     assert list(tmp_path.iterdir()) == []
 

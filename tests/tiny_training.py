@@ -8,11 +8,10 @@ import torch
 from killed_training import ARCH, ARGS
 from torch import Tensor, nn
 
-from vitcompress import models
 from vitcompress.distributed import Runtime
 from vitcompress.io.progress import Progress
 from vitcompress.learner import TrainingContext, TrainingControls
-from vitcompress.models import InputConfig
+from vitcompress.models.create import InputConfig, create_model
 from vitcompress.sources import ArrayImages
 from vitcompress.train import train
 from vitcompress.train_options import TrainOptions, TrainResult
@@ -23,7 +22,7 @@ OPTIONS = TrainOptions(epochs=2, batch_size=8, lr=1e-2)
 
 
 def vit(arch: str = ARCH, seed: int = 0, **changes: Any) -> nn.Module:
-    return models.create(arch, {**ARGS, **changes}, seed=seed)
+    return create_model(arch, {**ARGS, **changes}, seed=seed)
 
 
 def two_headed() -> nn.Module:

@@ -27,7 +27,7 @@ from vitcompress.data import DataOptions, open_data
 from vitcompress.errors import OutputError
 from vitcompress.evaluate import calibration_images
 from vitcompress.io.progress import Progress
-from vitcompress.models import input_config
+from vitcompress.models.create import input_config
 from vitcompress.recipe import Recipe, load_recipe
 
 ARCH = "vit_tiny_patch16_224"

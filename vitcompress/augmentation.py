@@ -12,7 +12,7 @@ from torch import Tensor
 from vitcompress.posterize import allow_no_bits
 
 if TYPE_CHECKING:
-    from vitcompress.models import InputConfig
+    from vitcompress.models.create import InputConfig
 
 Share = Annotated[float, Ge(0), Le(1)]
 

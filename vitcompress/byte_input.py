@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.families import family_of
-from vitcompress.models import InputConfig
+from vitcompress.models.create import InputConfig
 from vitcompress.precision import HALF, Float32Io, WideSoftmax, in_precision
 
 LARGEST = 255

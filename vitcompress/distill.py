@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vitcompress.errors import InputError
-from vitcompress.models import input_config
+from vitcompress.models.create import input_config
 
 if TYPE_CHECKING:
-    from vitcompress.models import InputConfig
+    from vitcompress.models.create import InputConfig
 
 Distillation = Literal["none", "hard", "soft", "soft_patch", "features"]
 FEATURES = ("soft_patch", "features")  # those that look at more than answers

@@ -18,7 +18,7 @@ from vitcompress.errors import DataError, VitcompressError
 from vitcompress.loaders import EvalLoader, Images, Views
 
 if TYPE_CHECKING:
-    from vitcompress.models import InputConfig
+    from vitcompress.models.create import InputConfig
 
 _Z95 = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
 

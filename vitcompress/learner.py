@@ -25,7 +25,7 @@ from vitcompress.optimization import lr_setter, make_optimizer
 from vitcompress.train_options import TrainOptions
 
 if TYPE_CHECKING:
-    from vitcompress.models import InputConfig
+    from vitcompress.models.create import InputConfig
 
 _STEPS_BETWEEN_CHECKS = 50  # reading the loss makes the host wait for the device
 

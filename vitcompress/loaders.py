@@ -20,7 +20,7 @@ from vitcompress.distributed import Runtime, derived_seed
 from vitcompress.errors import DataError, InputError
 
 if TYPE_CHECKING:
-    from vitcompress.models import InputConfig
+    from vitcompress.models.create import InputConfig
 
 
 class Images(Protocol):

@@ -12,7 +12,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 from vitcompress.errors import PrecisionError
 from vitcompress.families import family_of
-from vitcompress.frozen import frozen
+from vitcompress.models.cost import frozen
 from vitcompress.plan import lies_in
 from vitcompress.precision import SOFTMAX, expanded, heads
 

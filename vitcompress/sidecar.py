@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 from vitcompress.errors import ArtifactError
 from vitcompress.io.files import alone_in, differing, file_sha256, read_json, write_json
 from vitcompress.io.validation import problems_of
-from vitcompress.models import InputConfig
+from vitcompress.models.create import InputConfig
 
 FORMAT = 1
 DENSE = "dense"  # what the names of the dense model's files begin with

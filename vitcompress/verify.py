@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitcompress import checkpoint, models, sidecar
+from vitcompress import sidecar
 from vitcompress.error_bounds import reference
 from vitcompress.errors import ArtifactError, OutputError
 from vitcompress.io.checks import LEDGER, Check, Verification, compared, largest_difference, listed
 from vitcompress.io.progress import Progress
+from vitcompress.io.tensors import load_tensors, save_tensors
+from vitcompress.models.checkpoint import PLAN, first_mismatch, load_model, read_plan, write_model
+from vitcompress.models.create import create_model, input_config
+from vitcompress.models.standard import WEIGHTS as STANDARD
 from vitcompress.plan import Plan
-from vitcompress.standard import WEIGHTS as STANDARD
 from vitcompress.verify_engine import engine_checks, engine_weights
 from vitcompress.verify_fold import EXACT_IMAGES, UNFOLDED, answers, folded_checks
 from vitcompress.verify_onnx import file_checks, onnx_checks, plan_check
@@ -47,8 +50,8 @@ def reload_check(model: nn.Module, loaded: nn.Module, images: Tensor) -> Check:
 def saved_check(model: nn.Module, plan: Plan, images: Tensor) -> Check:
     """`reload_check` of `model` against itself, saved to a temporary folder and loaded from there."""
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint.save_model(Path(folder), model, plan)
-        return reload_check(model, checkpoint.load(folder), images)
+        write_model(Path(folder), model, plan)
+        return reload_check(model, load_model(folder), images)
 
 
 def standard_check(folder: Path, model: nn.Module, plan: Plan, images: Tensor) -> Check:
@@ -58,13 +61,11 @@ def standard_check(folder: Path, model: nn.Module, plan: Plan, images: Tensor) -
         return Check(
             "standard", "failed", detail=f"the plan says that the result is a {arch}, but {STANDARD} is missing"
         )
-    loaded = models.create(arch, plan.standard["args"])
+    loaded = create_model(arch, plan.standard["args"])
     try:
-        loaded.load_state_dict(checkpoint.load_tensors(folder / STANDARD), strict=True)
+        loaded.load_state_dict(load_tensors(folder / STANDARD), strict=True)
     except RuntimeError as error:
-        return Check(
-            "standard", "failed", detail=f"{STANDARD} does not load into {arch}: {checkpoint.first_mismatch(error)}"
-        )
+        return Check("standard", "failed", detail=f"{STANDARD} does not load into {arch}: {first_mismatch(error)}")
     truth = reference(model, images[:EXACT_IMAGES])
     apart = largest_difference(answers(loaded, images), answers(model, images))
     return compared("standard", apart, truth.between, f"loaded strictly into timm's {arch}; difference of the logits")
@@ -94,7 +95,7 @@ def verify_folder(
     folder = Path(folder)
     if not folder.exists():
         raise ArtifactError(f"there is no folder {folder}", hint="name a run folder, as in runs/digits_hetdpt")
-    seen = checkpoint.load_tensors(folder / SEEN) if (folder / SEEN).is_file() else {}
+    seen = load_tensors(folder / SEEN) if (folder / SEEN).is_file() else {}
     progress, before = progress or Progress(), dense or folder / DENSE
     given, logits, checks, weights = _compressed(folder, images, seen, progress)
     checks += _dense(folder, before, given, progress)  # when the compressed model is out of memory
@@ -103,7 +104,7 @@ def verify_folder(
     found = Verification(tuple(checks), weights)
     with _tolerating_read_only((folder / LEDGER).is_file()):  # a read-only copy of a folder can be checked all the same
         if images is not None:
-            checkpoint.save_tensors(folder / SEEN, {"images": images, "logits": logits})
+            save_tensors(folder / SEEN, {"images": images, "logits": logits})
         found.write(folder)
     return found
 
@@ -111,7 +112,7 @@ def verify_folder(
 def known_images(folder: Path, model: nn.Module) -> tuple[Tensor, bool]:
     """The images that the folder was verified with, and True; noise and False where it has none."""
     if (folder / SEEN).is_file():
-        return checkpoint.load_tensors(folder / SEEN)["images"], True
+        return load_tensors(folder / SEEN)["images"], True
     return noise(model), False
 
 
@@ -119,8 +120,8 @@ def _compressed(
     folder: Path, images: Tensor | None, seen: dict[str, Tensor], progress: Progress
 ) -> tuple[Tensor, Tensor, list[Check], dict[str, Any]]:
     """Images and answers of the deployed model, all checks of it, and the table of its weights."""
-    model = checkpoint.load(folder)
-    plan = checkpoint.read_plan(folder / checkpoint.PLAN)
+    model = load_model(folder)
+    plan = read_plan(folder / PLAN)
     given = images if images is not None else seen.get("images", noise(model))
     parts, checks = _parts(folder, model, plan, given, seen), list[Check]()
     for done, (name, part) in enumerate(parts.items()):
@@ -138,7 +139,7 @@ def _tolerating_read_only(allowed: bool) -> AbstractContextManager[object]:
 
 def noise(model: nn.Module) -> Tensor:
     """A few images of noise in the size that `model` takes, always the same: (count, channels, height, width)."""
-    size = models.input_config(model).size
+    size = input_config(model).size
     return torch.randn(EXACT_IMAGES, *size, generator=torch.Generator().manual_seed(0))
 
 
@@ -213,11 +214,11 @@ def _dense(folder: Path, dense: Path, images: Tensor, progress: Progress) -> Ite
 def _dense_onnx(folder: Path, dense: Path, images: Tensor) -> Iterator[Check]:
     """The other file of every comparison is the model before pruning."""
     path, name, files = folder / "dense.onnx", DENSE_ONNX, readable_files(folder, "dense")
-    if not (dense / checkpoint.PLAN).is_file():
+    if not (dense / PLAN).is_file():
         yield Check(name, "not_run", detail=f"the dense model is not here to be compared with: there is no {dense}")
         yield from file_checks(path, name) if path.is_file() else ()
         return
-    model, plan = checkpoint.load(dense), checkpoint.read_plan(dense / checkpoint.PLAN)
+    model, plan = load_model(dense), read_plan(dense / PLAN)
     yield from weight_checks(model, plan, files)[0][1:]  # without that of the plan, which is not this run's
     if path.is_file():
         yield from onnx_checks(model, path, images[:EXACT_IMAGES], name=name)

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from vitcompress import checkpoint, surgery
+from vitcompress import surgery
 from vitcompress.error_bounds import fold_excess, reference
 from vitcompress.families import family_of
-from vitcompress.families.anatomy import scale_parameter
+from vitcompress.families.base import scale_parameter
 from vitcompress.io.checks import Check, agreement, compared, largest_difference
+from vitcompress.models.checkpoint import load_model_files, read_plan
 from vitcompress.plan import Plan
 from vitcompress.rounding import in_float64, storage_limit
 from vitcompress.verify_slice import given_steps
@@ -96,8 +97,8 @@ def answers(model: nn.Module, images: Tensor) -> Tensor:
 def folded_checks(folder: Path, model: nn.Module, plan: Plan, images: Tensor) -> Iterator[Check]:
     """Everything that a run folder says was folded: at its end, and between its steps."""
     if (folder / UNFOLDED).is_file():
-        unfolded = checkpoint.load_parts(folder / UNFOLDED_PLAN, folder / UNFOLDED)
-        before = checkpoint.read_plan(folder / UNFOLDED_PLAN)
+        unfolded = load_model_files(folder / UNFOLDED_PLAN, folder / UNFOLDED)
+        before = read_plan(folder / UNFOLDED_PLAN)
         yield from fold_checks(unfolded, model, [name for name in plan.folded if name not in before.folded], images)
     else:
         why = "the unfolded weights are not in the folder" if plan.folded else "nothing was folded"
@@ -109,7 +110,7 @@ def _folding_steps(folder: Path, images: Tensor) -> Iterator[Check]:
     """What was folded between the steps, against the model that the step was given."""
     for step in given_steps(folder):
         if step.delta.folded:
-            folded = surgery.applied(step.model, step.delta).eval()
-            whole = surgery.applied(step.model, replace(step.delta, folded=())).eval()
+            folded = surgery.apply_to_copy(step.model, step.delta).eval()
+            whole = surgery.apply_to_copy(step.model, replace(step.delta, folded=())).eval()
             for check in fold_checks(whole, folded, step.delta.folded, images):
                 yield replace(check, name=f"{check.name}.{step.name}")

@@ -20,7 +20,7 @@ from vitcompress.errors import ArtifactError, first_line
 from vitcompress.families import family_of
 from vitcompress.io.checks import Check, agreement, compared, largest_difference, listed
 from vitcompress.io.files import decoded
-from vitcompress.models import input_config
+from vitcompress.models.create import input_config
 from vitcompress.precision import HALF
 from vitcompress.sidecar import mismatches, sidecar_path
 

@@ -11,12 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from vitcompress import checkpoint, surgery
-from vitcompress.channel_gates import channel_gates
+from vitcompress import surgery
 from vitcompress.error_bounds import reference
 from vitcompress.families import Space, family_of
 from vitcompress.io.checks import Check, compared, largest_difference, listed
+from vitcompress.io.files import write_text
+from vitcompress.io.tensors import save_tensors
+from vitcompress.models.checkpoint import PLAN, load_model_files, read_plan
 from vitcompress.plan import Plan
+from vitcompress.surgery.masks import channel_gates
 
 GIVEN, GIVEN_PLAN = "given.safetensors", "given_plan.json"
 STEPS = "state/step-*"
@@ -35,16 +38,16 @@ class GivenStep:
 def keep_given(folder: Path, model: nn.Module, plan: Plan) -> None:
     """Keep in a step's `folder` the model that its plan is about to slice or fold, once. plan: what makes `model`."""
     if not (folder / GIVEN_PLAN).is_file():
-        checkpoint.save_tensors(folder / GIVEN, model.state_dict(), {"plan": plan.digest})
-        checkpoint.write_text(folder / GIVEN_PLAN, plan.to_json())
+        save_tensors(folder / GIVEN, model.state_dict(), {"plan": plan.digest})
+        write_text(folder / GIVEN_PLAN, plan.to_json())
 
 
 def given_steps(folder: Path) -> Iterator[GivenStep]:
     """The steps of the run `folder` that sliced or folded, one at a time as they are large."""
     for step in sorted(folder.glob(STEPS)):
         if (step / GIVEN_PLAN).is_file():
-            model = checkpoint.load_parts(step / GIVEN_PLAN, step / GIVEN)
-            base, delta = (checkpoint.read_plan(step / name) for name in (GIVEN_PLAN, checkpoint.PLAN))
+            model = load_model_files(step / GIVEN_PLAN, step / GIVEN)
+            base, delta = (read_plan(step / name) for name in (GIVEN_PLAN, PLAN))
             yield GivenStep(step.name, model, base, delta)
 
 
@@ -63,8 +66,8 @@ def slice_check(model: nn.Module, delta: Plan, images: Tensor, name: str = "slic
         model, delta = _with_new_heads(model, delta, regrouped)
         if not delta.kept:
             return Check(name, "not_run", detail=told)
-    sliced = surgery.applied(model, replace(delta, folded=()))
-    masked = surgery.applied(model, replace(delta, kept={}, heads={}, padded=(), folded=())).double().eval()
+    sliced = surgery.apply_to_copy(model, replace(delta, folded=()))
+    masked = surgery.apply_to_copy(model, replace(delta, kept={}, heads={}, padded=(), folded=())).double().eval()
     truth = reference(sliced.eval(), images)
     with torch.no_grad():
         before = masked(images.double())
@@ -111,7 +114,7 @@ def _with_new_heads(model: nn.Module, delta: Plan, attentions: list[str]) -> tup
     kept = [{n: c for n, c in delta.kept.items() if (n in own) == inside} for inside in (True, False)]
     heads = [{n: c for n, c in delta.heads.items() if (n in attentions) == inside} for inside in (True, False)]
     first = Plan(delta.arch, delta.arch_args, kept=kept[0], heads=heads[0])
-    return surgery.applied(model, first), replace(delta, kept=kept[1], heads=heads[1])
+    return surgery.apply_to_copy(model, first), replace(delta, kept=kept[1], heads=heads[1])
 
 
 def _regrouped(model: nn.Module, delta: Plan) -> list[str]:

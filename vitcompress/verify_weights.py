@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitcompress import models
 from vitcompress.byte_input import tensors_of
 from vitcompress.errors import ArtifactError
 from vitcompress.file_contents import Stored, contents, ir_metadata
 from vitcompress.io.checks import Check, compared, listed
 from vitcompress.io.files import decoded
 from vitcompress.io.text import sized
+from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan
-from vitcompress.planned_sizes import PlannedTensor, Shape, planned_tensors
 from vitcompress.sidecar import exported_files
+from vitcompress.surgery.shapes import PlannedTensor, Shape, planned_tensors
 from vitcompress.verify_onnx import export_settings, stored_module
 
 CHECK = "weights"
@@ -66,7 +66,7 @@ class Account:
 
 def plan_rows(plan: Plan) -> tuple[PlannedTensor, ...]:
     """What the plan makes of every tensor of its dense model."""
-    return planned_tensors(models.outline(plan.arch, plan.arch_args), plan)
+    return planned_tensors(create_on_meta(plan.arch, plan.arch_args), plan)
 
 
 def plan_check(rows: Sequence[PlannedTensor], model: nn.Module) -> Check:

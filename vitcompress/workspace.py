@@ -17,7 +17,7 @@ from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
 from vitcompress.learner import TrainingContext, TrainingControls
 from vitcompress.loaders import Images
-from vitcompress.models import InputConfig
+from vitcompress.models.create import InputConfig
 from vitcompress.plan import Plan
 from vitcompress.train import train
 from vitcompress.train_options import TrainOptions, TrainResult

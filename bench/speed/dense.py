@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from vitcompress import models
 from vitcompress.bench import suite
 from vitcompress.bench.opening import export_by_timm
 from vitcompress.bench.speed.parts import Options
 from vitcompress.errors import VitcompressError
 from vitcompress.exporters import EXPORTERS, onnx_graph
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
-from vitcompress.models import input_config
+from vitcompress.models.create import create_model, input_config
 
 ARCHS = ("deit_tiny_patch16_224", "deit_small_patch16_224")
 AIM = 1.0
@@ -24,7 +23,7 @@ OPENVINO_PRECISIONS = ("fp32", "bf16")
 def run(options: Options) -> Iterator[dict[str, Any]]:
     """All files of a model take turns; timm's export is the base of every ratio."""
     for arch in ARCHS if options.arch == Options.arch else (options.arch,):
-        model = models.create(arch)
+        model = create_model(arch)
         ways: dict[str, tuple[Path, str | None]] = {"timm's own ONNX": (options.folder / "timm.onnx", None)}
         export_by_timm(model, ways["timm's own ONNX"][0])
         ways["our ONNX"] = (options.folder / "ours.onnx", None)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitcompress import models
 from vitcompress.bench import timing
 from vitcompress.bench.opening import synthetic_images
 from vitcompress.bench.speed.parts import Options, line
@@ -15,7 +14,7 @@ from vitcompress.families import family_of
 from vitcompress.methods import sero
 from vitcompress.methods.sero.exploration import Exploration
 from vitcompress.methods.sero.options import CriterionPass
-from vitcompress.models import input_config
+from vitcompress.models.create import create_model, input_config
 
 AIMS: dict[CriterionPass, tuple[float, float]] = {"masked": (0.0, 1.08), "dense": (0.0, 1.20)}
 REFRESH, SPARSITY = 8, 0.5
@@ -42,7 +41,7 @@ class _Step:
     """One optimiser step of a training, with SERo's hooks around it unless `criterion_pass` is None."""
 
     def __init__(self, options: Options, criterion_pass: CriterionPass | None) -> None:
-        self.model, self.number = models.create(options.arch).train(), 0
+        self.model, self.number = create_model(options.arch).train(), 0
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
         self.images = synthetic_images(input_config(self.model).size, options.batch, 0)
         self.targets = torch.zeros(options.batch, dtype=torch.long)

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vitcompress import models, recipes, surgery
+from vitcompress import recipes, surgery
 from vitcompress.bench import machine
 from vitcompress.bench.speed.parts import Options, planned
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS
-from vitcompress.models import input_config
+from vitcompress.models.create import create_model, input_config
 
 NAME = "deit_b_hetdpt"
 
@@ -48,11 +48,11 @@ def here(name: str, form: str, settings: dict[str, Any]) -> dict[str, Any]:
 
     name: a recipe, whose pruning and folding is timed too, or a timm model.
     """
-    model, plan = planned(name) if name in recipes.names() else (models.create(name), None)
+    model, plan = planned(name) if name in recipes.names() else (create_model(name), None)
     loaded, began = peak_gib(), time.perf_counter()
     if plan:
-        surgery.apply(model, plan)
-        surgery.fold(model, plan)
+        surgery.apply_plan(model, plan)
+        surgery.fold_linears(model, plan)
     folded = time.perf_counter()
     exporter = EXPORTERS[form]
     given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}

@@ -6,14 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitcompress import models
 from vitcompress.bench import timing
 from vitcompress.bench.opening import synthetic_images
 from vitcompress.bench.speed.parts import Options, line
-from vitcompress.channel_gates import channel_gates
 from vitcompress.families import family_of
-from vitcompress.gates import GatedModel
-from vitcompress.models import input_config
+from vitcompress.models.create import create_model, input_config
+from vitcompress.surgery.gates import GatedModel
+from vitcompress.surgery.masks import channel_gates
 
 AIMS = {"channel gates": (0.0, 1.05), "score search": (0.0, 1.12)}
 BYPASS: dict[str, Any] = {"attention_bypass": "norm_identity", "both_pruned_output_act": "gelu"}  # released HetDPT code
@@ -21,7 +20,7 @@ BYPASS: dict[str, Any] = {"attention_bypass": "norm_identity", "both_pruned_outp
 
 def run(options: Options) -> Iterator[dict[str, Any]]:
     """Training steps of the plain model, of one with every channel gated, and of one in the score search, in turns."""
-    plain, widths, searched = (models.create(options.arch).train() for _ in range(3))
+    plain, widths, searched = (create_model(options.arch).train() for _ in range(3))
     family = family_of(widths)
     values = {space.name: torch.ones(space.size) for space in family.spaces(widths) if space.kind != "residual"}
     sites = [site for site in family.sites(searched) if site.kind in ("attention", "activation")]

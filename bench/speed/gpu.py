@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitcompress import models, surgery
+from vitcompress import surgery
 from vitcompress.bench import opening, suite
 from vitcompress.bench.speed.parts import Options, structured
 from vitcompress.errors import VitcompressError, first_line
@@ -21,8 +21,9 @@ from vitcompress.exporters.onnx_libraries import RTX
 from vitcompress.exporters.onnx_providers import CUDA, TENSORRT
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
 from vitcompress.exporters.tensorrt_flavours import capability
-from vitcompress.models import input_config
+from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
+from vitcompress.surgery.depth import depth_plan
 
 RECIPES = (
     "deit_s_hetdpt",
@@ -56,10 +57,8 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
 def _pairs(options: Options) -> Iterator[tuple[str, nn.Module, nn.Module]]:
     """Dense and pruned models, random weights; with another architecture than the default that one, pruned a little."""
     if options.arch != Options.arch:
-        dense, model = models.create(options.arch), models.create(options.arch)
-        surgery.apply(
-            model, surgery.depth_plan(model, Plan(options.arch), (0,), (0,), attention_bypass="norm_identity")
-        )
+        dense, model = create_model(options.arch), create_model(options.arch)
+        surgery.apply_plan(model, depth_plan(model, Plan(options.arch), (0,), (0,), attention_bypass="norm_identity"))
         yield f"{options.arch} without its first attention", dense, model
         return
     for name in RECIPES:

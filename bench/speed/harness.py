@@ -5,14 +5,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from vitcompress import models
 from vitcompress.bench import timing
 from vitcompress.bench.opening import synthetic_images
 from vitcompress.bench.speed.parts import Options, line
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.exporters.onnx_session import Session
 from vitcompress.exporters.runner import RunnerOptions
-from vitcompress.models import input_config
+from vitcompress.models.create import create_model, input_config
 
 AIM = (0.99, 1.01)
 ARCH, BATCH = "deit_tiny_patch16_224", 1  # the smallest model and batch: where a harness would cost most
@@ -22,7 +21,7 @@ ROUNDS_PER_RUN = 5
 def run(options: Options) -> Iterator[dict[str, Any]]:
     """Many short blocks: what disturbs a machine comes in bursts, and medians forget the few blocks they spoil."""
     path = options.folder / "harness.onnx"
-    model = models.create(ARCH)
+    model = create_model(ARCH)
     export(model, path, input=input_config(model))
     session = Session(path, RunnerOptions(threads=options.threads))
     images = synthetic_images(session.input_size, BATCH, 0).numpy()

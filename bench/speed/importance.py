@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitcompress import models
 from vitcompress.bench.opening import synthetic_images
 from vitcompress.bench.speed.parts import Options
 from vitcompress.families import family_of
 from vitcompress.methods.upvit.deletion import deletion
 from vitcompress.methods.upvit.fisher import estimates
 from vitcompress.methods.upvit.importance import Component, Importance, components, divergence
-from vitcompress.models import input_config
+from vitcompress.models.create import create_model, input_config
 
 FEWER, CHEAPER = 1.9, 100.0  # aims
 ONE_OF = 8  # channels that are scored, the same share of each component, so that ratios are those of all channels
@@ -30,7 +29,7 @@ Scores = Callable[[Component, Any, Sequence[int]], Tensor]
 
 def run(options: Options) -> Iterator[dict[str, Any]]:
     """Component by component in turns, one image. `--arch` says of which model."""
-    model = models.create(options.arch).eval()
+    model = create_model(options.arch).eval()
     own = components(family_of(model).spaces(model))
     loader: Any = [(synthetic_images(input_config(model).size, 1, 0), None)]
     exact = Importance(model, family_of(model), images_at_once=AT_ONCE)

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from vitcompress import methods, models, surgery
+from vitcompress import methods, surgery
 from vitcompress.bench import timing
 from vitcompress.families import family_of
 from vitcompress.io.text import between, times
+from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
 from vitcompress.recipe import load_recipe
 
@@ -40,7 +41,7 @@ class Part(Protocol):
 def planned(name: str, changes: Sequence[str] = ()) -> tuple[nn.Module, Plan]:
     """Dense model of a recipe with random weights, and the plan that it gives without scoring. changes: as `--set`."""
     recipe = load_recipe(name, changes)
-    dense = models.create(recipe.model.name, recipe.model.args)
+    dense = create_model(recipe.model.name, recipe.model.args)
     steps = ((step.method, step.options) for step in recipe.steps)
     base = Plan(recipe.model.name, recipe.model.args)
     return dense, methods.structure(dense, family_of(dense), base, steps)
@@ -49,8 +50,8 @@ def planned(name: str, changes: Sequence[str] = ()) -> tuple[nn.Module, Plan]:
 def structured(name: str, changes: Sequence[str] = ()) -> tuple[nn.Module, nn.Module]:
     """Dense model of a recipe, and a copy that is pruned and folded as `planned`."""
     dense, plan = planned(name, changes)
-    model = surgery.applied(dense, plan)
-    surgery.fold(model, plan)
+    model = surgery.apply_to_copy(dense, plan)
+    surgery.fold_linears(model, plan)
     return dense, model
 
 

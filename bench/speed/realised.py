@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import nn
 
-from vitcompress import cost, models, surgery
+from vitcompress import surgery
 from vitcompress.bench import suite
 from vitcompress.bench.speed.parts import Options, structured
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.exporters.runtimes import RunnerOptions
 from vitcompress.methods.depth import delta
-from vitcompress.models import input_config
+from vitcompress.models.cost import count_cost
+from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
 from vitcompress.recipe import load_recipe
 
@@ -34,9 +35,9 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
 def without_attentions(name: str, blocks: Sequence[int]) -> tuple[nn.Module, nn.Module]:
     """Dense model of a recipe, and a copy without the attentions of these blocks, bypassed as its first step does."""
     recipe = load_recipe(name)
-    dense = models.create(recipe.model.name, recipe.model.args)
+    dense = create_model(recipe.model.name, recipe.model.args)
     base = Plan(recipe.model.name, recipe.model.args)
-    return dense, surgery.applied(dense, delta(dense, base, {"attention": blocks}, recipe.steps[0].options))
+    return dense, surgery.apply_to_copy(dense, delta(dense, base, {"attention": blocks}, recipe.steps[0].options))
 
 
 def realised(
@@ -46,7 +47,7 @@ def realised(
     size = input_config(dense).size
     macs, paths = {}, {}
     for name, model in {"dense": dense, **smaller}.items():
-        macs[name], paths[name] = cost.measure(model, size).macs, options.folder / f"{name.replace(' ', '-')}.onnx"
+        macs[name], paths[name] = count_cost(model, size).macs, options.folder / f"{name.replace(' ', '-')}.onnx"
         export(model, paths[name], input=input_config(dense))
     settings = suite.BenchOptions("paper", options.batch, 3, options.runs, RunnerOptions(threads=options.threads))
     found = suite.run(list(paths.values()), settings)

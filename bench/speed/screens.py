@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitcompress import models
 from vitcompress.bench.speed.parts import Options
 from vitcompress.data import Splits, open_data
 from vitcompress.distributed import Runtime
@@ -23,7 +22,7 @@ from vitcompress.families import family_of
 from vitcompress.io.progress import Progress
 from vitcompress.learner import TrainingContext
 from vitcompress.methods import upvit
-from vitcompress.models import input_config
+from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
 from vitcompress.recipe import Recipe, load_recipe
 from vitcompress.train import train
@@ -65,7 +64,7 @@ def _trained(recipe: Recipe, folder: Path) -> tuple[nn.Module, Context]:
     """The recipe's dense model, trained as it says, and what a step of it would be given."""
     data: Splits = open_data(recipe.data, recipe.run.seed)
     args = dict(recipe.model.args) | {"num_classes": len(data.classes)}
-    model = models.create(recipe.model.name, args, seed=recipe.run.seed)
+    model = create_model(recipe.model.name, args, seed=recipe.run.seed)
     runtime, input = Runtime(torch.device("cpu")), input_config(model)
     assert recipe.dense is not None, recipe.name
     at = TrainingContext(input, runtime, folder / "dense", "dense", recipe.run.seed, Progress())

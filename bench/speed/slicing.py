@@ -5,10 +5,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from vitcompress import models, surgery
+from vitcompress import surgery
 from vitcompress.bench.speed.exporters import alone, peak_gib, say
 from vitcompress.bench.speed.parts import Options
 from vitcompress.families import family_of
+from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
 
 ARCH = "vit_giant_patch14_dinov2"
@@ -21,7 +22,7 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
 
 def here(arch: str) -> dict[str, Any]:
     """Seconds and peak memory (GiB) of keeping the first half of every head and space of `arch` in this process."""
-    model = models.create(arch)
+    model = create_model(arch)
     before, params = peak_gib(), _params(model)
     kept = {}
     for space in family_of(model).spaces(model):
@@ -29,7 +30,7 @@ def here(arch: str) -> dict[str, Any]:
         kept[space.name] = tuple(c for c in range(space.size) if c % head < head // 2)
     plan = Plan(arch, kept=kept)
     began = time.perf_counter()
-    surgery.apply(model, plan)
+    surgery.apply_plan(model, plan)
     seconds = time.perf_counter() - began
     peak, after = peak_gib(), _params(model)
     sizes = f"{params / 1e6:.0f} M to {after / 1e6:.0f} M parameters"

@@ -5,10 +5,11 @@ from typing import Any
 
 from torch import nn
 
-from vitcompress import models, surgery
+from vitcompress import surgery
 from vitcompress.bench.speed.parts import Options, structured
 from vitcompress.bench.speed.realised import realised
 from vitcompress.families import family_of
+from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
 
 AIM = 0.9  # published hardware reached 0.74 (SERo), 0.63 (isomorphic pruning) and 0.77 (HetDPT+)
@@ -30,7 +31,7 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
     """One line per layout; dense and all layouts of one source take turns."""
     arch = "deit_base_patch16_224"
     made = {f"deit_b_sero {name}": _sero(arch, *of, padded=name == "padded") for name, of in SERO.items()}
-    yield from realised(models.create(arch), made, options, AIM)
+    yield from realised(create_model(arch), made, options, AIM)
     dense, smaller = structured(UP_VIT)
     yield from realised(dense, {UP_VIT: smaller}, options, AIM)
     for name, layouts in ISOMORPHIC.items():
@@ -44,7 +45,7 @@ def _sero(arch: str, qk: int, v: int, ffn: int, *, padded: bool = False) -> nn.M
 
     padded: whether attention computes with zeros up to the wider of q/k and v.
     """
-    model = models.create(arch)
+    model = create_model(arch)
     wanted = {"qk": qk, "v": v, "mlp": ffn}
     kept, attentions = {}, dict[str, None]()
     for space in family_of(model).spaces(model):
@@ -52,4 +53,4 @@ def _sero(arch: str, qk: int, v: int, ffn: int, *, padded: bool = False) -> nn.M
             head = space.size // space.heads
             kept[space.name] = tuple(c for c in range(space.size) if c % head < wanted[space.kind])
             attentions |= dict.fromkeys([space.attention] if space.attention and padded else [])
-    return surgery.apply(model, Plan(arch, kept=kept, padded=tuple(attentions)))
+    return surgery.apply_plan(model, Plan(arch, kept=kept, padded=tuple(attentions)))

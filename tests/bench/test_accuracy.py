@@ -8,14 +8,16 @@ import pytest
 import torch
 from whole_runs import Told
 
-from vitcompress import checkpoint, models
 from vitcompress.bench import accuracy, suite
 from vitcompress.data import DataOptions, open_test
 from vitcompress.distributed import Runtime
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.evaluate import evaluate, mcnemar
 from vitcompress.exporters import onnx_graph
+from vitcompress.io.files import file_sha256, write_json
 from vitcompress.loaders import EvalLoader
+from vitcompress.models.checkpoint import load_model, write_model
+from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
 
 ARCH = "vit_tiny_patch16_224"
@@ -24,7 +26,7 @@ ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth":
 
 def folder(path: Path, seed: int, **changes: int) -> Path:
     args = {**ARGS, **changes}
-    checkpoint.save_model(path, models.create(ARCH, args, seed=seed), Plan(ARCH, args))
+    write_model(path, create_model(ARCH, args, seed=seed), Plan(ARCH, args))
     return path
 
 
@@ -37,8 +39,8 @@ def with_fixed_batch(path: Path, batch: int) -> Path:
 
 def test_counts_are_those_of_a_count_by_hand_in_torch_and_onnx(tmp_path: Path) -> None:
     made = folder(tmp_path / "run", seed=1)
-    model = checkpoint.load(made)
-    config = models.input_config(model)
+    model = load_model(made)
+    config = input_config(model)
     onnx_graph.export(model, made / "model.onnx", input=config)
     _, images = open_test(DataOptions())
     with torch.inference_mode():
@@ -105,8 +107,8 @@ DIGIT_NAMES = tuple(str(number) for number in range(10))
 )
 def test_classes_that_do_not_match_by_name_are_refused(names: tuple[str, ...], said: str, tmp_path: Path) -> None:
     made = folder(tmp_path / "run", seed=1)
-    model = checkpoint.load(made)
-    onnx_graph.export(model, made / "model.onnx", input=models.input_config(model), classes=names)
+    model = load_model(made)
+    onnx_graph.export(model, made / "model.onnx", input=input_config(model), classes=names)
     for artifact in (made, made / "model.onnx"):
         with pytest.raises(ArtifactError, match=said):
             accuracy.run([str(artifact)], accuracy.EvaluateOptions(data="digits"))
@@ -114,48 +116,48 @@ def test_classes_that_do_not_match_by_name_are_refused(names: tuple[str, ...], s
 
 def test_classes_of_other_names_altogether_are_told(tmp_path: Path) -> None:
     made, told = folder(tmp_path / "run", seed=1), Told()
-    model = checkpoint.load(made)
+    model = load_model(made)
     names = [f"n{number}" for number in range(10)]
-    onnx_graph.export(model, made / "model.onnx", input=models.input_config(model), classes=names)
+    onnx_graph.export(model, made / "model.onnx", input=input_config(model), classes=names)
     accuracy.run([str(made)], accuracy.EvaluateOptions(data="digits"), told)
     assert "its classes are called n0, n1, n2, n3, n4 and 5 more, the data's 0, 1," in told.notes[0]
 
 
 def test_the_figures_are_those_of_evaluate(tmp_path: Path) -> None:
     made = folder(tmp_path / "run", seed=3)
-    model = checkpoint.load(made)
+    model = load_model(made)
     _, images = open_test(DataOptions())
     runtime = Runtime(torch.device("cpu"))
-    expected = evaluate(model, EvalLoader(images, models.input_config(model), 64, runtime), runtime).to_dict()
+    expected = evaluate(model, EvalLoader(images, input_config(model), 64, runtime), runtime).to_dict()
     row = accuracy.run([str(made)], accuracy.EvaluateOptions(data="digits"))["rows"][0]
     assert expected.items() <= row.items()
 
 
 def test_rows_hold_the_speed_of_the_same_bytes_run_in_the_same_way(tmp_path: Path) -> None:
     made = folder(tmp_path / "run", seed=1)
-    model = checkpoint.load(made)
-    onnx_graph.export(model, made / "model.onnx", input=models.input_config(model))
+    model = load_model(made)
+    onnx_graph.export(model, made / "model.onnx", input=input_config(model))
     options = suite.BenchOptions("paper", 2, 1, 3)
     measured = suite.run((made / "model.onnx", made / "model.onnx"), options).as_data()
     asked = accuracy.EvaluateOptions(data="digits", batch=540)
     artifacts = [str(made / "model.onnx"), str(made)]
     assert [row["speed"] for row in accuracy.run(artifacts, asked)["rows"]] == [None, None]
-    checkpoint.write_json(tmp_path / "printed.json", measured)
+    write_json(tmp_path / "printed.json", measured)
     given = accuracy.run(artifacts, replace(asked, bench=tmp_path / "printed.json"))["rows"]
-    checkpoint.write_json(made / "bench.json", [measured])
+    write_json(made / "bench.json", [measured])
     rows = accuracy.run(artifacts, asked)["rows"]
     expected = measured["rows"][1]
     assert rows == given and rows[1]["speed"] is None  # torch was not measured
-    assert rows[0]["sha256"] == expected["sha256"] == checkpoint.file_sha256(made / "model.onnx")
+    assert rows[0]["sha256"] == expected["sha256"] == file_sha256(made / "model.onnx")
     assert {key: expected[key] for key in rows[0]["speed"]} == rows[0]["speed"] and rows[0]["speed"]["batch"] == 2
     measured["rows"][1]["precision"] = measured["rows"][0]["precision"] = "bf16"
-    checkpoint.write_json(made / "bench.json", [measured])
+    write_json(made / "bench.json", [measured])
     assert accuracy.run(artifacts, asked)["rows"][0]["speed"] is None
 
 
 def test_a_file_of_that_name_where_no_run_is_is_not_read(tmp_path: Path) -> None:
     made = folder(tmp_path / "run", seed=1)
-    onnx_graph.export(checkpoint.load(made), made / "model.onnx", input=models.input_config(checkpoint.load(made)))
+    onnx_graph.export(load_model(made), made / "model.onnx", input=input_config(load_model(made)))
     asked = accuracy.EvaluateOptions(data="digits", batch=540)
     (tmp_path / "elsewhere").mkdir()
     alone = (made / "model.onnx").rename(tmp_path / "elsewhere" / "model.onnx")
@@ -169,6 +171,6 @@ def test_a_file_of_that_name_where_no_run_is_is_not_read(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("other", [{"rows": 3}, {"rows": [{"artifact": "model.onnx", "top1": 0.5}]}, [3]])
 def test_a_file_that_holds_no_measurement_is_refused(other: object, tmp_path: Path) -> None:
-    checkpoint.write_json(tmp_path / "other.json", other)
+    write_json(tmp_path / "other.json", other)
     with pytest.raises(ArtifactError, match="holds no measurement"):
         accuracy.run(["nowhere.onnx"], accuracy.EvaluateOptions(data="digits", bench=tmp_path / "other.json"))

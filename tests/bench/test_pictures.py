@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 
-from vitcompress import checkpoint, models, surgery
+from vitcompress import surgery
 from vitcompress.bench.pictures import charts_figure, draw, structure_figure
 from vitcompress.bench.structure import STAND_INS, Layer, Structure, Width, structure_of, widths
 from vitcompress.errors import ArtifactError, InputError
+from vitcompress.io.files import write_json, write_text
 from vitcompress.methods.charts import Chart, Line, ranked
+from vitcompress.models.checkpoint import PLAN
+from vitcompress.models.create import create_model
 from vitcompress.plan import GATE_STAND_INS, Plan
-from vitcompress.surgery.checking import STAND_INS as ALLOWED
+from vitcompress.surgery.check import STAND_INS as ALLOWED
 
 VIT = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 4, "mlp_ratio": 2.0}
 SWIN = {
@@ -36,7 +39,7 @@ def plan() -> Plan:
     """Something of everything: a layer gone, one replaced, one folded, widths cut, two heads left of four."""
     heads = {"blocks.2.attn": 2}
     made = Plan("vit_tiny_patch16_224", VIT, REMOVED, folded=("blocks.1.mlp",), kept=KEPT, heads=heads)
-    surgery.apply(models.create(made.arch, made.arch_args), made)  # it can be carried out
+    surgery.apply_plan(create_model(made.arch, made.arch_args), made)  # it can be carried out
     return made
 
 
@@ -120,8 +123,8 @@ def test_curves_end_where_channels_went() -> None:
 
 def test_files(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    checkpoint.write_text(run / checkpoint.PLAN, plan().to_json())
-    checkpoint.write_json(
+    write_text(run / PLAN, plan().to_json())
+    write_json(
         run / "state" / "step-0-isomorphic" / "widths.json",
         {"rows": [{"name": "residual", "kind": "residual", "kept": 1, "of": 2, "scores": [1.5, 0.5]}]},
     )
@@ -129,7 +132,7 @@ def test_files(tmp_path: Path) -> None:
     assert [path.name for path in found] == ["run-structure.png", "run-step-0-isomorphic.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in found)
     again = tmp_path / "other" / "run"
-    checkpoint.write_text(again / checkpoint.PLAN, plan().to_json())
+    write_text(again / PLAN, plan().to_json())
     names = [path.name for path in draw([run, again], tmp_path / "both")]
     assert len(set(names)) == 3 and "other-run-structure.png" in names
 

@@ -9,13 +9,14 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from vitcompress import checkpoint, models
 from vitcompress.bench import accuracy
 from vitcompress.bench.preparation import Preparation
 from vitcompress.cli import main
 from vitcompress.data import DataOptions, open_test
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters import onnx_graph
+from vitcompress.models.checkpoint import write_model
+from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
 
 MEAN, STD = 0.25, 0.5
@@ -128,9 +129,9 @@ def test_values_that_cannot_be_are_refused(told: dict[str, Any], foreign: Path) 
 
 
 def test_a_file_that_says_it_is_not_contradicted(tmp_path: Path) -> None:
-    model, plan = models.create(ARCH, ARGS), Plan(ARCH, ARGS)
-    checkpoint.save_model(tmp_path / "run", model, plan)
-    config = models.input_config(model)
+    model, plan = create_model(ARCH, ARGS), Plan(ARCH, ARGS)
+    write_model(tmp_path / "run", model, plan)
+    config = input_config(model)
     path = tmp_path / "run" / "model.onnx"
     onnx_graph.export(model, path, input=config)
     same = {"mean": config.mean, "std": config.std, "crop_pct": config.crop_pct, "crop_mode": config.crop_mode}

@@ -9,12 +9,13 @@ import torch
 from contracts import build
 from PIL import Image
 
-from vitcompress import console, cost
+from vitcompress import console
 from vitcompress.bench import artifact_tables, compare, report, suite
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.io.text import NOT_MEASURED, Table
-from vitcompress.models import input_config
+from vitcompress.models.cost import count_cost
+from vitcompress.models.create import input_config
 
 CLASSES = ("ant", "bee", "cat", "dog", "eel")
 COST = {
@@ -226,7 +227,7 @@ def test_what_the_plot_shows(measured: tuple[Path, dict[str, object]], tmp_path:
 
 
 def test_the_cost_of_a_model_fits_the_report() -> None:
-    counted = cost.measure(build("plain", dtype=torch.float32), (3, 8, 8)).to_dict()
+    counted = count_cost(build("plain", dtype=torch.float32), (3, 8, 8)).to_dict()
     rows = report.cost_table({"recipe": "x", "cost": {"dense": counted, "compressed": counted}}).rows
     assert rows[0] == ("parameters", f"{counted['params']:,}", f"{counted['params']:,}", "+0.0 %")
 

@@ -11,12 +11,12 @@ import torch
 from contracts import build
 from PIL import Image
 
-from vitcompress import cost
 from vitcompress.bench import report
 from vitcompress.evaluate import calibration_images
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.exporters.runtimes import open_runner
-from vitcompress.models import InputConfig, input_config
+from vitcompress.models.cost import count_cost
+from vitcompress.models.create import InputConfig, input_config
 
 CLASSES = ("ant", "bee", "cat", "dog", "eel")
 
@@ -25,7 +25,7 @@ def test_the_ten_lines_classify_a_jpeg_without_vitcompress(tmp_path: Path) -> No
     model = build("plain", dtype=torch.float32)
     export(model, tmp_path / "model.onnx", input=input_config(model), classes=CLASSES)
     about = {"arch": "x", "input": input_config(model).to_dict(), "classes": list(CLASSES)}
-    counted = cost.measure(model, (3, 8, 8)).to_dict()
+    counted = count_cost(model, (3, 8, 8)).to_dict()
     data = {"recipe": "x", "model": about, "cost": {"dense": counted, "compressed": counted}}
     page = report.markdown({**data, "files": {"model.onnx": 1}})
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from vitcompress import models
 from vitcompress.bench.opening import synthetic_images
 from vitcompress.bench.speed import __main__ as speed
 from vitcompress.bench.speed import exploration, exporters, gates, importance, parts, realised, screens, slicing, widths
 from vitcompress.errors import OutputError
 from vitcompress.families import family_of
 from vitcompress.methods.upvit.importance import Importance, components
-from vitcompress.models import input_config
+from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
 
 TINY, DEPTH = "test_vit", 6
@@ -89,7 +88,7 @@ def test_exact_scores_are_weighed_against_a_pass_per_candidate(tmp_path: Path) -
 
 
 def test_the_baseline_computes_the_same_scores() -> None:
-    model = models.create(TINY).double().eval()
+    model = create_model(TINY).double().eval()
     family = family_of(model)
     loader: Any = [(synthetic_images(input_config(model).size, 1, 0).double(), None)]
     exact = Importance(model, family, images_at_once=4)
@@ -125,7 +124,7 @@ def test_nose_is_timed_without_the_attentions_that_its_authors_took() -> None:
 
 def test_speed_is_set_against_macs(tmp_path: Path) -> None:
     args = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
-    dense, half = (models.create("vit_tiny_patch16_224", {**args, "mlp_ratio": ratio}) for ratio in (4.0, 1.0))
+    dense, half = (create_model("vit_tiny_patch16_224", {**args, "mlp_ratio": ratio}) for ratio in (4.0, 1.0))
     (line,) = realised.realised(dense, {"a half": half}, parts.Options(tmp_path, batch=1, runs=2), 0.9)
     assert line["what"] == "realised a half" and line["macs_ratio"] > 1.2
     assert line["ratio"] == pytest.approx(line["speedup"] / line["macs_ratio"])

@@ -11,7 +11,6 @@ import torch
 from contracts import build, contract
 from onnx import TensorProto, helper
 
-from vitcompress import checkpoint
 from vitcompress.bench import conditions, machine, opening, suite
 from vitcompress.bench import report as reports
 from vitcompress.bench.suite import BenchOptions
@@ -20,7 +19,8 @@ from vitcompress.errors import ArtifactError, DeviceError, InputError
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.exporters.onnx_session import Session
 from vitcompress.exporters.runtimes import RunnerOptions, TorchRunner
-from vitcompress.models import input_config
+from vitcompress.models.checkpoint import write_model
+from vitcompress.models.create import input_config
 
 SMALL = BenchOptions("paper", batch=2, warmup=1, runs=20)
 ROW = {
@@ -34,7 +34,7 @@ ROW = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("run")
     model = build("plain", dtype=torch.float32)
-    checkpoint.save_model(made, model, contract("plain").plan)
+    write_model(made, model, contract("plain").plan)
     export(model, made / "model.onnx", input=input_config(model))
     return made
 

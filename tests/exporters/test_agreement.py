@@ -11,9 +11,7 @@ import pytest
 import torch
 from damage import carry
 
-from vitcompress import checkpoint, models
 from vitcompress.cli import main
-from vitcompress.cost import measure
 from vitcompress.errors import DeviceError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import agreement, gate
@@ -21,9 +19,12 @@ from vitcompress.exporters.folder import export_folder, settle
 from vitcompress.exporters.runtimes import Runner, open_runner
 from vitcompress.io.checks import Check
 from vitcompress.io.progress import Progress
+from vitcompress.models.checkpoint import load_model, write_model
+from vitcompress.models.cost import count_cost
+from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
 from vitcompress.sidecar import amend_sidecar, read_sidecar
-from vitcompress.surgery import applied
+from vitcompress.surgery import apply_to_copy
 
 ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 3, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
@@ -34,15 +35,15 @@ IMAGES = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 def folder(tmp_path: Path) -> Path:
     """A run folder whose logits differ enough for answers to be told apart."""
     plan = Plan(ARCH, ARGS, removed={"blocks.1.attn": "drop"})
-    model = applied(models.create(ARCH, ARGS), plan)
+    model = apply_to_copy(create_model(ARCH, ARGS), plan)
     with torch.no_grad():
         model.get_submodule("head").weight.mul_(30)
-    checkpoint.save_model(tmp_path / "run", model, plan)
+    write_model(tmp_path / "run", model, plan)
     return tmp_path / "run"
 
 
 def test_asking_a_model_leaves_it_in_its_own_precision() -> None:
-    model = models.create(ARCH, ARGS).double()
+    model = create_model(ARCH, ARGS).double()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert agreement.model_answers(model, IMAGES).dtype == torch.float32
     after = model.state_dict()
@@ -75,10 +76,10 @@ def test_what_answers_as_the_model_is_verified(folder: Path, format: str, option
 
 def test_what_does_not_is_moved_away(folder: Path) -> None:
     done = export_folder(folder, "openvino")
-    model = checkpoint.load(folder)
+    model = load_model(folder)
     with torch.no_grad():
         model.get_submodule("head").bias[0] += 3.0
-    checkpoint.save_model(folder, model, Plan.from_json((folder / "plan.json").read_text()))
+    write_model(folder, model, Plan.from_json((folder / "plan.json").read_text()))
     settled = settle(folder, done)
     assert settled.verdict == "failed" and settled.path == folder / "failed" / "model.xml"
     assert not list(folder.glob("model.xml*")) and not (folder / "model.bin").exists()
@@ -126,7 +127,7 @@ def test_on_a_gpu_it_is_asked_there(folder: Path, monkeypatch: pytest.MonkeyPatc
         raise DeviceError("not here")
 
     monkeypatch.setattr(agreement, "open_runner", remembered)
-    model = checkpoint.load(folder)
+    model = load_model(folder)
     for gpu, device in ((False, None), (True, "cuda")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
         for path in (half, plain):
@@ -223,8 +224,8 @@ def test_the_file_beneath_an_engine_is_asked_at_its_batches(
 ) -> None:
     path = export_folder(folder).path
     amend_sidecar(path, build={"batch": [2, 8, 16]})
-    model = checkpoint.load(folder)
-    monkeypatch.setattr(agreement, "WORK", images * measure(model, (3, 8, 8)).macs)
+    model = load_model(folder)
+    monkeypatch.setattr(agreement, "WORK", images * count_cost(model, (3, 8, 8)).macs)
     checks = agreement.file_checks(model, path, IMAGES)
     ends = {(check.verdict, check.detail.split("on cpu, ")[1]) for check in checks}
     assert ends == {("passed", f"batch 2, 3, 8, {most}")}
@@ -232,7 +233,7 @@ def test_the_file_beneath_an_engine_is_asked_at_its_batches(
 
 def test_openvino_never_computes_in_another_precision(folder: Path) -> None:
     path = export_folder(folder, "openvino").path
-    expected = checkpoint.load(folder)(IMAGES).detach()
+    expected = load_model(folder)(IMAGES).detach()
     for precision, share in (("fp32", 1e-3), ("bf16", 8e-2), ("fp16", 1e-2)):
         try:
             runner = open_runner(path, precision=precision)

@@ -8,14 +8,14 @@ import pytest
 import torch
 from contracts import build, contract, images
 
-from vitcompress import checkpoint
 from vitcompress.bench import timing
 from vitcompress.bench.opening import synthetic_images
 from vitcompress.errors import VitcompressError
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.cuda_queue import Queued
 from vitcompress.exporters.runtimes import open_runner
-from vitcompress.models import input_config
+from vitcompress.models.checkpoint import write_model
+from vitcompress.models.create import input_config
 
 X = images("plain", dtype=torch.float32)
 
@@ -23,7 +23,7 @@ X = images("plain", dtype=torch.float32)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made, model = tmp_path_factory.mktemp("run"), build("plain", dtype=torch.float32)
-    checkpoint.save_model(made, model, contract("plain").plan)
+    write_model(made, model, contract("plain").plan)
     for exporter in (EXPORTERS["onnx"], EXPORTERS["openvino"]):
         if not exporter.unavailable():
             exporter.export(model, made / f"model{exporter.suffix}", input=input_config(model))

@@ -10,10 +10,13 @@ import pytest
 import whole_runs
 from click.testing import CliRunner
 
-from vitcompress import checkpoint, models, pipeline, surgery
+from vitcompress import pipeline, surgery
 from vitcompress.cli import main
 from vitcompress.errors import InputError
 from vitcompress.exporters import EXPORTERS, gate, tensorrt_runner
+from vitcompress.io.files import file_sha256
+from vitcompress.models.checkpoint import PLAN, read_plan, write_model
+from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
 from vitcompress.sidecar import amend_sidecar, read_sidecar
 from vitcompress.verify import verify_folder
@@ -36,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "num_classes": 3,
     }
     plan, made = Plan(arch, args, removed={"blocks.1.attn": "drop"}), tmp_path_factory.mktemp("run") / "run"
-    checkpoint.save_model(made, surgery.applied(models.create(arch, args), plan), plan)
+    write_model(made, surgery.apply_to_copy(create_model(arch, args), plan), plan)
     words = ["export", str(made), "--format", "trt-rtx", "--precision", "fp16", "--sm", "89", "--batch", "1:2:4"]
     done = CliRunner().invoke(main, [*words, "--json"])
     assert done.exit_code == 0, done.output
@@ -89,7 +92,7 @@ def served(folder: Path) -> tuple[str, str, str | None]:
 def claim(engine: Path, **build: Any) -> None:
     """Change what the sidecar says of the build, and let it vouch for the bytes that are there."""
     known = read_sidecar(engine) or {}
-    amend_sidecar(engine, build={**known["build"], **build}, files={engine.name: checkpoint.file_sha256(engine)})
+    amend_sidecar(engine, build={**known["build"], **build}, files={engine.name: file_sha256(engine)})
 
 
 def test_an_engine_of_another_version_is_for_the_target_to_run(folder: Path, tmp_path: Path) -> None:
@@ -161,9 +164,7 @@ def test_a_folded_layer_is_in_the_engine_and_the_pair_is_not(
     shutil.copy(copy / "dense.rtx.engine", copy / "model.rtx.engine")  # nothing was trained: its layers are the pair's
     with (copy / "model.rtx.engine").open("ab") as file:
         file.write(bytes(1))
-    amend_sidecar(
-        copy / "model.rtx.engine", files={"model.rtx.engine": checkpoint.file_sha256(copy / "model.rtx.engine")}
-    )
+    amend_sidecar(copy / "model.rtx.engine", files={"model.rtx.engine": file_sha256(copy / "model.rtx.engine")})
     after = {check.name: check for check in verify_folder(copy).checks}
     assert after["model.rtx.engine.file"].verdict == "passed"
     weights, size = after["weights.model.rtx.engine"], after["weights.model.rtx.engine.bytes"]
@@ -201,11 +202,11 @@ def test_wrong_wishes_are_one_message_and_leave_nothing(words: list[str], says: 
 def test_unequal_widths_in_one_attention_node_are_refused_before_anything_is_built(
     folder: Path, tmp_path: Path
 ) -> None:
-    plan = checkpoint.read_plan(folder / checkpoint.PLAN)
+    plan = read_plan(folder / PLAN)
     args, qk = plan.arch_args, "blocks.0.qk"
     narrow = replace(plan, kept={qk: tuple(range(0, 16, 2))})
     run = tmp_path / "run"
-    checkpoint.save_model(run, surgery.applied(models.create(plan.arch, args), narrow), narrow)
+    write_model(run, surgery.apply_to_copy(create_model(plan.arch, args), narrow), narrow)
     words = ["export", str(run), "--precision", "fp16", "--opset", "23", "--json", "--format"]
     before = sorted(run.iterdir())
     done = CliRunner().invoke(main, [*words, "trt-rtx"])

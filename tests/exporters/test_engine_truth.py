@@ -19,7 +19,7 @@ from vitcompress.exporters.attention_widths import unfused
 from vitcompress.exporters.engine_truth import Limits, read, truth, untold
 from vitcompress.families import family_of
 from vitcompress.plan import Plan
-from vitcompress.surgery import applied
+from vitcompress.surgery import apply_to_copy
 
 DATA = Path(__file__).parent / "data"
 
@@ -199,7 +199,7 @@ def test_attentions_of_unequal_widths_are_told_before_any_gpu_shows_it() -> None
     width = qk.size // qk.heads
     half = tuple(head * width + channel for head in range(qk.heads) for channel in range(width // 2))
     plan = Plan("any", kept={qk.name: half})
-    narrow, padded = applied(whole, plan), applied(whole, replace(plan, padded=(qk.attention,)))
+    narrow, padded = apply_to_copy(whole, plan), apply_to_copy(whole, replace(plan, padded=(qk.attention,)))
     (told,) = unfused(narrow, "fp16")
     assert told.startswith(f"1 attention ({qk.attention}) with heads whose q and k") and "layout" in told
     assert unfused(narrow, "fp32") == unfused(padded, "fp16") == unfused(whole, "bf16") == []

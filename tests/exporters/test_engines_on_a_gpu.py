@@ -9,12 +9,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from vitcompress import checkpoint, models
 from vitcompress.cli import main
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.engine_truth import read
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.tensorrt_engine import layers_path
+from vitcompress.models.checkpoint import load_model, write_model
+from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
 from vitcompress.sidecar import read_sidecar
 
@@ -41,7 +42,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if why := WHY_NOT[request.param]:
         pytest.skip(why)
     run = tmp_path_factory.mktemp(request.param) / "run"
-    checkpoint.save_model(run, models.create(ARCH, ARGS), Plan(ARCH, ARGS))
+    write_model(run, create_model(ARCH, ARGS), Plan(ARCH, ARGS))
     wishes = ("--precision", "fp16", "--batch", "1:4:8", "--workspace", "1G")
     wishes += ("--optimization-level", "2") if request.param == "trt" else ()
     done = CliRunner().invoke(main, ["export", str(run), "--format", request.param, *wishes, "--json"])
@@ -51,7 +52,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @torch.inference_mode()
 def expected(engine: Path, images: torch.Tensor) -> torch.Tensor:
-    logits: torch.Tensor = checkpoint.load(engine.parent)(images)
+    logits: torch.Tensor = load_model(engine.parent)(images)
     return logits
 
 

@@ -7,13 +7,15 @@ import onnxruntime
 import pytest
 import torch
 
-from vitcompress import checkpoint, console, models
+from vitcompress import console
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS, doctor, onnx_graph
 from vitcompress.exporters.folder import class_names, export_folder
+from vitcompress.models.checkpoint import load_model, write_model
+from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
-from vitcompress.surgery import applied
+from vitcompress.surgery import apply_to_copy
 
 ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
@@ -22,7 +24,7 @@ ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth":
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     plan = Plan(ARCH, ARGS, removed={"blocks.1.attn": "drop"})
-    checkpoint.save_model(tmp_path / "run", applied(models.create(ARCH, ARGS), plan), plan)
+    write_model(tmp_path / "run", apply_to_copy(create_model(ARCH, ARGS), plan), plan)
     return tmp_path / "run"
 
 
@@ -32,7 +34,7 @@ def test_the_export_answers_as_the_folder_does(folder: Path) -> None:
     session = onnxruntime.InferenceSession(str(done.path), providers=["CPUExecutionProvider"])
     got = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
     with torch.inference_mode():
-        expected = checkpoint.load(folder)(images)
+        expected = load_model(folder)(images)
     # Float32 sums of at most 64 terms in 2 blocks: under 2**9 roundings of 2**-24 each, relative to the largest logit.
     torch.testing.assert_close(got, expected, rtol=0, atol=2.0**-15 * float(expected.abs().max()))
     assert json.loads(done.metadata["plan_sha256"]) == Plan.from_json((folder / "plan.json").read_text()).digest
@@ -40,8 +42,8 @@ def test_the_export_answers_as_the_folder_does(folder: Path) -> None:
 
 def test_class_names_stay_and_a_precision_gets_a_file_of_its_own(folder: Path) -> None:
     assert class_names(folder / "model.onnx") == ()
-    model = checkpoint.load(folder)
-    onnx_graph.export(model, folder / "model.onnx", input=models.input_config(model), classes=("ant", "bee", "cow"))
+    model = load_model(folder)
+    onnx_graph.export(model, folder / "model.onnx", input=input_config(model), classes=("ant", "bee", "cow"))
     before = (folder / "model.onnx").read_bytes()
     done = export_folder(folder, options=ExportOptions(precision="fp16"))
     assert done.path.name == "model-fp16.onnx" and (folder / "model.onnx").read_bytes() == before

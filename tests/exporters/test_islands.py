@@ -10,14 +10,14 @@ from contracts import build, contract, images
 from too_large import large_ffn, large_residual, large_scores
 from torch import nn
 
-from vitcompress import checkpoint
 from vitcompress.cli import main
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS, islands
 from vitcompress.exporters.agreement import SHARES, compare, judged
 from vitcompress.exporters.islands import SCAN, Judge, Search, judge_of, narrowed, search
 from vitcompress.io.checks import Check
-from vitcompress.models import input_config
+from vitcompress.models.checkpoint import write_model
+from vitcompress.models.create import input_config
 from vitcompress.precision import in_precision
 from vitcompress.ranges import Ranges, scan
 from vitcompress.sidecar import read_sidecar
@@ -141,7 +141,7 @@ def test_narrowing_leaves_what_is_needed(needed: set[int]) -> None:
 
 
 def run_folder(folder: Path, model: nn.Module) -> Path:
-    checkpoint.save_model(folder, model, contract("plain").plan)
+    write_model(folder, model, contract("plain").plan)
     return folder
 
 

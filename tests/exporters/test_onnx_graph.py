@@ -12,14 +12,16 @@ import torch
 from contracts import BYPASSES, build, every_variant, having, images, kept_channels, spaces_of
 from torch import nn
 
-from vitcompress import checkpoint, surgery
+from vitcompress import surgery
 from vitcompress.errors import InputError, OutputError, PrecisionError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS, onnx_graph
 from vitcompress.exporters.onnx_graph import export
-from vitcompress.models import input_config
+from vitcompress.io.files import file_sha256
+from vitcompress.models.create import input_config
 from vitcompress.onnx_file import facts
 from vitcompress.plan import Plan
+from vitcompress.surgery.depth import depth_plan
 from vitcompress.verify_onnx import onnx_checks
 
 CLASSES = ("ant", "bee", "cat", "dog", "eel")
@@ -34,11 +36,9 @@ def pruned(variant: str, bypass: str = BYPASS) -> nn.Module:
     """Block 0 without its activation (where it can go), block 1 without both, folded."""
     model = dense(variant)
     linear = having(model, "activation", [0, 1])
-    plan = surgery.depth_plan(
-        model, Plan("vit", {}), [1], linear, attention_bypass=bypass, both_pruned_output_act="gelu"
-    )
-    surgery.apply(model, plan)
-    surgery.fold(model, plan)
+    plan = depth_plan(model, Plan("vit", {}), [1], linear, attention_bypass=bypass, both_pruned_output_act="gelu")
+    surgery.apply_plan(model, plan)
+    surgery.fold_linears(model, plan)
     return model
 
 
@@ -106,7 +106,7 @@ def test_the_dense_file_is_not_the_pruned_model(file: Callable[..., Path]) -> No
 def test_sliced_attention_with_unequal_widths(tmp_path: Path) -> None:
     model = dense("plain")
     kept = {"blocks.0.qk": (0, 1, 4, 5, 8, 9, 12, 13), "blocks.0.v": tuple(c for c in range(16) if c % 4 != 1)}
-    surgery.apply(model, Plan("vit", {}, kept=kept))
+    surgery.apply_plan(model, Plan("vit", {}, kept=kept))
     assert failed(model, exported(model, tmp_path)) == []
 
 
@@ -118,7 +118,7 @@ def test_sliced_and_rewired_models_answer_as_in_torch(variant: str, tmp_path: Pa
     heads = {space.attention: 2 for space in spaces_of(model).values() if space.attention}
     ffn = [name.removesuffix(".qk") + ".mlp" for name in kept if name.endswith(".qk")][1]
     del kept[ffn]
-    surgery.apply(model, Plan("staged", {}, removed={ffn: "drop"}, kept=kept, heads=heads))
+    surgery.apply_plan(model, Plan("staged", {}, removed={ffn: "drop"}, kept=kept, heads=heads))
     assert failed(model, exported(model, tmp_path), variant) == []
 
 
@@ -154,7 +154,7 @@ def test_the_file_says_what_it_is(file: Callable[..., Path]) -> None:
     assert (stored["input"], stored["layout"]) == ("float32", "NCHW")
     assert set(stored) >= {"mean", "std", "interpolation", "crop_pct", "crop_mode", "versions", "opset_reason"}
     sidecar = json.loads(path.with_name(f"{path.name}.json").read_text())
-    assert (sidecar["sha256"], sidecar["bytes"]) == (checkpoint.file_sha256(path), path.stat().st_size)
+    assert (sidecar["sha256"], sidecar["bytes"]) == (file_sha256(path), path.stat().st_size)
     assert str(Path.cwd()) not in path.read_bytes().decode(errors="ignore")
 
 
@@ -164,7 +164,7 @@ def test_the_same_model_gives_the_same_bytes_and_is_left_as_it_was(tmp_path: Pat
     half = ExportOptions(precision="fp16")
     first = export(model, tmp_path / "a.onnx", input=input_config(model), options=half)
     assert first.sha256 == export(model, tmp_path / "b.onnx", input=input_config(model), options=half).sha256
-    assert first.sha256 == checkpoint.file_sha256(first.path)
+    assert first.sha256 == file_sha256(first.path)
     assert json.loads(facts(first.path).metadata["classes"]) == ["0", "1", "2", "3", "4"]  # no names were given
     assert model.training
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

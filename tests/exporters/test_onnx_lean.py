@@ -13,7 +13,7 @@ from vitcompress import surgery
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import onnx_tokens
 from vitcompress.exporters.onnx_graph import export
-from vitcompress.models import input_config
+from vitcompress.models.create import input_config
 from vitcompress.onnx_file import facts
 from vitcompress.plan import Plan
 from vitcompress.verify_onnx import onnx_checks
@@ -22,7 +22,7 @@ from vitcompress.verify_onnx import onnx_checks
 def without_last_attention() -> nn.Module:
     """Two blocks, the second one without attention: all of it is needed for the class token alone."""
     model = build("plain", dtype=torch.float32)
-    surgery.apply(model, Plan("vit", {}, removed={"blocks.1.attn": "drop"}))
+    surgery.apply_plan(model, Plan("vit", {}, removed={"blocks.1.attn": "drop"}))
     return model
 
 

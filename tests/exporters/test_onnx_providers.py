@@ -24,7 +24,7 @@ from vitcompress.exporters.onnx_graph import export
 from vitcompress.exporters.onnx_libraries import RTX
 from vitcompress.exporters.onnx_providers import CPU, CUDA, PROVIDERS, TENSORRT, ProviderSettings
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
-from vitcompress.models import input_config
+from vitcompress.models.create import input_config
 
 X = images("plain", dtype=torch.float32)
 ON_GPUS = [name for name, provider in PROVIDERS.items() if provider.device == "cuda"]

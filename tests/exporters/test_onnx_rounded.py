@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.exporters.onnx_rounded import rounded_answers, spelled_out
-from vitcompress.models import input_config
+from vitcompress.models.create import input_config
 from vitcompress.precision import in_precision
 
 X = images("plain", dtype=torch.float32)

@@ -9,11 +9,11 @@ import onnxruntime as ort
 import pytest
 from torch import nn
 
-from vitcompress import models, surgery
+from vitcompress import surgery
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS, onnx_graph
 from vitcompress.families import family_of
-from vitcompress.models import input_config
+from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
 
 ARCH, DEPTH = "vit_tiny_patch16_224", 2
@@ -23,10 +23,10 @@ openvino = pytest.mark.skipif(EXPORTERS["openvino"].unavailable() is not None, r
 
 def model(qk: int = 16) -> nn.Module:
     """Heads of 16 channels, `qk` of them left of each q and k."""
-    made = models.create(ARCH, ARGS)
+    made = create_model(ARCH, ARGS)
     spaces = [space for space in family_of(made).spaces(made) if space.kind == "qk"]
     kept = {space.name: tuple(c for c in range(space.size) if c % 16 < qk) for space in spaces}
-    return made if qk == 16 else surgery.apply(made, Plan(ARCH, ARGS, kept=kept))
+    return made if qk == 16 else surgery.apply_plan(made, Plan(ARCH, ARGS, kept=kept))
 
 
 def written(made: nn.Module, path: Path, opset: int) -> Path:

@@ -13,13 +13,13 @@ import torch
 from contracts import build, contract, images
 from onnx import TensorProto, helper
 
-from vitcompress import checkpoint, models
 from vitcompress.errors import ArtifactError, DeviceError, InputError
 from vitcompress.evaluate import evaluate
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.exporters.onnx_providers import assignment, heavy_elsewhere
 from vitcompress.exporters.runtimes import RunnerOptions, TorchRunner, open_runner
-from vitcompress.models import input_config
+from vitcompress.models.checkpoint import write_model
+from vitcompress.models.create import create_model, input_config
 
 X = images("plain", dtype=torch.float32)
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with an ONNX file."""
     made = tmp_path_factory.mktemp("run")
     model = build("plain", dtype=torch.float32)
-    checkpoint.save_model(made, model, contract("plain").plan)
+    write_model(made, model, contract("plain").plan)
     export(model, made / "model.onnx", input=input_config(model))
     return made
 
@@ -112,7 +112,7 @@ def test_every_model_that_is_to_be_compiled_is_compiled(monkeypatch: pytest.Monk
     shared, made = {"img_size": 8, "patch_size": 4, "depth": 1, "num_heads": 1, "num_classes": 2}, range(1, 10)
     with ExitStack() as stack:
         for number in made:
-            model = models.create("vit_tiny_patch16_224", {**shared, "embed_dim": 8 * number})
+            model = create_model("vit_tiny_patch16_224", {**shared, "embed_dim": 8 * number})
             runner = TorchRunner(model, RunnerOptions(compile=True), name="model")
             stack.callback(runner.close)
             runner(X[:2])

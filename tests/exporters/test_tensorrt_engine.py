@@ -16,7 +16,7 @@ import torch
 from contracts import build, spaces_of
 from torch import nn
 
-from vitcompress import checkpoint, surgery
+from vitcompress import surgery
 from vitcompress.errors import InputError, OutputError, VitcompressError
 from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS, tensorrt_engine, tensorrt_runner, tensorrt_targets
@@ -24,8 +24,9 @@ from vitcompress.exporters.tensorrt_build import Built
 from vitcompress.exporters.tensorrt_build import build as build_engine
 from vitcompress.exporters.tensorrt_engine import _doubts, layers_path, source_path
 from vitcompress.exporters.tensorrt_flavours import RTX, RTX_DEFAULT, header_of, log_of
+from vitcompress.io.files import differing, file_sha256
 from vitcompress.io.progress import Progress
-from vitcompress.models import input_config
+from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
 from vitcompress.sidecar import sidecar_path
 
@@ -79,9 +80,9 @@ def test_an_engine_for_other_gpus_than_the_one_here_is_built_and_not_opened(
 
 def test_the_sidecar_says_what_the_engine_is(made: Path) -> None:
     found = json.loads(sidecar_path(made).read_text())
-    assert found["files"] == {made.name: checkpoint.file_sha256(made)} and found["bytes"] == made.stat().st_size
+    assert found["files"] == {made.name: file_sha256(made)} and found["bytes"] == made.stat().st_size
     assert (found["format"], found["precision"], found["verified"]) == ("trt-rtx", "fp16", False)
-    assert found["source"] == {"name": source_path(made).name, "sha256": checkpoint.file_sha256(source_path(made))}
+    assert found["source"] == {"name": source_path(made).name, "sha256": file_sha256(source_path(made))}
     build = found["build"]
     assert (build["sm"], build["batch"], build["tf32"]) == ([89], [1, 2, 4], False)
     assert build["runtime_version"] == tensorrt_rtx.__version__
@@ -90,7 +91,7 @@ def test_the_sidecar_says_what_the_engine_is(made: Path) -> None:
     known = {key: json.loads(text) for key, text in found["metadata"].items()}
     assert found["opset"] == 20 and "TensorRT" in found["opset_reason"] == known["opset_reason"]
     assert known["plan_sha256"] == "ab12" and known["classes"][0] == "ant" and known["size"] == [3, 8, 8]
-    assert checkpoint.differing(sidecar_path(source_path(made))) == []
+    assert differing(sidecar_path(source_path(made))) == []
     assert json.loads(sidecar_path(source_path(made)).read_text())["build"] == {"batch": [1, 2, 4]}
     assert not layers_path(made).exists() or torch.cuda.is_available()
 
@@ -187,7 +188,7 @@ def pruned_keys(model: nn.Module) -> nn.Module:
     """The model with half of the channels of queries and keys, all of the values."""
     copy = build("plain", dtype=torch.float32)
     kept = {name: tuple(range(0, s.size, 2)) for name, s in spaces_of(copy).items() if s.kind == "qk"}
-    surgery.apply(copy, Plan("vit_tiny_patch16_224", {}, kept=kept))
+    surgery.apply_plan(copy, Plan("vit_tiny_patch16_224", {}, kept=kept))
     return copy
 
 

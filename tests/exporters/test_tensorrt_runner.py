@@ -25,7 +25,7 @@ from vitcompress.exporters.tensorrt_process import EngineProcess
 from vitcompress.exporters.tensorrt_runner import vouched
 from vitcompress.exporters.tensorrt_worker import RefusedError, _kind, serve
 from vitcompress.io.files import file_sha256
-from vitcompress.models import input_config
+from vitcompress.models.create import input_config
 from vitcompress.sidecar import amend_sidecar, read_sidecar, sidecar_path
 
 tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")

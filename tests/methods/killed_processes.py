@@ -19,16 +19,15 @@ import torch
 from killed_training import OPTIONS, fading, images, killer
 from method_world import context, model
 
-from vitcompress import models
 from vitcompress.distributed import Runtime, start, stop
 from vitcompress.families import family_of
-from vitcompress.gates import GatedModel
 from vitcompress.io.files import write_text
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
 from vitcompress.learner import TrainingContext
 from vitcompress.methods import sero, upvit
-from vitcompress.models import input_config
+from vitcompress.models.create import create_model, input_config
+from vitcompress.surgery.gates import GatedModel
 from vitcompress.train import train
 
 STEP, WRITTEN = "vitcompress.step", "os.rename"  # a forward pass; a file or folder that moves into place
@@ -36,7 +35,7 @@ BOTH = (0, 1)
 
 
 def training(folder: Path, runtime: Runtime) -> None:
-    made = models.create(killed_training.ARCH, killed_training.ARGS, seed=0)
+    made = create_model(killed_training.ARCH, killed_training.ARGS, seed=0)
     family = family_of(made)
     gated = GatedModel(made, family, [s for s in family.sites(made) if s.kind in ("attention", "activation")])
     gated.register_forward_hook(lambda *_: sys.audit(STEP))

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitcompress import models
 from vitcompress.data import Splits
 from vitcompress.distributed import Runtime
 from vitcompress.families import family_of
 from vitcompress.io.progress import Progress
 from vitcompress.loaders import Images
+from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
 from vitcompress.sources import ArrayImages
 from vitcompress.train_options import TrainOptions
@@ -50,7 +50,7 @@ def arguments(depth: int = 3, width: int = 16) -> dict[str, Any]:
 
 def model(depth: int = 3, width: int = 16, **more: Any) -> nn.Module:
     """Random weights, larger than timm's so that every layer matters."""
-    made = models.create(ARCH, arguments(depth, width) | more, seed=1)
+    made = create_model(ARCH, arguments(depth, width) | more, seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -83,7 +83,7 @@ def context(folder: Path, made: nn.Module, **changes: Any) -> Context:
         Plan(ARCH, args),
         family_of(made),
         splits,
-        models.input_config(made),
+        input_config(made),
         Runtime(torch.device("cpu")),
         folder,
         0,

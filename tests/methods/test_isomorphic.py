@@ -12,7 +12,7 @@ from method_world import context, model
 from pydantic import TypeAdapter, ValidationError
 from torch.nn import functional
 
-from vitcompress import cost, surgery
+from vitcompress import surgery
 from vitcompress.data import subset
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.evaluate import evaluate
@@ -23,7 +23,9 @@ from vitcompress.methods import METHODS, isomorphic
 from vitcompress.methods.channel_scores import channel_scores, gradients, random_scores
 from vitcompress.methods.isomorphic import Alignment, Options
 from vitcompress.methods.widths import groups_of
+from vitcompress.models.cost import count_cost
 from vitcompress.plan import Plan
+from vitcompress.surgery.depth import depth_plan
 from vitcompress.verify_slice import slice_check
 
 FINE = Alignment(residual=1, ffn=1, head_dim=1)
@@ -45,7 +47,7 @@ def test_plan(tmp_path: Path) -> None:
     assert sum(len(found.kept[f"blocks.{b}.mlp"]) for b in range(3)) == 3 * 32
     assert all(found.kept[f"blocks.{b}.qk"] == found.kept[f"blocks.{b}.v"] for b in range(3))
     pixels = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    assert_moved(surgery.applied(made, found)(pixels), made(pixels))
+    assert_moved(surgery.apply_to_copy(made, found)(pixels), made(pixels))
     assert planned(tmp_path, made) == found
     rows = read_json(tmp_path / "widths.json")["rows"]
     assert {row["kind"] for row in rows} == {"residual", "ffn", "head", "head_dim"}
@@ -125,10 +127,10 @@ def test_every_family_is_cut_and_masked_is_sliced(variant: str) -> None:
     assert {"residual", "mlp"} <= kinds
     x = images(variant, dtype=torch.float32)
     assert slice_check(made, found, x).verdict == "passed"
-    sliced = surgery.applied(made, found)
+    sliced = surgery.apply_to_copy(made, found)
     assert_moved(logits(sliced, x), logits(made, x))
     size = (3, *x.shape[2:])
-    assert cost.measure(sliced, size).macs < 0.6 * cost.measure(made, size).macs
+    assert count_cost(sliced, size).macs < 0.6 * count_cost(made, size).macs
 
 
 def test_each_attention_keeps_a_head_whatever_is_asked(tmp_path: Path) -> None:
@@ -140,9 +142,9 @@ def test_each_attention_keeps_a_head_whatever_is_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("target", "key", "scale"), [("macs", "macs", 1e9), ("params", "params", 1e6)])
 def test_targets_are_met(target: Any, key: str, scale: float, tmp_path: Path) -> None:
     made = model(4, 32)
-    dense = getattr(cost.measure(made, (1, 8, 8)), key)
+    dense = getattr(count_cost(made, (1, 8, 8)), key)
     found = planned(tmp_path, made, target=target, amount=0.4 * dense / scale)
-    sliced = cost.measure(surgery.applied(made, found), (1, 8, 8))
+    sliced = count_cost(surgery.apply_to_copy(made, found), (1, 8, 8))
     assert abs(getattr(sliced, key) / (0.4 * dense) - 1) < 0.01
     assert read_json(tmp_path / "widths.json")["cost"] == sliced.to_dict()
 
@@ -165,8 +167,8 @@ def test_the_scale_of_the_new_head_width_is_carried_by_q_and_k(tmp_path: Path) -
     assert planned(tmp_path / "reset", made, attention_scale="reset") == kept
     assert (tmp_path / "reset" / "weights.safetensors").exists()
     spaces = list(spaces_of(made).values())
-    carried = surgery.applied(isomorphic.rescaled(made, spaces, kept), kept).eval()
-    expected = surgery.applied(made, kept).eval()
+    carried = surgery.apply_to_copy(isomorphic.rescaled(made, spaces, kept), kept).eval()
+    expected = surgery.apply_to_copy(made, kept).eval()
     pixels = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0)).double()
     assert_moved(carried.double()(pixels), expected.double()(pixels))
     for block in expected.get_submodule("blocks").children():
@@ -180,10 +182,10 @@ def test_a_second_step_counts_in_what_the_first_left(tmp_path: Path) -> None:
     """Depth first, then width: removed attentions and folded FFNs have no widths of their own."""
     made = model(4)
     base = context(tmp_path, made).plan
-    first = surgery.depth_plan(made, base, [1], [1, 2])
-    surgery.apply(made, first)
+    first = depth_plan(made, base, [1], [1, 2])
+    surgery.apply_plan(made, first)
     plan = base.then(first)
-    folded = surgery.fold(made, Plan(base.arch, base.arch_args)).plan
+    folded = surgery.fold_linears(made, Plan(base.arch, base.arch_args)).plan
     plan = plan.then(folded)
     found = isomorphic.plan(made, context(tmp_path, made, plan=plan), Options(**HALF))
     assert set(found.kept) == {
@@ -193,8 +195,10 @@ def test_a_second_step_counts_in_what_the_first_left(tmp_path: Path) -> None:
     }
     pixels = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert slice_check(made, found, pixels).verdict == "passed"
-    from_plan = surgery.applied(model(4), plan.then(found))
-    assert [p.shape for p in from_plan.parameters()] == [p.shape for p in surgery.applied(made, found).parameters()]
+    from_plan = surgery.apply_to_copy(model(4), plan.then(found))
+    assert [p.shape for p in from_plan.parameters()] == [
+        p.shape for p in surgery.apply_to_copy(made, found).parameters()
+    ]
 
 
 def test_structure_needs_no_weights() -> None:
@@ -263,7 +267,9 @@ def test_taylor_loses_less_than_random_on_a_trained_model(tmp_path: Path) -> Non
     for name in ("taylor", "random"):
         runs = [replace(context(tmp_path / f"{name}{seed}", made), seed=seed) for seed in range(3)]
         plans = [isomorphic.plan(made, run, Options(**{**HALF, **shares}, criterion=name)) for run in runs]
-        losses[name] = sum(evaluate(surgery.applied(made, plan), loader, about.runtime).loss for plan in plans) / 3
+        losses[name] = (
+            sum(evaluate(surgery.apply_to_copy(made, plan), loader, about.runtime).loss for plan in plans) / 3
+        )
     assert losses["taylor"] < losses["random"]
 
 
@@ -273,4 +279,4 @@ def test_the_sliced_model_is_the_deployed_one(tmp_path: Path) -> None:
     found = planned(tmp_path, model())
     pixels = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0)).double()
     again = Plan.from_json(found.to_json())
-    assert_same(surgery.applied(made, found)(pixels), surgery.applied(made, again)(pixels))
+    assert_same(surgery.apply_to_copy(made, found)(pixels), surgery.apply_to_copy(made, again)(pixels))

@@ -59,7 +59,7 @@ def test_plan(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(value, before[key]) for key, value in made.state_dict().items())
     assert not any(module._forward_hooks for module in made.modules())
     pixels = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    assert (surgery.applied(made, found)(pixels) - made(pixels)).abs().max() > 1e-3
+    assert (surgery.apply_to_copy(made, found)(pixels) - made(pixels)).abs().max() > 1e-3
     assert method.plan(made, context(tmp_path, made), options) == found
     drawn = {chart.title.split(":")[0].split(" ")[0]: chart for chart in method.charts(tmp_path)}
     assert set(drawn) == {"hetdpt": {"HetDPT", "transfer"}, "random": set(), "fixed": set()}.get(name, set(drawn))
@@ -75,7 +75,7 @@ def test_structure_is_a_plan_of_the_same_size(name: str) -> None:
     made, method = model(), METHODS[name]
     found = method.structure(made, family_of(made), context(Path(), made).plan, OPTIONS[name])
     assert len(found.removed) == 2
-    surgery.applied(made, found)
+    surgery.apply_to_copy(made, found)
     assert method.options is type(OPTIONS[name])
     assert all(stage.rounds >= 1 and stage.epochs >= 1 for stage in method.stages(OPTIONS[name], 6))
     assert bool(method.stages(OPTIONS[name], 6)) == (name not in ("random", "fixed"))
@@ -254,9 +254,9 @@ def test_a_second_step_goes_on_where_the_first_ended(tmp_path: Path) -> None:
     made = model(4)
     about = context(tmp_path, made)
     first = baselines.fixed(made, about, baselines.FixedOptions(attention=(1,), activation=(1,)))
-    pruned = surgery.applied(made, first)
+    pruned = surgery.apply_to_copy(made, first)
     again = context(tmp_path / "second", pruned, plan=about.plan.then(first))
     second = METHODS["hetdpt"].plan(pruned, again, OPTIONS["hetdpt"])
     assert len(second.removed) == 2
     assert not set(second.removed) & set(first.removed)
-    surgery.applied(made, about.plan.then(first).then(second))
+    surgery.apply_to_copy(made, about.plan.then(first).then(second))

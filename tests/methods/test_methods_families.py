@@ -10,12 +10,13 @@ from method_world import CLASSES, context
 from test_methods import OPTIONS
 from torch import nn
 
-from vitcompress import models, surgery
+from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.io.tensors import load_tensors
 from vitcompress.methods import METHODS, depth, hetdpt, nose
 from vitcompress.methods.images import training_views
+from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
 from vitcompress.workspace import LEFT_WEIGHTS, Context
 
@@ -51,7 +52,7 @@ PVT_SENTENCE = r"PVTv2's MLP has a depth-wise 3x3 convolution and cannot be fold
 def world(name: str, folder: Path) -> tuple[nn.Module, Context]:
     """A model of three blocks with random weights, and what a method is given with it."""
     arch, args = ARCHS[name]
-    made = models.create(arch, {**args, **GREY}, seed=1)
+    made = create_model(arch, {**args, **GREY}, seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -72,7 +73,7 @@ def test_every_depth_method_works_on_other_families(method: str, family: str, tm
     assert len(found.removed) == 2
     assert all(name.startswith(tuple(around.family.blocks(made))) for name in found.removed)
     with torch.no_grad():
-        small = surgery.applied(made, found)
+        small = surgery.apply_to_copy(made, found)
         assert (small(pixels()) - made(pixels())).abs().max() > 1e-4
     assert METHODS[method].structure(made, family_of(made), around.plan, OPTIONS[method]).arch == found.arch
 
@@ -106,8 +107,8 @@ def test_hetdpt_on_gated_ffns(gated_ffn: Any, tmp_path: Path) -> None:
         {"drop_ffn": "drop"}.get(gated_ffn, gated_ffn),
     )
     assert (tmp_path / LEFT_WEIGHTS).is_file() == (gated_ffn == "mean_gate")
-    small = surgery.applied(made, found)
-    folded = surgery.fold(small, found).plan.folded
+    small = surgery.apply_to_copy(made, found)
+    folded = surgery.fold_linears(small, found).plan.folded
     assert (ffn.removesuffix(".act") in folded) == (gated_ffn != "drop_ffn")
 
 
@@ -129,7 +130,7 @@ def test_the_mean_of_a_gate_is_handed_over_with_the_weights(tmp_path: Path) -> N
     assert bool(((means - measured.mean(0)).abs() <= bound).all())
     weights = load_tensors(tmp_path / LEFT_WEIGHTS)
     made.load_state_dict(weights, strict=True)
-    small = surgery.applied(made, plan)
+    small = surgery.apply_to_copy(made, plan)
     x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(3))
     fresh, _ = world("swiglu", tmp_path)
     before = fresh.blocks[1].mlp

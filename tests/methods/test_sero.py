@@ -77,7 +77,7 @@ def test_plan(criterion: Any, layout: Any, tmp_path: Path) -> None:
         shown = [(y, out) for line in by_score.lines for y, out in zip(line.y, line.gone, strict=True)]
         assert max(y for y, out in shown if out) <= by_score.level == min(y for y, out in shown if not out)
     made.load_state_dict(left)
-    surgery.applied(made, found)(torch.zeros(1, 1, 8, 8))
+    surgery.apply_to_copy(made, found)(torch.zeros(1, 1, 8, 8))
     assert sero.plan(model(), context(tmp_path, model()), options) == found
 
 

@@ -10,13 +10,15 @@ import torch.nn.functional as F
 from contracts import assert_moved, assert_same, build, contract, images, logits
 from torch import nn
 
-from vitcompress import checkpoint, cost, surgery
-from vitcompress.channel_gates import channel_gates
+from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.methods import sero
 from vitcompress.methods.sero.layout import LayoutRules, Live, deployed, padded, padding, project, unit_spaces
+from vitcompress.models.checkpoint import load_model, write_model
+from vitcompress.models.cost import count_cost
 from vitcompress.plan import Plan
+from vitcompress.surgery.masks import channel_gates
 from vitcompress.verify_slice import slice_check
 
 OPTIONS = sero.Options(sparsity=0.4, layout="ragged", epochs=2)
@@ -48,10 +50,10 @@ def test_padded_attention_computes_the_same_at_one_width(variant: str, wider: st
     uniform = Plan("any", kept=kept, heads=heads)
     plan = Plan("any", kept=kept, heads=heads, padded=padded(spaces, kept))
     assert len(plan.padded) == len({s.attention for s in spaces if s.attention}) and padding(live, kept) == {}
-    assert_same(logits(surgery.applied(model, plan), x), masked(model, live, x))
+    assert_same(logits(surgery.apply_to_copy(model, plan), x), masked(model, live, x))
     assert_moved(logits(model, x), masked(model, live, x))
     size = tuple(x.shape[1:])
-    work = [cost.measure(surgery.applied(model, p), size).macs for p in (uniform, plan)]
+    work = [count_cost(surgery.apply_to_copy(model, p), size).macs for p in (uniform, plan)]
     assert work[1] > work[0]  # the zeros are multiplied
 
 
@@ -68,7 +70,7 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     for names in ((), padded(spaces, kept)):
-        logits(surgery.applied(model, Plan("any", kept=kept, heads=heads, padded=names)), images("plain"))
+        logits(surgery.apply_to_copy(model, Plan("any", kept=kept, heads=heads, padded=names)), images("plain"))
     unequal, equal = seen[:2], seen[2:]
     assert any(len(set(widths)) > 1 for widths in unequal)
     assert equal == [(max(widths),) * 3 for widths in unequal]
@@ -80,12 +82,12 @@ def test_padding_survives_the_next_slice_and_the_disk(tmp_path: Any) -> None:
     first = Plan(base.arch, base.arch_args, kept={"blocks.0.qk": (0, 4, 8, 12)}, padded=("blocks.0.attn",))
     later = Plan(base.arch, base.arch_args, kept={"blocks.0.v": tuple(c for c in range(16) if c % 4 < 3)})
     both = first.then(later)
-    made = surgery.applied(surgery.applied(model, first), later)
+    made = surgery.apply_to_copy(surgery.apply_to_copy(model, first), later)
     assert made.blocks[0].attn.padded and both.padded == ("blocks.0.attn",)
     assert Plan.from_json(both.to_json()) == both
-    assert_same(logits(surgery.applied(model, both), images("plain")), logits(made, images("plain")))
-    checkpoint.save_model(tmp_path, made, both)
-    loaded = checkpoint.load(tmp_path).double()
+    assert_same(logits(surgery.apply_to_copy(model, both), images("plain")), logits(made, images("plain")))
+    write_model(tmp_path, made, both)
+    loaded = load_model(tmp_path).double()
     assert loaded.blocks[0].attn.padded
     dropped = both.then(Plan(base.arch, base.arch_args, removed={"blocks.0.attn": "drop"}))
     assert dropped.padded == ()
@@ -93,7 +95,7 @@ def test_padding_survives_the_next_slice_and_the_disk(tmp_path: Any) -> None:
 
 def test_padding_what_is_not_there_is_refused() -> None:
     with pytest.raises(PlanError, match=r"padded\.blocks\.7\.attn: the model has no such attention"):
-        surgery.applied(build("plain"), Plan("any", padded=("blocks.7.attn",)))
+        surgery.apply_to_copy(build("plain"), Plan("any", padded=("blocks.7.attn",)))
 
 
 # ------------------------------------------------------------------------------------------------------- empty branches
@@ -128,11 +130,11 @@ def test_an_empty_branch_goes_and_its_bias_stays(variant: str, names: tuple[str,
     model, x = build(variant), images(variant)
     live = emptied(drawn(model, "ragged")[1], *names)
     weights, delta = deployment(model, live)
-    sliced = surgery.applied(weights, delta)
+    sliced = surgery.apply_to_copy(weights, delta)
     assert set(delta.removed) == {name.replace(".v", ".attn") for name in names}
     found, wanted = logits(sliced, x), masked(model, live, x)
     assert_same(found, wanted)
-    lost = surgery.applied(model, delta)  # without moving the biases the answers are others
+    lost = surgery.apply_to_copy(model, delta)  # without moving the biases the answers are others
     assert_moved(logits(lost, x), wanted)
     gone = [name for name, _ in sliced.named_modules() if any(name.startswith(site) for site in delta.removed)]
     assert not gone
@@ -148,12 +150,12 @@ def test_a_bias_does_not_cross_an_activation_or_a_bypass() -> None:
         Plan("any", removed={"blocks.1.attn": "norm_identity"}),
         Plan("any", removed={"blocks.1.attn": "double"}),
     ):
-        model, x = surgery.applied(build("plain"), plan), images("plain")
+        model, x = surgery.apply_to_copy(build("plain"), plan), images("plain")
         name = "blocks.1.v" if plan.appended else "blocks.1.mlp"
         live = emptied(drawn(model, "ragged")[1], name)
         weights, delta = deployment(model, live)
         assert delta.removed == {} and name in delta.kept
-        assert_same(logits(surgery.applied(weights, delta), x), masked(model, live, x))
+        assert_same(logits(surgery.apply_to_copy(weights, delta), x), masked(model, live, x))
 
 
 def test_an_empty_branch_without_a_bias_goes_and_leaves_nothing() -> None:
@@ -163,7 +165,7 @@ def test_an_empty_branch_without_a_bias_goes_and_leaves_nothing() -> None:
     assert set(delta.removed) == {"blocks.1.attn"}
     changed = {n for n, tensor in weights.named_parameters() if not torch.equal(tensor, model.get_parameter(n))}
     assert all(name.startswith("blocks.1.attn.") for name in changed)
-    assert_same(logits(surgery.applied(weights, delta), x), masked(model, live, x))
+    assert_same(logits(surgery.apply_to_copy(weights, delta), x), masked(model, live, x))
     assert_moved(logits(model, x), masked(model, live, x))
 
 
@@ -176,7 +178,7 @@ def test_a_bias_does_not_go_where_a_layer_scale_of_zero_would_swallow_it(zeros: 
     live = emptied(drawn(model, "ragged")[1], "blocks.1.v")
     weights, delta = deployment(model, live)
     assert delta.removed == {} and "blocks.1.v" in delta.kept
-    found = logits(surgery.applied(weights, delta), x)
+    found = logits(surgery.apply_to_copy(weights, delta), x)
     assert torch.isfinite(found).all()
     assert_same(found, masked(model, live, x))
 
@@ -191,4 +193,4 @@ def test_swin_and_pools_keep_the_branch(variant: str, name: str) -> None:
     weights, delta = deployment(model, live)
     assert delta.removed == {} and name in delta.kept
     assert name.endswith(".mlp") or delta.heads
-    assert_same(logits(surgery.applied(weights, delta), x), masked(model, live, x))
+    assert_same(logits(surgery.apply_to_copy(weights, delta), x), masked(model, live, x))

@@ -9,13 +9,14 @@ import torch
 from contracts import assert_moved, assert_same, build, images, logits
 from torch import nn
 
-from vitcompress import cost, surgery
-from vitcompress.channel_gates import channel_gates
+from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.methods import sero
 from vitcompress.methods.sero.layout import KINDS, LayoutRules, _above_quantile, deployed, padding, project, unit_spaces
+from vitcompress.models.cost import Cost, count_cost
 from vitcompress.plan import Plan
+from vitcompress.surgery.masks import channel_gates
 
 LAYOUTS = ("ragged", "uniform", "tied", "padded")
 TOKENS = 197
@@ -41,10 +42,10 @@ PUBLISHED = [
 @pytest.mark.parametrize(("arch", "sparsity", "millions"), PUBLISHED)
 def test_published_sizes(arch: str, sparsity: float, millions: float, layout: Any) -> None:
     model = dense(arch)
-    width, before = model.embed_dim, cost.measure(model, (3, 224, 224))
+    width, before = model.embed_dim, count_cost(model, (3, 224, 224))
     base = Plan(arch)
     delta = sero.structure(model, family_of(model), base, sero.Options(sparsity=sparsity, layout=layout))
-    after = cost.measure(surgery.applied(model, delta), (3, 224, 224))
+    after = count_cost(surgery.apply_to_copy(model, delta), (3, 224, 224))
     gone = dict.fromkeys(KINDS, 0)
     for space in unit_spaces(family_of(model).spaces(model)):
         gone[space.kind] += space.size - len(delta.kept.get(space.name, range(space.size)))
@@ -66,14 +67,14 @@ PUBLISHED_MACS = [
 ]
 
 
-def halved(model: nn.Module, arch: str, of_attention: float, of_ffn: float) -> cost.Cost:
+def halved(model: nn.Module, arch: str, of_attention: float, of_ffn: float) -> Cost:
     """What is left without the last of each head's, and each FFN's, channels."""
     kept = {}
     for space in unit_spaces(family_of(model).spaces(model)):
         head = space.size // space.heads
         left = round(head * (1 - (of_ffn if space.kind == "mlp" else of_attention)))
         kept[space.name] = tuple(c for c in range(space.size) if c % head < left)
-    return cost.measure(surgery.applied(model, Plan(arch, kept=kept)), (3, 224, 224))
+    return count_cost(surgery.apply_to_copy(model, Plan(arch, kept=kept)), (3, 224, 224))
 
 
 @pytest.mark.parametrize(("arch", "of_attention", "of_ffn", "giga"), PUBLISHED_MACS)
@@ -97,7 +98,7 @@ def test_size_of_swin_s_at_half(layout: Any) -> None:
     spaces = unit_spaces(family_of(model).spaces(model))
     biases = sum(space.size // 2 * (2 if space.kind == "qk" else 1) for space in spaces)
     delta = sero.structure(model, family_of(model), Plan("any"), sero.Options(sparsity=0.5, layout=layout))
-    found = sum(p.numel() for p in surgery.applied(model, delta).parameters())
+    found = sum(p.numel() for p in surgery.apply_to_copy(model, delta).parameters())
     assert (found + biases) / 1e6 == pytest.approx(26.05, abs=1e-3 * 26.05 + 0.005)
 
 
@@ -237,7 +238,7 @@ def check_masked_is_sliced(model: nn.Module, spaces: Any, live: dict[str, np.nda
     kept, heads = deployed(spaces, live)
     delta = Plan("any", kept=kept, heads=heads)
     sero._silence(model, spaces, padding(live, kept))
-    assert_same(logits(surgery.applied(model, delta), x), masked)
+    assert_same(logits(surgery.apply_to_copy(model, delta), x), masked)
     assert_moved(masked, before)
     return delta
 

@@ -14,6 +14,7 @@ from vitcompress.augmentation import Augmentation
 from vitcompress.families import family_of
 from vitcompress.io.tensors import load_tensors
 from vitcompress.methods import METHODS, steps
+from vitcompress.surgery.depth import depth_plan
 from vitcompress.train_options import TrainOptions
 from vitcompress.workspace import LEFT_WEIGHTS
 
@@ -34,7 +35,7 @@ def test_recover_learns_from_the_teacher(tmp_path: Path) -> None:
     with torch.no_grad():
         wise.head.bias.add_(torch.tensor([50.0, 0.0, 0.0]))  # always the first class
     around = context(tmp_path, made, teacher=lambda: wise)
-    taught = surgery.applied(made, around.plan)
+    taught = surgery.apply_to_copy(made, around.plan)
     train = type(around.train)(epochs=4, batch_size=16, distillation="hard", alpha=1.0)
     around = context(tmp_path, made, teacher=lambda: wise, train=train)
     steps.recover(made, around, steps.RecoverOptions(epochs=4, lr=1e-2))
@@ -55,15 +56,15 @@ def test_a_recovery_between_steps_may_differ_from_the_last_one() -> None:
 
 
 def test_fold_is_a_plan_and_leaves_the_model_alone(tmp_path: Path) -> None:
-    made = surgery.depth_plan(model(), context(tmp_path, model()).plan, [], [1])
-    linear = surgery.applied(model(), made)
+    made = depth_plan(model(), context(tmp_path, model()).plan, [], [1])
+    linear = surgery.apply_to_copy(model(), made)
     around = context(tmp_path, model(), plan=made)
     found = steps.fold(linear, around, steps.FoldOptions())
     assert found.folded == ("blocks.1.mlp",) and found.removed == {}
     assert found == steps.structure_fold(linear, family_of(linear), made, steps.FoldOptions())
     assert "blocks.1.mlp.fc1.weight" in linear.state_dict()
     x = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(surgery.applied(linear, found)(x), linear(x), atol=1e-4)
+    assert torch.allclose(surgery.apply_to_copy(linear, found)(x), linear(x), atol=1e-4)
     assert steps.fold(linear, around, steps.FoldOptions()) == found
 
 

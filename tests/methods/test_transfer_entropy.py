@@ -9,11 +9,11 @@ from method_world import context, model
 from torch import Tensor, nn
 
 from vitcompress import surgery
-from vitcompress.gates import GatedModel
 from vitcompress.methods import depth
 from vitcompress.methods.depth import DepthOptions
 from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions, Measurement, Moments, entropies, greedy, table
 from vitcompress.methods.images import training_part, training_views
+from vitcompress.surgery.gates import GatedModel
 from vitcompress.workspace import Context
 
 BUDGET = DepthOptions(pruned_layers=2)
@@ -42,7 +42,7 @@ def entropy_of(made: nn.Module, about: Context) -> float:
 
 def without(made: nn.Module, about: Context, attentions: list[int], activations: list[int]) -> nn.Module:
     removed: dict[depth.Kind, list[int]] = {"attention": attentions, "activation": activations}
-    return surgery.applied(made, depth.delta(made, about.plan, removed, BUDGET))
+    return surgery.apply_to_copy(made, depth.delta(made, about.plan, removed, BUDGET))
 
 
 def gated(made: nn.Module, about: Context) -> GatedModel:

@@ -20,8 +20,8 @@ from vitcompress.io.files import write_json
 from vitcompress.methods import METHODS, upvit
 from vitcompress.methods.upvit.blocks import candidates, removal, whole_blocks, without
 from vitcompress.methods.upvit.regroup import least_first, regrouped
+from vitcompress.models.standard import standard_model
 from vitcompress.plan import Plan
-from vitcompress.standard import standard_model
 from vitcompress.verify_slice import slice_check
 
 SMALL: dict[str, Any] = {"embed_dim": 8, "num_heads": 1, "depth": 3}
@@ -68,7 +68,7 @@ def test_block_candidates() -> None:
     again = without(left, candidates(left["blocks"])[2])  # the hybrid whole
     assert [block.name for block in again["blocks"]] == ["blocks.0", "blocks.3"]
     base = Plan("vit_tiny_patch16_224")
-    small = surgery.applied(made, removal([*ways[3].removed, *candidates(left["blocks"])[2].removed], base))
+    small = surgery.apply_to_copy(made, removal([*ways[3].removed, *candidates(left["blocks"])[2].removed], base))
     assert list(family_of(small).blocks(small)) == ["blocks.0", "blocks.3"]
     assert candidates(again["blocks"][:1]) == []
 
@@ -79,7 +79,7 @@ def test_every_candidate_loads_into_the_shallower_model() -> None:
     goal = {"arch": row.arch, "args": {**row.arch_args, "depth": 2}}
     for way in candidates(whole_blocks(made, family_of(made))["blocks"]):
         plan = Plan(row.arch, row.arch_args, removed=removal(way.removed, row.plan).removed, standard=goal)
-        small = surgery.applied(made, plan)
+        small = surgery.apply_to_copy(made, plan)
         found = standard_model(small, plan)
         assert_same(logits(found, x), logits(small, x))
         assert_moved(logits(small, x), logits(made, x))
@@ -101,7 +101,7 @@ def test_the_result_is_a_standard_timm_model(tmp_path: Path) -> None:
     made = model(depth=4)
     options = upvit.Options(target_args=SMALL, images=24)
     found = upvit.plan(made, context(tmp_path, made), options)
-    small = surgery.applied(made, found)
+    small = surgery.apply_to_copy(made, found)
     standard = standard_model(small, found)
     x = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert (standard(x) - small(x)).abs().max() < 1e-5  # float32, and heads whose scale went into q
@@ -120,7 +120,8 @@ def test_plan_and_structure_have_the_same_sizes(score: Any, tmp_path: Path) -> N
     arbitrary = upvit.structure(made, family_of(made), context(tmp_path, made).plan, options)
     assert found.standard == arbitrary.standard
     shapes = [
-        sorted(t.shape for t in standard_model(surgery.applied(made, p), p).parameters()) for p in (found, arbitrary)
+        sorted(t.shape for t in standard_model(surgery.apply_to_copy(made, p), p).parameters())
+        for p in (found, arbitrary)
     ]
     assert shapes[0] == shapes[1]
     titles = [table["title"] for table in upvit.tables(tmp_path)]
@@ -227,7 +228,7 @@ def test_published_targets(arch: str, goal: str, args: Any, params: int) -> None
     with torch.device("meta"):
         made = timm.create_model(arch).eval()
     found = upvit.structure(made, family_of(made), Plan(arch), upvit.Options(target=goal, target_args=args))
-    assert sum(p.numel() for p in surgery.apply(made, found).parameters()) == params
+    assert sum(p.numel() for p in surgery.apply_plan(made, found).parameters()) == params
     assert found.standard["arch"] == goal
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitcompress import surgery
 from vitcompress.distributed import Runtime
 from vitcompress.families import family_of
-from vitcompress.families.answer import answer_block
+from vitcompress.families.last_block import answer_block
 from vitcompress.methods.upvit.blocks import candidates, removal, scores, whole_blocks
 from vitcompress.methods.upvit.deletion import deletion
 from vitcompress.methods.upvit.fisher import estimates
@@ -36,7 +36,7 @@ def naive(made: nn.Module, plan: Plan, component: Component, channel: int, x: Te
     kept = tuple(c for c in range(component.size) if c != channel)
     family, heads = family_of(made), component.spaces[0].heads
     if component.kind == "attention":  # a head cannot lose one channel alone: what it writes is taken away instead
-        copy = surgery.applied(made, Plan(plan.arch, plan.arch_args))
+        copy = surgery.apply_to_copy(made, Plan(plan.arch, plan.arch_args))
         with torch.no_grad():
             for space in component.spaces:
                 for axis in space.axes:
@@ -46,7 +46,7 @@ def naive(made: nn.Module, plan: Plan, component: Component, channel: int, x: Te
         assert heads and family
     else:
         one = Plan(plan.arch, plan.arch_args, kept={space.name: kept for space in component.spaces})
-        copy = surgery.applied(made, one)
+        copy = surgery.apply_to_copy(made, one)
     return float(divergence(logits(made, x), logits(copy, x)))
 
 
@@ -171,7 +171,7 @@ def test_block_scores_are_those_of_the_models_without_them() -> None:
     made, x, base = build("plain", depth=3), pictures("plain"), contract("plain", depth=3).plan
     plans = [removal(way.removed, base) for way in candidates(whole_blocks(made, family_of(made))["blocks"])]
     found = scores(made, plans, removal([], base), Batches.of(x))
-    expected = [float(divergence(logits(made, x), logits(surgery.applied(made, plan), x))) for plan in plans]
+    expected = [float(divergence(logits(made, x), logits(surgery.apply_to_copy(made, plan), x))) for plan in plans]
     assert found.tolist() == pytest.approx(expected, rel=1e-9)
     current = scores(made, plans, plans[0], Batches.of(x))
     assert float(current[0]) == 0.0 and float(current[1]) > 0

@@ -8,11 +8,12 @@ import pytest
 import torch
 from contracts import SAME, assert_moved, assert_same, build, contract, images, logits
 
-from vitcompress import checkpoint, surgery
+from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.methods import METHODS, isomorphic, sero, upvit
 from vitcompress.methods.isomorphic import Alignment
+from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.plan import Plan
 from vitcompress.verify_slice import slice_check
 
@@ -49,7 +50,7 @@ def test_every_family_is_pruned_or_the_reason_is_said(method: str, variant: str,
     delta = METHODS[method].structure(model, family, base, options)
     assert delta.kept
     x = images(variant)
-    small = surgery.applied(model, delta)
+    small = surgery.apply_to_copy(model, delta)
     assert_moved(logits(small, x), logits(model, x))
     assert sum(p.numel() for p in small.parameters()) < 0.8 * sum(p.numel() for p in model.parameters())
     check = slice_check(model, delta, x)
@@ -58,8 +59,8 @@ def test_every_family_is_pruned_or_the_reason_is_said(method: str, variant: str,
         and check.value is not None
         and check.value <= SAME * float(logits(small, x).abs().max())
     )
-    checkpoint.save_model(tmp_path / "small", small, base.then(delta))
-    again = checkpoint.load(tmp_path / "small")
+    write_model(tmp_path / "small", small, base.then(delta))
+    again = load_model(tmp_path / "small")
     assert_same(logits(again.double(), x), logits(small, x))
 
 
@@ -67,7 +68,7 @@ def test_relative_position_tables_follow_the_heads_and_merging_reads_four_times(
     model, row = build("swin"), contract("swin")
     base = Plan(row.arch, row.arch_args)
     delta = METHODS["isomorphic"].structure(model, family_of(model), base, OPTIONS["isomorphic"])
-    small = surgery.applied(model, delta)
+    small = surgery.apply_to_copy(model, delta)
     for path, count in delta.heads.items():
         whole, left = (m.get_parameter(f"{path}.relative_position_bias_table") for m in (model, small))
         assert left.shape[1] == count < whole.shape[1]

@@ -3,7 +3,7 @@
 from torch import nn
 
 from vitcompress.errors import UnsupportedModelError
-from vitcompress.families.anatomy import Axis, Family, Site, Space
+from vitcompress.families.base import Axis, Family, Site, Space
 from vitcompress.families.eva import EVA
 from vitcompress.families.pvt import PVT
 from vitcompress.families.swin import SWIN

@@ -14,8 +14,8 @@ from timm.layers import AttentionRope, GluMlp, Mlp, PatchEmbed, apply_rot_embed_
 from timm.models.eva import Eva, EvaAttention, EvaBlock
 from torch import Tensor, nn
 
-from vitcompress.families import common, pooling, vit
-from vitcompress.families.anatomy import Axis, Family, Part, Space, Wiring, children
+from vitcompress.families import attention_pool, blocks, vit
+from vitcompress.families.base import Axis, Family, Part, Space, Wiring, children
 
 SUPPORTED = (
     "timm Eva models (DINOv3, rotary ViTs) with pre-norm blocks, one layer for q, k and v, a two-layer or gated MLP "
@@ -95,14 +95,14 @@ def refuses(model: nn.Module) -> str | None:
         return "each of its layers turns q and k by frequencies of its own (mixed rotary embedding)"
     if not isinstance(model.patch_embed, PatchEmbed):
         return f"its stem is a {type(model.patch_embed).__name__}"
-    reasons = (*map(_block_refusal, model.blocks), pooling.refusal(model.attn_pool, vit.width(model)))
-    return next((reason for reason in reasons if reason), None) or common.norms_refusal(model)
+    reasons = (*map(_block_refusal, model.blocks), attention_pool.refusal(model.attn_pool, vit.width(model)))
+    return next((reason for reason in reasons if reason), None) or blocks.norms_refusal(model)
 
 
 def _block_refusal(block: Any) -> str | None:
-    if refusal := common.part_refusal(block, EvaBlock, ATTENTIONS, (Mlp, GluMlp, nn.Linear)):
+    if refusal := blocks.part_refusal(block, EvaBlock, ATTENTIONS, (Mlp, GluMlp, nn.Linear)):
         return refusal
-    return _attention_refusal(getattr(block, "attn", None)) or common.ffn_refusal(getattr(block, "mlp", None))
+    return _attention_refusal(getattr(block, "attn", None)) or blocks.ffn_refusal(getattr(block, "mlp", None))
 
 
 def _attention_refusal(attn: Any) -> str | None:
@@ -112,7 +112,7 @@ def _attention_refusal(attn: Any) -> str | None:
         return "its q, k and v have a layer each"
     if getattr(attn, "q_bias", None) is not None:
         return "the biases of its q and v are apart from their layer"
-    return None if common.plain(attn.q_norm, attn.k_norm, attn.norm, attn.gate) else common.NORMED_ATTENTION
+    return None if blocks.plain(attn.q_norm, attn.k_norm, attn.norm, attn.gate) else blocks.NORMED_ATTENTION
 
 
 def spaces(model: Any) -> tuple[Space, ...]:
@@ -128,7 +128,7 @@ def spaces(model: Any) -> tuple[Space, ...]:
 
 def packed_attention(model: nn.Module, path: str, attn: Any) -> tuple[list[Space], list[Axis]]:
     """`common.packed_attention`; where there are rotary embeddings, q and k go by heads."""
-    (qk, v), stream = common.packed_attention(model, path, attn)
+    (qk, v), stream = blocks.packed_attention(model, path, attn)
     return [replace(qk, whole_heads=model.rope is not None), v], stream
 
 
@@ -138,7 +138,7 @@ def scales(model: nn.Module) -> dict[str, str]:
     for path, block in vit.blocks(model).items():
         for name, part in SCALES.items():
             if getattr(block, name, None) is not None and hasattr(block, part):
-                found[f"{path}.{name}"] = common.last_linear(f"{path}.{part}", getattr(block, part))
+                found[f"{path}.{name}"] = blocks.last_linear(f"{path}.{part}", getattr(block, part))
     return found
 
 
@@ -146,7 +146,7 @@ def slice_attention(attn: nn.Module, qk_dim: int, v_dim: int, num_heads: int) ->
     """SlicedRotaryAttention; or a pool, see `pooling`."""
     if isinstance(attn, ATTENTIONS):
         return SlicedRotaryAttention(attn, qk_dim, v_dim, num_heads)
-    return pooling.slice_pool(attn, qk_dim, v_dim, num_heads)
+    return attention_pool.slice_pool(attn, qk_dim, v_dim, num_heads)
 
 
 EVA = Family(
@@ -159,7 +159,7 @@ EVA = Family(
     spaces=spaces,
     slice_attention=slice_attention,
     resized=vit.resized,
-    linear_pair=common.linear_pair,
+    linear_pair=blocks.linear_pair,
     scales=scales,
     entry=vit.entry,
     at_size=at_size,

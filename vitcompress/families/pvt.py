@@ -5,8 +5,15 @@ from typing import Any
 from timm.models.pvt_v2 import Attention, Block, MlpWithDepthwiseConv, PyramidVisionTransformerV2
 from torch import Tensor, nn
 
-from vitcompress.families import common
-from vitcompress.families.anatomy import Axis, Family, Site, Space, Wiring, input_axis, linear_axes, norm_axes
+from vitcompress.families.base import Axis, Family, Site, Space, Wiring, input_axis, linear_axes, norm_axes
+from vitcompress.families.blocks import (
+    attended,
+    norms_refusal,
+    part_refusal,
+    staged_blocks,
+    staged_sites,
+    staged_spaces,
+)
 
 SUPPORTED = "timm PVTv2 (b0 to b5, and the linear variant) with LayerNorm"
 NOT_FOLDABLE = "PVTv2's MLP has a depth-wise 3x3 convolution and cannot be folded exactly"
@@ -44,7 +51,7 @@ class SlicedReductionAttention(nn.Module):
             part.reshape(batch, -1, self.num_heads, part.shape[-1] // self.num_heads) for part in (self.q(x), k, v)
         )
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        return common.attended(self, q, k, v, dropout_p=self.attn_drop.p if self.training else 0.0)
+        return attended(self, q, k, v, dropout_p=self.attn_drop.p if self.training else 0.0)
 
     def _reduced(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """The fewer tokens that keys and values are made of, (batch, reduced tokens, channels)."""
@@ -61,26 +68,26 @@ def refuses(model: nn.Module) -> str | None:
     if not isinstance(model, PyramidVisionTransformerV2):
         return f"it is a {type(model).__name__}"
     reasons = (_block_refusal(block) for block in blocks(model).values())
-    return next((reason for reason in reasons if reason), None) or common.norms_refusal(model)
+    return next((reason for reason in reasons if reason), None) or norms_refusal(model)
 
 
 def _block_refusal(block: nn.Module) -> str | None:
-    return common.part_refusal(block, Block, (Attention, SlicedReductionAttention), (MlpWithDepthwiseConv,))
+    return part_refusal(block, Block, (Attention, SlicedReductionAttention), (MlpWithDepthwiseConv,))
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks that are left, by path."""
-    return common.staged_blocks(model, "stages")
+    return staged_blocks(model, "stages")
 
 
 def sites(model: Any) -> tuple[Site, ...]:
     """Per block: attention, FFN and the block itself. Blocks are numbered through all stages."""
-    return common.staged_sites(model, "stages", model.depths, linear_without_act=False)
+    return staged_sites(model, "stages", model.depths, linear_without_act=False)
 
 
 def spaces(model: Any) -> tuple[Space, ...]:
     """q/k, v, reduction and FFN hidden channels of every block, then the residual streams, one per stage."""
-    return common.staged_spaces(model, "stages", _attention, _stream)
+    return staged_spaces(model, "stages", _attention, _stream)
 
 
 def _stream(model: nn.Module, stage: str, blocks: list[Axis]) -> Space:

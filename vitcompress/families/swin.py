@@ -21,9 +21,18 @@ from timm.models.swin_transformer import (
 )
 from torch import Tensor, nn
 
-from vitcompress.families import common
-from vitcompress.families.anatomy import Axis, Family, Site, Space, Wiring, children, input_axis, linear_axes, norm_axes
-from vitcompress.families.edited import fixed_size
+from vitcompress.families.base import Axis, Family, Site, Space, Wiring, children, input_axis, linear_axes, norm_axes
+from vitcompress.families.blocks import (
+    equal_widths,
+    linear_pair,
+    norms_refusal,
+    packed_attention,
+    part_refusal,
+    staged_blocks,
+    staged_sites,
+    staged_spaces,
+)
+from vitcompress.families.edited_block import fixed_size
 
 SUPPORTED = "timm SwinTransformers (v1 and S3) with LayerNorm and two-layer MLPs"
 
@@ -63,7 +72,7 @@ class SlicedWindowAttention(nn.Module):
         parts = self.qkv(x).split((self.qk_dim, self.qk_dim, self.v_dim), dim=-1)
         q, k, v = (part.reshape(windows, tokens, self.num_heads, -1).transpose(1, 2) for part in parts)
         if self.padded:
-            q, k, v = common.equal_widths(q, k, v)
+            q, k, v = equal_widths(q, k, v)
         scores = (q * self.scale) @ k.transpose(-2, -1) + self._position_bias()
         if mask is not None:
             apart = scores.view(-1, mask.shape[0], self.num_heads, tokens, tokens) + mask[None, :, None]
@@ -138,27 +147,27 @@ def refuses(model: nn.Module) -> str | None:
     if not isinstance(model.patch_embed, PatchEmbed):
         return f"its stem is a {type(model.patch_embed).__name__}"
     reasons = (_block_refusal(block) for block in blocks(model).values())
-    return next((reason for reason in reasons if reason), None) or common.norms_refusal(model)
+    return next((reason for reason in reasons if reason), None) or norms_refusal(model)
 
 
 def _block_refusal(block: nn.Module) -> str | None:
     attentions = (WindowAttention, SlicedWindowAttention, ShiftedWindowAttention)
-    return common.part_refusal(block, SwinTransformerBlock, attentions, (Mlp, nn.Linear))
+    return part_refusal(block, SwinTransformerBlock, attentions, (Mlp, nn.Linear))
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks that are left, by path."""
-    return common.staged_blocks(model, "layers")
+    return staged_blocks(model, "layers")
 
 
 def sites(model: Any) -> tuple[Site, ...]:
     """Per block: attention, activation, FFN and the block itself. Blocks are numbered through all stages."""
-    return common.staged_sites(model, "layers", [stage.depth for stage in model.layers])
+    return staged_sites(model, "layers", [stage.depth for stage in model.layers])
 
 
 def spaces(model: Any) -> tuple[Space, ...]:
     """q/k, v and FFN hidden channels of every block, then the residual streams, one per stage."""
-    return common.staged_spaces(model, "layers", _attention, _stream)
+    return staged_spaces(model, "layers", _attention, _stream)
 
 
 def _stream(model: nn.Module, stage: str, blocks: list[Axis]) -> Space:
@@ -169,7 +178,7 @@ def _stream(model: nn.Module, stage: str, blocks: list[Axis]) -> Space:
 
 def _attention(model: nn.Module, path: str, attn: Any) -> tuple[list[Space], list[Axis]]:
     """As packed attention has them, with a column of the position table for each head."""
-    (qk, v), axes = common.packed_attention(model, path, attn)
+    (qk, v), axes = packed_attention(model, path, attn)
     table = Axis(f"{path}.attn.relative_position_bias_table", 1, per_head=True)
     return [replace(qk, axes=(*qk.axes, table)), v], axes
 
@@ -245,5 +254,5 @@ SWIN = Family(
     spaces=spaces,
     slice_attention=slice_attention,
     resized=resized,
-    linear_pair=common.linear_pair,
+    linear_pair=linear_pair,
 )

@@ -7,8 +7,22 @@ from timm.layers import Attention, AttentionPoolLatent, GluMlp, LayerScale, Mlp,
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from vitcompress.families import common, pooling
-from vitcompress.families.anatomy import Axis, Family, Site, Space, Wiring, input_axis, linear_axes, norm_axes
+from vitcompress.families import attention_pool
+from vitcompress.families import blocks as blocks_module
+from vitcompress.families.base import Axis, Family, Site, Space, Wiring, input_axis, linear_axes, norm_axes
+from vitcompress.families.blocks import (
+    NORMED_ATTENTION,
+    Describe,
+    block_sites,
+    block_spaces,
+    ffn_refusal,
+    last_linear,
+    linear_pair,
+    norms_refusal,
+    packed_attention,
+    part_refusal,
+    plain,
+)
 
 SUPPORTED = (
     "timm VisionTransformers with pre-norm blocks of multi-head attention (with or without qkv bias) and a two-layer "
@@ -54,7 +68,7 @@ class SlicedAttention(nn.Module):
     def attended(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         """What the attention writes, (batch, tokens, channels), from what `by_head` gives."""
         drop = self.attn_drop.p if self.training else 0.0
-        return common.attended(self, q, k, v, attn_mask=attn_mask, dropout_p=drop, is_causal=is_causal)
+        return blocks_module.attended(self, q, k, v, attn_mask=attn_mask, dropout_p=drop, is_causal=is_causal)
 
 
 def refuses(model: nn.Module) -> str | None:
@@ -63,17 +77,17 @@ def refuses(model: nn.Module) -> str | None:
         return f"it is a {type(model).__name__}"
     if not isinstance(model.patch_embed, PatchEmbed):
         return f"its stem is a {type(model.patch_embed).__name__}"
-    reasons = (*map(_block_refusal, model.blocks), pooling.refusal(model.attn_pool, width(model)))
-    return next((reason for reason in reasons if reason), None) or common.norms_refusal(model)
+    reasons = (*map(_block_refusal, model.blocks), attention_pool.refusal(model.attn_pool, width(model)))
+    return next((reason for reason in reasons if reason), None) or norms_refusal(model)
 
 
 def _block_refusal(block: Any) -> str | None:
-    if refusal := common.part_refusal(block, Block, (Attention, SlicedAttention), (Mlp, GluMlp, nn.Linear)):
+    if refusal := part_refusal(block, Block, (Attention, SlicedAttention), (Mlp, GluMlp, nn.Linear)):
         return refusal
     attn = getattr(block, "attn", None)
-    if isinstance(attn, Attention) and not common.plain(attn.q_norm, attn.k_norm, attn.norm, attn.gate):
-        return common.NORMED_ATTENTION
-    return common.ffn_refusal(getattr(block, "mlp", None))
+    if isinstance(attn, Attention) and not plain(attn.q_norm, attn.k_norm, attn.norm, attn.gate):
+        return NORMED_ATTENTION
+    return ffn_refusal(getattr(block, "mlp", None))
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -85,25 +99,25 @@ def sites(model: nn.Module) -> tuple[Site, ...]:
     """Per block: attention, activation, FFN and the block itself, as far as they are there."""
     found: list[Site] = []
     for path, block in blocks(model).items():
-        found += common.block_sites(path, block, int(path.rsplit(".", 1)[1]))
+        found += block_sites(path, block, int(path.rsplit(".", 1)[1]))
     return tuple(found)
 
 
 def spaces(model: Any) -> tuple[Space, ...]:
     """q/k, v and FFN hidden channels of every block and of a pool, then the residual stream they all read and write."""
-    return spaces_with(model, common.packed_attention)
+    return spaces_with(model, packed_attention)
 
 
-def spaces_with(model: Any, attention: common.Describe, more: Sequence[Axis] = ()) -> tuple[Space, ...]:
+def spaces_with(model: Any, attention: Describe, more: Sequence[Axis] = ()) -> tuple[Space, ...]:
     """`spaces`, with `attention` to describe attentions, and `more` axes that run over the residual stream."""
     inner: list[Space] = []
     residual: list[Axis] = [*_stem_axes(model), *more]
     for path, block in blocks(model).items():
-        own, axes = common.block_spaces(model, path, block, ("norm1", "ls1", "norm2", "ls2"), attention)
+        own, axes = block_spaces(model, path, block, ("norm1", "ls1", "norm2", "ls2"), attention)
         inner += own
         residual += axes
     if model.attn_pool is not None:
-        own, axes = pooling.describe(model, "attn_pool", model.attn_pool)
+        own, axes = attention_pool.describe(model, "attn_pool", model.attn_pool)
         inner += own
         residual += axes
     residual += [axis for name in ("norm", "fc_norm") for axis in norm_axes(model, name)]
@@ -130,9 +144,9 @@ def scales(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for path, block in blocks(model).items():
         if isinstance(getattr(block, "ls1", None), LayerScale) and hasattr(block, "attn"):
-            found[f"{path}.ls1"] = common.last_linear(f"{path}.attn", block.attn)
+            found[f"{path}.ls1"] = last_linear(f"{path}.attn", block.attn)
         if isinstance(getattr(block, "ls2", None), LayerScale) and hasattr(block, "mlp"):
-            found[f"{path}.ls2"] = common.last_linear(f"{path}.mlp", block.mlp)
+            found[f"{path}.ls2"] = last_linear(f"{path}.mlp", block.mlp)
     return found
 
 
@@ -147,17 +161,17 @@ def entry(model: Any) -> tuple[str, ...]:
     """The position embedding where it covers all tokens, else the patches' bias and every token of the model's own."""
     tokens = tuple(name for name in TOKENS if name != "pos_embed" and getattr(model, name, None) is not None)
     stem, positions = model.patch_embed, model.pos_embed
-    if not common.plain(model.norm_pre):
+    if not plain(model.norm_pre):
         return ()
     if positions is not None and positions.shape[1] == stem.num_patches + model.num_prefix_tokens:
         return ("pos_embed",)
-    return ("patch_embed.proj.bias", *tokens) if stem.proj.bias is not None and common.plain(stem.norm) else ()
+    return ("patch_embed.proj.bias", *tokens) if stem.proj.bias is not None and plain(stem.norm) else ()
 
 
 def slice_attention(attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
     """timm's own attention while heads keep their width, else SlicedAttention; or a pool, see `pooling`."""
-    if isinstance(attn, AttentionPoolLatent | pooling.SlicedPool):
-        return pooling.slice_pool(attn, qk_dim, v_dim, num_heads)
+    if isinstance(attn, AttentionPoolLatent | attention_pool.SlicedPool):
+        return attention_pool.slice_pool(attn, qk_dim, v_dim, num_heads)
     if type(attn) is Attention and qk_dim == v_dim and v_dim == num_heads * attn.head_dim:
         attn.num_heads, attn.attn_dim = num_heads, v_dim
         dense: nn.Module = attn
@@ -175,7 +189,7 @@ VIT = Family(
     spaces=spaces,
     slice_attention=slice_attention,
     resized=resized,
-    linear_pair=common.linear_pair,
+    linear_pair=linear_pair,
     scales=scales,
     entry=entry,
 )

@@ -178,7 +178,7 @@ def deltas(model: nn.Module, family: Family, base: Plan, steps: Iterable[tuple[s
     for name, options in steps:
         delta = METHODS[name].structure(model, family, plan, options)
         yield delta
-        model, plan = surgery.applied(model, delta), plan.then(delta)
+        model, plan = surgery.apply_to_copy(model, delta), plan.then(delta)
 
 
 def structure(model: nn.Module, family: Family, base: Plan, steps: Iterable[tuple[str, Any]]) -> Plan:

@@ -9,14 +9,16 @@ import torch
 from annotated_types import Ge
 from torch import Tensor, nn
 
-from vitcompress import cost, surgery
+from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site
-from vitcompress.families.gating import freeze_gate
-from vitcompress.gates import GatedModel
+from vitcompress.families.gated_ffn import freeze_gate
 from vitcompress.io.text import choose
 from vitcompress.methods.images import training_views
+from vitcompress.models.cost import count_cost
 from vitcompress.plan import Plan
+from vitcompress.surgery.depth import depth_plan
+from vitcompress.surgery.gates import GatedModel
 from vitcompress.workspace import Context
 
 Kind = Literal["attention", "activation"]
@@ -98,7 +100,7 @@ def _spread(numbers: Sequence[int], count: int) -> list[int]:
 
 def delta(model: nn.Module, base: Plan, removed: Mapping[Kind, Iterable[int]], options: DepthOptions) -> Plan:
     """The plan that removes, on top of `base`, the layers of these blocks with the bypass of `options`."""
-    return surgery.depth_plan(
+    return depth_plan(
         model,
         base,
         removed.get("attention", ()),
@@ -114,7 +116,7 @@ def pruned(
 ) -> nn.Module:
     """A copy of `model` without these layers; gates stay at their means where the options say so."""
     copy = _with_mean_gates(model, context, removed, options) or deepcopy(model)
-    return surgery.apply(copy, delta(copy, context.plan, removed, options))
+    return surgery.apply_plan(copy, delta(copy, context.plan, removed, options))
 
 
 def _with_mean_gates(
@@ -211,9 +213,9 @@ def macs_after(model: nn.Module, context: Context, options: DepthOptions, attent
         kind: [site.index for site in found[kind][:count]]
         for kind, count in zip(KINDS, (attentions, activations), strict=True)
     }
-    copy = surgery.applied(model, delta(model, context.plan, removed, options))
-    surgery.fold(copy, context.plan)
-    return float(cost.measure(copy, context.input.size).macs)
+    copy = surgery.apply_to_copy(model, delta(model, context.plan, removed, options))
+    surgery.fold_linears(copy, context.plan)
+    return float(count_cost(copy, context.input.size).macs)
 
 
 def kind_of(site: Site) -> Kind:

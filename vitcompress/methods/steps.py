@@ -71,7 +71,7 @@ def recovery_settings(base: TrainOptions, options: RecoverOptions) -> TrainOptio
 
 def fold(model: nn.Module, context: Context, options: FoldOptions) -> Plan:
     """Every FFN without activation and every LayerScale behind a linear layer, folded in place by the plan."""
-    folding = surgery.fold(deepcopy(model), _nothing(context.plan))
+    folding = surgery.fold_linears(deepcopy(model), _nothing(context.plan))
     context.memo("fold", lambda: [asdict(record) for record in folding.records])
     for record in folding.records:
         context.progress.note(f"{record.module}: {'folded' if record.folded else 'left as it is'}, {record.reason}")
@@ -85,7 +85,7 @@ def structure_recover(model: nn.Module, family: Family, base: Plan, options: Rec
 
 def structure_fold(model: nn.Module, family: Family, base: Plan, options: FoldOptions) -> Plan:
     """The plan itself: what folds depends on shapes alone."""
-    return surgery.fold(deepcopy(model), _nothing(base)).plan
+    return surgery.fold_linears(deepcopy(model), _nothing(base)).plan
 
 
 def stages_recover(options: RecoverOptions, prunable: int) -> list[Stage]:

@@ -12,12 +12,13 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from vitcompress import budget, cost, models, surgery
+from vitcompress import budget, surgery
 from vitcompress.budget import Counts, Group
 from vitcompress.families import Space
 from vitcompress.methods.channel_scores import Scores
+from vitcompress.models.cost import Cost, count_cost, planned_cost
+from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
-from vitcompress.planned_costs import planned_cost
 
 Scope = Literal["isomorphic", "global", "local"]
 ALL = "all"  # the one scope of everything but heads
@@ -99,7 +100,7 @@ class Sizes:
         self.spaces, self.groups, self.base, self.clock = spaces, {g.name: g for g in groups}, base, clock
         self.model = model
         self.shapes = deepcopy(model).to("meta")
-        self.input_size = models.input_config(model).size
+        self.input_size = input_config(model).size
 
     def delta(self, counts: Counts) -> Plan:
         """The plan, on top of `base`, that keeps the best `counts` of every group."""
@@ -132,18 +133,18 @@ class Sizes:
         scale = {"macs": GIGA, "macs_linear": GIGA, "params": MILLION}.get(target)
         return None if scale is None else lambda counts: float(getattr(self.costs(counts), target)) / scale
 
-    def costs(self, counts: Counts) -> cost.Cost:
+    def costs(self, counts: Counts) -> Cost:
         """Of the model as it will be deployed, counted on shapes alone."""
         delta = self.delta(counts)
         if self.planned is not None:
             return self.planned(delta)
-        return cost.measure(_deployed(self.shapes, self.base, delta), self.input_size)
+        return count_cost(_deployed(self.shapes, self.base, delta), self.input_size)
 
     @cached_property
-    def planned(self) -> Callable[[Plan], cost.Cost] | None:
+    def planned(self) -> Callable[[Plan], Cost] | None:
         """`planned_cost` of the model that is sliced; None where its FFNs are folded at some widths only."""
         whole = deepcopy(self.shapes)
-        records = surgery.fold(whole, self.base).records
+        records = surgery.fold_linears(whole, self.base).records
         scales = all(record.reason == surgery.INTO_THE_LINEAR for record in records)
         return planned_cost(whole, self.input_size) if scales else None
 
@@ -154,6 +155,6 @@ class Sizes:
 
 
 def _deployed(model: nn.Module, base: Plan, delta: Plan) -> nn.Module:
-    sliced = surgery.applied(model, delta)
-    surgery.fold(sliced, base)
+    sliced = surgery.apply_to_copy(model, delta)
+    surgery.fold_linears(sliced, base)
     return sliced

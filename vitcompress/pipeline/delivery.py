@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from vitcompress import checkpoint, cost, surgery
+from vitcompress import surgery
 from vitcompress.bench import recorded_speeds, structure, suite
 from vitcompress.bench import report as reports
 from vitcompress.errors import ArtifactError
@@ -26,6 +26,10 @@ from vitcompress.io.files import read_json, write_json
 from vitcompress.loaders import EvalLoader
 from vitcompress.methods import METHODS
 from vitcompress.methods.latencies import elsewhere
+from vitcompress.models.checkpoint import PLAN, load_model, load_model_files, read_plan, write_model
+from vitcompress.models.cost import count_cost
+from vitcompress.models.standard import WEIGHTS as STANDARD
+from vitcompress.models.standard import save_standard
 from vitcompress.pipeline.choices import chosen_by, chosen_on
 from vitcompress.pipeline.exports import (
     all_exported,
@@ -40,8 +44,6 @@ from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import measured_on
 from vitcompress.plan import Plan
 from vitcompress.sidecar import read_sidecar, sidecar_path
-from vitcompress.standard import WEIGHTS as STANDARD
-from vitcompress.standard import save_standard
 from vitcompress.verify_fold import UNFOLDED, UNFOLDED_PLAN
 
 REPORT, FOLDING, MISTAKES = reports.JSON, "folding.json", "mistakes.json"
@@ -50,18 +52,18 @@ VERIFIED_IMAGES = 64
 
 def fold(job: Job) -> None:
     """Fold what can be folded, and save the deployed model as model.safetensors with plan.json."""
-    if (job.folder / checkpoint.PLAN).is_file():
+    if (job.folder / PLAN).is_file():
         return
     job.progress.stage("Fold")
-    model = checkpoint.load_parts(job.folder / UNFOLDED_PLAN, job.folder / UNFOLDED)
-    plan = checkpoint.read_plan(job.folder / UNFOLDED_PLAN)
+    model = load_model_files(job.folder / UNFOLDED_PLAN, job.folder / UNFOLDED)
+    plan = read_plan(job.folder / UNFOLDED_PLAN)
     # As a standard model it has the LayerScales of that model, and folding is what that model would gain as well.
-    folding = surgery.Folding(plan, ()) if plan.standard else surgery.fold(model, plan)
+    folding = surgery.Folding(plan, ()) if plan.standard else surgery.fold_linears(model, plan)
     if plan.standard:
         save_standard(job.folder, model, plan)
         job.progress.note(f"{STANDARD} loads strictly into timm's {plan.standard['arch']}")
     write_json(job.state / FOLDING, [asdict(record) for record in folding.records])
-    checkpoint.save_model(job.folder, model, folding.plan)
+    write_model(job.folder, model, folding.plan)
     for line in _folded(folding.records):
         job.progress.note(line)
 
@@ -130,7 +132,7 @@ def judge(job: Job) -> None:
 def _judged(job: Job) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     """One after the other, so that one at a time is in memory."""
     for name, folder in (("dense", job.dense_folder), ("compressed", job.folder)):
-        yield name, checkpoint.load(folder, job.runtime.device)
+        yield name, load_model(folder, job.runtime.device)
     for path, device in runnable(job, "model").values():
         with closing(open_runner(path, device=device)) as runner:
             yield path.name, runner
@@ -218,8 +220,8 @@ def _model(job: Job, plan: Plan) -> dict[str, Any]:
 
 def _cost(job: Job, plan: Plan) -> dict[str, Any]:
     """Parameters and MACs before and after."""
-    both = {"dense": job.blank, "compressed": surgery.applied(job.blank, plan)}
-    return {name: cost.measure(model, job.input.size).to_dict() for name, model in both.items()}
+    both = {"dense": job.blank, "compressed": surgery.apply_to_copy(job.blank, plan)}
+    return {name: count_cost(model, job.input.size).to_dict() for name, model in both.items()}
 
 
 def _read(path: Path) -> Any:

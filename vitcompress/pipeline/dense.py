@@ -5,9 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vitcompress.checkpoint.folders import PLAN
 from vitcompress.errors import ArtifactError, RecipeError
 from vitcompress.io.files import read_json, write_json
+from vitcompress.models.checkpoint import PLAN
 from vitcompress.recipe import Recipe, dense_key, recipe_of
 from vitcompress.verify import DENSE
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vitcompress import checkpoint
 from vitcompress.errors import CheckFailedError, DeviceError, PrecisionError
 from vitcompress.evaluate import calibration_images
 from vitcompress.export_options import AUTO, ExportOptions
@@ -16,6 +15,7 @@ from vitcompress.exporters.artifact import Exporter
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.io.checks import LEDGER
 from vitcompress.io.files import read_json
+from vitcompress.models.checkpoint import PLAN, load_model, read_plan
 from vitcompress.pipeline.job import Job
 from vitcompress.plan import Plan
 from vitcompress.precision import present
@@ -39,7 +39,7 @@ def export(job: Job) -> None:
                 continue
             job.progress.stage(f"Export {path.name}")
             try:
-                _export(job, exporter, path, checkpoint.load(folder), plan)
+                _export(job, exporter, path, load_model(folder), plan)
             except (CheckFailedError, PrecisionError) as error:
                 way_out = f"; {error.hint} in `vitcompress export {job.folder}`" if error.hint else ""
                 refused[path.name] = f"{error.message}{way_out}"
@@ -98,7 +98,7 @@ def class_names(job: Job) -> tuple[str, ...]:
 
 
 def plan_of(job: Job) -> Plan:
-    return checkpoint.read_plan(job.folder / checkpoint.PLAN)
+    return read_plan(job.folder / PLAN)
 
 
 # --------------------------------------------------------------------------------------------- what is there at the end

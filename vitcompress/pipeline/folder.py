@@ -15,13 +15,13 @@ from filelock import FileLock, Timeout
 
 from vitcompress.bench import recorded_speeds
 from vitcompress.bench import report as reports
-from vitcompress.checkpoint.folders import PLAN
 from vitcompress.errors import OutputError, RecipeError
 from vitcompress.exporters.gate import FAILED
 from vitcompress.io.checks import LEDGER
 from vitcompress.io.files import write_text, writing
 from vitcompress.io.progress import Progress
 from vitcompress.io.text import differences
+from vitcompress.models.checkpoint import PLAN
 from vitcompress.recipe import Recipe, parsed, recipe_of
 
 RECIPE = "recipe.toml"

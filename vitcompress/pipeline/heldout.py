@@ -2,9 +2,9 @@
 
 from torch import nn
 
-from vitcompress import models
 from vitcompress.evaluate import Accuracy, evaluate, guessed
 from vitcompress.loaders import EvalLoader
+from vitcompress.models.weights import part_of_weights
 from vitcompress.pipeline.job import Job
 from vitcompress.sources import few
 
@@ -26,7 +26,7 @@ def tell_given(job: Job, model: nn.Module) -> None:
     """Say what a dense model with weights of another training comes to, and whether that is more than guessing."""
     assert job.data is not None
     weights, found = job.recipe.model.weights, heldout_accuracy(job, model)
-    if part := models.part_of_weights(weights):
+    if part := part_of_weights(weights):
         job.progress.note(f"dense model: `{part}` of {weights}")
     job.progress.note(f"dense model: held-out top-1 {found}")
     if guessed(found.correct, job.data.heldout.labels):

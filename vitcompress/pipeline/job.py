@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from vitcompress import methods, models
+from vitcompress import methods
 from vitcompress.data import Splits, class_count
 from vitcompress.distributed import Runtime
 from vitcompress.exporters.doctor import device_problem
 from vitcompress.families import Family, family_of
 from vitcompress.io.progress import Progress
-from vitcompress.models import InputConfig
+from vitcompress.models.create import InputConfig, check_answers, create_on_meta, input_config
 from vitcompress.pipeline.dense import dense_folder
 from vitcompress.pipeline.folder import STATE
 from vitcompress.plan import Plan
@@ -115,7 +115,7 @@ def job_for(
         progress=progress,
         data=data,
         arch_args=args,
-        input=models.input_config(blank),
+        input=input_config(blank),
         family=family_of(blank),
         structure_only=structure_only,
         blank=blank,
@@ -130,8 +130,8 @@ def _outline(arch: str, args: str) -> nn.Module:
     Raises:
         InputError: timm cannot build it, or it cannot classify images.
     """
-    blank = models.outline(arch, json.loads(args))
-    models.check_answers(arch, json.loads(args), blank)
+    blank = create_on_meta(arch, json.loads(args))
+    check_answers(arch, json.loads(args), blank)
     return blank
 
 

@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitcompress import checkpoint, distributed, models, surgery
+from vitcompress import distributed, surgery
 from vitcompress.bench import machine, suite
 from vitcompress.errors import DeviceError, InputError
 from vitcompress.exporters.onnx_graph import ONNX
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
 from vitcompress.methods import METHODS
+from vitcompress.models.checkpoint import PLAN
+from vitcompress.models.create import create_model
 from vitcompress.pipeline.job import Job
 from vitcompress.precision import HALF, present
 from vitcompress.workspace import Clock
@@ -35,11 +37,11 @@ def check_latency(job: Job, *, fresh: bool) -> None:
     """
     steps = job.recipe.steps
     timed = [number for number, step in enumerate(steps) if METHODS[step.method].timed(step.options) is not None]
-    taken = not fresh and all((job.step_folder(number) / checkpoint.PLAN).is_file() for number in timed)
+    taken = not fresh and all((job.step_folder(number) / PLAN).is_file() for number in timed)
     if not timed or job.runtime.broadcast(taken):
         return
     check_clock(job)
-    model, plan = models.create(job.recipe.model.name, job.arch_args), job.base
+    model, plan = create_model(job.recipe.model.name, job.arch_args), job.base
     with distributed.cpu_threads(job.recipe.run.threads):
         for number, step in enumerate(steps[: timed[-1] + 1]):
             method = METHODS[step.method]
@@ -47,7 +49,7 @@ def check_latency(job: Job, *, fresh: bool) -> None:
                 job.progress.stage(f"Measure the range of latencies of step {number + 1}")
                 method.check_reach(model, job.family, plan, step.options, clock(job))
             delta = method.structure(model, job.family, plan, step.options)
-            model, plan = surgery.applied(model, delta), plan.then(delta)
+            model, plan = surgery.apply_to_copy(model, delta), plan.then(delta)
 
 
 def check_clock(job: Job) -> None:

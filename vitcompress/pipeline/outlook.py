@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
-from vitcompress import cost, distributed, models, surgery
+from vitcompress import distributed, surgery
 from vitcompress.bench import timing
 from vitcompress.data import Splits, check_named, open_data
 from vitcompress.errors import InputError
 from vitcompress.io.progress import Progress
 from vitcompress.methods import METHODS
+from vitcompress.models.cost import Cost, count_cost
+from vitcompress.models.weights import check_hub
 from vitcompress.pipeline.choices import chosen_by
 from vitcompress.pipeline.folder import check_folder, is_done
 from vitcompress.pipeline.job import Job, job_for
@@ -43,17 +45,17 @@ def dry_run(recipe: Recipe, options: RunOptions) -> dict[str, Any]:
         "folder": str(folder),
         "stages": list(_stages(job)),
         "layers": chosen_by(recipe, searched=False),
-        "cost": {"dense": cost.measure(job.blank, job.input.size).to_dict(), "compressed": compressed(job).to_dict()},
+        "cost": {"dense": count_cost(job.blank, job.input.size).to_dict(), "compressed": compressed(job).to_dict()},
         "missing": [*missing, *_missing(job, options)],
         "notes": list(_notes(job, options)),
     }
 
 
-def compressed(job: Job) -> cost.Cost:
+def compressed(job: Job) -> Cost:
     """Cost of a folded model of the size that the steps lead to."""
-    model = surgery.applied(job.blank, job.structure)
-    surgery.fold(model, job.structure)
-    return cost.measure(model, job.input.size)
+    model = surgery.apply_to_copy(job.blank, job.structure)
+    surgery.fold_linears(model, job.structure)
+    return count_cost(model, job.input.size)
 
 
 def _device(recipe: Recipe) -> torch.device:
@@ -108,9 +110,7 @@ def _checks(job: Job, options: RunOptions) -> Iterator[Callable[[], object]]:
         return
     yield from local_checks(job)
     if _fetches_weights(job, options):
-        yield partial(
-            models.check_hub, recipe.model.name, job.arch_args.get("num_classes"), new_head=recipe.model.new_head
-        )
+        yield partial(check_hub, recipe.model.name, job.arch_args.get("num_classes"), new_head=recipe.model.new_head)
     else:
         yield partial(check_weights, job, fresh=fresh)
     if _fetches_teacher(job):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from vitcompress import checkpoint, models, surgery
+from vitcompress import surgery
 from vitcompress.bench import timing
 from vitcompress.data import open_data
 from vitcompress.distributed import Runtime
@@ -14,6 +14,8 @@ from vitcompress.exporters import EXPORTERS, available_exporter
 from vitcompress.io.progress import Progress
 from vitcompress.methods import METHODS
 from vitcompress.methods.steps import RecoverOptions, recovery_settings
+from vitcompress.models.checkpoint import PLAN
+from vitcompress.models.create import create_model
 from vitcompress.pipeline.folder import check_disk, check_writable
 from vitcompress.pipeline.job import Job, job_for
 from vitcompress.pipeline.latency import check_latency
@@ -77,7 +79,7 @@ def check_islands(job: Job) -> None:
 
 def check_widths(job: Job) -> None:
     """Raise InputError for steps that leave attentions, or may do so, which an export target does not take."""
-    table, pruned = job.recipe.export, surgery.applied(job.blank, job.structure)
+    table, pruned = job.recipe.export, surgery.apply_to_copy(job.blank, job.structure)
     for exporter in (EXPORTERS[name] for name in table.formats if name in EXPORTERS):
         options = table.only(exporter.uses)
         exporter.check_model(pruned, options)
@@ -143,17 +145,17 @@ def check_weights(job: Job, *, fresh: bool) -> None:
     """Raise InputError for weights that cannot be had or do not fit, before anything is trained."""
     table = job.recipe.model
     if table.weights not in ("train", "random") and not weights_at_hand(job, fresh=fresh):
-        models.create(table.name, job.arch_args, table.weights, new_head=table.new_head)
+        create_model(table.name, job.arch_args, table.weights, new_head=table.new_head)
 
 
 def weights_at_hand(job: Job, *, fresh: bool) -> bool:
     """Whether an earlier start has left the dense model, so that its weights are not needed again."""
-    return (job.dense_folder / checkpoint.PLAN).is_file() and not fresh
+    return (job.dense_folder / PLAN).is_file() and not fresh
 
 
 def check_recovery(job: Job) -> None:
     """Raise InputError for a teacher that cannot be had or cannot teach, before anything is trained."""
     if not job.structure_only:
-        pruned = surgery.applied(job.blank, job.structure)
+        pruned = surgery.apply_to_copy(job.blank, job.structure)
         fades = METHODS[job.recipe.steps[-1].method].dilute is not None
         check_teacher(job.recipe.finetune, job.blank, pruned, job.input, fades=fades)

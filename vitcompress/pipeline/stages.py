@@ -12,13 +12,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vitcompress import checkpoint, models, surgery
+from vitcompress import surgery
 from vitcompress.data import no_data
-from vitcompress.gates import GATED_KINDS, GatedModel
 from vitcompress.io.files import write_json, write_text
+from vitcompress.io.tensors import save_tensors
 from vitcompress.learner import TrainingContext, TrainingControls
 from vitcompress.methods import METHODS
 from vitcompress.methods.choice import PUBLISHED
+from vitcompress.models.checkpoint import PLAN, load_for, load_model, load_strictly, write_model
+from vitcompress.models.create import create_model, randomize_constants
 from vitcompress.pipeline.dense import record_settings
 from vitcompress.pipeline.folder import sole_user, sweep
 from vitcompress.pipeline.heldout import heldout_accuracy, tell_given
@@ -26,7 +28,7 @@ from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import clock, measured_on
 from vitcompress.pipeline.teachers import teacher
 from vitcompress.plan import Plan
-from vitcompress.resampling import resampled
+from vitcompress.surgery.gates import GATED_KINDS, GatedModel
 from vitcompress.train import train
 from vitcompress.train_options import TrainOptions, TrainResult
 from vitcompress.verify_fold import UNFOLDED, UNFOLDED_PLAN
@@ -40,13 +42,13 @@ def dense_model(job: Job) -> nn.Module:
     """The model before pruning: trained here, once for all recipes that train it alike, or with the given weights."""
     folder = job.dense_folder
     with sole_user(folder, job.progress) if job.runtime.is_main else nullcontext():
-        if job.runtime.broadcast((folder / checkpoint.PLAN).is_file()):
+        if job.runtime.broadcast((folder / PLAN).is_file()):
             job.progress.note(f"dense model: taken from {folder}")
         else:
             _make_dense(job)
     # Always what lies on the disk of the first process: others may have no such folder, and a run that was stopped
     # here goes on from the same tensors.
-    return job.runtime.broadcast(checkpoint.load(folder) if job.runtime.is_main else None)  # type: ignore[no-any-return]
+    return job.runtime.broadcast(load_model(folder) if job.runtime.is_main else None)  # type: ignore[no-any-return]
 
 
 def _make_dense(job: Job) -> None:
@@ -54,18 +56,16 @@ def _make_dense(job: Job) -> None:
         sweep(job.dense_folder)
     model = _trained(job) if job.recipe.model.weights == "train" else _given(job)
     if job.runtime.is_main:
-        checkpoint.save_model(job.dense_folder, model, job.base)
+        write_model(job.dense_folder, model, job.base)
 
 
 def _given(job: Job) -> nn.Module:
     """The model with the weights that the recipe names; what they can do is told before anything is built on them."""
     table, seed = job.recipe.model, job.recipe.run.seed
-    model = models.create(table.name, job.arch_args, table.weights, seed=seed, new_head=table.new_head)
-    for change in resampled(model, table.name, table.weights):
-        job.progress.note(f"dense model: {change}")
+    model = create_model(table.name, job.arch_args, table.weights, seed=seed, new_head=table.new_head)
     if table.weights == "random":
         if job.structure_only:
-            models.stir(model, seed)  # nothing is trained here: what all checks see must not be mostly zeros
+            randomize_constants(model, seed)  # nothing is trained here: what all checks see must not be mostly zeros
     elif job.data is not None and job.data.heldout:
         tell_given(job, model)
     return model
@@ -77,7 +77,7 @@ def _trained(job: Job) -> nn.Module:
     job.progress.stage(f"Train the dense model ({table.name})")
     if job.runtime.is_main:
         record_settings(job.recipe, job.dense_folder)
-    model = models.create(table.name, job.arch_args, seed=job.recipe.run.seed)
+    model = create_model(table.name, job.arch_args, seed=job.recipe.run.seed)
     result = _train(job, model, options, job.dense_folder / "state", "dense")
     if job.runtime.is_main:
         write_json(job.dense_folder / "training.json", _training(result))
@@ -132,7 +132,7 @@ class Steps:
 
     def pruned(self) -> nn.Module:
         """A new copy of the model after all steps."""
-        return surgery.applied(self.model, self.last)
+        return surgery.apply_to_copy(self.model, self.last)
 
 
 def take_steps(job: Job, dense: nn.Module) -> Steps:
@@ -152,10 +152,10 @@ def take_steps(job: Job, dense: nn.Module) -> Steps:
 def _take_over(job: Job, number: int, model: nn.Module, plan: Plan) -> None:
     """Give `model` the weights that step `number`, which was given it, has left, if it has left any."""
     path = job.step_folder(number) / LEFT_WEIGHTS
-    found = checkpoint.load_for(path, plan) if job.runtime.is_main and path.is_file() else None
+    found = load_for(path, plan) if job.runtime.is_main and path.is_file() else None
     left: dict[str, Tensor] | None = job.runtime.broadcast(found)
     if left is not None:
-        checkpoint.load_strictly(model, left, path)
+        load_strictly(model, left, path)
 
 
 def _step_plan(job: Job, dense: nn.Module, number: int, model: nn.Module, plan: Plan) -> Plan:
@@ -219,7 +219,7 @@ def recover(job: Job, dense: nn.Module, steps: Steps) -> None:
         _before(job, dense, model)
         model = _recovered(job, dense, steps)
     if job.runtime.is_main:
-        checkpoint.save_tensors(job.folder / UNFOLDED, model.state_dict(), {"plan": plan.digest})
+        save_tensors(job.folder / UNFOLDED, model.state_dict(), {"plan": plan.digest})
         write_text(job.folder / UNFOLDED_PLAN, plan.to_json())
 
 
@@ -250,7 +250,7 @@ def _recovered(job: Job, dense: nn.Module, steps: Steps) -> nn.Module:
         result = _train(job, gated, options, folder, "recovery", TrainingControls(teacher, after_epoch=move))
         pruned = deepcopy(steps.model)  # without the gates' hooks
         pruned.load_state_dict(gated.model.state_dict())
-        surgery.apply(pruned, steps.last)
+        surgery.apply_plan(pruned, steps.last)
     if job.runtime.is_main:
         write_json(job.state / "recovery.json", _training(result))
     return pruned

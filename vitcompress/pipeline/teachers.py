@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from vitcompress import checkpoint, models
 from vitcompress.distill import FEATURES, check_features, objective
 from vitcompress.errors import InputError, WeightsError
+from vitcompress.models.checkpoint import load_model
+from vitcompress.models.create import create_model
+from vitcompress.models.weights import hub_classes
 from vitcompress.recipe import Finetune
 
 if TYPE_CHECKING:
-    from vitcompress.models import InputConfig
+    from vitcompress.models.create import InputConfig
 
 CLASSES_HINT = (
     "use a teacher for the same classes: a run folder, finetune.teacher_weights = FILE, or finetune.teacher = 'dense', "
@@ -37,11 +39,11 @@ def teacher(recovery: Finetune, classes: int) -> nn.Module | None:
     if name is None or name == "dense":
         return None
     if Path(name).is_dir():
-        return checkpoint.load(name)
+        return load_model(name)
     if comes_from_hub(recovery):
         check_hub_classes(recovery, classes)
     try:
-        return models.create(name, {"num_classes": classes}, recovery.teacher_weights or "hub")
+        return create_model(name, {"num_classes": classes}, recovery.teacher_weights or "hub")
     except WeightsError as error:
         raise WeightsError(
             f"teacher {name}: {error.message}",
@@ -52,7 +54,7 @@ def teacher(recovery: Finetune, classes: int) -> nn.Module | None:
 
 def check_hub_classes(recovery: Finetune, classes: int) -> None:
     """Raise InputError when timm's weights of the teacher are for another number of classes; nothing is fetched."""
-    known = models.hub_classes(str(recovery.teacher))
+    known = hub_classes(str(recovery.teacher))
     if known not in (None, classes):
         _check_classes(recovery, int(known or 0), classes)
 

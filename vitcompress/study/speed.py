@@ -5,12 +5,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from vitcompress import checkpoint
 from vitcompress.bench import accuracy, suite
 from vitcompress.exporters.folder import export_folder
 from vitcompress.exporters.runtimes import RunnerOptions
 from vitcompress.io.files import file_sha256, read_json, write_json
 from vitcompress.io.progress import Progress
+from vitcompress.models.checkpoint import WEIGHTS
 from vitcompress.study.design import Study
 from vitcompress.study.runs import Run
 
@@ -50,7 +50,7 @@ def _folders(runs: Sequence[Run]) -> dict[str, Path]:
 
 
 def _weights(runs: Sequence[Run]) -> dict[str, str]:
-    return {name: file_sha256(folder / checkpoint.WEIGHTS) for name, folder in _folders(runs).items()}
+    return {name: file_sha256(folder / WEIGHTS) for name, folder in _folders(runs).items()}
 
 
 def _exported(runs: Sequence[Run], progress: Progress) -> dict[str, Path]:

@@ -23,10 +23,10 @@ from annotated_types import Ge
 from torch import Tensor, nn
 
 from vitcompress.distributed import Runtime, derived_seed
-from vitcompress.families.anatomy import Site
-from vitcompress.gates import GatedModel
+from vitcompress.families.base import Site
 from vitcompress.loaders import EvalLoader
 from vitcompress.methods.images import training_views
+from vitcompress.surgery.gates import GatedModel
 from vitcompress.workspace import Context
 
 SMALLEST_DEVIATION = 1e-12

@@ -124,4 +124,4 @@ def scores(model: nn.Module, plans: Sequence[Plan], reference: Plan, loader: Eva
 def _over_the_same_weights(model: nn.Module, plan: Plan) -> nn.Module:
     """`model` after `plan`, which removes modules only, without a copy of a single weight."""
     copy = deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-    return surgery.apply(copy, plan).eval()
+    return surgery.apply_plan(copy, plan).eval()

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.families import Family, Space
-from vitcompress.families.anatomy import scale_parameter
-from vitcompress.families.answer import answer_block
-from vitcompress.families.edited import branches_of, has_output_act
+from vitcompress.families.base import scale_parameter
+from vitcompress.families.edited_block import branches_of, has_output_act
+from vitcompress.families.last_block import answer_block
 from vitcompress.loaders import EvalLoader
 from vitcompress.methods.upvit.deletion import deletion, gated_modules
 from vitcompress.plan import enclosing

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from vitcompress import models
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space, family_of
+from vitcompress.models.create import create_on_meta
 from vitcompress.plan import enclosing
 
 KINDS = {
@@ -73,7 +73,7 @@ def depths(family: Family, model: nn.Module) -> dict[str, int]:
 
 def target(arch: str, arch_args: Mapping[str, Any]) -> Target:
     """The target that timm builds as `arch` with `arch_args`. Raises InputError where timm cannot."""
-    model = models.outline(arch, arch_args)
+    model = create_on_meta(arch, arch_args)
     family = family_of(model)
     blocks = family.blocks(model)
     widths, heads = {}, {}

@@ -10,8 +10,8 @@ from typing import Any
 from timm.layers import AttentionPoolLatent, Mlp
 from torch import Tensor, nn
 
-from vitcompress.families import common
-from vitcompress.families.anatomy import Axis, Space, input_axis, linear_axes, norm_axes
+from vitcompress.families import blocks
+from vitcompress.families.base import Axis, Space, input_axis, linear_axes, norm_axes
 
 
 class SlicedPool(nn.Module):
@@ -33,7 +33,7 @@ class SlicedPool(nn.Module):
         k, v = self.kv(x).split((self.qk_dim, self.v_dim), dim=-1)
         q = self.q(self.latent.expand(x.shape[0], -1, -1))  # of each image, as in timm: their gates may differ
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in (q, k, v))
-        x = common.attended(self, q, k, v, attn_mask=attn_mask)
+        x = blocks.attended(self, q, k, v, attn_mask=attn_mask)
         out: Tensor = x + self.mlp(self.norm(x))
         return out[:, 0]
 
@@ -46,9 +46,9 @@ def refusal(pool: Any, width: int) -> str | None:
         return f"its attention pool is a {type(pool).__name__}"
     if pool.latent_len != 1 or pool.pool != "token":
         return "its attention pool has more than one latent, or gives more than one token"
-    if pool.pos_embed is not None or not common.plain(pool.q_norm, pool.k_norm):
+    if pool.pos_embed is not None or not blocks.plain(pool.q_norm, pool.k_norm):
         return "its attention pool adds positions, or normalises q or k"
-    if not isinstance(pool.q, nn.Linear) or type(pool.mlp) is not Mlp or not common.plain(pool.mlp.norm):
+    if not isinstance(pool.q, nn.Linear) or type(pool.mlp) is not Mlp or not blocks.plain(pool.mlp.norm):
         return "its attention pool has no layer for q, or no MLP of two linear layers"
     widths = {pool.latent_dim, pool.kv.in_features, pool.proj.in_features, pool.out_features}
     return None if widths == {width} else "its attention pool has another width than its residual stream"
@@ -59,7 +59,7 @@ def describe(model: nn.Module, name: str, pool: Any) -> tuple[list[Space], list[
     heads, qk_dim, v_dim = pool.num_heads, pool.q.out_features, pool.proj.in_features
     qk = (*linear_axes(model, f"{name}.q"), *linear_axes(model, f"{name}.kv"))
     v = (*linear_axes(model, f"{name}.kv", offset=qk_dim), input_axis(f"{name}.proj"))
-    mlp, stream = common.ffn(model, name, pool.mlp)
+    mlp, stream = blocks.ffn(model, name, pool.mlp)
     spaces = [Space(f"{name}.qk", "qk", qk_dim, qk, heads, name), Space(f"{name}.v", "v", v_dim, v, heads, name)]
     reads = [Axis(f"{name}.latent", 2), input_axis(f"{name}.q"), input_axis(f"{name}.kv")]
     writes = [*linear_axes(model, f"{name}.proj"), *norm_axes(model, f"{name}.norm")]

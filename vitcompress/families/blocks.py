@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from timm.layers import GluMlp, Mlp
 from torch import Tensor, nn
 
-from vitcompress.families.anatomy import Axis, LinearPair, Site, Space, input_axis, linear_axes, norm_axes
-from vitcompress.families.edited import EditedBlock
+from vitcompress.families.base import Axis, LinearPair, Site, Space, input_axis, linear_axes, norm_axes
+from vitcompress.families.edited_block import EditedBlock
 
 NORMED_ATTENTION = "its attention normalises q, k or its output, or is gated"  # as the end of a sentence
 Stream = Callable[[nn.Module, str, list[Axis]], Space]  # of the stage at a path, from the axes inside its blocks

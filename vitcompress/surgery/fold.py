@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.families import Family, family_of
-from vitcompress.families.anatomy import scale_parameter
+from vitcompress.families.base import scale_parameter
 from vitcompress.plan import Plan
 from vitcompress.surgery.modules import drop_scale, linear_layer, parameter_count, replace_module
 
@@ -43,7 +43,7 @@ class Folding:
     records: tuple[FoldRecord, ...]
 
 
-def fold(model: nn.Module, plan: Plan) -> Folding:
+def fold_linears(model: nn.Module, plan: Plan) -> Folding:
     """Fold, in place, every FFN that has lost its activation and every LayerScale behind a linear layer.
 
     plan: what was done to `model` so far. An FFN is folded only where the product is cheaper than the pair. The output

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.families import Family, Site
-from vitcompress.families.anatomy import scale_parameter
-from vitcompress.families.edited import branches_of, has_output_act
+from vitcompress.families.base import scale_parameter
+from vitcompress.families.edited_block import branches_of, has_output_act
 
 
 @torch.no_grad()

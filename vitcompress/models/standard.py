@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vitcompress import models
-from vitcompress.checkpoint.folders import first_mismatch
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, family_of
 from vitcompress.io.tensors import save_tensors
+from vitcompress.models.checkpoint import first_mismatch
+from vitcompress.models.create import create_model
 from vitcompress.plan import Plan, enclosing
 
 WEIGHTS = "standard.safetensors"
@@ -29,7 +29,7 @@ def standard_model(model: nn.Module, plan: Plan) -> nn.Module:
         PlanError: the weights do not load strictly into that model.
     """
     arch, args = plan.standard["arch"], plan.standard["args"]
-    found = models.create(arch, args).to(next(model.parameters()).dtype)
+    found = create_model(arch, args).to(next(model.parameters()).dtype)
     try:
         found.load_state_dict(standard_state(model, found), strict=True)
     except RuntimeError as error:

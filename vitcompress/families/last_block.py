@@ -7,7 +7,7 @@ from timm.layers import Attention, LayerScale, Mlp
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from vitcompress.families.anatomy import Family
+from vitcompress.families.base import Family
 
 
 def tokens_read(model: nn.Module) -> int | None:

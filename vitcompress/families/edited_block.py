@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitcompress.errors import UnsupportedModelError
-from vitcompress.families.anatomy import Part, Wiring
+from vitcompress.families.base import Part, Wiring
 
 
 def fixed_size() -> UnsupportedModelError:

@@ -12,7 +12,7 @@ from vitcompress.plan import ACTIVATION_STAND_INS, APPENDED, BYPASSES, FORMAT, G
 STAND_INS = {"attention": BYPASSES, "activation": ACTIVATION_STAND_INS, "ffn": ("drop",), "block": ("drop",)}
 
 
-def check(model: nn.Module, family: Family, plan: Plan) -> None:
+def check_plan(model: nn.Module, family: Family, plan: Plan) -> None:
     """Raise PlanError with everything in `plan` that contradicts `model` or itself."""
     sites = {site.name: site for site in family.sites(model)}
     spaces = {space.name: space for space in family.spaces(model)}

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Family
-from vitcompress.families.anatomy import Space
+from vitcompress.families.base import Space
 
 
 @contextmanager

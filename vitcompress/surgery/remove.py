@@ -3,15 +3,15 @@
 from torch import nn
 
 from vitcompress.families import Family
-from vitcompress.families.edited import EditedBlock
-from vitcompress.families.gating import ungated
+from vitcompress.families.edited_block import EditedBlock
+from vitcompress.families.gated_ffn import ungated
 from vitcompress.plan import Plan
 from vitcompress.surgery.modules import drop_block, replace_module
 
 ACTIVATIONS = {"gelu": nn.GELU}
 
 
-def remove(model: nn.Module, family: Family, plan: Plan) -> None:
+def remove_sites(model: nn.Module, family: Family, plan: Plan) -> None:
     """Do what `plan.removed` and `plan.appended` say. A block with nothing left to compute disappears."""
     sites = {site.name: site for site in family.sites(model)}
     for name, stand in plan.removed.items():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site
-from vitcompress.families.gating import gate_at_bias
+from vitcompress.families.gated_ffn import gate_at_bias
 from vitcompress.plan import check_bypasses
 
 GATED_KINDS = ("attention", "activation")
@@ -65,7 +65,7 @@ class GatedModel(nn.Module):
         attention_bypass: `drop`, `norm_identity` or `double` (see Plan).
         both_pruned_output_act: `gelu` applies a GELU to the output of blocks that have lost both, as the released
             HetDPT code does; `none` leaves it out.
-        gated_ffn: `mean_gate`, `drop_gate` or `drop_ffn` (see `surgery.depth_plan`).
+        gated_ffn: `mean_gate`, `drop_gate` or `drop_ffn` (see `methods.depth.depth_plan`).
         gate_means: gated FFN -> mean of its gate, (hidden,), that stands in with `mean_gate`; without it the gate at
             its bias does.
 

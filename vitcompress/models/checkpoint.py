@@ -11,18 +11,20 @@ from torch import Tensor, nn
 from vitcompress.errors import ArtifactError, PlanError, WeightsError
 from vitcompress.io.files import write_text
 from vitcompress.io.tensors import load_tensors, save_tensors
+from vitcompress.models.create import create_model, create_on_meta
 from vitcompress.plan import Plan
+from vitcompress.surgery import apply_plan
 
 PLAN, WEIGHTS = "plan.json", "model.safetensors"
 
 
-def save_model(folder: Path, model: nn.Module, plan: Plan) -> None:
+def write_model(folder: Path, model: nn.Module, plan: Plan) -> None:
     """Write plan.json and model.safetensors; `load` gives the model back."""
     save_tensors(folder / WEIGHTS, model.state_dict(), {"plan": plan.digest})
     write_text(folder / PLAN, plan.to_json())
 
 
-def save(model: nn.Module, folder: str | Path) -> None:
+def save_model(model: nn.Module, folder: str | Path) -> None:
     """Write a model that `load` gave, and that was trained further since, to a folder of its own.
 
     `load` gives it back, and `vitcompress export`, `verify` and `bench` take the folder. The classifier may be another
@@ -44,10 +46,10 @@ def save(model: nn.Module, folder: str | Path) -> None:
         blank = _planned(plan, weights)
     load_strictly(blank, weights, folder / WEIGHTS)
     folder.mkdir(parents=True, exist_ok=True)
-    save_model(folder, model, plan)
+    write_model(folder, model, plan)
 
 
-def load(folder: str | Path, device: str | torch.device = "cpu") -> nn.Module:
+def load_model(folder: str | Path, device: str | torch.device = "cpu") -> nn.Module:
     """The model of a run folder: `timm.create_model` + plan + strict weights, in eval mode.
 
     The result is a timm model: `forward_features`, `forward_intermediates` and `reset_classifier` work. Its plan is in
@@ -57,10 +59,10 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> nn.Module:
         ArtifactError: not a run folder, or weights and plan of different runs.
         PlanError, WeightsError: a damaged part.
     """
-    return load_parts(Path(folder) / PLAN, Path(folder) / WEIGHTS).to(device)
+    return load_model_files(Path(folder) / PLAN, Path(folder) / WEIGHTS).to(device)
 
 
-def load_parts(plan_path: Path, weights_path: Path) -> nn.Module:
+def load_model_files(plan_path: Path, weights_path: Path) -> nn.Module:
     """`load` for a plan and weights that lie apart."""
     if plan_path.parent.is_file():
         raise ArtifactError(
@@ -82,12 +84,10 @@ def load_parts(plan_path: Path, weights_path: Path) -> nn.Module:
 
 def _planned(plan: Plan, tensors: Mapping[str, Tensor]) -> nn.Module:
     """The model of `plan`, to be given the `tensors`: on torch's meta device but for buffers that they do not hold."""
-    from vitcompress import models
-    from vitcompress.surgery import apply
 
-    model = apply(models.outline(plan.arch, plan.arch_args), plan)
+    model = apply_plan(create_on_meta(plan.arch, plan.arch_args), plan)
     if any(buffer.is_meta and name not in tensors for name, buffer in model.named_buffers()):
-        model = apply(models.create(plan.arch, plan.arch_args), plan)
+        model = apply_plan(create_model(plan.arch, plan.arch_args), plan)
     return model
 
 

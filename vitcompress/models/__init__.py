@@ -1,0 +1,1 @@
+"""timm models by name, pruned models from disk, and what they cost."""
