@@ -13,18 +13,18 @@ from torch import Tensor
 from vitcompress.bench import recorded_speeds
 from vitcompress.bench.preparation import Preparation, prepared, takes_plain_bytes
 from vitcompress.byte_input import to_bytes
-from vitcompress.data import DataOptions, open_test
-from vitcompress.distributed import Runtime
 from vitcompress.errors import ArtifactError, InputError
-from vitcompress.evaluate import judged, mcnemar
 from vitcompress.exporters.folder import class_names
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.exporters.torch_runner import TIMM
 from vitcompress.io.progress import Progress
-from vitcompress.loaders import EvalLoader, Images
 from vitcompress.models.checkpoint import PLAN
 from vitcompress.recipe import load_recipe
-from vitcompress.sources import few
+from vitcompress.training.data import DataOptions, open_test
+from vitcompress.training.datasets import few
+from vitcompress.training.distributed import Runtime
+from vitcompress.training.loaders import EvalLoader, Images
+from vitcompress.training.metrics import judged, mcnemar
 
 DIGITS = "digits"
 

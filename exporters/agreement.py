@@ -30,7 +30,6 @@ from torch.nn import functional as F
 from vitcompress import onnx_file
 from vitcompress.byte_input import from_bytes, to_bytes
 from vitcompress.errors import DeviceError, MissingExtraError, VitcompressError
-from vitcompress.evaluate import wilson
 from vitcompress.exporters.onnx_rounded import rounded_answers
 from vitcompress.exporters.runner import Runner
 from vitcompress.exporters.runtimes import RUNNERS, open_runner
@@ -42,6 +41,7 @@ from vitcompress.models.cost import count_cost
 from vitcompress.models.create import InputConfig
 from vitcompress.precision import HALF
 from vitcompress.sidecar import exported_files, input_of, read_sidecar
+from vitcompress.training.metrics import wilson
 
 Answers = Callable[[Tensor], Tensor]  # normalised images -> logits
 SHARES = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2}

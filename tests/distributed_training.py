@@ -16,19 +16,19 @@ from killed_training import ARCH, ARGS, images
 from torch import Tensor
 from torch.nn import functional
 
-from vitcompress.augmentation import Augmentation
-from vitcompress.distributed import Runtime, start, stop
-from vitcompress.evaluate import judged
 from vitcompress.families import family_of
 from vitcompress.io.files import write_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
-from vitcompress.learner import TrainingContext, TrainingControls
-from vitcompress.loaders import EvalLoader, TrainLoader
 from vitcompress.models.create import create_model, input_config
 from vitcompress.surgery.gates import GatedModel
-from vitcompress.train import train
-from vitcompress.train_options import TrainOptions
+from vitcompress.training.augmentation import Augmentation
+from vitcompress.training.distributed import Runtime, start, stop
+from vitcompress.training.loaders import EvalLoader, TrainLoader
+from vitcompress.training.loop import train
+from vitcompress.training.metrics import judged
+from vitcompress.training.options import TrainOptions
+from vitcompress.training.trainer import TrainingContext, TrainingControls
 
 OPTIONS = TrainOptions(epochs=3, batch_size=8, accumulate=2, ema=0.9, weight_decay=0.05)
 LR = {"sgd": 0.05, "adamw": 1e-3}

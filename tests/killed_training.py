@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from vitcompress.augmentation import Augmentation
-from vitcompress.distributed import Runtime
 from vitcompress.families import family_of
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
-from vitcompress.learner import TrainingContext, TrainingControls
 from vitcompress.models.create import create_model, input_config
-from vitcompress.sources import ArrayImages
 from vitcompress.surgery.gates import GatedModel
-from vitcompress.train import train
-from vitcompress.train_options import TrainOptions
+from vitcompress.training.augmentation import Augmentation
+from vitcompress.training.datasets import ArrayImages
+from vitcompress.training.distributed import Runtime
+from vitcompress.training.loop import train
+from vitcompress.training.options import TrainOptions
+from vitcompress.training.trainer import TrainingContext, TrainingControls
 
 ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 4, "patch_size": 2, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}

@@ -10,13 +10,13 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
-from vitcompress.augmentation import DEIT, Augmentation, train_transform
-from vitcompress.data import DataOptions, open_data, open_test, subset
-from vitcompress.distributed import Runtime
 from vitcompress.errors import DataError, InputError
-from vitcompress.loaders import EvalLoader, TrainLoader
 from vitcompress.models.create import InputConfig
-from vitcompress.sources import ArrayImages
+from vitcompress.training.augmentation import DEIT, Augmentation, train_transform
+from vitcompress.training.data import DataOptions, open_data, open_test, subset
+from vitcompress.training.datasets import ArrayImages
+from vitcompress.training.distributed import Runtime
+from vitcompress.training.loaders import EvalLoader, TrainLoader
 
 CPU = Runtime(torch.device("cpu"))
 RANKS = [Runtime(torch.device("cpu"), rank=rank, world_size=2) for rank in (0, 1)]

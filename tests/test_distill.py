@@ -10,9 +10,9 @@ import torch
 from tiny_training import CPU, INPUT, OPTIONS, fit, same, stripes, two_headed, vit, weights
 from torch.nn import functional
 
-from vitcompress.distill import LossOptions, Objective, both_heads, hard_loss, objective, soft_loss, student_of
 from vitcompress.errors import InputError
 from vitcompress.models.create import input_config
+from vitcompress.training.losses import LossOptions, Objective, both_heads, hard_loss, objective, soft_loss, student_of
 
 
 def test_hard_and_soft_losses_are_deits() -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vitcompress.distributed import Runtime, check_device, derived_seed, seed_everything, start
 from vitcompress.errors import DeviceError, InputError
 from vitcompress.io.files import read_json
 from vitcompress.io.tensors import load_tensors
+from vitcompress.training.distributed import Runtime, check_device, derived_seed, seed_everything, start
 
 SCRIPT = Path(__file__).parent / "distributed_training.py"
 ROUNDING = 2.0**-53  # float64

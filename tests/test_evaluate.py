@@ -8,12 +8,12 @@ import torch
 from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor
 
-from vitcompress.distributed import Runtime
 from vitcompress.errors import DataError, VitcompressError
-from vitcompress.evaluate import Accuracy, calibration_images, evaluate, guessed, judged, mcnemar, wilson
-from vitcompress.loaders import EvalLoader
 from vitcompress.models.create import InputConfig
-from vitcompress.sources import ArrayImages
+from vitcompress.training.datasets import ArrayImages
+from vitcompress.training.distributed import Runtime
+from vitcompress.training.loaders import EvalLoader
+from vitcompress.training.metrics import Accuracy, calibration_images, evaluate, guessed, judged, mcnemar, wilson
 
 Predict = Callable[[Tensor], Tensor]
 CPU = Runtime(torch.device("cpu"))

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 import whole_runs as world
 
-from vitcompress.data import open_data
-from vitcompress.evaluate import calibration_images
 from vitcompress.models.create import create_model, input_config
+from vitcompress.training.data import open_data
+from vitcompress.training.metrics import calibration_images
 
 ARGS = {**world.ARGS, "num_classes": 10}
 GUESSING = "no better than guessing"

@@ -7,7 +7,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from vitcompress import distributed
 from vitcompress.bench import conditions, machine
 from vitcompress.cli import main
 from vitcompress.cli.shared import _surprise
@@ -18,6 +17,7 @@ from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.tensorrt_flavours import RTX, capability
 from vitcompress.exporters.torch_runner import TorchRunner
 from vitcompress.io import hardware
+from vitcompress.training import distributed
 
 OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver"
 ASKED: dict[str, Callable[[], object]] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from vitcompress import distributed, pipeline, surgery
+from vitcompress import pipeline, surgery
 from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError
 from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
@@ -22,6 +22,7 @@ from vitcompress.pipeline.folder import check_folder, opened
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.options import RunOptions
 from vitcompress.recipe import load_recipe
+from vitcompress.training import distributed
 from vitcompress.verify_fold import UNFOLDED, UNFOLDED_PLAN
 from vitcompress.workspace import LEFT, LEFT_WEIGHTS, seal
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from vitcompress.bench import machine, suite
-from vitcompress.distributed import Runtime
 from vitcompress.errors import DeviceError, InputError, PlanError
 from vitcompress.io.progress import Progress
 from vitcompress.methods import METHODS, isomorphic
@@ -18,6 +17,7 @@ from vitcompress.pipeline import RunOptions, latency, outlook, run
 from vitcompress.pipeline.job import Job, job_for
 from vitcompress.pipeline.latency import check_latency, latency_ms
 from vitcompress.recipe import load_recipe
+from vitcompress.training.distributed import Runtime
 
 
 def job(folder: Path, *sets: str, device: str = "cpu") -> Job:

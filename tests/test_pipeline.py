@@ -11,12 +11,12 @@ from whole_runs import LOGITS, SMALL, digits, logits, onnx_logits, tree
 
 import vitcompress
 from vitcompress import pipeline
-from vitcompress.data import DataOptions, open_data
-from vitcompress.evaluate import calibration_images
 from vitcompress.io.files import read_json
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
+from vitcompress.training.data import DataOptions, open_data
+from vitcompress.training.metrics import calibration_images
 
 # Keys of report.json, as bench/report.py explains them.
 KEYS = {"recipe", "summary", "model", "plan", "plan_sha256", "cost", "accuracy", "before_recovery", "bench", "files"}

@@ -13,12 +13,12 @@ import pytest
 import torch
 from tiny_training import OPTIONS, fit, same, vit, weights
 
-from vitcompress.augmentation import Augmentation
-from vitcompress.distributed import Runtime
 from vitcompress.errors import InputError, OutputError
 from vitcompress.io.tensors import load_tensors
 from vitcompress.io.training_state import load_state
-from vitcompress.runlog import RunLog
+from vitcompress.training.augmentation import Augmentation
+from vitcompress.training.distributed import Runtime
+from vitcompress.training.log import RunLog
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from whole_runs import LOGITS, SMALL, digits, logits, onnx_logits, tree, with_st
 
 import vitcompress
 from vitcompress import pipeline, surgery
-from vitcompress.data import open_data
 from vitcompress.errors import WeightsError
 from vitcompress.families import Family, family_of
 from vitcompress.io.tensors import save_tensors
@@ -23,6 +22,7 @@ from vitcompress.models.cost import count_cost
 from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
 from vitcompress.surgery.gates import GatedModel
+from vitcompress.training.data import open_data
 
 
 def test_without_held_out_images_fixed_layers_are_still_removed(tmp_path: Path) -> None:

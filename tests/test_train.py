@@ -14,13 +14,13 @@ from tiny_training import OPTIONS, fit, same, vit, weights
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from vitcompress.augmentation import Augmentation
-from vitcompress.distributed import Runtime
 from vitcompress.errors import InputError, VitcompressError
 from vitcompress.io.training_state import load_state
-from vitcompress.optimization import lr_setter, make_optimizer
-from vitcompress.train import drop_path
-from vitcompress.train_options import TrainOptions
+from vitcompress.training.augmentation import Augmentation
+from vitcompress.training.distributed import Runtime
+from vitcompress.training.loop import drop_path
+from vitcompress.training.optimizer import lr_setter, make_optimizer
+from vitcompress.training.options import TrainOptions
 
 # ------------------------------------------------------------------------------------------------------------ learning
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitcompress.evaluate import wilson
 from vitcompress.io.checks import LEDGER, Check, Verification, agreement, amend, compared, largest_difference, listed
+from vitcompress.training.metrics import wilson
 
 
 def test_a_changed_answer_passes_only_within_rounding() -> None:

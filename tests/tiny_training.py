@@ -8,13 +8,13 @@ import torch
 from killed_training import ARCH, ARGS
 from torch import Tensor, nn
 
-from vitcompress.distributed import Runtime
 from vitcompress.io.progress import Progress
-from vitcompress.learner import TrainingContext, TrainingControls
 from vitcompress.models.create import InputConfig, create_model
-from vitcompress.sources import ArrayImages
-from vitcompress.train import train
-from vitcompress.train_options import TrainOptions, TrainResult
+from vitcompress.training.datasets import ArrayImages
+from vitcompress.training.distributed import Runtime
+from vitcompress.training.loop import train
+from vitcompress.training.options import TrainOptions, TrainResult
+from vitcompress.training.trainer import TrainingContext, TrainingControls
 
 CPU = Runtime(torch.device("cpu"))
 INPUT = InputConfig((1, 4, 4), (0.5,), (0.5,), "bicubic", 1.0, "center")

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress import pipeline
-from vitcompress.data import DataOptions, open_data
 from vitcompress.errors import OutputError
-from vitcompress.evaluate import calibration_images
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import input_config
 from vitcompress.recipe import Recipe, load_recipe
+from vitcompress.training.data import DataOptions, open_data
+from vitcompress.training.metrics import calibration_images
 
 ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 3, "num_heads": 2}

@@ -21,12 +21,12 @@ from pydantic_core import to_jsonable_python
 
 from vitcompress import recipes
 from vitcompress.assignments import assign
-from vitcompress.data import DataOptions
 from vitcompress.errors import InputError, RecipeError, did_you_mean
 from vitcompress.export_options import ExportOptions, Positive
 from vitcompress.io.validation import STRICT, validated, where_keys_are
 from vitcompress.methods import METHODS
-from vitcompress.train_options import TrainOptions
+from vitcompress.training.data import DataOptions
+from vitcompress.training.options import TrainOptions
 
 
 @dataclass(frozen=True)

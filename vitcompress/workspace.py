@@ -8,19 +8,19 @@ from typing import Any
 
 from torch import nn
 
-from vitcompress.data import Splits
-from vitcompress.distributed import Runtime
 from vitcompress.errors import ArtifactError
 from vitcompress.families import Family
 from vitcompress.io.files import differing, file_sha256, read_json, write_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
-from vitcompress.learner import TrainingContext, TrainingControls
-from vitcompress.loaders import Images
 from vitcompress.models.create import InputConfig
 from vitcompress.plan import Plan
-from vitcompress.train import train
-from vitcompress.train_options import TrainOptions, TrainResult
+from vitcompress.training.data import Splits
+from vitcompress.training.distributed import Runtime
+from vitcompress.training.loaders import Images
+from vitcompress.training.loop import train
+from vitcompress.training.options import TrainOptions, TrainResult
+from vitcompress.training.trainer import TrainingContext, TrainingControls
 
 LEFT_WEIGHTS, LEFT = "weights.safetensors", "left.json"
 

@@ -16,16 +16,16 @@ import torch
 from torch import nn
 
 from vitcompress.bench.speed.parts import Options
-from vitcompress.data import Splits, open_data
-from vitcompress.distributed import Runtime
 from vitcompress.families import family_of
 from vitcompress.io.progress import Progress
-from vitcompress.learner import TrainingContext
 from vitcompress.methods import upvit
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
 from vitcompress.recipe import Recipe, load_recipe
-from vitcompress.train import train
+from vitcompress.training.data import Splits, open_data
+from vitcompress.training.distributed import Runtime
+from vitcompress.training.loop import train
+from vitcompress.training.trainer import TrainingContext
 from vitcompress.workspace import Context
 
 RECIPE = "digits_up"

@@ -9,16 +9,16 @@ import torch
 from whole_runs import Told
 
 from vitcompress.bench import accuracy, suite
-from vitcompress.data import DataOptions, open_test
-from vitcompress.distributed import Runtime
 from vitcompress.errors import ArtifactError, InputError
-from vitcompress.evaluate import evaluate, mcnemar
 from vitcompress.exporters import onnx_graph
 from vitcompress.io.files import file_sha256, write_json
-from vitcompress.loaders import EvalLoader
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
+from vitcompress.training.data import DataOptions, open_test
+from vitcompress.training.distributed import Runtime
+from vitcompress.training.loaders import EvalLoader
+from vitcompress.training.metrics import evaluate, mcnemar
 
 ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 10}

@@ -12,12 +12,12 @@ from onnx import helper, numpy_helper
 from vitcompress.bench import accuracy
 from vitcompress.bench.preparation import Preparation
 from vitcompress.cli import main
-from vitcompress.data import DataOptions, open_test
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters import onnx_graph
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
+from vitcompress.training.data import DataOptions, open_test
 
 MEAN, STD = 0.25, 0.5
 ARCH = "vit_tiny_patch16_224"

@@ -12,11 +12,11 @@ from contracts import build
 from PIL import Image
 
 from vitcompress.bench import report
-from vitcompress.evaluate import calibration_images
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import InputConfig, input_config
+from vitcompress.training.metrics import calibration_images
 
 CLASSES = ("ant", "bee", "cat", "dog", "eel")
 

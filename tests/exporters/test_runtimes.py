@@ -14,12 +14,12 @@ from contracts import build, contract, images
 from onnx import TensorProto, helper
 
 from vitcompress.errors import ArtifactError, DeviceError, InputError
-from vitcompress.evaluate import evaluate
 from vitcompress.exporters.onnx_graph import export
 from vitcompress.exporters.onnx_providers import assignment, heavy_elsewhere
 from vitcompress.exporters.runtimes import RunnerOptions, TorchRunner, open_runner
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model, input_config
+from vitcompress.training.metrics import evaluate
 
 X = images("plain", dtype=torch.float32)
 
@@ -67,7 +67,7 @@ class Batches(list):
 
 
 def test_a_runner_can_be_evaluated(folder: Path) -> None:
-    from vitcompress.distributed import Runtime
+    from vitcompress.training.distributed import Runtime
 
     best = expected().argmax(1)
     runner = open_runner(folder / "model.onnx")

@@ -19,16 +19,16 @@ import torch
 from killed_training import OPTIONS, fading, images, killer
 from method_world import context, model
 
-from vitcompress.distributed import Runtime, start, stop
 from vitcompress.families import family_of
 from vitcompress.io.files import write_text
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
-from vitcompress.learner import TrainingContext
 from vitcompress.methods import sero, upvit
 from vitcompress.models.create import create_model, input_config
 from vitcompress.surgery.gates import GatedModel
-from vitcompress.train import train
+from vitcompress.training.distributed import Runtime, start, stop
+from vitcompress.training.loop import train
+from vitcompress.training.trainer import TrainingContext
 
 STEP, WRITTEN = "vitcompress.step", "os.rename"  # a forward pass; a file or folder that moves into place
 BOTH = (0, 1)

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitcompress.data import Splits
-from vitcompress.distributed import Runtime
 from vitcompress.families import family_of
 from vitcompress.io.progress import Progress
-from vitcompress.loaders import Images
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
-from vitcompress.sources import ArrayImages
-from vitcompress.train_options import TrainOptions
+from vitcompress.training.data import Splits
+from vitcompress.training.datasets import ArrayImages
+from vitcompress.training.distributed import Runtime
+from vitcompress.training.loaders import Images
+from vitcompress.training.options import TrainOptions
 from vitcompress.workspace import Clock, Context
 
 ARCH = "vit_tiny_patch16_224"

@@ -9,14 +9,14 @@ import pytest
 from method_world import context, model
 from test_search import Stop
 
-from vitcompress.augmentation import Augmentation
 from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
 from vitcompress.methods.depth import DepthOptions
 from vitcompress.methods.hetdpt.collection import CollectionOptions, Record, collect, removal_orders, rows
 from vitcompress.methods.hetdpt.fast_training import fast_options
 from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions
-from vitcompress.train_options import TrainOptions
+from vitcompress.training.augmentation import Augmentation
+from vitcompress.training.options import TrainOptions
 
 TE = EntropyOptions(images=12, resamples=2)
 FAST = CollectionOptions(epochs=1, images_per_class=8, lr=1e-3, interleaved=3)

@@ -13,12 +13,9 @@ from pydantic import TypeAdapter, ValidationError
 from torch.nn import functional
 
 from vitcompress import surgery
-from vitcompress.data import subset
 from vitcompress.errors import PlanError, VitcompressError
-from vitcompress.evaluate import evaluate
 from vitcompress.families import family_of
 from vitcompress.io.files import read_json
-from vitcompress.loaders import EvalLoader
 from vitcompress.methods import METHODS, isomorphic
 from vitcompress.methods.channel_scores import channel_scores, gradients, random_scores
 from vitcompress.methods.isomorphic import Alignment, Options
@@ -26,6 +23,9 @@ from vitcompress.methods.widths import groups_of
 from vitcompress.models.cost import count_cost
 from vitcompress.plan import Plan
 from vitcompress.surgery.depth import depth_plan
+from vitcompress.training.data import subset
+from vitcompress.training.loaders import EvalLoader
+from vitcompress.training.metrics import evaluate
 from vitcompress.verify_slice import slice_check
 
 FINE = Alignment(residual=1, ffn=1, head_dim=1)
@@ -250,9 +250,9 @@ def test_options_are_checked(wrong: dict[str, Any]) -> None:
 
 def test_taylor_loses_less_than_random_on_a_trained_model(tmp_path: Path) -> None:
     """What the scores are for: cut to two fifths, the model that kept the important channels is better."""
-    from vitcompress.learner import TrainingContext
-    from vitcompress.train import train
-    from vitcompress.train_options import TrainOptions
+    from vitcompress.training.loop import train
+    from vitcompress.training.options import TrainOptions
+    from vitcompress.training.trainer import TrainingContext
 
     made = model()
     about = context(tmp_path, made)

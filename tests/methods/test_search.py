@@ -25,7 +25,7 @@ from vitcompress.methods.hetdpt.search import (
     removal_epochs,
     search,
 )
-from vitcompress.train_options import TrainOptions
+from vitcompress.training.options import TrainOptions
 
 A, G = frozenset({"attention"}), frozenset({"activation"})
 FAST = SearchOptions(factor=0.5, images_per_class=8, lr=5e-3)

@@ -10,12 +10,12 @@ from method_world import context, model
 from pydantic import TypeAdapter, ValidationError
 
 from vitcompress import surgery
-from vitcompress.augmentation import Augmentation
 from vitcompress.families import family_of
 from vitcompress.io.tensors import load_tensors
 from vitcompress.methods import METHODS, steps
 from vitcompress.surgery.depth import depth_plan
-from vitcompress.train_options import TrainOptions
+from vitcompress.training.augmentation import Augmentation
+from vitcompress.training.options import TrainOptions
 from vitcompress.workspace import LEFT_WEIGHTS
 
 

@@ -11,7 +11,6 @@ from method_world import context, images, model
 from torch import Tensor, nn
 
 from vitcompress import surgery
-from vitcompress.distributed import Runtime
 from vitcompress.families import family_of
 from vitcompress.families.last_block import answer_block
 from vitcompress.methods.upvit.blocks import candidates, removal, scores, whole_blocks
@@ -19,6 +18,7 @@ from vitcompress.methods.upvit.deletion import deletion
 from vitcompress.methods.upvit.fisher import estimates
 from vitcompress.methods.upvit.importance import Component, Importance, components, divergence
 from vitcompress.plan import Plan
+from vitcompress.training.distributed import Runtime
 
 VARIANTS = [variant for family, variant in CONTRACTS if family in ("vit", "pvt")]
 
@@ -182,7 +182,7 @@ def test_two_processes_see_all_images(tmp_path: Path) -> None:
     made = model()
     family = family_of(made)
     component = components(family.spaces(made))[0]
-    from vitcompress.loaders import EvalLoader
+    from vitcompress.training.loaders import EvalLoader
 
     where = context(tmp_path, made)
     shares = [

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vitcompress.evaluate import wilson
 from vitcompress.io.files import alone_in, read_json, write_json
+from vitcompress.training.metrics import wilson
 
 LEDGER = "verify.json"
 Verdict = Literal["passed", "failed", "not_run"]

@@ -16,7 +16,6 @@ import numpy as np
 from annotated_types import Ge
 from torch import nn
 
-from vitcompress.distributed import derived_seed
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site
 from vitcompress.methods import depth, hetdpt
@@ -27,6 +26,7 @@ from vitcompress.methods.hetdpt.search import SearchOptions
 from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions, Measurement
 from vitcompress.methods.stage import Stage
 from vitcompress.plan import Plan
+from vitcompress.training.distributed import derived_seed
 from vitcompress.workspace import Context
 
 

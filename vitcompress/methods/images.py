@@ -2,9 +2,9 @@
 
 from torch import nn
 
-from vitcompress.data import subset
-from vitcompress.evaluate import evaluate
-from vitcompress.loaders import EvalLoader, Images
+from vitcompress.training.data import subset
+from vitcompress.training.loaders import EvalLoader, Images
+from vitcompress.training.metrics import evaluate
 from vitcompress.workspace import Context
 
 

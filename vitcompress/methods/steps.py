@@ -13,13 +13,13 @@ from annotated_types import Ge, Lt
 from torch import nn
 
 from vitcompress import surgery
-from vitcompress.augmentation import Augmentation
 from vitcompress.families import Family
 from vitcompress.io.files import read_json
-from vitcompress.learner import TrainingControls
 from vitcompress.methods.stage import Stage
 from vitcompress.plan import Plan
-from vitcompress.train_options import TrainOptions
+from vitcompress.training.augmentation import Augmentation
+from vitcompress.training.options import TrainOptions
+from vitcompress.training.trainer import TrainingControls
 from vitcompress.workspace import Context
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitcompress import distributed
 from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
 from vitcompress.pipeline import delivery, exports, stages
@@ -22,6 +21,7 @@ from vitcompress.pipeline.options import RunOptions, effective, folder_of
 from vitcompress.pipeline.outlook import dry_run
 from vitcompress.pipeline.preflight import check_formats, prepare
 from vitcompress.recipe import Recipe, load_recipe
+from vitcompress.training import distributed
 
 __all__ = ["RunOptions", "RunResult", "dense_of", "dry_run", "run"]
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from vitcompress import distributed
 from vitcompress.io.progress import Progress
 from vitcompress.pipeline.job import job_for
 from vitcompress.pipeline.options import RunOptions, effective, folder_of
 from vitcompress.pipeline.outlook import compressed
 from vitcompress.recipe import Recipe, load_recipe
+from vitcompress.training import distributed
 
 CLOSE = 0.005  # a share of the published figure, besides the digits that it is printed with
 

@@ -18,12 +18,10 @@ from vitcompress import surgery
 from vitcompress.bench import recorded_speeds, structure, suite
 from vitcompress.bench import report as reports
 from vitcompress.errors import ArtifactError
-from vitcompress.evaluate import calibration_images, guessed, judged, mcnemar
 from vitcompress.exporters import gate
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.io.checks import LEDGER
 from vitcompress.io.files import read_json, write_json
-from vitcompress.loaders import EvalLoader
 from vitcompress.methods import METHODS
 from vitcompress.methods.latencies import elsewhere
 from vitcompress.models.checkpoint import PLAN, load_model, load_model_files, read_plan, write_model
@@ -44,6 +42,8 @@ from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import measured_on
 from vitcompress.plan import Plan
 from vitcompress.sidecar import read_sidecar, sidecar_path
+from vitcompress.training.loaders import EvalLoader
+from vitcompress.training.metrics import calibration_images, guessed, judged, mcnemar
 from vitcompress.verify_fold import UNFOLDED, UNFOLDED_PLAN
 
 REPORT, FOLDING, MISTAKES = reports.JSON, "folding.json", "mistakes.json"

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitcompress.errors import CheckFailedError, DeviceError, PrecisionError
-from vitcompress.evaluate import calibration_images
 from vitcompress.export_options import AUTO, ExportOptions
 from vitcompress.exporters import EXPORTERS, exporting, gate
 from vitcompress.exporters.artifact import Exporter
@@ -20,6 +19,7 @@ from vitcompress.pipeline.job import Job
 from vitcompress.plan import Plan
 from vitcompress.precision import present
 from vitcompress.sidecar import read_sidecar
+from vitcompress.training.metrics import calibration_images
 from vitcompress.verify import noise
 
 LOOKED_AT = 64  # images on which ranges are scanned and islands chosen

@@ -2,11 +2,11 @@
 
 from torch import nn
 
-from vitcompress.evaluate import Accuracy, evaluate, guessed
-from vitcompress.loaders import EvalLoader
 from vitcompress.models.weights import part_of_weights
 from vitcompress.pipeline.job import Job
-from vitcompress.sources import few
+from vitcompress.training.datasets import few
+from vitcompress.training.loaders import EvalLoader
+from vitcompress.training.metrics import Accuracy, evaluate, guessed
 
 
 def heldout_accuracy(job: Job, model: nn.Module) -> Accuracy:

@@ -11,8 +11,6 @@ from typing import Any
 from torch import nn
 
 from vitcompress import methods
-from vitcompress.data import Splits, class_count
-from vitcompress.distributed import Runtime
 from vitcompress.exporters.doctor import device_problem
 from vitcompress.families import Family, family_of
 from vitcompress.io.progress import Progress
@@ -21,6 +19,8 @@ from vitcompress.pipeline.dense import dense_folder
 from vitcompress.pipeline.folder import STATE
 from vitcompress.plan import Plan
 from vitcompress.recipe import Recipe
+from vitcompress.training.data import Splits, class_count
+from vitcompress.training.distributed import Runtime
 
 
 @dataclass(frozen=True)

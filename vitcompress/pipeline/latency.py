@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitcompress import distributed, surgery
+from vitcompress import surgery
 from vitcompress.bench import machine, suite
 from vitcompress.errors import DeviceError, InputError
 from vitcompress.exporters.onnx_graph import ONNX
@@ -22,6 +22,7 @@ from vitcompress.models.checkpoint import PLAN
 from vitcompress.models.create import create_model
 from vitcompress.pipeline.job import Job
 from vitcompress.precision import HALF, present
+from vitcompress.training import distributed
 from vitcompress.workspace import Clock
 
 # Short: dozens of candidates are measured, and the benchmark at the end measures for longer.

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vitcompress.data import DataOptions
 from vitcompress.errors import InputError
 from vitcompress.recipe import Recipe
+from vitcompress.training.data import DataOptions
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from vitcompress import distributed, surgery
+from vitcompress import surgery
 from vitcompress.bench import timing
-from vitcompress.data import Splits, check_named, open_data
 from vitcompress.errors import InputError
 from vitcompress.io.progress import Progress
 from vitcompress.methods import METHODS
@@ -24,6 +23,8 @@ from vitcompress.pipeline.options import RunOptions, effective, folder_of
 from vitcompress.pipeline.preflight import check_formats, check_recovery, check_weights, local_checks, weights_at_hand
 from vitcompress.pipeline.teachers import check_hub_classes, comes_from_hub
 from vitcompress.recipe import Recipe
+from vitcompress.training import distributed
+from vitcompress.training.data import Splits, check_named, open_data
 
 
 def dry_run(recipe: Recipe, options: RunOptions) -> dict[str, Any]:

@@ -6,8 +6,6 @@ from typing import Any
 
 from vitcompress import surgery
 from vitcompress.bench import timing
-from vitcompress.data import open_data
-from vitcompress.distributed import Runtime
 from vitcompress.errors import InputError
 from vitcompress.export_options import AUTO
 from vitcompress.exporters import EXPORTERS, available_exporter
@@ -23,7 +21,9 @@ from vitcompress.pipeline.options import RunOptions, folder_of
 from vitcompress.pipeline.teachers import check_teacher
 from vitcompress.precision import expanded
 from vitcompress.recipe import Recipe
-from vitcompress.train import check_options
+from vitcompress.training.data import open_data
+from vitcompress.training.distributed import Runtime
+from vitcompress.training.loop import check_options
 
 
 def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Progress) -> Job:

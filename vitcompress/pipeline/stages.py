@@ -13,10 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitcompress import surgery
-from vitcompress.data import no_data
 from vitcompress.io.files import write_json, write_text
 from vitcompress.io.tensors import save_tensors
-from vitcompress.learner import TrainingContext, TrainingControls
 from vitcompress.methods import METHODS
 from vitcompress.methods.choice import PUBLISHED
 from vitcompress.models.checkpoint import PLAN, load_for, load_model, load_strictly, write_model
@@ -29,8 +27,10 @@ from vitcompress.pipeline.latency import clock, measured_on
 from vitcompress.pipeline.teachers import teacher
 from vitcompress.plan import Plan
 from vitcompress.surgery.gates import GATED_KINDS, GatedModel
-from vitcompress.train import train
-from vitcompress.train_options import TrainOptions, TrainResult
+from vitcompress.training.data import no_data
+from vitcompress.training.loop import train
+from vitcompress.training.options import TrainOptions, TrainResult
+from vitcompress.training.trainer import TrainingContext, TrainingControls
 from vitcompress.verify_fold import UNFOLDED, UNFOLDED_PLAN
 from vitcompress.verify_slice import keep_given
 from vitcompress.workspace import LEFT_WEIGHTS, Context, check_sealed, seal

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from vitcompress.distill import FEATURES, check_features, objective
 from vitcompress.errors import InputError, WeightsError
 from vitcompress.models.checkpoint import load_model
 from vitcompress.models.create import create_model
 from vitcompress.models.weights import hub_classes
 from vitcompress.recipe import Finetune
+from vitcompress.training.losses import FEATURES, check_features, objective
 
 if TYPE_CHECKING:
     from vitcompress.models.create import InputConfig

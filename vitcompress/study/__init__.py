@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitcompress.bench import study_pictures
-from vitcompress.data import check_named
 from vitcompress.errors import InputError, MissingExtraError
 from vitcompress.io.progress import Progress
 from vitcompress.pipeline.folder import is_done
@@ -21,6 +20,7 @@ from vitcompress.study.outlook import outlook
 from vitcompress.study.results import write
 from vitcompress.study.runs import Run, carry_out, runs_of
 from vitcompress.study.speed import measured
+from vitcompress.training.data import check_named
 
 __all__ = ["Run", "Study", "StudyOptions", "dry_run", "load_study", "run"]
 

@@ -11,12 +11,12 @@ import numpy as np
 
 from vitcompress.bench import machine
 from vitcompress.bench import report as reports
-from vitcompress.evaluate import mcnemar
 from vitcompress.io.files import read_json, write_json, write_text
 from vitcompress.io.text import NOT_MEASURED, Table, big, percent
 from vitcompress.pipeline.delivery import MISTAKES
 from vitcompress.study.design import Row, Study
 from vitcompress.study.runs import Run
+from vitcompress.training.metrics import mcnemar
 
 JSON, MARKDOWN = "study.json", "study.md"
 CERTAIN = 0.05  # a difference is said to be one when its p-value, corrected for the number of pairs, is below

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vitcompress import pipeline
-from vitcompress.distributed import cpu_threads
 from vitcompress.errors import VitcompressError
 from vitcompress.io.progress import Progress
 from vitcompress.pipeline.dense import dense_folder
 from vitcompress.pipeline.folder import is_done
 from vitcompress.recipe import Recipe
 from vitcompress.study.design import Row, Study
+from vitcompress.training.distributed import cpu_threads
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from annotated_types import Ge, Gt
 from torch import nn
 
 from vitcompress.methods.images import training_part
-from vitcompress.train_options import TrainOptions
+from vitcompress.training.options import TrainOptions
 from vitcompress.workspace import Context
 
 

@@ -22,11 +22,11 @@ import torch
 from annotated_types import Ge
 from torch import Tensor, nn
 
-from vitcompress.distributed import Runtime, derived_seed
 from vitcompress.families.base import Site
-from vitcompress.loaders import EvalLoader
 from vitcompress.methods.images import training_views
 from vitcompress.surgery.gates import GatedModel
+from vitcompress.training.distributed import Runtime, derived_seed
+from vitcompress.training.loaders import EvalLoader
 from vitcompress.workspace import Context
 
 SMALLEST_DEVIATION = 1e-12

@@ -22,7 +22,6 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import Family, Space
-from vitcompress.learner import TrainingControls
 from vitcompress.methods.choice import ARBITRARY, GIVEN, Choice
 from vitcompress.methods.sero.evidence import FILE, charts, record, remarks, tables
 from vitcompress.methods.sero.exploration import Exploration
@@ -40,7 +39,8 @@ from vitcompress.methods.sero.layout import (
 from vitcompress.methods.sero.options import Options, sparsity_at
 from vitcompress.methods.stage import Stage
 from vitcompress.plan import Plan
-from vitcompress.train_options import TrainOptions
+from vitcompress.training.options import TrainOptions
+from vitcompress.training.trainer import TrainingControls
 from vitcompress.workspace import Context
 
 

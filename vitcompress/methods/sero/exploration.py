@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitcompress.distributed import derived_seed
 from vitcompress.families import Family, Space
 from vitcompress.methods.sero.layout import KINDS, Live, project, unit_spaces
 from vitcompress.methods.sero.options import Options
 from vitcompress.surgery.masks import channel_gates
+from vitcompress.training.distributed import derived_seed
 
 Ranks = dict[str, np.ndarray]
 

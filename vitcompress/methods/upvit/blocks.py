@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site
-from vitcompress.loaders import EvalLoader
 from vitcompress.methods.upvit.importance import divergence
 from vitcompress.methods.upvit.target import stage_of
 from vitcompress.plan import Plan
+from vitcompress.training.loaders import EvalLoader
 
 
 @dataclass(frozen=True)

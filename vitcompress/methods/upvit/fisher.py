@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from vitcompress.loaders import EvalLoader
 from vitcompress.methods.upvit.deletion import deletion
 from vitcompress.methods.upvit.importance import Component
+from vitcompress.training.loaders import EvalLoader
 
 ROUNDS = 8  # of the iteration that finds the v_i
 

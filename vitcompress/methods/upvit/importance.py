@@ -22,10 +22,10 @@ from vitcompress.families import Family, Space
 from vitcompress.families.base import scale_parameter
 from vitcompress.families.edited_block import branches_of, has_output_act
 from vitcompress.families.last_block import answer_block
-from vitcompress.loaders import EvalLoader
 from vitcompress.methods.upvit.deletion import deletion, gated_modules
 from vitcompress.plan import enclosing
 from vitcompress.surgery import replace_module
+from vitcompress.training.loaders import EvalLoader
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitcompress.loaders import EvalLoader
 from vitcompress.methods.channel_scores import channel_scores, random_scores
 from vitcompress.methods.images import training_views
 from vitcompress.methods.upvit.blocks import Candidate, candidates, removal, scores, without
@@ -16,6 +15,7 @@ from vitcompress.methods.upvit.importance import Component, Importance
 from vitcompress.methods.upvit.options import Options
 from vitcompress.methods.upvit.regroup import least_first
 from vitcompress.plan import Plan
+from vitcompress.training.loaders import EvalLoader
 from vitcompress.workspace import Context
 
 PROXY_BATCH = 64  # images whose answers are compared together

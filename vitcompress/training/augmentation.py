@@ -1,18 +1,15 @@
 """Image transforms and mixing of batches: timm's, set by one table."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt
-from PIL import Image
+from PIL import Image, ImageOps
 from timm.data import Mixup, create_transform
 from torch import Tensor
 
-from vitcompress.posterize import allow_no_bits
-
-if TYPE_CHECKING:
-    from vitcompress.models.create import InputConfig
+from vitcompress.models.create import InputConfig
 
 Share = Annotated[float, Ge(0), Le(1)]
 
@@ -51,7 +48,7 @@ class Augmentation:
 DEIT = Augmentation(False, "rand-m9-mstd0.5-inc1", 0.3, reprob=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, repeats=3)
 
 
-def train_transform(input: "InputConfig", augmentation: Augmentation) -> Callable[[Image.Image], Tensor]:
+def train_transform(input: InputConfig, augmentation: Augmentation) -> Callable[[Image.Image], Tensor]:
     """timm's training transform from a PIL image to a uint8 tensor (C, H, W)."""
     a = augmentation
     of_crop = {"hflip": a.hflip, "scale": a.scale, "ratio": a.ratio}
@@ -61,12 +58,12 @@ def train_transform(input: "InputConfig", augmentation: Augmentation) -> Callabl
     return transform
 
 
-def eval_transform(input: "InputConfig") -> Callable[[Image.Image], Tensor]:
+def eval_transform(input: InputConfig) -> Callable[[Image.Image], Tensor]:
     """timm's evaluation transform (resize, centre crop) from a PIL image to a uint8 tensor (C, H, W)."""
     return _transform(input, is_training=False, crop_pct=input.crop_pct, crop_mode=input.crop_mode)
 
 
-def _transform(input: "InputConfig", **settings: Any) -> Callable[[Image.Image], Tensor]:
+def _transform(input: InputConfig, **settings: Any) -> Callable[[Image.Image], Tensor]:
     """timm's transform to the size of `input`; the prefetcher normalises images later."""
     pixels = {"interpolation": input.interpolation, "mean": input.mean, "std": input.std}
     made: Callable[[Image.Image], Tensor] = create_transform(input.size, use_prefetcher=True, **pixels, **settings)
@@ -86,3 +83,25 @@ def mixup(augmentation: Augmentation, classes: int) -> Any:
         label_smoothing=a.smoothing,
         num_classes=classes,
     )
+
+
+def posterize(image: Image.Image, bits_to_keep: int, **_: Any) -> Image.Image:
+    """`image` with the `bits_to_keep` highest bits of each channel, from 0 (black) to 8 (all of them)."""
+    if bits_to_keep <= 0:
+        return image.point(lambda _: 0)
+    return image if bits_to_keep >= 8 else ImageOps.posterize(image, bits_to_keep)
+
+
+def allow_no_bits(transform: Any) -> None:
+    """Let the augmentation policies in `transform`, as timm composed it, posterize with `posterize`."""
+    for operation in _operations(transform):
+        if operation.name.startswith("Posterize"):
+            operation.aug_fn = posterize
+
+
+def _operations(transform: Any) -> Iterator[Any]:
+    """Of RandAugment and AugMix, which hold them, and of AutoAugment, which holds lists of them."""
+    for step in getattr(transform, "transforms", ()):
+        yield from getattr(step, "ops", ())
+        for policy in getattr(step, "policy", ()):
+            yield from policy

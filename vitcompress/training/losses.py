@@ -16,7 +16,7 @@ of 0.2 is 6.4 here, where losses are means.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from timm.task.distillation import DistillationTeacher
@@ -24,10 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vitcompress.errors import InputError
-from vitcompress.models.create import input_config
-
-if TYPE_CHECKING:
-    from vitcompress.models.create import InputConfig
+from vitcompress.models.create import InputConfig, input_config
 
 Distillation = Literal["none", "hard", "soft", "soft_patch", "features"]
 FEATURES = ("soft_patch", "features")  # those that look at more than answers
@@ -62,7 +59,7 @@ def both_heads(module: nn.Module) -> Iterator[None]:
 class Teacher:
     """A frozen model that sees the student's batches, normalised its own way."""
 
-    def __init__(self, model: nn.Module, student_input: "InputConfig", device: torch.device) -> None:
+    def __init__(self, model: nn.Module, student_input: InputConfig, device: torch.device) -> None:
         own = input_config(model)
         if own.size != student_input.size:
             raise InputError(
@@ -136,7 +133,7 @@ def student_of(module: nn.Module, kind: Distillation, teacher: nn.Module | None)
     return FeatureStudent(module, inner(teacher), kind)
 
 
-def check_features(module: nn.Module, kind: Distillation, teacher: nn.Module, input: "InputConfig") -> None:
+def check_features(module: nn.Module, kind: Distillation, teacher: nn.Module, input: InputConfig) -> None:
     """Raise InputError when `kind` compares features of `module` and `teacher` that cannot be compared.
 
     Both may be on the meta device: only shapes are looked at.
@@ -256,7 +253,7 @@ def soft_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
 
 
 def objective(
-    module: nn.Module, options: LossOptions, *, teacher: nn.Module | None, input: "InputConfig", device: torch.device
+    module: nn.Module, options: LossOptions, *, teacher: nn.Module | None, input: InputConfig, device: torch.device
 ) -> Objective:
     """The loss for training `module`.
 

@@ -8,24 +8,22 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vitcompress.distill import Objective
-from vitcompress.distributed import Runtime, seed_everything
 from vitcompress.errors import VitcompressError
 from vitcompress.io.progress import Progress
 from vitcompress.io.training_state import State
-from vitcompress.loaders import TrainLoader
-from vitcompress.optimization import lr_setter, make_optimizer
-from vitcompress.train_options import TrainOptions
-
-if TYPE_CHECKING:
-    from vitcompress.models.create import InputConfig
+from vitcompress.models.create import InputConfig
+from vitcompress.training.distributed import Runtime, seed_everything
+from vitcompress.training.loaders import TrainLoader
+from vitcompress.training.losses import Objective
+from vitcompress.training.optimizer import lr_setter, make_optimizer
+from vitcompress.training.options import TrainOptions
 
 _STEPS_BETWEEN_CHECKS = 50  # reading the loss makes the host wait for the device
 
@@ -61,7 +59,7 @@ class TrainingContext:
     to people and part of the seed.
     """
 
-    input: "InputConfig"
+    input: InputConfig
     runtime: Runtime
     folder: Path
     label: str

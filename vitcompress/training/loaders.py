@@ -5,7 +5,7 @@ global batches of one. Evaluation gives every image to exactly one process.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,12 +15,10 @@ from timm.data.loader import PrefetchLoader, fast_collate
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from vitcompress.augmentation import Augmentation, eval_transform, mixup, train_transform
-from vitcompress.distributed import Runtime, derived_seed
 from vitcompress.errors import DataError, InputError
-
-if TYPE_CHECKING:
-    from vitcompress.models.create import InputConfig
+from vitcompress.models.create import InputConfig
+from vitcompress.training.augmentation import Augmentation, eval_transform, mixup, train_transform
+from vitcompress.training.distributed import Runtime, derived_seed
 
 
 class Images(Protocol):
@@ -79,7 +77,7 @@ class TrainLoader:
     def __init__(
         self,
         dataset: Images,
-        input: "InputConfig",
+        input: InputConfig,
         augmentation: Augmentation,
         batch_size: int,
         seed: int,
@@ -119,7 +117,7 @@ class EvalLoader:
     batch_size: images per process at most; nothing is padded or repeated.
     """
 
-    def __init__(self, dataset: Images, input: "InputConfig", batch_size: int, runtime: Runtime) -> None:
+    def __init__(self, dataset: Images, input: InputConfig, batch_size: int, runtime: Runtime) -> None:
         self.total = len(dataset)
         own = range(runtime.rank, self.total, runtime.world_size)
         transformed = _transformed(Views(dataset, own), input, eval_transform(input))
@@ -132,7 +130,7 @@ class EvalLoader:
         return _readable(self.batches)
 
 
-def _transformed(dataset: Images, input: "InputConfig", transform: Callable[[Image.Image], Tensor]) -> Views:
+def _transformed(dataset: Images, input: InputConfig, transform: Callable[[Image.Image], Tensor]) -> Views:
     """`dataset` as tensors, grey or colour as the model wants it."""
     return Views(dataset, range(len(dataset)), transform, "L" if input.size[0] == 1 else "RGB")
 
@@ -147,7 +145,7 @@ def _sampler(dataset: Views, repeats: int, runtime: Runtime) -> Any:
 def _prefetch(
     dataset: Views,
     sampler: Any,
-    input: "InputConfig",
+    input: InputConfig,
     batch_size: int,
     runtime: Runtime,
     augmentation: Augmentation | None,

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from vitcompress.augmentation import Augmentation
-from vitcompress.distill import Distillation, LossOptions
-from vitcompress.evaluate import Accuracy
+from vitcompress.training.augmentation import Augmentation
+from vitcompress.training.losses import Distillation, LossOptions
+from vitcompress.training.metrics import Accuracy
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,16 @@ from timm.layers import DropPath
 from timm.layers import drop_path as stochastic_depth
 from torch import Tensor, nn
 
-from vitcompress.distill import both_heads, inner, objective, student_of
-from vitcompress.distributed import Runtime
 from vitcompress.errors import InputError, OutputError
-from vitcompress.evaluate import Accuracy, evaluate
 from vitcompress.io.training_state import State, load_state, save_state
-from vitcompress.learner import Learner, TrainingContext, TrainingControls, TrainingJob, part_of
-from vitcompress.loaders import EvalLoader, Images, TrainLoader
-from vitcompress.optimization import make_optimizer
-from vitcompress.runlog import Board, RunLog
-from vitcompress.train_options import TrainOptions, TrainResult
+from vitcompress.training.distributed import Runtime
+from vitcompress.training.loaders import EvalLoader, Images, TrainLoader
+from vitcompress.training.log import Board, RunLog
+from vitcompress.training.losses import both_heads, inner, objective, student_of
+from vitcompress.training.metrics import Accuracy, evaluate
+from vitcompress.training.optimizer import make_optimizer
+from vitcompress.training.options import TrainOptions, TrainResult
+from vitcompress.training.trainer import Learner, TrainingContext, TrainingControls, TrainingJob, part_of
 
 _EVAL_BATCH = 128  # images per process at least; without gradients this is small
 

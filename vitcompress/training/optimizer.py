@@ -9,7 +9,7 @@ from timm.scheduler import create_scheduler_v2
 from torch import nn
 
 from vitcompress.errors import InputError
-from vitcompress.train_options import TrainOptions
+from vitcompress.training.options import TrainOptions
 
 
 def make_optimizer(

@@ -12,10 +12,10 @@ import numpy as np
 from annotated_types import Ge, Lt
 from timm.data import create_dataset
 
-from vitcompress.distributed import derived_seed
 from vitcompress.errors import DataError, MissingExtraError, first_line
-from vitcompress.loaders import Images, Views
-from vitcompress.sources import ArrayImages, FolderImages, TimmImages, class_names
+from vitcompress.training.datasets import ArrayImages, FolderImages, TimmImages, class_names
+from vitcompress.training.distributed import derived_seed
+from vitcompress.training.loaders import Images, Views
 
 _TEST_FOLDERS = ("val", "validation", "test")
 _DIGITS_TEST = 540  # of 1797 images; the same ones for every seed, so that results compare

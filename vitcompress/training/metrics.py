@@ -6,19 +6,17 @@ Sums are taken over all processes in float64, every image is counted exactly onc
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vitcompress.distributed import Runtime
 from vitcompress.errors import DataError, VitcompressError
-from vitcompress.loaders import EvalLoader, Images, Views
-
-if TYPE_CHECKING:
-    from vitcompress.models.create import InputConfig
+from vitcompress.models.create import InputConfig
+from vitcompress.training.distributed import Runtime
+from vitcompress.training.loaders import EvalLoader, Images, Views
 
 _Z95 = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
 
@@ -128,7 +126,7 @@ def guessed(correct: int, labels: np.ndarray) -> bool:
     return wilson(correct, len(labels))[0] <= int(np.max(np.bincount(labels))) / len(labels)
 
 
-def calibration_images(dataset: Images, input: "InputConfig", count: int, seed: int) -> Tensor:
+def calibration_images(dataset: Images, input: InputConfig, count: int, seed: int) -> Tensor:
     """`count` images of `dataset` drawn without replacement, prepared as for evaluation: (count, C, H, W), on the CPU.
 
     Raises:

@@ -1,0 +1,1 @@
+"""One training loop for everything that learns, its data and its metrics."""
