@@ -12,11 +12,11 @@ from torch import Tensor
 
 from vitcompress.bench import recorded_speeds
 from vitcompress.bench.preparation import Preparation, prepared, takes_plain_bytes
-from vitcompress.byte_input import to_bytes
 from vitcompress.errors import ArtifactError, InputError
-from vitcompress.exporters.folder import class_names
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
+from vitcompress.exporters.sidecar import class_names
 from vitcompress.exporters.torch_runner import TIMM
+from vitcompress.exporters.uint8 import to_bytes
 from vitcompress.io.progress import Progress
 from vitcompress.models.checkpoint import PLAN
 from vitcompress.recipe import load_recipe

@@ -19,12 +19,12 @@ from timm.utils.onnx import onnx_export
 from torch import Tensor
 
 from vitcompress.errors import InputError, VitcompressError, did_you_mean, first_line
+from vitcompress.exporters.precision import HALF
 from vitcompress.exporters.runtimes import RUNNERS, Runner, RunnerOptions, open_runner
-from vitcompress.exporters.tensorrt_runner import EngineRunner
+from vitcompress.exporters.tensorrt.runner import EngineRunner
 from vitcompress.exporters.torch_runner import TIMM, TORCH_TYPES
 from vitcompress.io import hardware
 from vitcompress.models.create import create_model, input_config
-from vitcompress.precision import HALF
 
 TIMM_ONNX = "timm-onnx:"  # the file that timm itself exports
 WORDS: dict[str, dict[str, Any]] = {

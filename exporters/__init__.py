@@ -1,10 +1,10 @@
 """Exporters by format. To add one: a file beside this one, and a line in `EXPORTERS`."""
 
 from vitcompress.errors import InputError, did_you_mean
-from vitcompress.exporters.artifact import Exporter
-from vitcompress.exporters.onnx_graph import ONNX
-from vitcompress.exporters.openvino_ir import OPENVINO
-from vitcompress.exporters.tensorrt_engine import TENSORRT, TENSORRT_RTX
+from vitcompress.exporters.base import Exporter
+from vitcompress.exporters.onnx.export import ONNX
+from vitcompress.exporters.openvino.export import OPENVINO
+from vitcompress.exporters.tensorrt.export import TENSORRT, TENSORRT_RTX
 
 EXPORTERS: dict[str, Exporter] = {exporter.name: exporter for exporter in (ONNX, OPENVINO, TENSORRT, TENSORRT_RTX)}
 

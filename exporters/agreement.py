@@ -27,20 +27,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitcompress import onnx_file
-from vitcompress.byte_input import from_bytes, to_bytes
 from vitcompress.errors import DeviceError, MissingExtraError, VitcompressError
-from vitcompress.exporters.onnx_rounded import rounded_answers
+from vitcompress.exporters.onnx import file
+from vitcompress.exporters.onnx.rounded import rounded_answers
+from vitcompress.exporters.precision import HALF
 from vitcompress.exporters.runner import Runner
 from vitcompress.exporters.runtimes import RUNNERS, open_runner
+from vitcompress.exporters.sidecar import exported_files, input_of, read_sidecar
+from vitcompress.exporters.uint8 import from_bytes, to_bytes
 from vitcompress.io.checks import Check, compared, largest_difference
 from vitcompress.io.files import decoded
 from vitcompress.io.progress import Progress
 from vitcompress.models.checkpoint import PLAN, load_model
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import InputConfig
-from vitcompress.precision import HALF
-from vitcompress.sidecar import exported_files, input_of, read_sidecar
 from vitcompress.training.metrics import wilson
 
 Answers = Callable[[Tensor], Tensor]  # normalised images -> logits
@@ -142,7 +142,7 @@ def _device_of(path: Path) -> str | None:
 
 def _labels(path: Path) -> dict[str, Any]:
     """What an ONNX file says of itself; nothing of other files."""
-    return decoded(onnx_file.metadata(onnx_file.read(path))) if path.suffix == ".onnx" else {}
+    return decoded(file.metadata(file.read(path))) if path.suffix == ".onnx" else {}
 
 
 @torch.inference_mode()

@@ -15,9 +15,9 @@ from onnx import TensorProto, helper
 
 from vitcompress.errors import VitcompressError, first_line
 from vitcompress.exporters import EXPORTERS
-from vitcompress.exporters.onnx_libraries import said_by
-from vitcompress.exporters.onnx_providers import PROVIDERS
-from vitcompress.exporters.onnx_session import Session
+from vitcompress.exporters.onnx.libraries import said_by
+from vitcompress.exporters.onnx.providers import PROVIDERS
+from vitcompress.exporters.onnx.session import Session
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.io import hardware
 from vitcompress.io.hardware import versions

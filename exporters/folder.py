@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress import exporters
-from vitcompress.errors import ArtifactError, InputError
-from vitcompress.export_options import ExportOptions
+from vitcompress.errors import InputError
 from vitcompress.exporters import agreement, exporting, gate
-from vitcompress.exporters.artifact import Exported, Exporter
-from vitcompress.exporters.tensorrt_engine import source_path
+from vitcompress.exporters.base import Exported, Exporter
+from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.sidecar import DENSE, class_names, sidecar_path
+from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, Verification, amend
-from vitcompress.io.files import decoded
 from vitcompress.io.progress import Progress
 from vitcompress.models.checkpoint import PLAN, load_model, read_plan
 from vitcompress.models.create import input_config
-from vitcompress.sidecar import AGAIN, DENSE, read_sidecar, sidecar_path
 from vitcompress.verify import known_images
 from vitcompress.verify_engine import engine_weights
 from vitcompress.verify_fold import UNFOLDED
@@ -148,11 +147,3 @@ def _held(folder: Path, files: Sequence[Path], *, all_told: bool) -> Verificatio
     engines = (engine_weights(path, model, plan, folder / UNFOLDED) for path in files if path.suffix == ".engine")
     answers = (agreement.file_checks(model, path, images, real=real) for path in files)
     return Verification((*chain(*answers), *weights, *chain(*engines)), table)
-
-
-def class_names(path: Path) -> tuple[str, ...]:
-    """The class names of an exported file; empty where it has no sidecar: exporters then number the classes."""
-    found = decoded((read_sidecar(path) or {"metadata": {}})["metadata"]).get("classes", [])
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise ArtifactError(f"{sidecar_path(path)} cannot be used: classes is {found!r}, no list of names", hint=AGAIN)
-    return tuple(found)

@@ -16,11 +16,11 @@ from vitcompress.errors import ArtifactError, OutputError
 from vitcompress.exporters import agreement
 from vitcompress.exporters.agreement import PREFIX, folder_checks
 from vitcompress.exporters.runtimes import RUNNERS
-from vitcompress.exporters.tensorrt_engine import source_path
+from vitcompress.exporters.sidecar import amend_sidecar, exported_files, read_sidecar
+from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, Verification
 from vitcompress.io.files import read_json, write_json
 from vitcompress.io.progress import Progress
-from vitcompress.sidecar import amend_sidecar, exported_files, read_sidecar
 from vitcompress.verify import verify_folder
 from vitcompress.verify_weights import CHECK as WEIGHTS
 

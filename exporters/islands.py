@@ -21,19 +21,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitcompress.errors import CheckFailedError, PrecisionError
-from vitcompress.export_options import ExportOptions
-from vitcompress.exporters import onnx_graph
 from vitcompress.exporters.agreement import file_checks, model_answers, rounded_checks, verdict
-from vitcompress.exporters.artifact import Export, Exporter
+from vitcompress.exporters.base import Export, Exporter
 from vitcompress.exporters.doctor import device_problem
-from vitcompress.exporters.onnx_graph import ONNX
-from vitcompress.exporters.tensorrt_engine import TENSORRT_RTX
-from vitcompress.exporters.tensorrt_flavours import RTX_DEFAULT, capability
+from vitcompress.exporters.onnx.export import ONNX, export
+from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.precision import expanded, in_short
+from vitcompress.exporters.ranges import Ranges, needed_islands, outside, told
+from vitcompress.exporters.tensorrt.export import TENSORRT_RTX
+from vitcompress.exporters.tensorrt.flavours import RTX_DEFAULT, capability
 from vitcompress.io.checks import Check
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import InputConfig
-from vitcompress.precision import expanded, in_short
-from vitcompress.ranges import Ranges, needed_islands, outside, told
 
 CHEAP, DEAR = ("head", "softmax", "norm"), ("ffn",)
 SCAN = "range scan"
@@ -94,7 +93,7 @@ def judge_of(
     images: (count, channels, height, width), normalised. real: they are not noise.
     """
     on_gpu = _runs_on_gpu(exporter, options)
-    write: Export = exporter.export if on_gpu else partial(onnx_graph.export, lean=exporter is ONNX)
+    write: Export = exporter.export if on_gpu else partial(export, lean=exporter is ONNX)
     options = options if on_gpu else options.only(ONNX.uses)
     expected = cache(partial(model_answers, model))
 

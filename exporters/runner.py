@@ -1,18 +1,98 @@
 """The interface of every runtime: options, and a runner that can be called, described and timed."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vitcompress.byte_input import to_bytes
-from vitcompress.errors import ArtifactError, InputError
+from vitcompress.errors import ArtifactError, InputError, VitcompressError
+from vitcompress.exporters.uint8 import to_bytes
 from vitcompress.io.text import span
 from vitcompress.models.create import InputConfig
+
+
+class Bound:
+    """A pass as a call. step: makes it, and holds all that it needs."""
+
+    def __init__(self, step: Callable[[], object]) -> None:
+        self.step = step
+
+    def __call__(self) -> None:
+        self.step()
+
+    def release(self) -> None:
+        """Drop everything that it holds; a later call raises a VitcompressError."""
+        self.step = _closed
+
+
+def _closed() -> None:
+    raise VitcompressError("the runner that this call was bound by is closed", hint="bind again, with an open one")
+
+
+Kind = TypeVar("Kind", bound=Bound)
+
+
+class Bindings:
+    """The bound calls of one runner that are still referenced somewhere."""
+
+    def __init__(self) -> None:
+        self._known: WeakSet[Bound] = WeakSet()
+
+    def add(self, call: Kind) -> Kind:
+        self._known.add(call)
+        return call
+
+    def release(self) -> None:
+        for call in list(self._known):
+            call.release()
+
+
+class Queued(Bound):
+    """One pass as a call: `step` puts it on `stream` and does not wait for it. A `TimedCall` of runner.py.
+
+    tensors: what it reads and what it writes, which must live as long as it does.
+    """
+
+    def __init__(self, step: Callable[[], object], stream: Any, tensors: tuple[torch.Tensor, ...] = ()) -> None:
+        super().__init__(step)
+        self.stream, self._tensors = stream, tensors
+
+    def release(self) -> None:
+        super().release()
+        self._tensors = ()
+
+    def __call__(self) -> None:
+        with torch.cuda.stream(self.stream):
+            self.step()
+
+    def timed(self, runs: int) -> tuple[list[float], float]:
+        """Milliseconds of each of `runs` passes, by CUDA events around it, and of all of them by the wall clock.
+
+        The passes are queued without waiting between them, and waited for once, at the end. Events are recorded on the
+        stream that the passes are on, and on its GPU, whichever is the current one.
+        """
+        event: Any = torch.cuda.Event
+        marks = [event(enable_timing=True) for _ in range(runs + 1)]
+        with torch.cuda.stream(self.stream):
+            for mark in marks:
+                mark.record()  # the first time an event is made, for which the GPU would wait
+            self.stream.synchronize()
+            began = time.perf_counter()
+            marks[0].record()
+            for mark in marks[1:]:
+                self.step()
+                mark.record()
+            self.stream.synchronize()
+            wall = 1000.0 * (time.perf_counter() - began)
+        return [float(a.elapsed_time(b)) for a, b in pairwise(marks)], wall
+
 
 # Settings that one runtime alone has, and what runs in it.
 OWNED_SETTINGS = {

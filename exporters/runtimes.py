@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress.errors import ArtifactError
-from vitcompress.exporters.onnx_runner import OnnxRunner
-from vitcompress.exporters.openvino_runner import OpenVinoRunner
+from vitcompress.exporters.onnx.runner import OnnxRunner
+from vitcompress.exporters.openvino.runner import OpenVinoRunner
 from vitcompress.exporters.runner import Runner, RunnerOptions
-from vitcompress.exporters.tensorrt_runner import EngineRunner
+from vitcompress.exporters.tensorrt.runner import EngineRunner
 from vitcompress.exporters.torch_runner import TIMM, TorchRunner
 from vitcompress.io.files import file_sha256
 from vitcompress.models.checkpoint import WEIGHTS, load_model

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitcompress.errors import DeviceError, InputError
-from vitcompress.exporters.bound_calls import Bindings, Bound
-from vitcompress.exporters.cuda_queue import Queued
-from vitcompress.exporters.runner import RunnerOptions, described, refuse_settings_of_others
+from vitcompress.exporters.runner import Bindings, Bound, Queued, RunnerOptions, described, refuse_settings_of_others
 from vitcompress.io import hardware
 from vitcompress.models.create import input_config
 

@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from vitcompress.exporters.sidecar import amend_sidecar
 from vitcompress.io.files import file_sha256
-from vitcompress.sidecar import amend_sidecar
 
 
 def carry(path: Path) -> None:

@@ -16,11 +16,11 @@ from click.testing import CliRunner
 from command_line import begin, refused, run_folder
 
 from vitcompress import cli
-from vitcompress.exporters.onnx_providers import PROVIDERS
+from vitcompress.exporters.onnx.providers import PROVIDERS
+from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar, sidecar_path
 from vitcompress.io.files import file_sha256
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.checkpoint import WEIGHTS, load_model
-from vitcompress.sidecar import amend_sidecar, read_sidecar, sidecar_path
 
 tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")
 ENGINE = "model.rtx.engine"

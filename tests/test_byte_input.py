@@ -7,7 +7,7 @@ import torch
 from contracts import build
 from torch import Tensor, nn
 
-from vitcompress.byte_input import deployed, folded, folds, from_bytes, to_bytes
+from vitcompress.exporters.uint8 import deployed, folded, folds, from_bytes, to_bytes
 from vitcompress.models.create import InputConfig, input_config
 
 INPUT = InputConfig((3, 8, 8), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bicubic", 0.9, "center")

@@ -11,10 +11,10 @@ from vitcompress.bench import conditions, machine
 from vitcompress.cli import main
 from vitcompress.cli.shared import _surprise
 from vitcompress.errors import DeviceError
-from vitcompress.exporters import onnx_providers
 from vitcompress.exporters.doctor import torch_problem
+from vitcompress.exporters.onnx import providers
 from vitcompress.exporters.runner import RunnerOptions
-from vitcompress.exporters.tensorrt_flavours import RTX, capability
+from vitcompress.exporters.tensorrt.flavours import RTX, capability
 from vitcompress.exporters.torch_runner import TorchRunner
 from vitcompress.io import hardware
 from vitcompress.training import distributed
@@ -22,7 +22,7 @@ from vitcompress.training import distributed
 OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver"
 ASKED: dict[str, Callable[[], object]] = {
     "torch": lambda: TorchRunner(torch.nn.Identity(), RunnerOptions("cuda"), name="model"),
-    "ONNX Runtime": lambda: onnx_providers.chosen("cuda", None),
+    "ONNX Runtime": lambda: providers.chosen("cuda", None),
     "training": lambda: distributed.check_device("cuda", "none"),
 }
 

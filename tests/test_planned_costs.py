@@ -9,7 +9,7 @@ from contracts import build, contract, every_variant, kept_channels, spaces_of
 from vitcompress import surgery
 from vitcompress.families import family_of
 from vitcompress.methods import METHODS, isomorphic
-from vitcompress.models import cost as cost_module
+from vitcompress.models import cost as models_cost
 from vitcompress.models.cost import _counted, count_cost, planned_cost
 from vitcompress.models.create import create_on_meta, input_config
 from vitcompress.pipeline.job import _outline
@@ -51,7 +51,7 @@ def test_padded_heads_are_not_told_from_the_whole() -> None:
 
 def test_candidates_are_compared_without_running_each(monkeypatch: pytest.MonkeyPatch) -> None:
     counted, real = list[Any](), _counted
-    monkeypatch.setattr(cost_module, "_counted", lambda *about: counted.append(about) or real(*about))
+    monkeypatch.setattr(models_cost, "_counted", lambda *about: counted.append(about) or real(*about))
     base = contract("plain").plan
     model = create_on_meta(base.arch, base.arch_args)
     size = input_config(model).size

@@ -10,7 +10,7 @@ from too_large import large_ffn
 from torch import Tensor, nn
 
 from vitcompress.errors import InputError, PrecisionError
-from vitcompress.precision import expanded, in_precision, in_short, present
+from vitcompress.exporters.precision import expanded, in_precision, in_short, present
 
 X = images("plain", dtype=torch.float32)
 

@@ -9,8 +9,8 @@ from too_large import large_ffn, large_pool_scores, large_residual, large_scores
 from torch import nn
 
 from vitcompress.errors import PrecisionError
-from vitcompress.precision import in_precision
-from vitcompress.ranges import LARGEST, PART, check_half, needed_islands, scan
+from vitcompress.exporters.precision import in_precision
+from vitcompress.exporters.ranges import LARGEST, PART, check_half, needed_islands, scan
 
 X = images("plain", dtype=torch.float32)
 

@@ -8,7 +8,7 @@ import pytest
 
 from vitcompress import recipes
 from vitcompress.errors import InputError, RecipeError
-from vitcompress.export_options import ExportOptions
+from vitcompress.exporters.options import ExportOptions
 from vitcompress.methods import METHODS
 from vitcompress.recipe import Recipe, dense_key, load_recipe
 

@@ -21,10 +21,10 @@ from vitcompress import cli
 from vitcompress.errors import InputError
 from vitcompress.exporters import EXPORTERS, gate
 from vitcompress.exporters.runtimes import open_runner
+from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.checkpoint import load_model
 from vitcompress.models.create import create_model, input_config
-from vitcompress.sidecar import read_sidecar
 
 HALF = SMALL + '[export]\nprecision = "fp16"\n'
 GATE = ("flips", "kl", "cosine", "error")

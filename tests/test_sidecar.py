@@ -14,22 +14,22 @@ from contracts import build, contract
 from damage import edits
 
 from vitcompress.errors import ArtifactError, VitcompressError
-from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS, gate
-from vitcompress.exporters.artifact import Exported
-from vitcompress.exporters.folder import class_names
+from vitcompress.exporters.base import Exported
+from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import open_runner
-from vitcompress.io.checks import Check
-from vitcompress.models.create import input_config
-from vitcompress.sidecar import (
+from vitcompress.exporters.sidecar import (
     Sidecar,
     amend_sidecar,
     checked_sha256,
+    class_names,
     exported_files,
     input_of,
     read_sidecar,
     sidecar_path,
 )
+from vitcompress.io.checks import Check
+from vitcompress.models.create import input_config
 from vitcompress.verify_engine import engine_checks, engine_weights
 
 IMAGES = torch.zeros(1, 3, 8, 8)

@@ -16,7 +16,7 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.error_bounds import fold_excess, reference
 from vitcompress.errors import ArtifactError, WeightsError
-from vitcompress.exporters.onnx_graph import export
+from vitcompress.exporters.onnx.export import export
 from vitcompress.families import family_of
 from vitcompress.io.checks import Check
 from vitcompress.io.files import write_text

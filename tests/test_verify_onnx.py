@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitcompress import verify_onnx
 from vitcompress.error_bounds import reference
-from vitcompress.exporters.onnx_graph import export
+from vitcompress.exporters.onnx.export import export
 from vitcompress.io.checks import Check
 from vitcompress.models.create import input_config
 from vitcompress.verify_onnx import file_checks, onnx_checks, structure_checks

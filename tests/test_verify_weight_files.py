@@ -15,13 +15,14 @@ from contracts import build, contract
 from pruned_models import file_checks, pruned
 from torch import nn
 
-from vitcompress.export_options import ExportOptions
-from vitcompress.exporters import EXPORTERS, openvino_library
-from vitcompress.exporters.onnx_graph import export
-from vitcompress.file_contents import contents
+from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.contents import contents
+from vitcompress.exporters.onnx.export import export
+from vitcompress.exporters.openvino import library
+from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import input_config
-from vitcompress.sidecar import sidecar_path
 from vitcompress.surgery import apply_plan
 from vitcompress.verify_weights import account, as_exported, plan_rows
 
@@ -75,11 +76,11 @@ def test_openvino_keeps_every_tensor_as_the_model_has_it(variant: str, tmp_path:
 
 def test_openvino_constants_of_the_same_bytes_in_one_place_are_all_looked_at(openvino_ir: Path, tmp_path: Path) -> None:
     """OpenVINO writes equal bytes once: here a masked weight lies where an index does."""
-    openvino = openvino_library.load()
+    openvino = library.load()
     ops = openvino.opset13
 
     model, path = pruned("layer_scale")[1], tmp_path / "model.xml"
-    network = openvino_library.core().read_model(str(openvino_ir))
+    network = library.core().read_model(str(openvino_ir))
     zeros, index = ops.constant(np.zeros((48, 16), np.float32)), ops.constant(np.zeros(384, np.int64))
     network.add_results([ops.result(index), ops.result(zeros)])  # in the file the last comes first
     openvino.save_model(network, str(path), compress_to_fp16=False)

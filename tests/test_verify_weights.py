@@ -17,12 +17,12 @@ from torch import nn
 
 from vitcompress import surgery
 from vitcompress.bench import artifact_tables
-from vitcompress.exporters.onnx_graph import export
+from vitcompress.exporters.onnx.export import export
+from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.families import family_of
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
-from vitcompress.sidecar import sidecar_path
 from vitcompress.verify import verify_folder
 from vitcompress.verify_weights import account, account_checks, plan_check, plan_rows, readable_files, weight_checks
 

@@ -22,7 +22,7 @@ from pydantic_core import to_jsonable_python
 from vitcompress import recipes
 from vitcompress.assignments import assign
 from vitcompress.errors import InputError, RecipeError, did_you_mean
-from vitcompress.export_options import ExportOptions, Positive
+from vitcompress.exporters.options import ExportOptions, Positive
 from vitcompress.io.validation import STRICT, validated, where_keys_are
 from vitcompress.methods import METHODS
 from vitcompress.training.data import DataOptions

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitcompress import sidecar
 from vitcompress.error_bounds import reference
 from vitcompress.errors import ArtifactError, OutputError
+from vitcompress.exporters import sidecar
 from vitcompress.io.checks import LEDGER, Check, Verification, compared, largest_difference, listed
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import load_tensors, save_tensors

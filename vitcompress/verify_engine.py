@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError
+from vitcompress.exporters.precision import HALF
+from vitcompress.exporters.sidecar import mismatches, read_sidecar, sidecar_path
 from vitcompress.io.checks import Check, compared, listed
 from vitcompress.io.files import file_sha256
 from vitcompress.io.tensors import load_tensors
 from vitcompress.plan import Plan
-from vitcompress.precision import HALF
-from vitcompress.sidecar import mismatches, read_sidecar, sidecar_path
 from vitcompress.surgery.shapes import PlannedTensor
 from vitcompress.verify_onnx import onnx_checks, plan_check
 from vitcompress.verify_weights import CHECK, data_of, plan_rows

@@ -13,16 +13,16 @@ import onnxruntime as ort
 import torch
 from torch import Tensor, nn
 
-from vitcompress import onnx_file
-from vitcompress.byte_input import at_size, deployed, to_bytes
 from vitcompress.error_bounds import reference
 from vitcompress.errors import ArtifactError, first_line
+from vitcompress.exporters.onnx import file
+from vitcompress.exporters.precision import HALF
+from vitcompress.exporters.sidecar import mismatches, sidecar_path
+from vitcompress.exporters.uint8 import at_size, deployed, to_bytes
 from vitcompress.families import family_of
 from vitcompress.io.checks import Check, agreement, compared, largest_difference, listed
 from vitcompress.io.files import decoded
 from vitcompress.models.create import input_config
-from vitcompress.precision import HALF
-from vitcompress.sidecar import mismatches, sidecar_path
 
 BATCHES = (1, 2, 5)
 PART = 16  # images at a time
@@ -84,12 +84,12 @@ def export_settings(path: Path) -> dict[str, Any]:
 
 
 def _metadata(path: Path) -> dict[str, Any]:
-    return decoded(onnx_file.metadata(onnx_file.read(path)))
+    return decoded(file.metadata(file.read(path)))
 
 
 def structure_checks(model: nn.Module, path: Path, name: str = "onnx") -> list[Check]:
     """No idle node in the graph, every weight of its sliced or folded size, every removed layer gone."""
-    found = onnx_file.facts(path)
+    found = file.facts(path)
     idle = [*found.no_work, *(f"{node} (times zero)" for node in found.zero_products)]
     return [
         listed(f"{name}.idle", idle, "no Identity, no Dropout, no product with zero"),
@@ -149,17 +149,17 @@ def _in_parts(answer: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
     return torch.cat([answer(part) for part in torch.split(images, PART)])
 
 
-def _wrong_weights(model: nn.Module, found: onnx_file.Facts) -> Iterator[str]:
+def _wrong_weights(model: nn.Module, found: file.Facts) -> Iterator[str]:
     """Sizes of weights that the file has more or less often than the model."""
     kinds = (nn.Linear, nn.Conv2d)
-    expected = Counter(onnx_file.weight_key(tuple(m.weight.shape)) for m in model.modules() if isinstance(m, kinds))
+    expected = Counter(file.weight_key(tuple(m.weight.shape)) for m in model.modules() if isinstance(m, kinds))
     actual = Counter(found.weights)
     for sizes in sorted({*expected, *actual}, key=str):
         if expected[sizes] != actual[sizes]:
             yield f"{'x'.join(map(str, sizes))}: {actual[sizes]} in the file, {expected[sizes]} in torch"
 
 
-def _wrong_counts(model: nn.Module, found: onnx_file.Facts) -> Iterator[str]:
+def _wrong_counts(model: nn.Module, found: file.Facts) -> Iterator[str]:
     nodes = Counter(found.operators)
     attentions = {space.attention for space in family_of(model).spaces(model) if space.attention}
     for what, expected, actual in (

@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitcompress.byte_input import tensors_of
 from vitcompress.errors import ArtifactError
-from vitcompress.file_contents import Stored, contents, ir_metadata
+from vitcompress.exporters.contents import Stored, contents, ir_metadata
+from vitcompress.exporters.sidecar import exported_files
+from vitcompress.exporters.uint8 import tensors_of
 from vitcompress.io.checks import Check, compared, listed
 from vitcompress.io.files import decoded
 from vitcompress.io.text import sized
 from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan
-from vitcompress.sidecar import exported_files
 from vitcompress.surgery.shapes import PlannedTensor, Shape, planned_tensors
 from vitcompress.verify_onnx import export_settings, stored_module
 

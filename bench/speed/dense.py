@@ -11,7 +11,8 @@ from vitcompress.bench import suite
 from vitcompress.bench.opening import export_by_timm
 from vitcompress.bench.speed.parts import Options
 from vitcompress.errors import VitcompressError
-from vitcompress.exporters import EXPORTERS, onnx_graph
+from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.models.create import create_model, input_config
 
@@ -27,7 +28,7 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
         ways: dict[str, tuple[Path, str | None]] = {"timm's own ONNX": (options.folder / "timm.onnx", None)}
         export_by_timm(model, ways["timm's own ONNX"][0])
         ways["our ONNX"] = (options.folder / "ours.onnx", None)
-        onnx_graph.export(model, ways["our ONNX"][0], input=input_config(model))
+        export(model, ways["our ONNX"][0], input=input_config(model))
         if reason := _openvino(model, options.folder / "ours.xml"):
             yield {"what": f"{arch}, OpenVINO", "text": f"not measured: {reason}"}
         else:

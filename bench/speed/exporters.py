@@ -12,8 +12,8 @@ from typing import Any
 from vitcompress import recipes, surgery
 from vitcompress.bench import machine
 from vitcompress.bench.speed.parts import Options, planned
-from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.options import ExportOptions
 from vitcompress.models.create import create_model, input_config
 
 NAME = "deit_b_hetdpt"

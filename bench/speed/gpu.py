@@ -15,12 +15,12 @@ from vitcompress import surgery
 from vitcompress.bench import opening, suite
 from vitcompress.bench.speed.parts import Options, structured
 from vitcompress.errors import VitcompressError, first_line
-from vitcompress.export_options import ExportOptions, Precision
 from vitcompress.exporters import EXPORTERS
-from vitcompress.exporters.onnx_libraries import RTX
-from vitcompress.exporters.onnx_providers import CUDA, TENSORRT
+from vitcompress.exporters.onnx.libraries import RTX
+from vitcompress.exporters.onnx.providers import CUDA, TENSORRT
+from vitcompress.exporters.options import ExportOptions, Precision
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
-from vitcompress.exporters.tensorrt_flavours import capability
+from vitcompress.exporters.tensorrt.flavours import capability
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
 from vitcompress.surgery.depth import depth_plan

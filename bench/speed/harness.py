@@ -8,8 +8,8 @@ from typing import Any
 from vitcompress.bench import timing
 from vitcompress.bench.opening import synthetic_images
 from vitcompress.bench.speed.parts import Options, line
-from vitcompress.exporters.onnx_graph import export
-from vitcompress.exporters.onnx_session import Session
+from vitcompress.exporters.onnx.export import export
+from vitcompress.exporters.onnx.session import Session
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.models.create import create_model, input_config
 

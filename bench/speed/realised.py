@@ -9,7 +9,7 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.bench import suite
 from vitcompress.bench.speed.parts import Options, structured
-from vitcompress.exporters.onnx_graph import export
+from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.runtimes import RunnerOptions
 from vitcompress.methods.depth import delta
 from vitcompress.models.cost import count_cost

@@ -10,7 +10,7 @@ from whole_runs import Told
 
 from vitcompress.bench import accuracy, suite
 from vitcompress.errors import ArtifactError, InputError
-from vitcompress.exporters import onnx_graph
+from vitcompress.exporters.onnx.export import export
 from vitcompress.io.files import file_sha256, write_json
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model, input_config
@@ -41,7 +41,7 @@ def test_counts_are_those_of_a_count_by_hand_in_torch_and_onnx(tmp_path: Path) -
     made = folder(tmp_path / "run", seed=1)
     model = load_model(made)
     config = input_config(model)
-    onnx_graph.export(model, made / "model.onnx", input=config)
+    export(model, made / "model.onnx", input=config)
     _, images = open_test(DataOptions())
     with torch.inference_mode():
         loader = EvalLoader(images, config, 100, Runtime(torch.device("cpu")))
@@ -108,7 +108,7 @@ DIGIT_NAMES = tuple(str(number) for number in range(10))
 def test_classes_that_do_not_match_by_name_are_refused(names: tuple[str, ...], said: str, tmp_path: Path) -> None:
     made = folder(tmp_path / "run", seed=1)
     model = load_model(made)
-    onnx_graph.export(model, made / "model.onnx", input=input_config(model), classes=names)
+    export(model, made / "model.onnx", input=input_config(model), classes=names)
     for artifact in (made, made / "model.onnx"):
         with pytest.raises(ArtifactError, match=said):
             accuracy.run([str(artifact)], accuracy.EvaluateOptions(data="digits"))
@@ -118,7 +118,7 @@ def test_classes_of_other_names_altogether_are_told(tmp_path: Path) -> None:
     made, told = folder(tmp_path / "run", seed=1), Told()
     model = load_model(made)
     names = [f"n{number}" for number in range(10)]
-    onnx_graph.export(model, made / "model.onnx", input=input_config(model), classes=names)
+    export(model, made / "model.onnx", input=input_config(model), classes=names)
     accuracy.run([str(made)], accuracy.EvaluateOptions(data="digits"), told)
     assert "its classes are called n0, n1, n2, n3, n4 and 5 more, the data's 0, 1," in told.notes[0]
 
@@ -136,7 +136,7 @@ def test_the_figures_are_those_of_evaluate(tmp_path: Path) -> None:
 def test_rows_hold_the_speed_of_the_same_bytes_run_in_the_same_way(tmp_path: Path) -> None:
     made = folder(tmp_path / "run", seed=1)
     model = load_model(made)
-    onnx_graph.export(model, made / "model.onnx", input=input_config(model))
+    export(model, made / "model.onnx", input=input_config(model))
     options = suite.BenchOptions("paper", 2, 1, 3)
     measured = suite.run((made / "model.onnx", made / "model.onnx"), options).as_data()
     asked = accuracy.EvaluateOptions(data="digits", batch=540)
@@ -157,7 +157,7 @@ def test_rows_hold_the_speed_of_the_same_bytes_run_in_the_same_way(tmp_path: Pat
 
 def test_a_file_of_that_name_where_no_run_is_is_not_read(tmp_path: Path) -> None:
     made = folder(tmp_path / "run", seed=1)
-    onnx_graph.export(load_model(made), made / "model.onnx", input=input_config(load_model(made)))
+    export(load_model(made), made / "model.onnx", input=input_config(load_model(made)))
     asked = accuracy.EvaluateOptions(data="digits", batch=540)
     (tmp_path / "elsewhere").mkdir()
     alone = (made / "model.onnx").rename(tmp_path / "elsewhere" / "model.onnx")

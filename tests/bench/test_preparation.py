@@ -13,7 +13,7 @@ from vitcompress.bench import accuracy
 from vitcompress.bench.preparation import Preparation
 from vitcompress.cli import main
 from vitcompress.errors import ArtifactError, InputError
-from vitcompress.exporters import onnx_graph
+from vitcompress.exporters.onnx.export import export
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
@@ -133,7 +133,7 @@ def test_a_file_that_says_it_is_not_contradicted(tmp_path: Path) -> None:
     write_model(tmp_path / "run", model, plan)
     config = input_config(model)
     path = tmp_path / "run" / "model.onnx"
-    onnx_graph.export(model, path, input=config)
+    export(model, path, input=config)
     same = {"mean": config.mean, "std": config.std, "crop_pct": config.crop_pct, "crop_mode": config.crop_mode}
     for artifact in (path, tmp_path / "run"):
         assert evaluated(artifact, **same)["correct"] == evaluated(artifact)["correct"]

@@ -12,7 +12,7 @@ from PIL import Image
 from vitcompress import console
 from vitcompress.bench import artifact_tables, compare, report, suite
 from vitcompress.errors import ArtifactError, InputError
-from vitcompress.exporters.onnx_graph import export
+from vitcompress.exporters.onnx.export import export
 from vitcompress.io.text import NOT_MEASURED, Table
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import input_config

@@ -12,7 +12,7 @@ from contracts import build
 from PIL import Image
 
 from vitcompress.bench import report
-from vitcompress.exporters.onnx_graph import export
+from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import InputConfig, input_config

@@ -16,8 +16,8 @@ from vitcompress.bench import report as reports
 from vitcompress.bench.suite import BenchOptions
 from vitcompress.bench.timing import protocol
 from vitcompress.errors import ArtifactError, DeviceError, InputError
-from vitcompress.exporters.onnx_graph import export
-from vitcompress.exporters.onnx_session import Session
+from vitcompress.exporters.onnx.export import export
+from vitcompress.exporters.onnx.session import Session
 from vitcompress.exporters.runtimes import RunnerOptions, TorchRunner
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import input_config

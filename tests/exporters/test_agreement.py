@@ -13,17 +13,17 @@ from damage import carry
 
 from vitcompress.cli import main
 from vitcompress.errors import DeviceError
-from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import agreement, gate
 from vitcompress.exporters.folder import export_folder, settle
+from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import Runner, open_runner
+from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar
 from vitcompress.io.checks import Check
 from vitcompress.io.progress import Progress
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
-from vitcompress.sidecar import amend_sidecar, read_sidecar
 from vitcompress.surgery import apply_to_copy
 
 ARCH = "vit_tiny_patch16_224"

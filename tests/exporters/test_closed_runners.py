@@ -12,7 +12,7 @@ from vitcompress.bench import timing
 from vitcompress.bench.opening import synthetic_images
 from vitcompress.errors import VitcompressError
 from vitcompress.exporters import EXPORTERS
-from vitcompress.exporters.cuda_queue import Queued
+from vitcompress.exporters.runner import Queued
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import input_config

@@ -13,12 +13,13 @@ from click.testing import CliRunner
 from vitcompress import pipeline, surgery
 from vitcompress.cli import main
 from vitcompress.errors import InputError
-from vitcompress.exporters import EXPORTERS, gate, tensorrt_runner
+from vitcompress.exporters import EXPORTERS, gate
+from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar
+from vitcompress.exporters.tensorrt import flavours
 from vitcompress.io.files import file_sha256
 from vitcompress.models.checkpoint import PLAN, read_plan, write_model
 from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
-from vitcompress.sidecar import amend_sidecar, read_sidecar
 from vitcompress.verify import verify_folder
 
 pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")
@@ -109,7 +110,7 @@ def test_an_engine_for_another_gpu_is_for_the_target_to_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "run"))
-    monkeypatch.setattr(tensorrt_runner, "capability", lambda index: 75)  # a Turing GPU, which no test machine has
+    monkeypatch.setattr(flavours, "capability", lambda index: 75)  # a Turing GPU, which no test machine has
     verdict, detail, command = served(copy)
     assert (verdict, command) == ("not_run", f"vitcompress verify {copy}")
     assert "built for compute capability 89, this GPU has 75" in detail and "--sm 75" in detail

@@ -15,8 +15,8 @@ import torch
 from contracts import build
 
 from vitcompress.errors import ArtifactError
-from vitcompress.exporters.attention_widths import unfused
-from vitcompress.exporters.engine_truth import Limits, read, truth, untold
+from vitcompress.exporters.base import unfused
+from vitcompress.exporters.tensorrt.layers import Limits, read, truth, untold
 from vitcompress.families import family_of
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy

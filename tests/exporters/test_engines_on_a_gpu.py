@@ -11,13 +11,13 @@ from click.testing import CliRunner
 
 from vitcompress.cli import main
 from vitcompress.exporters import EXPORTERS
-from vitcompress.exporters.engine_truth import read
 from vitcompress.exporters.runtimes import open_runner
-from vitcompress.exporters.tensorrt_engine import layers_path
+from vitcompress.exporters.sidecar import read_sidecar
+from vitcompress.exporters.tensorrt.export import layers_path
+from vitcompress.exporters.tensorrt.layers import read
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
-from vitcompress.sidecar import read_sidecar
 
 ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 112, "embed_dim": 128, "depth": 2, "num_heads": 2, "num_classes": 10}  # heads of 64, 50 tokens

@@ -9,9 +9,11 @@ import torch
 
 from vitcompress import console
 from vitcompress.errors import ArtifactError, InputError
-from vitcompress.export_options import ExportOptions
-from vitcompress.exporters import EXPORTERS, doctor, onnx_graph
-from vitcompress.exporters.folder import class_names, export_folder
+from vitcompress.exporters import EXPORTERS, doctor
+from vitcompress.exporters.folder import export_folder
+from vitcompress.exporters.onnx.export import export
+from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.sidecar import class_names
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
@@ -43,7 +45,7 @@ def test_the_export_answers_as_the_folder_does(folder: Path) -> None:
 def test_class_names_stay_and_a_precision_gets_a_file_of_its_own(folder: Path) -> None:
     assert class_names(folder / "model.onnx") == ()
     model = load_model(folder)
-    onnx_graph.export(model, folder / "model.onnx", input=input_config(model), classes=("ant", "bee", "cow"))
+    export(model, folder / "model.onnx", input=input_config(model), classes=("ant", "bee", "cow"))
     before = (folder / "model.onnx").read_bytes()
     done = export_folder(folder, options=ExportOptions(precision="fp16"))
     assert done.path.name == "model-fp16.onnx" and (folder / "model.onnx").read_bytes() == before

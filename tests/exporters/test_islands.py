@@ -11,16 +11,16 @@ from too_large import large_ffn, large_residual, large_scores
 from torch import nn
 
 from vitcompress.cli import main
-from vitcompress.export_options import ExportOptions
 from vitcompress.exporters import EXPORTERS, islands
 from vitcompress.exporters.agreement import SHARES, compare, judged
 from vitcompress.exporters.islands import SCAN, Judge, Search, judge_of, narrowed, search
+from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.precision import in_precision
+from vitcompress.exporters.ranges import Ranges, scan
+from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.checks import Check
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import input_config
-from vitcompress.precision import in_precision
-from vitcompress.ranges import Ranges, scan
-from vitcompress.sidecar import read_sidecar
 
 X = images("plain", dtype=torch.float32)
 FORMATS = [name for name in ("onnx", "trt-rtx") if EXPORTERS[name].unavailable() is None]

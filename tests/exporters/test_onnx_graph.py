@@ -14,12 +14,13 @@ from torch import nn
 
 from vitcompress import surgery
 from vitcompress.errors import InputError, OutputError, PrecisionError
-from vitcompress.export_options import ExportOptions
-from vitcompress.exporters import EXPORTERS, onnx_graph
-from vitcompress.exporters.onnx_graph import export
+from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.onnx import export as onnx_export
+from vitcompress.exporters.onnx.export import export
+from vitcompress.exporters.onnx.file import facts
+from vitcompress.exporters.options import ExportOptions
 from vitcompress.io.files import file_sha256
 from vitcompress.models.create import input_config
-from vitcompress.onnx_file import facts
 from vitcompress.plan import Plan
 from vitcompress.surgery.depth import depth_plan
 from vitcompress.verify_onnx import onnx_checks
@@ -140,7 +141,7 @@ def test_windows_are_padded_only_where_they_are_not_whole(variant: str, pads: in
 
 
 def test_a_pad_that_adds_nothing_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_graph, "_drop_empty_pads", lambda graph: None)
+    monkeypatch.setattr(onnx_export, "_drop_empty_pads", lambda graph: None)
     model = dense("swin")
     assert failed(model, exported(model, tmp_path), "swin") == ["onnx.idle"]
 

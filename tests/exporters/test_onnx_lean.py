@@ -10,11 +10,11 @@ from contracts import build, images
 from torch import nn
 
 from vitcompress import surgery
-from vitcompress.export_options import ExportOptions
-from vitcompress.exporters import onnx_tokens
-from vitcompress.exporters.onnx_graph import export
+from vitcompress.exporters.onnx.export import export
+from vitcompress.exporters.onnx.file import facts
+from vitcompress.exporters.onnx.tokens import drop_unread_tokens
+from vitcompress.exporters.options import ExportOptions
 from vitcompress.models.create import input_config
-from vitcompress.onnx_file import facts
 from vitcompress.plan import Plan
 from vitcompress.verify_onnx import onnx_checks
 
@@ -40,7 +40,7 @@ def rows(path: Path, operator: str) -> list[int | None]:
 
 def count_short(model: nn.Module, path: Path) -> int:
     export(model, path, input=input_config(model), lean=False)
-    return onnx_tokens.drop_unread_tokens(onnx_ir.load(path).graph)
+    return drop_unread_tokens(onnx_ir.load(path).graph)
 
 
 @pytest.mark.parametrize("opset", [20, 23])

@@ -17,12 +17,11 @@ from contracts import build, images
 
 from vitcompress.bench import suite
 from vitcompress.errors import DeviceError, InputError, OutputError
-from vitcompress.exporters import onnx_libraries as libraries
-from vitcompress.exporters import onnx_providers as providers
 from vitcompress.exporters.doctor import provider_problem
-from vitcompress.exporters.onnx_graph import export
-from vitcompress.exporters.onnx_libraries import RTX
-from vitcompress.exporters.onnx_providers import CPU, CUDA, PROVIDERS, TENSORRT, ProviderSettings
+from vitcompress.exporters.onnx import libraries, providers
+from vitcompress.exporters.onnx.export import export
+from vitcompress.exporters.onnx.libraries import RTX
+from vitcompress.exporters.onnx.providers import CPU, CUDA, PROVIDERS, TENSORRT, ProviderSettings
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.models.create import input_config
 

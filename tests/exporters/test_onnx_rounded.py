@@ -10,11 +10,11 @@ from contracts import build, images
 from too_large import large_ffn
 from torch import Tensor, nn
 
-from vitcompress.export_options import ExportOptions
-from vitcompress.exporters.onnx_graph import export
-from vitcompress.exporters.onnx_rounded import rounded_answers, spelled_out
+from vitcompress.exporters.onnx.export import export
+from vitcompress.exporters.onnx.rounded import rounded_answers, spelled_out
+from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.precision import in_precision
 from vitcompress.models.create import input_config
-from vitcompress.precision import in_precision
 
 X = images("plain", dtype=torch.float32)
 

@@ -10,8 +10,9 @@ import pytest
 from torch import nn
 
 from vitcompress import surgery
-from vitcompress.export_options import ExportOptions
-from vitcompress.exporters import EXPORTERS, onnx_graph
+from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.onnx.export import export
+from vitcompress.exporters.options import ExportOptions
 from vitcompress.families import family_of
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
@@ -30,7 +31,7 @@ def model(qk: int = 16) -> nn.Module:
 
 
 def written(made: nn.Module, path: Path, opset: int) -> Path:
-    return onnx_graph.export(made, path, input=input_config(made), options=ExportOptions(opset=opset)).path
+    return export(made, path, input=input_config(made), options=ExportOptions(opset=opset)).path
 
 
 @pytest.mark.parametrize("qk", [16, 8])
@@ -52,7 +53,7 @@ def layers(compiled: Any) -> Counter[str]:
 @openvino
 @pytest.mark.parametrize("qk", [16, 8])
 def test_openvino_fuses_attention_and_nothing_is_left_beside_it(qk: int, tmp_path: Path) -> None:
-    from vitcompress.exporters.openvino_library import core
+    from vitcompress.exporters.openvino.library import core
 
     made = model(qk)
     path = EXPORTERS["openvino"].export(made, tmp_path / "m.xml", input=input_config(made)).path

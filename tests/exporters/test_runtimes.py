@@ -14,8 +14,8 @@ from contracts import build, contract, images
 from onnx import TensorProto, helper
 
 from vitcompress.errors import ArtifactError, DeviceError, InputError
-from vitcompress.exporters.onnx_graph import export
-from vitcompress.exporters.onnx_providers import assignment, heavy_elsewhere
+from vitcompress.exporters.onnx.export import export
+from vitcompress.exporters.onnx.providers import assignment, heavy_elsewhere
 from vitcompress.exporters.runtimes import RunnerOptions, TorchRunner, open_runner
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model, input_config

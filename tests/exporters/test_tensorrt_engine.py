@@ -18,17 +18,19 @@ from torch import nn
 
 from vitcompress import surgery
 from vitcompress.errors import InputError, OutputError, VitcompressError
-from vitcompress.export_options import ExportOptions
-from vitcompress.exporters import EXPORTERS, tensorrt_engine, tensorrt_runner, tensorrt_targets
-from vitcompress.exporters.tensorrt_build import Built
-from vitcompress.exporters.tensorrt_build import build as build_engine
-from vitcompress.exporters.tensorrt_engine import _doubts, layers_path, source_path
-from vitcompress.exporters.tensorrt_flavours import RTX, RTX_DEFAULT, header_of, log_of
+from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.sidecar import sidecar_path
+from vitcompress.exporters.tensorrt import export, runner
+from vitcompress.exporters.tensorrt import targets as tensorrt_targets
+from vitcompress.exporters.tensorrt.build import Built
+from vitcompress.exporters.tensorrt.build import build as build_engine
+from vitcompress.exporters.tensorrt.export import _doubts, layers_path, source_path
+from vitcompress.exporters.tensorrt.flavours import RTX, RTX_DEFAULT, header_of, log_of
 from vitcompress.io.files import differing, file_sha256
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
-from vitcompress.sidecar import sidecar_path
 
 tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")
 TENSORRT_RTX = EXPORTERS["trt-rtx"]
@@ -71,7 +73,7 @@ def built(model: nn.Module, path: Path, **options: Any) -> dict[str, Any]:
 def test_an_engine_for_other_gpus_than_the_one_here_is_built_and_not_opened(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (tensorrt_engine, tensorrt_runner, tensorrt_targets):
+    for module in (export, runner, tensorrt_targets):
         monkeypatch.setattr(module, "capability", lambda index=0: 86)  # a GPU that a test machine need not have
     path = tmp_path / "model.rtx.engine"
     assert built(model, path)["build"]["sm"] == [89]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from library_names import USED, Names, names_of
 
-from vitcompress.exporters.tensorrt_flavours import TRT, numbers
-from vitcompress.exporters.tensorrt_worker import TYPES
+from vitcompress.exporters.tensorrt.flavours import TRT, numbers
+from vitcompress.exporters.tensorrt.worker import TYPES
 
 HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "data" / "tensorrt_names.json").read_text())

@@ -61,8 +61,8 @@ def export(
     model, its weights and its answers; one that falls short is moved to the folder `failed`.
     """
     with working(debug) as progress:
-        from vitcompress.export_options import ExportOptions
         from vitcompress.exporters.folder import export_folder, settle
+        from vitcompress.exporters.options import ExportOptions
 
         done = export_folder(folder, name, options=ExportOptions(**given(options)), out=out, progress=progress)
         settled = settle(folder, done, progress)

@@ -8,7 +8,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from vitcompress.families import attention_pool
-from vitcompress.families import blocks as blocks_module
+from vitcompress.families import blocks as shared
 from vitcompress.families.base import Axis, Family, Site, Space, Wiring, input_axis, linear_axes, norm_axes
 from vitcompress.families.blocks import (
     NORMED_ATTENTION,
@@ -68,7 +68,7 @@ class SlicedAttention(nn.Module):
     def attended(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         """What the attention writes, (batch, tokens, channels), from what `by_head` gives."""
         drop = self.attn_drop.p if self.training else 0.0
-        return blocks_module.attended(self, q, k, v, attn_mask=attn_mask, dropout_p=drop, is_causal=is_causal)
+        return shared.attended(self, q, k, v, attn_mask=attn_mask, dropout_p=drop, is_causal=is_causal)
 
 
 def refuses(model: nn.Module) -> str | None:

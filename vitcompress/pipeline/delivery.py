@@ -20,6 +20,7 @@ from vitcompress.bench import report as reports
 from vitcompress.errors import ArtifactError
 from vitcompress.exporters import gate
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
+from vitcompress.exporters.sidecar import read_sidecar, sidecar_path
 from vitcompress.io.checks import LEDGER
 from vitcompress.io.files import read_json, write_json
 from vitcompress.methods import METHODS
@@ -41,7 +42,6 @@ from vitcompress.pipeline.exports import (
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import measured_on
 from vitcompress.plan import Plan
-from vitcompress.sidecar import read_sidecar, sidecar_path
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import calibration_images, guessed, judged, mcnemar
 from vitcompress.verify_fold import UNFOLDED, UNFOLDED_PLAN

@@ -8,17 +8,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitcompress.errors import CheckFailedError, DeviceError, PrecisionError
-from vitcompress.export_options import AUTO, ExportOptions
 from vitcompress.exporters import EXPORTERS, exporting, gate
-from vitcompress.exporters.artifact import Exporter
+from vitcompress.exporters.base import Exporter
+from vitcompress.exporters.options import AUTO, ExportOptions
+from vitcompress.exporters.precision import present
 from vitcompress.exporters.runtimes import open_runner
+from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.checks import LEDGER
 from vitcompress.io.files import read_json
 from vitcompress.models.checkpoint import PLAN, load_model, read_plan
 from vitcompress.pipeline.job import Job
 from vitcompress.plan import Plan
-from vitcompress.precision import present
-from vitcompress.sidecar import read_sidecar
 from vitcompress.training.metrics import calibration_images
 from vitcompress.verify import noise
 

@@ -15,13 +15,13 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.bench import machine, suite
 from vitcompress.errors import DeviceError, InputError
-from vitcompress.exporters.onnx_graph import ONNX
+from vitcompress.exporters.onnx.export import ONNX
+from vitcompress.exporters.precision import HALF, present
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
 from vitcompress.methods import METHODS
 from vitcompress.models.checkpoint import PLAN
 from vitcompress.models.create import create_model
 from vitcompress.pipeline.job import Job
-from vitcompress.precision import HALF, present
 from vitcompress.training import distributed
 from vitcompress.workspace import Clock
 

@@ -7,8 +7,9 @@ from typing import Any
 from vitcompress import surgery
 from vitcompress.bench import timing
 from vitcompress.errors import InputError
-from vitcompress.export_options import AUTO
 from vitcompress.exporters import EXPORTERS, available_exporter
+from vitcompress.exporters.options import AUTO
+from vitcompress.exporters.precision import expanded
 from vitcompress.io.progress import Progress
 from vitcompress.methods import METHODS
 from vitcompress.methods.steps import RecoverOptions, recovery_settings
@@ -19,7 +20,6 @@ from vitcompress.pipeline.job import Job, job_for
 from vitcompress.pipeline.latency import check_latency
 from vitcompress.pipeline.options import RunOptions, folder_of
 from vitcompress.pipeline.teachers import check_teacher
-from vitcompress.precision import expanded
 from vitcompress.recipe import Recipe
 from vitcompress.training.data import open_data
 from vitcompress.training.distributed import Runtime

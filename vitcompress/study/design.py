@@ -19,7 +19,7 @@ from pydantic import BaseModel, JsonValue, StringConstraints
 from vitcompress import recipes
 from vitcompress.assignments import assign
 from vitcompress.errors import InputError, RecipeError, did_you_mean
-from vitcompress.export_options import Positive
+from vitcompress.exporters.options import Positive
 from vitcompress.io.validation import STRICT, validated
 from vitcompress.methods import METHODS
 from vitcompress.recipe import ProtocolTable, Recipe, parsed, read_text, recipe_of

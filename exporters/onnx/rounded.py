@@ -19,12 +19,12 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor
 
-from vitcompress import onnx_file
 from vitcompress.errors import ArtifactError
-from vitcompress.exporters.onnx_libraries import said_by
+from vitcompress.exporters.onnx import file
+from vitcompress.exporters.onnx.libraries import said_by
 from vitcompress.exporters.runner import as_given
+from vitcompress.exporters.sidecar import input_of
 from vitcompress.io.files import decoded, writing
-from vitcompress.sidecar import input_of
 
 HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 GIVEN_LOW = ("Cast", "Constant", "ConstantOfShape")  # what they give is in half precision as it stands
@@ -39,8 +39,8 @@ def rounded_answers(path: Path, images: Tensor) -> Tensor:
         ArtifactError: not an ONNX file, or one that ONNX Runtime cannot run.
         OutputError: weights in a file of their own, in a folder that cannot be written.
     """
-    model = onnx_file.read(path)
-    known = decoded(onnx_file.metadata(model))
+    model = file.read(path)
+    known = decoded(file.metadata(model))
     takes_bytes = model.graph.input[0].type.tensor_type.elem_type == TensorProto.UINT8
     with _session(path, spelled_out(model)) as session:
         name = session.get_inputs()[0].name
@@ -58,7 +58,7 @@ def _session(path: Path, model: Any) -> Iterator[Any]:
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     source = model.SerializeToString()
     with ExitStack() as stack:
-        if onnx_file.external_files(model):
+        if file.external_files(model):
             stack.enter_context(writing(path))
             beside = stack.enter_context(NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part"))
             beside.write(source)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from vitcompress.errors import ArtifactError
-from vitcompress.io.files import alone_in, differing, file_sha256, read_json, write_json
+from vitcompress.io.files import alone_in, decoded, differing, file_sha256, read_json, write_json
 from vitcompress.io.validation import problems_of
 from vitcompress.models.create import InputConfig
 
@@ -179,3 +179,11 @@ def input_of(name: str, known: Mapping[str, Any], size: tuple[int, int, int] | N
 
 def _no_input(name: str, known: Mapping[str, Any], key: str) -> ArtifactError:
     return ArtifactError(f"the metadata of {name} cannot be used: {key} is {known[key]!r}", hint="export it again")
+
+
+def class_names(path: Path) -> tuple[str, ...]:
+    """The class names of an exported file; empty where it has no sidecar: exporters then number the classes."""
+    found = decoded((read_sidecar(path) or {"metadata": {}})["metadata"]).get("classes", [])
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise ArtifactError(f"{sidecar_path(path)} cannot be used: classes is {found!r}, no list of names", hint=AGAIN)
+    return tuple(found)

@@ -7,11 +7,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitcompress.exporters.bound_calls import Bound
-from vitcompress.exporters.onnx_session import Session
-from vitcompress.exporters.runner import RunnerOptions, as_given, described, refuse_settings_of_others, some_bytes
+from vitcompress.exporters.onnx.session import Session
+from vitcompress.exporters.runner import (
+    Bound,
+    RunnerOptions,
+    as_given,
+    described,
+    refuse_settings_of_others,
+    some_bytes,
+)
+from vitcompress.exporters.sidecar import input_of
 from vitcompress.models.create import InputConfig
-from vitcompress.sidecar import input_of
 
 
 class OnnxRunner:

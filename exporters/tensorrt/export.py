@@ -17,23 +17,22 @@ import onnx
 import torch
 from torch import nn
 
-from vitcompress import onnx_file
 from vitcompress.errors import OutputError, VitcompressError
-from vitcompress.export_options import ExportOptions
-from vitcompress.exporters import onnx_graph
-from vitcompress.exporters.artifact import About, Exported, Exporter, recorded, write_sidecar
-from vitcompress.exporters.attention_widths import unfused
-from vitcompress.exporters.engine_truth import read, truth, untold
-from vitcompress.exporters.onnx_graph import ATTENTION_NODE_FROM, ONNX
+from vitcompress.exporters.base import About, Exported, Exporter, recorded, unfused, write_sidecar
+from vitcompress.exporters.onnx import export as onnx_export
+from vitcompress.exporters.onnx import file
+from vitcompress.exporters.onnx.export import ATTENTION_NODE_FROM, ONNX
+from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runner import RunnerOptions
-from vitcompress.exporters.tensorrt_build import Built, build
-from vitcompress.exporters.tensorrt_flavours import RTX, TRT, Flavour, capability, header_of, numbers
-from vitcompress.exporters.tensorrt_runner import EngineRunner
-from vitcompress.exporters.tensorrt_targets import cannot_run, options_of_onnx, refuse, targets_of, unavailable
+from vitcompress.exporters.sidecar import sidecar_path
+from vitcompress.exporters.tensorrt.build import Built, build
+from vitcompress.exporters.tensorrt.flavours import RTX, TRT, Flavour, capability, header_of, numbers
+from vitcompress.exporters.tensorrt.layers import read, truth, untold
+from vitcompress.exporters.tensorrt.runner import EngineRunner
+from vitcompress.exporters.tensorrt.targets import cannot_run, options_of_onnx, refuse, targets_of, unavailable
 from vitcompress.io.files import write_bytes, write_text, writing
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import InputConfig
-from vitcompress.sidecar import sidecar_path
 
 COMMON = ONNX.uses | {"batch", "sm", "workspace", "keep_onnx"}
 DECOMPOSED = (
@@ -87,7 +86,7 @@ def _check_places(path: Path) -> None:
 
 def _source(model: nn.Module, path: Path, options: ExportOptions, **about: Unpack[About]) -> Exported:
     """The ONNX file that the engine is built from; its sidecar says at which batches its answers are compared."""
-    found = onnx_graph.export(
+    found = onnx_export.export(
         model,
         path,
         options=options_of_onnx(options),
@@ -185,7 +184,7 @@ def _inspected(done: Exported, source: Exported, options: ExportOptions) -> Expo
         checks = untold(error.message)
     else:
         write_text(layers_path(done.path), account)
-        nodes = onnx_file.facts(source.path).operators
+        nodes = file.facts(source.path).operators
         checks = truth(layers, options.precision, nodes.get("Softmax", 0) + nodes.get("Attention", 0))
     done = replace(done, build={**done.build, "truth": [check.as_data() for check in checks]})
     write_sidecar(done)

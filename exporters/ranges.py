@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
 from vitcompress.errors import PrecisionError
+from vitcompress.exporters.precision import SOFTMAX, expanded, heads
 from vitcompress.families import family_of
 from vitcompress.models.cost import frozen
 from vitcompress.plan import lies_in
-from vitcompress.precision import SOFTMAX, expanded, heads
 
 LARGEST = torch.finfo(torch.float16).max
 PART = 16  # images at a time

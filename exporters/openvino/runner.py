@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from vitcompress.errors import ArtifactError, DeviceError, InputError, MissingExtraError
-from vitcompress.exporters.bound_calls import Bindings, Bound
-from vitcompress.exporters.openvino_ir import INFO, unavailable
-from vitcompress.exporters.openvino_library import core, load
-from vitcompress.exporters.runner import RunnerOptions, as_given, described, refuse_settings_of_others
+from vitcompress.exporters.openvino.export import INFO, unavailable
+from vitcompress.exporters.openvino.library import core, load
+from vitcompress.exporters.runner import Bindings, Bound, RunnerOptions, as_given, described, refuse_settings_of_others
+from vitcompress.exporters.sidecar import checked_sha256, input_of
 from vitcompress.io.files import decoded
 from vitcompress.models.create import InputConfig
-from vitcompress.sidecar import checked_sha256, input_of
 
 HINTS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 NAMES = {"float": "fp32", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}

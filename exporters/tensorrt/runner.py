@@ -8,7 +8,8 @@ from torch import Tensor
 
 from vitcompress.errors import ArtifactError, DeviceError
 from vitcompress.exporters.runner import RunnerOptions, as_given, check_batch, described, refuse_settings_of_others
-from vitcompress.exporters.tensorrt_flavours import (
+from vitcompress.exporters.sidecar import input_of, mismatches, read_sidecar, sidecar_path
+from vitcompress.exporters.tensorrt.flavours import (
     FLAVOURS,
     HEADER,
     RTX,
@@ -19,9 +20,8 @@ from vitcompress.exporters.tensorrt_flavours import (
     kind_of,
     numbers,
 )
-from vitcompress.exporters.tensorrt_process import EngineProcess
+from vitcompress.exporters.tensorrt.process import EngineProcess
 from vitcompress.io.files import decoded, file_sha256
-from vitcompress.sidecar import input_of, mismatches, read_sidecar, sidecar_path
 
 DANGER = "running an engine is running code that its author chose"
 

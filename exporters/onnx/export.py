@@ -18,17 +18,17 @@ from onnxscript import opset20
 from torch import Tensor, nn
 
 import vitcompress
-from vitcompress.byte_input import deployed, folds
 from vitcompress.errors import CheckFailedError, InputError, VitcompressError, first_line
-from vitcompress.export_options import ExportOptions
-from vitcompress.exporters.artifact import About, Exported, Exporter, recorded
-from vitcompress.exporters.onnx_linear import join_linear_layers
-from vitcompress.exporters.onnx_tokens import drop_unread_tokens
+from vitcompress.exporters.base import About, Exported, Exporter, recorded
+from vitcompress.exporters.onnx.gemm import join_linear_layers
+from vitcompress.exporters.onnx.tokens import drop_unread_tokens
+from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.precision import HALF, expanded
+from vitcompress.exporters.sidecar import sidecar_path
+from vitcompress.exporters.uint8 import deployed, folds
 from vitcompress.io.files import write
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import InputConfig
-from vitcompress.precision import HALF, expanded
-from vitcompress.sidecar import sidecar_path
 
 INPUT, OUTPUT = "images", "logits"
 DEFAULT_OPSET = 20

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from vitcompress.errors import InputError, PrecisionError, did_you_mean
-from vitcompress.export_options import AUTO
+from vitcompress.exporters.options import AUTO
 from vitcompress.families import family_of
 from vitcompress.plan import lies_in
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import get_args
 
 from vitcompress.errors import DeviceError, InputError
-from vitcompress.export_options import ExportOptions, Precision
-from vitcompress.exporters.onnx_graph import ATTENTION_NODE_FROM, ONNX
-from vitcompress.exporters.tensorrt_flavours import DATA_CENTRE, RTX, RTX_DEFAULT, TRT, Flavour, buildable, capability
+from vitcompress.exporters.onnx.export import ATTENTION_NODE_FROM, ONNX
+from vitcompress.exporters.options import ExportOptions, Precision
+from vitcompress.exporters.precision import HALF
+from vitcompress.exporters.tensorrt.flavours import DATA_CENTRE, RTX, RTX_DEFAULT, TRT, Flavour, buildable, capability
 from vitcompress.io import hardware
-from vitcompress.precision import HALF
 
 TURING = 75  # compute capability
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress.errors import ArtifactError, InputError, VitcompressError
-from vitcompress.export_options import ExportOptions
-from vitcompress.exporters.onnx_graph import INPUT
-from vitcompress.exporters.tensorrt_flavours import RTX, Flavour, log_of
+from vitcompress.exporters.onnx.export import INPUT
+from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.tensorrt.flavours import RTX, Flavour, log_of
 from vitcompress.io.files import write_bytes
 from vitcompress.io.progress import Progress
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from vitcompress.errors import DeviceError
-from vitcompress.exporters.cuda_queue import Queued
-from vitcompress.exporters.messages import receive, send
-from vitcompress.exporters.tensorrt_flavours import FLAVOURS, RTX, log_of
+from vitcompress.exporters.runner import Queued
+from vitcompress.exporters.tensorrt.flavours import FLAVOURS, RTX, log_of
+from vitcompress.exporters.tensorrt.messages import receive, send
 
 # What is said of a GPU without enough memory, of one that another process has for itself alone, and of its driver.
 OF_THE_MACHINE = re.compile(

@@ -16,13 +16,13 @@ from typing import Any, Unpack
 from torch import nn
 
 from vitcompress.errors import InputError, first_line
-from vitcompress.export_options import ExportOptions
-from vitcompress.exporters import onnx_graph
-from vitcompress.exporters.artifact import About, Exported, Exporter, recorded
-from vitcompress.exporters.openvino_library import core, load
+from vitcompress.exporters.base import About, Exported, Exporter, recorded
+from vitcompress.exporters.onnx import export as onnx_export
+from vitcompress.exporters.openvino.library import core, load
+from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.io.files import write
 from vitcompress.io.progress import Progress
-from vitcompress.sidecar import sidecar_path
 
 INFO = "vitcompress"  # where the IR keeps what its user must know
 HINTS = ("fp32", "fp16", "bf16")
@@ -59,7 +59,7 @@ def export(
         raise InputError(f"an OpenVINO model is an .xml file, got {path.name}", hint="name it model.xml, say")
     with TemporaryDirectory(prefix="vitcompress-") as folder:
         stored = ExportOptions(opset=options.opset, uint8=options.uint8)
-        source = onnx_graph.export(
+        source = onnx_export.export(
             model,
             Path(folder) / f"{path.stem}.onnx",
             options=stored,
@@ -85,7 +85,7 @@ def check(options: ExportOptions) -> None:
     """Raise InputError for a precision that is no hint of OpenVINO's, or an opset that ONNX does not offer."""
     if options.precision not in HINTS:
         raise InputError(f"OpenVINO has no precision {options.precision!r} here", hint=f"use one of {', '.join(HINTS)}")
-    onnx_graph.check(ExportOptions(opset=options.opset))
+    onnx_export.check(ExportOptions(opset=options.opset))
 
 
 def _convert(source: Path, path: Path, known: dict[str, str]) -> tuple[str, str]:

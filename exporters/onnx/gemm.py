@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from vitcompress.exporters.onnx_tokens import constant
+from vitcompress.exporters.onnx.tokens import constant
 
 EACH = ("Gelu", "Erf", "Tanh", "Relu", "Sigmoid")
 PAIRS = ("Add", "Sub", "Mul", "Div")

@@ -13,9 +13,9 @@ from typing import Any, Literal, get_args
 import onnxruntime as ort
 
 from vitcompress.errors import DeviceError, InputError, did_you_mean
-from vitcompress.export_options import Precision
-from vitcompress.exporters import onnx_libraries as libraries
-from vitcompress.exporters.onnx_libraries import RTX
+from vitcompress.exporters.onnx import libraries
+from vitcompress.exporters.onnx.libraries import RTX
+from vitcompress.exporters.options import Precision
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.io import hardware
 

@@ -10,18 +10,14 @@ import numpy as np
 import onnxruntime as ort
 import torch
 
-from vitcompress import onnx_file
 from vitcompress.errors import ArtifactError, DeviceError, InputError
-from vitcompress.export_options import DEFAULTS
-from vitcompress.exporters import onnx_libraries as libraries
-from vitcompress.exporters import onnx_providers as providers
-from vitcompress.exporters.bound_calls import Bindings, Bound
-from vitcompress.exporters.cuda_queue import Queued
-from vitcompress.exporters.onnx_providers import CPU, ProviderSettings
-from vitcompress.exporters.runner import RunnerOptions, check_batch
+from vitcompress.exporters.onnx import file, libraries, providers
+from vitcompress.exporters.onnx.providers import CPU, ProviderSettings
+from vitcompress.exporters.options import DEFAULTS
+from vitcompress.exporters.runner import Bindings, Bound, Queued, RunnerOptions, check_batch
+from vitcompress.exporters.sidecar import checked_sha256
 from vitcompress.io.files import decoded
 from vitcompress.io.hardware import versions
-from vitcompress.sidecar import checked_sha256
 
 LOG_WARNINGS, LOG_ERRORS, LOG_NOTHING = 2, 3, 4  # the first is ONNX Runtime's own default
 OUTPUT_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
@@ -42,8 +38,8 @@ class Session:
     """
 
     def __init__(self, path: Path, options: RunnerOptions) -> None:
-        model = onnx_file.read(path)
-        self.metadata = decoded(onnx_file.metadata(model))
+        model = file.read(path)
+        self.metadata = decoded(file.metadata(model))
         self.sha256 = checked_sha256(path)
         self._provider, self._device = providers.chosen(options.device, options.provider)
         self.provider, self._threads = self._provider.name, options.threads

@@ -15,8 +15,9 @@ from xml.etree import ElementTree
 import onnx
 from onnx import numpy_helper
 
-from vitcompress import onnx_file
 from vitcompress.errors import ArtifactError
+from vitcompress.exporters.onnx import file as onnx_file
+from vitcompress.exporters.onnx.file import doc_bytes, external_files, location, long_lists
 
 ALIGNED = 65536  # data files leave less than this between tensors, so that these can be mapped into memory
 INDEX = (onnx.TensorProto.INT64, onnx.TensorProto.INT32, onnx.TensorProto.BOOL)
@@ -65,28 +66,28 @@ def _onnx(path: Path) -> Contents:
     model = onnx_file.read(path)
     model.DiscardUnknownFields()
     protos = [tensor for tensor in onnx_file.tensors(model) if tensor.ByteSize()]
-    inside = sum(_payload(tensor) for tensor in protos if not onnx_file.location(tensor))
-    graph = model.ByteSize() - inside - onnx_file.doc_bytes(model)
+    inside = sum(_payload(tensor) for tensor in protos if not location(tensor))
+    graph = model.ByteSize() - inside - doc_bytes(model)
     size = path.stat().st_size
     own = dict[str, Iterator[int]]()
-    for name in onnx_file.external_files(model):
-        spans = [_span(tensor) for tensor in protos if onnx_file.location(tensor) == name]
+    for name in external_files(model):
+        spans = [_span(tensor) for tensor in protos if location(tensor) == name]
         own[name] = iter(_own(spans))
         graph += _padding(spans)
         size += (path.parent / name).stat().st_size
     stored = tuple(_stored(tensor, own, path.parent) for tensor in protos)
-    return Contents(stored, size, graph, onnx_file.long_lists(model, LONGEST))
+    return Contents(stored, size, graph, long_lists(model, LONGEST))
 
 
 def _stored(tensor: Any, own: Mapping[str, Iterator[int]], folder: Path) -> Stored:
-    size, place = _payload(tensor), onnx_file.location(tensor)
+    size, place = _payload(tensor), location(tensor)
     alone, read = next(own[place]) if place else size, partial(_values, tensor, folder)
     return Stored(tensor.name, tuple(tensor.dims), size, alone, read, tensor.data_type in INDEX)
 
 
 def _payload(tensor: Any) -> int:
     """Bytes that a tensor's values take, in its file or in a data file."""
-    if onnx_file.location(tensor):
+    if location(tensor):
         begin, end = _span(tensor)
         return end - begin
     if tensor.raw_data:

@@ -16,9 +16,9 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
+from vitcompress.exporters.precision import HALF, Float32Io, WideSoftmax, in_precision
 from vitcompress.families import family_of
 from vitcompress.models.create import InputConfig
-from vitcompress.precision import HALF, Float32Io, WideSoftmax, in_precision
 
 LARGEST = 255
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import vitcompress
 from vitcompress.errors import ArtifactError, DeviceError, VitcompressError
-from vitcompress.exporters.messages import receive, send
 from vitcompress.exporters.runner import RunnerOptions
-from vitcompress.exporters.tensorrt_flavours import Flavour
+from vitcompress.exporters.tensorrt.flavours import Flavour
+from vitcompress.exporters.tensorrt.messages import receive, send
 
 PATIENCE = 10.0  # seconds that the process is given to end by itself
 # What the process that runs an engine is given of this one's environment.
@@ -43,7 +43,7 @@ class EngineProcess:
     ) -> None:
         self._path = path
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "vitcompress.exporters.tensorrt_worker"],
+            [sys.executable, "-P", "-m", "vitcompress.exporters.tensorrt.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

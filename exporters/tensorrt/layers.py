@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vitcompress.errors import ArtifactError
+from vitcompress.exporters.precision import HALF
 from vitcompress.io.checks import Check
-from vitcompress.precision import HALF
 
 # The first that a text matches; integers and booleans are indices and shapes, not arithmetic.
 TYPES = (

@@ -1,0 +1,1 @@
+"""ONNX files: written by torch's exporter, run by ONNX Runtime."""

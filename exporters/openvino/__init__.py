@@ -1,0 +1,1 @@
+"""OpenVINO IR: converted from ONNX files, run on the CPU."""
