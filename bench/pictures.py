@@ -12,7 +12,7 @@ from vitcompress.methods import METHODS
 from vitcompress.methods.charts import Chart, Line
 from vitcompress.models.checkpoint import PLAN, read_plan
 from vitcompress.plan import Plan
-from vitcompress.verify_slice import STEPS
+from vitcompress.verify.slice import STEPS
 
 STATES = {"kept": "#4c78a8", "replaced": "#f2b45c", "removed": "#f4f4f4"}
 CELL, MARGIN = 0.5, 2.2  # inches: a block's width, and what names and colour bar need

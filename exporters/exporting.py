@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from vitcompress.errors import CheckFailedError
 from vitcompress.exporters.base import About, Exported, Exporter, write_sidecar
-from vitcompress.exporters.gate import FAILED
 from vitcompress.exporters.islands import Search, judge_of, search
 from vitcompress.exporters.options import AUTO, ExportOptions
 from vitcompress.exporters.ranges import Ranges, check_half, check_islands_help, scan
 from vitcompress.io.files import write_json
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import InputConfig
+from vitcompress.verify.quarantine import FAILED
 
 
 def export(

@@ -9,7 +9,7 @@ from typing import Any
 
 from vitcompress import exporters
 from vitcompress.errors import InputError
-from vitcompress.exporters import agreement, exporting, gate
+from vitcompress.exporters import exporting
 from vitcompress.exporters.base import Exported, Exporter
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.sidecar import DENSE, class_names, sidecar_path
@@ -18,10 +18,11 @@ from vitcompress.io.checks import Check, Verification, amend
 from vitcompress.io.progress import Progress
 from vitcompress.models.checkpoint import PLAN, load_model, read_plan
 from vitcompress.models.create import input_config
-from vitcompress.verify import known_images
-from vitcompress.verify_engine import engine_weights
-from vitcompress.verify_fold import UNFOLDED
-from vitcompress.verify_weights import READABLE, readable_files, weight_checks
+from vitcompress.verify import outputs, quarantine
+from vitcompress.verify.engine import engine_weights
+from vitcompress.verify.fold import UNFOLDED
+from vitcompress.verify.folder import known_images
+from vitcompress.verify.weights import READABLE, readable_files, weight_checks
 
 
 def export_folder(
@@ -122,12 +123,12 @@ def settle(folder: Path, exported: Exported, progress: Progress | None = None) -
         brought = _brought(folder, exported)
         found = replace(found, checks=tuple(replace(c, command=c.command and brought) for c in found.checks))
     for file in reversed(files):
-        verdict = gate.record(file, gate.of(file, found.checks))
+        verdict = quarantine.record(file, quarantine.of(file, found.checks))
     if here:
         named = {check.name for check in found.checks}
-        amend(folder, found, lambda name: name in named or gate.is_about(path, name))
-    path = gate.set_aside(path) if verdict == "failed" else path
-    return ExportOutcome(path, verdict, tuple(gate.of(exported.path, found.checks)))
+        amend(folder, found, lambda name: name in named or quarantine.is_about(path, name))
+    path = quarantine.set_aside(path) if verdict == "failed" else path
+    return ExportOutcome(path, verdict, tuple(quarantine.of(exported.path, found.checks)))
 
 
 def _brought(folder: Path, exported: Exported) -> str:
@@ -145,5 +146,5 @@ def _held(folder: Path, files: Sequence[Path], *, all_told: bool) -> Verificatio
     told = {path for path in files if path.suffix in READABLE} | set(readable_files(folder) if all_told else ())
     weights, table = weight_checks(model, plan, sorted(told))
     engines = (engine_weights(path, model, plan, folder / UNFOLDED) for path in files if path.suffix == ".engine")
-    answers = (agreement.file_checks(model, path, images, real=real) for path in files)
+    answers = (outputs.file_checks(model, path, images, real=real) for path in files)
     return Verification((*chain(*answers), *weights, *chain(*engines)), table)

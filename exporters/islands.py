@@ -21,7 +21,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitcompress.errors import CheckFailedError, PrecisionError
-from vitcompress.exporters.agreement import file_checks, model_answers, rounded_checks, verdict
 from vitcompress.exporters.base import Export, Exporter
 from vitcompress.exporters.doctor import device_problem
 from vitcompress.exporters.onnx.export import ONNX, export
@@ -33,6 +32,7 @@ from vitcompress.exporters.tensorrt.flavours import RTX_DEFAULT, capability
 from vitcompress.io.checks import Check
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import InputConfig
+from vitcompress.verify.outputs import file_checks, model_answers, rounded_checks, verdict
 
 CHEAP, DEAR = ("head", "softmax", "norm"), ("ffn",)
 SCAN = "range scan"

@@ -12,7 +12,7 @@ from vitcompress.families import family_of
 from vitcompress.io.checks import Check
 from vitcompress.plan import Plan
 from vitcompress.surgery.depth import depth_plan
-from vitcompress.verify_weights import weight_checks
+from vitcompress.verify.weights import weight_checks
 
 
 def pruned(variant: str) -> tuple[nn.Module, nn.Module, Plan]:

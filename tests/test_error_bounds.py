@@ -7,8 +7,8 @@ import torch
 from contracts import build, images, logits
 from torch import Tensor, nn
 
-from vitcompress.error_bounds import Reference, fold_excess, gamma, reference
 from vitcompress.families import family_of
+from vitcompress.verify.tolerance import Reference, fold_excess, gamma, reference
 
 ULP = 2.0**-23  # between neighbours in float32 from 1 to 2
 LARGE = 2.0 - ULP  # the largest number below 2, which one unit in the last place changes by the unit roundoff

@@ -23,7 +23,7 @@ from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.options import RunOptions
 from vitcompress.recipe import load_recipe
 from vitcompress.training import distributed
-from vitcompress.verify_fold import UNFOLDED, UNFOLDED_PLAN
+from vitcompress.verify.fold import UNFOLDED, UNFOLDED_PLAN
 from vitcompress.workspace import LEFT, LEFT_WEIGHTS, seal
 
 RECIPE = """

@@ -12,7 +12,7 @@ from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan
 from vitcompress.surgery.depth import depth_plan
 from vitcompress.surgery.shapes import planned_tensors
-from vitcompress.verify_weights import plan_check, plan_rows
+from vitcompress.verify.weights import plan_check, plan_rows
 
 
 def outline(plan: Plan) -> nn.Module:

@@ -19,12 +19,13 @@ from whole_runs import ARCH, ARGS, SMALL
 
 from vitcompress import cli
 from vitcompress.errors import InputError
-from vitcompress.exporters import EXPORTERS, gate
+from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.checkpoint import load_model
 from vitcompress.models.create import create_model, input_config
+from vitcompress.verify import quarantine
 
 HALF = SMALL + '[export]\nprecision = "fp16"\n'
 GATE = ("flips", "kl", "cosine", "error")
@@ -68,11 +69,11 @@ def test_dense_files_are_held_against_the_dense_model(finished: tuple[Any, world
     shutil.copytree(finished[0].folder, folder)
     (folder / "dense.onnx").write_bytes((folder / "model.onnx").read_bytes())
     (home,) = finished[0].folder.parent.glob("dense-*")
-    found = gate.verify(folder, dense=home)
+    found = quarantine.verify(folder, dense=home)
     failed = {check.name for check in found.checks if check.verdict == "failed"}
     assert any(name.startswith("agreement.dense.onnx") for name in failed)
     assert not any(name.startswith("agreement.model.onnx") for name in failed)
-    elsewhere = [check for check in gate.verify(folder).checks if "agreement.dense" in check.name]
+    elsewhere = [check for check in quarantine.verify(folder).checks if "agreement.dense" in check.name]
     assert [check.verdict for check in elsewhere] == ["not_run"]
 
 
@@ -138,7 +139,7 @@ def test_a_file_that_overflows_is_left_out_and_the_run_goes_on(islands: str, tmp
     assert "65504" in failed["export.model.onnx"]["detail"] and "bf16" in failed["export.model.onnx"]["detail"]
     assert not list(result.folder.glob("*.onnx*"))
     assert [entry["rows"][0]["runtime"] for entry in result.report["bench"]] == ["torch"]
-    again = gate.verify(result.folder)
+    again = quarantine.verify(result.folder)
     assert {check.name for check in again.checks if check.verdict == "failed"} == set(failed)
 
 
@@ -174,7 +175,7 @@ def test_a_file_with_a_weight_that_is_not_its_own_is_moved_away(stem: str, struc
     assert any(f"{name} does not match its model: moved to" in note and "left_over" in note for note in told.notes)
     known = read_sidecar(folder / "failed" / name) or {}
     assert (known["verified"], known["verification"]["verdict"]) == (False, "failed")
-    assert "left_over" in gate.refused(folder)[name]
+    assert "left_over" in quarantine.refused(folder)[name]
 
 
 def test_an_island_that_is_not_there_is_told_before_anything_is_done(tmp_path: Path) -> None:

@@ -9,11 +9,10 @@ from contracts import build, contract, every_variant, having, images, logits
 from torch import nn
 
 from vitcompress import surgery
-from vitcompress.error_bounds import reference
 from vitcompress.io.checks import largest_difference
-from vitcompress.rounding import arithmetic_limit, factor, storage_limit, unit_roundoff
 from vitcompress.surgery.depth import depth_plan
-from vitcompress.verify_fold import fold_checks
+from vitcompress.verify.fold import fold_checks
+from vitcompress.verify.tolerance import arithmetic_limit, factor, reference, storage_limit, unit_roundoff
 
 
 @pytest.mark.parametrize("shared", [0.0, 0.7, 1.0])

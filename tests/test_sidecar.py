@@ -14,7 +14,7 @@ from contracts import build, contract
 from damage import edits
 
 from vitcompress.errors import ArtifactError, VitcompressError
-from vitcompress.exporters import EXPORTERS, gate
+from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.base import Exported
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import open_runner
@@ -30,7 +30,8 @@ from vitcompress.exporters.sidecar import (
 )
 from vitcompress.io.checks import Check
 from vitcompress.models.create import input_config
-from vitcompress.verify_engine import engine_checks, engine_weights
+from vitcompress.verify import quarantine
+from vitcompress.verify.engine import engine_checks, engine_weights
 
 IMAGES = torch.zeros(1, 3, 8, 8)
 MODEL = build("plain", dtype=torch.float32)
@@ -47,7 +48,9 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     more: dict[str, Any] = {"sm": (89,), "batch": (1, 2, 4), "keep_onnx": False} if exporter.suffix != ".onnx" else {}
     path = tmp_path_factory.mktemp("made") / f"model{exporter.suffix}"
     exporter.export(MODEL, path, input=input_config(MODEL), classes=tuple("abcde"), options=ExportOptions(**more))
-    gate.record(path, [Check(f"agreement.{path.name}", "not_run", detail="no GPU", command="vitcompress verify run")])
+    quarantine.record(
+        path, [Check(f"agreement.{path.name}", "not_run", detail="no GPU", command="vitcompress verify run")]
+    )
     known = read_sidecar(path) or {}
     amend_sidecar(path, islands_search=SEARCHED, build={**known["build"], "truth": [TRUTH]})
     return path
@@ -71,7 +74,7 @@ def verified(path: Path) -> list[Check]:
 
 
 def recorded(path: Path) -> None:
-    gate.record(path, [Check("agreement.x", "passed")])
+    quarantine.record(path, [Check("agreement.x", "passed")])
 
 
 def named(path: Path) -> tuple[str, ...]:
@@ -159,9 +162,9 @@ def test_a_sidecar_reaches_no_files_but_those_beside_it(path: Path) -> None:
         sidecar_path(path).write_text(json.dumps({**known, "files": {**known["files"], name: "0"}}))
         with pytest.raises(ArtifactError, match="the name of a file beside it"):
             read_sidecar(path)
-        gate.set_aside(path)
+        quarantine.set_aside(path)
         assert outside.read_text() == "mine"
-        for moved in (path.parent / gate.FAILED).iterdir():
+        for moved in (path.parent / quarantine.FAILED).iterdir():
             moved.replace(path.parent / moved.name)
 
 

@@ -8,17 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitcompress.io.checks import LEDGER, Check, Verification, agreement, amend, compared, largest_difference, listed
+from vitcompress.io.checks import LEDGER, Check, Verification, amend, compared, largest_difference, listed
 from vitcompress.training.metrics import wilson
+from vitcompress.verify.outputs import agreement_check
 
 
 def test_a_changed_answer_passes_only_within_rounding() -> None:
     logits = torch.tensor([[1.0, 0.0], [0.0, 1e-6]])
     flipped = torch.tensor([[1.0, 0.0], [1e-6, 0.0]])
-    assert agreement("a", logits, flipped, 1e-6).verdict == "passed"
-    assert "1 of 2" in agreement("a", logits, flipped, 1e-6).detail
-    assert agreement("a", logits, flipped, 1e-7).verdict == "failed"
-    assert agreement("a", logits, logits * torch.nan, 1.0).verdict == "failed"
+    assert agreement_check("a", logits, flipped, 1e-6).verdict == "passed"
+    assert "1 of 2" in agreement_check("a", logits, flipped, 1e-6).detail
+    assert agreement_check("a", logits, flipped, 1e-7).verdict == "failed"
+    assert agreement_check("a", logits, logits * torch.nan, 1.0).verdict == "failed"
 
 
 def test_nan_never_passes_and_is_written_as_json() -> None:
@@ -85,8 +86,8 @@ def test_a_change_is_explained_by_twice_the_tolerance_between_the_two_best(margi
     within = 1 if explained else 0
     detail = f"1 of 20 top-1 answers differ (95 % interval {low} to {high} %), {within} of them within rounding"
     verdict: Any = "passed" if explained else "failed"
-    assert agreement("a", expected, got, 1.0) == Check("a", verdict, float(not explained), 0.0, detail)
-    (one, two) = (agreement("a", expected[:count], expected[:count], 1.0) for count in (1, 20))
+    assert agreement_check("a", expected, got, 1.0) == Check("a", verdict, float(not explained), 0.0, detail)
+    (one, two) = (agreement_check("a", expected[:count], expected[:count], 1.0) for count in (1, 20))
     assert one.verdict == two.verdict == "passed" and "0 of 20" in two.detail and "rounding" not in two.detail
 
 
@@ -95,11 +96,11 @@ def test_an_answer_that_is_not_finite_fails_whatever_the_others_are(wrong: float
     expected = answers([1.0, 0.0], [0.0, 1.0])
     got = expected.clone()
     got[1, 0] = wrong
-    assert agreement("a", expected, got, 9.0).verdict == "failed"
+    assert agreement_check("a", expected, got, 9.0).verdict == "failed"
 
 
 def test_a_model_of_one_class_agrees_with_itself() -> None:
-    assert agreement("a", answers([1.0], [2.0]), answers([1.5], [0.0]), 0.0).verdict == "passed"
+    assert agreement_check("a", answers([1.0], [2.0]), answers([1.5], [0.0]), 0.0).verdict == "passed"
 
 
 def test_later_verdicts_take_the_place_of_those_that_they_replace_and_of_no_others(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from vitcompress import surgery
-from vitcompress.error_bounds import fold_excess, reference
 from vitcompress.errors import ArtifactError, WeightsError
 from vitcompress.exporters.onnx.export import export
 from vitcompress.families import family_of
@@ -25,10 +24,10 @@ from vitcompress.io.tensors import load_tensors, save_tensors
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
-from vitcompress.rounding import storage_limit
 from vitcompress.surgery.depth import depth_plan
-from vitcompress.verify import DENSE, verify_folder
-from vitcompress.verify_fold import _layer, fold_checks
+from vitcompress.verify.fold import _layer, fold_checks
+from vitcompress.verify.folder import DENSE, verify_folder
+from vitcompress.verify.tolerance import fold_excess, reference, storage_limit
 
 
 def folding(variant: str) -> tuple[nn.Module, nn.Module, Plan, Plan]:

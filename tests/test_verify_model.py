@@ -9,7 +9,6 @@ import pytest
 import torch
 from contracts import build, contract, images
 
-from vitcompress.error_bounds import reference
 from vitcompress.errors import OutputError
 from vitcompress.io.checks import LEDGER, Check
 from vitcompress.io.tensors import load_tensors, save_tensors
@@ -17,7 +16,8 @@ from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.standard import WEIGHTS, save_standard
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy
-from vitcompress.verify import SEEN, known_images, noise, reload_check, standard_check, verify_folder
+from vitcompress.verify.folder import SEEN, known_images, noise, reload_check, standard_check, verify_folder
+from vitcompress.verify.tolerance import reference
 
 X = images("plain", dtype=torch.float32)
 

@@ -12,12 +12,13 @@ from contracts import build, images
 from onnx import helper, numpy_helper
 from torch import Tensor
 
-from vitcompress import verify_onnx
-from vitcompress.error_bounds import reference
 from vitcompress.exporters.onnx.export import export
 from vitcompress.io.checks import Check
 from vitcompress.models.create import input_config
-from vitcompress.verify_onnx import file_checks, onnx_checks, structure_checks
+from vitcompress.verify import onnx as verify_onnx
+from vitcompress.verify import outputs
+from vitcompress.verify.onnx import _logits, file_checks, onnx_checks, structure_checks
+from vitcompress.verify.tolerance import reference
 
 MODEL = build("plain", dtype=torch.float32)
 X = images("plain", count=20, dtype=torch.float32)
@@ -113,20 +114,20 @@ def test_a_file_that_is_not_well_formed_or_was_replaced(made: Path, tmp_path: Pa
 def test_it_is_asked_at_batches_of_one_two_and_five_and_then_for_every_image(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, answer = list[int](), verify_onnx._logits
+    asked, answer = list[int](), _logits
 
     def counted(session: Any, given: Tensor) -> Tensor:
         asked.append(len(given))
         return answer(session, given)
 
     monkeypatch.setattr(verify_onnx, "_logits", counted)
-    allowed, agree = list[float](), verify_onnx.agreement
+    allowed, agree = list[float](), outputs.agreement_check
 
     def limited(name: str, expected: Tensor, got: Tensor, tolerance: float) -> Check:
         allowed.append(tolerance)
         return agree(name, expected, got, tolerance)
 
-    monkeypatch.setattr(verify_onnx, "agreement", limited)
+    monkeypatch.setattr(outputs, "agreement_check", limited)
     checks = {check.name: check for check in onnx_checks(MODEL, made, X)}
     assert allowed == [reference(MODEL, X[:5]).between]
     assert asked == [1, 1, 2, 5, 16, 4]  # the first time to see the shape of an answer

@@ -13,8 +13,8 @@ from vitcompress.io.files import write_text
 from vitcompress.models.checkpoint import load_model, load_model_files, write_model
 from vitcompress.plan import Plan
 from vitcompress.surgery.depth import depth_plan
-from vitcompress.verify import verify_folder
-from vitcompress.verify_slice import keep_given, slice_check, slice_checks
+from vitcompress.verify.folder import verify_folder
+from vitcompress.verify.slice import keep_given, slice_check, slice_checks
 
 
 def delta(variant: str, model: Any, *, whole_heads: bool = False) -> Plan:

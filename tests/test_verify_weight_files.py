@@ -24,7 +24,7 @@ from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import input_config
 from vitcompress.surgery import apply_plan
-from vitcompress.verify_weights import account, as_exported, plan_rows
+from vitcompress.verify.weights import account, as_exported, plan_rows
 
 
 def passes(model: nn.Module, path: Path) -> bool:

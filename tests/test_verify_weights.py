@@ -23,8 +23,8 @@ from vitcompress.families import family_of
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
-from vitcompress.verify import verify_folder
-from vitcompress.verify_weights import account, account_checks, plan_check, plan_rows, readable_files, weight_checks
+from vitcompress.verify.folder import verify_folder
+from vitcompress.verify.weights import account, account_checks, plan_check, plan_rows, readable_files, weight_checks
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from damage import carry
 
 from vitcompress.cli import main
 from vitcompress.errors import DeviceError
-from vitcompress.exporters import agreement, gate
+from vitcompress.exporters import runtimes
 from vitcompress.exporters.folder import export_folder, settle
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import Runner, open_runner
@@ -25,6 +25,7 @@ from vitcompress.models.cost import count_cost
 from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy
+from vitcompress.verify import outputs, quarantine
 
 ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 3, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
@@ -45,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 def test_asking_a_model_leaves_it_in_its_own_precision() -> None:
     model = create_model(ARCH, ARGS).double()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert agreement.model_answers(model, IMAGES).dtype == torch.float32
+    assert outputs.model_answers(model, IMAGES).dtype == torch.float32
     after = model.state_dict()
     assert all(tensor.dtype == torch.float64 and torch.equal(tensor, before[name]) for name, tensor in after.items())
 
@@ -126,12 +127,12 @@ def test_on_a_gpu_it_is_asked_there(folder: Path, monkeypatch: pytest.MonkeyPatc
         asked[path.name] = device
         raise DeviceError("not here")
 
-    monkeypatch.setattr(agreement, "open_runner", remembered)
+    monkeypatch.setattr(runtimes, "open_runner", remembered)
     model = load_model(folder)
     for gpu, device in ((False, None), (True, "cuda")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
         for path in (half, plain):
-            assert agreement.file_checks(model, path, IMAGES)[0].verdict == "not_run"
+            assert outputs.file_checks(model, path, IMAGES)[0].verdict == "not_run"
         assert asked == {"model-bf16.onnx": device, "model.onnx": None}
 
 
@@ -144,8 +145,8 @@ def test_an_engine_is_verified_by_its_own_answers() -> None:
         ("not_run", "passed", "not_run"),
     ):
         checks = [Check("agreement.model.engine.kl", own), Check("agreement.model.engine.onnx", beneath)]
-        assert gate.record(engine, checks) == verdict
-        assert gate.record(Path("model.engine.onnx"), checks[1:]) == beneath
+        assert quarantine.record(engine, checks) == verdict
+        assert quarantine.record(Path("model.engine.onnx"), checks[1:]) == beneath
 
 
 def test_weights_alone_verify_no_file_and_can_fail_it() -> None:
@@ -156,23 +157,23 @@ def test_weights_alone_verify_no_file_and_can_fail_it() -> None:
         ("failed", [answers], "failed"),
         ("not_run", [answers], "passed"),
     ):
-        assert gate.verdict(path, [Check("weights.model.onnx", weights), *asked]) == verdict
+        assert quarantine.verdict(path, [Check("weights.model.onnx", weights), *asked]) == verdict
 
 
 def test_checks_are_told_from_those_of_files_with_longer_names() -> None:
     path = Path("model.onnx")
     for name in ("agreement.model.onnx", "agreement.model.onnx.kl", "weights.model.onnx", "weights.model.onnx.bytes"):
-        assert gate.is_about(path, name)
+        assert quarantine.is_about(path, name)
     for name in ("agreement.model.onnx2.kl", "weights.model.onnx_old", "onnx.model.onnx", "weights", "agreement.model"):
-        assert not gate.is_about(path, name)
+        assert not quarantine.is_about(path, name)
 
 
 def test_what_a_run_could_not_export_fails_its_folder_until_it_is_there(folder: Path) -> None:
-    gate.refuse(folder, {"model.onnx": "its answers were others"})
-    found = {check.name: check for check in gate.verify(folder, IMAGES).checks}["export.model.onnx"]
+    quarantine.refuse(folder, {"model.onnx": "its answers were others"})
+    found = {check.name: check for check in quarantine.verify(folder, IMAGES).checks}["export.model.onnx"]
     assert (found.verdict, found.detail) == ("failed", "its answers were others")
     export_folder(folder)
-    again = gate.verify(folder, IMAGES)
+    again = quarantine.verify(folder, IMAGES)
     assert again.passed and "export.model.onnx" not in {check.name for check in again.checks}
 
 
@@ -187,7 +188,7 @@ def test_a_file_outside_of_its_run_folder_is_brought_there_to_be_verified(
     copied, verified = command.split(" && ")
     subprocess.run(shlex.split(copied), check=True)
     assert verified == f"vitcompress verify {folder}"
-    assert f"agreement.{out.name}" in {check.name for check in gate.verify(folder).checks}
+    assert f"agreement.{out.name}" in {check.name for check in quarantine.verify(folder).checks}
 
 
 def test_a_folder_is_checked_with_all_its_files(folder: Path) -> None:
@@ -196,7 +197,7 @@ def test_a_folder_is_checked_with_all_its_files(folder: Path) -> None:
     seen: list[tuple[str, int, int, str]] = []
     progress = Progress()
     progress.update = lambda label, done, total, text="": seen.append((label, done, total, text))  # type: ignore[method-assign]
-    found = gate.verify(folder, IMAGES, progress=progress)
+    found = quarantine.verify(folder, IMAGES, progress=progress)
     files = [told for label, *told in seen if label == "files asked"]
     assert files == [[0, 2, "model.onnx"], [1, 2, "model.xml"], [2, 2, ""]]
     names = {check.name for check in found.checks if check.verdict == "passed"}
@@ -210,11 +211,11 @@ def test_a_file_of_any_name_is_checked_with_its_folder(folder: Path) -> None:
     export_folder(folder, out=folder / "edge.onnx")
     (folder / "notes.onnx").write_bytes(b"nobody says that this is the model")
     asked = {"agreement.edge.onnx.error", "weights.edge.onnx"}
-    found = gate.verify(folder, IMAGES)
+    found = quarantine.verify(folder, IMAGES)
     assert found.passed and asked <= {check.name for check in found.checks if check.verdict == "passed"}
     assert (read_sidecar(folder / "edge.onnx") or {})["verified"] is True
     carry(folder / "edge.onnx")
-    failed = {check.name for check in gate.verify(folder, IMAGES).checks if check.verdict == "failed"}
+    failed = {check.name for check in quarantine.verify(folder, IMAGES).checks if check.verdict == "failed"}
     assert "weights.edge.onnx" in failed and not any("notes" in name for name in failed)
 
 
@@ -225,8 +226,8 @@ def test_the_file_beneath_an_engine_is_asked_at_its_batches(
     path = export_folder(folder).path
     amend_sidecar(path, build={"batch": [2, 8, 16]})
     model = load_model(folder)
-    monkeypatch.setattr(agreement, "WORK", images * count_cost(model, (3, 8, 8)).macs)
-    checks = agreement.file_checks(model, path, IMAGES)
+    monkeypatch.setattr(outputs, "WORK", images * count_cost(model, (3, 8, 8)).macs)
+    checks = outputs.file_checks(model, path, IMAGES)
     ends = {(check.verdict, check.detail.split("on cpu, ")[1]) for check in checks}
     assert ends == {("passed", f"batch 2, 3, 8, {most}")}
 
@@ -241,7 +242,7 @@ def test_openvino_never_computes_in_another_precision(folder: Path) -> None:
             assert precision in error.message  # this processor has no such arithmetic
             continue
         assert runner.describe()["precision"] == precision
-        error = agreement.compare(expected, runner(IMAGES), share).error
+        error = outputs.compare(expected, runner(IMAGES), share).error
         assert error <= share and (precision == "fp32" or error > 1e-6)
 
 

@@ -13,14 +13,15 @@ from click.testing import CliRunner
 from vitcompress import pipeline, surgery
 from vitcompress.cli import main
 from vitcompress.errors import InputError
-from vitcompress.exporters import EXPORTERS, gate
+from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar
 from vitcompress.exporters.tensorrt import flavours
 from vitcompress.io.files import file_sha256
 from vitcompress.models.checkpoint import PLAN, read_plan, write_model
 from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
-from vitcompress.verify import verify_folder
+from vitcompress.verify import quarantine
+from vitcompress.verify.folder import verify_folder
 
 pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")
 TENSORRT_RTX = EXPORTERS["trt-rtx"]
@@ -84,7 +85,7 @@ ENGINE = "model-fp16.rtx.engine"
 
 def served(folder: Path) -> tuple[str, str, str | None]:
     """Verdict, detail and command of what runs the engine, and whether the folder's other checks pass."""
-    found = gate.verify(folder)
+    found = quarantine.verify(folder)
     (check,) = (check for check in found.checks if check.name == f"agreement.{ENGINE}")
     assert found.passed == (check.verdict != "failed")
     return check.verdict, check.detail, check.command

@@ -12,7 +12,6 @@ from torch import nn
 
 from vitcompress.cli import main
 from vitcompress.exporters import EXPORTERS, islands
-from vitcompress.exporters.agreement import SHARES, compare, judged
 from vitcompress.exporters.islands import SCAN, Judge, Search, judge_of, narrowed, search
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.precision import in_precision
@@ -21,6 +20,7 @@ from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.checks import Check
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import input_config
+from vitcompress.verify.outputs import SHARES, compare, judged
 
 X = images("plain", dtype=torch.float32)
 FORMATS = [name for name in ("onnx", "trt-rtx") if EXPORTERS[name].unavailable() is None]

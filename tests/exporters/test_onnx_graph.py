@@ -23,7 +23,7 @@ from vitcompress.io.files import file_sha256
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
 from vitcompress.surgery.depth import depth_plan
-from vitcompress.verify_onnx import onnx_checks
+from vitcompress.verify.onnx import onnx_checks
 
 CLASSES = ("ant", "bee", "cat", "dog", "eel")
 BYPASS = "norm_identity"

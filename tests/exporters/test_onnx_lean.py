@@ -16,7 +16,7 @@ from vitcompress.exporters.onnx.tokens import drop_unread_tokens
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
-from vitcompress.verify_onnx import onnx_checks
+from vitcompress.verify.onnx import onnx_checks
 
 
 def without_last_attention() -> nn.Module:

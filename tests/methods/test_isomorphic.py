@@ -26,7 +26,7 @@ from vitcompress.surgery.depth import depth_plan
 from vitcompress.training.data import subset
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import evaluate
-from vitcompress.verify_slice import slice_check
+from vitcompress.verify.slice import slice_check
 
 FINE = Alignment(residual=1, ffn=1, head_dim=1)
 HALF: dict[str, Any] = {"keep_ratio": 0.5, "keep_heads": 0.5, "keep_head_dim": 0.5, "align": FINE, "images": 24}

@@ -19,7 +19,7 @@ from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.cost import count_cost
 from vitcompress.plan import Plan
 from vitcompress.surgery.masks import channel_gates
-from vitcompress.verify_slice import slice_check
+from vitcompress.verify.slice import slice_check
 
 OPTIONS = sero.Options(sparsity=0.4, layout="ragged", epochs=2)
 

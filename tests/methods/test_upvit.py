@@ -22,7 +22,7 @@ from vitcompress.methods.upvit.blocks import candidates, removal, whole_blocks, 
 from vitcompress.methods.upvit.regroup import least_first, regrouped
 from vitcompress.models.standard import standard_model
 from vitcompress.plan import Plan
-from vitcompress.verify_slice import slice_check
+from vitcompress.verify.slice import slice_check
 
 SMALL: dict[str, Any] = {"embed_dim": 8, "num_heads": 1, "depth": 3}
 

@@ -15,7 +15,7 @@ from vitcompress.methods import METHODS, isomorphic, sero, upvit
 from vitcompress.methods.isomorphic import Alignment
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.plan import Plan
-from vitcompress.verify_slice import slice_check
+from vitcompress.verify.slice import slice_check
 
 OPTIONS: dict[str, Any] = {
     "isomorphic": isomorphic.Options(align=Alignment(residual=4, ffn=4, head_dim=2)),

@@ -31,11 +31,11 @@ def verify(folder: Path, as_json: bool, debug: bool) -> int:
     with working(debug) as progress:
         from vitcompress.bench import artifact_tables
         from vitcompress.bench import report as reports
-        from vitcompress.exporters import gate
         from vitcompress.pipeline import dense_of
+        from vitcompress.verify import quarantine
 
         progress.stage(f"Verify {folder}")
-        found = gate.verify(folder, dense=dense_of(folder), progress=progress)
+        found = quarantine.verify(folder, dense=dense_of(folder), progress=progress)
         data = found.as_data()
         ways = artifact_tables.weights(found.weights)
     said = [*artifact_tables.bytes_of(found.weights), reports.verdicts(data)]

@@ -6,11 +6,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from vitcompress.io.files import alone_in, read_json, write_json
-from vitcompress.training.metrics import wilson
 
 LEDGER = "verify.json"
 Verdict = Literal["passed", "failed", "not_run"]
@@ -90,22 +88,3 @@ def listed(name: str, wrong: Iterable[str], detail: str) -> Check:
 def largest_difference(a: Tensor, b: Tensor) -> float:
     """max |a - b|, NaN when either holds one."""
     return float((a.double() - b.double()).abs().max())
-
-
-def agreement(name: str, expected: Tensor, got: Tensor, tolerance: float) -> Check:
-    """Top-1 answers of two sets of logits, (images, classes), that may be apart by `tolerance`.
-
-    An answer may change only where the two best logits are so close that the tolerance explains it; any other change
-    fails. The detail gives the share of changed answers with Wilson's 95 % interval.
-    """
-    best = expected.double().topk(min(2, expected.shape[1])).values
-    changed = expected.argmax(1) != got.argmax(1)
-    unexplained = changed & ((best[:, 0] - best[:, -1]) > 2 * tolerance)
-    if not torch.isfinite(got).all():
-        return Check(name, "failed", float("nan"), 0.0, "answers are not finite")
-    count, total = int(changed.sum()), len(changed)
-    low, high = wilson(count, total)
-    detail = f"{count} of {total} top-1 answers differ (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
-    if count:
-        detail += f", {count - int(unexplained.sum())} of them within rounding"
-    return Check(name, "failed" if unexplained.any() else "passed", float(unexplained.sum()), 0.0, detail)

@@ -18,7 +18,6 @@ from vitcompress import surgery
 from vitcompress.bench import recorded_speeds, structure, suite
 from vitcompress.bench import report as reports
 from vitcompress.errors import ArtifactError
-from vitcompress.exporters import gate
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.exporters.sidecar import read_sidecar, sidecar_path
 from vitcompress.io.checks import LEDGER
@@ -44,7 +43,8 @@ from vitcompress.pipeline.latency import measured_on
 from vitcompress.plan import Plan
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import calibration_images, guessed, judged, mcnemar
-from vitcompress.verify_fold import UNFOLDED, UNFOLDED_PLAN
+from vitcompress.verify import quarantine
+from vitcompress.verify.fold import UNFOLDED, UNFOLDED_PLAN
 
 REPORT, FOLDING, MISTAKES = reports.JSON, "folding.json", "mistakes.json"
 VERIFIED_IMAGES = 64
@@ -92,7 +92,7 @@ def verify(job: Job) -> None:
 
 def _verify(job: Job) -> None:
     job.progress.stage("Verify")
-    found = gate.verify(job.folder, images=_images(job), dense=job.dense_folder, progress=job.progress)
+    found = quarantine.verify(job.folder, images=_images(job), dense=job.dense_folder, progress=job.progress)
     passed = Counter(check.name.split(".")[0] for check in found.checks if check.verdict == "passed")
     job.progress.note("passed: " + ", ".join(f"{name} ({count})" for name, count in passed.items()))
     for check in found.checks:

@@ -9,7 +9,7 @@ from vitcompress.errors import ArtifactError, RecipeError
 from vitcompress.io.files import read_json, write_json
 from vitcompress.models.checkpoint import PLAN
 from vitcompress.recipe import Recipe, dense_key, recipe_of
-from vitcompress.verify import DENSE
+from vitcompress.verify.folder import DENSE
 
 SETTINGS = "settings.json"
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitcompress.errors import CheckFailedError, DeviceError, PrecisionError
-from vitcompress.exporters import EXPORTERS, exporting, gate
+from vitcompress.exporters import EXPORTERS, exporting
 from vitcompress.exporters.base import Exporter
 from vitcompress.exporters.options import AUTO, ExportOptions
 from vitcompress.exporters.precision import present
@@ -20,7 +20,8 @@ from vitcompress.models.checkpoint import PLAN, load_model, read_plan
 from vitcompress.pipeline.job import Job
 from vitcompress.plan import Plan
 from vitcompress.training.metrics import calibration_images
-from vitcompress.verify import noise
+from vitcompress.verify import quarantine
+from vitcompress.verify.folder import noise
 
 LOOKED_AT = 64  # images on which ranges are scanned and islands chosen
 
@@ -30,7 +31,7 @@ def export(job: Job) -> None:
 
     A file that half precision cannot hold is reported and left out; the rest of the run does without it.
     """
-    refused = gate.refused(job.folder)
+    refused = quarantine.refused(job.folder)
     for name in job.recipe.export.formats:
         exporter = EXPORTERS[name]
         for stem, folder, plan in (("dense", job.dense_folder, job.base), ("model", job.folder, plan_of(job))):
@@ -43,7 +44,7 @@ def export(job: Job) -> None:
             except (CheckFailedError, PrecisionError) as error:
                 way_out = f"; {error.hint} in `vitcompress export {job.folder}`" if error.hint else ""
                 refused[path.name] = f"{error.message}{way_out}"
-                gate.refuse(job.folder, refused)
+                quarantine.refuse(job.folder, refused)
                 job.progress.note(refused[path.name])
         if reason := exporter.cannot_run():
             job.progress.note(f"{name} was built, not run; {reason} (`vitcompress verify {job.folder}`)")
@@ -106,14 +107,14 @@ def plan_of(job: Job) -> Plan:
 
 def drop_failed(job: Job) -> None:
     """Move away each file that did not pass the gate, and remember why it is not there."""
-    refused = gate.refused(job.folder)
+    refused = quarantine.refused(job.folder)
     checks = read_json(job.folder / LEDGER)["checks"]
     for path in all_exported(job):
-        if wrong := [c for c in checks if c["verdict"] == "failed" and gate.is_about(path, c["name"])]:
+        if wrong := [c for c in checks if c["verdict"] == "failed" and quarantine.is_about(path, c["name"])]:
             refused[path.name] = f"{wrong[0]['name']}: {wrong[0]['detail']}"
-            gate.refuse(job.folder, refused)
+            quarantine.refuse(job.folder, refused)
             job.progress.note(
-                f"{path.name} does not match its model: moved to {gate.set_aside(path)}; {refused[path.name]}"
+                f"{path.name} does not match its model: moved to {quarantine.set_aside(path)}; {refused[path.name]}"
             )
 
 

@@ -16,13 +16,13 @@ from filelock import FileLock, Timeout
 from vitcompress.bench import recorded_speeds
 from vitcompress.bench import report as reports
 from vitcompress.errors import OutputError, RecipeError
-from vitcompress.exporters.gate import FAILED
 from vitcompress.io.checks import LEDGER
 from vitcompress.io.files import write_text, writing
 from vitcompress.io.progress import Progress
 from vitcompress.io.text import differences
 from vitcompress.models.checkpoint import PLAN
 from vitcompress.recipe import Recipe, parsed, recipe_of
+from vitcompress.verify.quarantine import FAILED
 
 RECIPE = "recipe.toml"
 HEADER = "# The recipe of this run, every setting spelled out."

@@ -31,8 +31,8 @@ from vitcompress.training.data import no_data
 from vitcompress.training.loop import train
 from vitcompress.training.options import TrainOptions, TrainResult
 from vitcompress.training.trainer import TrainingContext, TrainingControls
-from vitcompress.verify_fold import UNFOLDED, UNFOLDED_PLAN
-from vitcompress.verify_slice import keep_given
+from vitcompress.verify.fold import UNFOLDED, UNFOLDED_PLAN
+from vitcompress.verify.slice import keep_given
 from vitcompress.workspace import LEFT_WEIGHTS, Context, check_sealed, seal
 
 # ---------------------------------------------------------------------------------------------------------------- dense

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress import surgery
-from vitcompress.error_bounds import reference
 from vitcompress.families import Space, family_of
 from vitcompress.io.checks import Check, compared, largest_difference, listed
 from vitcompress.io.files import write_text
@@ -20,6 +19,7 @@ from vitcompress.io.tensors import save_tensors
 from vitcompress.models.checkpoint import PLAN, load_model_files, read_plan
 from vitcompress.plan import Plan
 from vitcompress.surgery.masks import channel_gates
+from vitcompress.verify.tolerance import reference
 
 GIVEN, GIVEN_PLAN = "given.safetensors", "given_plan.json"
 STEPS = "state/step-*"

@@ -13,16 +13,17 @@ import onnxruntime as ort
 import torch
 from torch import Tensor, nn
 
-from vitcompress.error_bounds import reference
 from vitcompress.errors import ArtifactError, first_line
 from vitcompress.exporters.onnx import file
 from vitcompress.exporters.precision import HALF
 from vitcompress.exporters.sidecar import mismatches, sidecar_path
 from vitcompress.exporters.uint8 import at_size, deployed, to_bytes
 from vitcompress.families import family_of
-from vitcompress.io.checks import Check, agreement, compared, largest_difference, listed
+from vitcompress.io.checks import Check, compared, largest_difference, listed
 from vitcompress.io.files import decoded
 from vitcompress.models.create import input_config
+from vitcompress.verify.outputs import agreement_check
+from vitcompress.verify.tolerance import reference
 
 BATCHES = (1, 2, 5)
 PART = 16  # images at a time
@@ -59,7 +60,7 @@ def _answer_checks(model: nn.Module, path: Path, images: Tensor, name: str) -> I
         yield compared(f"{name}.batch{batch}", difference, truth.tolerance, detail)
     expected = _in_parts(lambda part: _torch_logits(stored, part), images)
     got = _in_parts(lambda part: _logits(session, part), images)
-    yield agreement(f"{name}.agreement", expected, got, truth.between)
+    yield agreement_check(f"{name}.agreement", expected, got, truth.between)
 
 
 def stored_module(model: nn.Module, known: Mapping[str, Any]) -> nn.Module:

@@ -43,6 +43,26 @@ from vitcompress.models.cost import count_cost
 from vitcompress.models.create import InputConfig
 from vitcompress.training.metrics import wilson
 
+
+def agreement_check(name: str, expected: Tensor, got: Tensor, tolerance: float) -> Check:
+    """Top-1 answers of two sets of logits, (images, classes), that may be apart by `tolerance`.
+
+    An answer may change only where the two best logits are so close that the tolerance explains it; any other change
+    fails. The detail gives the share of changed answers with Wilson's 95 % interval.
+    """
+    best = expected.double().topk(min(2, expected.shape[1])).values
+    changed = expected.argmax(1) != got.argmax(1)
+    unexplained = changed & ((best[:, 0] - best[:, -1]) > 2 * tolerance)
+    if not torch.isfinite(got).all():
+        return Check(name, "failed", float("nan"), 0.0, "answers are not finite")
+    count, total = int(changed.sum()), len(changed)
+    low, high = wilson(count, total)
+    detail = f"{count} of {total} top-1 answers differ (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
+    if count:
+        detail += f", {count - int(unexplained.sum())} of them within rounding"
+    return Check(name, "failed" if unexplained.any() else "passed", float(unexplained.sum()), 0.0, detail)
+
+
 Answers = Callable[[Tensor], Tensor]  # normalised images -> logits
 SHARES = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2}
 PREFIX = "agreement."

@@ -26,7 +26,7 @@ from vitcompress.io.text import sized
 from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan
 from vitcompress.surgery.shapes import PlannedTensor, Shape, planned_tensors
-from vitcompress.verify_onnx import export_settings, stored_module
+from vitcompress.verify.onnx import export_settings, stored_module
 
 CHECK = "weights"
 READABLE = (".onnx", ".xml")  # files whose tensors can be told from their bytes

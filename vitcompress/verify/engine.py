@@ -22,8 +22,8 @@ from vitcompress.io.files import file_sha256
 from vitcompress.io.tensors import load_tensors
 from vitcompress.plan import Plan
 from vitcompress.surgery.shapes import PlannedTensor
-from vitcompress.verify_onnx import onnx_checks, plan_check
-from vitcompress.verify_weights import CHECK, data_of, plan_rows
+from vitcompress.verify.onnx import onnx_checks, plan_check
+from vitcompress.verify.weights import CHECK, data_of, plan_rows
 
 ALIKE = ("precision", "opset")  # what two engines must have in common for their sizes to be compared, and of the build:
 BUILT_ALIKE = ("runtime_version", "sm", "batch", "tf32", "optimization_level", "hardware_compatible")

@@ -13,16 +13,16 @@ from typing import Any
 from torch import Tensor
 
 from vitcompress.errors import ArtifactError, OutputError
-from vitcompress.exporters import agreement
-from vitcompress.exporters.agreement import PREFIX, folder_checks
 from vitcompress.exporters.runtimes import RUNNERS
 from vitcompress.exporters.sidecar import amend_sidecar, exported_files, read_sidecar
 from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, Verification
 from vitcompress.io.files import read_json, write_json
 from vitcompress.io.progress import Progress
-from vitcompress.verify import verify_folder
-from vitcompress.verify_weights import CHECK as WEIGHTS
+from vitcompress.verify import outputs
+from vitcompress.verify.folder import verify_folder
+from vitcompress.verify.outputs import PREFIX, folder_checks
+from vitcompress.verify.weights import CHECK as WEIGHTS
 
 KINDS = (PREFIX, f"{WEIGHTS}.")
 REFUSED = "state/refused.json"  # files that a recipe asks for and that fell short -> why
@@ -50,7 +50,7 @@ def verdict(path: Path, checks: Iterable[Check]) -> str:
         own = check.name.startswith(PREFIX) and not is_about(source_path(path), check.name)
         return own or check.verdict == "failed"
 
-    return agreement.verdict(filter(counts, checks))
+    return outputs.verdict(filter(counts, checks))
 
 
 def record(path: Path, checks: Sequence[Check]) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitcompress.error_bounds import reference
 from vitcompress.errors import ArtifactError, OutputError
 from vitcompress.exporters import sidecar
 from vitcompress.io.checks import LEDGER, Check, Verification, compared, largest_difference, listed
@@ -23,11 +22,12 @@ from vitcompress.models.checkpoint import PLAN, first_mismatch, load_model, read
 from vitcompress.models.create import create_model, input_config
 from vitcompress.models.standard import WEIGHTS as STANDARD
 from vitcompress.plan import Plan
-from vitcompress.verify_engine import engine_checks, engine_weights
-from vitcompress.verify_fold import EXACT_IMAGES, UNFOLDED, answers, folded_checks
-from vitcompress.verify_onnx import file_checks, onnx_checks, plan_check
-from vitcompress.verify_slice import slice_checks
-from vitcompress.verify_weights import readable_files, weight_checks
+from vitcompress.verify.engine import engine_checks, engine_weights
+from vitcompress.verify.fold import EXACT_IMAGES, UNFOLDED, answers, folded_checks
+from vitcompress.verify.onnx import file_checks, onnx_checks, plan_check
+from vitcompress.verify.slice import slice_checks
+from vitcompress.verify.tolerance import reference
+from vitcompress.verify.weights import readable_files, weight_checks
 
 SEEN = "state/verify.safetensors"  # the images that were looked at, and the answers to them
 DENSE = "state/dense"  # where a run keeps the dense model, unless it shares it with others

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress import surgery
-from vitcompress.error_bounds import fold_excess, reference
 from vitcompress.families import family_of
 from vitcompress.families.base import scale_parameter
-from vitcompress.io.checks import Check, agreement, compared, largest_difference
+from vitcompress.io.checks import Check, compared, largest_difference
 from vitcompress.models.checkpoint import load_model_files, read_plan
 from vitcompress.plan import Plan
-from vitcompress.rounding import in_float64, storage_limit
-from vitcompress.verify_slice import given_steps
+from vitcompress.verify.outputs import agreement_check
+from vitcompress.verify.slice import given_steps
+from vitcompress.verify.tolerance import fold_excess, in_float64, reference, storage_limit
 
 UNFOLDED, UNFOLDED_PLAN = "state/unfolded.safetensors", "state/unfolded_plan.json"
 EXACT_IMAGES = 8  # images that are evaluated in float64 too
@@ -44,7 +44,7 @@ def fold_checks(unfolded: nn.Module, folded: nn.Module, names: Iterable[str], im
     detail = "largest difference of the logits, float64" if chains else "nothing was folded"
     checks.append(compared("fold", apart, stored + truth.exact_between, detail))
     expected, got = answers(unfolded, images), answers(folded, images)
-    checks.append(agreement("fold.agreement", expected, got, stored + truth.between))
+    checks.append(agreement_check("fold.agreement", expected, got, stored + truth.between))
     return checks
 
 
