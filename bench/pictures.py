@@ -9,7 +9,7 @@ from vitcompress.bench.plotting import COLOURS, MARKS, new_figure, save
 from vitcompress.bench.structure import LAYERS, WIDTHS, Structure, Width, structure_of
 from vitcompress.errors import ArtifactError
 from vitcompress.methods import METHODS
-from vitcompress.methods.charts import Chart, Line
+from vitcompress.methods.base import Chart, Line
 from vitcompress.models.checkpoint import PLAN, read_plan
 from vitcompress.plan import Plan
 from vitcompress.verify.slice import STEPS

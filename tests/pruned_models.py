@@ -10,8 +10,8 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.families import family_of
 from vitcompress.io.checks import Check
+from vitcompress.methods.depth import depth_plan
 from vitcompress.plan import Plan
-from vitcompress.surgery.depth import depth_plan
 from vitcompress.verify.weights import weight_checks
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vitcompress import budget
-from vitcompress.budget import Counts, Group, Target, Units
 from vitcompress.errors import PlanError
+from vitcompress.methods import budget
+from vitcompress.methods.budget import Counts, Group, Target, Units
 
 
 def drawn(name: str, size: int, scope: str, kind: budget.Kind = "ffn", *, seed: int = 0) -> Group:

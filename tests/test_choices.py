@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from vitcompress.methods import METHODS
-from vitcompress.methods.choice import ARBITRARY, SPREAD
+from vitcompress.methods.base import ARBITRARY, SPREAD
 from vitcompress.pipeline.choices import chosen_by, chosen_on
 from vitcompress.recipe import Recipe, Step, load_recipe
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from vitcompress.methods.depth import depth_plan
 from vitcompress.models.cost import Cost, count_cost
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_plan, apply_to_copy, fold_linears
-from vitcompress.surgery.depth import depth_plan
 
 IMAGENET = (3, 224, 224)
 B, S, T = "deit_base_distilled_patch16_224", "deit_small_distilled_patch16_224", "deit_tiny_distilled_patch16_224"

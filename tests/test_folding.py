@@ -18,8 +18,8 @@ from contracts import (
 from torch import nn
 
 from vitcompress.families import family_of
+from vitcompress.methods.depth import depth_plan
 from vitcompress.surgery import apply_plan, apply_to_copy, fold_linears, product
-from vitcompress.surgery.depth import depth_plan
 
 
 @every_variant

@@ -22,8 +22,8 @@ from torch import nn
 from vitcompress.errors import PlanError
 from vitcompress.families import Site, family_of
 from vitcompress.families.gated_ffn import freeze_gate
+from vitcompress.methods.depth import depth_plan
 from vitcompress.surgery import apply_plan, apply_to_copy
-from vitcompress.surgery.depth import depth_plan
 from vitcompress.surgery.gates import GatedModel
 
 OUTPUT_ACTS = ["none", "gelu"]

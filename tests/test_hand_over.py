@@ -16,6 +16,7 @@ from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import load_tensors, save_tensors
 from vitcompress.io.training_state import load_state
 from vitcompress.methods import METHODS
+from vitcompress.methods.base import LEFT, LEFT_WEIGHTS, seal
 from vitcompress.models.checkpoint import load_model_files
 from vitcompress.pipeline import preflight, stages
 from vitcompress.pipeline.folder import check_folder, opened
@@ -24,7 +25,6 @@ from vitcompress.pipeline.options import RunOptions
 from vitcompress.recipe import load_recipe
 from vitcompress.training import distributed
 from vitcompress.verify.fold import UNFOLDED, UNFOLDED_PLAN
-from vitcompress.workspace import LEFT, LEFT_WEIGHTS, seal
 
 RECIPE = """
 [model]

@@ -7,8 +7,8 @@ import torch
 from contracts import build, contract, images, logits
 
 from vitcompress.errors import PlanError
+from vitcompress.methods.depth import depth_plan
 from vitcompress.surgery import apply_plan
-from vitcompress.surgery.depth import depth_plan
 
 WRONG = {
     "unknown site": ({"removed": {"blocks.9.attn": "drop"}}, "removed.blocks.9.attn: the model has no such"),

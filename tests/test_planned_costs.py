@@ -9,12 +9,12 @@ from contracts import build, contract, every_variant, kept_channels, spaces_of
 from vitcompress import surgery
 from vitcompress.families import family_of
 from vitcompress.methods import METHODS, isomorphic
+from vitcompress.methods.depth import depth_plan
 from vitcompress.models import cost as models_cost
 from vitcompress.models.cost import _counted, count_cost, planned_cost
 from vitcompress.models.create import create_on_meta, input_config
 from vitcompress.pipeline.job import _outline
 from vitcompress.plan import Plan
-from vitcompress.surgery.depth import depth_plan
 
 KINDS = {"qk", "v", "mlp", "residual", "sr"}
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from vitcompress import surgery
 from vitcompress.families import family_of
+from vitcompress.methods.depth import depth_plan
 from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan
-from vitcompress.surgery.depth import depth_plan
 from vitcompress.surgery.shapes import planned_tensors
 from vitcompress.verify.weights import plan_check, plan_rows
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from vitcompress import surgery
 from vitcompress.io.checks import largest_difference
-from vitcompress.surgery.depth import depth_plan
+from vitcompress.methods.depth import depth_plan
 from vitcompress.verify.fold import fold_checks
 from vitcompress.verify.tolerance import arithmetic_limit, factor, reference, storage_limit, unit_roundoff
 

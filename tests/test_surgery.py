@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from vitcompress.families import family_of
 from vitcompress.families.attention_pool import SlicedPool
+from vitcompress.methods.depth import depth_plan
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_plan, apply_to_copy, fold_linears
-from vitcompress.surgery.depth import depth_plan
 from vitcompress.surgery.masks import channel_gates
 
 

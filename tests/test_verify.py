@@ -21,10 +21,10 @@ from vitcompress.io.checks import Check
 from vitcompress.io.files import write_text
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import load_tensors, save_tensors
+from vitcompress.methods.depth import depth_plan
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
-from vitcompress.surgery.depth import depth_plan
 from vitcompress.verify.fold import _layer, fold_checks
 from vitcompress.verify.folder import DENSE, verify_folder
 from vitcompress.verify.tolerance import fold_excess, reference, storage_limit

@@ -10,9 +10,9 @@ from contracts import build, contract, every_variant, images, kept_channels, spa
 
 from vitcompress import surgery
 from vitcompress.io.files import write_text
+from vitcompress.methods.depth import depth_plan
 from vitcompress.models.checkpoint import load_model, load_model_files, write_model
 from vitcompress.plan import Plan
-from vitcompress.surgery.depth import depth_plan
 from vitcompress.verify.folder import verify_folder
 from vitcompress.verify.slice import keep_given, slice_check, slice_checks
 

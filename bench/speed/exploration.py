@@ -11,7 +11,7 @@ from vitcompress.bench import timing
 from vitcompress.bench.opening import synthetic_images
 from vitcompress.bench.speed.parts import Options, line
 from vitcompress.families import family_of
-from vitcompress.methods import sero
+from vitcompress.methods.sero import method as sero
 from vitcompress.methods.sero.exploration import Exploration
 from vitcompress.methods.sero.options import CriterionPass
 from vitcompress.models.create import create_model, input_config

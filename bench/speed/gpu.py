@@ -21,9 +21,9 @@ from vitcompress.exporters.onnx.providers import CUDA, TENSORRT
 from vitcompress.exporters.options import ExportOptions, Precision
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
 from vitcompress.exporters.tensorrt.flavours import capability
+from vitcompress.methods.depth import depth_plan
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
-from vitcompress.surgery.depth import depth_plan
 
 RECIPES = (
     "deit_s_hetdpt",

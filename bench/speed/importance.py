@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitcompress.bench.opening import synthetic_images
 from vitcompress.bench.speed.parts import Options
 from vitcompress.families import family_of
-from vitcompress.methods.upvit.deletion import deletion
-from vitcompress.methods.upvit.fisher import estimates
 from vitcompress.methods.upvit.importance import Component, Importance, components, divergence
+from vitcompress.methods.upvit.proxy import estimates
 from vitcompress.models.create import create_model, input_config
+from vitcompress.surgery.masks_per_group import deletion
 
 FEWER, CHEAPER = 1.9, 100.0  # aims
 ONE_OF = 8  # channels that are scored, the same share of each component, so that ratios are those of all channels

@@ -44,7 +44,7 @@ def planned(name: str, changes: Sequence[str] = ()) -> tuple[nn.Module, Plan]:
     dense = create_model(recipe.model.name, recipe.model.args)
     steps = ((step.method, step.options) for step in recipe.steps)
     base = Plan(recipe.model.name, recipe.model.args)
-    return dense, methods.structure(dense, family_of(dense), base, steps)
+    return dense, methods.structure_of_steps(dense, family_of(dense), base, steps)
 
 
 def structured(name: str, changes: Sequence[str] = ()) -> tuple[nn.Module, nn.Module]:

@@ -18,7 +18,8 @@ from torch import nn
 from vitcompress.bench.speed.parts import Options
 from vitcompress.families import family_of
 from vitcompress.io.progress import Progress
-from vitcompress.methods import upvit
+from vitcompress.methods.base import Context
+from vitcompress.methods.upvit import method as upvit
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
 from vitcompress.recipe import Recipe, load_recipe
@@ -26,7 +27,6 @@ from vitcompress.training.data import Splits, open_data
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loop import train
 from vitcompress.training.trainer import TrainingContext
-from vitcompress.workspace import Context
 
 RECIPE = "digits_up"
 TARGET = {"embed_dim": 32, "num_heads": 2}  # half of every width

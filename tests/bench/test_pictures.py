@@ -10,7 +10,7 @@ from vitcompress.bench.pictures import charts_figure, draw, structure_figure
 from vitcompress.bench.structure import STAND_INS, Layer, Structure, Width, structure_of, widths
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.io.files import write_json, write_text
-from vitcompress.methods.charts import Chart, Line, ranked
+from vitcompress.methods.base import Chart, Line, ranked
 from vitcompress.models.checkpoint import PLAN
 from vitcompress.models.create import create_model
 from vitcompress.plan import GATE_STAND_INS, Plan

@@ -20,9 +20,9 @@ from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.onnx.file import facts
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.io.files import file_sha256
+from vitcompress.methods.depth import depth_plan
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
-from vitcompress.surgery.depth import depth_plan
 from vitcompress.verify.onnx import onnx_checks
 
 CLASSES = ("ant", "bee", "cat", "dog", "eel")

@@ -12,10 +12,11 @@ from typing import Any
 
 from method_world import context, model
 
-from vitcompress.methods import METHODS, hetdpt, isomorphic
+from vitcompress.methods import METHODS, isomorphic
+from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.methods.hetdpt.collection import CollectionOptions
 from vitcompress.methods.hetdpt.search import SearchOptions
-from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions
+from vitcompress.methods.transfer_entropy import EntropyOptions
 from vitcompress.training.distributed import start, stop
 
 LR = 5e-3

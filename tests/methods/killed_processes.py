@@ -23,7 +23,8 @@ from vitcompress.families import family_of
 from vitcompress.io.files import write_text
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
-from vitcompress.methods import sero, upvit
+from vitcompress.methods.sero import method as sero
+from vitcompress.methods.upvit import method as upvit
 from vitcompress.models.create import create_model, input_config
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.distributed import Runtime, start, stop

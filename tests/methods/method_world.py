@@ -11,6 +11,7 @@ from torch import nn
 
 from vitcompress.families import family_of
 from vitcompress.io.progress import Progress
+from vitcompress.methods.base import Clock, Context
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
 from vitcompress.training.data import Splits
@@ -18,7 +19,6 @@ from vitcompress.training.datasets import ArrayImages
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import Images
 from vitcompress.training.options import TrainOptions
-from vitcompress.workspace import Clock, Context
 
 ARCH = "vit_tiny_patch16_224"
 CLASSES = 3

@@ -4,15 +4,7 @@ import pytest
 
 from vitcompress.errors import PlanError
 from vitcompress.io.text import choose
-from vitcompress.methods.hetdpt.accuracy_map import (
-    Row,
-    allocate,
-    choose_degree,
-    feasible_splits,
-    fit,
-    validate,
-    winners,
-)
+from vitcompress.methods.hetdpt.allocation import Row, allocate, choose_degree, feasible_splits, fit, validate, winners
 
 LAYERS = (12, 12)
 LISTING = [

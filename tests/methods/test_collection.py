@@ -13,8 +13,8 @@ from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
 from vitcompress.methods.depth import DepthOptions
 from vitcompress.methods.hetdpt.collection import CollectionOptions, Record, collect, removal_orders, rows
-from vitcompress.methods.hetdpt.fast_training import fast_options
-from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions
+from vitcompress.methods.hetdpt.finetune import fast_options
+from vitcompress.methods.transfer_entropy import EntropyOptions
 from vitcompress.training.augmentation import Augmentation
 from vitcompress.training.options import TrainOptions
 

@@ -11,13 +11,14 @@ from torch.nn import functional
 from vitcompress.bench.pictures import charts_figure
 from vitcompress.bench.plotting import save
 from vitcompress.io.files import read_json
-from vitcompress.methods import METHODS, depth, hetdpt
+from vitcompress.methods import METHODS, depth
+from vitcompress.methods.calibration import training_views
 from vitcompress.methods.depth import DepthOptions
 from vitcompress.methods.hetdpt import diagnostics
+from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.methods.hetdpt.collection import CollectionOptions
 from vitcompress.methods.hetdpt.search import SearchOptions
-from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions
-from vitcompress.methods.images import training_views
+from vitcompress.methods.transfer_entropy import EntropyOptions
 
 BUDGET = DepthOptions(pruned_layers=1)
 FAST = CollectionOptions(epochs=1, images_per_class=8)

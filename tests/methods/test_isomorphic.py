@@ -17,12 +17,12 @@ from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import family_of
 from vitcompress.io.files import read_json
 from vitcompress.methods import METHODS, isomorphic
-from vitcompress.methods.channel_scores import channel_scores, gradients, random_scores
+from vitcompress.methods.depth import depth_plan
 from vitcompress.methods.isomorphic import Alignment, Options
-from vitcompress.methods.widths import groups_of
+from vitcompress.methods.scores import channel_scores, gradients, random_scores
+from vitcompress.methods.width import groups_of
 from vitcompress.models.cost import count_cost
 from vitcompress.plan import Plan
-from vitcompress.surgery.depth import depth_plan
 from vitcompress.training.data import subset
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import evaluate

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from vitcompress.families import family_of
 from vitcompress.methods import isomorphic
-from vitcompress.methods.channel_scores import channel_scores
-from vitcompress.methods.widths import Sizes, groups_of
+from vitcompress.methods.scores import channel_scores
+from vitcompress.methods.width import Sizes, groups_of
 from vitcompress.plan import Plan
 
 ARCH = "deit_tiny_distilled_patch16_224"

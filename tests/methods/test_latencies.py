@@ -11,9 +11,9 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.io.files import read_json
-from vitcompress.methods import isomorphic, widths
+from vitcompress.methods import isomorphic, width
+from vitcompress.methods.base import Clock
 from vitcompress.methods.isomorphic import Alignment, Options
-from vitcompress.workspace import Clock
 
 HALF: dict[str, Any] = {
     "keep_ratio": 0.5,
@@ -101,9 +101,9 @@ def test_kept_latencies_belong_to_the_machine_that_they_were_taken_on(
     sliced for it.
     """
     made, told, sliced = model(4, 32), Told(), list[str]()
-    real = widths._deployed
+    real = width._deployed
     monkeypatch.setattr(
-        widths,
+        width,
         "_deployed",
         lambda model, *about: (sliced.append(next(model.parameters()).device.type), real(model, *about))[1],
     )

@@ -14,10 +14,11 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.io.files import read_json
-from vitcompress.methods import METHODS, baselines, depth, hetdpt, nose
+from vitcompress.methods import METHODS, ablations, depth, nose
+from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.methods.hetdpt.collection import CollectionOptions
 from vitcompress.methods.hetdpt.search import SearchOptions
-from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions
+from vitcompress.methods.transfer_entropy import EntropyOptions
 
 TE = EntropyOptions(images=12, resamples=2)
 STEP_1: dict[str, Any] = {"te": TE, "collection": CollectionOptions(epochs=1, images_per_class=8, interleaved=2)}
@@ -27,11 +28,11 @@ OPTIONS: dict[str, Any] = {
     "hetdpt": hetdpt.Options(pruned_layers=2, search=STEP_2, **STEP_1),
     "nose": nose.Options(pruned_layers=2, te=TE),
     "activation_only": nose.ActivationOptions(pruned_layers=2, te=TE),
-    "te_static": baselines.StaticOptions(pruned_layers=2, te=TE),
+    "te_static": ablations.StaticOptions(pruned_layers=2, te=TE),
     "hetdpt_no_step2": hetdpt.AllocationOptions(pruned_layers=2, **STEP_1),
-    "hetdpt_no_step1": baselines.DirectOptions(pruned_layers=2, search=STEP_2),
-    "random": baselines.RandomOptions(pruned_layers=2),
-    "fixed": baselines.FixedOptions(attention=(0,), activation=(2,)),
+    "hetdpt_no_step1": ablations.DirectOptions(pruned_layers=2, search=STEP_2),
+    "random": ablations.RandomOptions(pruned_layers=2),
+    "fixed": ablations.FixedOptions(attention=(0,), activation=(2,)),
 }
 # Methods that remove no layers, and the tests of their own that hold them to the same.
 ELSEWHERE = {
@@ -185,7 +186,7 @@ def test_hetdpt_keeps_to_its_split_and_its_candidates(tmp_path: Path) -> None:
 
 def test_without_step_2_the_removal_order_decides(tmp_path: Path) -> None:
     made = model(4)
-    baselines.no_step2(made, context(tmp_path, made), hetdpt.AllocationOptions(pruned_layers=3, **STEP_1))
+    ablations.no_step2(made, context(tmp_path, made), hetdpt.AllocationOptions(pruned_layers=3, **STEP_1))
     allocation, choice = read_json(tmp_path / "allocation.json"), read_json(tmp_path / "choice.json")
     for kind, count in zip(("attention", "activation"), allocation["chosen"], strict=True):
         assert choice[kind] == sorted(read_json(tmp_path / f"{kind}_03.json")[kind][:count])
@@ -201,15 +202,15 @@ def test_static_transfer_entropy_takes_the_lowest_of_both_types(tmp_path: Path) 
 
 def test_random_layers_follow_the_seed(tmp_path: Path) -> None:
     made = model(6)
-    options = baselines.RandomOptions(pruned_layers=4, attention=3)
+    options = ablations.RandomOptions(pruned_layers=4, attention=3)
 
     def drawn(seed: int) -> Any:
-        return baselines.random(made, context(tmp_path / str(seed), made, seed=seed), options).removed
+        return ablations.random(made, context(tmp_path / str(seed), made, seed=seed), options).removed
 
     draws = [drawn(seed) for seed in range(5)]
     assert len({tuple(sorted(draw)) for draw in draws}) > 1
     assert all(sum(site.endswith("attn") for site in draw) == 3 for draw in draws)
-    assert baselines.random(made, context(tmp_path / "again", made, seed=2), options).removed == draws[2]
+    assert ablations.random(made, context(tmp_path / "again", made, seed=2), options).removed == draws[2]
 
 
 @pytest.mark.parametrize(
@@ -221,8 +222,8 @@ def test_random_layers_follow_the_seed(tmp_path: Path) -> None:
 )
 def test_first_and_last_layers(pick: Any, removed: set[str], tmp_path: Path) -> None:
     made = model()
-    options = baselines.RandomOptions(pruned_layers=3, pick=pick)
-    assert set(baselines.random(made, context(tmp_path, made), options).removed) == removed
+    options = ablations.RandomOptions(pruned_layers=3, pick=pick)
+    assert set(ablations.random(made, context(tmp_path, made), options).removed) == removed
 
 
 def test_dilution_follows_the_released_schedule() -> None:
@@ -253,7 +254,7 @@ def test_a_second_step_goes_on_where_the_first_ended(tmp_path: Path) -> None:
     """Depth pruning of an already pruned model counts only what is left, in dense numbers."""
     made = model(4)
     about = context(tmp_path, made)
-    first = baselines.fixed(made, about, baselines.FixedOptions(attention=(1,), activation=(1,)))
+    first = ablations.fixed(made, about, ablations.FixedOptions(attention=(1,), activation=(1,)))
     pruned = surgery.apply_to_copy(made, first)
     again = context(tmp_path / "second", pruned, plan=about.plan.then(first))
     second = METHODS["hetdpt"].plan(pruned, again, OPTIONS["hetdpt"])

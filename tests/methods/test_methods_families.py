@@ -14,11 +14,12 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.io.tensors import load_tensors
-from vitcompress.methods import METHODS, depth, hetdpt, nose
-from vitcompress.methods.images import training_views
+from vitcompress.methods import METHODS, depth, nose
+from vitcompress.methods.base import LEFT_WEIGHTS, Context
+from vitcompress.methods.calibration import training_views
+from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
-from vitcompress.workspace import LEFT_WEIGHTS, Context
 
 GREY = {"in_chans": 1, "num_classes": CLASSES}
 ARCHS: dict[str, tuple[str, dict[str, Any]]] = {

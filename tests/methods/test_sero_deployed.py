@@ -13,7 +13,7 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
-from vitcompress.methods import sero
+from vitcompress.methods.sero import method as sero
 from vitcompress.methods.sero.layout import LayoutRules, Live, deployed, padded, padding, project, unit_spaces
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.cost import count_cost

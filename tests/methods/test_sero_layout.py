@@ -12,7 +12,7 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
-from vitcompress.methods import sero
+from vitcompress.methods.sero import method as sero
 from vitcompress.methods.sero.layout import KINDS, LayoutRules, _above_quantile, deployed, padding, project, unit_spaces
 from vitcompress.models.cost import Cost, count_cost
 from vitcompress.plan import Plan

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from vitcompress import surgery
 from vitcompress.methods import depth
+from vitcompress.methods.base import Context
+from vitcompress.methods.calibration import training_part, training_views
 from vitcompress.methods.depth import DepthOptions
-from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions, Measurement, Moments, entropies, greedy, table
-from vitcompress.methods.images import training_part, training_views
+from vitcompress.methods.transfer_entropy import EntropyOptions, Measurement, Moments, entropies, greedy, table
 from vitcompress.surgery.gates import GatedModel
-from vitcompress.workspace import Context
 
 BUDGET = DepthOptions(pruned_layers=2)
 OPTIONS = EntropyOptions(images=30, resamples=8)

@@ -17,9 +17,10 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.io.files import write_json
-from vitcompress.methods import METHODS, upvit
+from vitcompress.methods import METHODS
+from vitcompress.methods.upvit import method as upvit
 from vitcompress.methods.upvit.blocks import candidates, removal, whole_blocks, without
-from vitcompress.methods.upvit.regroup import least_first, regrouped
+from vitcompress.methods.upvit.heads import least_first, regrouped
 from vitcompress.models.standard import standard_model
 from vitcompress.plan import Plan
 from vitcompress.verify.slice import slice_check

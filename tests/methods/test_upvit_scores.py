@@ -14,10 +14,10 @@ from vitcompress import surgery
 from vitcompress.families import family_of
 from vitcompress.families.last_block import answer_block
 from vitcompress.methods.upvit.blocks import candidates, removal, scores, whole_blocks
-from vitcompress.methods.upvit.deletion import deletion
-from vitcompress.methods.upvit.fisher import estimates
 from vitcompress.methods.upvit.importance import Component, Importance, components, divergence
+from vitcompress.methods.upvit.proxy import estimates
 from vitcompress.plan import Plan
+from vitcompress.surgery.masks_per_group import deletion
 from vitcompress.training.distributed import Runtime
 
 VARIANTS = [variant for family, variant in CONTRACTS if family in ("vit", "pvt")]

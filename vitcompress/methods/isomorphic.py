@@ -20,20 +20,16 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le
 from torch import nn
 
-from vitcompress import budget
-from vitcompress.budget import Counts, Group, Solution, Target, Units
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space
 from vitcompress.io.files import read_json
 from vitcompress.io.text import span
-from vitcompress.methods import latencies
-from vitcompress.methods.channel_scores import Criterion, random_scores, scored
-from vitcompress.methods.charts import Chart, ranked
-from vitcompress.methods.choice import MEASURED, Choice
-from vitcompress.methods.stage import Stage
-from vitcompress.methods.widths import ALL, GIGA, MILLION, CandidateClock, Scope, Sizes, groups_of
+from vitcompress.methods import budget, latency
+from vitcompress.methods.base import MEASURED, Chart, Choice, Clock, Context, Method, Stage, ranked
+from vitcompress.methods.budget import Counts, Group, Solution, Target, Units
+from vitcompress.methods.scores import Criterion, random_scores, scored
+from vitcompress.methods.width import ALL, GIGA, MILLION, CandidateClock, Scope, Sizes, groups_of
 from vitcompress.plan import Plan
-from vitcompress.workspace import Clock, Context
 
 Share = Annotated[float, Gt(0), Le(1)]
 Multiple = Annotated[int, Ge(1)]
@@ -100,7 +96,7 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
         scores = scored(model, spaces, context, options.criterion, options.images)
         groups = groups_of(spaces, scores, options.scope)
         sizes = Sizes(model, spaces, groups, context.plan, _clock(context, options))
-        with latencies.unless_refused(context, options.latency_on):
+        with latency.unless_refused(context, options.latency_on):
             counts, met = chosen(groups, options, sizes)
         rows = [
             {"name": g.name, "kind": g.kind, "kept": counts[g.name], "of": g.size, "scores": g.scores.tolist()}
@@ -147,7 +143,7 @@ def _unscored(
     _check(options)
     spaces = family.spaces(model)
     groups = groups_of(spaces, random_scores(spaces, 0), options.scope)
-    timed = None if clock is None else latencies.once(clock, options.latency_on)
+    timed = None if clock is None else latency.once(clock, options.latency_on)
     return groups, Sizes(model, spaces, groups, base, timed)
 
 
@@ -216,7 +212,7 @@ def _clock(context: Context, options: Options) -> CandidateClock | None:
         return None
     if context.latency is None:
         raise PlanError("nothing here can measure a latency", hint="set target to macs or params")
-    return latencies.kept(context, context.latency, options.latency_on)
+    return latency.kept(context, context.latency, options.latency_on)
 
 
 def _sentence(found: Mapping[str, Any]) -> str:
@@ -293,3 +289,19 @@ def rescaled(model: nn.Module, spaces: Sequence[Space], delta: Plan) -> nn.Modul
                 part = copy.get_parameter(axis.tensor).data.narrow(axis.dim, axis.offset, axis.copies * space.size)
                 part.mul_((before / after) ** 0.25)
     return copy
+
+
+ISOMORPHIC = Method(
+    "isomorphic",
+    "widths: residual, FFN, heads and their channels, each kind ranked among its own",
+    options=Options,
+    plan=plan,
+    structure=structure,
+    stages=stages,
+    tables=tables,
+    charts=charts,
+    remarks=remarks,
+    choice=choice,
+    timed=timed,
+    check_reach=check_reach,
+)

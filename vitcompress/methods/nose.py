@@ -18,13 +18,12 @@ from annotated_types import Gt, Le
 from torch import nn
 
 from vitcompress.families import Family
-from vitcompress.methods import depth
+from vitcompress.methods import depth, transfer_entropy
+from vitcompress.methods.base import Context, Method, Stage
 from vitcompress.methods.depth import Bypass, DepthOptions, Kind
-from vitcompress.methods.hetdpt import transfer_entropy
-from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions, Measurement
-from vitcompress.methods.stage import Stage
+from vitcompress.methods.hetdpt import report
+from vitcompress.methods.transfer_entropy import EntropyOptions, Measurement
 from vitcompress.plan import Plan
-from vitcompress.workspace import Context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,3 +95,29 @@ def _greedy(model: nn.Module, context: Context, options: ActivationOptions, kind
     return depth.decided(
         model, context, {kind: [site.index for site in sites if site.name in chosen]}, options, fades=True
     )
+
+
+NOSE = Method(
+    "nose",
+    "attentions only: greedy transfer entropy, faded out while recovering",
+    options=Options,
+    plan=plan,
+    structure=structure,
+    stages=stages,
+    dilute=dilute,
+    tables=report.tables,
+    charts=report.charts,
+)
+
+
+ACTIVATION_ONLY = Method(
+    "activation_only",
+    "activations only: greedy transfer entropy, faded out while recovering",
+    options=ActivationOptions,
+    plan=plan_activations,
+    structure=structure_activations,
+    stages=stages,
+    dilute=dilute,
+    tables=report.tables,
+    charts=report.charts,
+)

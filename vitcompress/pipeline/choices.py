@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from vitcompress.methods import METHODS
-from vitcompress.methods.choice import Choice
+from vitcompress.methods.base import Choice
 from vitcompress.recipe import Recipe
 
 

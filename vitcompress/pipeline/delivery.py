@@ -23,7 +23,7 @@ from vitcompress.exporters.sidecar import read_sidecar, sidecar_path
 from vitcompress.io.checks import LEDGER
 from vitcompress.io.files import read_json, write_json
 from vitcompress.methods import METHODS
-from vitcompress.methods.latencies import elsewhere
+from vitcompress.methods.latency import elsewhere
 from vitcompress.models.checkpoint import PLAN, load_model, load_model_files, read_plan, write_model
 from vitcompress.models.cost import count_cost
 from vitcompress.models.standard import WEIGHTS as STANDARD

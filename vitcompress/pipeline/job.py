@@ -89,7 +89,7 @@ class Job:
             PlanError: a step asks for more than the model has.
         """
         steps = ((step.method, step.options) for step in self.recipe.steps)
-        return tuple(methods.deltas(self.blank, self.family, self.base, steps))
+        return tuple(methods.deltas_of_steps(self.blank, self.family, self.base, steps))
 
     @property
     def structure(self) -> Plan:

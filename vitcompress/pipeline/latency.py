@@ -19,11 +19,11 @@ from vitcompress.exporters.onnx.export import ONNX
 from vitcompress.exporters.precision import HALF, present
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
 from vitcompress.methods import METHODS
+from vitcompress.methods.base import Clock
 from vitcompress.models.checkpoint import PLAN
 from vitcompress.models.create import create_model
 from vitcompress.pipeline.job import Job
 from vitcompress.training import distributed
-from vitcompress.workspace import Clock
 
 # Short: dozens of candidates are measured, and the benchmark at the end measures for longer.
 QUICK = suite.BenchOptions("paper", warmup=10, runs=40)

@@ -12,7 +12,7 @@ from vitcompress.exporters.options import AUTO
 from vitcompress.exporters.precision import expanded
 from vitcompress.io.progress import Progress
 from vitcompress.methods import METHODS
-from vitcompress.methods.steps import RecoverOptions, recovery_settings
+from vitcompress.methods.auxiliary import RecoverOptions, recovery_settings
 from vitcompress.models.checkpoint import PLAN
 from vitcompress.models.create import create_model
 from vitcompress.pipeline.folder import check_disk, check_writable

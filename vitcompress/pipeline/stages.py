@@ -16,7 +16,7 @@ from vitcompress import surgery
 from vitcompress.io.files import write_json, write_text
 from vitcompress.io.tensors import save_tensors
 from vitcompress.methods import METHODS
-from vitcompress.methods.choice import PUBLISHED
+from vitcompress.methods.base import LEFT_WEIGHTS, PUBLISHED, Context, check_sealed, seal
 from vitcompress.models.checkpoint import PLAN, load_for, load_model, load_strictly, write_model
 from vitcompress.models.create import create_model, randomize_constants
 from vitcompress.pipeline.dense import record_settings
@@ -33,7 +33,6 @@ from vitcompress.training.options import TrainOptions, TrainResult
 from vitcompress.training.trainer import TrainingContext, TrainingControls
 from vitcompress.verify.fold import UNFOLDED, UNFOLDED_PLAN
 from vitcompress.verify.slice import keep_given
-from vitcompress.workspace import LEFT_WEIGHTS, Context, check_sealed, seal
 
 # ---------------------------------------------------------------------------------------------------------------- dense
 

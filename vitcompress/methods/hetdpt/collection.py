@@ -21,13 +21,13 @@ from annotated_types import Ge
 from torch import nn
 
 from vitcompress.families import Site
+from vitcompress.methods import transfer_entropy
+from vitcompress.methods.base import Context
+from vitcompress.methods.calibration import accuracy
 from vitcompress.methods.depth import KINDS, DepthOptions, Kind, gated, layers, pruned
-from vitcompress.methods.hetdpt import transfer_entropy
-from vitcompress.methods.hetdpt.accuracy_map import Row
-from vitcompress.methods.hetdpt.fast_training import FastTraining, fine_tune
-from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions, Measurement
-from vitcompress.methods.images import accuracy
-from vitcompress.workspace import Context
+from vitcompress.methods.hetdpt.allocation import Row
+from vitcompress.methods.hetdpt.finetune import FastTraining, fine_tune
+from vitcompress.methods.transfer_entropy import EntropyOptions, Measurement
 
 
 @dataclass(frozen=True, kw_only=True)

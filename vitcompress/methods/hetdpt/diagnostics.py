@@ -17,11 +17,11 @@ from torch import nn
 from torch.nn import functional
 
 from vitcompress.families import Site
+from vitcompress.methods.base import Context
+from vitcompress.methods.calibration import accuracy, training_views
 from vitcompress.methods.depth import KINDS, DepthOptions, all_layers, gated, pruned
 from vitcompress.methods.hetdpt.collection import CollectionOptions
-from vitcompress.methods.hetdpt.fast_training import fine_tune
-from vitcompress.methods.images import accuracy, training_views
-from vitcompress.workspace import Context
+from vitcompress.methods.hetdpt.finetune import fine_tune
 
 Record = dict[str, Any]
 

@@ -24,13 +24,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vitcompress.families import Site
 from vitcompress.io.files import read_json, write_json
+from vitcompress.methods.base import Context
+from vitcompress.methods.calibration import training_part
 from vitcompress.methods.depth import KINDS, DepthOptions, Kind, all_layers, gated, in_forward_order, kind_of
-from vitcompress.methods.hetdpt.fast_training import FastTraining, fast_options
-from vitcompress.methods.images import training_part
+from vitcompress.methods.hetdpt.finetune import FastTraining, fast_options
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.options import TrainOptions
 from vitcompress.training.trainer import TrainingControls
-from vitcompress.workspace import Context
 
 
 @dataclass(frozen=True, kw_only=True)

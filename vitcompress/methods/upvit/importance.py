@@ -22,9 +22,9 @@ from vitcompress.families import Family, Space
 from vitcompress.families.base import scale_parameter
 from vitcompress.families.edited_block import branches_of, has_output_act
 from vitcompress.families.last_block import answer_block
-from vitcompress.methods.upvit.deletion import deletion, gated_modules
 from vitcompress.plan import enclosing
 from vitcompress.surgery import replace_module
+from vitcompress.surgery.masks_per_group import deletion, gated_modules
 from vitcompress.training.loaders import EvalLoader
 
 

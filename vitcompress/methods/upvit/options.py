@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from vitcompress.methods.upvit.regroup import Strategy
+from vitcompress.methods.upvit.heads import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)

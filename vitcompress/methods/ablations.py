@@ -18,16 +18,15 @@ from torch import nn
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site
-from vitcompress.methods import depth, hetdpt
-from vitcompress.methods.choice import Choice
+from vitcompress.methods import depth, transfer_entropy
+from vitcompress.methods.base import TRAINED, Choice, Context, Method, Stage
 from vitcompress.methods.depth import KINDS, Bypass, DepthOptions, GatedFfn, Kind, OutputAct
-from vitcompress.methods.hetdpt import collection, search, transfer_entropy
+from vitcompress.methods.hetdpt import collection, report, search
+from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.methods.hetdpt.search import SearchOptions
-from vitcompress.methods.hetdpt.transfer_entropy import EntropyOptions, Measurement
-from vitcompress.methods.stage import Stage
+from vitcompress.methods.transfer_entropy import EntropyOptions, Measurement
 from vitcompress.plan import Plan
 from vitcompress.training.distributed import derived_seed
-from vitcompress.workspace import Context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,3 +207,65 @@ def _room(found: Mapping[Kind, Sequence[Site]], options: RandomOptions) -> dict[
 
 def _by_kind(sites: Sequence[Site], names: set[str]) -> dict[Kind, list[int]]:
     return {kind: [site.index for site in sites if site.kind == kind and site.name in names] for kind in KINDS}
+
+
+TE_STATIC = Method(
+    "te_static",
+    "attentions and activations with the lowest transfer entropy, measured once",
+    options=StaticOptions,
+    plan=te_static,
+    structure=structure,
+    stages=stages_te_static,
+    tables=report.tables,
+    charts=report.charts,
+)
+
+
+HETDPT_NO_STEP2 = Method(
+    "hetdpt_no_step2",
+    "HetDPT's split of the budget, layers in the order that collection removed them",
+    options=hetdpt.AllocationOptions,
+    plan=no_step2,
+    structure=structure_no_step2,
+    stages=hetdpt.allocation_stages,
+    choice=lambda options: TRAINED,
+    tables=report.tables,
+    charts=report.charts,
+)
+
+
+HETDPT_NO_STEP1 = Method(
+    "hetdpt_no_step1",
+    "learnable importance of both types pooled, without a split of the budget",
+    options=DirectOptions,
+    plan=no_step1,
+    structure=structure,
+    stages=stages_no_step1,
+    choice=lambda options: TRAINED,
+    tables=report.tables,
+    charts=report.charts,
+)
+
+
+RANDOM = Method(
+    "random",
+    "layers drawn by the seed, or the first or last ones",
+    options=RandomOptions,
+    plan=random,
+    structure=structure_random,
+    choice=choice_random,
+    tables=report.tables,
+    charts=report.charts,
+)
+
+
+FIXED = Method(
+    "fixed",
+    "the layers that the recipe names",
+    options=FixedOptions,
+    plan=fixed,
+    structure=structure_fixed,
+    choice=lambda options: Choice("the recipe"),
+    tables=report.tables,
+    charts=report.charts,
+)

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitcompress.io.files import read_json
-from vitcompress.methods.charts import Chart, Line, ranked
-from vitcompress.methods.upvit.regroup import least_first
-from vitcompress.methods.upvit.scoring import too_few
+from vitcompress.methods.base import Chart, Line, ranked
+from vitcompress.methods.upvit.heads import least_first
+from vitcompress.methods.upvit.ranking import too_few
 
 
 class Scored(NamedTuple):

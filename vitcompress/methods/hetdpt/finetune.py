@@ -6,9 +6,9 @@ from typing import Annotated
 from annotated_types import Ge, Gt
 from torch import nn
 
-from vitcompress.methods.images import training_part
+from vitcompress.methods.base import Context
+from vitcompress.methods.calibration import training_part
 from vitcompress.training.options import TrainOptions
-from vitcompress.workspace import Context
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from vitcompress.io.files import read_json
-from vitcompress.methods.charts import Chart, Line, ranked
+from vitcompress.methods.base import Chart, Line, ranked
 from vitcompress.methods.sero.exploration import Exploration
 from vitcompress.methods.sero.layout import KINDS
 from vitcompress.plan import Plan

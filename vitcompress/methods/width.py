@@ -12,10 +12,11 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from vitcompress import budget, surgery
-from vitcompress.budget import Counts, Group
+from vitcompress import surgery
 from vitcompress.families import Space
-from vitcompress.methods.channel_scores import Scores
+from vitcompress.methods import budget
+from vitcompress.methods.budget import Counts, Group
+from vitcompress.methods.scores import Scores
 from vitcompress.models.cost import Cost, count_cost, planned_cost
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan

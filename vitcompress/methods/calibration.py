@@ -2,10 +2,10 @@
 
 from torch import nn
 
+from vitcompress.methods.base import Context
 from vitcompress.training.data import subset
 from vitcompress.training.loaders import EvalLoader, Images
 from vitcompress.training.metrics import evaluate
-from vitcompress.workspace import Context
 
 
 def accuracy(model: nn.Module, context: Context) -> float:

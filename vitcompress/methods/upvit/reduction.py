@@ -8,9 +8,9 @@ from torch import nn
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space
 from vitcompress.methods.upvit.blocks import Block, whole_blocks
+from vitcompress.methods.upvit.heads import check
 from vitcompress.methods.upvit.importance import Component, components
 from vitcompress.methods.upvit.options import Options
-from vitcompress.methods.upvit.regroup import check
 from vitcompress.methods.upvit.target import Target, check_target, depths, target
 from vitcompress.plan import Plan, lies_in
 

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from vitcompress.methods.upvit.deletion import deletion
 from vitcompress.methods.upvit.importance import Component
+from vitcompress.surgery.masks_per_group import deletion
 from vitcompress.training.loaders import EvalLoader
 
 ROUNDS = 8  # of the iteration that finds the v_i

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress.io.files import read_json
-from vitcompress.methods.charts import Chart, Line
+from vitcompress.methods.base import Chart, Line
 
 Table = dict[str, Any]
 CHAINS = ("dense", "attention_*", "activation_*", "interleaved_*")

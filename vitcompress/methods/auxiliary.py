@@ -15,12 +15,11 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.families import Family
 from vitcompress.io.files import read_json
-from vitcompress.methods.stage import Stage
+from vitcompress.methods.base import Context, Method, Stage
 from vitcompress.plan import Plan
 from vitcompress.training.augmentation import Augmentation
 from vitcompress.training.options import TrainOptions
 from vitcompress.training.trainer import TrainingControls
-from vitcompress.workspace import Context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,3 +107,25 @@ def tables_fold(folder: Path) -> list[dict[str, Any]]:
 def _nothing(plan: Plan) -> Plan:
     """A step that changes nothing, for the model of `plan`."""
     return Plan(plan.arch, plan.arch_args)
+
+
+RECOVER = Method(
+    "recover",
+    "train the model as it is, between two steps",
+    options=RecoverOptions,
+    plan=recover,
+    structure=structure_recover,
+    stages=stages_recover,
+    choice=lambda options: None,
+)
+
+
+FOLD = Method(
+    "fold",
+    "multiply out what has become linear, so that the next step prunes the product",
+    options=FoldOptions,
+    plan=fold,
+    structure=structure_fold,
+    tables=tables_fold,
+    choice=lambda options: None,
+)

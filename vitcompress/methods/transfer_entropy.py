@@ -23,11 +23,11 @@ from annotated_types import Ge
 from torch import Tensor, nn
 
 from vitcompress.families.base import Site
-from vitcompress.methods.images import training_views
+from vitcompress.methods.base import Context
+from vitcompress.methods.calibration import training_views
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.distributed import Runtime, derived_seed
 from vitcompress.training.loaders import EvalLoader
-from vitcompress.workspace import Context
 
 SMALLEST_DEVIATION = 1e-12
 

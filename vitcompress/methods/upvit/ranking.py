@@ -6,17 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitcompress.methods.channel_scores import channel_scores, random_scores
-from vitcompress.methods.images import training_views
+from vitcompress.methods.base import Context
+from vitcompress.methods.calibration import training_views
+from vitcompress.methods.scores import channel_scores, random_scores
 from vitcompress.methods.upvit.blocks import Candidate, candidates, removal, scores, without
-from vitcompress.methods.upvit.fisher import estimates
-from vitcompress.methods.upvit.goal import Goal
+from vitcompress.methods.upvit.heads import least_first
 from vitcompress.methods.upvit.importance import Component, Importance
 from vitcompress.methods.upvit.options import Options
-from vitcompress.methods.upvit.regroup import least_first
+from vitcompress.methods.upvit.proxy import estimates
+from vitcompress.methods.upvit.reduction import Goal
 from vitcompress.plan import Plan
 from vitcompress.training.loaders import EvalLoader
-from vitcompress.workspace import Context
 
 PROXY_BATCH = 64  # images whose answers are compared together
 FEW_IMAGES = 1000

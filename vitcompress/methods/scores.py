@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from vitcompress.errors import VitcompressError
 from vitcompress.families import Axis, Space
-from vitcompress.methods.images import training_views
-from vitcompress.workspace import Context
+from vitcompress.methods.base import Context
+from vitcompress.methods.calibration import training_views
 
 Criterion = Literal["taylor", "magnitude", "gradient", "random"]
 Scores = dict[str, Tensor]

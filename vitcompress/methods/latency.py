@@ -17,9 +17,9 @@ from torch import nn
 from vitcompress.errors import PlanError
 from vitcompress.io.files import read_json
 from vitcompress.io.text import differences
-from vitcompress.methods.widths import CandidateClock, LazyModel
+from vitcompress.methods.base import Clock, Context
+from vitcompress.methods.width import CandidateClock, LazyModel
 from vitcompress.plan import Plan
-from vitcompress.workspace import Clock, Context
 
 
 def kept(context: Context, measure: Clock, runtime: str) -> CandidateClock:
