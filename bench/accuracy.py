@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitcompress.bench import recorded_speeds
-from vitcompress.bench.preparation import Preparation, prepared, takes_plain_bytes
+from vitcompress.bench.preprocessing import Preparation, prepared, takes_plain_bytes
+from vitcompress.bench.report import recorded
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.exporters.sidecar import class_names
@@ -19,7 +19,7 @@ from vitcompress.exporters.torch_runner import TIMM
 from vitcompress.exporters.uint8 import to_bytes
 from vitcompress.io.progress import Progress
 from vitcompress.models.checkpoint import PLAN
-from vitcompress.recipe import load_recipe
+from vitcompress.recipe.load import load_recipe
 from vitcompress.training.data import DataOptions, open_test
 from vitcompress.training.datasets import few
 from vitcompress.training.distributed import Runtime
@@ -58,7 +58,7 @@ def run(
         InputError: no data is named and no run folder says which it was.
     """
     options, progress = options or EvaluateOptions(), progress or Progress()
-    given = recorded_speeds.benches(options.bench) if options.bench else []
+    given = recorded.benches(options.bench) if options.bench else []
     _check_there(artifacts)
     benches = [[*_measured_with(artifact), *given] for artifact in artifacts]
     classes, images = open_test(data_of(artifacts, options))
@@ -174,17 +174,17 @@ def _renamed(artifact: Path, classes: Sequence[str]) -> str:
 
 def _about(runner: Runner) -> dict[str, Any]:
     known = runner.describe()
-    return {key: known.get(key) for key in ("sha256", *recorded_speeds.SAME)}
+    return {key: known.get(key) for key in ("sha256", *recorded.SAME)}
 
 
 def _measured_with(artifact: str) -> list[dict[str, Any]]:
     """What the run measured that the artifact comes from; in other folders a file of this name may be anything."""
     folder = Path(artifact) if Path(artifact).is_dir() else Path(artifact).parent
-    path = folder / recorded_speeds.BENCH
-    return recorded_speeds.benches(path) if path.is_file() and (folder / PLAN).is_file() else []
+    path = folder / recorded.BENCH
+    return recorded.benches(path) if path.is_file() and (folder / PLAN).is_file() else []
 
 
 def _speed(row: dict[str, Any], measured: list[dict[str, Any]]) -> dict[str, Any] | None:
     """How fast the artifact of a row was, by measurements of the same file in the same way."""
     how = {key: row[key] for key in ("runtime", "device", "precision")}
-    return recorded_speeds.speed(measured, row["sha256"], **how)
+    return recorded.speed(measured, row["sha256"], **how)

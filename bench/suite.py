@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vitcompress.bench import conditions, peak_memory, timing
-from vitcompress.bench.opening import named, open_all, synthetic_images
+from vitcompress.bench import environment, timing
+from vitcompress.bench.artifacts import named, open_all, synthetic_images
+from vitcompress.bench.memory import memory_of
 from vitcompress.errors import InputError
 from vitcompress.exporters.runner import TimedCall
 from vitcompress.exporters.runtimes import Runner, RunnerOptions
@@ -115,7 +116,7 @@ def _with_memory(row: dict[str, Any], artifact: str, variant: str | None, option
     """The row of an artifact on the CPU, with what it takes there; any other row as it is."""
     if not str(row["device"]).startswith("cpu"):
         return row
-    return {**row, "memory": {**row["memory"], **peak_memory.memory_of(artifact, variant, options, row["batch"])}}
+    return {**row, "memory": {**row["memory"], **memory_of(artifact, variant, options, row["batch"])}}
 
 
 def _ranged(options: BenchOptions, protocols: Sequence[timing.Protocol]) -> RunnerOptions:
@@ -146,14 +147,14 @@ def _at_batch(
     runners: Sequence[Runner], options: BenchOptions, protocol: timing.Protocol, progress: Progress | None
 ) -> Bench:
     targets = [_target(runner, protocol.batch, options.seed) for runner in runners]
-    with conditions.watched([runner.describe() for runner in runners]) as watch:
+    with environment.watched([runner.describe() for runner in runners]) as watch:
         samples = timing.measure(targets, protocol, progress, watch.joules)
     rows = tuple(_row(*one, protocol, options, watch) for one in zip(runners, samples, targets, strict=True))
     ratios = [asdict(timing.ratio(samples[0], later)) for later in samples[1:]]
-    about = {**conditions.facts(), "conditions": watch.found}
-    disturbed = tuple(conditions.disturbances(watch.found))
-    warned = (*conditions.unlike(rows), *conditions.crowded(rows), *conditions.warnings(samples, rows))
-    said = tuple(conditions.left_out(protocol, rows))
+    about = {**environment.facts(), "conditions": watch.found}
+    disturbed = tuple(environment.disturbances(watch.found))
+    warned = (*environment.unlike(rows), *environment.crowded(rows), *environment.warnings(samples, rows))
+    said = tuple(environment.left_out(protocol, rows))
     return Bench(rows, _plain(ratios, protocol.batch), about, (*warned, *disturbed), None, said, disturbed)
 
 
@@ -178,7 +179,7 @@ def _row(
     target: timing.Target,
     protocol: timing.Protocol,
     options: BenchOptions,
-    watch: conditions.Watched,
+    watch: environment.Watched,
 ) -> dict[str, Any]:
     """One bench row: what was measured, how, and every sample."""
     known = runner.describe()
@@ -187,7 +188,7 @@ def _row(
         "protocol": protocol.id,
         "batch": samples.batch,
         "input_size": list(runner.input_size),
-        "input": conditions.input_in_words(known),
+        "input": environment.input_in_words(known),
         "caches": "warm: input and weights are used again by every run",
         "warmup": samples.warmup_runs,
         "warmup_seconds": samples.warmup_seconds,
@@ -201,7 +202,7 @@ def _row(
         "images_per_joule": samples.images_per_joule,
         "joules": samples.joules,
         "energy_of": watch.energy_of,
-        "memory": conditions.memory(known, target),
+        "memory": environment.memory(known, target),
         "samples_ms": [list(map(float, block)) for block in samples.blocks_ms],
         "block_wall_ms": samples.wall_ms,
     }

@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from command_line import begin, images, refused, run_folder
 from whole_runs import ARCH
 
-from vitcompress import cli, console
+from vitcompress import cli
+from vitcompress.cli.output import progress
 from vitcompress.models.checkpoint import load_model
 from vitcompress.plan import Plan
 
@@ -97,15 +98,15 @@ def test_a_folder_that_is_no_run_folder() -> None:
 
 def test_ctrl_c_at_each_stage_and_the_same_command_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    announce = console.ConsoleProgress.stage
+    announce = progress.ConsoleProgress.stage
 
-    def stage(self: console.ConsoleProgress, title: str) -> None:
+    def stage(self: progress.ConsoleProgress, title: str) -> None:
         announce(self, title)
         if title not in seen:
             seen.append(title)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(console.ConsoleProgress, "stage", stage)
+    monkeypatch.setattr(progress.ConsoleProgress, "stage", stage)
     for _ in range(40):
         result = CliRunner().invoke(cli.main, ["recipe", "small.toml", "--out", "run"])
         if result.exit_code != 130:

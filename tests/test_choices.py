@@ -7,8 +7,9 @@ import pytest
 
 from vitcompress.methods import METHODS
 from vitcompress.methods.base import ARBITRARY, SPREAD
-from vitcompress.pipeline.choices import chosen_by, chosen_on
-from vitcompress.recipe import Recipe, Step, load_recipe
+from vitcompress.pipeline.report import chosen_by, chosen_on
+from vitcompress.recipe.load import load_recipe
+from vitcompress.recipe.schema import Recipe, Step
 
 DIGITS = "vit_tiny_patch16_224"
 THEN = "what follows starts from the weights trained so"

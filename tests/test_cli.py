@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from vitcompress import cli, recipes
-from vitcompress.cli import options, shared
+from vitcompress.cli import common, options
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "timm", "numpy", "onnx", "onnxruntime", "pydantic", "PIL")
@@ -166,7 +166,7 @@ def test_wrong_input_with_json_is_json_alone(
 
 def add_command(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -> None:
     """A command that does what a test needs, among the others for as long as the test runs."""
-    command = click.Command("act", callback=shared.common(lambda as_json, debug: behaviour()))
+    command = click.Command("act", callback=common.common(lambda as_json, debug: behaviour()))
     command.params = getattr(command.callback, "__click_params__", [])
     monkeypatch.setitem(cli.main.commands, "act", command)
 
@@ -230,7 +230,7 @@ def test_what_libraries_log_is_kept_back_while_a_command_works_and_not_later(cap
     log = logging.getLogger("some.library")
     for debug, told in ((False, []), (True, ["meanwhile"])):
         caplog.clear()
-        with shared.working(debug):
+        with common.working(debug):
             log.warning("meanwhile")
         assert caplog.messages == told
         log.warning("later")
@@ -249,7 +249,7 @@ def test_only_the_first_process_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_libraries_print_stays_out_of_the_results(capsys: pytest.CaptureFixture[str]) -> None:
-    with shared.working(debug=False) as progress:
+    with common.working(debug=False) as progress:
         print("library chatter")  # noqa: T201
         progress.note("ours")
     out, err = capsys.readouterr()
@@ -284,7 +284,7 @@ def test_ctrl_c_is_heard_even_where_python_ignores_exceptions() -> None:
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt), shared.repeated_interrupts():
+    with pytest.raises(KeyboardInterrupt), common.repeated_interrupts():
         Graph()
         for _ in range(1000):
             time.sleep(0.01)

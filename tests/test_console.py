@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from vitcompress import console
+from vitcompress.cli.output import tables
+from vitcompress.cli.output.progress import ConsoleProgress
+from vitcompress.cli.output.terminal import error_as_data, print_error, print_json, print_table
 from vitcompress.errors import CheckFailedError, InputError, RecipeError, VitcompressError
 
 
@@ -24,7 +26,7 @@ def panels(text: str) -> int:
 
 
 def test_an_error_is_one_panel_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    console.print_error(InputError("step[0].lr [bold]is[/bold] wrong: [/]", hint="try [0.1, 0.2]"))
+    print_error(InputError("step[0].lr [bold]is[/bold] wrong: [/]", hint="try [0.1, 0.2]"))
     out, err = capsys.readouterr()
     assert out == "" and panels(err) == 1
     assert "step[0].lr [bold]is[/bold] wrong: [/]" in err and "try [0.1, 0.2]" in err and "cannot be used" in err
@@ -41,30 +43,30 @@ def test_an_error_is_one_panel_on_standard_error(capsys: pytest.CaptureFixture[s
 def test_the_panel_says_what_kind_of_error(
     error: VitcompressError, title: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    console.print_error(error)
+    print_error(error)
     assert title in capsys.readouterr().err
 
 
 def test_an_error_as_data_keeps_the_problems_apart() -> None:
-    data = console.error_as_data(RecipeError("my.toml", ["a   unknown key", "b   is missing"], hint="look"))
+    data = error_as_data(RecipeError("my.toml", ["a   unknown key", "b   is missing"], hint="look"))
     assert data["problems"] == ["a   unknown key", "b   is missing"] and data["hint"] == "look"
     assert "2 problems" in data["error"] and data["kind"] == "RecipeError"
 
 
 def test_json_is_all_there_is_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    console.print_json({"a": [1, 2.5], "b": None})
+    print_json({"a": [1, 2.5], "b": None})
     out, err = capsys.readouterr()
     assert json.loads(out) == {"a": [1, 2.5], "b": None} and err == ""
 
 
 def test_a_table_keeps_brackets_and_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
-    console.print_table("before and after", ["figure", "dense"], [["top-1 [%]", 97.5], ["file", None]])
+    print_table("before and after", ["figure", "dense"], [["top-1 [%]", 97.5], ["file", None]])
     out, err = capsys.readouterr()
     assert "top-1 [%]" in out and "97.5" in out and "before and after" in out and "None" not in out and err == ""
 
 
 def test_checks_show_verdict_value_and_the_command_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    console.print_checks(
+    tables.print_checks(
         [
             {"name": "fold", "verdict": "passed", "value": 1.23456e-7, "tolerance": 1e-5, "detail": ""},
             {"name": "trt", "verdict": "not_run", "value": None, "tolerance": None, "command": "vitcompress verify X"},
@@ -75,7 +77,7 @@ def test_checks_show_verdict_value_and_the_command_that_is_missing(capsys: pytes
 
 
 def test_progress_in_a_pipe_is_lines_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with console.ConsoleProgress() as progress:
+    with ConsoleProgress() as progress:
         progress.stage("Train [dense]")
         progress.update("epochs", 1, 2, "loss 1.0")
         progress.update("epochs", 2, 2, "loss 0.5")
@@ -92,7 +94,7 @@ def test_progress_in_a_pipe_is_lines_on_standard_error(capsys: pytest.CaptureFix
 def test_progress_in_a_terminal_draws_a_bar_and_leaves_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with console.ConsoleProgress() as progress:
+    with ConsoleProgress() as progress:
         progress.stage("Train")
         progress.update("epochs", 1, 2, "loss [1.0]")
         progress.update("epochs", 2, 2, "loss [0.5]")
@@ -103,7 +105,7 @@ def test_progress_in_a_terminal_draws_a_bar_and_leaves_its_result(monkeypatch: p
 def test_a_new_stage_takes_away_unfinished_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with console.ConsoleProgress() as progress:
+    with ConsoleProgress() as progress:
         progress.update("first", 1, 9)
         progress.stage("Next")
         progress.update("second", 1, 9)
@@ -122,7 +124,7 @@ def test_an_outlook_names_what_is_missing(capsys: pytest.CaptureFixture[str]) ->
         "missing": ["data: no folder [x]"],
         "notes": ["weights [hub]: fetched"],
     }
-    console.print_outlook(outlook)
+    tables.print_outlook(outlook)
     out = capsys.readouterr().out
     assert (
         "87,338,192" in out
@@ -133,7 +135,7 @@ def test_an_outlook_names_what_is_missing(capsys: pytest.CaptureFixture[str]) ->
         and "data: no folder [x]" in out
         and "note: weights [hub]: fetched" in out
     )
-    console.print_outlook({**outlook, "missing": []})
+    tables.print_outlook({**outlook, "missing": []})
     assert "nothing is missing" in capsys.readouterr().out
 
 
@@ -144,7 +146,7 @@ def test_what_all_rows_share_leaves_a_table_that_is_too_wide(width: int, monkeyp
     monkeypatch.setenv("COLUMNS", str(width))
     columns = ["artifact", "runtime", "precision", "protocol", "images/s"]
     same = ["onnxruntime cpu", "fp32", "robust-10/100/256"]
-    console.print_table("", columns, [["dense.onnx", *same, "1,084"], ["model.onnx", *same, "2,211"]])
+    print_table("", columns, [["dense.onnx", *same, "1,084"], ["model.onnx", *same, "2,211"]])
     drawn = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
     told = "all: runtime onnxruntime cpu, precision fp32, protocol robust-10/100/256"
     assert (told in drawn) == (width == 60)
@@ -169,28 +171,28 @@ EXPORT: dict[str, Any] = {
 
 
 def test_an_export_says_what_images_it_takes_and_where(capsys: pytest.CaptureFixture[str]) -> None:
-    console.print_export(EXPORT)
+    tables.print_export(EXPORT)
     assert "takes float32 images, NCHW: batch x 3 x 224 x 160\n" in capsys.readouterr().out
     bytes_in = {**EXPORT["metadata"], "input": '"uint8"', "layout": '"NHWC"'}
-    console.print_export({**EXPORT, "metadata": bytes_in, "build": {"batch": [1, 8, 64], "sm": [89, 120]}})
+    tables.print_export({**EXPORT, "metadata": bytes_in, "build": {"batch": [1, 8, 64], "sm": [89, 120]}})
     told = "takes uint8 images, NHWC: 1 to 64 (best 8) x 224 x 160 x 3; for compute capability 8.9, 12.0"
     assert told in capsys.readouterr().out
 
 
 def test_what_a_build_warned_of_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    console.print_export({**EXPORT, "build": {"warnings": ["2 attentions are not fused"]}})
+    tables.print_export({**EXPORT, "build": {"warnings": ["2 attentions are not fused"]}})
     assert "note: 2 attentions are not fused\n" in capsys.readouterr().err
 
 
 def test_what_an_engine_tells_of_its_layers_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     truth = {"name": "engine.precision", "verdict": "passed", "value": 1.0, "tolerance": 0.9, "detail": "12 of 12"}
-    console.print_export({**EXPORT, "build": {"truth": [truth]}})
+    tables.print_export({**EXPORT, "build": {"truth": [truth]}})
     assert re.search(r"engine\.precision +│ passed .* 12 of 12", capsys.readouterr().out)
 
 
 def test_a_command_for_the_target_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     check = {"name": "agreement", "verdict": "not_run", "detail": "no GPU; run it on the target", "command": "verify x"}
-    console.print_checks([check, {**check, "detail": "of another version"}])
+    tables.print_checks([check, {**check, "detail": "of another version"}])
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "run it on the target: verify x" in said and "of another version; on the target: verify x" in said
 
@@ -198,6 +200,6 @@ def test_a_command_for_the_target_is_told_once(capsys: pytest.CaptureFixture[str
 def test_long_words_in_checks_are_folded_and_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
     path = "/runs/" + "x" * 200 + "/model.engine"
     check = {"name": "agreement", "verdict": "not_run", "value": None, "tolerance": None, "detail": path}
-    console.print_checks([check])
+    tables.print_checks([check])
     out = capsys.readouterr().out
     assert "…" not in out and out.count("x") == 200

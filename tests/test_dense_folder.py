@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from vitcompress.models.checkpoint import PLAN
-from vitcompress.pipeline.dense import SETTINGS, dense_folder, record_settings
-from vitcompress.recipe import Recipe, dense_key, load_recipe
+from vitcompress.pipeline.dense_folder import SETTINGS, dense_folder, record_settings
+from vitcompress.recipe.load import dense_key, load_recipe
+from vitcompress.recipe.schema import Recipe
 
 
 @pytest.fixture

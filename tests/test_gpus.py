@@ -7,9 +7,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from vitcompress.bench import conditions, machine
+from vitcompress.bench import environment, machine
 from vitcompress.cli import main
-from vitcompress.cli.shared import _surprise
+from vitcompress.cli.common import _surprise
 from vitcompress.errors import DeviceError
 from vitcompress.exporters.doctor import torch_problem
 from vitcompress.exporters.onnx import providers
@@ -44,7 +44,7 @@ def old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_none_is_counted_and_the_reason_is_told(old_driver: None) -> None:
     assert hardware.count() == 0 and hardware.problem() == OLD_DRIVER
     assert capability() is None
-    assert machine.facts()["gpus"] == [] and conditions.facts()["gpu_settings"] == []
+    assert machine.facts()["gpus"] == [] and environment.facts()["gpu_settings"] == []
 
 
 def test_where_there_is_no_gpu_nothing_is_wrong_with_one() -> None:

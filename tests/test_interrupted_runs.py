@@ -14,11 +14,12 @@ import whole_runs as world
 from whole_runs import ENVIRONMENT, SMALL
 
 import vitcompress
-from vitcompress import pipeline
 from vitcompress.errors import OutputError
 from vitcompress.io.files import read_json
 from vitcompress.io.tensors import load_tensors
 from vitcompress.models.create import create_model
+from vitcompress.pipeline import job
+from vitcompress.pipeline.run import run_recipe
 
 # ------------------------------------------------------------------------------------------------------ SIGKILL, SIGINT
 
@@ -81,7 +82,7 @@ def test_ctrl_c_in_the_middle_and_the_same_command_continues(tmp_path: Path) -> 
     sets = ("dense.epochs=100000", "export.formats=[]")
     told = Until(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        pipeline.run(world.recipe(tmp_path, *sets), pipeline.RunOptions(out=tmp_path / "run"), told)
+        run_recipe(world.recipe(tmp_path, *sets), job.RunOptions(out=tmp_path / "run"), told)
     assert told.first.startswith(f"epoch {reached + 2}/100000")
 
 

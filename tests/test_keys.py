@@ -8,9 +8,9 @@ from click.testing import CliRunner
 from command_line import begin, refused
 
 from vitcompress import cli, recipes
-from vitcompress.keys import keys_of
 from vitcompress.methods import METHODS
-from vitcompress.recipe import load_recipe
+from vitcompress.recipe.keys import keys_of
+from vitcompress.recipe.load import load_recipe
 
 RECIPES = ("digits_hetdpt", "digits_hetdpt_plus", "digits_sero", "digits_up")
 

@@ -13,10 +13,11 @@ from vitcompress.errors import DeviceError, InputError, PlanError
 from vitcompress.io.progress import Progress
 from vitcompress.methods import METHODS, isomorphic
 from vitcompress.models.create import create_model
-from vitcompress.pipeline import RunOptions, latency, outlook, run
-from vitcompress.pipeline.job import Job, job_for
+from vitcompress.pipeline import dry_run, latency
+from vitcompress.pipeline.job import Job, RunOptions, job_for
 from vitcompress.pipeline.latency import check_latency, latency_ms
-from vitcompress.recipe import load_recipe
+from vitcompress.pipeline.run import run_recipe
+from vitcompress.recipe.load import load_recipe
 from vitcompress.training.distributed import Runtime
 
 
@@ -78,7 +79,7 @@ def test_where_onnx_runtime_cannot_work_the_cpu_takes_its_files_and_says_so(devi
     assert about.onnx_device == "cpu"
     (line,) = about.onnx_elsewhere()
     assert device in line and "on the CPU" in line
-    assert list(outlook._notes(about, RunOptions())).count(line) == 1
+    assert list(dry_run._notes(about, RunOptions())).count(line) == 1
 
 
 def test_on_the_cpu_there_is_nothing_to_say(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_a_latency_is_not_aimed_at_with_the_times_of_another_device(tmp_path: Pa
     with pytest.raises(DeviceError, match=r"cuda:77 is aimed at") as caught:
         check_latency(job(tmp_path, *sets, device="cuda:77"), fresh=True)
     assert "latency_on=torch" in str(caught.value.hint)
-    missing = outlook._missing(job(tmp_path, *sets, device="cuda:77"), RunOptions())
+    missing = dry_run._missing(job(tmp_path, *sets, device="cuda:77"), RunOptions())
     assert any("cuda:77 is aimed at" in line for line in missing)
 
 
@@ -124,7 +125,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def whole(folder: Path, *sets: str) -> dict[str, Any]:
     """The report of a structure-only run that solves for a latency."""
     recipe = load_recipe("digits_isomorphic", [*WHOLE, *QUICK, *sets])
-    return run(recipe, RunOptions(out=folder, structure_only=True)).report
+    return run_recipe(recipe, RunOptions(out=folder, structure_only=True)).report
 
 
 @pytest.mark.usefixtures("clock")
@@ -172,5 +173,5 @@ def test_all_steps_before_are_taken_when_the_range_is_measured(tmp_path: Path, m
     with pytest.raises(
         PlanError, match=r"299 ms on torch cannot be reached: this structure allows [\d.]+ ms to 2\d\d\.\d ms"
     ):
-        run(recipe, RunOptions(out=tmp_path / "run", structure_only=True))
+        run_recipe(recipe, RunOptions(out=tmp_path / "run", structure_only=True))
     assert len(asked) == 2 and not (tmp_path / "run").exists()

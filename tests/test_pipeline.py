@@ -10,10 +10,11 @@ import whole_runs as world
 from whole_runs import LOGITS, SMALL, digits, logits, onnx_logits, tree
 
 import vitcompress
-from vitcompress import pipeline
 from vitcompress.io.files import read_json
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import create_model, input_config
+from vitcompress.pipeline import job
+from vitcompress.pipeline.run import RunResult, run_recipe
 from vitcompress.plan import Plan
 from vitcompress.training.data import DataOptions, open_data
 from vitcompress.training.metrics import calibration_images
@@ -29,7 +30,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(home: Path) -> tuple[pipeline.RunResult, world.Told]:
+def finished(home: Path) -> tuple[RunResult, world.Told]:
     """One whole run, in home/run."""
     return world.run(home)
 
@@ -125,7 +126,7 @@ def test_recipes_that_train_the_same_dense_model_share_it(home: Path, finished: 
     sets = (*world.BARE, "dense.epochs=2")
     other = world.recipe(home / "recipes", *sets, text=SMALL)
     told = world.Told()
-    result = pipeline.run(other, pipeline.RunOptions(out=home / "second"), told)
+    result = run_recipe(other, job.RunOptions(out=home / "second"), told)
     assert [note for note in told.notes if note.startswith("dense model: taken from")]
     assert tree(folder) == before and list(home.glob("dense-*")) == [folder]
     assert result.report["layers"] == "chance" and result.report["searched"] is None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vitcompress.bench import report
+from vitcompress.bench.report import run
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -85,7 +85,7 @@ def between(ends: Iterable[float]) -> str:
 
 
 def test_the_first_table_is_the_report_of_the_committed_run() -> None:
-    table = report.summary_table(content("digits_hetdpt-epyc-2-cores.json"))
+    table = run.summary_table(content("digits_hetdpt-epyc-2-cores.json"))
     told = {
         row[0].replace("onnxruntime cpu", "ONNX Runtime,").replace("torch cpu", "torch,"): row for row in table.rows
     }

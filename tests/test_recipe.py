@@ -10,7 +10,8 @@ from vitcompress import recipes
 from vitcompress.errors import InputError, RecipeError
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.methods import METHODS
-from vitcompress.recipe import Recipe, dense_key, load_recipe
+from vitcompress.recipe.load import dense_key, load_recipe
+from vitcompress.recipe.schema import Recipe
 
 SMALL = """
 [model]

@@ -9,12 +9,13 @@ import pytest
 import whole_runs as world
 from whole_runs import SMALL, tree, with_steps
 
-from vitcompress import pipeline
 from vitcompress.errors import InputError, OutputError, PlanError, WeightsError
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model
+from vitcompress.pipeline import job
 from vitcompress.pipeline.folder import HEADER, difference, opened, sole_user, written_recipe
+from vitcompress.pipeline.run import run_recipe
 from vitcompress.plan import Plan
 
 
@@ -134,7 +135,7 @@ def test_folders_of_others_are_left_alone(tmp_path: Path, fresh: bool) -> None:
         with pytest.raises(OutputError, match=said):
             world.run(tmp_path, *world.BARE, name=name, fresh=fresh)
     with pytest.raises(OutputError):
-        pipeline.run(world.recipe(tmp_path, *world.BARE), pipeline.RunOptions(out=Path("/proc/run"), fresh=fresh))
+        run_recipe(world.recipe(tmp_path, *world.BARE), job.RunOptions(out=Path("/proc/run"), fresh=fresh))
     assert tree(tmp_path) == before
 
 

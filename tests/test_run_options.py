@@ -11,7 +11,7 @@ from torch import nn
 from whole_runs import LOGITS, SMALL, digits, logits, onnx_logits, tree, with_steps
 
 import vitcompress
-from vitcompress import pipeline, surgery
+from vitcompress import surgery
 from vitcompress.errors import WeightsError
 from vitcompress.families import Family, family_of
 from vitcompress.io.tensors import save_tensors
@@ -20,6 +20,8 @@ from vitcompress.methods import METHODS
 from vitcompress.models.checkpoint import load_model_files
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import create_model
+from vitcompress.pipeline import job
+from vitcompress.pipeline.dry_run import dry_run_recipe
 from vitcompress.plan import Plan
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.data import open_data
@@ -64,8 +66,8 @@ def test_structure_only_counts_the_classes_of_the_data(tmp_path: Path) -> None:
 
     def params(**options: Any) -> int:
         changed = replace(recipe, model=replace(recipe.model, args=recipe.model.args | options.pop("args", {})))
-        wishes = pipeline.RunOptions(out=tmp_path / "new", **options)
-        return int(pipeline.dry_run(changed, wishes)["cost"]["dense"]["params"])
+        wishes = job.RunOptions(out=tmp_path / "new", **options)
+        return int(dry_run_recipe(changed, wishes)["cost"]["dense"]["params"])
 
     whole, row = params(), int(recipe.model.args["embed_dim"]) + 1  # a class is a row of the classifier and a bias
     assert params(structure_only=True) == whole
@@ -115,7 +117,7 @@ def test_weights_of_another_class_count_need_a_new_head(tmp_path: Path) -> None:
 def test_a_dry_run_tells_the_work_and_writes_nothing(tmp_path: Path) -> None:
     recipe = world.recipe(tmp_path)
     before = tree(tmp_path)
-    found = pipeline.dry_run(recipe, pipeline.RunOptions(out=tmp_path / "run"))
+    found = dry_run_recipe(recipe, job.RunOptions(out=tmp_path / "run"))
     assert tree(tmp_path) == before and found["missing"] == [] and found["folder"] == str(tmp_path / "run")
     rows = {row["stage"]: (row["rounds"], row["epochs"], row["images"]) for row in found["stages"]}
     train = len(open_data(recipe.data, 0).train)
@@ -139,7 +141,7 @@ def test_a_dry_run_looks_for_each_structure_once(tmp_path: Path, monkeypatch: py
         return method.structure(model, family, base, options)
 
     monkeypatch.setitem(METHODS, "hetdpt", replace(method, structure=structure))
-    found = pipeline.dry_run(world.recipe(tmp_path), pipeline.RunOptions(out=tmp_path / "run"))
+    found = dry_run_recipe(world.recipe(tmp_path), job.RunOptions(out=tmp_path / "run"))
     assert len(asked) == 1 and found["cost"]["compressed"]["macs"] < found["cost"]["dense"]["macs"]
 
 
@@ -147,14 +149,14 @@ def test_a_dry_run_names_all_that_is_missing(tmp_path: Path) -> None:
     recipe = world.recipe(tmp_path, "data.source=imagefolder", "finetune.batch_size=5000")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("")
-    options = pipeline.RunOptions(
+    options = job.RunOptions(
         out=tmp_path / "run", data="nowhere", weights="none.pth", export=("tflite",), device="cuda:99"
     )
     before = tree(tmp_path)
-    said = "\n".join(pipeline.dry_run(recipe, options)["missing"])
+    said = "\n".join(dry_run_recipe(recipe, options)["missing"])
     for part in ("nowhere", "no weights at none.pth", "no export format 'tflite'", "cuda:99", "not a run folder"):
         assert part in said
-    only = pipeline.dry_run(recipe, pipeline.RunOptions(out=tmp_path / "new", structure_only=True))
+    only = dry_run_recipe(recipe, job.RunOptions(out=tmp_path / "new", structure_only=True))
     assert only["missing"] == [] and not [row for row in only["stages"] if row["epochs"]]
     assert tree(tmp_path) == before
 

@@ -15,14 +15,14 @@ import pytest
 from tiny_study import TINY
 from whole_runs import ENVIRONMENT
 
-from vitcompress import study
-from vitcompress.bench import report as reports
-from vitcompress.bench import study_pictures
+from vitcompress.bench.plots.study import accuracy_figure
+from vitcompress.bench.report import run as reports
 from vitcompress.errors import OutputError, VitcompressError
 from vitcompress.io.files import read_json
 from vitcompress.pipeline.folder import sole_user
-from vitcompress.study import results
-from vitcompress.study.design import load_study
+from vitcompress.pipeline.study import results
+from vitcompress.pipeline.study.run import StudyOptions, run_study
+from vitcompress.pipeline.study.spec import load_study
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(tiny: Path) -> tuple[Path, dict[str, Any]]:
     """The folder of a study that was never stopped, and what it found."""
     folder = tiny.parent / "whole"
-    return folder, study.run(load_study(str(tiny)), study.StudyOptions(folder, seeds=1))
+    return folder, run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))
 
 
 def test_every_run_is_an_ordinary_run_folder(whole: tuple[Path, dict[str, Any]]) -> None:
@@ -67,11 +67,11 @@ def test_speed_is_measured_in_one_go_and_once(tiny: Path, whole: tuple[Path, dic
     assert all(run["passed"] for run in found["runs"])
     assert found["runs"][1]["speedup"]["median"] == found["speed"]["ratios"][1]["median"]
     assert str(folder) not in (folder / "study.json").read_text()
-    same = study.run(load_study(str(tiny)), study.StudyOptions(folder, seeds=1))
+    same = run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))
     assert same == found
-    fewer = study.run(load_study(str(tiny), ["speed.runs=2"]), study.StudyOptions(folder, seeds=1))
+    fewer = run_study(load_study(str(tiny), ["speed.runs=2"]), StudyOptions(folder, seeds=1))
     assert [row["runs"] for row in fewer["speed"]["rows"]] != [row["runs"] for row in found["speed"]["rows"]]
-    again = study.run(load_study(str(tiny)), study.StudyOptions(folder, seeds=1, speed="again"))
+    again = run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1, speed="again"))
     assert again["speed"] != found["speed"] and again["pairs"] == found["pairs"]
 
 
@@ -133,7 +133,7 @@ def test_runs_that_fail_do_not_keep_the_others_from_ending(tiny: Path, tmp_path:
     broken = replace(first.recipe, dense=replace(first.recipe.dense, lr=1e30, clip_grad=None))  # type: ignore[arg-type]
     loaded = replace(loaded, rows=(replace(first, recipe=broken), second))
     with pytest.raises(VitcompressError, match=r"1 of 2 runs failed\n  .*control-seed0: .*(nan|inf)"):
-        study.run(loaded, study.StudyOptions(tmp_path / "s", seeds=1, speed="later"))
+        run_study(loaded, StudyOptions(tmp_path / "s", seeds=1, speed="later"))
     assert (tmp_path / "s" / "random_2-seed0" / "report.json").is_file()
 
 
@@ -147,15 +147,15 @@ def test_a_folder_of_something_else_is_left_alone(
     other = tmp_path / "other.toml"
     other.write_text(TINY)
     with pytest.raises(OutputError, match="holds the study 'tiny', not 'other'"):
-        study.run(load_study(str(other)), study.StudyOptions(folder, seeds=1))
+        run_study(load_study(str(other)), StudyOptions(folder, seeds=1))
     with pytest.raises(OutputError, match=r"holds a run of another recipe \(dense\.lr is 0\.002 there, 0\.003 here\)"):
-        study.run(load_study(str(tiny), ["base.dense.lr=3e-3"]), study.StudyOptions(folder, seeds=1))
+        run_study(load_study(str(tiny), ["base.dense.lr=3e-3"]), StudyOptions(folder, seeds=1))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(OutputError, match="not empty and not the folder of a study"):
-        study.run(load_study(str(tiny)), study.StudyOptions(tmp_path / "full", seeds=1))
+        run_study(load_study(str(tiny)), StudyOptions(tmp_path / "full", seeds=1))
     with sole_user(folder), pytest.raises(OutputError, match="another process is working in"):
-        study.run(load_study(str(tiny)), study.StudyOptions(folder, seeds=1))
+        run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))
 
 
 def test_runs_that_do_not_know_a_setting_yet_have_its_default(
@@ -166,11 +166,11 @@ def test_runs_that_do_not_know_a_setting_yet_have_its_default(
     text = recipe.read_text()
     recipe.write_text(text.replace('attention_bypass = "drop"\n', ""))
     assert recipe.read_text() != text
-    again = study.run(load_study(str(tiny)), study.StudyOptions(folder, seeds=1))
+    again = run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))
     assert again["pairs"] == whole[1]["pairs"]
     recipe.write_text(text.replace('attention_bypass = "drop"', 'attention_bypass = "double"'))
     with pytest.raises(OutputError, match=r"attention_bypass is 'double' there, 'drop' here"):
-        study.run(load_study(str(tiny)), study.StudyOptions(folder, seeds=1))
+        run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))
 
 
 def test_tables_say_means_counts_and_verdicts(whole: tuple[Path, dict[str, Any]]) -> None:
@@ -186,7 +186,7 @@ def test_tables_say_means_counts_and_verdicts(whole: tuple[Path, dict[str, Any]]
 def test_pictures_show_what_was_found(whole: tuple[Path, dict[str, Any]]) -> None:
     folder, found = whole
     assert sorted(path.name for path in folder.glob("pictures/*")) == ["accuracy.png", "random-layers.png"]
-    figure = study_pictures.accuracy_figure(found)
+    figure = accuracy_figure(found)
     assert [axes.get_xlabel() for axes in figure.axes] == [
         "MACs, share of the dense model's",
         "times as fast as the dense model",
@@ -194,4 +194,4 @@ def test_pictures_show_what_was_found(whole: tuple[Path, dict[str, Any]]) -> Non
     for axes, key in zip(figure.axes, ("macs_ratio", "speedup"), strict=True):
         drawn = {tuple(line.get_xydata()[0]) for line in axes.get_lines() if len(line.get_xydata()) == 1}
         assert {(row[key], 100 * row["top1_mean"]) for row in found["rows"]} <= drawn
-    assert len(study_pictures.accuracy_figure({**found, "speed": None}).axes) == 1
+    assert len(accuracy_figure({**found, "speed": None}).axes) == 1

@@ -9,10 +9,11 @@ from click.testing import CliRunner
 from tiny_study import TINY
 from whole_runs import SMALL
 
-from vitcompress import cli, recipes, study
+from vitcompress import cli, recipes
 from vitcompress.errors import RecipeError
 from vitcompress.io.progress import Progress
-from vitcompress.study.design import epochs_before_recovery, load_study
+from vitcompress.pipeline.study import run
+from vitcompress.pipeline.study.spec import epochs_before_recovery, load_study
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def test_mistakes_in_the_file_are_told(tiny: Path, tmp_path: Path, change: tuple
 
 def test_a_dry_run_says_what_rows_cost_and_writes_nothing(tiny: Path, tmp_path: Path) -> None:
     told = Rows()
-    found = study.dry_run(load_study(str(tiny)), study.StudyOptions(tmp_path / "s", seeds=2), told)
+    found = run.dry_run_study(load_study(str(tiny)), run.StudyOptions(tmp_path / "s", seeds=2), told)
     assert told.rows == [(0, 2, "control"), (1, 2, "random_2"), (2, 2, "")]
     assert found["runs"] == 4 and [row["row"] for row in found["rows"]] == ["control", "random_2"]
     assert found["rows"][0]["macs_ratio"] == 1 > found["rows"][1]["macs_ratio"] and found["missing"] == []

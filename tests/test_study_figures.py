@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vitcompress.bench import study_pictures
-from vitcompress.study import results
+from vitcompress.bench.plots import study
+from vitcompress.pipeline.study import results
 
 
 def test_holm_corrects_as_in_the_textbook() -> None:
@@ -45,5 +45,5 @@ def test_rows_are_shown_with_the_method_that_they_are_held_against() -> None:
         return {"row": name, "curve": curve, "against": list(against)}
 
     rows = [row("c", "Control"), row("a1", "A", "Control"), row("b", "B", "Control", "A"), row("x", "X", "A")]
-    found = study_pictures.grouped([*rows, row("a2", "A", "Control")])
+    found = study.grouped([*rows, row("a2", "A", "Control")])
     assert {curve: [r["row"] for r in of] for curve, of in found.items()} == {"A": ["a1", "x", "a2"], "B": ["b"]}

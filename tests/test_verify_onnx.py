@@ -127,7 +127,7 @@ def test_it_is_asked_at_batches_of_one_two_and_five_and_then_for_every_image(
         allowed.append(tolerance)
         return agree(name, expected, got, tolerance)
 
-    monkeypatch.setattr(outputs, "agreement_check", limited)
+    monkeypatch.setattr(verify_onnx, "agreement_check", limited)
     checks = {check.name: check for check in onnx_checks(MODEL, made, X)}
     assert allowed == [reference(MODEL, X[:5]).between]
     assert asked == [1, 1, 2, 5, 16, 4]  # the first time to see the shape of an answer

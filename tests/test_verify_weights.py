@@ -16,7 +16,7 @@ from pruned_models import pruned
 from torch import nn
 
 from vitcompress import surgery
-from vitcompress.bench import artifact_tables
+from vitcompress.bench.report import files
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.families import family_of
@@ -87,9 +87,9 @@ def test_a_finished_folder_passes_and_its_table_tells_the_way_of_each_weight(fol
     assert (gone["change"], gone["planned"], gone["torch"], gone["files"]) == ("removed", None, None, {})
     assert sliced["change"] == "sliced" and sliced["planned"] == sliced["torch"] != sliced["dense"][sliced["name"]]
     assert sorted(sliced["files"]["model.onnx"]["shape"]) == sorted(sliced["planned"])
-    shown = artifact_tables.weights(table)
+    shown = files.weights(table)
     assert ("blocks.1.mlp.weight", "16x16, 1,024 B", "model.onnx") in [(row[0], *row[-2:]) for row in shown.rows]
-    (said,) = artifact_tables.bytes_of(table)
+    (said,) = files.bytes_of(table)
     model = load_model(folder)
     assert f"({sum(p.numel() for p in model.parameters()):,} parameters)" in said
     assert f"{(folder / 'model.onnx').stat().st_size:,} bytes" in said

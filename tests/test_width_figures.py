@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from vitcompress import recipes
-from vitcompress.pipeline import RunOptions, dry_run
-from vitcompress.pipeline.counting import compared
-from vitcompress.recipe import Recipe, load_recipe
+from vitcompress.pipeline.dry_run import dry_run_recipe
+from vitcompress.pipeline.job import RunOptions
+from vitcompress.pipeline.published import compared
+from vitcompress.recipe.load import load_recipe
+from vitcompress.recipe.schema import Recipe
 
 ISOMORPHIC = ("deit_iso_4_2g", "deit_iso_2_6g", "deit_iso_1_2g", "deit_iso_0_6g")
 HETDPT_PLUS = ("hetdpt_plus_3_7g", "hetdpt_plus_2_4g", "hetdpt_plus_1_1g")
@@ -28,7 +30,7 @@ def shipped(name: str) -> dict[str, Any]:
 
 def off(recipe: Recipe, macs: str) -> tuple[float, float]:
     """How far parameters and `macs` lie from the published ones, as shares of those."""
-    counted = dry_run(recipe, RunOptions(structure_only=True))["cost"]["compressed"]
+    counted = dry_run_recipe(recipe, RunOptions(structure_only=True))["cost"]["compressed"]
     published = recipe.published
     assert published is not None and published.params_m and published.macs_g
     return counted["params"] / (1e6 * published.params_m) - 1, counted[macs] / (1e9 * published.macs_g) - 1
@@ -80,6 +82,6 @@ def test_dinov2_giant_is_deployed_without_its_layer_scales() -> None:
 
 def test_counted_sizes_are_those_of_the_outlook() -> None:
     found = shipped("nose_deit_s_3")
-    cost = dry_run(load_recipe("nose_deit_s_3"), RunOptions(structure_only=True))["cost"]["compressed"]
+    cost = dry_run_recipe(load_recipe("nose_deit_s_3"), RunOptions(structure_only=True))["cost"]["compressed"]
     assert found["params_m"] == {"published": None, "counted": cost["params"] / 1e6, "off": None}
     assert found["macs_g"]["counted"] == cost["macs"] / 1e9 and found["met"] is None

@@ -22,11 +22,13 @@ import onnxruntime as ort
 import torch
 from torch import Tensor, nn
 
-from vitcompress import pipeline
 from vitcompress.errors import OutputError
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import input_config
-from vitcompress.recipe import Recipe, load_recipe
+from vitcompress.pipeline import job
+from vitcompress.pipeline.run import RunResult, run_recipe
+from vitcompress.recipe.load import load_recipe
+from vitcompress.recipe.schema import Recipe
 from vitcompress.training.data import DataOptions, open_data
 from vitcompress.training.metrics import calibration_images
 
@@ -131,13 +133,11 @@ def recipe(folder: Path, *sets: str, text: str = RECIPE) -> Recipe:
     return load_recipe(str(path), sets)
 
 
-def run(
-    folder: Path, *sets: str, name: str = "run", text: str = RECIPE, **options: Any
-) -> tuple[pipeline.RunResult, Told]:
+def run(folder: Path, *sets: str, name: str = "run", text: str = RECIPE, **options: Any) -> tuple[RunResult, Told]:
     """Run `folder`/tiny.toml in `folder`/`name`; the result, and what was told on the way."""
     told = Told()
-    wishes = pipeline.RunOptions(out=folder / name, **options)
-    return pipeline.run(recipe(folder, *sets, text=text), wishes, told), told
+    wishes = job.RunOptions(out=folder / name, **options)
+    return run_recipe(recipe(folder, *sets, text=text), wishes, told), told
 
 
 def with_steps(*steps: str) -> str:

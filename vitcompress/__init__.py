@@ -12,15 +12,15 @@ from typing import Any
 __all__ = ["Plan", "__version__", "apply", "family_of", "fold", "load", "load_recipe", "measure", "run", "save"]
 
 _HOMES = {
-    "Plan": "plan",
-    "apply": "surgery",
-    "family_of": "families",
-    "fold": "surgery",
-    "load": "checkpoint",
-    "load_recipe": "recipe",
-    "measure": "cost",
-    "run": "pipeline",
-    "save": "checkpoint",
+    "Plan": ("plan", "Plan"),
+    "apply": ("surgery", "apply_plan"),
+    "family_of": ("families", "family_of"),
+    "fold": ("surgery", "fold_linears"),
+    "load": ("models.checkpoint", "load_model"),
+    "load_recipe": ("recipe", "load_recipe"),
+    "measure": ("models.cost", "count_cost"),
+    "run": ("pipeline", "run_recipe"),
+    "save": ("models.checkpoint", "save_model"),
 }
 
 # ONNX Runtime (from 1.29 on) reports models and machine to its maker unless it is told not to before it is imported.
@@ -39,7 +39,8 @@ except PackageNotFoundError:  # a checkout that was never installed
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(import_module(f"vitcompress.{_HOMES[name]}"), name)
+        module, attribute = _HOMES[name]
+        return getattr(import_module(f"vitcompress.{module}"), attribute)
     raise AttributeError(f"module 'vitcompress' has no attribute {name!r}")
 
 

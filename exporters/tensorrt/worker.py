@@ -1,4 +1,4 @@
-"""The process that runs one engine: `python -m vitcompress.exporters.tensorrt_worker`, started by `tensorrt_process`.
+"""The process that runs one engine: `python -m vitcompress.exporters.tensorrt.worker`, started by `process`.
 
 Deserialising an engine is running native code that the file brings along. So it is done here, apart from the process
 that asked for it, with the library's permissions for code and temporary files off. Timing loops run here as well: what

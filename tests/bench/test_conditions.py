@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vitcompress.bench import conditions, machine
+from vitcompress.bench import environment, machine
 from vitcompress.bench.timing import Samples
 
 
@@ -15,7 +15,7 @@ def samples(runs: Sequence[float], *, settled: bool | None = None) -> Samples:
 
 
 def told(one: Samples, device: str = "cpu") -> list[str]:
-    return list(conditions.warnings([one], [{"device": device}]))
+    return list(environment.warnings([one], [{"device": device}]))
 
 
 def spread(variation: float) -> Samples:
@@ -47,7 +47,7 @@ def test_runs_are_noisy_beyond_the_limit_of_their_device(device: str, limit: flo
 def test_a_warm_up_that_did_not_settle_is_said_of_the_artifact_that_it_is_about() -> None:
     both = [samples([5.0], settled=False), Samples("b", 4, "wall", settled=True, blocks_ms=[[1.0]])]
     rows = [{"device": "cpu"}] * 2
-    assert list(conditions.warnings(both, rows)) == ["a, batch 4: times had not settled after 30 s"]
+    assert list(environment.warnings(both, rows)) == ["a, batch 4: times had not settled after 30 s"]
 
 
 QUIET = {"other_processes_cores": 0.25, "gpu": {"foreign_processes": [], "throttled_by": []}}
@@ -72,7 +72,7 @@ def test_each_disturbance_marks_the_run(
     found: dict[str, Any], words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: 6)
-    assert list(conditions.disturbances({**QUIET, **found})) == ([] if words is None else [words])
+    assert list(environment.disturbances({**QUIET, **found})) == ([] if words is None else [words])
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ def test_more_threads_than_cores_or_than_the_container_has_time_for_are_said(
     monkeypatch.setattr(machine, "usable_cores", lambda: 6)
     monkeypatch.setattr(machine, "quota_cores", lambda: quota)
     rows = [{"artifact": "a", "device": "cpu", "threads": threads}, {"artifact": "b", "device": "cuda", "threads": 99}]
-    assert list(conditions.crowded(rows)) == ([] if words is None else [f"a: {words}"])
+    assert list(environment.crowded(rows)) == ([] if words is None else [f"a: {words}"])
 
 
 def test_what_is_alike_or_not_known_of_artifacts_makes_no_ratio_unfair() -> None:
     alike = {"input_size": [3, 8, 8], "classes": 5, "device": "cpu", "threads": 2}
     rows = [{"artifact": name, **alike} for name in "ab"]
-    assert list(conditions.unlike(rows)) == []
-    assert list(conditions.unlike([rows[0], {**rows[1], "classes": None}])) == []
+    assert list(environment.unlike(rows)) == []
+    assert list(environment.unlike([rows[0], {**rows[1], "classes": None}])) == []
     on_gpu = {**rows[1], "artifact": "b", "device": "cuda", "threads": 1}
-    assert list(conditions.unlike([*rows, on_gpu])) == ["the ratios compare different devices (cpu: a, b; cuda: b)"]
+    assert list(environment.unlike([*rows, on_gpu])) == ["the ratios compare different devices (cpu: a, b; cuda: b)"]

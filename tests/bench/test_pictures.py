@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from vitcompress import surgery
-from vitcompress.bench.pictures import charts_figure, draw, structure_figure
-from vitcompress.bench.structure import STAND_INS, Layer, Structure, Width, structure_of, widths
+from vitcompress.bench.plots.run import charts_figure, draw, structure_figure
+from vitcompress.bench.plots.structure import STAND_INS, Layer, Structure, Width, structure_of, widths
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.io.files import write_json, write_text
 from vitcompress.methods.base import Chart, Line, ranked

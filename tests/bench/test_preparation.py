@@ -10,7 +10,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from vitcompress.bench import accuracy
-from vitcompress.bench.preparation import Preparation
+from vitcompress.bench.preprocessing import Preparation
 from vitcompress.cli import main
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.onnx.export import export

@@ -9,8 +9,10 @@ import torch
 from contracts import build
 from PIL import Image
 
-from vitcompress import console
-from vitcompress.bench import artifact_tables, compare, report, suite
+from vitcompress.bench import suite
+from vitcompress.bench.report import compare, run
+from vitcompress.bench.report.files import remarks
+from vitcompress.cli.output import tables
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.onnx.export import export
 from vitcompress.io.text import NOT_MEASURED, Table
@@ -70,12 +72,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         "published": {"source": "HetDPT, Table 1", "hardware": "H800", "top1": 81.8, "speedup": 1.58, "note": ""},
         "notes": ["short training"],
     }
-    report.write(folder, data)
+    run.write(folder, data)
     return folder, data
 
 
 def test_the_manager_sees_before_after_and_change(measured: tuple[Path, dict[str, object]]) -> None:
-    rows = {row[0].split(" (")[0]: row[1:] for row in report.summary_table(measured[1]).rows}
+    rows = {row[0].split(" (")[0]: row[1:] for row in run.summary_table(measured[1]).rows}
     assert rows["accuracy, test images"] == ("97.0 % (524 of 540)", "96.5 % (521 of 540)", "-0.6 points (p = 0.45)")
     assert rows["parameters"] == ("87.34 M", "54.87 M", "-37.2 %")
     assert rows["MACs per image"] == ("17.66 G", "10.93 G", "-38.1 %")
@@ -96,7 +98,7 @@ def test_each_row_tells_its_own_change() -> None:
             "verdict": "faster" if high else "not distinguishable",
         }
         bench = [{"rows": [row(3831.0, 3.0), row(121.0, 2.0)], "ratios": [ratio]}]
-        rows = report.summary_table({"cost": COST, "bench": bench}).rows
+        rows = run.summary_table({"cost": COST, "bench": bench}).rows
         return [row[1:] for row in rows if "batch 2" in row[0]]
 
     measured = [("3 ms", "2 ms", "-33.3 %"), ("3,831 images/s", "121 images/s", "-96.8 %")]
@@ -120,13 +122,13 @@ def test_the_page_names_what_was_removed_measured_and_published(measured: tuple[
         "a\\|b",
     ):
         assert text in page
-    assert report.read(measured[0]) == json.loads(json.dumps(measured[1]))
+    assert run.read(measured[0]) == json.loads(json.dumps(measured[1]))
 
 
 def test_published_figures_have_units_and_stand_beside_what_is_counted_here() -> None:
     published = {"source": "SERo", "top1": 80.25, "params_m": 54.9, "macs_g": 10.5, "images_per_second": 1960.3}
     published |= {"speedup": 2.4, "macs_linear": True, "deviation": "widths differ", "note": "", "hardware": "A6000"}
-    page = report.markdown({"recipe": "x", "cost": COST, "published": published})
+    page = run.markdown({"recipe": "x", "cost": COST, "published": published})
     quoted = page.partition("not measured here\n\n")[2].splitlines()
     assert quoted == [
         "- top-1: 80.25 %",
@@ -138,24 +140,24 @@ def test_published_figures_have_units_and_stand_beside_what_is_counted_here() ->
         "- hardware: A6000",
         "- why the counts differ: widths differ",
     ]
-    counted = report.markdown({"recipe": "x", "cost": COST, "published": published | {"macs_linear": False}})
+    counted = run.markdown({"recipe": "x", "cost": COST, "published": published | {"macs_linear": False}})
     assert "- MACs per image: 10.5 G (counted here: 10.93 G)" in counted
-    assert "As published" not in report.markdown({"recipe": "x", "cost": COST, "published": None})
+    assert "As published" not in run.markdown({"recipe": "x", "cost": COST, "published": None})
 
 
 def test_counts_are_written_in_full_and_the_same_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
     check = {"name": "weights.model.onnx.bytes", "verdict": "passed", "value": 951836.0, "tolerance": 951836.0}
     checks = [{**check, "detail": ""}, {**check, "name": "fold", "value": 0.2284, "tolerance": 1.0, "detail": ""}]
-    page = report.verify_table({"checks": checks}).rows
+    page = run.verify_table({"checks": checks}).rows
     assert [row[2:4] for row in page] == [("951,836", "951,836"), ("0.228", "1")]
-    console.print_checks(checks)
+    tables.print_checks(checks)
     shown = capsys.readouterr().out
     assert shown.count("951,836") == 2 and "0.228 " in shown
 
 
 def test_an_engine_has_no_threads_to_tell_of(measured: tuple[Path, dict[str, Any]]) -> None:
     (row, *_) = measured[1]["bench"][0]["rows"]
-    table = report.bench_table([{"rows": [{**row, "threads": None}, {**row, "threads": 2}]}])
+    table = run.bench_table([{"rows": [{**row, "threads": None}, {**row, "threads": 2}]}])
     assert [cells[table.columns.index("threads")] for cells in table.rows] == ["", "2"]
 
 
@@ -172,9 +174,7 @@ def test_remarks_are_said_once_with_their_runtimes_and_short_names() -> None:
     )
     busy = ("others kept 1 core busy",)
     folders = entry("torch", "/runs/x/state/dense", "/runs/x", warnings=("/runs/x, batch 2: noisy", *busy))
-    said = artifact_tables.remarks(
-        [{**files, "warnings": (*files["warnings"], *busy), "notes": ("device: cpu",)}, folders]
-    )
+    said = remarks([{**files, "warnings": (*files["warnings"], *busy), "notes": ("device: cpu",)}, folders])
     assert said == [
         "- note (onnxruntime): device: cpu",
         "- note (onnxruntime): dense.onnx, batch 2: noisy",
@@ -185,19 +185,19 @@ def test_remarks_are_said_once_with_their_runtimes_and_short_names() -> None:
 
 def test_layers_that_went_are_in_natural_order() -> None:
     removed = {f"blocks.{number}.attn": "double" for number in (10, 11, 9)}
-    page = report.markdown({"recipe": "x", "cost": COST, "plan": {"removed": removed}})
+    page = run.markdown({"recipe": "x", "cost": COST, "plan": {"removed": removed}})
     assert page.index("blocks.9.attn") < page.index("blocks.10.attn") < page.index("blocks.11.attn")
 
 
 def test_an_engine_is_beside_the_dense_one() -> None:
     files = {"dense.rtx.engine": 4_000_000, "model.rtx.engine": 3_000_000, "model.onnx": 1}
-    rows = report.summary_table({"recipe": "x", "cost": COST, "files": files}).rows
+    rows = run.summary_table({"recipe": "x", "cost": COST, "files": files}).rows
     sizes = [row for row in rows if row[0].startswith("file size")]
     assert sizes == [("file size (rtx.engine)", "4.00 MB", "3.00 MB", "-25.0 %")]
 
 
 def test_a_run_without_data_has_a_report_too() -> None:
-    page = report.markdown({"recipe": "deit_b_hetdpt", "cost": COST})
+    page = run.markdown({"recipe": "deit_b_hetdpt", "cost": COST})
     assert page.count(NOT_MEASURED) == 6
 
 
@@ -228,7 +228,7 @@ def test_what_the_plot_shows(measured: tuple[Path, dict[str, object]], tmp_path:
 
 def test_the_cost_of_a_model_fits_the_report() -> None:
     counted = count_cost(build("plain", dtype=torch.float32), (3, 8, 8)).to_dict()
-    rows = report.cost_table({"recipe": "x", "cost": {"dense": counted, "compressed": counted}}).rows
+    rows = run.cost_table({"recipe": "x", "cost": {"dense": counted, "compressed": counted}}).rows
     assert rows[0] == ("parameters", f"{counted['params']:,}", f"{counted['params']:,}", "+0.0 %")
 
 
@@ -239,11 +239,11 @@ def test_exported_files_are_told_with_accuracy_speed_and_hash_in_one_row() -> No
     slow = {**engine, "file": "model.xml", "speed": {"images_per_second": 0.2987, "batch": 1}}
     files = [{**known, "accuracy": accuracy(529), "speed": speed}, engine, slow]
     data = {"recipe": "x", "cost": COST, "artifacts": files}
-    page = report.markdown(data)
+    page = run.markdown(data)
     told = "98.0 % (529 of 540) | 9,457 (batch 256) | fp32 | 712,340 | yes | 0123456789ab"
     assert f"| model.onnx | {told} |" in page and "| model.engine | - | - | fp32 | 712,340 | no |" in page
     assert "| model.xml | - | 0.299 (batch 1) |" in page
-    rows = {row[0]: row for row in report.summary_table(data).rows}
+    rows = {row[0]: row for row in run.summary_table(data).rows}
     assert rows["accuracy of model.onnx"][2] == "98.0 % (529 of 540)" and "accuracy of model.engine" not in rows
 
 
@@ -260,7 +260,7 @@ def test_equal_ways_of_weights_are_one_row() -> None:
     files = [{"file": name, **about} for name in ("edge.onnx", "model.onnx", "model.xml")]
     ways = {"tensors": [tensor(0, [64, 16]), tensor(1, [32, 16]), tensor(2, [64, 16]), gone], "files": files}
     verify = {"passed": True, "checks": [], "weights": ways}
-    page = report.markdown({"recipe": "x", "cost": COST, "verify": verify})
+    page = run.markdown({"recipe": "x", "cost": COST, "verify": verify})
     way = "| blocks.{0,2}.mlp.fc1.weight | sliced | 128x16 | 64x16 | 64x16 |"
     assert f"{way} 16x64, 4,096 B | edge.onnx, model.onnx |" in page and f"{way} 64x16, 4,096 B | model.xml |" in page
     assert "| blocks.1.mlp.fc1.weight | sliced | 128x16 | 32x16 |" in page
@@ -270,7 +270,7 @@ def test_equal_ways_of_weights_are_one_row() -> None:
 
 def test_a_speed_up_is_told_with_what_its_interval_says() -> None:
     near = {"median": 1.18, "ci95": [0.89, 1.26], "verdict": "not distinguishable"}
-    found = report.speeds({"rows": [{"runtime": "torch"}], "ratios": [near]})
+    found = run.speeds({"rows": [{"runtime": "torch"}], "ratios": [near]})
     assert found == ["torch: 1.180 times as fast, 95 % interval 0.89 to 1.26: not distinguishable"]
 
 

@@ -11,7 +11,8 @@ import torch
 from contracts import build
 from PIL import Image
 
-from vitcompress.bench import report
+from vitcompress.bench.report import run
+from vitcompress.bench.report.snippet import snippet
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.models.cost import count_cost
@@ -27,7 +28,7 @@ def test_the_ten_lines_classify_a_jpeg_without_vitcompress(tmp_path: Path) -> No
     about = {"arch": "x", "input": input_config(model).to_dict(), "classes": list(CLASSES)}
     counted = count_cost(model, (3, 8, 8)).to_dict()
     data = {"recipe": "x", "model": about, "cost": {"dense": counted, "compressed": counted}}
-    page = report.markdown({**data, "files": {"model.onnx": 1}})
+    page = run.markdown({**data, "files": {"model.onnx": 1}})
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(code.splitlines()) == 10
     assert "vitcompress" not in code
@@ -74,7 +75,7 @@ def test_the_ten_lines_prepare_images_as_the_evaluation_does(
 ) -> None:
     noise = np.random.default_rng(1).integers(0, 255, (size[1], size[0], 3)).astype(np.uint8)
     Image.fromarray(noise).save(tmp_path / "photo.png")
-    lines = report.snippet(input.to_dict(), image=str(tmp_path / "photo.png")).splitlines()
+    lines = snippet(input.to_dict(), image=str(tmp_path / "photo.png")).splitlines()
     scope: dict[str, object] = {}
     exec("\n".join([*lines[:2], *lines[4:9]]), scope)  # the session and the answer left out
     photo = OnePhoto(tmp_path / "photo.png", "L" if input.size[0] == 1 else "RGB")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from vitcompress.bench.opening import synthetic_images
-from vitcompress.bench.speed import __main__ as speed
-from vitcompress.bench.speed import exploration, exporters, gates, importance, parts, realised, screens, slicing, widths
+from vitcompress.bench.artifacts import synthetic_images
+from vitcompress.bench.self import __main__ as speed
+from vitcompress.bench.self import exploration, exporters, gates, importance, parts, realised, screens, slicing, widths
 from vitcompress.errors import OutputError
 from vitcompress.families import family_of
 from vitcompress.methods.upvit.importance import Importance, components

@@ -11,8 +11,8 @@ import torch
 from contracts import build, contract
 from onnx import TensorProto, helper
 
-from vitcompress.bench import conditions, machine, opening, suite
-from vitcompress.bench import report as reports
+from vitcompress.bench import artifacts, environment, machine, suite
+from vitcompress.bench.report import run as reports
 from vitcompress.bench.suite import BenchOptions
 from vitcompress.bench.timing import protocol
 from vitcompress.errors import ArtifactError, DeviceError, InputError
@@ -111,7 +111,7 @@ def test_what_makes_a_ratio_unfair_is_said(folder: Path, tmp_path: Path) -> None
         {"artifact": "a", "device": "cpu", "input_size": [1, 8, 8], "threads": 1},
         {"artifact": "b", "device": "cpu", "input_size": [3, 8, 8], "threads": 2},
     ]
-    assert list(conditions.unlike(rows)) == [
+    assert list(environment.unlike(rows)) == [
         "the ratios compare different image sizes (1x8x8: a; 3x8x8: b)",
         "the ratios compare different numbers of threads (1: a; 2: b)",
     ]
@@ -181,20 +181,20 @@ def test_variants_of_torch_models_stand_beside_files(folder: Path) -> None:
 
 
 def test_variants_by_device() -> None:
-    assert "fp16+graph" in opening.settings("all", "cuda:1")
-    assert "tf32" not in opening.settings("all", "cpu")
-    assert opening.settings("bf16+compile", "cpu") == {"bf16+compile": {"precision": "bf16", "compile": True}}
+    assert "fp16+graph" in artifacts.settings("all", "cuda:1")
+    assert "tf32" not in artifacts.settings("all", "cpu")
+    assert artifacts.settings("bf16+compile", "cpu") == {"bf16+compile": {"precision": "bf16", "compile": True}}
     with pytest.raises(InputError, match="did you mean compile"):
-        opening.settings("compil", "cpu")
+        artifacts.settings("compil", "cpu")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_all_leaves_out_what_this_machine_cannot_compile(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(opening.shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert any("compile" in name for name in opening.settings("all", device))
-    monkeypatch.setattr(opening.shutil, "which", lambda name: None)
-    assert not any("compile" in name for name in opening.settings("all", device))
+    monkeypatch.setattr(artifacts.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert any("compile" in name for name in artifacts.settings("all", device))
+    monkeypatch.setattr(artifacts.shutil, "which", lambda name: None)
+    assert not any("compile" in name for name in artifacts.settings("all", device))
 
 
 @pytest.mark.parametrize(("capability", "there"), [((7, 5), False), ((8, 6), True)])
@@ -202,9 +202,9 @@ def test_precisions_that_a_gpu_only_seems_to_have_are_left_out(
     capability: tuple[int, int], there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On Turing torch takes TF32 for fp32, and emulates bf16."""
-    monkeypatch.setattr(opening.gpus, "count", lambda: 1)
+    monkeypatch.setattr(artifacts.hardware, "count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    names = set(opening.settings("all", "cuda"))
+    names = set(artifacts.settings("all", "cuda"))
     assert {"fp32", "fp16", "fp16+graph"} <= names
     assert ("tf32" in names, "bf16" in names, "bf16+graph" in names) == (there,) * 3
     if not there:
@@ -217,8 +217,8 @@ def test_timms_own_export_is_an_artifact() -> None:
     (row,) = found.rows
     assert (row["artifact"], row["runtime"], row["batch"]) == ("timm-onnx:test_vit", "onnxruntime", 3)
     assert row["precision"] == "fp32"
-    own, ours = opening.open_all(["timm-onnx:test_vit", "timm:test_vit"], RunnerOptions(), None, ExitStack())
-    x = opening.synthetic_images(own.input_size, 2, 1)
+    own, ours = artifacts.open_all(["timm-onnx:test_vit", "timm:test_vit"], RunnerOptions(), None, ExitStack())
+    x = artifacts.synthetic_images(own.input_size, 2, 1)
     torch.testing.assert_close(own(x), ours(x))
     with pytest.raises(InputError, match="is exported by timm in fp32, fp16 was asked") as caught:
         suite.run(["timm-onnx:test_vit"], SMALL, runner=RunnerOptions(precision="fp16"))
@@ -251,9 +251,9 @@ def test_what_a_protocol_leaves_out_is_said(folder: Path) -> None:
     found = suite.run([folder], SMALL, runs=1)
     said = " ".join(found.notes)
     assert "leaves out" in said and "not the published protocol" in said and "device: cpu" in said
-    exact = conditions.left_out(protocol("paper"), [{"device": "cuda:0"}])
+    exact = environment.left_out(protocol("paper"), [{"device": "cuda:0"}])
     assert "not the published protocol" not in " ".join(exact)
-    assert list(conditions.left_out(protocol("robust"), [{"device": "cuda:0"}])) == []
+    assert list(environment.left_out(protocol("robust"), [{"device": "cuda:0"}])) == []
 
 
 def test_conditions_of_a_cpu_run_are_recorded(folder: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from vitcompress.bench import conditions, machine, telemetry
+from vitcompress.bench import environment, gpu_monitor, machine
 from vitcompress.bench.timing import Protocol, Samples, Target, measure
 
 
@@ -24,7 +24,7 @@ def zone(folder: Path, name: str, microjoules: int) -> Path:
 def test_packages_are_summed_and_counters_start_over(tmp_path: Path) -> None:
     first, second = zone(tmp_path, "intel-rapl:0", 900_000), zone(tmp_path, "intel-rapl:1", 0)
     zone(tmp_path, "intel-rapl:0:0", 0)  # a part of the first package
-    joules = telemetry.rapl(tmp_path)
+    joules = gpu_monitor.rapl(tmp_path)
     assert joules is not None
     assert joules() == 0
     (second / "energy_uj").write_text("500000")
@@ -35,13 +35,13 @@ def test_packages_are_summed_and_counters_start_over(tmp_path: Path) -> None:
 
 
 def test_without_counters_there_is_no_energy(tmp_path: Path) -> None:
-    assert telemetry.rapl(tmp_path) is None
+    assert gpu_monitor.rapl(tmp_path) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_reason_is_said() -> None:
     with pytest.raises(LookupError, match=r"NVML cannot be asked|nvidia-ml-py is not installed"):
-        telemetry.Gpu(0)
+        gpu_monitor.Gpu(0)
 
 
 def test_a_slice_of_a_gpu_is_found_by_its_own_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,9 +55,9 @@ def test_a_slice_of_a_gpu_is_found_by_its_own_number(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", handle)
-    assert [telemetry.Gpu(0, uuid)._handle for uuid in ("1-2", "3-4")] == ["GPU-1-2", "MIG-3-4"]
+    assert [gpu_monitor.Gpu(0, uuid)._handle for uuid in ("1-2", "3-4")] == ["GPU-1-2", "MIG-3-4"]
     with pytest.raises(LookupError, match="Not Found"):
-        telemetry.Gpu(0, "5-6")
+        gpu_monitor.Gpu(0, "5-6")
 
 
 def test_a_summary_keeps_extremes_and_every_name() -> None:
@@ -66,23 +66,23 @@ def test_a_summary_keeps_extremes_and_every_name() -> None:
         {**state, "throttled_by": [], "foreign_processes": None},
         {**state, "sm_clock_mhz": 1500, "throttled_by": ["hardware slowdown"], "foreign_processes": [3]},
     ]
-    found = telemetry.summary(seen)
+    found = gpu_monitor.summary(seen)
     assert found["sm_clock_mhz"] == [1000, 1500]
     assert found["memory_clock_mhz"] is None
     assert (found["throttled_by"], found["foreign_processes"], found["looks"]) == (["hardware slowdown"], [3], 2)
 
 
 def test_this_process_and_its_children_are_not_foreign() -> None:
-    assert telemetry.foreign([os.getpid()]) == []
-    assert telemetry.foreign([os.getpid(), 1]) == [1]
+    assert gpu_monitor.foreign([os.getpid()]) == []
+    assert gpu_monitor.foreign([os.getpid(), 1]) == [1]
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        assert telemetry.foreign([child.pid]) == []
+        assert gpu_monitor.foreign([child.pid]) == []
 
 
 def test_numbers_of_another_name_space_say_nothing() -> None:
     """In a container NVML may give the numbers of its host; this process, which uses the GPU, is not among them."""
-    assert telemetry.foreign([1]) is None
-    assert telemetry.foreign([]) == []
+    assert gpu_monitor.foreign([1]) is None
+    assert gpu_monitor.foreign([]) == []
 
 
 def test_energy_counts_every_image_of_a_block() -> None:
@@ -155,10 +155,10 @@ def test_stops_of_the_container_are_those_of_the_measurement(
 ) -> None:
     counted = iter(stops)
     monkeypatch.setattr(machine, "held_back", lambda: next(counted))
-    with conditions.watched([]) as watch:
+    with environment.watched([]) as watch:
         pass
     assert watch.found["held_back_by_quota"] == told
-    assert [why for why in conditions.disturbances(watch.found) if "stopped" in why] == [
+    assert [why for why in environment.disturbances(watch.found) if "stopped" in why] == [
         f"the container was stopped {stop} times because its share of the processor was used up"
         for stop in ([told] if told else [])
     ]

@@ -13,8 +13,6 @@ from damage import carry
 
 from vitcompress.cli import main
 from vitcompress.errors import DeviceError
-from vitcompress.exporters import runtimes
-from vitcompress.exporters.folder import export_folder, settle
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import Runner, open_runner
 from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar
@@ -23,6 +21,7 @@ from vitcompress.io.progress import Progress
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import create_model
+from vitcompress.pipeline.export_folder import export_folder, settle
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy
 from vitcompress.verify import outputs, quarantine
@@ -127,7 +126,7 @@ def test_on_a_gpu_it_is_asked_there(folder: Path, monkeypatch: pytest.MonkeyPatc
         asked[path.name] = device
         raise DeviceError("not here")
 
-    monkeypatch.setattr(runtimes, "open_runner", remembered)
+    monkeypatch.setattr(outputs, "open_runner", remembered)
     model = load_model(folder)
     for gpu, device in ((False, None), (True, "cuda")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
@@ -249,7 +248,7 @@ def test_openvino_never_computes_in_another_precision(folder: Path) -> None:
 SIGNALLED = """
 import signal, sys
 from pathlib import Path
-from vitcompress.exporters.openvino_runner import OpenVinoRunner
+from vitcompress.exporters.openvino.runner import OpenVinoRunner
 from vitcompress.exporters.runner import RunnerOptions
 
 first, second = (OpenVinoRunner(Path(sys.argv[1]), RunnerOptions()) for _ in range(2))

@@ -9,7 +9,7 @@ import torch
 from contracts import build, contract, images
 
 from vitcompress.bench import timing
-from vitcompress.bench.opening import synthetic_images
+from vitcompress.bench.artifacts import synthetic_images
 from vitcompress.errors import VitcompressError
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.runner import Queued

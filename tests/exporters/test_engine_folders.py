@@ -10,15 +10,18 @@ import pytest
 import whole_runs
 from click.testing import CliRunner
 
-from vitcompress import pipeline, surgery
+from vitcompress import surgery
 from vitcompress.cli import main
 from vitcompress.errors import InputError
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar
-from vitcompress.exporters.tensorrt import flavours
+from vitcompress.exporters.tensorrt import runner
 from vitcompress.io.files import file_sha256
 from vitcompress.models.checkpoint import PLAN, read_plan, write_model
 from vitcompress.models.create import create_model
+from vitcompress.pipeline import job
+from vitcompress.pipeline.dry_run import dry_run_recipe
+from vitcompress.pipeline.run import run_recipe
 from vitcompress.plan import Plan
 from vitcompress.verify import quarantine
 from vitcompress.verify.folder import verify_folder
@@ -111,7 +114,7 @@ def test_an_engine_for_another_gpu_is_for_the_target_to_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "run"))
-    monkeypatch.setattr(flavours, "capability", lambda index: 75)  # a Turing GPU, which no test machine has
+    monkeypatch.setattr(runner, "capability", lambda index: 75)  # a Turing GPU, which no test machine has
     verdict, detail, command = served(copy)
     assert (verdict, command) == ("not_run", f"vitcompress verify {copy}")
     assert "built for compute capability 89, this GPU has 75" in detail and "--sm 75" in detail
@@ -229,10 +232,10 @@ def test_a_recipe_that_may_leave_unequal_widths_is_refused_before_the_training(
     sero = whole_runs.with_steps(f'method = "sero"\nsparsity = 0.5\nepochs = 2\nround_to = 1\n{step}')
     text = f'{sero}\n[export]\nformats = ["trt-rtx"]\nprecision = "fp16"\nopset = {opset}\n'
     recipe = whole_runs.recipe(tmp_path, text=text)
-    missing = pipeline.dry_run(recipe, pipeline.RunOptions(out=tmp_path / "run"))["missing"]
+    missing = dry_run_recipe(recipe, job.RunOptions(out=tmp_path / "run"))["missing"]
     assert len(missing) == (1 if code else 0)
     if code:
         with pytest.raises(InputError, match="step 1, sero, gives q and k another width than v") as caught:
-            pipeline.run(recipe, pipeline.RunOptions(out=tmp_path / "run"))
+            run_recipe(recipe, job.RunOptions(out=tmp_path / "run"))
         assert "step.0.layout=tied" in str(caught.value.hint) and str(caught.value.hint) in missing[0]
         assert not (tmp_path / "run").exists()

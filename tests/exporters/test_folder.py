@@ -7,15 +7,15 @@ import onnxruntime
 import pytest
 import torch
 
-from vitcompress import console
+from vitcompress.cli.output import tables
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters import EXPORTERS, doctor
-from vitcompress.exporters.folder import export_folder
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.sidecar import class_names
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model, input_config
+from vitcompress.pipeline.export_folder import export_folder
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy
 
@@ -88,7 +88,7 @@ def test_doctor_says_what_is_true_of_this_machine() -> None:
 def test_doctor_tells_each_package_and_claims_nothing_of_all(capsys: pytest.CaptureFixture[str]) -> None:
     found = doctor.examine()
     found["optional"] = [{**item, "present": item["package"] != "tensorboard"} for item in found["optional"]]
-    console.print_doctor(found)
+    tables.print_doctor(found)
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert "matplotlib (plots of reports and diagnostics): installed" in lines
     assert "tensorboard (training curves): pip install tensorboard" in lines

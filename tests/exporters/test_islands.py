@@ -11,8 +11,7 @@ from too_large import large_ffn, large_residual, large_scores
 from torch import nn
 
 from vitcompress.cli import main
-from vitcompress.exporters import EXPORTERS, islands
-from vitcompress.exporters.islands import SCAN, Judge, Search, judge_of, narrowed, search
+from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.precision import in_precision
 from vitcompress.exporters.ranges import Ranges, scan
@@ -20,6 +19,8 @@ from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.checks import Check
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import input_config
+from vitcompress.pipeline import fp32_layers
+from vitcompress.pipeline.fp32_layers import SCAN, Judge, Search, judge_of, narrowed, search
 from vitcompress.verify.outputs import SHARES, compare, judged
 
 X = images("plain", dtype=torch.float32)
@@ -89,7 +90,7 @@ def test_exactly_the_needed_islands_are_found(
 def test_only_a_search_that_ran_out_of_tries_is_not_known_to_be_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = found(with_small_ffn())
     for tries, proven in ((len(whole.tries), True), (len(whole.tries) - 1, False)):
-        monkeypatch.setattr(islands, "LIMIT", tries)
+        monkeypatch.setattr(fp32_layers, "LIMIT", tries)
         result = found(with_small_ffn())
         assert result.smallest is proven and len(result.tries) == tries
     assert not found(large_residual(plain())).smallest

@@ -17,7 +17,7 @@ from pathlib import Path
 from contracts import build
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.runtimes import open_runner
-from vitcompress.models import input_config
+from vitcompress.models.create import input_config
 
 model = build("plain").float()
 for name in sys.argv[2:]:

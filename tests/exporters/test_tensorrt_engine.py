@@ -248,10 +248,10 @@ import signal
 import sys
 from pathlib import Path
 from threading import Event
-from vitcompress.export_options import ExportOptions
-from vitcompress.exporters.tensorrt_build import build
-from vitcompress.exporters.tensorrt_flavours import RTX
-from vitcompress.progress import Progress
+from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.tensorrt.build import build
+from vitcompress.exporters.tensorrt.flavours import RTX
+from vitcompress.io.progress import Progress
 
 heard = Event()
 

@@ -20,7 +20,7 @@ from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar, sidecar_path
-from vitcompress.exporters.tensorrt import flavours
+from vitcompress.exporters.tensorrt import runner, targets
 from vitcompress.exporters.tensorrt.flavours import RTX, log_of
 from vitcompress.exporters.tensorrt.messages import receive, send
 from vitcompress.exporters.tensorrt.process import EngineProcess, _environment
@@ -127,11 +127,11 @@ def test_an_engine_of_another_version_is_refused_with_the_version_that_runs_it(e
 
 
 def test_an_engine_for_another_gpu_is_refused(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flavours, "capability", lambda index: 75)  # a Turing GPU, which no test machine has
+    monkeypatch.setattr(runner, "capability", lambda index: 75)  # a Turing GPU, which no test machine has
     with pytest.raises(DeviceError, match="built for compute capability 80, 86, 89, 120, this GPU has 75") as caught:
         open_runner(engine)
     assert "--sm 75" in str(caught.value.hint)
-    monkeypatch.setattr(flavours, "capability", lambda index: 90)
+    monkeypatch.setattr(runner, "capability", lambda index: 90)
     with pytest.raises(DeviceError, match="this GPU has 90") as caught:
         open_runner(engine)
     assert "--format trt" in str(caught.value.hint) and "--sm" not in str(caught.value.hint)  # RTX is not for Hopper
@@ -161,7 +161,7 @@ def test_without_a_gpu_the_way_out_is_named(engine: Path) -> None:
 
 
 def test_an_engine_that_brings_code_along_needs_trust(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flavours, "capability", lambda index: 89)
+    monkeypatch.setattr(runner, "capability", lambda index: 89)
     claim(engine, version_compatible=True, runtime_version="1.0.0.0")
     with pytest.raises(ArtifactError, match="brings a runtime along, as code"):
         open_runner(engine)
@@ -198,7 +198,7 @@ def test_a_library_that_does_not_work_with_the_driver_says_so(
     """Before the work, in doctor, and when an engine is opened; an engine is not to blame for it."""
     with pytest.raises(DeviceError, match=r"does not work with this driver or GPU: .*error: 35"):
         RTX.made("Builder", log_of(tensorrt_rtx))
-    monkeypatch.setattr(flavours, "capability", lambda: 89)
+    monkeypatch.setattr(targets, "capability", lambda: 89)
     assert "error: 35" in str(EXPORTERS["trt-rtx"].cannot_run())
     asked, answers = io.BytesIO(), io.BytesIO()
     send(asked, {"path": str(engine), "sha256": file_sha256(engine), "flavour": "trt-rtx", "index": 0, **OPEN})

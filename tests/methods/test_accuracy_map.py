@@ -4,7 +4,15 @@ import pytest
 
 from vitcompress.errors import PlanError
 from vitcompress.io.text import choose
-from vitcompress.methods.hetdpt.allocation import Row, allocate, choose_degree, feasible_splits, fit, validate, winners
+from vitcompress.methods.hetdpt.allocation import (
+    Row,
+    allocate_budget,
+    choose_degree,
+    feasible_splits,
+    fit,
+    validate,
+    winners,
+)
 
 LAYERS = (12, 12)
 LISTING = [
@@ -116,7 +124,7 @@ def test_rank_deficient_degrees_are_not_eligible():
 )
 @pytest.mark.parametrize("least", [0, 1])
 def test_splits_without_tie_break(name, budget, split, prediction, least):
-    found = allocate(DATA[name], LAYERS, budget, min_pruned_per_type=least, tie_break="none")
+    found = allocate_budget(DATA[name], LAYERS, budget, min_pruned_per_type=least, tie_break="none")
     assert found.chosen == found.best == split
     predicted = {(s.attention, s.activation): s.prediction for s in found.splits}
     assert predicted[split] == pytest.approx(prediction, abs=1e-3)
@@ -137,21 +145,21 @@ def test_ties_go_to_the_faster_model(rows, budget, best, chosen):
     def macs(attention, activation):
         return -tokens * (attention * (4 * width**2 + 2 * tokens * width) + activation * 7 * width**2)
 
-    found = allocate(rows, LAYERS, budget, cost=macs)
+    found = allocate_budget(rows, LAYERS, budget, cost=macs)
     assert (found.best, found.chosen, found.tie) == (best, chosen, best != chosen)
-    assert allocate(rows, LAYERS, budget).chosen == chosen, "without a cost, more activations count as faster"
+    assert allocate_budget(rows, LAYERS, budget).chosen == chosen, "without a cost, more activations count as faster"
 
 
 def test_the_measured_cost_decides_a_tie():
-    assert allocate(A, LAYERS, 10, cost=lambda attention, activation: -attention).chosen == (5, 5)
+    assert allocate_budget(A, LAYERS, 10, cost=lambda attention, activation: -attention).chosen == (5, 5)
 
 
 def test_predictions_along_the_budget_lines():
-    eight = {s.attention: s.prediction for s in allocate(A, LAYERS, 8, min_pruned_per_type=0).splits}
+    eight = {s.attention: s.prediction for s in allocate_budget(A, LAYERS, 8, min_pruned_per_type=0).splits}
     assert [eight[n] for n in range(9)] == pytest.approx(
         [71.56, 72.64, 73.40, 73.83, 73.95, 73.74, 73.21, 72.36, 71.18], abs=0.006
     )
-    ten = {s.attention: s.prediction for s in allocate(A, LAYERS, 10, min_pruned_per_type=0).splits}
+    ten = {s.attention: s.prediction for s in allocate_budget(A, LAYERS, 10, min_pruned_per_type=0).splits}
     assert [ten[n] for n in range(11)] == pytest.approx(
         [67.38, 68.67, 69.63, 70.28, 70.599, 70.600, 70.28, 69.64, 68.67, 67.39, 65.78], abs=0.006
     )
@@ -168,14 +176,14 @@ def test_predictions_along_the_budget_lines():
 )
 def test_jackknife_winners(rows, budget, counts):
     assert winners(rows, LAYERS, feasible_splits(LAYERS, budget, 1), 2) == counts
-    shares = {(s.attention, s.activation): s.jackknife for s in allocate(rows, LAYERS, budget).splits}
+    shares = {(s.attention, s.activation): s.jackknife for s in allocate_budget(rows, LAYERS, budget).splits}
     assert {s: share for s, share in shares.items() if share} == pytest.approx(
         {s: n / sum(counts.values()) for s, n in counts.items()}
     )
 
 
 def test_near_ties_lie_within_the_cross_validation_error():
-    found = allocate(A, LAYERS, 8)
+    found = allocate_budget(A, LAYERS, 8)
     near = {(s.attention, s.activation) for s in found.splits if s.near_tie}
     assert near == {(4, 4), (3, 5), (5, 3)}
     assert found.margin == pytest.approx(73.95 - 73.83, abs=0.01)
@@ -220,8 +228,8 @@ def _splits_exist(layers, budget, least):
 def test_few_rows():
     """Too few rows for full rank in every fold still give an answer, and say so; fewer than four are refused."""
     rows = [Row(1, 1, 90), Row(0.5, 1, 80), Row(1, 0.5, 70), Row(0.5, 0.5, 60)]
-    found = allocate(rows, (4, 4), 2, min_pruned_per_type=0)
+    found = allocate_budget(rows, (4, 4), 2, min_pruned_per_type=0)
     assert found.best == (2, 0)
     assert not any(v.full_rank for v in found.degrees)
     with pytest.raises(PlanError, match="at least 4"):
-        allocate(rows[:3], (4, 4), 2)
+        allocate_budget(rows[:3], (4, 4), 2)

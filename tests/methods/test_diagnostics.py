@@ -8,8 +8,8 @@ import torch
 from method_world import context, model
 from torch.nn import functional
 
-from vitcompress.bench.pictures import charts_figure
-from vitcompress.bench.plotting import save
+from vitcompress.bench.plots.figure import save
+from vitcompress.bench.plots.run import charts_figure
 from vitcompress.io.files import read_json
 from vitcompress.methods import METHODS, depth
 from vitcompress.methods.calibration import training_views

@@ -6,13 +6,13 @@ Torch and everything that needs it is imported inside the commands: `--help` and
 import click
 
 from vitcompress import __version__
-from vitcompress.cli import artifacts, reports, run, study
-from vitcompress.cli.shared import Commands
+from vitcompress.cli import artifacts, recipe, reports, study
+from vitcompress.cli.common import Commands
 
 # In the order in which they are needed, which `--help` keeps.
 COMMANDS = (
-    run.recipe,
-    run.recipes,
+    recipe.recipe,
+    recipe.recipes,
     study.study,
     artifacts.verify,
     artifacts.export,

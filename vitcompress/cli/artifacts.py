@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from vitcompress import console
+from vitcompress.cli.common import answer, common, fell_short, working
 from vitcompress.cli.options import (
     PREPARATION,
     RUNNER,
@@ -16,7 +16,7 @@ from vitcompress.cli.options import (
     runner_options,
     taken,
 )
-from vitcompress.cli.shared import answer, common, fell_short, working
+from vitcompress.cli.output import tables
 
 
 @click.command()
@@ -29,17 +29,17 @@ def verify(folder: Path, as_json: bool, debug: bool) -> int:
     not run, and does not pass. Exit 1 when a check fails.
     """
     with working(debug) as progress:
-        from vitcompress.bench import artifact_tables
-        from vitcompress.bench import report as reports
-        from vitcompress.pipeline import dense_of
+        from vitcompress.bench.report import files
+        from vitcompress.bench.report import run as reports
+        from vitcompress.pipeline.run import dense_of
         from vitcompress.verify import quarantine
 
         progress.stage(f"Verify {folder}")
         found = quarantine.verify(folder, dense=dense_of(folder), progress=progress)
         data = found.as_data()
-        ways = artifact_tables.weights(found.weights)
-    said = [*artifact_tables.bytes_of(found.weights), reports.verdicts(data)]
-    answer(data, as_json, lambda _: console.print_verification(data["checks"], ways, said))
+        ways = files.weights(found.weights)
+    said = [*files.bytes_of(found.weights), reports.verdicts(data)]
+    answer(data, as_json, lambda _: tables.print_verification(data["checks"], ways, said))
     return 0 if found.passed else 1
 
 
@@ -61,13 +61,13 @@ def export(
     model, its weights and its answers; one that falls short is moved to the folder `failed`.
     """
     with working(debug) as progress:
-        from vitcompress.exporters.folder import export_folder, settle
         from vitcompress.exporters.options import ExportOptions
+        from vitcompress.pipeline.export_folder import export_folder, settle
 
         done = export_folder(folder, name, options=ExportOptions(**given(options)), out=out, progress=progress)
         settled = settle(folder, done, progress)
     found = {"folder": str(settled.path.parent), **done.to_dict(), **settled.as_data()}
-    answer(found, as_json, console.print_export)
+    answer(found, as_json, tables.print_export)
     if settled.verdict == "failed":
         return fell_short(
             f"{done.path.name} does not match the model, see {settled.path}: {settled.reason}", None, as_json
@@ -117,8 +117,8 @@ def bench(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any
     first one is the base of all ratios.
     """
     with working(debug) as progress:
-        from vitcompress.bench import report as reports
         from vitcompress.bench import suite
+        from vitcompress.bench.report import run as reports
         from vitcompress.exporters.runtimes import RunnerOptions
 
         runner = RunnerOptions(**taken(options, RUNNER))
@@ -126,7 +126,7 @@ def bench(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any
         short = suite.gated(found)
     measured = found.as_data()
     table = reports.bench_table([measured])
-    answer(measured, as_json, lambda _: console.print_bench(measured, table))
+    answer(measured, as_json, lambda _: tables.print_bench(measured, table))
     return 0 if short is None else fell_short(short, None, as_json)
 
 
@@ -150,11 +150,11 @@ def evaluate(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: 
     """
     with working(debug) as progress:
         from vitcompress.bench import accuracy
-        from vitcompress.bench.preparation import Preparation
+        from vitcompress.bench.preprocessing import Preparation
         from vitcompress.exporters.runtimes import RunnerOptions
 
         runner = RunnerOptions(**taken(options, RUNNER))
         told = Preparation(**taken(options, PREPARATION))
         settings = accuracy.EvaluateOptions(runner=runner, preparation=told, **options)
         found = accuracy.run(artifacts, settings, progress)
-    return answer(found, as_json, console.print_accuracy)
+    return answer(found, as_json, tables.print_accuracy)

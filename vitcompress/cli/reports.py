@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
-from vitcompress import console
-from vitcompress.cli.shared import answer, common, working
+from vitcompress.cli.common import answer, common, working
+from vitcompress.cli.output import tables, terminal
 from vitcompress.errors import MissingExtraError
 from vitcompress.io.progress import Progress
 
@@ -31,21 +31,21 @@ def report(folders: tuple[str, ...], plot: Path | None, pictures: Path | None, a
     run chose.
     """
     with working(debug) as progress:
-        from vitcompress.bench import compare
-        from vitcompress.bench import report as reports
+        from vitcompress.bench.report import compare
+        from vitcompress.bench.report import run as reports
 
         found = compare.run(folders)
         wanted = plot or (len(folders) > 1 and compare.points(found["runs"]))
         found["plot"] = _plotted(lambda path: compare.plot(found["runs"], path), plot, progress) if wanted else None
         if pictures:
-            from vitcompress.bench.pictures import draw
+            from vitcompress.bench.plots.run import draw
 
             found["pictures"] = list(map(str, draw(folders, pictures)))
             progress.note(f"pictures: {', '.join(found['pictures'])}")
         if found["plot"] and len(folders) == 1:
             progress.note(f"plot: {found['plot']}")
         page = reports.markdown(found["runs"][folders[0]])
-    show = console.print_comparison if len(folders) > 1 else lambda _: console.print_markdown(page)
+    show = tables.print_comparison if len(folders) > 1 else lambda _: terminal.print_markdown(page)
     return answer(found, as_json, show)
 
 
@@ -71,4 +71,4 @@ def doctor(as_json: bool, debug: bool) -> int:
         from vitcompress.exporters.doctor import examine
 
         found = examine()
-    return answer(found, as_json, console.print_doctor)
+    return answer(found, as_json, tables.print_doctor)

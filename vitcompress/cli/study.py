@@ -5,9 +5,10 @@ from typing import Any
 
 import click
 
-from vitcompress import console, recipes
+from vitcompress import recipes
+from vitcompress.cli.common import answer, common, foreseen, working
 from vitcompress.cli.options import completed, words
-from vitcompress.cli.shared import answer, common, foreseen, working
+from vitcompress.cli.output.tables import print_study, print_study_outlook
 
 
 @click.command()
@@ -44,14 +45,13 @@ def study(
     Every row of the study with every seed is an ordinary run. The same command continues a study that was stopped.
     """
     with working(debug) as progress:
-        from vitcompress import study as studies
         from vitcompress.exporters import EXPORTERS
-        from vitcompress.study import results
+        from vitcompress.pipeline.study import results, run, spec
 
-        loaded = studies.load_study(source, sets, rows, formats=EXPORTERS)
-        settings = studies.StudyOptions(**options)
-        found = studies.dry_run(loaded, settings, progress) if dry_run else studies.run(loaded, settings, progress)
+        loaded = spec.load_study(source, sets, rows, formats=EXPORTERS)
+        settings = run.StudyOptions(**options)
+        found = run.dry_run_study(loaded, settings, progress) if dry_run else run.run_study(loaded, settings, progress)
     if dry_run:
-        return foreseen(found, as_json, console.print_study_outlook)
+        return foreseen(found, as_json, print_study_outlook)
     tables = (results.table(found), results.pair_table(found))
-    return answer(found, as_json, lambda _: console.print_study(tables, found))
+    return answer(found, as_json, lambda _: print_study(tables, found))

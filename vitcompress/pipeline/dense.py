@@ -1,54 +1,124 @@
-"""Which folder holds the dense model of a recipe; recipes that train it alike share one."""
+"""The dense model of a recipe: trained, or made from given weights; recipes that train it alike share its folder."""
 
-from collections.abc import Iterator
-from dataclasses import asdict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from vitcompress.errors import ArtifactError, RecipeError
-from vitcompress.io.files import read_json, write_json
-from vitcompress.models.checkpoint import PLAN
-from vitcompress.recipe import Recipe, dense_key, recipe_of
-from vitcompress.verify.folder import DENSE
+from torch import nn
 
-SETTINGS = "settings.json"
+from vitcompress.io.files import write_json
+from vitcompress.models.checkpoint import PLAN, load_model, write_model
+from vitcompress.models.create import create_model, randomize_constants
+from vitcompress.models.weights import part_of_weights
+from vitcompress.pipeline.dense_folder import record_settings
+from vitcompress.pipeline.folder import sole_user, sweep
+from vitcompress.pipeline.job import Job
+from vitcompress.training.datasets import few
+from vitcompress.training.loaders import EvalLoader
+from vitcompress.training.loop import train
+from vitcompress.training.metrics import Accuracy, evaluate, guessed
+from vitcompress.training.options import TrainOptions, TrainResult
+from vitcompress.training.trainer import TrainingContext, TrainingControls
+
+# ---------------------------------------------------------------------------------------------------------------- dense
 
 
-def dense_folder(recipe: Recipe, folder: Path) -> Path:
-    """Where the dense model lives: shared by recipes that train it alike, else inside the run's `folder`.
+def dense_model(job: Job) -> nn.Module:
+    """The model before pruning: trained here, once for all recipes that train it alike, or with the given weights."""
+    folder = job.dense_folder
+    with sole_user(folder, job.progress) if job.runtime.is_main else nullcontext():
+        if job.runtime.broadcast((folder / PLAN).is_file()):
+            job.progress.note(f"dense model: taken from {folder}")
+        else:
+            _make_dense(job)
+    # Always what lies on the disk of the first process: others may have no such folder, and a run that was stopped
+    # here goes on from the same tensors.
+    return job.runtime.broadcast(load_model(folder) if job.runtime.is_main else None)  # type: ignore[no-any-return]
 
-    A new option gives the shared folder another name. A model that an earlier version trained does as well where what
-    that version did not know yet has its default here: an option's default is what was done before there was the
-    option. Every setting is recorded, so that another default of one that it knew is another training.
+
+def _make_dense(job: Job) -> None:
+    if job.runtime.is_main:
+        sweep(job.dense_folder)
+    model = _trained(job) if job.recipe.model.weights == "train" else _given(job)
+    if job.runtime.is_main:
+        write_model(job.dense_folder, model, job.base)
+
+
+def _given(job: Job) -> nn.Module:
+    """The model with the weights that the recipe names; what they can do is told before anything is built on them."""
+    table, seed = job.recipe.model, job.recipe.run.seed
+    model = create_model(table.name, job.arch_args, table.weights, seed=seed, new_head=table.new_head)
+    if table.weights == "random":
+        if job.structure_only:
+            randomize_constants(model, seed)  # nothing is trained here: what all checks see must not be mostly zeros
+    elif job.data is not None and job.data.heldout:
+        tell_given(job, model)
+    return model
+
+
+def _trained(job: Job) -> nn.Module:
+    table, options = job.recipe.model, job.recipe.dense
+    assert options is not None
+    job.progress.stage(f"Train the dense model ({table.name})")
+    if job.runtime.is_main:
+        record_settings(job.recipe, job.dense_folder)
+    model = create_model(table.name, job.arch_args, seed=job.recipe.run.seed)
+    result = train_model(job, model, options, job.dense_folder / "state", "dense")
+    if job.runtime.is_main:
+        write_json(job.dense_folder / "training.json", training_record(result))
+    return model
+
+
+def train_model(
+    job: Job,
+    module: nn.Module,
+    options: TrainOptions,
+    folder: Path,
+    label: str,
+    controls: TrainingControls | None = None,
+) -> TrainResult:
+    assert job.data is not None
+    module.to(job.runtime.device)
+    at = TrainingContext(job.input, job.runtime, folder, label, job.recipe.run.seed, job.progress)
+    result = train(module, job.data.train, job.data.heldout, options, at, controls)
+    module.cpu()
+    if result.accuracy and job.runtime.is_main:
+        job.progress.note(f"held-out top-1 with the weights kept, of epoch {result.epoch + 1}: {result.accuracy}")
+    return result
+
+
+def training_record(result: TrainResult) -> dict[str, Any]:
+    return {
+        "epochs": len(result.history),
+        "kept_epoch": result.epoch,
+        "kept": result.chosen,
+        "heldout": {name: value and value.to_dict() for name, value in (("raw", result.raw), ("ema", result.ema))},
+    }
+
+
+def heldout_accuracy(job: Job, model: nn.Module) -> Accuracy:
+    """The accuracy of `model` on the held-out images; every process must call this.
+
+    Raises:
+        DataError: there are none.
     """
-    if recipe.model.weights != "train":
-        return folder / DENSE
-    own = folder.parent / f"dense-{dense_key(recipe)}"
-    return own if own.exists() else next(_trained_alike(recipe, folder.parent), own)
+    assert job.data is not None
+    loader = EvalLoader(job.data.heldout, job.input, job.recipe.finetune.batch_size, job.runtime)
+    found = evaluate(model.to(job.runtime.device).eval(), loader, job.runtime)
+    model.cpu()
+    return found
 
 
-def record_settings(recipe: Recipe, folder: Path) -> None:
-    """Write down in a dense model's `folder` how it is trained."""
-    write_json(folder / SETTINGS, _settings(recipe))
-
-
-def _settings(recipe: Recipe) -> dict[str, Any]:
-    """All that `dense_key` depends on, every setting spelled out: None too, as it may not always be the default."""
-    data = {name: value for name, value in asdict(recipe.data).items() if name != "workers"}
-    run = {"seed": recipe.run.seed, "amp": recipe.run.amp}
-    return {"model": asdict(recipe.model), "data": data, "dense": recipe.dense and asdict(recipe.dense), "run": run}
-
-
-def _trained_alike(recipe: Recipe, parent: Path) -> Iterator[Path]:
-    """The folders in `parent` with a dense model that this recipe could have trained: whole ones, as a training that
-    another version began is not to be continued with other options.
-    """
-    for path in sorted(parent.glob(f"dense-*/{SETTINGS}")):
-        if not (path.parent / PLAN).is_file():
-            continue
-        try:
-            found = recipe_of(str(path), {**dict(read_json(path)), "step": [{"method": "fold"}]})
-        except (ArtifactError, RecipeError, TypeError, ValueError):  # of a version with other options, or broken
-            continue
-        if dense_key(found) == dense_key(recipe):
-            yield path.parent
+def tell_given(job: Job, model: nn.Module) -> None:
+    """Say what a dense model with weights of another training comes to, and whether that is more than guessing."""
+    assert job.data is not None
+    weights, found = job.recipe.model.weights, heldout_accuracy(job, model)
+    if part := part_of_weights(weights):
+        job.progress.note(f"dense model: `{part}` of {weights}")
+    job.progress.note(f"dense model: held-out top-1 {found}")
+    if guessed(found.correct, job.data.heldout.labels):
+        mean, std = (", ".join(f"{value:g}" for value in values) for values in (job.input.mean, job.input.std))
+        job.progress.note(
+            "no better than guessing, and everything is chosen by this model: was it trained on these classes, in "
+            f"this order ({few(job.data.classes)}), on images of mean {mean} and standard deviation {std}?"
+        )

@@ -13,15 +13,16 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from vitcompress.bench import recorded_speeds
-from vitcompress.bench import report as reports
+from vitcompress.bench.report import recorded
+from vitcompress.bench.report import run as reports
 from vitcompress.errors import OutputError, RecipeError
 from vitcompress.io.checks import LEDGER
 from vitcompress.io.files import write_text, writing
 from vitcompress.io.progress import Progress
 from vitcompress.io.text import differences
 from vitcompress.models.checkpoint import PLAN
-from vitcompress.recipe import Recipe, parsed, recipe_of
+from vitcompress.recipe.load import parsed, recipe_of
+from vitcompress.recipe.schema import Recipe
 from vitcompress.verify.quarantine import FAILED
 
 RECIPE = "recipe.toml"
@@ -34,7 +35,7 @@ LEFT_BY_RUNS = (
     reports.JSON,
     reports.MARKDOWN,
     LEDGER,
-    recorded_speeds.BENCH,
+    recorded.BENCH,
     "model.*",
     "standard.*",
     "model-*.*",  # exported again in another precision

@@ -1,4 +1,4 @@
-"""One run of one recipe, as all stages of the pipeline know it."""
+"""One run of one recipe: its options, and what all stages of the pipeline know of it."""
 
 import json
 from collections.abc import Iterator
@@ -10,17 +10,60 @@ from typing import Any
 
 from torch import nn
 
-from vitcompress import methods
+from vitcompress.errors import InputError
 from vitcompress.exporters.doctor import device_problem
 from vitcompress.families import Family, family_of
 from vitcompress.io.progress import Progress
+from vitcompress.methods.structure import deltas_of_steps
 from vitcompress.models.create import InputConfig, check_answers, create_on_meta, input_config
-from vitcompress.pipeline.dense import dense_folder
+from vitcompress.pipeline.dense_folder import dense_folder
 from vitcompress.pipeline.folder import STATE
 from vitcompress.plan import Plan
-from vitcompress.recipe import Recipe
-from vitcompress.training.data import Splits, class_count
+from vitcompress.recipe.schema import Recipe
+from vitcompress.training.data import DataOptions, Splits, class_count
 from vitcompress.training.distributed import Runtime
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the command line adds to a recipe. None leaves the recipe's own setting."""
+
+    out: Path | None = None
+    export: tuple[str, ...] = ()
+    data: str | None = None
+    weights: str | None = None
+    device: str | None = None
+    structure_only: bool = False
+    fresh: bool = False
+
+
+def effective(recipe: Recipe, options: RunOptions) -> Recipe:
+    """The recipe with the command line's options in it, as the run folder records it."""
+    if options.weights == "train" and recipe.dense is None:
+        raise InputError(
+            "--weights train needs a [dense] table that says how to train, and the recipe has none",
+            hint="give a checkpoint, hub or random",
+        )
+    weights = options.weights or ("random" if options.structure_only and recipe.model.weights == "train" else None)
+    model = recipe.model if weights is None else replace(recipe.model, weights=weights)
+    return replace(
+        recipe,
+        data=recipe.data if options.data is None else _data_at(recipe.data, options.data),
+        model=model,
+        dense=recipe.dense if model.weights == "train" else None,
+        export=replace(recipe.export, formats=options.export) if options.export else recipe.export,
+        run=replace(recipe.run, device=options.device) if options.device else recipe.run,
+    )
+
+
+def _data_at(table: DataOptions, path: str) -> DataOptions:
+    """The images at `path`: those of a folder, unless the recipe names a data set of timm's, which is rooted there."""
+    source = "imagefolder" if table.source == "digits" else table.source
+    return replace(table, path=str(Path(path).resolve()), source=source)
+
+
+def folder_of(recipe: Recipe, options: RunOptions) -> Path:
+    return (options.out or Path("runs") / recipe.name).resolve()
 
 
 @dataclass(frozen=True)
@@ -89,7 +132,7 @@ class Job:
             PlanError: a step asks for more than the model has.
         """
         steps = ((step.method, step.options) for step in self.recipe.steps)
-        return tuple(methods.deltas_of_steps(self.blank, self.family, self.base, steps))
+        return tuple(deltas_of_steps(self.blank, self.family, self.base, steps))
 
     @property
     def structure(self) -> Plan:

@@ -16,11 +16,10 @@ from vitcompress.methods.auxiliary import RecoverOptions, recovery_settings
 from vitcompress.models.checkpoint import PLAN
 from vitcompress.models.create import create_model
 from vitcompress.pipeline.folder import check_disk, check_writable
-from vitcompress.pipeline.job import Job, job_for
+from vitcompress.pipeline.job import Job, RunOptions, folder_of, job_for
 from vitcompress.pipeline.latency import check_latency
-from vitcompress.pipeline.options import RunOptions, folder_of
-from vitcompress.pipeline.teachers import check_teacher
-from vitcompress.recipe import Recipe
+from vitcompress.pipeline.teacher import check_teacher
+from vitcompress.recipe.schema import Recipe
 from vitcompress.training.data import open_data
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loop import check_options

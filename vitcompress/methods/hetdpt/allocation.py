@@ -150,7 +150,7 @@ def _affordable(layers: tuple[int, int], least: int) -> str:
     return choose("pruned_layers", max(1, 2 * least), most)
 
 
-def allocate(
+def allocate_budget(
     rows: Sequence[Row],
     layers: tuple[int, int],
     budget: int,

@@ -26,8 +26,8 @@ from vitcompress.families import Family
 from vitcompress.methods import depth
 from vitcompress.methods.base import PUBLISHED, TRAINED, Choice, Context, Method, Stage
 from vitcompress.methods.depth import KINDS, DepthOptions, Kind
-from vitcompress.methods.hetdpt import allocation, collection, diagnostics, report, search
-from vitcompress.methods.hetdpt.allocation import TieBreak
+from vitcompress.methods.hetdpt import collection, diagnostics, report, search
+from vitcompress.methods.hetdpt.allocation import TieBreak, allocate_budget, feasible_splits
 from vitcompress.methods.hetdpt.collection import CollectionOptions, Record
 from vitcompress.methods.hetdpt.search import SearchOptions
 from vitcompress.methods.transfer_entropy import EntropyOptions
@@ -93,7 +93,7 @@ def allocate(model: nn.Module, context: Context, options: AllocationOptions) -> 
     counts = {kind: len(sites) for kind, sites in depth.layers(model, context.family).items()}
 
     def choose() -> dict[str, Any]:
-        found = allocation.allocate(
+        found = allocate_budget(
             collection.rows(records, counts),
             (counts["attention"], counts["activation"]),
             options.pruned_layers,
@@ -140,7 +140,7 @@ def check_allocation(model: nn.Module, family: Family, options: AllocationOption
     """Raise PlanError when the budget has no split on this model, or too few rounds are collected to reach one."""
     depth.check_kinds(family, KINDS)
     found = depth.layers(model, family)
-    splits = allocation.feasible_splits(
+    splits = feasible_splits(
         (len(found["attention"]), len(found["activation"])), options.pruned_layers, options.min_pruned_per_type
     )
     most = max(max(split) for split in splits)

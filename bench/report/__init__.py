@@ -1,0 +1,1 @@
+"""Reports of runs as tables, Markdown and JSON."""

@@ -1,0 +1,1 @@
+"""What commands print; the only package that imports rich."""

@@ -1,0 +1,1 @@
+"""Studies: methods side by side on one data set."""

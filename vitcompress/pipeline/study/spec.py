@@ -1,0 +1,176 @@
+"""A study as data: TOML, checked as a whole, all mistakes reported at once.
+
+summary                    one line
+epochs                     of every row, all trainings together whose weights end up in its model; the recovery gets
+                           what the dense model and the steps leave of them
+[speed]                    how all models are measured
+[base.TABLE]               a recipe without steps, shared by all rows
+[options.METHOD]           what all steps of a method share
+[[row]]                    name, curve, against, title, step = [...]
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from pydantic import BaseModel, JsonValue, StringConstraints
+
+from vitcompress import recipes
+from vitcompress.errors import InputError, RecipeError, did_you_mean
+from vitcompress.exporters.options import Positive
+from vitcompress.io.validation import STRICT, validated
+from vitcompress.methods import METHODS
+from vitcompress.recipe.load import parsed, read_text, recipe_of
+from vitcompress.recipe.overrides import assign
+from vitcompress.recipe.schema import ProtocolTable, Recipe
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
+
+
+@dataclass(frozen=True)
+class SpeedTable(ProtocolTable):
+    """How all models are measured, in turns, in ONNX Runtime on the CPU."""
+
+    threads: Positive = 1
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """One method at one budget. name: of its run folders. curve: of the line it is a point of, rows of one method at
+    several budgets share it. against: the curves that it is held against, each at the nearest cost.
+    """
+
+    name: Name
+    curve: str
+    title: str
+    step: tuple[dict[str, JsonValue], ...]
+    against: tuple[str, ...] = ()
+
+
+class _Tables(BaseModel):
+    model_config = STRICT
+
+    summary: str = ""
+    epochs: Positive
+    speed: SpeedTable = SpeedTable()
+    base: dict[str, JsonValue]
+    options: dict[str, dict[str, JsonValue]] = {}
+    row: tuple[RowTable, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method at one budget, with its recipe for seed 0."""
+
+    name: str
+    curve: str
+    title: str
+    against: tuple[str, ...]
+    recipe: Recipe = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study that passed every check that needs neither the model nor the data."""
+
+    name: str
+    summary: str
+    epochs: int
+    speed: SpeedTable
+    rows: tuple[Row, ...]
+
+
+def load_study(
+    source: str, sets: Sequence[str] = (), rows: Sequence[str] = (), *, formats: Collection[str] = ()
+) -> Study:
+    """Read a study by name or from a file, change what `sets` (`table.key=value`) say, and keep `rows`, all if none.
+
+    Raises:
+        RecipeError: with every mistake.
+        InputError: no such study or row; with the nearest names.
+    """
+    name, text = read_text(source, "study", recipes.study_names(), recipes.study_text)
+    label = f"of the study {source}"
+    data = parsed(label, text)
+    recipes.check_kind("study", source, data)
+    problems = [problem for text in sets if (problem := assign(data, text))]
+    tables = validated(_Tables, data, "", problems)
+    if tables is None:
+        raise RecipeError(label, problems)
+    problems += _contradictions(tables)
+    chosen, wrong = _chosen(tables.row, rows), defaultdict[str, list[str]](list)
+    found = [_row(name, tables, row, formats, wrong) for row in chosen]
+    problems += [f"{_named(names, len(chosen))}: {problem}" for problem, names in wrong.items()]
+    if problems:
+        raise RecipeError(label, problems)
+    made = tuple(row for row in found if row is not None)
+    return Study(name, tables.summary, tables.epochs, tables.speed, made)
+
+
+def epochs_before_recovery(recipe: Recipe) -> int:
+    """Epochs of the trainings whose weights the recovery starts from: the dense one, and those of steps that hand their
+    weights over. What a method trains only to choose by is not among them.
+    """
+    dense = recipe.dense.epochs if recipe.dense is not None else 0
+    steps = [int(step.options.epochs) for step in recipe.steps if step.method in ("sero", "recover")]
+    return dense + sum(steps)
+
+
+def _named(rows: Sequence[str], of: int) -> str:
+    """Which rows have a problem; a mistake in [base] is one of all `of` rows, and told once."""
+    if len(rows) == of > 1:
+        return f"all {of} rows"
+    return f"row {rows[0]}" + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
+
+
+def _row(
+    study: str, tables: _Tables, row: RowTable, formats: Collection[str], wrong: dict[str, list[str]]
+) -> Row | None:
+    """The row with its recipe; what is wrong with it goes to `wrong`: problem -> names of rows."""
+    steps = [{**tables.options.get(str(step.get("method")), {}), **step} for step in row.step]
+    data = {"name": row.name, "summary": f"{study}: {row.title}", **tables.base, "step": steps}
+    try:
+        recipe = recipe_of(row.name, data, formats=formats)
+    except RecipeError as error:
+        for problem in error.problems:
+            wrong[problem].append(row.name)
+        return None
+    left = tables.epochs - epochs_before_recovery(recipe)
+    if left < 1:
+        wrong[f"{tables.epochs} epochs in all leave {left} for the recovery, 1 is the least"].append(row.name)
+    recipe = replace(recipe, finetune=replace(recipe.finetune, epochs=left))
+    return Row(row.name, row.curve, row.title, row.against, recipe)
+
+
+def _contradictions(tables: _Tables) -> list[str]:
+    """Mistakes that no row shows alone."""
+    names = [row.name for row in tables.row]
+    curves = {row.curve for row in tables.row}
+    found = [f"row {name}: there are two of this name" for name in dict.fromkeys(names) if names.count(name) > 1]
+    found += [
+        f"row {row.name}.against   got {curve!r}, expected the curve of a row{did_you_mean(curve, curves)}"
+        for row in tables.row
+        for curve in row.against
+        if curve not in curves
+    ]
+    finetune = tables.base.get("finetune")
+    if isinstance(finetune, dict) and "epochs" in finetune:
+        found.append("base.finetune.epochs   is what the study's epochs leave for the recovery: set those instead")
+    found += [
+        f"options.{method}   no such method{did_you_mean(method, METHODS)}"
+        for method in tables.options
+        if method not in METHODS
+    ]
+    return found
+
+
+def _chosen(rows: Sequence[RowTable], wanted: Sequence[str]) -> list[RowTable]:
+    """The rows that are wanted, all if none is named, in the study's order."""
+    names = [row.name for row in rows]
+    for name in wanted:
+        if name not in names:
+            raise InputError(
+                f"the study has no row {name!r}{did_you_mean(name, names)}", hint=f"its rows: {', '.join(names)}"
+            )
+    return [row for row in rows if not wanted or row.name in wanted]

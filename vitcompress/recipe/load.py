@@ -1,0 +1,130 @@
+"""Read a recipe from TOML and check it as a whole; all mistakes are reported at once."""
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Callable, Collection, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from pydantic import create_model
+
+from vitcompress import recipes
+from vitcompress.errors import InputError, RecipeError, did_you_mean
+from vitcompress.io.validation import STRICT, validated, where_keys_are
+from vitcompress.methods import METHODS
+from vitcompress.recipe.overrides import assign
+from vitcompress.recipe.schema import Recipe, Step, Tables, plain
+
+
+def load_recipe(source: str, sets: Sequence[str] = (), *, formats: Collection[str] = ()) -> Recipe:
+    """Read a recipe by name or from a file, change what `sets` (`table.key=value`) say, and check it.
+
+    formats: the export formats there are; empty leaves them unchecked.
+
+    Raises:
+        RecipeError: with every mistake.
+        InputError: no such recipe; with the nearest names.
+    """
+    name, text = read_text(source, "recipe", recipes.names(), recipes.text)
+    data = parsed(source, text)
+    recipes.check_kind("recipe", source, data)
+    return recipe_of(source, {"name": name, **data}, sets, formats=formats)
+
+
+def parsed(source: str, text: str) -> dict[str, Any]:
+    """TOML as plain data. Raises RecipeError for what is none; `source` tells which."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        hint = "`vitcompress recipes show digits_hetdpt > mine.toml` gives one to start from"
+        raise RecipeError(source, [f"not valid TOML: {error}"], hint=hint) from None
+
+
+def recipe_of(source: str, data: dict[str, Any], sets: Sequence[str] = (), *, formats: Collection[str] = ()) -> Recipe:
+    """The recipe that `data`, the content of its TOML, is after `sets`.
+
+    Raises:
+        RecipeError: with all mistakes of all its tables.
+    """
+    data = deepcopy(data)
+    problems = [problem for text in sets if (problem := assign(data, text))]
+    raw_steps = data.pop("step", [])
+    tables = validated(Tables, data, "", problems)
+    steps = _steps(raw_steps, problems)
+    if tables is not None:
+        problems += _contradictions(tables, formats)
+    if problems or tables is None:
+        raise RecipeError(source, problems, hint=where_keys_are(problems, raw_steps))
+    return Recipe(steps=steps, **{name: getattr(tables, name) for name in type(tables).model_fields})
+
+
+def dense_key(recipe: Recipe) -> str:
+    """Twelve hex digits of all that the dense model's training depends on: recipes that agree share the model."""
+    data = {key: value for key, value in plain(recipe.data).items() if key != "workers"}
+    parts = {"model": recipe.model, "data": data, "dense": recipe.dense, "seed": recipe.run.seed, "amp": recipe.run.amp}
+    return hashlib.sha256(json.dumps(plain(parts), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def read_text(source: str, what: str, names: Collection[str], text: Callable[[str], str]) -> tuple[str, str]:
+    """The name and the text of a recipe or study (`what`) given by name, as one of `names`, or by path."""
+    path = Path(source)
+    if source in names or not (path.suffix == ".toml" or path.exists()):
+        return source, text(source)
+    try:
+        return path.stem, path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise RecipeError(source, ["not a text file (UTF-8 expected)"]) from None
+    except OSError as error:
+        hint = f"give the name of one, as in {min(names)}, or the path of a .toml file"
+        raise InputError(f"the {what} {source} cannot be read: {error.strerror}", hint=hint) from None
+
+
+def _steps(raw: Any, problems: list[str]) -> tuple[Step, ...]:
+    if not isinstance(raw, list) or not raw or not all(isinstance(step, dict) for step in raw):
+        problems.append("step   at least one [[step]] with a method is needed")
+        return ()
+    found = [_step(dict(step), f"step[{number}].", problems) for number, step in enumerate(raw)]
+    return tuple(step for step in found if step is not None)
+
+
+def _step(data: dict[str, Any], prefix: str, problems: list[str]) -> Step | None:
+    method = data.pop("method", None)
+    if method not in METHODS:
+        choices = f"one of {', '.join(METHODS)}{did_you_mean(str(method), METHODS)}"
+        problems.append(
+            f"{prefix}method   "
+            + (f"is missing: {choices}" if method is None else f"got {method!r}, expected {choices}")
+        )
+        return None
+    table = create_model("StepTable", __config__=STRICT, step=(METHODS[method].options, ...))
+    checked = validated(table, {"step": data}, prefix, problems)
+    return None if checked is None else Step(method, vars(checked)["step"])
+
+
+def _contradictions(tables: Tables, formats: Collection[str]) -> list[str]:
+    """Mistakes that no table shows alone."""
+    found = []
+    if tables.model.weights == "train" and tables.dense is None:
+        found.append('dense   model.weights = "train" needs a [dense] table that says how to train')
+    if tables.model.weights != "train" and tables.dense is not None:
+        found.append(f'dense   is only used with model.weights = "train", got {tables.model.weights!r}')
+    if tables.finetune.distillation != "none" and tables.finetune.teacher is None:
+        found.append('finetune.teacher   distillation needs a teacher: "dense", a timm name, or a run folder')
+    if tables.dense is not None and tables.dense.distillation != "none":
+        found.append(
+            f'dense.distillation   got {tables.dense.distillation!r}, the dense model has no teacher: use "none"'
+        )
+    found += [
+        f"{name}.alpha   got {options.alpha:g}, which gives the labels a negative weight; "
+        "up to 1, or set label_weight too"
+        for name, options in (("dense", tables.dense), ("finetune", tables.finetune))
+        if options is not None and options.alpha > 1 and options.label_weight is None
+    ]
+    found += [
+        f"export.formats   got {name!r}, expected one of {', '.join(formats)}{did_you_mean(name, formats)}"
+        for name in tables.export.formats
+        if formats and name not in formats
+    ]
+    return found
