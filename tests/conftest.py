@@ -18,8 +18,14 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The files that take longest, the longest ones first.
-LONGEST = ("test_onnx_graph", "test_interrupted_runs", "test_width_figures", "test_study", "test_pretended_gpu")
-LONGEST += ("test_pretended_runtimes", "test_sidecar", "test_recipe_exports", "test_verify_weights", "test_verify")
+LONGEST = ("test_onnx_export", "test_interrupted_runs", "test_width_figures", "test_study", "test_simulated_gpu")
+LONGEST += (
+    "test_simulated_runtimes",
+    "test_sidecar",
+    "test_recipe_exports",
+    "test_verify_weights",
+    "test_verify_folder",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

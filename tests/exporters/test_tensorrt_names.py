@@ -30,8 +30,8 @@ OF_RTX: Names = {
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module that takes TensorRT's place in the tests on the pretended GPU; nothing is replaced by its import."""
-    folder = HERE.parent / "pretended"
+    """The module that takes TensorRT's place in the tests on the simulated GPU; nothing is replaced by its import."""
+    folder = HERE.parent / "helpers" / "simulated"
     monkeypatch.syspath_prepend(str(folder))
     spec = importlib.util.spec_from_file_location("stand_in_for_tensorrt", folder / "tensorrt.py")
     assert spec is not None and spec.loader is not None

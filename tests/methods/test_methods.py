@@ -37,8 +37,8 @@ OPTIONS: dict[str, Any] = {
 # Methods that remove no layers, and the tests of their own that hold them to the same.
 ELSEWHERE = {
     "isomorphic": "test_isomorphic",
-    "recover": "test_steps",
-    "fold": "test_steps",
+    "recover": "test_auxiliary",
+    "fold": "test_auxiliary",
     "upvit": "test_upvit",
     "sero": "test_sero",
 }

@@ -12,7 +12,7 @@ from distributed_methods import LR
 from vitcompress.io.files import read_json
 
 pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).parent / "distributed_methods.py"
+SCRIPT = Path(__file__).parents[1] / "helpers" / "distributed_methods.py"
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Makes every process that has this folder in its PYTHONPATH believe in a GPU, for torch and for ONNX Runtime."""
 
-import pretended_gpu
-import pretended_provider
+import simulated_gpu
+import simulated_provider
 
-pretended_gpu.install()
-pretended_provider.install()
+simulated_gpu.install()
+simulated_provider.install()

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from library_names import Names
 
-RECORD = Path(__file__).parent / "exporters" / "data" / "tensorrt_names.json"
+RECORD = Path(__file__).parents[1] / "exporters" / "data" / "tensorrt_names.json"
 LIBRARIES = ("nvinfer", "nvinfer_plugin", "nvonnxparser")
 FUNCTIONS = (
     "createInferBuilder_INTERNAL",

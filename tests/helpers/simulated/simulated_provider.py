@@ -28,7 +28,7 @@ class Binding:
 
 
 class OnGpu:
-    """A session on the pretended GPU."""
+    """A session on the simulated GPU."""
 
     def __init__(self, path: str, options: Any, settings: dict[str, str], **how: Any) -> None:
         assert all(isinstance(value, str) for value in settings.values()), settings

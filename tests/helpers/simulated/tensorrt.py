@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
-import pretended_queue
+import simulated_queue
 
 VERSION = (10, 14, 1, 48)
 __version__ = ".".join(map(str, VERSION))
@@ -233,11 +233,11 @@ class IExecutionContext:
         return True
 
     def execute_async_v3(self, stream_handle: int) -> bool:
-        if pretended_queue.Graph.recording is not None and not self._settled:
+        if simulated_queue.Graph.recording is not None and not self._settled:
             self._engine._logger.log(ILogger.ERROR, "operation not permitted when stream is capturing")
             return False
         self._settled = True
-        pretended_queue.queue(self._run_with({name: self._at(name) for name in self._engine._ends}))
+        simulated_queue.queue(self._run_with({name: self._at(name) for name in self._engine._ends}))
         return True
 
     def _run_with(self, memory: dict[str, np.ndarray]) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Streams, events and graphs of the pretended GPU: all work is done at once, or recorded where a graph is."""
+"""Streams, events and graphs of the simulated GPU: all work is done at once, or recorded where a graph is."""
 
 import time
 from collections.abc import Callable

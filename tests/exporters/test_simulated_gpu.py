@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import whole_runs
-from on_pretended_gpu import python
+from on_simulated_gpu import python
 
 from vitcompress.io.files import read_json
 

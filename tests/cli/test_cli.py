@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from vitcompress import cli, recipes
 from vitcompress.cli import common, options
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "timm", "numpy", "onnx", "onnxruntime", "pydantic", "PIL")
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from pretended_queue import GPU, Event, Graph, Recording, Stream, wait
+from simulated_queue import GPU, Event, Graph, Recording, Stream, wait
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -200,7 +200,7 @@ def _parameter(*args: Any, **kwargs: Any) -> Tensor:
 
 def install() -> None:
     """From now on this process has a GPU."""
-    about = SimpleNamespace(name="pretended GPU", total_memory=2**36, major=9, minor=0)
+    about = SimpleNamespace(name="simulated GPU", total_memory=2**36, major=9, minor=0)
     state = torch.zeros(16, dtype=torch.uint8)
     answers = {
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),

@@ -21,8 +21,8 @@ from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
 
-HERE = Path(__file__).parent
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])}
+HERE = Path(__file__).parents[1] / "helpers"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
 ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
 ROOT = os.name == "posix" and os.geteuid() == 0

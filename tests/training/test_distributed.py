@@ -16,7 +16,7 @@ from vitcompress.io.files import read_json
 from vitcompress.io.tensors import load_tensors
 from vitcompress.training.distributed import Runtime, check_device, derived_seed, seed_everything, start
 
-SCRIPT = Path(__file__).parent / "distributed_training.py"
+SCRIPT = Path(__file__).parents[1] / "helpers" / "distributed_training.py"
 ROUNDING = 2.0**-53  # float64
 # One gradient entry adds up at most 8 images x 5 tokens x 64 channels, some ten times over through two blocks.
 ADDITIONS = 8 * 5 * 64 * 10

@@ -1,4 +1,4 @@
-"""Starts Python where `pretended` makes it believe in a GPU: processes of their own, as parts of torch are replaced."""
+"""Starts Python where `simulated` makes it believe in a GPU: processes of their own, as parts of torch are replaced."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ENVIRONMENT = {
     **os.environ,
-    "PYTHONPATH": os.pathsep.join([str(HERE / "pretended"), str(HERE), str(HERE.parent)]),
+    "PYTHONPATH": os.pathsep.join([str(HERE / "simulated"), str(HERE), str(HERE.parents[1])]),
     "OMP_NUM_THREADS": "1",
 }
 
