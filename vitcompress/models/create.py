@@ -124,7 +124,7 @@ def _build(arch: str, args: dict[str, Any], *, pretrained: bool, new_head: bool)
     return model
 
 
-def check_answers(arch: str, args: Mapping[str, Any], outlined: nn.Module) -> None:
+def check_classifier(arch: str, args: Mapping[str, Any], outlined: nn.Module) -> None:
     """Raise InputError for arguments with which timm builds a model that cannot classify an image.
 
     outlined: the model on the meta device.

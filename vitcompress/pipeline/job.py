@@ -15,7 +15,7 @@ from vitcompress.exporters.doctor import device_problem
 from vitcompress.families import Family, family_of
 from vitcompress.io.progress import Progress
 from vitcompress.methods.structure import deltas_of_steps
-from vitcompress.models.create import InputConfig, check_answers, create_on_meta, input_config
+from vitcompress.models.create import InputConfig, check_classifier, create_on_meta, input_config
 from vitcompress.pipeline.dense_folder import dense_folder
 from vitcompress.pipeline.folder import STATE
 from vitcompress.plan import Plan
@@ -174,7 +174,7 @@ def _outline(arch: str, args: str) -> nn.Module:
         InputError: timm cannot build it, or it cannot classify images.
     """
     blank = create_on_meta(arch, json.loads(args))
-    check_answers(arch, json.loads(args), blank)
+    check_classifier(arch, json.loads(args), blank)
     return blank
 
 

@@ -1,0 +1,57 @@
+"""The files of a run folder. No other module spells their names."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+class Entry:
+    """Path of a file or folder inside a `RunFolder`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: "RunFolder", owner: type | None = None) -> Path:
+        return folder.path / self.name
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of everything that a run keeps in the folder `path`. Only names them: nothing is read or written here."""
+
+    path: Path
+
+    recipe = Entry("recipe.toml")
+    plan = Entry("plan.json")
+    weights = Entry("model.safetensors")
+    standard = Entry("standard.safetensors")  # the same weights, named as in a plain timm model
+    verification = Entry("verify.json")
+    benchmark = Entry("bench.json")
+    report = Entry("report.json")
+    markdown = Entry("report.md")
+    log = Entry("log.jsonl")
+    tensorboard = Entry("tensorboard")
+    lock = Entry(".lock")
+    failed = Entry("failed")  # exported files that failed a check are moved here
+
+    state = Entry("state")  # what resuming and verifying a run need
+    accuracy = Entry("state/accuracy.json")
+    mistakes = Entry("state/mistakes.json")  # indices of the test images that each model classifies wrongly
+    training = Entry("training.json")  # of the folder of a dense model
+    settings = Entry("settings.json")  # of the folder of a dense model: how it was trained
+    recovery = Entry("state/recovery.json")
+    before_recovery = Entry("state/before_recovery.json")
+    unfolded = Entry("state/unfolded.safetensors")
+    unfolded_plan = Entry("state/unfolded_plan.json")
+    folding = Entry("state/folding.json")
+    recorded_outputs = Entry("state/verify.safetensors")  # images, and the outputs of the model for them
+    rejected = Entry("state/refused.json")  # exports that failed a check, and why
+    dense = Entry("state/dense")  # the dense model, where the run does not share it with others
+
+    def step(self, number: int, method: str) -> Path:
+        """What pruning step `number` (from 0) keeps."""
+        return self.state / f"step-{number}-{method}"
+
+    def exported(self, model: Literal["model", "dense"], suffix: str) -> Path:
+        """The exported file of one of the two models; `suffix` with its dot."""
+        return self.path / f"{model}{suffix}"
