@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from vitcompress.errors import ArtifactError
+from vitcompress.errors import ArtifactError, PlanError
 from vitcompress.families import Family
 from vitcompress.io.files import differing, file_sha256, read_json, write_json
 from vitcompress.io.progress import Progress
@@ -98,6 +98,20 @@ def ranked(name: str, scores: Sequence[float], kept: Sequence[int]) -> Line:
     stay = set(kept)
     share = [rank / max(1, len(order) - 1) for rank in range(len(order))]
     return Line(name, share, [scores[c] for c in order], [c not in stay for c in order])
+
+
+def reject_unused(options: Any, unused: Mapping[str, str]) -> None:
+    """Raise PlanError if an option without effect differs from its default.
+
+    unused: name of an option -> why it has no effect, such as "target is 'ratios'".
+    """
+    problems = []
+    for option in fields(options):
+        default = option.default if option.default_factory is MISSING else option.default_factory()
+        if option.name in unused and (value := getattr(options, option.name)) != default:
+            problems.append(f"{option.name} = {value!r} has no effect: {unused[option.name]}")
+    if problems:
+        raise PlanError("; ".join(problems), hint="remove the option, or change the options that it depends on")
 
 
 LEFT_WEIGHTS, LEFT = "weights.safetensors", "left.json"
