@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
+from vitcompress.io.validation import Doc
+
 Precision = Literal["fp32", "tf32", "fp16", "bf16"]
 Positive = Annotated[int, Ge(1)]
 AUTO = "auto"
@@ -14,35 +16,41 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What an export may be told. An exporter names those that it uses, and refuses the rest when they are given.
+    """Options of all exporters. Each exporter names those that it uses, and rejects others that are set."""
 
-    precision: of weights and arithmetic; `tf32` is fp32 with TF32 products, which `fp32` never uses.
-    opset: of ONNX, also of the file that an engine is built from; None lets the exporter choose and record why.
-    batch: (least, best, largest) number of images; an engine is tuned for the middle one.
-    sm: GPU compute capabilities (89 is 8.9) that an engine is for; none lets the exporter choose and say which.
-    islands: modules that stay in fp32 when the rest does not, by their names in the model; `auto` is the smallest
-        set that a search finds, beside those that are named.
-    uint8: the file takes bytes, (batch, height, width, channels) of 0 to 255, and normalises them itself.
-    optimization_level: 0 (quick build) to 5 (quick engine); None leaves the builder's own.
-    workspace: bytes that an engine may use beside its weights; None leaves the builder's own.
-    timing_cache: file in which measured kernels are remembered from one build to the next.
-    hardware_compatible: `none`, `ampere+` (any GPU from Ampere on) or `same` (any GPU of the same compute capability).
-    version_compatible: the engine also runs in later versions of its runtime, which then runs code from the file.
-    keep_onnx: leave the ONNX file that an engine was built from beside it.
-    """
-
-    precision: Precision = "fp32"
-    opset: Positive | None = None
-    batch: tuple[Positive, Positive, Positive] = (1, 256, 256)
-    sm: tuple[Positive, ...] = ()
-    islands: tuple[str, ...] = ()
-    uint8: bool = False
-    optimization_level: Annotated[int, Ge(0), Le(5)] | None = None
-    workspace: Positive | None = None
-    timing_cache: Path | None = None
-    hardware_compatible: Literal["none", "ampere+", "same"] = "none"
-    version_compatible: bool = False
-    keep_onnx: bool = True
+    precision: Annotated[Precision, Doc("of weights and arithmetic; `tf32` is fp32 with TF32 products")] = "fp32"
+    opset: Annotated[
+        Positive | None,
+        Doc("ONNX opset, also of the file that an engine is built from; None: the exporter chooses and records it"),
+    ] = None
+    batch: Annotated[
+        tuple[Positive, Positive, Positive],
+        Doc("(minimum, optimal, maximum) number of images; an engine is tuned for the second"),
+    ] = (1, 256, 256)
+    sm: Annotated[
+        tuple[Positive, ...],
+        Doc("GPU compute capabilities (89 is 8.9) of an engine; empty: the exporter chooses and records them"),
+    ] = ()
+    islands: Annotated[
+        tuple[str, ...],
+        Doc("names of modules that stay in fp32 at a lower precision; `auto` searches for the smallest set"),
+    ] = ()
+    uint8: Annotated[
+        bool, Doc("the file takes bytes, (batch, height, width, channels) of 0 to 255, and normalises them itself")
+    ] = False
+    optimization_level: Annotated[int | None, Ge(0), Le(5), Doc("0 (fast build) to 5 (fast engine); None: default")] = (
+        None
+    )
+    workspace: Annotated[Positive | None, Doc("bytes that an engine may use beside its weights; None: default")] = None
+    timing_cache: Annotated[Path | None, Doc("file that keeps measured kernel times for later builds")] = None
+    hardware_compatible: Annotated[
+        Literal["none", "ampere+", "same"],
+        Doc("`none`, `ampere+` (any GPU from Ampere on) or `same` (any GPU of the same compute capability)"),
+    ] = "none"
+    version_compatible: Annotated[
+        bool, Doc("the engine also runs in later versions of its runtime, which then runs code from the file")
+    ] = False
+    keep_onnx: Annotated[bool, Doc("keep the ONNX file that an engine was built from")] = True
 
     def given(self) -> tuple[str, ...]:
         """The options that are not left as they are by default."""

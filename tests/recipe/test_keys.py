@@ -51,7 +51,7 @@ def test_types_bounds_defaults_and_own_values_are_told() -> None:
     assert layout.type == "one of ragged, uniform, tied, padded" and layout.default == "uniform"
     assert lr.about.startswith("of the exploration (peak") and "(peak" not in found["step.0.epochs"].about
     assert found["export.batch"].type == "list of 3: whole number, 1 or more"
-    assert found["finetune.augmentation.mixup"].about == "alpha of the Beta distribution, 0 is off"
+    assert found["finetune.augmentation.mixup"].about == "alpha of the Beta distribution; 0: off"
     assert found["finetune.epochs"].value != found["finetune.epochs"].default
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vitcompress.errors import did_you_mean
 
@@ -36,6 +36,11 @@ BOUNDS = {
 }
 UNKNOWN_KEY = "unknown key"
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+
+
+def Doc(text: str) -> Any:
+    """The description of an option: `round_to: Annotated[int, Ge(1), Doc("widths are multiples of this")] = 8`."""
+    return Field(description=text)
 
 
 def validated(kind: type[Table], data: Mapping[str, Any], prefix: str, problems: list[str]) -> Table | None:
@@ -104,17 +109,17 @@ def _keys(root: type[BaseModel], loc: tuple[int | str, ...]) -> Iterator[str]:
     kind: Any = root
     for part in (part for part in loc if isinstance(part, str)):
         hints = typing.get_type_hints(kind)
-        kind = next((option for option in _options(hints.get(part)) if _is_table(option)), None)
+        kind = next((option for option in parts_of(hints.get(part)) if _is_table(option)), None)
         if kind is None:
             return
     yield from kind.model_fields if issubclass(kind, BaseModel) else (field.name for field in fields(kind))
 
 
-def _options(kind: Any) -> Iterator[Any]:
-    """A type and everything inside its unions, lists and tuples."""
-    yield kind
-    for inner in typing.get_args(kind):
-        yield from _options(inner)
+def parts_of(hint: Any) -> Iterator[Any]:
+    """A type hint and everything inside its unions, lists, tuples and annotations."""
+    yield hint
+    for inner in typing.get_args(hint):
+        yield from parts_of(inner)
 
 
 def _is_table(kind: Any) -> bool:

@@ -18,6 +18,7 @@ from torch import nn
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site
+from vitcompress.io.validation import Doc
 from vitcompress.methods import depth, transfer_entropy
 from vitcompress.methods.base import TRAINED, Choice, Context, Method, Stage
 from vitcompress.methods.depth import KINDS, Bypass, DepthOptions, GatedFfn, Kind, OutputAct
@@ -31,10 +32,10 @@ from vitcompress.training.distributed import derived_seed
 
 @dataclass(frozen=True, kw_only=True)
 class StaticOptions(DepthOptions):
-    """te_bypass: what stands for an attention while measuring, None: the same as deployed."""
+    """Options of a ranking by transfer entropy, measured once."""
 
     te: EntropyOptions = field(default_factory=EntropyOptions)
-    te_bypass: Bypass | None = None
+    te_bypass: Annotated[Bypass | None, Doc("replacement while measuring; None: attention_bypass")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,25 +47,21 @@ class DirectOptions(DepthOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RandomOptions(DepthOptions):
-    """pick: `random` by the run's seed, or the `first` or `last` layers in forward order (attention before activation).
+    """Options of a random or positional choice."""
 
-    attention: how many of the pruned layers are attentions, None leaves it to the draw.
-    """
-
-    pick: Literal["random", "first", "last"] = "random"
-    attention: Annotated[int, Ge(0)] | None = None
+    pick: Annotated[
+        Literal["random", "first", "last"],
+        Doc("`random` by the run's seed, or `first` or `last` in forward order (attention before activation)"),
+    ] = "random"
+    attention: Annotated[int | None, Ge(0), Doc("number of attentions among them; None: random")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedOptions:
-    """attention, activation: the blocks that lose theirs. The rest is as in the other methods of depth.
+    """Layers chosen by the user."""
 
-    attention_bypass: what stands where an attention was. both_pruned_output_act: `gelu` puts a GELU behind each block
-    that lost both. gated_ffn: what becomes of a SwiGLU FFN without its non-linearity.
-    """
-
-    attention: hetdpt.Indices = ()
-    activation: hetdpt.Indices = ()  # blocks whose activation goes
+    attention: Annotated[hetdpt.Indices, Doc("blocks that lose their attention")] = ()
+    activation: Annotated[hetdpt.Indices, Doc("blocks that lose their activation")] = ()
     attention_bypass: Bypass = "drop"
     both_pruned_output_act: OutputAct = "none"
     gated_ffn: GatedFfn = "mean_gate"

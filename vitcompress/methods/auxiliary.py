@@ -15,6 +15,7 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.families import Family
 from vitcompress.io.files import read_json
+from vitcompress.io.validation import Doc
 from vitcompress.methods.base import Context, Method, Stage
 from vitcompress.plan import Plan
 from vitcompress.training.augmentation import Augmentation
@@ -24,19 +25,19 @@ from vitcompress.training.trainer import TrainingControls
 
 @dataclass(frozen=True, kw_only=True)
 class RecoverOptions:
-    """Of this training, under the names that they have in [finetune], which says all else, and what is None here."""
+    """Options of this training. [finetune] sets all others, and those that are None here."""
 
-    epochs: Annotated[int, Ge(1)]  # of this training
-    batch_size: Annotated[int, Ge(1)] | None = None  # None: as in [finetune]
-    lr: Annotated[float, Ge(0)] | None = None  # None: as in [finetune]
-    min_lr: Annotated[float, Ge(0)] | None = None  # None: as in [finetune]
-    warmup_epochs: Annotated[int, Ge(0)] | None = None  # None: as in [finetune]
-    weight_decay: Annotated[float, Ge(0)] | None = None  # None: as in [finetune]
-    decay_all: bool | None = None  # None: as in [finetune]
-    drop_path: Annotated[float, Ge(0), Lt(1)] | None = None  # None: as in [finetune]
-    alpha: Annotated[float, Ge(0)] | None = None  # None: as in [finetune]
-    teacher_smoothing: Annotated[float, Ge(0), Lt(1)] | None = None  # None: as in [finetune]
-    augmentation: Augmentation | None = None  # None: as in [finetune]
+    epochs: Annotated[int, Ge(1), Doc("of this training")]
+    batch_size: Annotated[int | None, Ge(1), Doc("None: as in [finetune]")] = None
+    lr: Annotated[float | None, Ge(0), Doc("None: as in [finetune]")] = None
+    min_lr: Annotated[float | None, Ge(0), Doc("None: as in [finetune]")] = None
+    warmup_epochs: Annotated[int | None, Ge(0), Doc("None: as in [finetune]")] = None
+    weight_decay: Annotated[float | None, Ge(0), Doc("None: as in [finetune]")] = None
+    decay_all: Annotated[bool | None, Doc("None: as in [finetune]")] = None
+    drop_path: Annotated[float | None, Ge(0), Lt(1), Doc("None: as in [finetune]")] = None
+    alpha: Annotated[float | None, Ge(0), Doc("None: as in [finetune]")] = None
+    teacher_smoothing: Annotated[float | None, Ge(0), Lt(1), Doc("None: as in [finetune]")] = None
+    augmentation: Annotated[Augmentation | None, Doc("None: as in [finetune]")] = None
 
 
 @dataclass(frozen=True)

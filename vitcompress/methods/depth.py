@@ -14,6 +14,7 @@ from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site, family_of
 from vitcompress.families.gated_ffn import freeze_gate
 from vitcompress.io.text import choose
+from vitcompress.io.validation import Doc
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import training_views
 from vitcompress.models.cost import count_cost
@@ -79,24 +80,27 @@ def _chosen(sites: tuple[Site, ...], kind: str, numbers: Iterable[int]) -> list[
 
 Kind = Literal["attention", "activation"]
 KINDS: tuple[Kind, ...] = ("attention", "activation")
-Bypass = Literal["drop", "norm_identity", "double"]
-OutputAct = Literal["none", "gelu"]
-GatedFfn = Literal["mean_gate", "drop_gate", "drop_ffn"]
+# norm_identity is the released HetDPT code, double the released NOSE code (the residual stream once more).
+Bypass = Annotated[
+    Literal["drop", "norm_identity", "double"],
+    Doc("replacement of an attention: nothing, the block's norm (HetDPT's code) or the residual stream (NOSE's code)"),
+]
+OutputAct = Annotated[
+    Literal["none", "gelu"], Doc("`gelu` adds a GELU after blocks that lost both types, as in the released HetDPT code")
+]
+# drop_ffn is the only reading of HetDPT's DINOv2-g that gives the published size.
+GatedFfn = Annotated[
+    Literal["mean_gate", "drop_gate", "drop_ffn"],
+    Doc("of a SwiGLU FFN that loses its activation: fix its gate at the mean over training images or at 1, or drop it"),
+]
 GATE_IMAGES = 1024  # training images over which the mean of a gate is taken
 
 
 @dataclass(frozen=True, kw_only=True)
 class DepthOptions:
-    """pruned_layers: how many of the attentions and activations go, both types together.
+    """Options of all methods that remove attentions and activations."""
 
-    attention_bypass: what stands where an attention was: nothing (`drop`), the block's norm (`norm_identity`,
-    released HetDPT code) or the stream once more (`double`, released NOSE code). both_pruned_output_act: `gelu` puts
-    a GELU behind each block that lost both, as the released HetDPT code does. gated_ffn: what becomes of a SwiGLU FFN
-    without its non-linearity: its gate stays at the mean over training images (`mean_gate`) or at 1 (`drop_gate`), and
-    it folds; or it goes as a whole (`drop_ffn`, the only reading of HetDPT's DINOv2-g that gives the published size).
-    """
-
-    pruned_layers: Annotated[int, Ge(1)]
+    pruned_layers: Annotated[int, Ge(1), Doc("number of attentions and activations to remove, both types together")]
     attention_bypass: Bypass = "drop"
     both_pruned_output_act: OutputAct = "none"
     gated_ffn: GatedFfn = "mean_gate"

@@ -24,6 +24,7 @@ from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space
 from vitcompress.io.files import read_json
 from vitcompress.io.text import span
+from vitcompress.io.validation import Doc
 from vitcompress.methods import budget, latency
 from vitcompress.methods.base import MEASURED, Chart, Choice, Clock, Context, Method, Stage, ranked
 from vitcompress.methods.budget import Counts, Group, Solution, Target, Units
@@ -46,37 +47,41 @@ MISSED = 0.05  # share by which measurements of a latency scatter; targets that 
 @dataclass(frozen=True)
 class Alignment:
     """Kept widths are multiples of these. 64 fills the tiles of tensor cores; a head's width in steps of 16 keeps fused
-    attention kernels (multiples of 8 are the least that TensorRT fuses).
+    attention kernels (TensorRT fuses multiples of 8).
     """
 
-    residual: Multiple = 64  # of the residual width
-    ffn: Multiple = 64  # of an FFN's channels
-    head_dim: Multiple = 16  # of a head's channels
+    residual: Annotated[Multiple, Doc("of the residual width")] = 64
+    ffn: Annotated[Multiple, Doc("of an FFN's channels")] = 64
+    head_dim: Annotated[Multiple, Doc("of a head's channels")] = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """keep_ratio: share of residual width and FFN channels kept; keep_heads, keep_head_dim: of heads, and of a head's
-    channels. target: `ratios` takes these shares as they are; the others solve for `amount` (G MACs, M parameters, ms
-    of one call on `latency_on`) with the shares in proportion, `macs_linear` without the attention's own products.
-    align: multiples that widths are kept at; round_to: instead, one multiple for all, rounded down as published. scope:
-    what is ranked together: one kind (`isomorphic`), everything but heads (`global`), each layer alone (`local`: equal
-    blocks). images: how many the gradients are summed over. attention_scale: `reset` computes with the softmax scale
-    of the new head width, as the released code does.
-    """
+    """Options of isomorphic pruning."""
 
-    keep_ratio: Share = 0.5
-    keep_heads: Share = 0.5
-    keep_head_dim: Share = 0.75
-    target: Literal["ratios", "macs", "macs_linear", "params", "latency"] = "ratios"
-    amount: Annotated[float, Gt(0)] | None = None  # G MACs, M parameters or ms, as target says
-    latency_on: Literal["onnxruntime", "torch"] = "onnxruntime"  # the runtime of a latency
-    align: Alignment = field(default_factory=Alignment)
-    round_to: Multiple | None = None
-    scope: Scope = "isomorphic"
-    criterion: Criterion = "taylor"  # what scores a channel
-    images: Annotated[int, Ge(1)] = 3200
-    attention_scale: Literal["keep", "reset"] = "keep"
+    keep_ratio: Annotated[Share, Doc("share of residual width and FFN channels kept")] = 0.5
+    keep_heads: Annotated[Share, Doc("share of heads kept")] = 0.5
+    keep_head_dim: Annotated[Share, Doc("share of a head's channels kept")] = 0.75
+    target: Annotated[
+        Literal["ratios", "macs", "macs_linear", "params", "latency"],
+        Doc(
+            "`ratios`: the shares as they are; others scale them to reach `amount`; macs_linear: without "
+            "attention products"
+        ),
+    ] = "ratios"
+    amount: Annotated[float | None, Gt(0), Doc("G MACs, M parameters or ms on `latency_on`, as `target` says")] = None
+    latency_on: Annotated[Literal["onnxruntime", "torch"], Doc("runtime that a latency is measured in")] = "onnxruntime"
+    align: Annotated[Alignment, Doc("multiples that widths are kept at")] = field(default_factory=Alignment)
+    round_to: Annotated[Multiple | None, Doc("one multiple for all widths, rounded down as published")] = None
+    scope: Annotated[
+        Scope,
+        Doc("what is ranked together: one kind, everything but heads (`global`), or one layer (`local`: equal blocks)"),
+    ] = "isomorphic"
+    criterion: Annotated[Criterion, Doc("score of a channel")] = "taylor"
+    images: Annotated[int, Ge(1), Doc("number of images over which the gradients are summed")] = 3200
+    attention_scale: Annotated[
+        Literal["keep", "reset"], Doc("`reset` uses the softmax scale of the new head width, as the released code")
+    ] = "keep"
 
     @property
     def units(self) -> Units:

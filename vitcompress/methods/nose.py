@@ -18,6 +18,7 @@ from annotated_types import Gt, Le
 from torch import nn
 
 from vitcompress.families import Family
+from vitcompress.io.validation import Doc
 from vitcompress.methods import depth, transfer_entropy
 from vitcompress.methods.base import Context, Method, Stage
 from vitcompress.methods.depth import Bypass, DepthOptions, Kind
@@ -28,18 +29,20 @@ from vitcompress.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOptions(DepthOptions):
-    """dilution: share of the recovery after which the layers are gone (NOSE: 300 of 400 epochs)."""
+    """Options for activations."""
 
-    dilution: Annotated[float, Gt(0), Le(1)] = 0.75
+    dilution: Annotated[
+        float, Gt(0), Le(1), Doc("share of the recovery until the layers are gone (NOSE: 300 of 400 epochs)")
+    ] = 0.75
     te: EntropyOptions = field(default_factory=EntropyOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ActivationOptions):
-    """attention_bypass is NOSE's doubling unless changed; te_bypass is what stands for an attention while measuring."""
+    """Options for attentions; NOSE itself replaces an attention by doubling the residual stream."""
 
     attention_bypass: Bypass = "double"
-    te_bypass: Bypass = "drop"  # what stands for an attention while measuring
+    te_bypass: Annotated[Bypass, Doc("replacement while transfer entropy is measured")] = "drop"
 
 
 def plan(model: nn.Module, context: Context, options: Options) -> Plan:

@@ -23,6 +23,7 @@ from annotated_types import Ge
 from torch import Tensor, nn
 
 from vitcompress.families.base import Site
+from vitcompress.io.validation import Doc
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import training_views
 from vitcompress.surgery.gates import GatedModel
@@ -34,15 +35,13 @@ SMALLEST_DEVIATION = 1e-12
 
 @dataclass(frozen=True)
 class EntropyOptions:
-    """How transfer entropy is measured.
+    """How transfer entropy is measured."""
 
-    images: of the training set, class-balanced, evaluation transforms (33 280 is what NOSE's code used). resamples:
-    bootstrap resamples over the images, which show whether a choice is a coin flip; 0 for none.
-    """
-
-    images: Annotated[int, Ge(2)] = 10_240
-    sign: Literal["signed", "abs"] = "signed"  # `signed` as in the paper, or `abs`, by the size of the change alone
-    resamples: Annotated[int, Ge(0)] = 20
+    images: Annotated[
+        int, Ge(2), Doc("training images, class-balanced, evaluation transforms (NOSE's code: 33 280)")
+    ] = 10_240
+    sign: Annotated[Literal["signed", "abs"], Doc("`signed` as in the paper, or `abs`, the absolute change")] = "signed"
+    resamples: Annotated[int, Ge(0), Doc("bootstrap resamples, which show how certain a choice is; 0: none")] = 20
 
 
 @dataclass(frozen=True)

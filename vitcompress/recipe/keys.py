@@ -1,11 +1,5 @@
-"""The keys of a recipe, as `--set` and its TOML take them: type, default, what is allowed, and what each one does.
+"""The keys of a recipe: type, default, limits and description, read from the dataclasses that validate it."""
 
-All of it is read from the dataclasses that check a recipe: annotations, defaults, and what their docstrings (`key: what
-it does`) or the comment behind a field say.
-"""
-
-import inspect
-import re
 import types
 import typing
 from collections.abc import Iterator
@@ -14,9 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
 
 from vitcompress import recipes
 from vitcompress.errors import InputError, did_you_mean
+from vitcompress.io.validation import parts_of
 from vitcompress.methods import METHODS
 from vitcompress.recipe.load import load_recipe
 from vitcompress.recipe.schema import Tables
@@ -77,20 +73,25 @@ def _check_known(source: str) -> None:
 
 def _keys(prefix: str, table: type[Any], values: Any) -> Iterator[Key]:
     """The keys of one table, those of the tables in it among them."""
-    hints, told = typing.get_type_hints(table, include_extras=True), explained(table)
+    hints = typing.get_type_hints(table, include_extras=True)
     for field in fields(table):
         name, own = f"{prefix}.{field.name}", None if values is None else getattr(values, field.name)
         if inner := _table_in(hints[field.name]):
             yield from _keys(name, inner, own)
             continue
         default, required = _default(field)
-        yield Key(name, words(hints[field.name]), default, told.get(field.name, ""), own, required)
+        yield Key(name, words(hints[field.name]), default, _description(hints[field.name]), own, required)
 
 
 def _table_in(hint: Any) -> type[Any] | None:
     """The dataclass that a field holds, if it holds one."""
-    inner = (hint, *typing.get_args(hint))
-    return next((kind for kind in inner if isinstance(kind, type) and is_dataclass(kind)), None)
+    return next((kind for kind in parts_of(hint) if isinstance(kind, type) and is_dataclass(kind)), None)
+
+
+def _description(hint: Any) -> str:
+    """The text of the outermost `Doc` of a type hint."""
+    texts = [part.description for part in parts_of(hint) if isinstance(part, FieldInfo) and part.description]
+    return texts[-1] if texts else ""
 
 
 def _default(field: "Field[Any]") -> tuple[Any, bool]:
@@ -115,30 +116,3 @@ def words(hint: Any) -> str:
         inner = list(dict.fromkeys(words(part) for part in parts if part is not Ellipsis))
         return f"list of {'' if many else f'{len(parts)}: '}{', '.join(inner)}"
     return WORDS.get(kind or hint, str(hint))
-
-
-def explained(table: type[Any]) -> dict[str, str]:
-    """What docstrings, of those that a dataclass extends too, and the comments behind its fields say of each field."""
-    names = {field.name for field in fields(table)}
-    found: dict[str, str] = {}
-    for kind in reversed(table.__mro__[:-1]):
-        text = " ".join((kind.__doc__ or "").split())
-        opening = r"`?({0})`?((?:, `?(?:{0})`?)*)(?: \(([^)]*)\))?: ".format(
-            "|".join(sorted(names, key=len, reverse=True))
-        )
-        marks = list(re.finditer(rf"(?:(?<=^)|(?<=[.;] )){opening}", text))
-        ends = [*(mark.start() for mark in marks[1:]), len(text)][: len(marks)]
-        for mark, end in zip(marks, ends, strict=True):
-            said = text[mark.end() : end].strip(" .;")
-            for name in re.findall(r"\w+", mark[1] + mark[2]):
-                found[name] = said
-            if mark[3]:  # about the last of them
-                found[name] = f"{said} ({mark[3]})"
-        found |= _commented(kind, names)
-    return found
-
-
-def _commented(kind: type[Any], names: set[str]) -> dict[str, str]:
-    """What the comments behind the fields of a class say."""
-    lines = re.findall(r"^    (\w+): [^#\n]*#\s*(.*)$", inspect.getsource(kind), re.MULTILINE)
-    return {name: said.strip() for name, said in lines if name in names}

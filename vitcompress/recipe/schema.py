@@ -14,36 +14,32 @@ from pydantic import BaseModel, BeforeValidator, JsonValue
 from pydantic_core import to_jsonable_python
 
 from vitcompress.exporters.options import ExportOptions, Positive
-from vitcompress.io.validation import STRICT
+from vitcompress.io.validation import STRICT, Doc
 from vitcompress.training.data import DataOptions
 from vitcompress.training.options import TrainOptions
 
 
 @dataclass(frozen=True)
 class ModelTable:
-    """The dense model, as `timm.create_model(name, **args)` builds it.
+    """The dense model, as `timm.create_model(name, **args)` builds it."""
 
-    weights: `hub` (timm's own), `random`, `train` (trained first, as `[dense]` says), or the path of a checkpoint.
-    classes: number of classes where no data says it. new_head: take weights of another class count, with a fresh head.
-    """
-
-    name: str  # of the architecture in timm
-    args: dict[str, JsonValue] = field(default_factory=dict)  # beside the name, as in { img_size = 384 }
-    weights: str = "hub"
-    classes: Annotated[int, Ge(2)] | None = None
-    new_head: bool = False
+    name: Annotated[str, Doc("timm architecture name")]
+    args: Annotated[dict[str, JsonValue], Doc("further arguments, as in { img_size = 384 }")] = field(
+        default_factory=dict
+    )
+    weights: Annotated[
+        str, Doc("`hub` (timm's pretrained weights), `random`, `train` (trained first, see [dense]), or a checkpoint")
+    ] = "hub"
+    classes: Annotated[int | None, Ge(2), Doc("number of classes, where the data does not define it")] = None
+    new_head: Annotated[bool, Doc("accept weights with another number of classes and train a new head")] = False
 
 
 @dataclass(frozen=True)
 class Finetune(TrainOptions):
-    """The recovery training after all steps.
+    """The recovery training after all steps."""
 
-    teacher: `dense` (the model before pruning), a run folder, or a timm name. teacher_weights: a checkpoint for a timm
-    name; None takes timm's own from its hub.
-    """
-
-    teacher: str | None = None
-    teacher_weights: str | None = None
+    teacher: Annotated[str | None, Doc("`dense` (the model before pruning), a run folder, or a timm name")] = None
+    teacher_weights: Annotated[str | None, Doc("a checkpoint for a timm name; None: timm's pretrained weights")] = None
 
 
 def _listed(value: Any) -> Any:
@@ -53,20 +49,26 @@ def _listed(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ExportTable(ExportOptions):
-    """What is exported, and how; formats: onnx, openvino, trt, trt-rtx, of which each takes what concerns it."""
+    """Which files are exported, and how."""
 
-    formats: tuple[str, ...] = ("onnx",)
-    islands: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+    formats: Annotated[tuple[str, ...], Doc("onnx, openvino, trt, trt-rtx; each uses the options that apply")] = (
+        "onnx",
+    )
+    islands: Annotated[
+        tuple[str, ...],
+        BeforeValidator(_listed),
+        Doc("names of modules that stay in fp32 at a lower precision; `auto` searches for the smallest set"),
+    ] = ()
 
 
 @dataclass(frozen=True)
 class ProtocolTable:
-    """How artifacts are measured. batch, warmup, runs: None takes the protocol's own."""
+    """How artifacts are measured."""
 
-    protocol: Literal["paper", "robust"] = "robust"  # `vitcompress bench --help` tells them apart
-    batch: Positive | None = None
-    warmup: Annotated[int, Ge(0)] | None = None
-    runs: Positive | None = None
+    protocol: Annotated[Literal["paper", "robust"], Doc("`vitcompress bench --help` describes both")] = "robust"
+    batch: Annotated[Positive | None, Doc("images per call; None: the protocol's value")] = None
+    warmup: Annotated[int | None, Ge(0), Doc("calls before the measurement; None: the protocol's value")] = None
+    runs: Annotated[Positive | None, Doc("measured calls; None: the protocol's value")] = None
 
     @property
     def changes(self) -> dict[str, int | None]:
@@ -76,43 +78,40 @@ class ProtocolTable:
 
 @dataclass(frozen=True)
 class BenchTable(ProtocolTable):
-    """How dense and compressed are measured. runtimes: those that both are run in."""
+    """How the dense and the compressed model are measured."""
 
-    runtimes: tuple[Literal["onnxruntime", "torch"], ...] = ("onnxruntime", "torch")
+    runtimes: Annotated[tuple[Literal["onnxruntime", "torch"], ...], Doc("that run both models")] = (
+        "onnxruntime",
+        "torch",
+    )
 
 
 @dataclass(frozen=True)
 class RunTable:
-    """Where and how everything runs. device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`.
+    """Where and how everything runs."""
 
-    threads: of torch on the CPU while it trains, None leaves torch's choice. Models as small as the digits' gain
-    nothing from a second thread, and lose much when something else wants that core.
-    """
-
-    seed: Annotated[int, Ge(0)] = 0  # of every draw
-    device: str = "auto"
-    amp: Literal["none", "fp16", "bf16"] = "none"  # half precision while training
-    threads: Positive | None = None
+    seed: Annotated[int, Ge(0), Doc("of all random numbers")] = 0
+    device: Annotated[str, Doc("`auto`, `cpu`, `cuda`, `cuda:1`, `mps`")] = "auto"
+    amp: Annotated[Literal["none", "fp16", "bf16"], Doc("half precision while training")] = "none"
+    threads: Annotated[
+        Positive | None, Doc("of torch on the CPU; None: torch's choice. Tiny models train fastest with 1")
+    ] = None
 
 
 @dataclass(frozen=True)
 class Published:
-    """Figures that somebody else published, quoted in the report beside our own and never mixed with them.
+    """Figures from a publication. The report quotes them beside our own measurements and never mixes them."""
 
-    macs_linear: the published MACs leave out the products inside attention. deviation: why what this recipe comes to,
-    as counted without training, is not what was published.
-    """
-
-    source: str
-    hardware: str
-    top1: Annotated[float, Ge(0), Le(100)] | None = None
-    params_m: Annotated[float, Ge(0)] | None = None
-    macs_g: Annotated[float, Ge(0)] | None = None
-    images_per_second: Annotated[float, Ge(0)] | None = None
-    speedup: Annotated[float, Ge(0)] | None = None
-    macs_linear: bool = False
-    deviation: str = ""
-    note: str = ""
+    source: Annotated[str, Doc("publication and table")]
+    hardware: Annotated[str, Doc("that `images_per_second` and `speedup` were measured on")]
+    top1: Annotated[float | None, Ge(0), Le(100), Doc("accuracy in percent")] = None
+    params_m: Annotated[float | None, Ge(0), Doc("parameters in millions")] = None
+    macs_g: Annotated[float | None, Ge(0), Doc("multiply-accumulate operations in billions")] = None
+    images_per_second: Annotated[float | None, Ge(0), Doc("throughput")] = None
+    speedup: Annotated[float | None, Ge(0), Doc("over the dense model")] = None
+    macs_linear: Annotated[bool, Doc("the published MACs leave out the products inside attention")] = False
+    deviation: Annotated[str, Doc("why the counted size of this recipe differs from the published one")] = ""
+    note: Annotated[str, Doc("any remark")] = ""
 
 
 @dataclass(frozen=True)

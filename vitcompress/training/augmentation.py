@@ -9,6 +9,7 @@ from PIL import Image, ImageOps
 from timm.data import Mixup, create_transform
 from torch import Tensor
 
+from vitcompress.io.validation import Doc
 from vitcompress.models.create import InputConfig
 
 Share = Annotated[float, Ge(0), Le(1)]
@@ -16,28 +17,30 @@ Share = Annotated[float, Ge(0), Le(1)]
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What is done to training images; the names are timm's. The defaults change nothing.
+    """Transforms of training images, with timm's names. The defaults change nothing.
 
-    `no_aug` leaves out crop, flip, colour and erasing; mixup, cutmix, smoothing, repeats and noise have switches of
-    their own. DeiT's recipe (Touvron et al., 2021, https://arxiv.org/abs/2012.12877, table 9) is no_aug=False,
+    DeiT's recipe (Touvron et al., 2021, https://arxiv.org/abs/2012.12877, table 9) is no_aug=False,
     auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.3, reprob=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, repeats=3.
     """
 
-    no_aug: bool = True  # no crop, flip, colour or erasing; the others have switches of their own
-    auto_augment: str | None = None  # timm's policy string; it turns colour jitter off
-    color_jitter: Annotated[float, Ge(0)] = 0.0  # strength, 0 is off
-    hflip: Share = 0.5  # share of images that are flipped
-    scale: tuple[float, float] = (0.08, 1.0)  # area of the random crop, share of the image
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)  # width to height of the random crop
-    reprob: Share = 0.0  # share of images with one erased rectangle
-    remode: Literal["const", "rand", "pixel"] = "pixel"  # what an erased rectangle is filled with
-    mixup: Annotated[float, Ge(0)] = 0.0  # alpha of the Beta distribution, 0 is off
-    cutmix: Annotated[float, Ge(0)] = 0.0  # alpha of the Beta distribution, 0 is off
-    mixup_prob: Share = 1.0  # share of batches with mixup or CutMix
-    mixup_switch_prob: Share = 0.5  # share of those with CutMix, where both are on
-    smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0  # of the labels
-    repeats: Annotated[int, Ge(0)] = 0  # views of an image per pass (repeated augmentation), 0 or 1 is off
-    noise: Annotated[float, Ge(0)] = 0.0  # standard deviation of Gaussian noise on the normalised pixels
+    no_aug: Annotated[
+        bool,
+        Doc("disable crop, flip, colour and erasing; mixup, cutmix, smoothing, repeats and noise are set separately"),
+    ] = True
+    auto_augment: Annotated[str | None, Doc("timm's policy string; disables colour jitter")] = None
+    color_jitter: Annotated[float, Ge(0), Doc("strength; 0: off")] = 0.0
+    hflip: Annotated[Share, Doc("share of images that are flipped")] = 0.5
+    scale: Annotated[tuple[float, float], Doc("area of the random crop, as a share of the image")] = (0.08, 1.0)
+    ratio: Annotated[tuple[float, float], Doc("aspect ratio (width / height) of the random crop")] = (3 / 4, 4 / 3)
+    reprob: Annotated[Share, Doc("share of images with one erased rectangle")] = 0.0
+    remode: Annotated[Literal["const", "rand", "pixel"], Doc("content of an erased rectangle")] = "pixel"
+    mixup: Annotated[float, Ge(0), Doc("alpha of the Beta distribution; 0: off")] = 0.0
+    cutmix: Annotated[float, Ge(0), Doc("alpha of the Beta distribution; 0: off")] = 0.0
+    mixup_prob: Annotated[Share, Doc("share of batches with mixup or CutMix")] = 1.0
+    mixup_switch_prob: Annotated[Share, Doc("share of those with CutMix, where both are on")] = 0.5
+    smoothing: Annotated[float, Ge(0), Lt(1), Doc("label smoothing")] = 0.0
+    repeats: Annotated[int, Ge(0), Doc("views of an image per pass (repeated augmentation); 0 or 1: off")] = 0
+    noise: Annotated[float, Ge(0), Doc("standard deviation of Gaussian noise on the normalised pixels")] = 0.0
 
     @property
     def mixes(self) -> bool:

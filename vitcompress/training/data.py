@@ -13,9 +13,10 @@ from annotated_types import Ge, Lt
 from timm.data import create_dataset
 
 from vitcompress.errors import DataError, MissingExtraError, first_line
-from vitcompress.training.datasets import ArrayImages, FolderImages, TimmImages, class_names
+from vitcompress.io.validation import Doc
+from vitcompress.training.datasets import ArrayImages, FolderImages, Images, MappedImages, class_names
 from vitcompress.training.distributed import derived_seed
-from vitcompress.training.loaders import Images, Views
+from vitcompress.training.loaders import Views
 
 _TEST_FOLDERS = ("val", "validation", "test")
 _DIGITS_TEST = 540  # of 1797 images; the same ones for every seed, so that results compare
@@ -23,18 +24,19 @@ _DIGITS_TEST = 540  # of 1797 images; the same ones for every seed, so that resu
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Where images come from.
+    """Where images are read from."""
 
-    `source`: "digits" (scikit-learn's 8x8 handwritten digits), "imagefolder" (`path`/<split>/<class>/<image>), or
-    "timm:NAME", any map-style data set of `timm.data.create_dataset`, rooted at `path`.
-    """
-
-    source: str = "digits"
-    path: str | None = None  # the folder of images
-    train_split: str | None = None  # name of its part; None: train
-    test_split: str | None = None  # None: val, validation or test
-    heldout: Annotated[float, Ge(0), Lt(1)] = 0.1  # share of the training images cut off for choices
-    workers: Annotated[int, Ge(0)] = 0  # processes that load images; 0: none but this one
+    source: Annotated[
+        str,
+        Doc(
+            "`digits` (scikit-learn), `imagefolder` (`path`/<split>/<class>/<image>), `timm:NAME` (data set in `path`)"
+        ),
+    ] = "digits"
+    path: Annotated[str | None, Doc("folder of the images")] = None
+    train_split: Annotated[str | None, Doc("name of the training split; None: train")] = None
+    test_split: Annotated[str | None, Doc("name of the test split; None: val, validation or test")] = None
+    heldout: Annotated[float, Ge(0), Lt(1), Doc("share of the training images that are held out for choices")] = 0.1
+    workers: Annotated[int, Ge(0), Doc("processes that load images; 0: the main process loads them")] = 0
 
 
 @dataclass(frozen=True)
@@ -189,9 +191,9 @@ def _timm(options: DataOptions) -> tuple[str, tuple[str, ...], Images, Images]:
     return name, tuple(str(one) for one in names), parts[0], parts[1]
 
 
-def _timm_part(name: str, path: str | None, split: str) -> TimmImages:
+def _timm_part(name: str, path: str | None, split: str) -> MappedImages:
     try:
-        return TimmImages(create_dataset(name, root=path, split=split), name)
+        return MappedImages(create_dataset(name, root=path, split=split), f"data source timm:{name}")
     except (RuntimeError, OSError, ValueError, TypeError, AssertionError, ImportError) as error:
         raise DataError(
             f"data source timm:{name} split {split!r} at {path} cannot be opened: {first_line(error)}",

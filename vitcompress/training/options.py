@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
+from vitcompress.io.validation import Doc
 from vitcompress.training.augmentation import Augmentation
 from vitcompress.training.losses import Distillation, LossOptions
 from vitcompress.training.metrics import Accuracy
@@ -12,33 +13,41 @@ from vitcompress.training.metrics import Accuracy
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How a model is trained. `batch_size` counts the images of one optimiser step over all processes."""
+    """How a model is trained."""
 
-    epochs: Annotated[int, Ge(0)] = 10  # passes over the training images
-    batch_size: Annotated[int, Ge(1)] = 128  # images of one optimiser step, over all processes
-    accumulate: Annotated[int, Ge(1)] = 1  # parts that each process computes its share of a batch in
-    optimizer: str = "adamw"  # any name of timm's optimisers
-    lr: Annotated[float, Ge(0)] = 1e-3  # peak learning rate
-    lr_base: Annotated[float, Gt(0)] | None = None  # instead of lr: the peak per 512 images of batch_size
-    min_lr: Annotated[float, Ge(0)] = 1e-5  # where the learning rate ends
-    warmup_epochs: Annotated[int, Ge(0)] = 0  # in which it rises from warmup_lr to the peak
-    warmup_lr: Annotated[float, Ge(0)] = 1e-6  # where the learning rate begins
-    schedule: Literal["cosine", "constant"] = "cosine"  # of the learning rate after the warm-up
-    weight_decay: Annotated[float, Ge(0)] = 0.05  # of matrices, unless decay_all
-    decay_all: bool = False  # also of vectors and scalars: norms, biases, tokens, positions; else only of matrices
-    betas: tuple[float, float] | None = None  # None: the optimiser's own
-    clip_grad: Annotated[float, Gt(0)] | None = None  # largest norm of the gradient
-    drop_path: Annotated[float, Ge(0), Lt(1)] = 0.0  # stochastic depth of the last block, linear from 0 at the first
-    ema: Annotated[float, Gt(0), Lt(1)] | None = None  # decay of the averaged weights, evaluated next to the raw ones
-    augmentation: Augmentation = field(default_factory=Augmentation)
-    distillation: Distillation = "none"  # how the model is held against its teacher
-    alpha: Annotated[float, Ge(0)] = 0.5  # weight of the distillation loss
-    label_weight: Annotated[float, Ge(0)] | None = None  # of the loss with the labels; None: 1 - alpha
-    patch_weight: Annotated[float, Ge(0)] = 1e-3  # of the patch tokens, with distillation = "soft_patch"
-    temperature: Annotated[float, Gt(0)] = 1.0  # that the logits of both are divided by
-    teacher_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0  # of the teacher's decisions, with distillation = "hard"
-    evaluate_every: Annotated[int, Ge(0)] = 1  # epochs; the last one always counts, 0 means only that one
-    select: Literal["last", "best"] = "last"  # which epoch's weights are kept; best is on the held-out images
+    epochs: Annotated[int, Ge(0), Doc("passes over the training images")] = 10
+    batch_size: Annotated[int, Ge(1), Doc("images of one optimiser step, over all processes")] = 128
+    accumulate: Annotated[int, Ge(1), Doc("number of parts into which each process splits its share of a batch")] = 1
+    optimizer: Annotated[str, Doc("name of a timm optimiser")] = "adamw"
+    lr: Annotated[float, Ge(0), Doc("peak learning rate")] = 1e-3
+    lr_base: Annotated[float | None, Gt(0), Doc("peak learning rate per 512 images of batch_size; replaces lr")] = None
+    min_lr: Annotated[float, Ge(0), Doc("final learning rate")] = 1e-5
+    warmup_epochs: Annotated[int, Ge(0), Doc("epochs in which the learning rate rises from warmup_lr to the peak")] = 0
+    warmup_lr: Annotated[float, Ge(0), Doc("initial learning rate")] = 1e-6
+    schedule: Annotated[Literal["cosine", "constant"], Doc("of the learning rate after the warm-up")] = "cosine"
+    weight_decay: Annotated[float, Ge(0), Doc("of matrices; of all parameters with decay_all")] = 0.05
+    decay_all: Annotated[bool, Doc("apply it to vectors and scalars too: norms, biases, tokens, positions")] = False
+    betas: Annotated[tuple[float, float] | None, Doc("of the optimiser; None: its default")] = None
+    clip_grad: Annotated[float | None, Gt(0), Doc("maximum norm of the gradient")] = None
+    drop_path: Annotated[float, Ge(0), Lt(1), Doc("stochastic depth of the last block, linear from 0 at the first")] = (
+        0.0
+    )
+    ema: Annotated[float | None, Gt(0), Lt(1), Doc("decay of averaged weights, evaluated beside the raw ones")] = None
+    augmentation: Annotated[Augmentation, Doc("transforms of training images")] = field(default_factory=Augmentation)
+    distillation: Annotated[Distillation, Doc("how the model learns from its teacher")] = "none"
+    alpha: Annotated[float, Ge(0), Doc("weight of the distillation loss")] = 0.5
+    label_weight: Annotated[float | None, Ge(0), Doc("weight of the loss with the labels; None: 1 - alpha")] = None
+    patch_weight: Annotated[float, Ge(0), Doc('weight of the patch tokens, with distillation = "soft_patch"')] = 1e-3
+    temperature: Annotated[float, Gt(0), Doc("by which the logits of model and teacher are divided")] = 1.0
+    teacher_smoothing: Annotated[
+        float, Ge(0), Lt(1), Doc('of the labels of the teacher, with distillation = "hard"')
+    ] = 0.0
+    evaluate_every: Annotated[
+        int, Ge(0), Doc("epochs between evaluations; 0: only after the last one, which always counts")
+    ] = 1
+    select: Annotated[Literal["last", "best"], Doc("epoch whose weights are kept; `best` on the held-out images")] = (
+        "last"
+    )
 
     @property
     def peak_lr(self) -> float:

@@ -21,6 +21,7 @@ from annotated_types import Ge
 from torch import nn
 
 from vitcompress.families import Site
+from vitcompress.io.validation import Doc
 from vitcompress.methods import transfer_entropy
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import accuracy
@@ -32,15 +33,15 @@ from vitcompress.methods.transfer_entropy import EntropyOptions, Measurement
 
 @dataclass(frozen=True, kw_only=True)
 class CollectionOptions(FastTraining):
-    """epochs: of the fast fine-tuning after each removal. rounds: layers removed by a single-type chain, None: as many
-    as the budget. interleaved: layers removed by the interleaved chain. order: which type it starts with (Algorithm 2
-    says attention, the points of Table 10 say activation).
-    """
+    """Options of the removal chains of step 1."""
 
-    epochs: Annotated[int, Ge(0)] = 10
-    rounds: Annotated[int, Ge(1)] | None = None
-    interleaved: Annotated[int, Ge(0)] = 6
-    order: Literal["activation_first", "attention_first"] = "activation_first"
+    epochs: Annotated[int, Ge(0), Doc("of the fast fine-tuning after each removal")] = 10
+    rounds: Annotated[int | None, Ge(1), Doc("layers removed by a single-type chain; None: the budget")] = None
+    interleaved: Annotated[int, Ge(0), Doc("layers removed by the interleaved chain")] = 6
+    order: Annotated[
+        Literal["activation_first", "attention_first"],
+        Doc("start of the interleaved chain (Algorithm 2: attention; points of Table 10: activation)"),
+    ] = "activation_first"
 
 
 Record = dict[str, Any]

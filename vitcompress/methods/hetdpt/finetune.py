@@ -6,6 +6,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt
 from torch import nn
 
+from vitcompress.io.validation import Doc
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import training_part
 from vitcompress.training.options import TrainOptions
@@ -13,18 +14,15 @@ from vitcompress.training.options import TrainOptions
 
 @dataclass(frozen=True, kw_only=True)
 class FastTraining:
-    """A short training on a class-balanced part of the training set, as HetDPT's code has it: AdamW, decay for matrices
-    only, every image once per epoch. Everything else follows the recipe's [finetune].
-
-    images_per_class: 0 takes all. batch_size: None is that of [finetune]. lr: peak; without it 5e-5 per 512 images of
-    the batch.
+    """A short training on a class-balanced part of the training set, as in the released code: AdamW, weight decay for
+    matrices only, every image once per epoch. Everything else follows the recipe's [finetune].
     """
 
-    images_per_class: Annotated[int, Ge(0)] = 100
-    batch_size: Annotated[int, Ge(1)] | None = None
-    lr: Annotated[float, Gt(0)] | None = None
-    min_lr: Annotated[float, Ge(0)] = 1e-5  # where the learning rate ends
-    weight_decay: Annotated[float, Ge(0)] = 0.05  # of matrices
+    images_per_class: Annotated[int, Ge(0), Doc("training images of each class; 0: all")] = 100
+    batch_size: Annotated[int | None, Ge(1), Doc("None: that of [finetune]")] = None
+    lr: Annotated[float | None, Gt(0), Doc("peak learning rate; None: 5e-5 per 512 images of the batch")] = None
+    min_lr: Annotated[float, Ge(0), Doc("final learning rate")] = 1e-5
+    weight_decay: Annotated[float, Ge(0), Doc("of matrices")] = 0.05
 
 
 def fast_options(context: Context, options: FastTraining, epochs: int, images: int) -> TrainOptions:

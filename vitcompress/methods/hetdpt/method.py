@@ -23,6 +23,7 @@ from torch import nn
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Family
+from vitcompress.io.validation import Doc
 from vitcompress.methods import depth
 from vitcompress.methods.base import PUBLISHED, TRAINED, Choice, Context, Method, Stage
 from vitcompress.methods.depth import KINDS, DepthOptions, Kind
@@ -38,32 +39,39 @@ Indices = tuple[Annotated[int, Ge(0)], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class AllocationOptions(DepthOptions):
-    """Step 1. min_pruned_per_type: 1 as in the paper's listing, 0 as in its Algorithm 3. tie_break: of splits that are
-    predicted alike, `faster` takes the one with fewer multiplications, `none` the best prediction.
-    """
+    """Options of step 1."""
 
-    min_pruned_per_type: Annotated[int, Ge(0)] = 1
-    tie_break: TieBreak = "faster"
+    min_pruned_per_type: Annotated[
+        int, Ge(0), Doc("least layers of each type; 1 in the paper's listing, 0 in Algorithm 3")
+    ] = 1
+    tie_break: Annotated[
+        TieBreak,
+        Doc("between nearly equal predictions: `faster` takes the split with fewer MACs, `none` the best prediction"),
+    ] = "faster"
     te: EntropyOptions = field(default_factory=EntropyOptions)
     collection: CollectionOptions = field(default_factory=CollectionOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(AllocationOptions):
-    """layers: `search` runs stage 1; `published` takes the two lists of block numbers. example_attention,
-    example_activation: block numbers that stand for the search's while only size and speed are of interest
-    (`--structure-only`, `--dry-run`); without them the last layers do. candidates of step 2: what the single-type
-    chains removed, or all layers. diagnostics: also measure gradient disparity and recovery asymmetry.
-    """
+    """Stage 1 as a whole, or published layers."""
 
-    layers: Literal["search", "published"] = "search"
-    published_attention: Indices = ()  # their blocks, with layers = "published"
-    published_activation: Indices = ()  # their blocks, with layers = "published"
-    example_attention: Indices = ()
-    example_activation: Indices = ()
-    candidates: Literal["collected", "all"] = "collected"  # of step 2: what the chains removed, or all layers
+    layers: Annotated[
+        Literal["search", "published"], Doc("`search` runs stage 1; `published` takes the published_... lists")
+    ] = "search"
+    published_attention: Annotated[Indices, Doc('blocks that lose their attention, with layers = "published"')] = ()
+    published_activation: Annotated[Indices, Doc('blocks that lose their activation, with layers = "published"')] = ()
+    example_attention: Annotated[
+        Indices, Doc("assumed result of the search in `--structure-only` and `--dry-run`; default: the last layers")
+    ] = ()
+    example_activation: Annotated[
+        Indices, Doc("assumed result of the search in `--structure-only` and `--dry-run`; default: the last layers")
+    ] = ()
+    candidates: Annotated[Literal["collected", "all"], Doc("of step 2: layers of the single-type chains, or all")] = (
+        "collected"
+    )
     search: SearchOptions = field(default_factory=SearchOptions)
-    diagnostics: bool = False
+    diagnostics: Annotated[bool, Doc("also measure gradient disparity and recovery asymmetry")] = False
 
 
 def plan(model: nn.Module, context: Context, options: Options) -> Plan:

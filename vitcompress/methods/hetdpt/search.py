@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vitcompress.families import Site
 from vitcompress.io.files import read_json, write_json
+from vitcompress.io.validation import Doc
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import training_part
 from vitcompress.methods.depth import KINDS, DepthOptions, Kind, all_layers, gated, in_forward_order, kind_of
@@ -35,14 +36,14 @@ from vitcompress.training.trainer import TrainingControls
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions(FastTraining):
-    """factor: stretches the schedule of (k + 1)^2 epochs. score_lr: of the scores, as a multiple of the weights'.
-    schedule: of the learning rate; `restarts` goes back to the peak at each removal and falls to the minimum until the
-    next one (before the first: minimum), `constant` is the peak.
-    """
+    """Options of the search of step 2."""
 
-    factor: Annotated[float, Gt(0)] = 1.0
-    schedule: Literal["restarts", "constant"] = "restarts"
-    score_lr: Annotated[float, Gt(0)] = 1.0
+    factor: Annotated[float, Gt(0), Doc("scales the schedule of (k + 1)^2 epochs")] = 1.0
+    schedule: Annotated[
+        Literal["restarts", "constant"],
+        Doc("of the learning rate; `restarts` decays from the peak after each removal (before the first: the minimum)"),
+    ] = "restarts"
+    score_lr: Annotated[float, Gt(0), Doc("learning rate of the scores, as a multiple of that of the weights")] = 1.0
 
 
 Event = frozenset[Kind]

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
+from vitcompress.io.validation import Doc
 from vitcompress.methods.sero.layout import Layout, LayoutRules, Threshold
 
 Criterion = Literal["gradient", "gradient_times_weight", "weight", "random"]
@@ -15,27 +16,23 @@ WeightScale = Literal["gradient", "update", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """sparsity: share of all q/k, v and FFN units that go. epochs, lr (peak; None: that of [finetune]): of the
-    exploration. warmup_epochs: of them without masks. refresh: iterations between two choices of masks.
+    """Options of SERo."""
 
-    layout: `ragged` as scores have it, `uniform` as many in every head, `tied` as many in q/k and v, `padded` uniform
-    with zeros up to the wider of both. round_to: channels of a head are multiples of it. threshold: one over
-    everything, or each layer the same share. criterion: |gradient|, |gradient * weight|, |weight|, or by lot.
-    criterion_pass: gradients without masks, or those of the step before with them. weight_scale: where |W| goes, on the
-    gradient, on the update, or nowhere.
-    """
-
-    sparsity: Annotated[float, Gt(0), Lt(1)]
-    epochs: Annotated[int, Ge(1)] = 50
-    warmup_epochs: Annotated[int, Ge(0)] = 1
-    refresh: Annotated[int, Ge(1)] = 8
-    lr: Annotated[float, Gt(0)] | None = None
-    layout: Layout = "uniform"
-    round_to: Annotated[int, Ge(1)] = 8
-    threshold: Threshold = "global"
-    criterion: Criterion = "gradient"
-    criterion_pass: CriterionPass = "dense"
-    weight_scale: WeightScale = "gradient"
+    sparsity: Annotated[float, Gt(0), Lt(1), Doc("share of all q/k, v and FFN units to remove")]
+    epochs: Annotated[int, Ge(1), Doc("of the exploration")] = 50
+    warmup_epochs: Annotated[int, Ge(0), Doc("epochs of the exploration without masks")] = 1
+    refresh: Annotated[int, Ge(1), Doc("iterations between two updates of the masks")] = 8
+    lr: Annotated[float | None, Gt(0), Doc("of the exploration (peak); None: that of [finetune]")] = None
+    layout: Annotated[
+        Layout, Doc("`ragged`, `uniform` heads, `tied` (equal q/k and v) or `padded` (uniform, padded to the wider)")
+    ] = "uniform"
+    round_to: Annotated[int, Ge(1), Doc("channels of a head are multiples of this")] = 8
+    threshold: Annotated[Threshold, Doc("one over all layers, or the same share in each layer")] = "global"
+    criterion: Annotated[Criterion, Doc("|gradient|, |gradient * weight|, |weight|, or random")] = "gradient"
+    criterion_pass: Annotated[CriterionPass, Doc("gradients without masks, or of the previous step with masks")] = (
+        "dense"
+    )
+    weight_scale: Annotated[WeightScale, Doc("apply |W| to the gradient, to the update, or not at all")] = "gradient"
 
     @property
     def rules(self) -> LayoutRules:

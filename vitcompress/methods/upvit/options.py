@@ -5,32 +5,37 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from vitcompress.io.validation import Doc
 from vitcompress.methods.upvit.heads import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """target: timm name of the model to arrive at; without it the model's own, with other sizes. target_args: what the
-    target is built with besides the model's own arguments, as in { embed_dim = 192, num_heads = 3, depth = 10 }.
+    """Options of UP-ViT."""
 
-    heads: how new heads are made of old ones (see `regroup`). images: proxy images, from the training set, the same
-    number of each class. reference: while blocks go one after the other, answers are compared with those of the model
-    as `given` or of the `current` one.
-
-    score: `exact` deletes each channel; `fisher` ranks by the Gauss-Newton estimate alone; `screened` measures exactly
-    only the `band` of channels around the cut, as a screen ranks them: `screen` is the same estimate, with so many
-    `directions` per image, or exact scores on `screen_images` images. Channels to compare with: `magnitude` (sum
-    of |w|), `random` (by the run's seed). images_at_once bounds the memory.
-    """
-
-    target: str | None = None
-    target_args: dict[str, Any] = field(default_factory=dict)
-    heads: Strategy = "groups"
-    images: Annotated[int, Ge(1)] = 2000
-    reference: Literal["given", "current"] = "given"
-    score: Literal["exact", "fisher", "screened", "magnitude", "random"] = "exact"
-    screen: Literal["fisher", "images"] = "fisher"  # what ranks them: the estimate, or exact scores on few images
-    screen_images: Annotated[int, Ge(1)] = 500  # of the screen `images`
-    band: Annotated[float, Gt(0), Le(1)] = 0.5  # share of the channels, around the cut, that is measured exactly
-    directions: Annotated[int, Ge(1)] = 2  # of the screen `fisher`, for each image
-    images_at_once: Annotated[int, Ge(1)] = 512  # bounds the memory
+    target: Annotated[str | None, Doc("timm name; None: the model itself, with the sizes of target_args")] = None
+    target_args: Annotated[dict[str, Any], Doc("besides the model's own, as in { num_heads = 3, depth = 10 }")] = field(
+        default_factory=dict
+    )
+    heads: Annotated[Strategy, Doc("how new heads are formed from old ones (`regroup`)")] = "groups"
+    images: Annotated[int, Ge(1), Doc("proxy images from the training set, the same number of each class")] = 2000
+    reference: Annotated[
+        Literal["given", "current"],
+        Doc("whose outputs block scores compare with: the model before the step (`given`) or the `current` one"),
+    ] = "given"
+    score: Annotated[
+        Literal["exact", "fisher", "screened", "magnitude", "random"],
+        Doc(
+            "`exact` deletes each channel; `fisher`: Gauss-Newton estimate; `screened`: exact only in the `band` "
+            "around the cut of a ranking by `screen`; for comparison: `magnitude` (sum of |w|), `random` (by the "
+            "run's seed)"
+        ),
+    ] = "exact"
+    screen: Annotated[
+        Literal["fisher", "images"],
+        Doc('ranking for score = "screened": the Gauss-Newton estimate, or exact scores on `screen_images` images'),
+    ] = "fisher"
+    screen_images: Annotated[int, Ge(1), Doc('images of screen = "images"')] = 500
+    band: Annotated[float, Gt(0), Le(1), Doc("share of the channels, around the cut, that is measured exactly")] = 0.5
+    directions: Annotated[int, Ge(1), Doc('of screen = "fisher", per image')] = 2
+    images_at_once: Annotated[int, Ge(1), Doc("proxy images in memory at a time")] = 512

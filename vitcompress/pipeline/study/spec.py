@@ -19,7 +19,7 @@ from pydantic import BaseModel, JsonValue, StringConstraints
 from vitcompress import recipes
 from vitcompress.errors import InputError, RecipeError, did_you_mean
 from vitcompress.exporters.options import Positive
-from vitcompress.io.validation import STRICT, validated
+from vitcompress.io.validation import STRICT, Doc, validated
 from vitcompress.methods import METHODS
 from vitcompress.recipe.load import parsed, read_text, recipe_of
 from vitcompress.recipe.overrides import assign
@@ -30,22 +30,20 @@ Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
 
 @dataclass(frozen=True)
 class SpeedTable(ProtocolTable):
-    """How all models are measured, in turns, in ONNX Runtime on the CPU."""
+    """How all models are measured: interleaved, in ONNX Runtime on the CPU."""
 
-    threads: Positive = 1
+    threads: Annotated[Positive, Doc("of ONNX Runtime")] = 1
 
 
 @dataclass(frozen=True)
 class RowTable:
-    """One method at one budget. name: of its run folders. curve: of the line it is a point of, rows of one method at
-    several budgets share it. against: the curves that it is held against, each at the nearest cost.
-    """
+    """One method at one budget."""
 
-    name: Name
-    curve: str
-    title: str
-    step: tuple[dict[str, JsonValue], ...]
-    against: tuple[str, ...] = ()
+    name: Annotated[Name, Doc("of the row's run folders")]
+    curve: Annotated[str, Doc("series that this row is a point of; rows of one method at several budgets share it")]
+    title: Annotated[str, Doc("of the row in tables")]
+    step: Annotated[tuple[dict[str, JsonValue], ...], Doc("the steps of the row's recipe")]
+    against: Annotated[tuple[str, ...], Doc("curves to compare with, each at the nearest cost")] = ()
 
 
 class _Tables(BaseModel):
