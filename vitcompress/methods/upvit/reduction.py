@@ -58,7 +58,7 @@ def goal_of(model: nn.Module, family: Family, base: Plan, options: Options) -> G
             hint="isomorphic and sero prune this family, heads of q and k as a whole",
         )
     aim = target(options.target or base.arch, {**base.arch_args, **options.target_args})
-    goal = Goal(aim, family.blocks(model), _stages(model, family, aim))
+    goal = Goal(aim, family.blocks(model), _stages(model, family, base, aim))
     counts = {stage: len(of) for stage, of in goal.stages.items()} or depths(family, model)
     check_target(aim, model, family, counts)
     for component in components(family.spaces(model)):
@@ -67,8 +67,20 @@ def goal_of(model: nn.Module, family: Family, base: Plan, options: Options) -> G
     return goal
 
 
-def _stages(model: nn.Module, family: Family, aim: Target) -> dict[str, list[Block]]:
+def _stages(model: nn.Module, family: Family, base: Plan, aim: Target) -> dict[str, list[Block]]:
+    """Stage -> its standard blocks; empty if the blocks are not standard ones and only widths are pruned.
+
+    Raises:
+        PlanError: blocks are to be removed, but earlier steps left blocks that no timm model has.
+    """
     try:
+        replaced = [name for name, replacement in base.removed.items() if replacement != "drop"]
+        if changed := [*replaced, *base.appended]:
+            raise PlanError(
+                f"{changed[0]} was replaced by an earlier step, so its block is not a standard block of timm",
+                hint="prune blocks before the step that removes activations or replaces attentions, or only widths "
+                "after it (the target's depth must equal the model's)",
+            )
         return whole_blocks(model, family)
     except PlanError:
         if depths(family, model) == aim.depths:

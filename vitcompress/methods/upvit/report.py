@@ -25,15 +25,31 @@ def _rounds(folder: Path) -> list[dict[str, Any]]:
 
 
 def _scored(folder: Path) -> Iterator[Scored]:
-    """The exact scores, or the estimates where no channel was measured exactly."""
-    kept = read_json(folder / "kept.json") if (folder / "kept.json").is_file() else {}
-    paths = {path.stem.removeprefix("scores-"): path for path in folder.glob("scores-*.json")}
-    found = {name: read_json(paths[name]) for name in sorted(paths, key=_forward)}
-    if not found and (folder / "fisher.json").is_file():
-        found = read_json(folder / "fisher.json")
-    for name, scores in found.items():
+    """Exact scores by component, with estimates for channels that were not measured exactly."""
+    kept = _read(folder / "kept.json")
+    exact = {path.stem.removeprefix("scores-"): read_json(path) for path in folder.glob("scores-*.json")}
+    screens = {path.stem.removeprefix("screen-"): read_json(path) for path in folder.glob("screen-*.json")}
+    screens |= _read(folder / "fisher.json")
+    for name in sorted(exact or screens, key=_forward):
+        scores = (
+            _estimated(exact[name], screens[name]) if name in exact and name in screens else (exact or screens)[name]
+        )
         channels = kept.get(name) or kept.get(f"{name.removesuffix('attn')}qk") or []
         yield Scored(name, scores, channels)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _estimated(exact: list[float], screen: list[float]) -> list[float]:
+    """`exact` with estimates in place of 0, the score of a channel that was not measured.
+
+    An estimate is the score of the screen times the ratio of both scores over the measured channels.
+    """
+    measured = [(score, rough) for score, rough in zip(exact, screen, strict=True) if score > 0]
+    ratio = sum(score for score, _ in measured) / (sum(rough for _, rough in measured) or 1.0)
+    return [score or ratio * rough for score, rough in zip(exact, screen, strict=True)]
 
 
 def _forward(name: str) -> list[tuple[int, str]]:
