@@ -15,9 +15,8 @@ from vitcompress.methods.base import Clock, Context
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
 from vitcompress.training.data import Splits
-from vitcompress.training.datasets import ArrayImages
+from vitcompress.training.datasets import ArrayImages, Images
 from vitcompress.training.distributed import Runtime
-from vitcompress.training.loaders import Images
 from vitcompress.training.options import TrainOptions
 
 ARCH = "vit_tiny_patch16_224"

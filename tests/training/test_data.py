@@ -1,4 +1,4 @@
-"""Splits do not overlap, every process gets its share and no more, and every bad data set is refused at once."""
+"""Splits do not overlap, every process gets its share and no more, and every bad data set is rejected at once."""
 
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -14,9 +14,9 @@ from vitcompress.errors import DataError, InputError
 from vitcompress.models.create import InputConfig
 from vitcompress.training.augmentation import DEIT, Augmentation, train_transform
 from vitcompress.training.data import DataOptions, open_data, open_test, subset
-from vitcompress.training.datasets import ArrayImages
+from vitcompress.training.datasets import ArrayImages, as_images
 from vitcompress.training.distributed import Runtime
-from vitcompress.training.loaders import EvalLoader, TrainLoader
+from vitcompress.training.loaders import BatchLoader, EvalLoader, TrainLoader, open_source
 
 CPU = Runtime(torch.device("cpu"))
 RANKS = [Runtime(torch.device("cpu"), rank=rank, world_size=2) for rank in (0, 1)]
@@ -65,7 +65,7 @@ def test_digits_are_cut_into_three_parts_that_share_nothing() -> None:
     assert np.all(np.abs(shares - 0.2) < 1 / 125)  # every class to within one of its 125 images or more
 
 
-def test_the_seed_chooses_what_is_held_out_and_never_what_is_tested() -> None:
+def test_the_seed_selects_heldout_images_and_never_test_images() -> None:
     first, again, other = (open_data(DataOptions(heldout=0.1), seed) for seed in (0, 0, 1))
     pixels = [
         [part[i][0].tobytes() for i in range(len(part))] for part in (first.heldout, again.heldout, other.heldout)
@@ -74,7 +74,7 @@ def test_the_seed_chooses_what_is_held_out_and_never_what_is_tested() -> None:
     assert [first.test[i][0].tobytes() for i in range(540)] == [other.test[i][0].tobytes() for i in range(540)]
 
 
-def test_nothing_held_out_when_none_is_wanted() -> None:
+def test_a_share_of_zero_keeps_all_training_images() -> None:
     splits = open_data(DataOptions(heldout=0.0), seed=0)
     assert len(splits.heldout) == 0 and len(splits.train) == 1257
 
@@ -150,7 +150,7 @@ def empty(name: str) -> Callable[[Path], None]:
         (lambda root: (root / "val/zz").mkdir(), "unknown class zz"),
     ],
 )
-def test_bad_folders_are_refused_when_opened(tmp_path: Path, spoil: Callable[[Path], None], message: str) -> None:
+def test_bad_folders_are_rejected_when_opened(tmp_path: Path, spoil: Callable[[Path], None], message: str) -> None:
     root = image_folder(tmp_path, {"train": {"a": 3, "b": 3}, "val": {"a": 2, "b": 2}})
     open_data(DataOptions("imagefolder", str(root)), seed=0)  # it is good before it is spoiled
     spoil(root)
@@ -172,7 +172,7 @@ def test_bad_folders_are_refused_when_opened(tmp_path: Path, spoil: Callable[[Pa
         (DataOptions("timm:torch/nonsense", "/nowhere"), "Unknown torchvision dataset nonsense"),
     ],
 )
-def test_bad_sources_are_refused(options: DataOptions, message: str) -> None:
+def test_bad_sources_are_rejected(options: DataOptions, message: str) -> None:
     with pytest.raises(DataError, match=message):
         open_data(options, seed=0)
 
@@ -237,7 +237,7 @@ def test_the_default_augmentation_changes_nothing() -> None:
     assert torch.equal(images, images[:, :, :1, :1].expand_as(images))
 
 
-def test_noise_has_the_asked_standard_deviation() -> None:
+def test_noise_has_the_configured_standard_deviation() -> None:
     torch.manual_seed(0)
     data = ArrayImages(np.full((256, 4, 4), 51, np.uint8), np.arange(256) % 2)
     images, _ = next(iter(TrainLoader(data, INPUT, Augmentation(noise=0.5), 256, 0, CPU)))
@@ -248,8 +248,8 @@ def test_noise_has_the_asked_standard_deviation() -> None:
 
 
 def test_mixed_targets_are_probabilities_over_all_classes() -> None:
-    loader = TrainLoader(numbered(8), INPUT, Augmentation(mixup=0.8, cutmix=1.0, smoothing=0.1), 4, 0, CPU)
-    loader.set_classes(5)
+    augmentation = Augmentation(mixup=0.8, cutmix=1.0, smoothing=0.1)
+    loader = TrainLoader(numbered(8), INPUT, augmentation, 4, 0, CPU, classes=5)
     _, targets = next(iter(loader))
     assert targets.shape == (4, 5)
     assert torch.allclose(targets.sum(dim=1), torch.ones(4)) and float(targets.min()) == pytest.approx(0.02)
@@ -264,26 +264,62 @@ def test_deits_recipe_runs_on_colour_images_of_any_shape(tmp_path: Path) -> None
     assert next(iter(EvalLoader(data.test, wide, 2, CPU)))[0].shape == (2, 3, 16, 24)
 
 
-def test_a_batch_that_cannot_be_made_is_refused() -> None:
-    with pytest.raises(InputError, match=r"batch of 9 images .* 8 are there"):
+def test_an_impossible_batch_is_rejected() -> None:
+    with pytest.raises(InputError, match=r"batch has 9 images .* only 8 are available"):
         TrainLoader(numbered(8), INPUT, Augmentation(), 9, 0, CPU)
     with pytest.raises(InputError, match="mix pairs"):
         TrainLoader(numbered(8), INPUT, Augmentation(mixup=0.8), 3, 0, CPU)
 
 
 @pytest.mark.parametrize("policy", ["rand-m10-inc1", "augmix-m10", "v0r"])
-def test_policies_may_ask_for_no_bits_at_all(policy: str) -> None:
-    """Their strongest posterizing, which Pillow refuses, is black."""
+def test_policies_with_zero_bits_per_channel_work(policy: str) -> None:
+    """Their strongest posterizing, which Pillow rejects, is black."""
     transform = train_transform(INPUT, Augmentation(no_aug=False, auto_augment=policy))
     assert isinstance(transform, transforms.Compose)
     steps = [step for step in transform.transforms if hasattr(step, "ops") or hasattr(step, "policy")]
     operations = [op for step in steps for op in (*getattr(step, "ops", ()), *chain(*getattr(step, "policy", ())))]
-    found = [operation for operation in operations if operation.name.startswith("Posterize")]
-    assert found
+    posterizers = [operation for operation in operations if operation.name.startswith("Posterize")]
+    assert posterizers
     image = Image.fromarray(np.full((4, 4), 200, np.uint8))
-    for operation in found:
+    for operation in posterizers:
         assert operation.aug_fn(image, 0).getextrema() == (0, 0)
         assert operation.aug_fn(image, 1).getextrema() == (128, 128)
         assert operation.aug_fn(image, 8) is image
     for _ in range(50):
         transform(image)
+
+
+class Pairs:
+    """A map-style data set of prepared tensors, as a user would write it."""
+
+    def __init__(self, images: torch.Tensor, classes: torch.Tensor) -> None:
+        self.images, self.targets = images, classes
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.images[index], int(self.targets[index])
+
+
+def test_prepared_tensors_are_passed_on_unchanged() -> None:
+    images, classes = torch.randn(8, 1, 4, 4), torch.arange(8) % 2
+    data = as_images(Pairs(images, classes))
+    assert data.prepared and data.labels.tolist() == classes.tolist()
+    batch, targets = next(iter(EvalLoader(data, INPUT, 8, CPU)))
+    assert torch.equal(batch, images) and torch.equal(targets, classes)
+    seen, _ = next(iter(TrainLoader(data, INPUT, Augmentation(), 8, 0, CPU)))
+    assert sorted(seen.flatten().tolist()) == sorted(images.flatten().tolist())
+    with pytest.raises(InputError, match="need PIL images"):
+        TrainLoader(data, INPUT, Augmentation(no_aug=False), 4, 0, CPU)
+
+
+def test_an_iterable_of_batches_becomes_a_data_set() -> None:
+    batches = [(torch.randn(3, 1, 4, 4), torch.tensor([0, 1, 2])), (torch.randn(2, 1, 4, 4), torch.tensor([1, 0]))]
+    data = as_images(iter(batches))
+    assert data.labels.tolist() == [0, 1, 2, 1, 0] and torch.equal(data[3][0], batches[1][0][0])
+    assert isinstance(open_source(batches, CPU), BatchLoader) and len(open_source(batches, CPU)) == 2
+    with pytest.raises(InputError, match="without a length"):
+        open_source(iter(batches), CPU)
+    with pytest.raises(DataError, match=r"not \(image, class\) pairs"):
+        as_images([1, 2, 3])

@@ -1,4 +1,4 @@
-"""Two processes compute what one computes; devices and precisions that are not there are refused."""
+"""Two processes compute what one computes; devices and precisions that do not exist are rejected."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ STEPS = 9  # 3 epochs of 3
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[dict[str, Tensor], Any]]:
     """Tensors and facts by number of processes."""
-    found = {}
+    results = {}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     for world in (1, 2):
         folder = tmp_path_factory.mktemp(f"world{world}")
@@ -40,8 +40,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[dict[str, 
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        found[world] = load_tensors(folder / "tensors.safetensors"), read_json(folder / "facts.json")
-    return found
+        results[world] = load_tensors(folder / "tensors.safetensors"), read_json(folder / "facts.json")
+    return results
 
 
 def largest_difference(runs: dict[int, tuple[dict[str, Tensor], Any]], prefix: str) -> float:
@@ -50,10 +50,10 @@ def largest_difference(runs: dict[int, tuple[dict[str, Tensor], Any]], prefix: s
 
 
 def test_gradients_of_weights_and_scores_agree(runs: Any) -> None:
-    found = {name: value for name, value in runs[1][0].items() if name.startswith("gradient.")}
-    scores = [float(value) for name, value in found.items() if name.startswith("gradient.scores")]
+    gradients = {name: value for name, value in runs[1][0].items() if name.startswith("gradient.")}
+    scores = [float(value) for name, value in gradients.items() if name.startswith("gradient.scores")]
     assert len(scores) == 4 and min(map(abs, scores)) > 1e-6
-    assert max(float(value.abs().max()) for value in found.values()) < GRADIENT
+    assert max(float(value.abs().max()) for value in gradients.values()) < GRADIENT
     assert largest_difference(runs, "gradient.") <= ADDITIONS * ROUNDING * GRADIENT
 
 
@@ -122,16 +122,16 @@ def test_a_batch_is_shared_equally_or_not_at_all() -> None:
         ("cuda:x", "not known"),
     ],
 )
-def test_devices_that_are_not_there_are_refused(device: str, message: str) -> None:
+def test_devices_that_are_not_there_are_rejected(device: str, message: str) -> None:
     with pytest.raises(DeviceError, match=message) as caught:
         start(device)
     assert caught.value.hint
 
 
-def test_a_gpu_that_only_emulates_bf16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_only_emulates_bf16_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turing: by its own word torch supports bf16 there, as tensors of it can be made."""
     about = SimpleNamespace(major=7, minor=5)
-    answers = {
+    settings = {
         **dict.fromkeys(("is_available", "_check_bf16_tensor_supported"), True),
         "device_count": 1,
         "current_device": 0,
@@ -139,28 +139,28 @@ def test_a_gpu_that_only_emulates_bf16_is_refused(monkeypatch: pytest.MonkeyPatc
         "get_device_properties": about,
     }
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (about.major, about.minor))
-    for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *args, answer=answer: answer)
+    for name, setting in settings.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, setting=setting: setting)
     assert torch.cuda.is_bf16_supported()
-    with pytest.raises(DeviceError, match="Tesla T4 has none"):
+    with pytest.raises(DeviceError, match="Tesla T4 does not support it"):
         check_device("cuda", "bf16")
     about.major = 8
     check_device("cuda", "bf16")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_gpu_that_is_not_there_is_refused() -> None:
+def test_a_gpu_that_is_not_there_is_rejected() -> None:
     with pytest.raises(DeviceError, match="0 CUDA devices"):
         start("cuda")
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has an Apple GPU")
-def test_an_apple_gpu_that_is_not_there_is_refused() -> None:
+def test_an_apple_gpu_that_is_not_there_is_rejected() -> None:
     with pytest.raises(DeviceError, match="no Apple GPU"):
         start("mps")
 
 
-def test_an_unknown_precision_is_refused() -> None:
+def test_an_unknown_precision_is_rejected() -> None:
     with pytest.raises(DeviceError, match="'fp8' is not known"):
         start("cpu", amp="fp8")  # type: ignore[arg-type]
 

@@ -35,12 +35,12 @@ def test_it_learns(tmp_path: Path) -> None:
 
 def test_the_same_seed_gives_the_same_weights_and_another_does_not(tmp_path: Path) -> None:
     options = dataclasses.replace(OPTIONS, augmentation=Augmentation(noise=0.3), drop_path=0.3)
-    found = []
+    trained = []
     for number, seed in enumerate((0, 0, 1)):
         model = vit()
         fit(model, tmp_path / str(number), options, seed=seed)
-        found.append(weights(model))
-    assert same(found[0], found[1]) and not same(found[0], found[2])
+        trained.append(weights(model))
+    assert same(trained[0], trained[1]) and not same(trained[0], trained[2])
 
 
 class InFloat64(nn.Module):
@@ -55,19 +55,19 @@ class InFloat64(nn.Module):
 
 
 def test_accumulated_parts_equal_the_whole_batch(tmp_path: Path) -> None:
-    found = []
+    trained = []
     for parts in (1, 4):
         model = vit()
         options = dataclasses.replace(OPTIONS, accumulate=parts, optimizer="sgd", lr=0.1, clip_grad=1.0)
         fit(InFloat64(model), tmp_path / str(parts), options)
-        found.append(weights(model))
+        trained.append(weights(model))
     # Plain SGD with a clipped gradient moves by at most lr per step. The two ways add the same 8 images' gradients in
     # another order, an error of at most about 1000 additions * 2^-53 of that, in 12 steps that may each amplify what
     # they inherit by 1 + lr * curvature < 10: 12 * 0.1 * 1000 * 1.1e-16 * 10.
     tolerance = 2e-12
-    assert all(float((found[0][name] - found[1][name]).abs().max()) < tolerance for name in found[0])
+    assert all(float((trained[0][name] - trained[1][name]).abs().max()) < tolerance for name in trained[0])
     start = weights(vit().double())
-    assert any(float((found[0][name] - start[name]).abs().max()) > 1e-2 for name in start)
+    assert any(float((trained[0][name] - start[name]).abs().max()) > 1e-2 for name in start)
 
 
 def test_parts_must_be_equal(tmp_path: Path) -> None:
@@ -97,24 +97,24 @@ def test_a_loss_that_is_not_finite_stops_the_training(tmp_path: Path) -> None:
 
 def rates(tmp_path: Path, options: TrainOptions, **more: Any) -> list[float]:
     """The learning rate of every optimiser step."""
-    found: list[float] = []
+    rates_seen: list[float] = []
 
-    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: found.append(optimizer.param_groups[0]["lr"]))
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: rates_seen.append(optimizer.param_groups[0]["lr"]))
     try:
         fit(vit(), tmp_path, options, **more)
     finally:
         handle.remove()
-    return found
+    return rates_seen
 
 
 def test_cosine_with_warmup(tmp_path: Path) -> None:
     options = dataclasses.replace(OPTIONS, epochs=4, warmup_epochs=1, lr=1e-2, warmup_lr=1e-4, min_lr=1e-3)
-    found = rates(tmp_path, options)
+    rates_seen = rates(tmp_path, options)
     expected = [
         1e-4 + (1e-2 - 1e-4) * step / 6 if step < 6 else 1e-3 + (1e-2 - 1e-3) * (1 + math.cos(math.pi * step / 24)) / 2
         for step in range(24)
     ]
-    assert found == pytest.approx(expected, rel=1e-12)
+    assert rates_seen == pytest.approx(expected, rel=1e-12)
 
 
 def test_constant_and_callers_own_schedule(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_options_are_checked_by_their_annotations() -> None:
 # -------------------------------------------------------------------------------------------------------- what is kept
 
 
-def test_ema_is_the_average_and_is_judged_next_to_the_raw_weights(tmp_path: Path) -> None:
+def test_ema_is_the_average_and_is_evaluated_beside_the_raw_weights(tmp_path: Path) -> None:
     model, seen = vit(), []
     handle = register_optimizer_step_post_hook(
         lambda *_: seen.append(model.get_parameter("head.weight").detach().clone())
@@ -201,14 +201,14 @@ def test_best_keeps_the_best_epoch(tmp_path: Path) -> None:
         fit(vit(), tmp_path / "none", options, heldout=None)
 
 
-def test_nothing_to_train_is_judged_as_it_is(tmp_path: Path) -> None:
+def test_zero_epochs_evaluate_the_model_as_it_is(tmp_path: Path) -> None:
     model = vit()
     before = weights(model)
     result = fit(model, tmp_path, dataclasses.replace(OPTIONS, epochs=0))
     assert same(before, weights(model)) and result.accuracy is not None and result.history == []
 
 
-def test_judged_only_when_due(tmp_path: Path) -> None:
+def test_evaluated_only_in_selected_epochs(tmp_path: Path) -> None:
     for every, due in ((0, [4]), (2, [1, 3, 4]), (1, [0, 1, 2, 3, 4])):
         result = fit(vit(), tmp_path / str(every), dataclasses.replace(OPTIONS, epochs=5, evaluate_every=every))
         assert [record["epoch"] for record in result.history if "heldout" in record] == due

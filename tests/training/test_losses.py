@@ -48,8 +48,8 @@ def test_each_head_learns_from_its_own_source(kind: Any) -> None:
         first, second = student(images)
         value = loss(student, images, targets)
     labels = functional.cross_entropy(first, targets, label_smoothing=0.1)
-    answers = teacher(images)
-    distilled = hard_loss(second, answers) if kind == "hard" else soft_loss(second, answers, 2.0)
+    logits_of_teacher = teacher(images)
+    distilled = hard_loss(second, logits_of_teacher) if kind == "hard" else soft_loss(second, logits_of_teacher, 2.0)
     assert value.item() == pytest.approx((0.75 * labels + 0.25 * distilled).item(), rel=1e-5)
 
 
@@ -67,10 +67,10 @@ def test_no_untrained_head_is_averaged(tmp_path: Path) -> None:
     result = fit(model, tmp_path, dataclasses.replace(OPTIONS, epochs=12))
     images = torch.stack([torch.tensor(np.asarray(stripes()[i][0])) for i in range(48)])[:, None] / 127.5 - 1
     with torch.no_grad(), both_heads(model):
-        answers = model.train()(images)
-    shares = [float((head.argmax(1).numpy() == stripes().labels).mean()) for head in answers]
+        heads = model.train()(images)
+    shares = [float((head.argmax(1).numpy() == stripes().labels).mean()) for head in heads]
     assert min(shares) > 0.9 and result.accuracy is not None and result.accuracy.top1 > 0.9
-    assert model.distilled_training is False  # as it was found
+    assert model.distilled_training is False  # as before
     for alpha in (0.0, 1.0):
         with pytest.raises(InputError, match="one of the two heads untrained"):
             fit(model, tmp_path / "x", dataclasses.replace(OPTIONS, distillation="hard", alpha=alpha), teacher=vit())
@@ -86,7 +86,7 @@ def test_a_teacher_is_frozen_and_must_fit(tmp_path: Path) -> None:
         fit(vit(), tmp_path / "b", options)
     with pytest.raises(InputError, match="teacher takes images of"):
         fit(vit(), tmp_path / "b", options, teacher=vit(img_size=6))
-    with pytest.raises(InputError, match="teacher knows 5 classes, the student 3"):
+    with pytest.raises(InputError, match="teacher has 5 classes, the student 3"):
         fit(vit(), tmp_path / "b", options, teacher=vit(num_classes=5))
 
 
@@ -108,9 +108,12 @@ def test_labels_may_count_fully_beside_the_teacher() -> None:
     """UP-ViT: CE(p, y) + alpha * KL(q || p), and CE(p, y) + alpha * CE(p, argmax q) (eq. D1)."""
     student, teacher = vit(), vit(seed=1)
     images, targets = torch.randn(6, 1, 4, 4), torch.arange(6) % 3
-    logits, answers = student(images), teacher(images)
+    logits, logits_of_teacher = student(images), teacher(images)
     labels = functional.cross_entropy(logits, targets)
-    for kind, term in (("soft", soft_loss(logits, answers, 1.0)), ("hard", hard_loss(logits, answers))):
+    for kind, term in (
+        ("soft", soft_loss(logits, logits_of_teacher, 1.0)),
+        ("hard", hard_loss(logits, logits_of_teacher)),
+    ):
         how = LossOptions(kind, alpha=6.4, label_weight=1.0)
         loss = objective(student, how, teacher=teacher, input=INPUT, device=CPU.device)
         assert loss(student, images, targets).item() == pytest.approx((labels + 6.4 * term).item(), rel=1e-5)
@@ -119,7 +122,7 @@ def test_labels_may_count_fully_beside_the_teacher() -> None:
 
 
 def test_patch_tokens_and_features_are_compared() -> None:
-    """Eq. D2, and the mean squared distance of pooled features; in eval mode the wrapper answers as its model."""
+    """Eq. D2, and the mean squared distance of pooled features; in eval mode the wrapper returns the logits of its model."""
     teacher, images, targets = vit(seed=1), torch.randn(6, 1, 4, 4), torch.arange(6) % 3
     narrow: Any = vit(embed_dim=4, num_heads=1)
     student: Any = student_of(narrow, "soft_patch", teacher).train()
@@ -156,3 +159,9 @@ def test_recovery_with_features_trains_resumes_and_leaves_no_trace(kind: Any, tm
     two = two_headed()
     fit(two, tmp_path / "two", options, teacher=teacher)
     assert all(torch.isfinite(t).all() for t in two.state_dict().values())
+
+
+def test_the_projection_of_patch_tokens_depends_on_the_seed() -> None:
+    wide = vit(embed_dim=12, num_heads=1)
+    projections = [student_of(vit(), "soft_patch", wide, seed).projection.weight for seed in (0, 0, 1)]
+    assert torch.equal(projections[0], projections[1]) and not torch.equal(projections[0], projections[2])

@@ -13,7 +13,15 @@ from vitcompress.models.create import InputConfig
 from vitcompress.training.datasets import ArrayImages
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import EvalLoader
-from vitcompress.training.metrics import Accuracy, calibration_images, evaluate, guessed, judged, mcnemar, wilson
+from vitcompress.training.metrics import (
+    Accuracy,
+    calibration_images,
+    evaluate,
+    guessed,
+    evaluate_images,
+    mcnemar,
+    wilson,
+)
 
 Predict = Callable[[Tensor], Tensor]
 CPU = Runtime(torch.device("cpu"))
@@ -44,14 +52,14 @@ def oracle(classes: int, wrong: set[int], second: set[int] | None = None) -> Pre
 
 def test_counts_top1_and_top5() -> None:
     loader = EvalLoader(numbered(20, 7), INPUT, 6, CPU)
-    found = evaluate(oracle(7, wrong={1, 2, 3}, second={2}), loader, CPU)
-    assert (found.correct, found.correct5, found.total) == (17, 18, 20)
-    assert found.top1 == 17 / 20 and found.top5 == 18 / 20
+    accuracy = evaluate(oracle(7, wrong={1, 2, 3}, second={2}), loader, CPU)
+    assert (accuracy.correct, accuracy.correct5, accuracy.total) == (17, 18, 20)
+    assert accuracy.top1 == 17 / 20 and accuracy.top5 == 18 / 20
 
 
 def test_top5_of_fewer_classes_is_everything() -> None:
-    found = evaluate(oracle(3, wrong={0}), EvalLoader(numbered(6, 3), INPUT, 4, CPU), CPU)
-    assert (found.correct, found.correct5) == (5, 6)
+    accuracy = evaluate(oracle(3, wrong={0}), EvalLoader(numbered(6, 3), INPUT, 4, CPU), CPU)
+    assert (accuracy.correct, accuracy.correct5) == (5, 6)
 
 
 def test_loss_is_the_mean_over_images_not_batches() -> None:
@@ -65,19 +73,19 @@ def test_loss_is_the_mean_over_images_not_batches() -> None:
     assert evaluate(predict, loader, CPU).loss == pytest.approx(expected, rel=1e-6)
 
 
-def test_what_is_right_is_told_in_the_order_of_the_data_and_asked_once() -> None:
-    predict, asked = oracle(5, wrong={0, 4, 9}, second={4}), list[int]()
+def test_correct_images_are_in_the_order_of_the_data() -> None:
+    predict, batch_sizes = oracle(5, wrong={0, 4, 9}, second={4}), list[int]()
 
     def counted(images: Tensor) -> Tensor:
-        asked.append(len(images))
+        batch_sizes.append(len(images))
         return predict(images)
 
-    found, mask = judged(counted, EvalLoader(numbered(11, 5), INPUT, 3, CPU), CPU)
+    accuracy, mask = evaluate_images(counted, EvalLoader(numbered(11, 5), INPUT, 3, CPU), CPU)
     assert mask.dtype == bool and np.flatnonzero(~mask).tolist() == [0, 4, 9]
-    assert (found.correct, found.total) == (mask.sum(), 11) and sum(asked) == 11
+    assert (accuracy.correct, accuracy.total) == (mask.sum(), 11) and sum(batch_sizes) == 11
 
 
-def test_numbers_that_are_not_finite_are_not_counted_as_answers() -> None:
+def test_numbers_that_are_not_finite_are_rejected() -> None:
     loader = EvalLoader(numbered(4, 2), INPUT, 4, CPU)
     with pytest.raises(VitcompressError, match="not finite"):
         evaluate(lambda images: torch.full((len(images), 2), float("nan")), loader, CPU)
@@ -108,14 +116,14 @@ def test_mcnemar_is_the_exact_binomial_test(only_a: int, only_b: int) -> None:
     both = 10
     a = np.array([True] * (both + only_a) + [False] * only_b)
     b = np.array([True] * both + [False] * only_a + [True] * only_b)
-    found = mcnemar(a, b)
+    difference = mcnemar(a, b)
     expected = stats.binomtest(only_a, only_a + only_b).pvalue if only_a + only_b else 1.0
-    assert (found.only_a, found.only_b) == (only_a, only_b)
-    assert found.p_value == pytest.approx(expected, rel=1e-12)
+    assert (difference.only_a, difference.only_b) == (only_a, only_b)
+    assert difference.p_value == pytest.approx(expected, rel=1e-12)
 
 
 def test_mcnemar_wants_the_same_images() -> None:
-    with pytest.raises(ValueError, match="different images"):
+    with pytest.raises(ValueError, match="different shapes"):
         mcnemar(np.ones(3, bool), np.ones(4, bool))
 
 

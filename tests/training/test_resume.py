@@ -88,7 +88,7 @@ def test_random_augmentation_in_worker_processes_resumes_too(tmp_path: Path) -> 
     assert same(weights(whole), weights(resumed))
 
 
-def test_a_folder_of_another_training_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_another_training_is_rejected(tmp_path: Path) -> None:
     fit(vit(), tmp_path)
     with pytest.raises(OutputError, match="other settings"):
         fit(vit(), tmp_path, dataclasses.replace(OPTIONS, lr=2e-2))

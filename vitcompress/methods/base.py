@@ -1,7 +1,7 @@
 """What every pruning method works with and returns: its context, its choice, its report."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,18 @@ from vitcompress.io.tensors import save_tensors
 from vitcompress.models.create import InputConfig
 from vitcompress.plan import Plan
 from vitcompress.training.data import Splits
+from vitcompress.training.datasets import Images
 from vitcompress.training.distributed import Runtime
-from vitcompress.training.loaders import Images
 from vitcompress.training.loop import train
 from vitcompress.training.options import TrainOptions, TrainResult
 from vitcompress.training.trainer import TrainingContext, TrainingControls
 
 
 @dataclass(frozen=True)
-class Stage:
+class Estimate:
     """A part of a method's work, for a dry run: `rounds` trainings or measurements of `epochs` passes over images.
 
-    images_per_class: of the training set, 0 for all of it. images: the total instead, where that is what is set.
+    images_per_class: of the training set; 0: all of it. images: the total number of images instead.
     """
 
     title: str
@@ -37,18 +37,18 @@ class Stage:
     images: int = 0
 
 
-GIVEN = "{}"  # stands for the model that the step was given
+INPUT_MODEL = "{}"  # placeholder for the name of the model that the step receives
 ARBITRARY = "arbitrary, only their number counts"
 SPREAD = "arbitrary, spread evenly over the depth; other layers of that number may be somewhat faster or slower"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Where what a step removes comes from, a few words each.
+    """How a step chooses what to remove, a few words each, for the report.
 
-    by: a search, a publication, chance. on: what was looked at for that, with `{}` for the model that the step was
-    given; None where nothing was. unscored: where a plan of the same size comes from when nothing is trained or
-    scored; None where it is the same plan.
+    by: a search, a publication, chance. on: the model that was measured for it, with `{}` for the one that the step
+    receives; None: nothing was measured. unscored: how a plan of the same size is chosen when nothing is trained or
+    scored; None: it is the same plan.
     """
 
     by: str
@@ -56,9 +56,9 @@ class Choice:
     unscored: str | None = None
 
 
-MEASURED = Choice("search", GIVEN, ARBITRARY)
-MEASURED_LAYERS = Choice("search", GIVEN, SPREAD)
-TRAINED = Choice("search", f"short trainings of copies of {GIVEN}", SPREAD)
+MEASURED = Choice("search", INPUT_MODEL, ARBITRARY)
+MEASURED_LAYERS = Choice("search", INPUT_MODEL, SPREAD)
+TRAINED = Choice("search", f"short trainings of copies of {INPUT_MODEL}", SPREAD)
 PUBLISHED = Choice("published")
 
 
@@ -119,14 +119,67 @@ LEFT_WEIGHTS, LEFT = "weights.safetensors", "left.json"
 
 @dataclass(frozen=True)
 class Clock:
-    """Tells milliseconds of one call of a model on `onnxruntime` or `torch`.
+    """Measures the milliseconds of one call of a model on `onnxruntime` or `torch`.
 
-    median: of a few calls, as there are dozens of candidates. undisturbed: of a longer measurement that leaves out
-    other load on the machine, for decisions on which more depends than a candidate.
+    median: of a few calls, for dozens of candidates. undisturbed: of a longer measurement that excludes other load on
+    the machine, for decisions on which more depends than on one candidate.
     """
 
     median: Callable[[nn.Module, str], float]
     undisturbed: Callable[[nn.Module, str], float]
+
+
+@dataclass(frozen=True)
+class LatencyTarget:
+    """A latency that a step prunes to: `ms` per call on `runtime`.
+
+    unscored: options with which `plan` needs a clock but no data. check(model, family, base, clock): raises PlanError
+    if no structure that the step can choose has this latency.
+    """
+
+    ms: float
+    runtime: str
+    unscored: Any
+    check: Callable[[nn.Module, Family, Plan, Clock], None]
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """Properties of a step that follow from its options.
+
+    choice: how it chooses what to remove; None: it chooses nothing (it trains or folds).
+    training: from the options of [finetune] to those of the training whose weights the next step starts from; None:
+        the next step starts from the weights that this one received.
+    uses_heldout: whether it compares accuracies on held-out images.
+    equal_widths: how to set the options so that q, k and v of an attention keep equal widths (`layout=tied`); empty if
+        they always do.
+    latency: the latency that it prunes to, if any.
+    """
+
+    choice: Choice | None = MEASURED
+    training: Callable[[TrainOptions], TrainOptions] | None = None
+    uses_heldout: bool = False
+    equal_widths: str = ""
+    latency: LatencyTarget | None = None
+
+
+Table = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Measurements of a step. tables: title, columns and rows of text. remarks: sentences about these measurements that
+    a reader must know. charts: the same measurements as curves.
+    """
+
+    tables: Sequence[Table] = ()
+    remarks: Sequence[str] = ()
+    charts: Sequence[Chart] = ()
+
+
+def table(title: str, columns: str, rows: Iterable[Sequence[Any]]) -> Table:
+    """A table of a report. columns: names separated by `, `."""
+    return {"title": title, "columns": columns.split(", "), "rows": [list(map(str, row)) for row in rows]}
 
 
 def seal(folder: Path) -> None:
@@ -212,20 +265,24 @@ class Context:
 
 @dataclass(frozen=True)
 class Method:
-    """One way to choose what goes.
+    """A way to choose what to remove.
 
-    name, summary: as the recipe and `vitcompress recipes` write them. options: dataclass of what a recipe may set. plan(model, context, options): the plan to carry out after the
-    model's own; may train copies, leaves the model as it is, keeps what it measured in the context's folder.
-    structure(model, family, base, options): a plan of the same size without data or scoring; raises PlanError when
-    the options ask for more than the model has. stages(options, prunable): the work ahead on a model with so many
-    attentions and activations, for a dry run. dilute(options, epochs): gate value of the removed layers at each epoch
-    of the recovery, for methods that fade them out; None removes them at once. tables(folder), charts(folder),
-    remarks(folder): what the step measured, for the report, and what its reader must know. choice(options): where what
-    it removes comes from; None for a step that chooses nothing. apart(options): whether q and k of an attention may end
-    with more channels per head than v, or with fewer.
+    Required:
+        name: in recipes, as `method = "name"`.
+        summary: one line for `vitcompress recipes`.
+        options: a frozen dataclass of the options that a recipe may set, each described by `Doc`.
+        plan(model, context, options): a `context.plan.delta(...)` of what to remove from `model`. May train copies,
+            leaves the model as it is, and keeps measurements with `context.memo`, so that a killed run can resume.
+        structure(model, family, base, options): a `base.delta(...)` of the same size without data or scores. `model` is
+            on torch's meta device: it has shapes, but no weights to rank by. Raises PlanError if the options ask for
+            more than the model has, or if one of them has no effect.
 
-    timed(options): where a latency is aimed at, options with which `plan` needs a clock but no data; else None.
-    check_reach(model, family, base, options, clock): raises PlanError when such a latency is out of reach.
+    Optional:
+        estimate(model, family, options): the trainings and measurements of `plan`, for a dry run (model as above).
+        describe(options): properties that the pipeline needs to know.
+        report(folder): tables, remarks and charts of the step's folder; empty if nothing was measured.
+        dilute(options, epochs): gate value of the removed layers in each epoch of the recovery, for methods that fade
+            them out; None removes them at once.
     """
 
     name: str
@@ -233,12 +290,7 @@ class Method:
     options: type[Any]
     plan: Callable[[nn.Module, Context, Any], Plan]
     structure: Callable[[nn.Module, Family, Plan, Any], Plan]
-    stages: Callable[[Any, int], list[Stage]] = lambda options, prunable: []
+    estimate: Callable[[nn.Module, Family, Any], list[Estimate]] = lambda model, family, options: []
+    describe: Callable[[Any], StepInfo] = lambda options: StepInfo()
+    report: Callable[[Path], StepReport] = lambda folder: StepReport()
     dilute: Callable[[Any, int], Callable[[int], float]] | None = None
-    tables: Callable[[Path], list[dict[str, Any]]] = lambda folder: []
-    charts: Callable[[Path], list[Chart]] = lambda folder: []
-    remarks: Callable[[Path], list[str]] = lambda folder: []
-    choice: Callable[[Any], Choice | None] = lambda options: MEASURED_LAYERS
-    apart: Callable[[Any], bool] = lambda options: False
-    timed: Callable[[Any], Any | None] = lambda options: None
-    check_reach: Callable[[nn.Module, Family, Plan, Any, Clock], None] = lambda *_: None

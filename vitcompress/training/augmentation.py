@@ -1,4 +1,4 @@
-"""Image transforms and mixing of batches: timm's, set by one table."""
+"""timm's image transforms, mixup and CutMix, configured by one table."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -69,8 +69,8 @@ def eval_transform(input: InputConfig) -> Callable[[Image.Image], Tensor]:
 def _transform(input: InputConfig, **settings: Any) -> Callable[[Image.Image], Tensor]:
     """timm's transform to the size of `input`; the prefetcher normalises images later."""
     pixels = {"interpolation": input.interpolation, "mean": input.mean, "std": input.std}
-    made: Callable[[Image.Image], Tensor] = create_transform(input.size, use_prefetcher=True, **pixels, **settings)
-    return made
+    transform: Callable[[Image.Image], Tensor] = create_transform(input.size, use_prefetcher=True, **pixels, **settings)
+    return transform
 
 
 def mixup(augmentation: Augmentation, classes: int) -> Any:
@@ -96,14 +96,14 @@ def posterize(image: Image.Image, bits_to_keep: int, **_: Any) -> Image.Image:
 
 
 def allow_no_bits(transform: Any) -> None:
-    """Let the augmentation policies in `transform`, as timm composed it, posterize with `posterize`."""
+    """Replace the posterize operation in the policies of timm's `transform` by `posterize`, as Pillow rejects 0 bits."""
     for operation in _operations(transform):
         if operation.name.startswith("Posterize"):
             operation.aug_fn = posterize
 
 
 def _operations(transform: Any) -> Iterator[Any]:
-    """Of RandAugment and AugMix, which hold them, and of AutoAugment, which holds lists of them."""
+    """All operations of RandAugment, AugMix (in `ops`) and AutoAugment (lists in `policy`)."""
     for step in getattr(transform, "transforms", ()):
         yield from getattr(step, "ops", ())
         for policy in getattr(step, "policy", ()):

@@ -1,6 +1,6 @@
-"""Labelled images in three parts: train, held-out (cut from train, for every choice) and test (for the report only).
+"""Labelled images in three parts: train, held-out (part of train, for choices) and test (for the report only).
 
-Everything that can be wrong with a data set is looked for when it is opened, before any training.
+A data set is checked when it is opened, before any training.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class Splits:
-    """A data set's parts; images are (PIL image, class index) before any transform."""
+    """The parts of a data set; items are (image, class index) before any transform."""
 
     name: str
     classes: tuple[str, ...]
@@ -51,13 +51,13 @@ class Splits:
 
 
 def no_data() -> Splits:
-    """Nothing to look at, for work that needs no images."""
+    """Empty splits, for work that needs no images."""
     nothing = ArrayImages(np.empty((0, 1, 1), np.uint8), np.empty(0, np.int64))
     return Splits("no data", (), nothing, nothing, nothing)
 
 
 def open_data(options: DataOptions, seed: int) -> Splits:
-    """All parts of the data set; `seed` decides which training images are held out, never what is tested.
+    """Open all parts of the data set; `seed` selects the held-out part of the training images.
 
     Raises:
         DataError: missing folders, empty class folders, one class only, broken images, too few images.
@@ -65,27 +65,27 @@ def open_data(options: DataOptions, seed: int) -> Splits:
     """
     name, classes, train, test = _open(options)
     _check_classes(name, classes, train)
-    kept, held = _stratified(train.labels, options.heldout, seed)
-    return Splits(name, classes, Views(train, kept), Views(train, held), test)
+    kept, heldout = _stratified_split(train.labels, options.heldout, seed)
+    return Splits(name, classes, Views(train, kept), Views(train, heldout), test)
 
 
 def check_named(options: DataOptions) -> None:
-    """Raise DataError where a folder of images is needed and none was named."""
+    """Raise DataError if the source is a folder of images and no path is set."""
     if options.source == "imagefolder" and options.path is None:
-        raise DataError("no data folder was given", hint="give it with --data PATH")
+        raise DataError("no data folder is set", hint="set it with --data PATH")
 
 
 def class_count(options: DataOptions) -> int | None:
-    """How many classes the data has, where that can be told without opening it; None where it cannot."""
+    """Number of classes if it is known without opening the data, else None."""
     if options.source == "digits":
         return 10
     folder = Path(options.path or "").expanduser() / (options.train_split or "train")
-    told = options.source == "imagefolder" and options.path is not None and folder.is_dir()
-    return len(class_names(folder)) or None if told else None
+    is_folder = options.source == "imagefolder" and options.path is not None and folder.is_dir()
+    return len(class_names(folder)) or None if is_folder else None
 
 
 def open_test(options: DataOptions) -> tuple[tuple[str, ...], Images]:
-    """Class names and test images alone; a folder needs no training images for it.
+    """Open the test images alone, with the class names; a folder needs no training images.
 
     Raises:
         DataError: as `open_data`.
@@ -100,7 +100,7 @@ def open_test(options: DataOptions) -> tuple[tuple[str, ...], Images]:
 
 
 def subset(dataset: Images, per_class: int, seed: int) -> Images:
-    """At most `per_class` images of every class of `dataset`, drawn by `seed`, in the order of the data set."""
+    """At most `per_class` random images of every class of `dataset`, in the order of the data set."""
     order = np.random.default_rng(derived_seed("subset", seed)).permutation(len(dataset))
     labels = dataset.labels[order]
     chosen = [order[labels == label][:per_class] for label in np.unique(labels)]
@@ -151,7 +151,7 @@ def _image_folder(options: DataOptions) -> tuple[str, tuple[str, ...], Images, I
 
 
 def _root(options: DataOptions) -> Path:
-    """The data folder that the user named."""
+    """The data folder of `options`."""
     check_named(options)
     root = Path(options.path or "").expanduser()
     if not root.is_dir():
@@ -170,14 +170,14 @@ def _test_folder(root: Path, name: str | None) -> Path:
 
 
 def _check_classes(name: str, classes: tuple[str, ...], train: Images | None) -> None:
-    """Classification needs two classes, and two images of each: one to train on, one to hold out."""
+    """Raise DataError for fewer than two classes."""
     if len(classes) < 2:
         raise DataError(
             f"{name} has {len(classes)} class{'es' if len(classes) != 1 else ''}, at least 2 are needed",
-            hint="give one folder of images per class",
+            hint="use one folder of images per class",
         )
     if train is not None and len(np.unique(train.labels)) < 2:
-        raise DataError(f"{name} has images of one class only", hint="give images of at least 2 classes")
+        raise DataError(f"{name} has images of one class only", hint="use images of at least 2 classes")
 
 
 def _timm(options: DataOptions) -> tuple[str, tuple[str, ...], Images, Images]:
@@ -201,12 +201,12 @@ def _timm_part(name: str, path: str | None, split: str) -> MappedImages:
         ) from error
 
 
-def _stratified(labels: np.ndarray, share: float, seed: int) -> tuple[Sequence[int], Sequence[int]]:
+def _stratified_split(labels: np.ndarray, share: float, seed: int) -> tuple[Sequence[int], Sequence[int]]:
     """Indices kept and indices held out: the same share of every class, at least one image of each on both sides."""
     order = np.random.default_rng(derived_seed("heldout", seed)).permutation(len(labels))
-    held: list[int] = []
+    heldout: list[int] = []
     for label in np.unique(labels):
         members = order[labels[order] == label]
         count = min(max(1, round(share * len(members))), len(members) - 1) if share else 0
-        held += members[:count].tolist()
-    return np.setdiff1d(np.arange(len(labels)), held).tolist(), sorted(held)
+        heldout += members[:count].tolist()
+    return np.setdiff1d(np.arange(len(labels)), heldout).tolist(), sorted(heldout)

@@ -1,21 +1,41 @@
-"""Kinds of labelled images: in memory, in class folders, and the data sets of timm and torchvision."""
+"""Labelled images: in memory, in class folders, and any map-style data set."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from PIL import Image
 from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.utils.misc import natural_key
+from torch import Tensor
 
-from vitcompress.errors import DataError
+from vitcompress.errors import DataError, first_line
 
-_DECODED_AT_ONCE = 1000  # images opened when a folder is; the rest is checked when it is read
+_CHECKED_ON_OPENING = 1000  # images decoded when a folder is opened; the others are checked when they are read
+
+
+class Images(Protocol):
+    """A labelled data set before its transforms."""
+
+    @property
+    def labels(self) -> np.ndarray:
+        """The class of every image, integers (images,), known without opening one."""
+
+    @property
+    def prepared(self) -> bool:
+        """Whether images are tensors (C, H, W), normalised for the model, instead of PIL images."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[Any, int]: ...
 
 
 class ArrayImages:
-    """Images held in memory: `pixels` uint8 (images, H, W) or (images, H, W, 3), `labels` integers (images,)."""
+    """Images in memory: `pixels` uint8 (images, H, W) or (images, H, W, 3), `labels` integers (images,)."""
+
+    prepared = False
 
     def __init__(self, pixels: np.ndarray, labels: np.ndarray) -> None:
         self.images, self.labels = [Image.fromarray(one) for one in pixels], np.asarray(labels, np.int64)
@@ -30,24 +50,26 @@ class ArrayImages:
 class FolderImages:
     """One folder per class, images at any depth below; class indices follow `classes`."""
 
+    prepared = False
+
     def __init__(self, folder: Path, classes: tuple[str, ...]) -> None:
         _check_folders(folder, classes)
-        found, _ = find_images_and_targets(str(folder), class_to_idx={name: i for i, name in enumerate(classes)})
-        self.classes, self.files = classes, [Path(file) for file, _ in found]
-        self.labels = np.array([label for _, label in found], np.int64)
-        _check_filled(folder, classes, self.labels)
+        samples, _ = find_images_and_targets(str(folder), class_to_idx={name: i for i, name in enumerate(classes)})
+        self.classes, self.files = classes, [Path(file) for file, _ in samples]
+        self.labels = np.array([label for _, label in samples], np.int64)
+        _check_not_empty(folder, classes, self.labels)
         self._check_images()
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        return _decoded(self.files[index]), int(self.labels[index])
+        return _decode(self.files[index]), int(self.labels[index])
 
     def _check_images(self) -> None:
-        """Decode some images of all classes now; a folder of thumbnails is checked whole."""
-        step = max(1, len(self.files) // _DECODED_AT_ONCE)
-        broken = [file for file in self.files[::step] if _broken(file)]
+        """Decode images of all classes, at most about 1000."""
+        step = max(1, len(self.files) // _CHECKED_ON_OPENING)
+        broken = [file for file in self.files[::step] if not _is_readable(file)]
         if broken:
             names = ", ".join(str(file) for file in broken[:5]) + (", ..." if len(broken) > 5 else "")
             raise DataError(
@@ -56,16 +78,42 @@ class FolderImages:
             )
 
 
-class TimmImages:
-    """A map-style data set of timm or torchvision with the same interface."""
+class TensorImages:
+    """Images in memory as tensors (images, C, H, W) that are normalised for the model; labels integers (images,)."""
+
+    prepared = True
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.images, self.labels = images, labels.cpu().numpy().astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], int(self.labels[index])
+
+
+class MappedImages:
+    """A map-style data set of (image, class) pairs: timm's, torchvision's or the user's own.
+
+    Its images are PIL images, or tensors (C, H, W) that are normalised for the model. Labels come from its attribute
+    `targets` or from timm's reader; without these, every item is read once.
+    """
 
     def __init__(self, dataset: Any, name: str) -> None:
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        if not is_map_style(dataset):
             raise DataError(
-                f"data source timm:{name} is a stream; images must be reachable by index",
+                f"{name} is a stream; images must be reachable by index",
                 hint="use an image folder, torch/... or hfds/...",
             )
-        self.dataset, self.labels = dataset, _labels_of(dataset)
+        try:
+            self.dataset, self.labels = dataset, _labels_of(dataset)
+            self.prepared = len(self.labels) > 0 and isinstance(dataset[0][0], Tensor)
+        except (TypeError, ValueError, IndexError) as error:
+            raise DataError(
+                f"the items of {name} are not (image, class) pairs: {first_line(error)}",
+                hint="return a PIL image or a tensor (C, H, W), and the index of its class",
+            ) from error
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -75,6 +123,41 @@ class TimmImages:
         return image, int(label)
 
 
+def is_map_style(data: Any) -> bool:
+    """Whether `data` has a length and gives one (image, class) pair per index; a list of batches is not map-style."""
+    if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        return False
+    first = data[0] if len(data) else None
+    return not (isinstance(first, tuple | list) and isinstance(first[0], Tensor) and first[0].ndim == 4)
+
+
+def as_images(data: Any) -> Images:
+    """`data` with the interface of `Images`.
+
+    data: a map-style data set of (image, class) pairs, or an iterable of batches (images (batch, C, H, W) normalised
+    for the model, classes (batch,)), which is read once and kept in memory.
+
+    Raises:
+        DataError: no images, or batches of another form.
+    """
+    if isinstance(data, ArrayImages | FolderImages | TensorImages | MappedImages):
+        return data
+    if is_map_style(data):
+        return data if hasattr(data, "labels") and hasattr(data, "prepared") else MappedImages(data, "the data set")
+    return _collect(data)
+
+
+def _collect(batches: Iterable[Any]) -> TensorImages:
+    try:
+        pairs = [(images.detach().cpu(), labels.cpu()) for images, labels in batches]
+        return TensorImages(torch.cat([images for images, _ in pairs]), torch.cat([labels for _, labels in pairs]))
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise DataError(
+            f"the data is not an iterable of (images, labels) batches: {first_line(error)}",
+            hint="pass a map-style data set of (image, class) pairs, or batches of (batch, C, H, W) and (batch,)",
+        ) from error
+
+
 def class_names(folder: Path) -> tuple[str, ...]:
     """Names of the class folders, in timm's natural order (class2 before class10)."""
     names = [entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
@@ -82,16 +165,16 @@ def class_names(folder: Path) -> tuple[str, ...]:
 
 
 def _check_folders(folder: Path, classes: tuple[str, ...]) -> None:
-    """The class folders must be exactly `classes`: a class that only one part has means that they do not belong."""
-    found = set(class_names(folder))
-    missing, extra = [name for name in classes if name not in found], sorted(found - set(classes))
+    """Compare the class folders with `classes`: training and test images must have the same classes."""
+    present = set(class_names(folder))
+    missing, extra = [name for name in classes if name not in present], sorted(present - set(classes))
     if missing or extra:
         parts = [f"has no class {few(missing)}"] * bool(missing) + [f"has unknown class {few(extra)}"] * bool(extra)
         raise DataError(f"{folder} {' and '.join(parts)}", hint="train and test need the same class folders")
 
 
-def _check_filled(folder: Path, classes: tuple[str, ...], labels: np.ndarray) -> None:
-    """No class folder may be without images."""
+def _check_not_empty(folder: Path, classes: tuple[str, ...], labels: np.ndarray) -> None:
+    """Raise DataError for a class folder without images."""
     counts = np.bincount(labels, minlength=len(classes))
     empty = [name for name, count in zip(classes, counts, strict=True) if not count]
     if empty:
@@ -99,7 +182,7 @@ def _check_filled(folder: Path, classes: tuple[str, ...], labels: np.ndarray) ->
 
 
 def _labels_of(dataset: Any) -> np.ndarray:
-    """All labels, from the data set's own table where it has one, else by reading every image once."""
+    """All labels: the attribute `targets`, timm's reader, or by reading every item once."""
     if hasattr(dataset, "targets"):
         return np.asarray(dataset.targets, np.int64)
     samples = getattr(getattr(dataset, "reader", None), "samples", None)
@@ -107,8 +190,8 @@ def _labels_of(dataset: Any) -> np.ndarray:
     return np.asarray(labels, np.int64)
 
 
-def _decoded(file: Path) -> Image.Image:
-    """The image in `file`, read whole."""
+def _decode(file: Path) -> Image.Image:
+    """The image in `file`, decoded, grey or RGB."""
     try:
         with Image.open(file) as image:
             return image.convert("L" if image.mode in ("1", "L", "I;16") else "RGB")
@@ -116,14 +199,14 @@ def _decoded(file: Path) -> Image.Image:
         raise DataError(f"image {file} cannot be read: {error}", hint="remove or replace this file") from error
 
 
-def _broken(file: Path) -> bool:
+def _is_readable(file: Path) -> bool:
     try:
-        _decoded(file)
+        _decode(file)
     except DataError:
-        return True
-    return False
+        return False
+    return True
 
 
 def few(names: Sequence[str]) -> str:
-    """The first names of a list that may be long."""
+    """The first five names, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,8 +1,8 @@
-"""Where training runs: the device, the precision, and the processes that share the work.
+"""Device, precision and processes of a training.
 
-One process is a world of one: the same code runs alone, under `torchrun` on one machine, and on many hosts. Every
-process sees its own share of each global batch, and sums are taken over all of them, so results do not depend on
-how many there are, up to the order of floating-point additions.
+A single process has a world of size one: the same code runs alone, under `torchrun`, and on several hosts. Every
+process computes its share of each global batch, and sums run over all processes, so results do not depend on their
+number, up to the order of floating-point additions.
 """
 
 import contextlib
@@ -41,11 +41,11 @@ class Runtime:
 
     @property
     def is_main(self) -> bool:
-        """True in the one process that writes files and shows progress."""
+        """Whether this process writes files and shows progress."""
         return self.rank == 0
 
     def all_sum(self, tensor: Tensor) -> Tensor:
-        """The sum of `tensor` over all ranks, in float64 where there is any, on its device; equal on every rank."""
+        """The sum of `tensor` over all ranks, in float64 where the device has it; equal on every rank."""
         place = tensor.device if self.world_size == 1 else self.device
         dtype = torch.float32 if place.type == "mps" else torch.float64
         wide = tensor.detach().to(dtype, copy=True).to(place)
@@ -54,7 +54,7 @@ class Runtime:
         return wide.to(tensor.device)
 
     def broadcast(self, value: Any) -> Any:
-        """What rank 0 passes as `value`, on every rank."""
+        """The `value` of rank 0, on every rank."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -62,7 +62,7 @@ class Runtime:
         return box[0]
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait for all ranks."""
         if self.world_size > 1:
             distributed.barrier()
 
@@ -74,7 +74,7 @@ class Runtime:
         return DistributedDataParallel(module, device_ids=ids)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The mixed-precision region that `amp` asks for."""
+        """The autocast region of `amp`."""
         if self.amp == "none":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=_AMP_TYPES[self.amp])
@@ -83,7 +83,7 @@ class Runtime:
         """The part of a global batch that one process computes.
 
         Raises:
-            InputError: when the batch cannot be cut into equal parts.
+            InputError: the batch cannot be divided into equal parts.
         """
         if batch_size % self.world_size:
             raise InputError(
@@ -94,13 +94,13 @@ class Runtime:
 
 
 def start(device: str = "auto", amp: Amp = "none", workers: int = 0) -> Runtime:
-    """The runtime of this process, joining the others where `torchrun` started several.
+    """Create the runtime of this process; join the process group if `torchrun` started several.
 
     Args:
         device: "auto" (CUDA, else MPS, else CPU), "cpu", "cuda", "cuda:N" or "mps".
 
     Raises:
-        DeviceError: for a device or a precision that this machine does not have.
+        DeviceError: this machine lacks the device or the precision.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     chosen = check_device(device, amp, local_rank)
@@ -113,14 +113,14 @@ def start(device: str = "auto", amp: Amp = "none", workers: int = 0) -> Runtime:
 
 
 def stop() -> None:
-    """Leave the group that `start` joined; without one nothing happens."""
+    """Leave the process group, if there is one."""
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
 
 
 @contextlib.contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
-    """`count` threads for torch's work on the CPU inside the block; None changes nothing."""
+    """Use `count` CPU threads in torch inside the block; None changes nothing."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -130,12 +130,12 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 
 def derived_seed(*parts: object) -> int:
-    """A 32-bit seed that depends on every one of `parts` and on nothing else."""
+    """A 32-bit seed derived from `parts` alone."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")
 
 
 def seed_everything(*parts: object) -> None:
-    """Set the generators of python, numpy and torch (all devices) to a stream of their own for these `parts`."""
+    """Seed the generators of Python, NumPy and torch (all devices) with a seed derived from `parts`."""
     seed = derived_seed(*parts)
     random.seed(seed)
     np.random.seed(seed)
@@ -143,36 +143,38 @@ def seed_everything(*parts: object) -> None:
 
 
 def check_device(device: str, amp: str, local_rank: int = 0) -> torch.device:
-    """The device that `device` means here. Raises DeviceError like `start`, which calls this first."""
+    """The torch device for the name `device`. Raises DeviceError as `start`."""
     chosen = _device(device, local_rank)
     _check_amp(chosen, amp)
     return chosen
 
 
 def _device(name: str, local_rank: int) -> torch.device:
-    """The device called `name`, with this process's number where there are several."""
+    """The device named `name`, with this process's index if there are several."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda", "mps") or (index and not (kind == "cuda" and index.isdecimal())):
         raise DeviceError(f"device {name!r} is not known", hint="use auto, cpu, cuda, cuda:N or mps")
     if kind == "mps" and not torch.backends.mps.is_available():
-        raise DeviceError("device 'mps' was asked for, but this machine has no Apple GPU", hint="use --device cpu")
+        raise DeviceError("device 'mps' is requested, but this machine has no Apple GPU", hint="use --device cpu")
     if kind != "cuda":
         return torch.device(kind)
     number, count = int(index or local_rank), hardware.count()
     if number >= count:
-        found = f"{count} CUDA device{'s' if count != 1 else ''}"
+        devices = f"{count} CUDA device{'s' if count != 1 else ''}"
         raise DeviceError(
-            f"device 'cuda:{number}' was asked for, but torch sees {found}{hardware.because()}",
-            hint="use --device cpu, or auto for what is there",
+            f"device 'cuda:{number}' is requested, but torch sees {devices}{hardware.because()}",
+            hint="use --device cpu, or auto",
         )
     return torch.device("cuda", number)
 
 
 def _check_amp(device: torch.device, amp: str) -> None:
-    """Refuse a mixed precision that `device` cannot compute in."""
+    """Raise DeviceError for a mixed precision that `device` does not support."""
     if amp not in ("none", *_AMP_TYPES):
         raise DeviceError(f"amp {amp!r} is not known", hint="use none, fp16 or bf16")
     if amp == "bf16" and device.type == "cuda" and not hardware.is_ampere(device.index):
-        raise DeviceError(f"amp bf16 was asked for, but {torch.cuda.get_device_name(device)} has none", hint="use fp16")
+        raise DeviceError(
+            f"amp bf16 is requested, but {torch.cuda.get_device_name(device)} does not support it", hint="use fp16"
+        )

@@ -1,11 +1,11 @@
-"""Batches of images on the device, made of timm's parts: samplers, prefetcher, erasing; `augmentation` has the others.
+"""Batches of images on the device, built with timm's samplers, prefetcher and random erasing.
 
-Training batches are cut from one order that all processes share, so that two processes together see exactly the
-global batches of one. Evaluation gives every image to exactly one process.
+All processes share one order of the training images, so two processes together see exactly the global batches of one.
+In evaluation each image goes to exactly one process.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,25 +18,15 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from vitcompress.errors import DataError, InputError
 from vitcompress.models.create import InputConfig
 from vitcompress.training.augmentation import Augmentation, eval_transform, mixup, train_transform
+from vitcompress.training.datasets import Images, as_images, is_map_style
 from vitcompress.training.distributed import Runtime, derived_seed
-
-
-class Images(Protocol):
-    """A data set before its transforms."""
-
-    @property
-    def labels(self) -> np.ndarray:
-        """The class of every image, integers (images,), known without opening one."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]: ...
 
 
 class Views(Dataset[tuple[Tensor, int]]):
     """The images of `dataset` at `indices`, in that order.
 
-    transform: gives uint8 tensors (C, H, W) instead of PIL images. mode: of PIL images, which are converted to it.
+    transform: from a PIL image to a uint8 tensor (C, H, W). mode: PIL mode that images are converted to first. Prepared
+    images (tensors) are passed on as they are.
     """
 
     def __init__(
@@ -47,7 +37,7 @@ class Views(Dataset[tuple[Tensor, int]]):
         mode: str | None = None,
     ) -> None:
         self.dataset, self.indices = dataset, np.asarray(indices, dtype=np.int64)
-        self.transform, self.mode = transform, mode
+        self.transform, self.mode, self.prepared = transform, mode, dataset.prepared
 
     @property
     def labels(self) -> np.ndarray:
@@ -59,6 +49,8 @@ class Views(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> Any:
         image, label = self.dataset[int(self.indices[index])]
+        if self.prepared:
+            return image, label
         if self.mode and image.mode != self.mode:
             image = image.convert(self.mode)
         return (self.transform(image) if self.transform else image), label
@@ -67,11 +59,12 @@ class Views(Dataset[tuple[Tensor, int]]):
 class TrainLoader:
     """Batches of one process: (images (batch, C, H, W) normalised, targets (batch,) or soft (batch, classes)).
 
-    The same number of batches comes on every rank; what does not fill a global batch is left out of the epoch. Call
-    `set_epoch` before each pass. batch_size: images per process.
+    Every rank gets the same number of batches; images that do not fill a global batch are left out of the epoch. Call
+    `set_epoch` before each pass. batch_size: images per process. classes: width of soft targets.
 
     Raises:
-        InputError: the data set has no full batch, or mixing is asked for with an odd batch.
+        InputError: the data set has no full batch, an odd batch cannot be mixed in pairs, or prepared images cannot be
+            augmented.
     """
 
     def __init__(
@@ -82,21 +75,17 @@ class TrainLoader:
         batch_size: int,
         seed: int,
         runtime: Runtime,
+        classes: int | None = None,
     ) -> None:
         self.augmentation, self.seed = augmentation, seed
         _check_batch(batch_size, len(dataset) // runtime.world_size, augmentation)
-        transformed = _transformed(dataset, input, train_transform(input, augmentation))
+        transformed = _transform_images(dataset, input, train_transform(input, augmentation))
         self.sampler = _sampler(transformed, augmentation.repeats, runtime)
         self.batches = _prefetch(transformed, self.sampler, input, batch_size, runtime, augmentation)
-        self.mixup = mixup(augmentation, classes=int(dataset.labels.max()) + 1)
-
-    def set_classes(self, classes: int) -> None:
-        """The width of soft targets, where it is more than the classes present in the data set."""
-        if self.mixup is not None:
-            self.mixup.num_classes = classes
+        self.mixup = mixup(augmentation, classes or int(dataset.labels.max()) + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of `epoch`: it depends on the seed and the epoch, not on what ran before."""
+        """Choose the order of `epoch`; it depends only on the seed and the epoch."""
         self.sampler.set_epoch(derived_seed("order", self.seed, epoch))
 
     def __len__(self) -> int:
@@ -112,7 +101,7 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """The images of this rank, each image of the data set on exactly one rank, in order: rank, rank + world, ...
+    """Batches of the images rank, rank + world_size, ... of a data set: each image is on exactly one rank.
 
     batch_size: images per process at most; nothing is padded or repeated.
     """
@@ -120,7 +109,7 @@ class EvalLoader:
     def __init__(self, dataset: Images, input: InputConfig, batch_size: int, runtime: Runtime) -> None:
         self.total = len(dataset)
         own = range(runtime.rank, self.total, runtime.world_size)
-        transformed = _transformed(Views(dataset, own), input, eval_transform(input))
+        transformed = _transform_images(Views(dataset, own), input, eval_transform(input))
         self.batches = _prefetch(transformed, None, input, batch_size, runtime, None)
 
     def __len__(self) -> int:
@@ -130,13 +119,56 @@ class EvalLoader:
         return _readable(self.batches)
 
 
-def _transformed(dataset: Images, input: InputConfig, transform: Callable[[Image.Image], Tensor]) -> Views:
-    """`dataset` as tensors, grey or colour as the model wants it."""
+class BatchLoader:
+    """Batches of (images (batch, C, H, W) normalised for the model, targets), moved to `device`.
+
+    batches: an iterable with a length that can be read once per epoch. Resuming is bit-exact only if it gives the same
+    batches again.
+    """
+
+    total = None  # number of images, unknown before the first pass
+
+    def __init__(self, batches: Any, device: torch.device) -> None:
+        self.batches, self.device = batches, device
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing to do: the order is that of `batches`."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for images, targets in self.batches:
+            yield images.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+
+
+def open_source(data: Any, runtime: Runtime) -> Images | BatchLoader:
+    """Training or evaluation data of a user: a map-style data set of (image, class) pairs, or an iterable of batches.
+
+    Raises:
+        InputError: an iterable without a length, or one that several processes would have to share.
+    """
+    if is_map_style(data):
+        return as_images(data)
+    if not hasattr(data, "__len__"):
+        raise InputError(
+            f"the batches are a {type(data).__name__} without a length, so they cannot be read in every epoch",
+            hint="pass a list of batches, a DataLoader or a map-style data set",
+        )
+    if runtime.world_size > 1:
+        raise InputError(
+            f"{runtime.world_size} processes cannot share an iterable of batches", hint="pass a map-style data set"
+        )
+    return BatchLoader(data, runtime.device)
+
+
+def _transform_images(dataset: Images, input: InputConfig, transform: Callable[[Image.Image], Tensor]) -> Views:
+    """`dataset` as uint8 tensors with as many channels as the model has."""
     return Views(dataset, range(len(dataset)), transform, "L" if input.size[0] == 1 else "RGB")
 
 
 def _sampler(dataset: Views, repeats: int, runtime: Runtime) -> Any:
-    """One shuffled order dealt to all ranks in turn, so that rank r of W has entries r, r + W, ... of it."""
+    """One shuffled order; rank r of W gets its entries r, r + W, ..."""
     if repeats > 1:
         return RepeatAugSampler(dataset, runtime.world_size, runtime.rank, num_repeats=repeats)
     return DistributedSampler(dataset, runtime.world_size, runtime.rank, drop_last=True)
@@ -150,20 +182,27 @@ def _prefetch(
     runtime: Runtime,
     augmentation: Augmentation | None,
 ) -> Any:
-    """timm's prefetcher over torch's loader; with an `augmentation` for training.
+    """timm's prefetcher over torch's loader, for training if there is an `augmentation`.
 
-    Worker processes start anew every epoch: a worker that lives on carries its random state with it, and a resumed
-    run could not be the uninterrupted one.
+    Worker processes are restarted every epoch: a persistent worker keeps its random state, and a resumed run would
+    differ from an uninterrupted one.
     """
+    if dataset.prepared and augmentation is not None and not augmentation.no_aug:
+        raise InputError(
+            "crop, flip, colour and erasing need PIL images, and the data set gives tensors",
+            hint="set augmentation.no_aug = true, or pass a data set of PIL images",
+        )
     loader = DataLoader(
         dataset,
         batch_size,
         sampler=sampler,
         num_workers=runtime.workers,
-        collate_fn=fast_collate,
+        collate_fn=None if dataset.prepared else fast_collate,
         drop_last=augmentation is not None,
         pin_memory=runtime.device.type == "cuda",
     )
+    if dataset.prepared:
+        return BatchLoader(loader, runtime.device)
     erase = augmentation.reprob if augmentation and not augmentation.no_aug else 0.0
     mode = augmentation.remode if augmentation else "const"
     return PrefetchLoader(
@@ -172,10 +211,10 @@ def _prefetch(
 
 
 def _check_batch(batch_size: int, available: int, augmentation: Augmentation) -> None:
-    """Refuse a batch that the data set cannot fill, or that cannot be mixed in pairs."""
+    """Raise InputError for a batch that the data set cannot fill, or that cannot be mixed in pairs."""
     if batch_size < 1 or batch_size > available:
         raise InputError(
-            f"a batch of {batch_size} images per process was asked for, {available} are there",
+            f"a batch has {batch_size} images per process, and only {available} are available",
             hint="lower batch_size or give more images",
         )
     if augmentation.mixes and batch_size % 2:
@@ -186,7 +225,7 @@ def _check_batch(batch_size: int, available: int, augmentation: Augmentation) ->
 
 
 def _readable(batches: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """`batches`, with an unreadable image of a worker process reported as one sentence instead of its traceback."""
+    """`batches`; an unreadable image in a worker process raises one sentence instead of the worker's traceback."""
     try:
         yield from batches
     except DataError as error:

@@ -27,14 +27,14 @@ class RunLog:
         return "/".join(inside[1:] if inside[:1] == ("state",) else inside) or label
 
     def records(self) -> list[dict[str, Any]]:
-        """All whole records; the line that a killed process did not finish is left out."""
-        found = []
+        """All complete records; an unfinished line of a killed process is left out."""
+        records = []
         for line in self.path.read_text().splitlines() if self.path.is_file() else []:
             try:
-                found.append(json.loads(line))
+                records.append(json.loads(line))
             except ValueError:
                 continue
-        return found
+        return records
 
     def sync(self, stage: str, records: Sequence[Mapping[str, Any]]) -> None:
         """Make the log's lines of `stage` those of its saved state, `records`; nothing is written when they are.

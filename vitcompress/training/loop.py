@@ -1,9 +1,8 @@
-"""One training loop for everything that learns: dense models, fast fine-tunes, score searches, recovery.
+"""One training loop for dense models, fast fine-tuning, score searches and recovery.
 
-A training keeps its state in a folder of its own, written whole at the end of every epoch. Killed at any moment and
-started again it continues after the last finished epoch. Every epoch begins by seeding all generators from (seed,
-label, epoch, rank): an epoch's randomness depends on nothing that ran before it, so no generator's state needs to be
-kept, and on the CPU the resumed run is the uninterrupted one bit for bit.
+A training writes its state to its own folder at the end of every epoch. A killed training continues after the last
+finished epoch. Every epoch starts by seeding all generators from (seed, label, epoch, rank), so no generator state is
+saved, and on the CPU a resumed training equals an uninterrupted one bit for bit.
 """
 
 import time
@@ -19,8 +18,9 @@ from torch import Tensor, nn
 
 from vitcompress.errors import InputError, OutputError
 from vitcompress.io.training_state import State, load_state, save_state
+from vitcompress.training.datasets import Images
 from vitcompress.training.distributed import Runtime
-from vitcompress.training.loaders import EvalLoader, Images, TrainLoader
+from vitcompress.training.loaders import BatchLoader, EvalLoader, TrainLoader
 from vitcompress.training.log import Board, RunLog
 from vitcompress.training.losses import both_heads, inner, objective, student_of
 from vitcompress.training.metrics import Accuracy, evaluate
@@ -33,17 +33,18 @@ _EVAL_BATCH = 128  # images per process at least; without gradients this is smal
 
 def train(
     module: nn.Module,
-    train_set: Images,
-    heldout_set: Images | None,
+    train_set: Images | BatchLoader,
+    heldout_set: Images | BatchLoader | None,
     options: TrainOptions,
     at: TrainingContext,
     controls: TrainingControls | None = None,
 ) -> TrainResult:
-    """Train `module` in place and leave it in eval mode with the weights that were kept.
+    """Train `module` in place; it ends in eval mode with the selected weights.
 
     Args:
-        module: a timm model, or a wrapper that holds one as `.model` (DDP wraps the outer one).
-        heldout_set: judged after epochs; None or empty for no judgement.
+        module: a timm model, or a wrapper with one as `.model` (DDP wraps the outer one).
+        train_set: labelled images, or the user's own batches.
+        heldout_set: evaluated after epochs; None or empty for none.
 
     Raises:
         InputError: options that contradict the data, the model, the processes or an earlier state in `at.folder`.
@@ -53,41 +54,50 @@ def train(
     check_options(options, train_set, heldout_set, at.runtime)
     module.to(at.runtime.device)
     loss = objective(module, options.loss, teacher=controls.teacher, input=at.input, device=at.runtime.device)
-    student = student_of(module, options.distillation, controls.teacher)
+    student = student_of(module, options.distillation, controls.teacher, at.seed)
     with both_heads(module), drop_path(module, options.drop_path):
         result = _run(TrainingJob(student, options, at, controls, loss, len(train_set)), train_set, heldout_set)
     module.eval()
     return result
 
 
-def _run(job: TrainingJob, train_set: Images, heldout_set: Images | None) -> TrainResult:
+def _run(job: TrainingJob, train_set: Images | BatchLoader, heldout_set: Images | BatchLoader | None) -> TrainResult:
     state = job.runtime.broadcast(load_state(job.at.folder) if job.runtime.is_main else None)
     if state is not None and state.data["made_with"] != job.fingerprint:
         raise OutputError(
-            f"{job.at.folder} holds the training of other settings", hint="use another folder, or --fresh"
+            f"{job.at.folder} contains a training with other settings", hint="use another folder, or --fresh"
         )
     if state is not None and state.data["finished"]:
         return _finished(job, state)
     heldout = _heldout_loader(job, heldout_set)
     if job.options.epochs == 0:
-        untrained = None if heldout is None else _judge(job, job.module, heldout)
+        untrained = None if heldout is None else _evaluate(job, job.module, heldout)
         return TrainResult([], untrained, None, "raw", -1)
-    at, augmentation = job.at, job.options.augmentation
-    loader = TrainLoader(train_set, at.input, augmentation, job.micro_batch, at.seed, at.runtime)
-    loader.set_classes(int(getattr(inner(job.module), "num_classes", 0)) or int(train_set.labels.max()) + 1)
+    loader = _train_loader(job, train_set)
     learner = Learner(job, len(loader) // job.options.accumulate)
     if learner.steps == 0:
         raise InputError(
             f"batch_size {job.options.batch_size} is more than the {len(train_set)} training images",
-            hint="lower batch_size or give more images",
+            hint="lower batch_size or use more images",
         )
     if state is not None:
         learner.restore(state)
     return _epochs(job, learner, loader, heldout)
 
 
-def _epochs(job: TrainingJob, learner: Learner, loader: TrainLoader, heldout: EvalLoader | None) -> TrainResult:
-    """All epochs that are left."""
+def _train_loader(job: TrainingJob, train_set: Images | BatchLoader) -> TrainLoader | BatchLoader:
+    if isinstance(train_set, BatchLoader):
+        return train_set
+    at, classes = job.at, int(getattr(inner(job.module), "num_classes", 0))
+    return TrainLoader(
+        train_set, at.input, job.options.augmentation, job.micro_batch, at.seed, at.runtime, classes or None
+    )
+
+
+def _epochs(
+    job: TrainingJob, learner: Learner, loader: TrainLoader | BatchLoader, heldout: EvalLoader | BatchLoader | None
+) -> TrainResult:
+    """Train the remaining epochs."""
     at, log = job.at, RunLog.beside(job.at.folder)
     stage, first = log.stage_of(at.folder, at.label), len(learner.history)
     if job.runtime.is_main:
@@ -104,27 +114,31 @@ def _epochs(job: TrainingJob, learner: Learner, loader: TrainLoader, heldout: Ev
 
 
 def _epoch(
-    job: TrainingJob, learner: Learner, loader: TrainLoader, heldout: EvalLoader | None, number: int
+    job: TrainingJob,
+    learner: Learner,
+    loader: TrainLoader | BatchLoader,
+    heldout: EvalLoader | BatchLoader | None,
+    number: int,
 ) -> dict[str, Any]:
-    """Train, judge and save one epoch; its record."""
+    """Train, evaluate and save one epoch; return its record."""
     began = time.perf_counter()
     loss = learner.epoch(number, loader)
     record = {"epoch": number, "loss": loss, "lr": max(group["lr"] for group in learner.optimizer.param_groups)}
-    record |= _judgement(job, learner, heldout, number)
+    record |= _heldout_accuracy(job, learner, heldout, number)
     record["seconds"] = round(time.perf_counter() - began, 3)
     _end_epoch(job, learner, record)
     return record
 
 
 def _end_epoch(job: TrainingJob, learner: Learner, record: dict[str, Any]) -> None:
-    """Let the caller change gates, remember the weights to keep, and save; the last epoch saves only those."""
+    """Call `after_epoch`, select weights, and save the state; the last epoch saves the selected weights only."""
     number = record["epoch"]
     if job.controls.after_epoch:
         job.controls.after_epoch(number)
         learner.sync_ema()
     learner.history.append(record)
     last = number + 1 == job.options.epochs
-    _choose(job, learner, record, last)
+    _select(job, learner, record, last)
     tensors, data = learner.state()
     if last:
         tensors = {f"module.{name}": value for name, value in learner.best.items()}
@@ -134,32 +148,34 @@ def _end_epoch(job: TrainingJob, learner: Learner, record: dict[str, Any]) -> No
         save_state(job.at.folder, number, tensors, data)
 
 
-def _choose(job: TrainingJob, learner: Learner, record: Mapping[str, Any], last: bool) -> None:
-    """Keep this epoch's weights when it is the one that `select` wants, the raw ones unless the EMA is better."""
+def _select(job: TrainingJob, learner: Learner, record: Mapping[str, Any], last: bool) -> None:
+    """Keep this epoch's weights if `select` calls for it: the raw ones, or their average (EMA) if that is better."""
     ema = record.get("ema", {}).get("correct", -1)
     raw = record.get("heldout", {}).get("correct", -1)
     score = max(ema, raw)
-    wanted = score > learner.best_of.get("score", -1) if job.options.select == "best" else last
-    if not wanted:
+    is_selected = score > learner.best_of.get("score", -1) if job.options.select == "best" else last
+    if not is_selected:
         return
     chosen = learner.ema.module if learner.ema and ema > raw else job.module
     learner.best = {name: value.detach().clone() for name, value in chosen.state_dict().items()}
     learner.best_of = {"score": score, "epoch": record["epoch"], "chosen": "ema" if ema > raw else "raw"}
 
 
-def _judgement(job: TrainingJob, learner: Learner, heldout: EvalLoader | None, number: int) -> dict[str, Any]:
-    """Held-out accuracy of the raw weights, and of their average where there is one, when this epoch is due."""
+def _heldout_accuracy(
+    job: TrainingJob, learner: Learner, heldout: EvalLoader | BatchLoader | None, number: int
+) -> dict[str, Any]:
+    """Held-out accuracy of the raw weights and of their average, in epochs that `evaluate_every` selects."""
     every = job.options.evaluate_every
     due = number + 1 == job.options.epochs or (every and (number + 1) % every == 0)
     if heldout is None or not due:
         return {}
-    found = {"heldout": asdict(_judge(job, job.module, heldout))}
+    record = {"heldout": asdict(_evaluate(job, job.module, heldout))}
     if learner.ema:
-        found["ema"] = asdict(_judge(job, learner.ema.module, heldout))
-    return found
+        record["ema"] = asdict(_evaluate(job, learner.ema.module, heldout))
+    return record
 
 
-def _judge(job: TrainingJob, module: nn.Module, heldout: EvalLoader) -> Accuracy:
+def _evaluate(job: TrainingJob, module: nn.Module, heldout: EvalLoader | BatchLoader) -> Accuracy:
     """Accuracy of `module` in eval mode, computed in the precision of the training."""
     module.eval()
     with job.runtime.autocast():
@@ -167,7 +183,7 @@ def _judge(job: TrainingJob, module: nn.Module, heldout: EvalLoader) -> Accuracy
 
 
 def _finished(job: TrainingJob, state: State) -> TrainResult:
-    """Only the kept weights are left to load."""
+    """Load the selected weights of a training that has ended."""
     job.module.load_state_dict(part_of(state.tensors, "module."))
     if job.hooks:
         job.hooks.restore(state.data["hooks"])
@@ -183,8 +199,10 @@ def _result(history: list[dict[str, Any]], best_of: Mapping[str, Any]) -> TrainR
     return TrainResult(history, raw, ema, best_of["chosen"], best_of["epoch"])
 
 
-def check_options(options: TrainOptions, train_set: Images, heldout: Images | None, runtime: Runtime) -> None:
-    """Refuse what would only fail later, or fail silently.
+def check_options(
+    options: TrainOptions, train_set: Images | BatchLoader, heldout: Images | BatchLoader | None, runtime: Runtime
+) -> None:
+    """Reject options that would fail later, or silently.
 
     Raises:
         InputError: options that contradict the data, the processes, or each other.
@@ -195,27 +213,29 @@ def check_options(options: TrainOptions, train_set: Images, heldout: Images | No
             f"{share} images per process cannot be computed in {options.accumulate} equal parts",
             hint="use a batch_size that processes * accumulate divides",
         )
-    if options.epochs and options.batch_size > len(train_set):
+    if options.epochs and not isinstance(train_set, BatchLoader) and options.batch_size > len(train_set):
         raise InputError(
             f"batch_size {options.batch_size} is more than the {len(train_set)} training images",
-            hint="lower batch_size or give more images",
+            hint="lower batch_size or use more images",
         )
     if options.select == "best" and not heldout:
         raise InputError("select = 'best' needs held-out images and there are none", hint="set data.heldout above 0")
     make_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], options, torch.device("cpu"))
 
 
-def _heldout_loader(job: TrainingJob, heldout_set: Images | None) -> EvalLoader | None:
+def _heldout_loader(job: TrainingJob, heldout_set: Images | BatchLoader | None) -> EvalLoader | BatchLoader | None:
     if not heldout_set:
         return None
+    if isinstance(heldout_set, BatchLoader):
+        return heldout_set
     return EvalLoader(heldout_set, job.at.input, max(_EVAL_BATCH, job.micro_batch), job.runtime)
 
 
 @contextmanager
 def drop_path(module: nn.Module, rate: float) -> Iterator[None]:
-    """Stochastic depth (Huang et al., 2016), `rate` in the last block and linear from 0 at the first.
+    """Stochastic depth (Huang et al., 2016): 0 in the first block, rising linearly to `rate` in the last.
 
-    The places are the modules that timm calls drop_path, in their order; they are not replaced, so hooks on them stay.
+    It acts on the modules that timm calls drop_path. They are not replaced, so hooks on them stay.
     """
     owners = [
         [child for name, child in owner.named_children() if name.startswith("drop_path")] for owner in module.modules()
@@ -229,7 +249,7 @@ def drop_path(module: nn.Module, rate: float) -> Iterator[None]:
             for child in children:
                 if isinstance(child, DropPath):
                     child.drop_prob = share
-                elif share:  # before any other hook, which may stand for the whole branch
+                elif share:  # before any other hook, which may replace the whole branch
                     handles.append(child.register_forward_hook(_DropPath(share), prepend=True))
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Training losses: labels, and a teacher's answers to the same images.
+"""Training losses: labels, and the logits of a teacher for the same images.
 
 Distillation as in DeiT (Touvron et al., 2021, https://arxiv.org/abs/2012.12877, eq. 2 and 3): hard takes the teacher's
 decision as a label, soft its distribution. Students have one head or two (`set_distilled_training` of timm's distilled
@@ -25,15 +25,16 @@ from torch.nn import functional
 
 from vitcompress.errors import InputError
 from vitcompress.models.create import InputConfig, input_config
+from vitcompress.training.distributed import derived_seed
 
 Distillation = Literal["none", "hard", "soft", "soft_patch", "features"]
-FEATURES = ("soft_patch", "features")  # those that look at more than answers
+FEATURES = ("soft_patch", "features")  # losses that compare features, not only logits
 
 
 def inner(module: nn.Module) -> nn.Module:
-    """The timm model inside a wrapper that holds it as `model` (scores and gates around it), else `module`."""
-    held = getattr(module, "model", None)
-    return held if isinstance(held, nn.Module) else module
+    """The timm model inside a wrapper that has it as `model` (scores and gates around it), else `module`."""
+    model = getattr(module, "model", None)
+    return model if isinstance(model, nn.Module) else module
 
 
 def has_two_heads(module: nn.Module) -> bool:
@@ -43,7 +44,7 @@ def has_two_heads(module: nn.Module) -> bool:
 
 @contextmanager
 def both_heads(module: nn.Module) -> Iterator[None]:
-    """While training, a two-headed model answers with both heads instead of their average."""
+    """Let a two-headed model return the logits of both heads, instead of their average, while it trains."""
     if not has_two_heads(module):
         yield
         return
@@ -57,7 +58,7 @@ def both_heads(module: nn.Module) -> Iterator[None]:
 
 
 class Teacher:
-    """A frozen model that sees the student's batches, normalised its own way."""
+    """A frozen model on the student's batches, with its own normalisation."""
 
     def __init__(self, model: nn.Module, student_input: InputConfig, device: torch.device) -> None:
         own = input_config(model)
@@ -79,18 +80,18 @@ class Teacher:
 
     @torch.no_grad()
     def with_features(self, images: Tensor, kind: Distillation) -> tuple[Tensor, Tensor]:
-        """Logits, and patch tokens (batch, patches, channels) or pooled features (batch, channels), as `kind` asks."""
-        return _answer_and_features(self.frozen.model, self.frozen.normalize_input(images, self.mean, self.std), kind)
+        """Logits, and patch tokens (batch, patches, channels) or, for `features`, pooled features (batch, channels)."""
+        return _logits_and_features(self.frozen.model, self.frozen.normalize_input(images, self.mean, self.std), kind)
 
 
 class FeatureStudent(nn.Module):
-    """A model that tells its features beside its answer while it trains; in eval mode it answers as it does alone.
+    """A model that also returns its features while it trains; in eval mode it returns logits only.
 
-    For `soft_patch` a linear layer takes patch tokens to the teacher's width. It is learned with the model, is part of
-    the resume state and of the optimiser, and is not part of the model itself.
+    For `soft_patch`, a linear layer projects patch tokens to the teacher's width. It is trained with the model and
+    saved in the resume state, but is not part of the model.
     """
 
-    def __init__(self, model: nn.Module, teacher: nn.Module, kind: Distillation) -> None:
+    def __init__(self, model: nn.Module, teacher: nn.Module, kind: Distillation, seed: int) -> None:
         super().__init__()
         self.model, self.kind, self.training = model, kind, model.training
         widths = [int(getattr(of, "num_features", 0)) for of in (model, teacher)]
@@ -101,27 +102,29 @@ class FeatureStudent(nn.Module):
             )
         device = next(model.parameters()).device
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.manual_seed(derived_seed("projection", seed))
             self.projection = nn.Linear(widths[0], widths[1]).to(device) if kind == "soft_patch" else nn.Identity()
 
     def forward(self, x: Tensor) -> Any:
         """x: images -> logits; while training (logits, features), the features in the teacher's width."""
         if not self.training:
             return self.model(x)
-        answer, features = _answer_and_features(self.model, x, self.kind)
-        return answer, self.projection(features)
+        logits, features = _logits_and_features(self.model, x, self.kind)
+        return logits, self.projection(features)
 
     def no_weight_decay(self) -> set[str]:
-        """Names that timm's optimisers leave without weight decay."""
+        """Names of parameters that timm's optimisers exclude from weight decay."""
         own: Any = getattr(self.model, "no_weight_decay", set)
         return {f"model.{name}" for name in own()}
 
 
-def student_of(module: nn.Module, kind: Distillation, teacher: nn.Module | None) -> nn.Module:
-    """What is trained for `module` to learn: itself, or a wrapper that tells its features too.
+def student_of(module: nn.Module, kind: Distillation, teacher: nn.Module | None, seed: int = 0) -> nn.Module:
+    """The module to train: `module` itself, or a wrapper that also returns its features.
+
+    seed: of the wrapper's projection layer.
 
     Raises:
-        InputError: the features of student and teacher cannot be compared, or layers of the student are gated.
+        InputError: student and teacher features have different shapes, or layers of the student are gated.
     """
     if kind not in FEATURES or teacher is None:
         return module
@@ -130,18 +133,18 @@ def student_of(module: nn.Module, kind: Distillation, teacher: nn.Module | None)
             f"distillation = {kind!r} does not work while layers fade out or are searched",
             hint="use distillation = 'soft' or 'hard'",
         )
-    return FeatureStudent(module, inner(teacher), kind)
+    return FeatureStudent(module, inner(teacher), kind, seed)
 
 
 def check_features(module: nn.Module, kind: Distillation, teacher: nn.Module, input: InputConfig) -> None:
-    """Raise InputError when `kind` compares features of `module` and `teacher` that cannot be compared.
+    """Raise InputError if `kind` compares features of `module` and `teacher` whose shapes differ.
 
-    Both may be on the meta device: only shapes are looked at.
+    Both may be on the meta device, as only shapes are read.
     """
     student = student_of(module, kind, teacher)
     if isinstance(student, FeatureStudent):
         images = torch.empty(1, *input.size, device=next(module.parameters()).device)
-        own, known = (_answer_and_features(model, images, kind)[1] for model in (module, inner(teacher)))
+        own, known = (_logits_and_features(model, images, kind)[1] for model in (module, inner(teacher)))
         _check_shapes(student.projection(own), known)
 
 
@@ -153,15 +156,15 @@ def _check_shapes(student: Tensor, teacher: Tensor) -> None:
         )
 
 
-def _answer_and_features(model: Any, images: Tensor, kind: Distillation) -> tuple[Any, Tensor]:
+def _logits_and_features(model: Any, images: Tensor, kind: Distillation) -> tuple[Any, Tensor]:
     maps = model.forward_features(images)
-    answer = model.forward_head(maps)
+    logits = model.forward_head(maps)
     features: Tensor = model.forward_head(maps, pre_logits=True) if kind == "features" else _patches(model, maps)
-    return answer, features
+    return logits, features
 
 
 def _patches(model: Any, maps: Tensor) -> Tensor:
-    """What timm's `forward_features` gave, as patch tokens (batch, patches, channels)."""
+    """The output of timm's `forward_features` as patch tokens (batch, patches, channels)."""
     if maps.ndim == 3:
         return maps[:, int(getattr(model, "num_prefix_tokens", 0)) :]
     channels_last = str(getattr(model, "output_fmt", "NCHW")).endswith("NHWC")
@@ -170,7 +173,7 @@ def _patches(model: Any, maps: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What a batch is judged by: its labels and, with a teacher, `weight` * labels + alpha * distillation.
+    """Terms of the loss: labels and, with a teacher, `weight` * labels + alpha * distillation.
 
     smoothing: of labels. label_weight: the weight; None is 1 - alpha. patch_weight: of patch tokens, with `soft_patch`.
     teacher_smoothing: of the teacher's decisions, with `hard`.
@@ -198,25 +201,25 @@ class Objective:
 
     def __call__(self, network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
         """targets: classes (batch,) or probabilities (batch, classes) -> mean loss, a scalar."""
-        answer = network(images)
+        output = network(images)
         options = self.options
         if self.teacher is not None and options.kind in FEATURES:
-            return self._with_features(self.teacher, answer, images, targets)
-        first, second = answer if isinstance(answer, tuple) else (answer, answer)
+            return self._with_features(self.teacher, output, images, targets)
+        first, second = output if isinstance(output, tuple) else (output, output)
         labels = label_loss(first, targets, options.smoothing)
         if self.teacher is None:
             return labels if first is second else (labels + label_loss(second, targets, options.smoothing)) / 2
         return options.weight * labels + options.alpha * self._distil(second, self.teacher(images))
 
-    def _with_features(self, teacher: Teacher, answer: Any, images: Tensor, targets: Tensor) -> Tensor:
-        """The loss of a `FeatureStudent`, which answers with logits and features."""
+    def _with_features(self, teacher: Teacher, output: Any, images: Tensor, targets: Tensor) -> Tensor:
+        """The loss of a `FeatureStudent`, whose output is (logits, features)."""
         options = self.options
-        (logits, features), (known, wanted) = answer, teacher.with_features(images, options.kind)
+        (logits, features), (known, wanted) = output, teacher.with_features(images, options.kind)
         first, second = logits if isinstance(logits, tuple) else (logits, logits)
         labels = options.weight * label_loss(first, targets, options.smoothing)
         _check_shapes(features, wanted)
         if options.kind == "features":
-            if second is not first:  # no head may stay untrained
+            if second is not first:  # both heads must be trained
                 labels = (labels + options.weight * label_loss(second, targets, options.smoothing)) / 2
             return labels + options.alpha * functional.mse_loss(features, wanted)
         # eq. D2: a sum over patches of the mean over images and channels
@@ -227,7 +230,7 @@ class Objective:
     def _distil(self, student: Tensor, teacher: Tensor) -> Tensor:
         if student.shape != teacher.shape:
             raise InputError(
-                f"the teacher knows {teacher.shape[1]} classes, the student {student.shape[1]}",
+                f"the teacher has {teacher.shape[1]} classes, the student {student.shape[1]}",
                 hint="use a teacher for the same classes",
             )
         if self.options.kind == "hard":
@@ -265,7 +268,8 @@ def objective(
         return Objective(options, None)
     if teacher is None:
         raise InputError(
-            f"distillation = {options.kind!r} needs a teacher and there is none", hint="name a teacher, or use 'none'"
+            f"distillation = {options.kind!r} needs a teacher and there is none",
+            hint="set a teacher, or distillation = 'none'",
         )
     if options.weight < 0:
         raise InputError(

@@ -1,6 +1,6 @@
-"""Accuracy with its counts, and the two questions asked about it: how sure is it, and is a difference real.
+"""Accuracy with its counts, its confidence interval, and a test of differences.
 
-Sums are taken over all processes in float64, every image is counted exactly once.
+Sums are taken over all processes in float64; every image is counted exactly once.
 """
 
 import math
@@ -15,15 +15,16 @@ from torch.nn import functional
 
 from vitcompress.errors import DataError, VitcompressError
 from vitcompress.models.create import InputConfig
+from vitcompress.training.datasets import Images
 from vitcompress.training.distributed import Runtime
-from vitcompress.training.loaders import EvalLoader, Images, Views
+from vitcompress.training.loaders import BatchLoader, EvalLoader, Views
 
 _Z95 = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How many of `total` images were right first (`correct`) or among the first five; `loss` is the mean CE."""
+    """How many of `total` images have the right class first (`correct`) or among the first five; mean cross entropy."""
 
     correct: int
     correct5: int
@@ -32,12 +33,12 @@ class Accuracy:
 
     @property
     def top1(self) -> float:
-        """Share of right answers, 0 to 1."""
+        """Share of images whose class has the largest logit, 0 to 1."""
         return self.correct / self.total
 
     @property
     def top5(self) -> float:
-        """Share of images whose class is among the five best answers, 0 to 1."""
+        """Share of images whose class is among the five largest logits, 0 to 1."""
         return self.correct5 / self.total
 
     @property
@@ -63,45 +64,45 @@ class McNemar:
     p_value: float
 
 
-def evaluate(predict: Callable[[Tensor], Tensor], loader: EvalLoader, runtime: Runtime) -> Accuracy:
+def evaluate(predict: Callable[[Tensor], Tensor], loader: EvalLoader | BatchLoader, runtime: Runtime) -> Accuracy:
     """Accuracy of `predict` (images (batch, C, H, W) -> logits (batch, classes)) over all ranks' shares of `loader`.
 
     Raises:
         DataError: there is no image.
-        VitcompressError: when a logit is not finite, as no accuracy can be read from it.
+        VitcompressError: a logit is not finite.
     """
-    return judged(predict, loader, runtime)[0]
+    return evaluate_images(predict, loader, runtime)[0]
 
 
-def judged(predict: Callable[[Tensor], Tensor], loader: EvalLoader, runtime: Runtime) -> tuple[Accuracy, np.ndarray]:
-    """`evaluate`, and which images `predict` gets right: booleans in the order of the data set, the same on every rank.
-
-    Every image is asked once.
-    """
+def evaluate_images(
+    predict: Callable[[Tensor], Tensor], loader: EvalLoader | BatchLoader, runtime: Runtime
+) -> tuple[Accuracy, np.ndarray]:
+    """`evaluate`, and whether each image is classified correctly: booleans in the order of the data, on every rank."""
     loss, parts = torch.zeros((), dtype=torch.float64), [torch.zeros(0, 2)]
-    for logits, targets in _answers(predict, loader):
+    for logits, targets in _logits(predict, loader):
         hits = _hits(logits, targets)
         parts.append(torch.stack([hits[:, 0], hits.any(dim=1)], dim=1))
         loss += functional.cross_entropy(logits, targets, reduction="none").double().sum()
-    right = torch.zeros(loader.total, 2)
-    right[runtime.rank :: runtime.world_size] = torch.cat(parts)
-    if not loader.total:
-        raise DataError("there is no image to evaluate", hint="give a data set with test images")
-    found, loss_sum = runtime.all_sum(right), float(runtime.all_sum(loss))
-    correct, correct5 = found.sum(dim=0).round().int().tolist()
-    accuracy = Accuracy(correct, correct5, loader.total, loss_sum / loader.total)
-    return accuracy, found[:, 0].numpy() > 0.5
+    own = torch.cat(parts)
+    total = len(own) if loader.total is None else loader.total
+    if not total:
+        raise DataError("there is no image to evaluate", hint="use a data set with test images")
+    right = torch.zeros(total, 2)
+    right[runtime.rank :: runtime.world_size] = own
+    right, loss_sum = runtime.all_sum(right), float(runtime.all_sum(loss))
+    correct, correct5 = right.sum(dim=0).round().int().tolist()
+    return Accuracy(correct, correct5, total, loss_sum / total), right[:, 0].numpy() > 0.5
 
 
 def mcnemar(a_correct: np.ndarray, b_correct: np.ndarray) -> McNemar:
-    """McNemar's exact test (1947; binomial form) on two models' answers to the same images.
+    """McNemar's exact test (1947; binomial form) of two models on the same images.
 
     Under "both are equally good" each image that only one of them gets right is a fair coin, so the p-value is the
     binomial probability of a split at least this uneven.
     """
     a, b = np.asarray(a_correct, bool), np.asarray(b_correct, bool)
     if a.shape != b.shape:
-        raise ValueError(f"the masks are of different images: {a.shape} and {b.shape}")
+        raise ValueError(f"the masks have different shapes: {a.shape} and {b.shape}")
     only_a, only_b = int((a & ~b).sum()), int((b & ~a).sum())
     coins = only_a + only_b
     tail = sum(math.comb(coins, k) for k in range(min(only_a, only_b) + 1))
@@ -120,27 +121,28 @@ def wilson(successes: int, trials: int) -> tuple[float, float]:
 
 
 def guessed(correct: int, labels: np.ndarray) -> bool:
-    """Whether `correct` right answers to images of these classes are not distinguishable from those of a model that
-    always answers with the most frequent class: its share is above the lower end of Wilson's 95 % interval.
+    """Whether `correct` of these images is no better than always predicting the most frequent class.
+
+    That share must be below the lower end of Wilson's 95 % interval to count as better.
     """
     return wilson(correct, len(labels))[0] <= int(np.max(np.bincount(labels))) / len(labels)
 
 
 def calibration_images(dataset: Images, input: InputConfig, count: int, seed: int) -> Tensor:
-    """`count` images of `dataset` drawn without replacement, prepared as for evaluation: (count, C, H, W), on the CPU.
+    """`count` random images of `dataset` without replacement, with evaluation transforms: (count, C, H, W), on the CPU.
 
     Raises:
-        DataError: when the data set is smaller than `count`.
+        DataError: the data set is smaller than `count`.
     """
     if count > len(dataset):
-        raise DataError(f"{count} images were asked for, the data set has {len(dataset)}", hint="ask for fewer")
+        raise DataError(f"{count} images are needed, the data set has {len(dataset)}", hint="use fewer")
     chosen = np.random.default_rng(seed).permutation(len(dataset))[:count]
     loader = EvalLoader(Views(dataset, sorted(chosen.tolist())), input, count, Runtime(torch.device("cpu")))
     return next(iter(loader))[0]
 
 
 @torch.inference_mode()
-def _answers(
+def _logits(
     predict: Callable[[Tensor], Tensor], loader: Iterable[tuple[Tensor, Tensor]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits in float32 and targets of every batch, on the CPU."""
@@ -148,12 +150,12 @@ def _answers(
         logits = predict(images).float().cpu()
         if not torch.isfinite(logits).all():
             raise VitcompressError(
-                "the model answers with numbers that are not finite", hint="was it trained with fp16?"
+                "the logits of the model are not finite", hint="check whether it was trained with amp fp16"
             )
         yield logits, targets.cpu()
 
 
 def _hits(logits: Tensor, targets: Tensor) -> Tensor:
-    """Whether the k-th best answer is right: booleans (batch, up to 5)."""
+    """Whether the class with the k-th largest logit is the target: booleans (batch, up to 5)."""
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices
     return best == targets[:, None]

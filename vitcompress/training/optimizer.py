@@ -1,4 +1,4 @@
-"""The optimiser and its learning rates, as timm makes them."""
+"""timm's optimisers and learning rate schedules."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from vitcompress.training.options import TrainOptions
 def make_optimizer(
     parameters: nn.Module | Sequence[dict[str, Any]], options: TrainOptions, device: torch.device
 ) -> torch.optim.Optimizer:
-    """timm's optimiser of that name; torch's Adams in their fused form, one kernel for all parameters.
+    """Create timm's optimiser `options.optimizer`; Adam and AdamW run as one fused kernel.
 
     Raises:
         InputError: timm has no such optimiser, or it does not take these options.
@@ -26,22 +26,22 @@ def make_optimizer(
     if options.optimizer.lower() in ("adam", "adamw") and device.type in ("cpu", "cuda"):
         extra["fused"] = True
     try:
-        made: torch.optim.Optimizer = create_optimizer_v2(
+        optimizer: torch.optim.Optimizer = create_optimizer_v2(
             parameters, options.optimizer, lr=options.peak_lr, weight_decay=options.weight_decay, **extra
         )
     except (ValueError, TypeError, AssertionError) as error:
         raise InputError(
-            f"optimizer {options.optimizer!r} cannot be made: {error}", hint="try adamw, sgd or lamb"
+            f"optimizer {options.optimizer!r} cannot be created: {error}", hint="try adamw, sgd or lamb"
         ) from error
-    return made
+    return optimizer
 
 
 def lr_setter(
     options: TrainOptions, optimizer: torch.optim.Optimizer, steps: int, lr_scale: Callable[[float], float] | None
 ) -> Callable[[int], None]:
-    """A function that sets all learning rates for an optimiser step, counted from the start of the training.
+    """Return a function that sets all learning rates for an optimiser step, counted from the start of the training.
 
-    `steps` are those of one epoch; `lr_scale` (fractional epoch -> share of the peak) takes the schedule's place.
+    steps: per epoch. lr_scale: share of the peak at a fractional epoch, instead of the schedule.
     """
     o, base = options, [group["lr"] for group in optimizer.param_groups]
     if lr_scale is None and o.schedule == "cosine":
@@ -67,7 +67,7 @@ def lr_setter(
 
 
 def _warmup(options: TrainOptions, epoch: float, peak: float) -> float:
-    """Linear from warmup_lr to the peak, as a share of the peak."""
+    """Learning rate during warm-up, linear from warmup_lr to the peak, as a share of the peak."""
     if epoch >= options.warmup_epochs or not peak:
         return 1.0
     start = min(options.warmup_lr / peak, 1.0)

@@ -56,22 +56,22 @@ class TrainOptions:
 
     @property
     def loss(self) -> LossOptions:
-        """What a batch is judged by."""
+        """The terms of the loss."""
         weights = (self.label_weight, self.patch_weight, self.teacher_smoothing)
         return LossOptions(self.distillation, self.alpha, self.temperature, self.augmentation.smoothing, *weights)
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a training did: one record per epoch, held-out accuracy of the kept weights, which ones were kept."""
+    """Result of a training: one record per epoch, held-out accuracy of the selected weights, and which were selected."""
 
     history: list[dict[str, Any]]
     raw: Accuracy | None
     ema: Accuracy | None
     chosen: Literal["raw", "ema"]
-    epoch: int  # the epoch (from 0) whose weights were kept; -1 when nothing was trained
+    epoch: int  # the epoch (from 0) whose weights were selected; -1 if nothing was trained
 
     @property
     def accuracy(self) -> Accuracy | None:
-        """Held-out accuracy of the weights that were kept."""
+        """Held-out accuracy of the selected weights."""
         return self.ema if self.chosen == "ema" else self.raw

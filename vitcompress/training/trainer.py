@@ -1,4 +1,4 @@
-"""The state of one training: what learns, and how all of it is saved to tensors and plain data and restored."""
+"""The state of one training: model, optimiser, average and history, saved to tensors and plain data and restored."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from vitcompress.io.progress import Progress
 from vitcompress.io.training_state import State
 from vitcompress.models.create import InputConfig
 from vitcompress.training.distributed import Runtime, seed_everything
-from vitcompress.training.loaders import TrainLoader
+from vitcompress.training.loaders import BatchLoader, TrainLoader
 from vitcompress.training.losses import Objective
 from vitcompress.training.optimizer import lr_setter, make_optimizer
 from vitcompress.training.options import TrainOptions
@@ -29,23 +29,23 @@ _STEPS_BETWEEN_CHECKS = 50  # reading the loss makes the host wait for the devic
 
 
 class StepHooks(Protocol):
-    """Callbacks around every optimiser step, and the plain data that a resume state must hold for them."""
+    """Callbacks around every optimiser step, with JSON data for the resume state."""
 
     def before_step(self, epoch: int, step: int, steps: int, backward: Callable[[], object]) -> None:
-        """Before step `step` of `steps` in epoch `epoch` (all from 0). It may change gates, and hooks on modules.
+        """Called before step `step` of `steps` in epoch `epoch` (all from 0). It may change gates and hooks on modules.
 
-        backward() leaves in `.grad` the gradients of this step's first batch, averaged over ranks, times a loss scale.
+        backward() computes in `.grad` the gradients of the step's first batch, averaged over ranks, times a loss scale.
         They are dropped afterwards.
         """
 
     def before_update(self) -> None:
-        """When the step's own gradients lie in `.grad`, before they are clipped and used; they may be changed."""
+        """Called with the step's gradients in `.grad`, before clipping; they may be changed."""
 
     def after_update(self) -> None:
-        """When the weights have moved."""
+        """Called after the weights have changed."""
 
     def state(self) -> Any:
-        """JSON data for `restore`."""
+        """Return JSON data for `restore`."""
 
     def restore(self, data: Any) -> None:
         """Continue from `data`."""
@@ -55,8 +55,8 @@ class StepHooks(Protocol):
 class TrainingContext:
     """Where a training runs, and what identifies it.
 
-    input: how images are brought to the model. folder: where it keeps its state; one training per folder. label: shown
-    to people and part of the seed.
+    input: preprocessing of the model. folder: for its state; one training per folder. label: shown in progress, part of
+    the seed.
     """
 
     input: InputConfig
@@ -69,13 +69,12 @@ class TrainingContext:
 
 @dataclass(frozen=True)
 class TrainingControls:
-    """What acts on a training from outside.
+    """Optional parts of a training.
 
-    teacher: needed for distillation only; must take the same images. lr_scale: multiplies the peak learning rate at a
-    fractional epoch; takes the place of the schedule. after_epoch: called on every rank with the number of the epoch
-    (from 0) when it is over and judged, before its state is saved; it may change gates and buffers. parameter_groups:
-    for the optimiser; by default timm's split, without decay for vectors and scalars. hooks: called around every
-    optimiser step; what they remember is kept in the state.
+    teacher: for distillation; must take the same images. lr_scale: factor of the peak learning rate at a fractional
+    epoch, instead of the schedule. after_epoch: called on every rank with the epoch's number (from 0) after it was
+    evaluated and before its state is saved; it may change gates and buffers. parameter_groups: of the optimiser; by
+    default timm's, without decay for vectors and scalars. hooks: called around every optimiser step.
     """
 
     teacher: nn.Module | None = None
@@ -87,14 +86,14 @@ class TrainingControls:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What stays the same during one training."""
+    """The constant part of one training."""
 
     module: nn.Module
     options: TrainOptions
     at: TrainingContext
     controls: TrainingControls
     loss: Objective
-    images: int  # in the training set
+    images: int  # in the training set, or batches of the user's own loader
 
     @property
     def runtime(self) -> Runtime:
@@ -106,18 +105,18 @@ class TrainingJob:
 
     @property
     def micro_batch(self) -> int:
-        """Images of one forward pass of one process."""
+        """Images per forward pass and process."""
         return self.runtime.share_of(self.options.batch_size) // self.options.accumulate
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What a state in the folder must have been made with."""
+        """What a state in the folder must have been trained with."""
         options: dict[str, Any] = json.loads(json.dumps(asdict(self.options)))
         return {"label": self.at.label, "seed": self.at.seed, "images": self.images, "options": options}
 
 
 class Learner:
-    """Everything that changes during a training; it can be saved as tensors and plain data, and restored."""
+    """The changing part of one training: it can be saved as tensors and plain data, and restored."""
 
     def __init__(self, job: TrainingJob, steps: int) -> None:
         self.job, self.steps = job, steps
@@ -153,13 +152,13 @@ class Learner:
         return tensors, data
 
     def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors of the optimiser by name; `numbers` and `groups`, what it keeps of parameters and of their groups."""
+        """Tensors of the optimiser by name, and its other data per parameter (`numbers`) and per group (`groups`)."""
         saved = self.optimizer.state_dict()
         slots = {f"optimizer.{i}.{slot}": v for i, of in saved["state"].items() for slot, v in of.items()}
-        tensors, numbers = _parted(slots)
+        tensors, numbers = _split_tensors(slots)
         groups = []
         for index, group in enumerate(saved["param_groups"]):  # some optimisers count their steps here
-            of_group, rest = _parted({name: value for name, value in group.items() if name != "params"})
+            of_group, rest = _split_tensors({name: value for name, value in group.items() if name != "params"})
             tensors |= {f"group.{index}.{name}": value for name, value in of_group.items()}
             groups.append(rest)
         return tensors, {"numbers": numbers, "groups": groups}
@@ -192,8 +191,8 @@ class Learner:
         ]
         self.optimizer.load_state_dict({"state": slots, "param_groups": groups})
 
-    def epoch(self, number: int, loader: TrainLoader) -> float:
-        """One pass over `loader`; mean loss over all images and ranks."""
+    def epoch(self, number: int, loader: TrainLoader | BatchLoader) -> float:
+        """Train one pass over `loader`; return the mean loss over all images and ranks."""
         job, total = self.job, torch.zeros((), device=self.job.runtime.device)
         seed_everything(job.at.seed, job.at.label, number, job.runtime.rank)
         loader.set_epoch(number)
@@ -207,7 +206,7 @@ class Learner:
         return self._mean(total) / self.steps
 
     def _step(self, number: int, step: int, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
-        """One optimiser step on `accumulate` batches; their mean loss."""
+        """Take one optimiser step on `accumulate` batches; return their mean loss."""
         job, parts, total = self.job, self.job.options.accumulate, torch.zeros((), device=self.job.runtime.device)
         self.optimizer.zero_grad(set_to_none=True)
         for part, (images, targets) in enumerate(islice(batches, parts)):
@@ -230,21 +229,21 @@ class Learner:
         return total
 
     def _backward(self, images: Tensor, targets: Tensor, parts: int = 1) -> Tensor:
-        """Add to the gradients those of one batch, which is one of `parts`; its share of the loss."""
+        """Add the gradients of one of `parts` batches; return its share of the loss."""
         with self.job.runtime.autocast():
             loss = self.job.loss(self.network, images, targets) / parts
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def _without_sync(self, skip: bool) -> AbstractContextManager[Any]:
-        """Gradients travel between processes once per step, with the last part."""
+        """Average gradients over processes only with the last part of a step."""
         if skip and isinstance(self.network, DistributedDataParallel):
             quiet: AbstractContextManager[Any] = self.network.no_sync()
             return quiet
         return nullcontext()
 
     def _report(self, number: int, step: int, loss: float) -> None:
-        """Show progress, and stop when the loss has become NaN or infinite."""
+        """Show progress; raise VitcompressError if the loss is NaN or infinite."""
         job, epochs = self.job, self.job.options.epochs
         if not math.isfinite(loss):
             raise VitcompressError(
@@ -259,30 +258,30 @@ class Learner:
         return float(self.job.runtime.all_sum(value)) / self.job.runtime.world_size
 
     def sync_ema(self) -> None:
-        """Give the averaged model the gates of the raw one after they were changed between epochs."""
+        """Copy buffers and gates, which may have changed between epochs, to the averaged model."""
         if self.ema is None:
             return
-        raw, facts = self.job.module.state_dict(), {name for name, _ in self.job.module.named_buffers()}
-        kept = {name: value for name, value in raw.items() if name in facts or name.endswith("_extra_state")}
+        raw, buffers = self.job.module.state_dict(), {name for name, _ in self.job.module.named_buffers()}
+        kept = {name: value for name, value in raw.items() if name in buffers or name.endswith("_extra_state")}
         self.ema.module.load_state_dict({**self.ema.module.state_dict(), **kept})
 
 
 def part_of(named: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The entries of `named` below `prefix`, without it."""
+    """The entries of `named` whose names start with `prefix`, without the prefix."""
     return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
 
 
-def _parted(named: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors, and everything else."""
+def _split_tensors(named: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors, and all other values."""
     tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in named.items() if name not in tensors}
 
 
 def _tuples(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries that JSON has turned into lists."""
+    """Restore the tuples that JSON turned into lists."""
     return {name: tuple(saved[name]) for name, value in own.items() if isinstance(value, tuple) and name in saved}
 
 
 def _last_accuracy(history: Sequence[Mapping[str, Any]]) -> str:
-    judged = [record["heldout"] for record in history if "heldout" in record]
-    return f", held-out {100 * judged[-1]['correct'] / judged[-1]['total']:.1f} %" if judged else ""
+    records = [record["heldout"] for record in history if "heldout" in record]
+    return f", held-out {100 * records[-1]['correct'] / records[-1]['total']:.1f} %" if records else ""
