@@ -24,7 +24,7 @@ from vitcompress.training.data import DataOptions, open_test
 from vitcompress.training.datasets import few
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import EvalLoader, Images
-from vitcompress.training.metrics import judged, mcnemar
+from vitcompress.training.metrics import evaluate_images, mcnemar
 
 DIGITS = "digits"
 
@@ -114,7 +114,7 @@ def _check_there(artifacts: Sequence[str]) -> None:
 def _judge(asked: "PaddedRunner", images: Images, options: EvaluateOptions) -> tuple[dict[str, Any], np.ndarray]:
     """One row, and which images were right."""
     runtime = Runtime(torch.device("cpu"), workers=options.workers)
-    found, mask = judged(asked, EvalLoader(images, asked.input, asked.batch, runtime), runtime)
+    found, mask = evaluate_images(asked, EvalLoader(images, asked.input, asked.batch, runtime), runtime)
     about = {"input": asked.input.to_dict(), **_about(asked.runner)}
     return {"artifact": asked.runner.name, **found.to_dict(), **about}, mask
 

@@ -1,16 +1,19 @@
-"""Clocks, power, temperature and other users of a processor during a measurement. Read, never set."""
+"""Clocks, power, temperature and foreign processes of a GPU during a measurement, and energy counters. Read-only."""
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, TypedDict
+
+import psutil
+
+from vitcompress.bench.report.records import GpuSettings, GpuSummary
 
 NVML_MISSING = "nvidia-ml-py is not installed: pip install 'vitcompress[cuda]'"
 POWERCAP = Path("/sys/class/powercap")
 SECONDS_BETWEEN = 0.5
-# Bits of NVML's clocks event reasons that make a GPU slower than it was set to be (nvml.h).
+# Bits of NVML's clock event reasons that make a GPU slower than its settings (nvml.h).
 THROTTLING = {
     0x04: "software power cap",
     0x08: "hardware slowdown",
@@ -20,11 +23,23 @@ THROTTLING = {
 }
 
 
-class Gpu:
-    """One GPU through NVML. Raises LookupError, with the reason, where it cannot be asked.
+class GpuState(TypedDict):
+    """One reading; None if the GPU does not report a value."""
 
-    index: torch's number, which CUDA_VISIBLE_DEVICES may have moved; the GPU, or the MIG slice of one, is found by its
-    uuid, as torch gives it.
+    sm_clock_mhz: int | None
+    memory_clock_mhz: int | None
+    temperature_c: int | None
+    power_w: float | None
+    busy_percent: int | None
+    throttled_by: list[str] | None
+    foreign_processes: list[int] | None
+
+
+class Gpu:
+    """One GPU through NVML. Raises LookupError, with the reason, if NVML is not available.
+
+    index: the number in torch, which CUDA_VISIBLE_DEVICES may have changed. uuid: as torch reports it, of the GPU or of
+    its MIG slice; preferred over `index`.
     """
 
     def __init__(self, index: int = 0, uuid: str | None = None) -> None:
@@ -35,125 +50,124 @@ class Gpu:
         self._nvml = pynvml
         try:
             pynvml.nvmlInit()
-            self._handle = self._found(uuid) if uuid else pynvml.nvmlDeviceGetHandleByIndex(index)
+            self._handle = self._handle_of(uuid) if uuid else pynvml.nvmlDeviceGetHandleByIndex(index)
         except pynvml.NVMLError as error:
-            raise LookupError(f"NVML cannot be asked: {error}") from None
+            raise LookupError(f"NVML is not available: {error}") from None
 
-    def _found(self, uuid: str) -> Any:
+    def _handle_of(self, uuid: str) -> Any:
         try:
             return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         except self._nvml.NVMLError_NotFound:
             return self._nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
 
-    def _ask(self, name: str, *arguments: Any) -> Any:
-        """One NVML value; None where this GPU does not tell it."""
+    def _get(self, name: str, *arguments: Any) -> Any:
+        """The value of `nvmlDeviceGet<name>`; None if this GPU does not report it."""
         try:
-            return getattr(self._nvml, name)(self._handle, *arguments)
+            return getattr(self._nvml, f"nvmlDeviceGet{name}")(self._handle, *arguments)
         except (self._nvml.NVMLError, AttributeError):
             return None
 
-    def settings(self) -> dict[str, Any]:
-        """What does not change during a measurement."""
-        mig, limit = self._ask("nvmlDeviceGetMigMode"), self._ask("nvmlDeviceGetEnforcedPowerLimit")
+    def settings(self) -> GpuSettings:
+        """Properties that do not change during a measurement."""
+        mig, limit = self._get("MigMode"), self._get("EnforcedPowerLimit")
         return {
             "driver": self._nvml.nvmlSystemGetDriverVersion(),
-            "vbios": self._ask("nvmlDeviceGetVbiosVersion"),
+            "vbios": self._get("VbiosVersion"),
             "power_limit_w": None if limit is None else limit / 1000,
-            "persistence": self._ask("nvmlDeviceGetPersistenceMode"),
+            "persistence": self._get("PersistenceMode"),
             "mig": None if mig is None else mig[0],
-            "max_sm_clock_mhz": self._ask("nvmlDeviceGetMaxClockInfo", self._nvml.NVML_CLOCK_SM),
+            "max_sm_clock_mhz": self._get("MaxClockInfo", self._nvml.NVML_CLOCK_SM),
         }
 
-    def state(self) -> dict[str, Any]:
-        """Clocks, temperature, power, what holds it back, and processes other than this one and its children."""
-        power, reasons = self._ask("nvmlDeviceGetPowerUsage"), self._ask("nvmlDeviceGetCurrentClocksEventReasons")
-        if reasons is None:  # what drivers before 535 call them
-            reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
-        running = self._ask("nvmlDeviceGetComputeRunningProcesses")
-        use = self._ask("nvmlDeviceGetUtilizationRates")
+    def state(self) -> GpuState:
+        """Clocks, temperature, power, reasons for throttling, and processes not started here."""
+        power, reasons = self._get("PowerUsage"), self._get("CurrentClocksEventReasons")
+        if reasons is None:  # the name before driver 535
+            reasons = self._get("CurrentClocksThrottleReasons")
+        running, use = self._get("ComputeRunningProcesses"), self._get("UtilizationRates")
         return {
-            "sm_clock_mhz": self._ask("nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_SM),
-            "memory_clock_mhz": self._ask("nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_MEM),
-            "temperature_c": self._ask("nvmlDeviceGetTemperature", self._nvml.NVML_TEMPERATURE_GPU),
+            "sm_clock_mhz": self._get("ClockInfo", self._nvml.NVML_CLOCK_SM),
+            "memory_clock_mhz": self._get("ClockInfo", self._nvml.NVML_CLOCK_MEM),
+            "temperature_c": self._get("Temperature", self._nvml.NVML_TEMPERATURE_GPU),
             "power_w": None if power is None else power / 1000,
             "throttled_by": None if reasons is None else [name for bit, name in THROTTLING.items() if reasons & bit],
             "busy_percent": None if use is None else use.gpu,
-            "foreign_processes": None if running is None else foreign([process.pid for process in running]),
+            "foreign_processes": None if running is None else foreign_processes([process.pid for process in running]),
         }
 
     def joules(self) -> float | None:
         """Energy used since the driver was loaded."""
-        millijoules = self._ask("nvmlDeviceGetTotalEnergyConsumption")
+        millijoules = self._get("TotalEnergyConsumption")
         return None if millijoules is None else millijoules / 1000
 
 
-def foreign(pids: list[int]) -> list[int] | None:
-    """Those that are neither this process nor started by it.
+def foreign_processes(pids: list[int]) -> list[int] | None:
+    """The processes that are neither this one nor its children.
 
-    This process or one that it has started does use the GPU. Where none of them is in the list, it holds numbers of
-    another name space (in a container, those of its host), which say nothing of whose processes they are: None.
+    One of the processes that use the GPU must be this one or its child. If none is, the numbers are those of another
+    PID namespace (NVML in a container reports those of the host) and the result is None.
     """
-    others = [pid for pid in pids if pid != os.getpid() and _parent(pid) != os.getpid()]
+    own = {os.getpid(), *(child.pid for child in psutil.Process().children())}
+    others = [pid for pid in pids if pid not in own]
     return None if pids and len(others) == len(pids) else others
 
 
-def _parent(pid: int) -> int | None:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
 class Watch:
-    """Looks at a GPU twice a second for as long as it is open; `summary()` is what it saw."""
+    """Reads the state of a GPU twice a second while it is open; `readings` are in order."""
 
     def __init__(self, gpu: Gpu | None) -> None:
-        self._gpu, self._over, self.seen = gpu, threading.Event(), list[dict[str, Any]]()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._gpu, self._stop, self.readings = gpu, threading.Event(), list[GpuState]()
+        self._thread = threading.Thread(target=self._read, daemon=True)
 
-    def _look(self) -> None:
-        while self._gpu is not None and not self._over.wait(SECONDS_BETWEEN):
-            self.seen.append(self._gpu.state())
+    def _read(self) -> None:
+        while self._gpu is not None and not self._stop.wait(SECONDS_BETWEEN):
+            self.readings.append(self._gpu.state())
 
     def __enter__(self) -> "Watch":
         if self._gpu is not None:
-            self.seen.append(self._gpu.state())
+            self.readings.append(self._gpu.state())
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._over.set()
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
         if self._gpu is not None:
             self._thread.join()
-            self.seen.append(self._gpu.state())
-
-    def summary(self) -> dict[str, Any] | None:
-        return summary(self.seen) if self.seen else None
+            self.readings.append(self._gpu.state())
 
 
-def summary(seen: list[dict[str, Any]]) -> dict[str, Any]:
-    """Least and largest of each figure, and all that ever held the GPU back or used it too."""
-    figures = ("sm_clock_mhz", "memory_clock_mhz", "temperature_c", "power_w", "busy_percent")
-    known = {name: [state[name] for state in seen if state[name] is not None] for name in figures}
-    ranges = {name: [min(values), max(values)] if values else None for name, values in known.items()}
-    return {**ranges, **{name: _all(seen, name) for name in ("throttled_by", "foreign_processes")}, "looks": len(seen)}
+def summary(readings: list[GpuState]) -> GpuSummary | None:
+    """Minimum and maximum of each value, and everything that throttled or shared the GPU; None without readings."""
+    if not readings:
+        return None
 
+    def extremes(values: Iterable[float | None]) -> list[float] | None:
+        known = [value for value in values if value is not None]
+        return [min(known), max(known)] if known else None
 
-def _all(seen: list[dict[str, Any]], name: str) -> list[Any] | None:
-    """Everything that a list ever held; None where it was never told."""
-    told = [state[name] for state in seen if state[name] is not None]
-    return sorted({item for items in told for item in items}) if told else None
+    def union(values: Iterable[list[Any] | None]) -> list[Any] | None:
+        known = [items for items in values if items is not None]
+        return sorted({item for items in known for item in items}) if known else None
+
+    return {
+        "sm_clock_mhz": extremes(state["sm_clock_mhz"] for state in readings),
+        "memory_clock_mhz": extremes(state["memory_clock_mhz"] for state in readings),
+        "temperature_c": extremes(state["temperature_c"] for state in readings),
+        "power_w": extremes(state["power_w"] for state in readings),
+        "busy_percent": extremes(state["busy_percent"] for state in readings),
+        "throttled_by": union(state["throttled_by"] for state in readings),
+        "foreign_processes": union(state["foreign_processes"] for state in readings),
+        "looks": len(readings),
+    }
 
 
 # --------------------------------------------------------------------------------------------------------------- energy
 
 
 def rapl(folder: Path = POWERCAP) -> Callable[[], float] | None:
-    """Joules that the CPU packages have used, from the kernel's powercap counters; None where they cannot be read.
+    """A counter of the joules used by the CPU packages (Linux powercap); None if it cannot be read.
 
-    Counters start over at their maximum, which a reader sees as one large step.
+    The counters restart at zero after their maximum.
     """
     zones = [zone for zone in sorted(folder.glob("*rapl:*")) if zone.name.count(":") == 1]  # packages, not their parts
     readable = [zone for zone in zones if os.access(zone / "energy_uj", os.R_OK)]

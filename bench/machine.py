@@ -1,4 +1,4 @@
-"""The machine that a measurement is taken on: hardware, versions and load. Read, never changed."""
+"""Hardware, versions and load of the machine that runs a measurement. Nothing is changed."""
 
 import contextlib
 import os
@@ -6,12 +6,13 @@ import platform
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
+import psutil
 import torch
 
+from vitcompress.bench.report.records import CpuState, MachineRecord
 from vitcompress.io import hardware
-from vitcompress.io.hardware import versions
+from vitcompress.io.hardware import package_versions
 
 LIBRARIES = (
     "vitcompress",
@@ -27,27 +28,28 @@ LIBRARIES = (
 )
 CPU_FLAGS = ("avx2", "avx_vnni", "f16c", "bf16", "i8mm")
 GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
-CGROUP = Path("/sys/fs/cgroup")  # of this process, as containers see it: cgroup v2, or v1 below `cpu`
-PROC = Path("/proc")
-DISTURBED = 0.25  # cores that other processes use, from which a measurement is called disturbed
-SHORTEST = 0.5  # seconds: in shorter times the kernel's counters, in hundredths, show too little of other processes
+CGROUP = Path("/sys/fs/cgroup")  # of this process, as seen in a container: cgroup v2, or v1 in its folder `cpu`
+DISTURBED = 0.25  # cores used by other processes, above which a measurement counts as disturbed
+SHORTEST = 0.5  # seconds: below, the counters of the kernel (steps of 0.01 s) are too coarse
+BUSY = ("user", "nice", "system", "irq", "softirq")  # fields of psutil.cpu_times; `user` includes guests
+OWN = ("user", "system", "children_user", "children_system")  # fields of psutil.Process.cpu_times
 
 
-def facts() -> dict[str, Any]:
+def facts() -> MachineRecord:
     """Hardware and versions."""
     return {
         "system": platform.platform(),
         "python": sys.version.split()[0],
-        "cpu": _cpu_name(),
+        "cpu": next(iter(_cpuinfo("model name")), "") or platform.processor() or platform.machine(),
         "cpu_flags": cpu_flags(),
         "cpu_cores": os.cpu_count(),
         "cpu_cores_usable": usable_cores(),
         "cpu_quota_cores": quota_cores(),
-        "memory_gib": _memory_gib(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(hardware.count())],
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(hardware.count_gpus())],
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "environment": {k: v for k, v in os.environ.items() if k.endswith("_NUM_THREADS")},
-        "versions": versions(LIBRARIES),
+        "versions": package_versions(LIBRARIES),
     }
 
 
@@ -56,52 +58,36 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def load_average() -> float | None:
-    """Runnable processes over the last minute, ours included; None where the system does not count them."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+def load_average() -> float:
+    """Mean number of runnable processes during the last minute, including this one."""
+    return float(psutil.getloadavg()[0])
 
 
-def cpu_seconds() -> tuple[float, float, float] | None:
-    """Wall-clock time, and processor time used so far on the cores that this process may use: by everyone, and by this
-    process and those that it has started. None where the system does not tell.
+def cpu_seconds() -> tuple[float, float, float]:
+    """Wall-clock time, and CPU seconds used so far: by all processes on the cores that this process may use, and by
+    this process with all its descendants (engines run in processes of their own).
     """
-    stat = PROC / "stat"
-    if not stat.is_file():
-        return None
-    usable = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-    cores = [line.split() for line in stat.read_text().splitlines() if line.partition(" ")[0] in usable]
-    # user, nice, system, irq, softirq: all but idle and waiting; what guests use is part of user.
-    ticks = sum(int(core[field]) for core in cores for field in (1, 2, 3, 6, 7))
-    return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), _family_seconds()
+    cores = psutil.cpu_times(percpu=True)
+    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(len(cores))
+    everyone = sum(getattr(cores[core], name, 0.0) for core in usable if core < len(cores) for name in BUSY)
+    this, own = psutil.Process(), 0.0
+    for process in (this, *this.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it may have ended
+            times = process.cpu_times()
+            own += sum(getattr(times, name, 0.0) for name in OWN)
+    return time.monotonic(), everyone, own
 
 
-def _family_seconds() -> float:
-    """Processor time of this process and of all that it has started: an engine runs in a process of its own."""
-    own = os.times()
-    below: dict[int, list[tuple[int, int]]] = {}
-    for entry in PROC.glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it may end meanwhile
-            fields = entry.read_text().rpartition(")")[2].split()
-            parent, ticks = int(fields[1]), sum(map(int, fields[11:15]))  # its own, and of its children that ended
-            below.setdefault(parent, []).append((int(entry.parent.name), ticks))
-    total, open_ = 0, [os.getpid()]
-    while open_:
-        for pid, ticks in below.get(open_.pop(), []):
-            total += ticks
-            open_.append(pid)
-    return sum((own.user, own.system, own.children_user, own.children_system)) + total / os.sysconf("SC_CLK_TCK")
-
-
-def others_cores(before: tuple[float, float, float] | None, after: tuple[float, float, float] | None) -> float | None:
-    """Cores that other processes kept busy between two `cpu_seconds`; None for a time too short to tell."""
-    if before is None or after is None or after[0] - before[0] < SHORTEST:
+def others_cores(before: tuple[float, float, float], after: tuple[float, float, float]) -> float | None:
+    """Mean number of cores used by other processes between two `cpu_seconds`; None if the time is too short."""
+    if after[0] - before[0] < SHORTEST:
         return None
     wall, everyone, own = (b - a for a, b in zip(before, after, strict=True))
     return min(max(0.0, (everyone - own) / wall), float(usable_cores()))
 
 
 def quota_cores(folder: Path = CGROUP) -> float | None:
-    """Cores' worth of time that a container may use, which is not how many cores it sees; None without a limit."""
+    """CPU time limit of the container, in cores; None without a limit. A container may see more cores than that."""
     try:
         if (folder / "cpu.max").is_file():
             quota, period = (folder / "cpu.max").read_text().split()
@@ -114,35 +100,36 @@ def quota_cores(folder: Path = CGROUP) -> float | None:
         return None
 
 
-def held_back(folder: Path = CGROUP) -> int | None:
-    """How many times so far the container was stopped because its quota was used up; None where that is unknown."""
+def throttle_count(folder: Path = CGROUP) -> int | None:
+    """How often the container was paused so far because its CPU quota was used up; None if unknown."""
     for stat in (folder / "cpu.stat", folder / "cpu" / "cpu.stat"):
         if stat.is_file():
-            known = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines() if " " in line)
-            return int(known["nr_throttled"]) if "nr_throttled" in known else None
+            values = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines() if " " in line)
+            return int(values["nr_throttled"]) if "nr_throttled" in values else None
     return None
 
 
 def peak_bytes(pid: int | None = None) -> int | None:
-    """Most memory that a process has held, this one by default; None where the system does not tell.
+    """Peak resident memory of a process (default: this one); None if unknown. psutil reports it on Windows only.
 
-    By the kernel's own account where there is one: what getrusage tells on Linux starts with the parent's peak.
+    On Linux VmHWM: ru_maxrss of getrusage starts at the peak of the parent process.
     """
     status = Path(f"/proc/{pid or 'self'}/status")
     if status.is_file():
         return next((1024 * int(s.split()[1]) for s in status.read_text().splitlines() if s.startswith("VmHWM")), None)
-    if pid is not None:
-        return None
-    try:
+    if sys.platform == "darwin" and pid is None:
         import resource
-    except ImportError:  # Windows
-        return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with contextlib.suppress(psutil.Error):
+        return getattr(psutil.Process(pid).memory_info(), "peak_wset", None)
+    return None
 
 
-def cpu_state() -> dict[str, Any]:
-    """Load, clock and governor of the processor now; None for what the system does not tell."""
-    clocks = [float(value) for value in _cpuinfo("cpu MHz")]
+def cpu_state() -> CpuState:
+    """Load, clock and governor of the processor now."""
+    frequencies = psutil.cpu_freq(percpu=True) if hasattr(psutil, "cpu_freq") else []
+    clocks = [core.current for core in frequencies]
     return {
         "load_average": load_average(),
         "clock_mhz": [min(clocks), max(clocks)] if clocks else None,
@@ -151,25 +138,13 @@ def cpu_state() -> dict[str, Any]:
 
 
 def cpu_flags() -> list[str]:
-    """What the processor has for matrix products: avx2, avx512*, amx*, *vnni."""
+    """Instruction sets for matrix products: avx2, avx512*, amx*, *vnni and the like."""
     flags = set(" ".join(_cpuinfo("flags")[:1] or _cpuinfo("Features")[:1]).split())
     return sorted(flag for flag in flags if flag in CPU_FLAGS or flag.startswith(("avx512", "amx", "sve", "asimd")))
 
 
 def _cpuinfo(key: str) -> list[str]:
-    """What the kernel says of each core under `key`."""
+    """Value of `key` in /proc/cpuinfo for each core; psutil has neither the name of the processor nor its flags."""
     info = Path("/proc/cpuinfo")
     pairs = [line.partition(":") for line in info.read_text().splitlines()] if info.is_file() else []
     return [value.strip() for name, _, value in pairs if name.strip() == key]
-
-
-def _cpu_name() -> str:
-    """The processor's name; the architecture where the system does not tell."""
-    return next(iter(_cpuinfo("model name")), "") or platform.processor() or platform.machine()
-
-
-def _memory_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (AttributeError, ValueError, OSError):
-        return None

@@ -8,7 +8,7 @@ from vitcompress.bench.plots.figure import COLOURS, MARKS, check_path, new_figur
 from vitcompress.bench.report import run as reports
 from vitcompress.bench.report.run import counted, interval
 from vitcompress.errors import InputError
-from vitcompress.io.text import NOT_MEASURED, Table, big, change
+from vitcompress.io.text import NOT_MEASURED, Table, format_change, format_count
 
 COLUMNS = ("run", "accuracy", "parameters", "MACs", "speed", "checks")
 
@@ -32,7 +32,8 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> Table:
 def _cells(report: Mapping[str, Any]) -> tuple[str, ...]:
     accuracy, cost = report.get("accuracy") or {}, report["cost"]
     sizes = [
-        f"{big(cost['compressed'][k])} ({change(cost['dense'][k], cost['compressed'][k])})" for k in ("params", "macs")
+        f"{format_count(cost['compressed'][k])} ({format_change(cost['dense'][k], cost['compressed'][k])})"
+        for k in ("params", "macs")
     ]
     ratio = _ratio(report)
     speed = f"{ratio['median']:.2f}x ({interval(ratio)})" if ratio else NOT_MEASURED

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vitcompress.io.text import NONE, Table, rate, short, sized
+from vitcompress.io.text import NONE, Table, format_rate, format_shape, shorten_paths
 
 
 def remarks(entries: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -12,7 +12,7 @@ def remarks(entries: Iterable[Mapping[str, Any]]) -> list[str]:
     found: dict[str, list[str]] = {}
     for entry in entries:
         names = [row["artifact"] for row in entry["rows"]]
-        shown = dict(zip(names, short(names), strict=True))
+        shown = dict(zip(names, shorten_paths(names), strict=True))
         for said in (*entry.get("notes", ()), *entry["warnings"]):
             name = next((name for name in shown if said.startswith((f"{name}, ", f"{name}: "))), "")
             words = shown.get(name, "") + said.removeprefix(name)
@@ -29,7 +29,7 @@ def artifacts(found: Iterable[Mapping[str, Any]]) -> Table:
 def _artifact(entry: Mapping[str, Any]) -> tuple[str, ...]:
     right, speed = entry["accuracy"], entry["speed"]
     top1 = NONE if right is None else f"{100 * right['top1']:.1f} % ({right['correct']} of {right['total']})"
-    fast = NONE if speed is None else f"{rate(speed['images_per_second'])} (batch {speed['batch']})"
+    fast = NONE if speed is None else f"{format_rate(speed['images_per_second'])} (batch {speed['batch']})"
     checked = "yes" if entry["verified"] else "no"
     return entry["file"], top1, fast, entry["precision"], f"{entry['bytes']:,}", checked, entry["sha256"][:12]
 
@@ -69,7 +69,7 @@ def _ways(tensor: Mapping[str, Any], files: Sequence[str]) -> Iterator[tuple[str
 
 
 def _sized(shape: Sequence[int] | None) -> str:
-    return NONE if shape is None else sized(shape)
+    return NONE if shape is None else format_shape(shape)
 
 
 def _pattern(name: str) -> str:

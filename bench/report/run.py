@@ -38,15 +38,15 @@ from vitcompress.io.files import read_json, write_json, write_text
 from vitcompress.io.text import (
     NOT_MEASURED,
     Table,
-    between,
-    big,
-    change,
-    figure,
-    milliseconds,
-    percent,
-    rate,
-    short,
-    times,
+    format_change,
+    format_count,
+    format_interval,
+    format_milliseconds,
+    format_number,
+    format_percent,
+    format_rate,
+    format_ratio,
+    shorten_paths,
 )
 
 JSON, MARKDOWN = "report.json", "report.md"
@@ -75,11 +75,11 @@ def read(folder: str | Path) -> dict[str, Any]:
 
 
 def counted(accuracy: Mapping[str, Any]) -> str:
-    return f"{percent(accuracy['top1'])} ({accuracy['correct']} of {accuracy['total']})"
+    return f"{format_percent(accuracy['top1'])} ({accuracy['correct']} of {accuracy['total']})"
 
 
 def interval(ratio: Mapping[str, Any]) -> str:
-    return between(ratio["ci95"])
+    return format_interval(ratio["ci95"])
 
 
 def judged(ratio: Mapping[str, Any]) -> str:
@@ -107,7 +107,7 @@ def summary_table(report: Mapping[str, Any]) -> Table:
     cost = report["cost"]
     for name, key in (("parameters", "params"), ("MACs per image", "macs")):
         before, after = cost["dense"][key], cost["compressed"][key]
-        rows.append((name, big(before), big(after), change(before, after)))
+        rows.append((name, format_count(before), format_count(after), format_change(before, after)))
     rows += [row for entry in report.get("bench") or () for row in _speed_rows(entry)]
     if not report.get("bench"):
         rows += [(name, NOT_MEASURED, NOT_MEASURED, "") for name in ("latency", "throughput")]
@@ -133,13 +133,13 @@ def _speed_rows(entry: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]
     ratio = entry["ratios"][0]
     where = f"{dense['runtime']} {dense['device']} {dense['precision']}, batch {dense['batch']}"
     before, after = dense["latency_ms"]["p50"], compressed["latency_ms"]["p50"]
-    shown = [f"{milliseconds(value)} ms" for value in (before, after)]
-    yield f"latency, median ({where})", shown[0], shown[1], change(before, after)
+    shown = [f"{format_milliseconds(value)} ms" for value in (before, after)]
+    yield f"latency, median ({where})", shown[0], shown[1], format_change(before, after)
     before, after = dense["images_per_second"], compressed["images_per_second"]
-    shown = [f"{rate(value)} images/s" for value in (before, after)]
-    yield f"throughput ({where})", shown[0], shown[1], change(before, after)
+    shown = [f"{format_rate(value)} images/s" for value in (before, after)]
+    yield f"throughput ({where})", shown[0], shown[1], format_change(before, after)
     # A row of its own: it comes from pairs of neighbouring rounds and not from the two figures above.
-    yield f"speed-up, in turns ({where})", "", f"{times(ratio['median'])}x", judged(ratio)
+    yield f"speed-up, in turns ({where})", "", f"{format_ratio(ratio['median'])}x", judged(ratio)
 
 
 def _file_rows(files: Mapping[str, int]) -> Iterable[tuple[str, str, str, str]]:
@@ -147,7 +147,12 @@ def _file_rows(files: Mapping[str, int]) -> Iterable[tuple[str, str, str, str]]:
         kind = name.removeprefix("model.")
         before = files.get(f"dense.{kind}")
         if kind != name and before:
-            yield f"file size ({FILES.get(kind, kind)})", f"{big(before)}B", f"{big(after)}B", change(before, after)
+            yield (
+                f"file size ({FILES.get(kind, kind)})",
+                f"{format_count(before)}B",
+                f"{format_count(after)}B",
+                format_change(before, after),
+            )
 
 
 def verdicts(verify: Mapping[str, Any]) -> str:
@@ -160,7 +165,7 @@ def cost_table(report: Mapping[str, Any]) -> Table:
     """Exact counts, in both conventions for MACs."""
     names = {"params": "parameters", "macs": "MACs", "macs_linear": "MACs without attention products"}
     dense, compressed = report["cost"]["dense"], report["cost"]["compressed"]
-    rows = [(names[k], f"{dense[k]:,}", f"{compressed[k]:,}", change(dense[k], compressed[k])) for k in names]
+    rows = [(names[k], f"{dense[k]:,}", f"{compressed[k]:,}", format_change(dense[k], compressed[k])) for k in names]
     return Table("Cost", ("", "dense", "compressed", "change"), tuple(rows))
 
 
@@ -171,16 +176,16 @@ def bench_table(entries: Sequence[Mapping[str, Any]]) -> Table:
     rows, measured = [], [row for entry in entries for row in entry["rows"]]
     peaks = [_peak(row.get("memory") or {}) for row in measured]
     columns += ("peak MiB",) if any(peaks) else ()
-    names = short([row["artifact"] for row in measured])
+    names = shorten_paths([row["artifact"] for row in measured])
     for row, name, peak in zip(measured, names, peaks, strict=True):
         latency = [row["latency_ms"].get(key) for key in ("p50", "p90", "max")]
-        shown = ["" if value is None else milliseconds(value) for value in latency]
+        shown = ["" if value is None else format_milliseconds(value) for value in latency]
         how = "".join(f" +{name.replace('_', ' ')}" for name in ("compile", "cuda_graph", "transfers") if row.get(name))
         how += " +uint8" if row.get("input_type") == "uint8" else ""  # its normalisation is timed, too
         where = f"{row['runtime']} {row['device']}"
         about = (name, where, f"{row['precision']}{how}", "" if row["threads"] is None else str(row["threads"]))
         held = (peak,) if any(peaks) else ()
-        rows.append((*about, row["protocol"], rate(row["images_per_second"]), *shown, *held))
+        rows.append((*about, row["protocol"], format_rate(row["images_per_second"]), *shown, *held))
     return Table("Speed", columns, tuple(rows))
 
 
@@ -192,7 +197,9 @@ def _peak(memory: Mapping[str, Any]) -> str:
 
 def verify_table(verify: Mapping[str, Any]) -> Table:
     """Each verdict with value and tolerance."""
-    figures = [(c, *("" if c[k] is None else figure(c[k]) for k in ("value", "tolerance"))) for c in verify["checks"]]
+    figures = [
+        (c, *("" if c[k] is None else format_number(c[k]) for k in ("value", "tolerance"))) for c in verify["checks"]
+    ]
     rows = [(c["name"], c["verdict"].replace("_", " "), value, limit, c["detail"]) for c, value, limit in figures]
     return Table("Checks", ("check", "verdict", "value", "tolerance", ""), tuple(rows))
 

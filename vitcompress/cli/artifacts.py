@@ -123,7 +123,7 @@ def bench(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any
 
         runner = RunnerOptions(**taken(options, RUNNER))
         found = suite.run(artifacts, suite.BenchOptions(runner=runner, **options), progress=progress)
-        short = suite.gated(found)
+        short = found.failure()
     measured = found.as_data()
     table = reports.bench_table([measured])
     answer(measured, as_json, lambda _: tables.print_bench(measured, table))

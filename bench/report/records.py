@@ -1,0 +1,433 @@
+"""Types of the records in report.json, bench.json and verify.json, as they are read from disk.
+
+`vitcompress.bench.report.schema` generates the JSON Schemas from these types. Shares are between 0 and 1, sizes in
+bytes, times in milliseconds where a name does not say seconds, and None means unknown or not measured.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NotRequired, Required
+
+from typing_extensions import TypedDict
+
+Status = Literal["passed", "failed", "not_run"]
+SpeedVerdict = Literal["faster", "slower", "not distinguishable"]
+
+
+class TableRecord(TypedDict):
+    """A table of text cells."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+# ---------------------------------------------------------------------------------------------------------- bench.json
+
+
+class RunnerRecord(TypedDict):
+    """Settings of one artifact in one runtime (`Runner.describe`); the last keys exist for some runtimes only."""
+
+    artifact: str
+    sha256: str | None
+    runtime: str
+    runtime_version: str | None
+    device: str
+    device_name: str | None
+    provider: str | None
+    precision: str
+    tf32: bool | None
+    threads: int | str | None
+    sdpa: str | None
+    compile: bool
+    channels_last: bool
+    cuda_graph: bool
+    transfers: bool
+    graph_optimization: str | int | None
+    weights: str | None
+    classes: NotRequired[int | None]
+    input_type: NotRequired[str]
+    batch_range: NotRequired[Sequence[int] | None]
+    provider_versions: NotRequired[Mapping[str, str]]
+    provider_options: NotRequired[Mapping[str, object]]
+    nodes_on_cpu: NotRequired[Sequence[str]]
+    streams: NotRequired[int]
+    weight_bytes: NotRequired[int]
+    sm: NotRequired[Sequence[int] | None]
+    verified: NotRequired[bool | None]
+    trusted_without_sidecar: NotRequired[bool]
+    process: NotRequired[int]
+
+
+class LatencyRecord(TypedDict):
+    """Percentiles of single runs; None with fewer than ten samples above."""
+
+    mean: float
+    min: float
+    p50: float
+    p90: float | None
+    p99: float | None
+    max: float
+
+
+class MemoryRecord(TypedDict):
+    """cuda_peak_bytes: weights and one run in torch on a GPU. process_*: of a process that runs only this artifact."""
+
+    cuda_peak_bytes: int | None
+    process_start_bytes: int | None
+    process_peak_bytes: int | None
+
+
+class BenchRow(RunnerRecord):
+    """One artifact at one batch size, with every sample: `samples_ms` are single runs by block."""
+
+    protocol: str
+    batch: int
+    input_size: Sequence[int]
+    input: str
+    caches: str
+    warmup: int
+    warmup_seconds: float
+    settled: bool | None
+    runs: int
+    clock: Literal["wall", "cuda events"]
+    images_per_second: float
+    latency_ms: LatencyRecord
+    variation: float | None
+    drift: float | None
+    images_per_joule: float | None
+    joules: float | None
+    energy_of: str
+    memory: MemoryRecord
+    samples_ms: Sequence[Sequence[float]]
+    block_wall_ms: Sequence[float]
+
+
+class RatioRecord(TypedDict):
+    """Speed of artifact `b` over artifact `a`. ci95: None as the upper end if there are too few rounds."""
+
+    a: str
+    b: str
+    median: float
+    ci95: Sequence[float | None]
+    verdict: SpeedVerdict
+    batch: int
+
+
+class CpuState(TypedDict):
+    """clock_mhz: of the slowest and the fastest core."""
+
+    load_average: float | None
+    clock_mhz: Sequence[float] | None
+    governor: str | None
+
+
+class GpuSettings(TypedDict):
+    """Properties of a GPU that do not change during a measurement."""
+
+    driver: str
+    vbios: str | None
+    power_limit_w: float | None
+    persistence: int | None
+    mig: int | None
+    max_sm_clock_mhz: int | None
+
+
+class GpuSummary(TypedDict):
+    """Minimum and maximum over `looks` readings, and everything that slowed down or shared the GPU."""
+
+    sm_clock_mhz: Sequence[float] | None
+    memory_clock_mhz: Sequence[float] | None
+    temperature_c: Sequence[float] | None
+    power_w: Sequence[float] | None
+    busy_percent: Sequence[float] | None
+    throttled_by: Sequence[str] | None
+    foreign_processes: Sequence[int] | None
+    looks: int
+
+
+class Conditions(TypedDict):
+    """State of the machine during the measurement of one batch size."""
+
+    cpu_before: CpuState
+    cpu_after: CpuState
+    other_processes_cores: float | None
+    held_back_by_quota: int | None
+    host_peak_bytes: int | None
+    gpu: GpuSummary | None
+    gpu_unwatched: str | None
+
+
+class MachineRecord(TypedDict):
+    """Hardware and versions; in bench.json also the settings of the GPUs and the conditions of each batch size."""
+
+    system: str
+    python: str
+    cpu: str
+    cpu_flags: Sequence[str]
+    cpu_cores: int | None
+    cpu_cores_usable: int
+    cpu_quota_cores: float | None
+    memory_gib: float | None
+    gpus: Sequence[str]
+    cuda: str | None
+    environment: Mapping[str, str]
+    versions: Mapping[str, str]
+    gpu_settings: NotRequired[Sequence[GpuSettings | str]]
+    conditions: NotRequired[Sequence[Conditions]]
+
+
+class BenchRecord(TypedDict):
+    """One interleaved measurement. ratio: the only element of `ratios`, with two artifacts at one batch size."""
+
+    bench_format: int
+    rows: Sequence[BenchRow]
+    ratios: Sequence[RatioRecord]
+    machine: MachineRecord
+    ratio: NotRequired[RatioRecord]
+    warnings: Sequence[str]
+    notes: Sequence[str]
+    disturbed: Sequence[str]
+    fail_under: float | None
+    passed: bool
+
+
+class SpeedRecord(TypedDict):
+    """The part of a `BenchRow` that is repeated beside the accuracy of a file."""
+
+    images_per_second: float
+    latency_ms: LatencyRecord
+    batch: int
+    protocol: str
+    runtime: str
+    device: str
+    precision: str
+    threads: int | str | None
+
+
+# --------------------------------------------------------------------------------------------------------- verify.json
+
+
+class CheckRecord(TypedDict):
+    """One check: passed if `value` is at most `tolerance`. command: runs it on the target."""
+
+    name: str
+    verdict: Status
+    value: float | None
+    tolerance: float | None
+    detail: str
+    command: str | None
+    passed: bool
+
+
+class StoredTensor(TypedDict):
+    """A tensor in an exported file, under the name that it has there."""
+
+    tensor: str
+    shape: Sequence[int]
+    bytes: int
+
+
+class TensorRecord(TypedDict):
+    """Shapes of a tensor that the plan changed: dense, planned, in torch and in each exported file."""
+
+    name: str
+    change: str
+    dense: Mapping[str, Sequence[int]]
+    planned: Sequence[int] | None
+    torch: Sequence[int] | None
+    files: Mapping[str, StoredTensor]
+
+
+class FileBytes(TypedDict):
+    """Bytes of an exported file by content."""
+
+    file: str
+    bytes: int
+    of_model: int
+    of_constants: int
+    of_graph: int
+    parameters: int
+
+
+class WeightsRecord(TypedDict):
+    """Every tensor that the plan changed, from the dense model to the exported files."""
+
+    tensors: Sequence[TensorRecord]
+    files: Sequence[FileBytes]
+
+
+class VerificationRecord(TypedDict):
+    """Content of verify.json: passed if no check failed and at least one ran."""
+
+    passed: bool
+    checks: Sequence[CheckRecord]
+    weights: NotRequired[WeightsRecord]
+
+
+# --------------------------------------------------------------------------------------------------------- report.json
+
+
+class CostRecord(TypedDict):
+    """macs: of one image, including the matrix products of attention. macs_linear: without them."""
+
+    params: int
+    macs: int
+    macs_linear: int
+
+
+class CostPair(TypedDict):
+    """Cost before and after."""
+
+    dense: CostRecord
+    compressed: CostRecord
+
+
+class AccuracyRecord(TypedDict):
+    """Counts and shares of correct images (first, among the first five), mean loss, Wilson's 95 % interval of top-1."""
+
+    correct: int
+    correct5: int
+    total: int
+    loss: float
+    top1: float
+    top5: float
+    top1_ci95: Sequence[float]
+
+
+class McNemarRecord(TypedDict):
+    """Images that only one of two models classifies correctly, and the exact p-value."""
+
+    only_a: int
+    only_b: int
+    p_value: float
+
+
+class AccuracyPair(TypedDict, total=False):
+    """Accuracy on the test images, dense and compressed; each other key is the name of an exported file."""
+
+    dense: AccuracyRecord
+    compressed: AccuracyRecord
+    mcnemar: McNemarRecord
+
+
+class PruningAccuracy(TypedDict):
+    """Accuracy on held-out images directly after pruning."""
+
+    dense: AccuracyRecord
+    pruned: AccuracyRecord
+
+
+class RecoveryRecord(TypedDict):
+    """Which weights the fine-tuning ended with. kept: `raw` or `ema`."""
+
+    epochs: int
+    kept_epoch: int
+    kept: str
+    heldout: Mapping[str, AccuracyRecord | None]
+
+
+class InputRecord(TypedDict):
+    """Preprocessing. size: (channels, height, width); mean, std: per channel, of pixels from 0 to 1."""
+
+    size: Sequence[int]
+    mean: Sequence[float]
+    std: Sequence[float]
+    interpolation: str
+    crop_pct: float
+    crop_mode: str
+
+
+class ModelRecord(TypedDict, total=False):
+    """timm name and arguments of the dense model, its input and classes. uint8: exported files take uint8 images."""
+
+    arch: str
+    arch_args: Mapping[str, object]
+    weights: str
+    input: InputRecord
+    classes: Sequence[str]
+    uint8: bool
+
+
+class PlanRecord(TypedDict):
+    """Content of plan.json, see `vitcompress.plan.Plan`."""
+
+    arch: str
+    arch_args: Mapping[str, object]
+    removed: Mapping[str, str]
+    appended: Mapping[str, str]
+    folded: Sequence[str]
+    kept: Mapping[str, Sequence[int]]
+    heads: Mapping[str, int]
+    padded: NotRequired[Sequence[str]]
+    standard: Mapping[str, object]
+    format: int
+
+
+class FoldingRecord(TypedDict):
+    """A module that was or could have been folded; MACs per token."""
+
+    module: str
+    folded: bool
+    reason: str
+    params_before: int
+    params_after: int
+    macs_before: int
+    macs_after: int
+    rounding: float
+
+
+class ArtifactRecord(TypedDict):
+    """One exported file of the compressed model. verified: its outputs were compared with the model's."""
+
+    file: str
+    sha256: str
+    bytes: int
+    precision: str
+    verified: bool
+    accuracy: AccuracyRecord | None
+    speed: SpeedRecord | None
+
+
+class PublishedRecord(TypedDict, total=False):
+    """Figures of others, quoted as published. params_m: millions; macs_g: billions; deviation: why counts differ."""
+
+    source: str
+    hardware: str
+    top1: float | None
+    params_m: float | None
+    macs_g: float | None
+    images_per_second: float | None
+    speedup: float | None
+    macs_linear: bool
+    deviation: str
+    note: str
+
+
+class Report(TypedDict, total=False):
+    """Content of report.json. Every key except `recipe` and `cost` may be missing or null.
+
+    searched: data and models that the search used. layers: how the layers were chosen. tables: measurements of the
+    methods. files: bytes of each exported file. bench: one entry per runtime, the dense model first.
+    """
+
+    recipe: Required[str]
+    summary: str | None
+    model: ModelRecord | None
+    plan: PlanRecord | None
+    plan_sha256: str | None
+    widths: TableRecord | None
+    cost: Required[CostPair]
+    accuracy: AccuracyPair | None
+    before_recovery: PruningAccuracy | None
+    recovery: RecoveryRecord | None
+    bench: Sequence[BenchRecord] | None
+    artifacts: Sequence[ArtifactRecord] | None
+    files: Mapping[str, int] | None
+    verify: VerificationRecord | None
+    folding: Sequence[FoldingRecord] | None
+    searched: str | None
+    layers: str | None
+    teacher: str | None
+    published: PublishedRecord | None
+    tables: Sequence[TableRecord] | None
+    notes: Sequence[str] | None
