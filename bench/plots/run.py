@@ -62,7 +62,7 @@ def _charts(folder: Path) -> Iterator[tuple[str, list[Chart]]]:
     """Steps by name, with the curves that they kept."""
     for path in sorted(folder.glob(STEPS)):
         method = METHODS.get(path.name.split("-", 2)[2])
-        if method is not None and (charts := method.charts(path)):
+        if method is not None and (charts := method.report(path).charts):
             yield path.name, charts
 
 

@@ -75,4 +75,4 @@ def test_options_are_checked(name: str, wrong: dict[str, int]) -> None:
     options = METHODS[name].options
     with pytest.raises((ValidationError, TypeError)):
         TypeAdapter(options).validate_json(json.dumps(wrong)) if name == "recover" else options(**wrong)
-    assert METHODS["recover"].stages(auxiliary.RecoverOptions(epochs=3), 6)[0].epochs == 3
+    assert auxiliary.estimate_recover(model(), family_of(model()), auxiliary.RecoverOptions(epochs=3))[0].epochs == 3

@@ -83,7 +83,7 @@ def test_listed_examples_stand_for_a_search() -> None:
 
 
 def test_steps_that_choose_nothing_are_not_told() -> None:
-    silent = {name for name, method in METHODS.items() if method.choice(method_options(name)) is None}
+    silent = {name for name, method in METHODS.items() if method.describe(method_options(name)).choice is None}
     assert silent == {"fold", "recover"}
 
 

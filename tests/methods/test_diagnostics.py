@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from vitcompress.bench.plots.figure import save
 from vitcompress.bench.plots.run import charts_figure
+from vitcompress.families import family_of
 from vitcompress.io.files import read_json
 from vitcompress.methods import METHODS, depth
 from vitcompress.methods.calibration import training_views
@@ -17,6 +18,7 @@ from vitcompress.methods.depth import DepthOptions
 from vitcompress.methods.hetdpt import diagnostics
 from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.methods.hetdpt.collection import CollectionOptions
+from vitcompress.methods.hetdpt.report import report
 from vitcompress.methods.hetdpt.search import SearchOptions
 from vitcompress.methods.transfer_entropy import EntropyOptions
 
@@ -72,7 +74,7 @@ def test_part_of_a_run_when_asked_for(tmp_path: Path) -> None:
     gradients, recovery = (
         read_json(tmp_path / f"{name}.json") for name in ("gradient_disparity", "recovery_asymmetry")
     )
-    curves = {chart.title.split(": ")[1].split(" (")[0]: chart for chart in METHODS["hetdpt"].charts(tmp_path)[-2:]}
+    curves = {chart.title.split(": ")[1].split(" (")[0]: chart for chart in report(tmp_path).charts[-2:]}
     disparity, asymmetry = curves["gradient disparity"], curves["recovery asymmetry"]
     assert disparity.log and [list(line.y) for line in disparity.lines] == [
         [row["magnitude"] for row in gradients if row["kind"] == kind] for kind in ("attention", "activation")
@@ -87,4 +89,4 @@ def test_part_of_a_run_when_asked_for(tmp_path: Path) -> None:
     assert (tmp_path / "drawn" / "both.png").read_bytes().startswith(b"\x89PNG")
     shutil.rmtree(tmp_path / "drawn")
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
-    assert any(stage.rounds == 6 for stage in METHODS["hetdpt"].stages(options, 6))
+    assert any(stage.rounds == 6 for stage in hetdpt.estimate(model(), family_of(model()), options))

@@ -51,9 +51,9 @@ def test_plan(tmp_path: Path) -> None:
     assert planned(tmp_path, made) == found
     rows = read_json(tmp_path / "widths.json")["rows"]
     assert {row["kind"] for row in rows} == {"residual", "ffn", "head", "head_dim"}
-    (table,) = METHODS["isomorphic"].tables(tmp_path)
+    (table,) = METHODS["isomorphic"].report(tmp_path).tables
     assert ["residual", "residual", "8", "16"] in table["rows"]
-    charts = METHODS["isomorphic"].charts(tmp_path)
+    charts = METHODS["isomorphic"].report(tmp_path).charts
     gone = {c.title.split(": ")[1].split(" scores")[0]: [sum(line.gone) for line in c.lines] for c in charts}
     assert gone["residual"] == [8] and sum(gone["ffn"]) == 3 * 32
     assert set(gone) == {"residual", "ffn", "head", "head dim"}
@@ -207,8 +207,8 @@ def test_structure_needs_no_weights() -> None:
         empty = made.to("meta")
     found = isomorphic.structure(empty, family_of(empty), context(Path(), made).plan, Options(**HALF))
     assert len(found.kept["residual"]) == 8
-    assert METHODS["isomorphic"].stages(Options(**HALF), 6)[0].images == 24
-    assert METHODS["isomorphic"].stages(Options(**HALF, criterion="magnitude"), 6) == []
+    assert isomorphic.estimate(model(), family_of(model()), Options(**HALF))[0].images == 24
+    assert isomorphic.estimate(model(), family_of(model()), Options(**HALF, criterion="magnitude")) == []
 
 
 @pytest.mark.parametrize(

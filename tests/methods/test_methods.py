@@ -62,7 +62,7 @@ def test_plan(name: str, tmp_path: Path) -> None:
     pixels = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert (surgery.apply_to_copy(made, found)(pixels) - made(pixels)).abs().max() > 1e-3
     assert method.plan(made, context(tmp_path, made), options) == found
-    drawn = {chart.title.split(":")[0].split(" ")[0]: chart for chart in method.charts(tmp_path)}
+    drawn = {chart.title.split(":")[0].split(" ")[0]: chart for chart in method.report(tmp_path).charts}
     assert set(drawn) == {"hetdpt": {"HetDPT", "transfer"}, "random": set(), "fixed": set()}.get(name, set(drawn))
     if "transfer" in drawn:  # the picture shows what went
         lines = drawn["transfer"].lines
@@ -78,8 +78,10 @@ def test_structure_is_a_plan_of_the_same_size(name: str) -> None:
     assert len(found.removed) == 2
     surgery.apply_to_copy(made, found)
     assert method.options is type(OPTIONS[name])
-    assert all(stage.rounds >= 1 and stage.epochs >= 1 for stage in method.stages(OPTIONS[name], 6))
-    assert bool(method.stages(OPTIONS[name], 6)) == (name not in ("random", "fixed"))
+    assert all(
+        stage.rounds >= 1 and stage.epochs >= 1 for stage in method.estimate(made, family_of(made), OPTIONS[name])
+    )
+    assert bool(method.estimate(made, family_of(made), OPTIONS[name])) == (name not in ("random", "fixed"))
 
 
 @every_method
@@ -119,7 +121,7 @@ def test_published_layers_need_no_search(tmp_path: Path) -> None:
     }
     assert found.appended == {"blocks.2": "gelu"}
     assert read_json(tmp_path / "choice.json") == {"attention": [0, 2], "activation": [2], "both": [2]}
-    assert METHODS["hetdpt"].stages(options, 6) == []
+    assert hetdpt.estimate(made, family_of(made), options) == []
 
 
 @pytest.mark.parametrize(

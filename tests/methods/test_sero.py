@@ -21,7 +21,7 @@ from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import load_tensors
 from vitcompress.io.training_state import load_state
 from vitcompress.methods import METHODS
-from vitcompress.methods.base import LEFT_WEIGHTS
+from vitcompress.methods.base import LEFT_WEIGHTS, StepReport
 from vitcompress.methods.sero import method as sero
 from vitcompress.methods.sero.exploration import Exploration
 
@@ -70,7 +70,7 @@ def test_plan(criterion: Any, layout: Any, tmp_path: Path) -> None:
     assert record["trace"][-1]["wanted"] == 0.5 and record["skipped"] == 0
     widths = {row["space"]: row["kept"] for row in record["spaces"]}
     assert all(len(found.kept[name]) == widths[name] for name in found.kept)
-    by_layer, by_epoch, by_score = METHODS["sero"].charts(tmp_path)
+    by_layer, by_epoch, by_score = METHODS["sero"].report(tmp_path).charts
     assert sum(sum(line.gone) for line in by_score.lines) == units - live
     assert (by_score.level is not None) == (layout == "ragged") and len(by_epoch.lines[0].x) == 2
     assert [len(line.x) for line in by_layer.lines] == [3, 3, 3]
@@ -227,16 +227,16 @@ def test_the_way_of_scoring_and_scaling_matters(tmp_path: Path) -> None:
 
 def test_tables_tell_what_was_achieved(tmp_path: Path) -> None:
     _, _, record = explore(tmp_path)
-    kinds, widths, trace = METHODS["sero"].tables(tmp_path)
+    kinds, widths, trace = METHODS["sero"].report(tmp_path).tables
     rows = {row[0]: row for row in kinds["rows"]}
     assert list(rows) == ["qk", "v", "mlp", "all"]
     for kind, (live, total) in record["counts"].items():
         assert rows[kind][1:4] == [str(total), str(live), f"{100 * (1 - live / total):.2f} %"]
     assert len(widths["rows"]) == 9 and [row[0] for row in trace["rows"]] == ["1", "2", "3", "4"]
-    assert METHODS["sero"].tables(tmp_path / "nowhere") == METHODS["sero"].remarks(tmp_path / "nowhere") == []
-    assert METHODS["sero"].remarks(tmp_path) == []
+    assert METHODS["sero"].report(tmp_path / "nowhere") == StepReport([], [], [])
+    assert METHODS["sero"].report(tmp_path).remarks == []
     write_json(tmp_path / "exploration.json", record | {"skipped": 3})
-    assert "skipped 3 refreshes" in METHODS["sero"].remarks(tmp_path)[0]
+    assert "skipped 3 refreshes" in METHODS["sero"].report(tmp_path).remarks[0]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_options_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         check.validate_json(json.dumps(wrong))
     assert check.validate_json(check.dump_json(SMALL)) == SMALL
-    assert sero.stages(SMALL, 6)[0].epochs == 4
+    assert sero.estimate(model(), family_of(model()), SMALL)[0].epochs == 4
 
 
 def test_structure_is_a_plan_of_the_same_size(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_what_was_measured_is_told_in_forward_order(tmp_path: Path) -> None:
     for number in (0, 2, 10):
         write_json(tmp_path / f"scores-blocks.{number}.mlp.json", [1.0, 2.0])
         write_json(tmp_path / f"blocks-{number}.json", {"ways": [f"block blocks.{number}"], "scores": [1.0]})
-    rounds, channels = upvit.tables(tmp_path)
+    rounds, channels = upvit.report(tmp_path).tables
     assert [row[0] for row in channels["rows"]] == ["blocks.0.mlp", "blocks.2.mlp", "blocks.10.mlp"]
     assert [row[1].split(" (")[0] for row in rounds["rows"]] == [f"block blocks.{n}" for n in (0, 2, 10)]
 
@@ -125,9 +125,9 @@ def test_plan_and_structure_have_the_same_sizes(score: Any, tmp_path: Path) -> N
         for p in (found, arbitrary)
     ]
     assert shapes[0] == shapes[1]
-    titles = [table["title"] for table in upvit.tables(tmp_path)]
+    titles = [table["title"] for table in upvit.report(tmp_path).tables]
     assert any("blocks" in title for title in titles)
-    blocks, *channels = upvit.charts(tmp_path)
+    blocks, *channels = upvit.report(tmp_path).charts
     assert len(blocks.lines) == 1 and len(blocks.lines[0].x) == 7  # 2 L - 1 ways
     kinds = {chart.title.split(" ")[1]: chart.lines for chart in channels}
     assert set(kinds) == {"attention", "FFN", "residual"} and len(kinds["FFN"]) == 3
@@ -157,7 +157,8 @@ def test_screened_report_estimates_the_channels_that_were_not_measured(screen: A
         screened = replace(screened, screen_images=12)
     upvit.plan(made, context(tmp_path / "screened", made), screened)
     exact, estimated = (
-        [float(row[4].split()[0]) for row in upvit.tables(tmp_path / name)[0]["rows"]] for name in ("exact", "screened")
+        [float(row[4].split()[0]) for row in upvit.report(tmp_path / name).tables[0]["rows"]]
+        for name in ("exact", "screened")
     )
     assert estimated == pytest.approx(exact, abs=4)
 
@@ -186,12 +187,15 @@ def test_a_proxy_that_is_too_small_is_said(tmp_path: Path) -> None:
     made = model()
     upvit.plan(made, context(tmp_path, made, progress=Notes()), upvit.Options(target_args={"mlp_ratio": 2.0}, images=6))
     assert any("6 proxy images are too few" in text and "73.65 %" in text for text in Notes.told)
-    (told,) = METHODS["upvit"].remarks(tmp_path)
-    assert told in Notes.told and METHODS["upvit"].remarks(tmp_path / "nowhere") == []
+    (told,) = METHODS["upvit"].report(tmp_path).remarks
+    assert told in Notes.told and METHODS["upvit"].report(tmp_path / "nowhere").remarks == []
     Notes.told.clear()
     unmeasured = upvit.Options(target_args={"mlp_ratio": 2.0}, images=6, score="magnitude")
     upvit.plan(made, context(tmp_path / "magnitude", made, progress=Notes()), unmeasured)
-    assert not any("too few" in text for text in Notes.told) and METHODS["upvit"].remarks(tmp_path / "magnitude") == []
+    assert (
+        not any("too few" in text for text in Notes.told)
+        and METHODS["upvit"].report(tmp_path / "magnitude").remarks == []
+    )
 
 
 @pytest.mark.parametrize(

@@ -180,10 +180,10 @@ def test_weights_that_are_gone_are_not_silently_replaced_by_older_ones(tmp_path:
 
 def test_what_was_folded_in_between_is_in_the_tables(job: Job, steps: prune.Steps) -> None:
     folder = job.step_folder(2)
-    (table,) = METHODS["fold"].tables(folder)
+    (table,) = METHODS["fold"].report(folder).tables
     rows = {row[0]: row for row in table["rows"]}
     assert rows["blocks.0.mlp"][1] == "yes" and len(rows) == len(read_json(folder / "fold.json"))
-    assert METHODS["fold"].tables(folder.parent) == []
+    assert METHODS["fold"].report(folder.parent).tables == ()
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site
 from vitcompress.io.validation import Doc
 from vitcompress.methods import depth, transfer_entropy
-from vitcompress.methods.base import TRAINED, Choice, Context, Method, Stage
+from vitcompress.methods.base import MEASURED_LAYERS, TRAINED, Choice, Context, Estimate, Method, StepInfo
 from vitcompress.methods.depth import KINDS, Bypass, DepthOptions, GatedFfn, Kind, OutputAct
 from vitcompress.methods.hetdpt import collection, report, search
 from vitcompress.methods.hetdpt import method as hetdpt
@@ -145,18 +145,18 @@ def structure_fixed(model: nn.Module, family: Family, base: Plan, options: Fixed
     return depth.delta(model, base, _given(options), options.budget)
 
 
-def choice_random(options: RandomOptions) -> Choice:
-    """By lot or by position, whatever the model."""
-    return Choice("chance" if options.pick == "random" else f"the {options.pick} ones")
+def describe_random(options: RandomOptions) -> StepInfo:
+    return StepInfo(Choice("chance" if options.pick == "random" else f"the {options.pick} ones"))
 
 
-def stages_te_static(options: StaticOptions, prunable: int) -> list[Stage]:
-    return [Stage("transfer entropy", 1, 1, images=options.te.images)]
+def estimate_te_static(model: nn.Module, family: Family, options: StaticOptions) -> list[Estimate]:
+    layers = len(depth.all_layers(model, family))
+    return [Estimate("transfer entropy", layers + 1, 1, images=options.te.images)]
 
 
-def stages_no_step1(options: DirectOptions, prunable: int) -> list[Stage]:
+def estimate_no_step1(model: nn.Module, family: Family, options: DirectOptions) -> list[Estimate]:
     epochs = search.removal_epochs(options.pruned_layers, options.search.factor)[-1]
-    return [Stage("importance search", 1, epochs, options.search.images_per_class)]
+    return [Estimate("importance search", 1, epochs, options.search.images_per_class)]
 
 
 def _given(options: FixedOptions) -> dict[Kind, Sequence[int]]:
@@ -212,9 +212,9 @@ TE_STATIC = Method(
     options=StaticOptions,
     plan=te_static,
     structure=structure,
-    stages=stages_te_static,
-    tables=report.tables,
-    charts=report.charts,
+    estimate=estimate_te_static,
+    describe=lambda options: StepInfo(MEASURED_LAYERS),
+    report=report.report,
 )
 
 
@@ -224,10 +224,9 @@ HETDPT_NO_STEP2 = Method(
     options=hetdpt.AllocationOptions,
     plan=no_step2,
     structure=structure_no_step2,
-    stages=hetdpt.allocation_stages,
-    choice=lambda options: TRAINED,
-    tables=report.tables,
-    charts=report.charts,
+    estimate=hetdpt.estimate_allocation,
+    describe=lambda options: StepInfo(TRAINED, uses_heldout=True),
+    report=report.report,
 )
 
 
@@ -237,10 +236,9 @@ HETDPT_NO_STEP1 = Method(
     options=DirectOptions,
     plan=no_step1,
     structure=structure,
-    stages=stages_no_step1,
-    choice=lambda options: TRAINED,
-    tables=report.tables,
-    charts=report.charts,
+    estimate=estimate_no_step1,
+    describe=lambda options: StepInfo(TRAINED),
+    report=report.report,
 )
 
 
@@ -250,9 +248,8 @@ RANDOM = Method(
     options=RandomOptions,
     plan=random,
     structure=structure_random,
-    choice=choice_random,
-    tables=report.tables,
-    charts=report.charts,
+    describe=describe_random,
+    report=report.report,
 )
 
 
@@ -262,7 +259,6 @@ FIXED = Method(
     options=FixedOptions,
     plan=fixed,
     structure=structure_fixed,
-    choice=lambda options: Choice("the recipe"),
-    tables=report.tables,
-    charts=report.charts,
+    describe=lambda options: StepInfo(Choice("the recipe")),
+    report=report.report,
 )

@@ -16,7 +16,7 @@ from vitcompress import surgery
 from vitcompress.families import Family
 from vitcompress.io.files import read_json
 from vitcompress.io.validation import Doc
-from vitcompress.methods.base import Context, Method, Stage
+from vitcompress.methods.base import Context, Estimate, Method, StepInfo, StepReport, table
 from vitcompress.plan import Plan
 from vitcompress.training.augmentation import Augmentation
 from vitcompress.training.options import TrainOptions
@@ -88,21 +88,20 @@ def structure_fold(model: nn.Module, family: Family, base: Plan, options: FoldOp
     return surgery.fold_linears(deepcopy(model), _nothing(base)).plan
 
 
-def stages_recover(options: RecoverOptions, prunable: int) -> list[Stage]:
-    return [Stage("recover between steps", 1, options.epochs)]
+def estimate_recover(model: nn.Module, family: Family, options: RecoverOptions) -> list[Estimate]:
+    return [Estimate("recover between steps", 1, options.epochs)]
 
 
-def tables_fold(folder: Path) -> list[dict[str, Any]]:
-    """What was folded between the steps, from the step's `folder`."""
+def report_fold(folder: Path) -> StepReport:
+    """The modules that were folded, and those that were not."""
     path = folder / "fold.json"
     if not path.is_file():
-        return []
-    columns = ["module", "folded", "why", "parameters before", "after"]
+        return StepReport()
     rows = [
-        [r["module"], "yes" if r["folded"] else "no", r["reason"], str(r["params_before"]), str(r["params_after"])]
+        [r["module"], "yes" if r["folded"] else "no", r["reason"], r["params_before"], r["params_after"]]
         for r in read_json(path)
     ]
-    return [{"title": "Folded between the steps", "columns": columns, "rows": rows}]
+    return StepReport([table("Folded between the steps", "module, folded, why, parameters before, after", rows)])
 
 
 def _nothing(plan: Plan) -> Plan:
@@ -116,8 +115,8 @@ RECOVER = Method(
     options=RecoverOptions,
     plan=recover,
     structure=structure_recover,
-    stages=stages_recover,
-    choice=lambda options: None,
+    estimate=estimate_recover,
+    describe=lambda options: StepInfo(None, lambda finetune: recovery_settings(finetune, options)),
 )
 
 
@@ -127,6 +126,6 @@ FOLD = Method(
     options=FoldOptions,
     plan=fold,
     structure=structure_fold,
-    tables=tables_fold,
-    choice=lambda options: None,
+    describe=lambda options: StepInfo(None),
+    report=report_fold,
 )

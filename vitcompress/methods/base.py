@@ -10,7 +10,7 @@ from torch import nn
 
 from vitcompress.errors import ArtifactError, PlanError
 from vitcompress.families import Family
-from vitcompress.io.files import differing, file_sha256, read_json, write_json
+from vitcompress.io.files import file_sha256, find_changed_files, read_json, write_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.create import InputConfig
@@ -100,15 +100,15 @@ def ranked(name: str, scores: Sequence[float], kept: Sequence[int]) -> Line:
     return Line(name, share, [scores[c] for c in order], [c not in stay for c in order])
 
 
-def reject_unused(options: Any, unused: Mapping[str, str]) -> None:
+def reject_unused(options: Any, unused: Mapping[str, str | bool]) -> None:
     """Raise PlanError if an option without effect differs from its default.
 
-    unused: name of an option -> why it has no effect, such as "target is 'ratios'".
+    unused: name of an option -> why it has no effect, such as "target is 'ratios'"; False if it has one.
     """
     problems = []
     for option in fields(options):
         default = option.default if option.default_factory is MISSING else option.default_factory()
-        if option.name in unused and (value := getattr(options, option.name)) != default:
+        if unused.get(option.name) and (value := getattr(options, option.name)) != default:
             problems.append(f"{option.name} = {value!r} has no effect: {unused[option.name]}")
     if problems:
         raise PlanError("; ".join(problems), hint="remove the option, or change the options that it depends on")
@@ -190,7 +190,7 @@ def seal(folder: Path) -> None:
 
 def check_sealed(folder: Path) -> None:
     """Raise ArtifactError when what a finished step left was changed or is gone: other weights would be used."""
-    wrong = differing(folder / LEFT) if (folder / LEFT).is_file() else [f"{LEFT} is missing"]
+    wrong = find_changed_files(folder / LEFT) if (folder / LEFT).is_file() else [f"{LEFT} is missing"]
     if wrong:
         raise ArtifactError(
             f"{folder} is not as its step left it: {wrong[0]}",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vitcompress.errors import PlanError
-from vitcompress.io.text import span
+from vitcompress.io.text import format_range
 
 Kind = Literal["residual", "ffn", "head_dim", "head"]
 Counts = dict[str, int]
@@ -222,7 +222,7 @@ def check_reach(
         least = min(least, target.surely(smallest))
     if not least <= target.amount <= most:
         asked = target.words.format(target.amount) + (f" on {target.on}" if target.on else "")
-        allowed = span(target.words.format(least), target.words.format(most))
+        allowed = format_range(target.words.format(least), target.words.format(most))
         raise PlanError(
             f"{asked} cannot be reached: this structure allows {allowed}",
             hint="change the target, or let more kinds of width shrink (keep_ratio, keep_heads, keep_head_dim below 1)"

@@ -13,7 +13,7 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site, family_of
 from vitcompress.families.gated_ffn import freeze_gate
-from vitcompress.io.text import choose
+from vitcompress.io.text import suggest_range
 from vitcompress.io.validation import Doc
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import training_views
@@ -142,7 +142,7 @@ def any_layers(model: nn.Module, family: Family, count: int, kinds: Sequence[Kin
         counts = " and ".join(f"{len(found[kind])} {kind} layers" for kind in kinds)
         raise PlanError(
             f"pruned_layers is {count}, but the model has {counts}, of which {most} may go",
-            hint=choose("pruned_layers", 1, most) if most else "prune widths",
+            hint=suggest_range("pruned_layers", 1, most) if most else "prune widths",
         )
     taken = dict.fromkeys(kinds, 0)
     for _ in range(count):

@@ -23,12 +23,25 @@ from torch import nn
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space
 from vitcompress.io.files import read_json
-from vitcompress.io.text import span
+from vitcompress.io.text import format_range
 from vitcompress.io.validation import Doc
 from vitcompress.methods import budget, latency
-from vitcompress.methods.base import MEASURED, Chart, Choice, Clock, Context, Method, Stage, ranked
+from vitcompress.methods.base import (
+    MEASURED,
+    Chart,
+    Choice,
+    Clock,
+    Context,
+    Estimate,
+    LatencyTarget,
+    Method,
+    StepInfo,
+    StepReport,
+    ranked,
+    reject_unused,
+)
 from vitcompress.methods.budget import Counts, Group, Solution, Target, Units
-from vitcompress.methods.scores import Criterion, random_scores, scored
+from vitcompress.methods.scores import UNMEASURED, Criterion, random_scores, scored
 from vitcompress.methods.width import ALL, GIGA, MILLION, CandidateClock, Scope, Sizes, groups_of
 from vitcompress.plan import Plan
 
@@ -92,8 +105,8 @@ class Options:
 
 def plan(model: nn.Module, context: Context, options: Options) -> Plan:
     """Score all channels once, cut every kind to its share. Kept widths and costs go to `widths.json`."""
-    _check(options)
     spaces = context.family.spaces(model)
+    _check(options, spaces)
     budget.check_units(groups_of(spaces, random_scores(spaces, 0), options.scope), options.units)
 
     def choose() -> dict[str, Any]:
@@ -129,11 +142,6 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
     return sizes.delta(chosen(groups, options, sizes)[0])
 
 
-def timed(options: Options) -> Options | None:
-    """Where a latency is aimed at, options with which `plan` needs a clock but no data; else None."""
-    return replace(options, criterion="random") if options.target == "latency" else None
-
-
 def check_reach(model: nn.Module, family: Family, base: Plan, options: Options, clock: Clock) -> None:
     """Measure the largest and the smallest model. Raises PlanError when the latency asked for is not in between."""
     groups, sizes = _unscored(model, family, base, options, clock)
@@ -145,22 +153,31 @@ def _unscored(
     model: nn.Module, family: Family, base: Plan, options: Options, clock: Clock | None
 ) -> tuple[tuple[Group, ...], Sizes]:
     """Groups ranked at random, which all have the sizes that scores would give."""
-    _check(options)
     spaces = family.spaces(model)
+    _check(options, spaces)
     groups = groups_of(spaces, random_scores(spaces, 0), options.scope)
     timed = None if clock is None else latency.once(clock, options.latency_on)
     return groups, Sizes(model, spaces, groups, base, timed)
 
 
-def stages(options: Options, prunable: int) -> list[Stage]:
-    """The one pass over images that scores need, for a dry run."""
-    looks = options.criterion in ("taylor", "gradient")
-    return [Stage(f"{options.criterion} scores of all channels", 1, 1, images=options.images)] if looks else []
+def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimate]:
+    """One pass over the images, if scores need one."""
+    if options.criterion in UNMEASURED:
+        return []
+    return [Estimate(f"{options.criterion} scores of all channels", 1, 1, images=options.images)]
 
 
-def choice(options: Options) -> Choice:
-    """Scores of the model as it is, or a draw."""
-    return Choice("chance") if options.criterion == "random" else MEASURED
+def describe(options: Options) -> StepInfo:
+    choice = Choice("chance") if options.criterion == "random" else MEASURED
+    if options.target != "latency":
+        return StepInfo(choice)
+    unscored = replace(options, criterion="random")
+    check = lambda model, family, base, clock: check_reach(model, family, base, options, clock)  # noqa: E731
+    return StepInfo(choice, latency=LatencyTarget(options.amount or 0.0, options.latency_on, unscored, check))
+
+
+def report(folder: Path) -> StepReport:
+    return StepReport(tables(folder), remarks(folder), charts(folder))
 
 
 def tables(folder: Path) -> list[dict[str, Any]]:
@@ -199,7 +216,20 @@ def charts(folder: Path) -> list[Chart]:
     return found
 
 
-def _check(options: Options) -> None:
+def _check(options: Options, spaces: Sequence[Space]) -> None:
+    """Raise PlanError for options that are incomplete or have no effect on a model of these spaces."""
+    rotary = all(space.whole_heads for space in spaces if space.kind == "qk")
+    unused = {
+        "amount": options.target == "ratios" and "target is 'ratios'",
+        "latency_on": options.target != "latency" and f"target is {options.target!r}",
+        "align": options.round_to is not None and "round_to replaces it",
+        "images": options.criterion in UNMEASURED and f"criterion is {options.criterion!r}",
+        "keep_head_dim": options.scope == "global" and "scope is 'global', which keeps keep_ratio of all channels",
+        "attention_scale": rotary and "heads of q and k keep their width in this model",
+    }
+    if options.keep_head_dim == 1 and options.scope != "global":
+        unused["attention_scale"] = "keep_head_dim is 1"
+    reject_unused(options, unused)
     if options.amount is None and options.target != "ratios":
         raise PlanError(
             f"target is {options.target!r}, but there is no amount of it",
@@ -242,7 +272,7 @@ def _missed(found: Mapping[str, Any]) -> list[str]:
     aim = found.get("target")
     if aim is None or abs(off := aim["reached"] / aim["amount"] - 1) <= (MISSED if aim["on"] else budget.CLOSE):
         return []
-    allowed = span(*(WORDS[aim["kind"]].format(aim[key]) for key in ("least", "most")))
+    allowed = format_range(*(WORDS[aim["kind"]].format(aim[key]) for key in ("least", "most")))
     return [
         f"isomorphic pruning missed its target: {_said(aim, aim['amount'])} was asked for, the nearest widths found "
         f"come to {_said(aim, aim['reached'])} ({100 * off:+.1f} %); this structure allows {allowed}, in finer "
@@ -302,11 +332,7 @@ ISOMORPHIC = Method(
     options=Options,
     plan=plan,
     structure=structure,
-    stages=stages,
-    tables=tables,
-    charts=charts,
-    remarks=remarks,
-    choice=choice,
-    timed=timed,
-    check_reach=check_reach,
+    estimate=estimate,
+    describe=describe,
+    report=report,
 )

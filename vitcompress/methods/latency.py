@@ -16,7 +16,7 @@ from torch import nn
 
 from vitcompress.errors import PlanError
 from vitcompress.io.files import read_json
-from vitcompress.io.text import differences
+from vitcompress.io.text import describe_differences
 from vitcompress.methods.base import Clock, Context
 from vitcompress.methods.width import CandidateClock, LazyModel
 from vitcompress.plan import Plan
@@ -68,7 +68,7 @@ def elsewhere(folder: Path, runtime: str, here: Mapping[str, Any]) -> str:
     paths = sorted(folder.glob(f"measured-on-{runtime}-*.json"), key=lambda path: path.stat().st_mtime)
     if not paths or any(path.stem.endswith(_key(here)) for path in paths):
         return ""
-    return "; ".join(differences(read_json(paths[-1]), here))
+    return "; ".join(describe_differences(read_json(paths[-1]), here))
 
 
 def _key(here: Mapping[str, Any]) -> str:

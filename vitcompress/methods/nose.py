@@ -12,6 +12,7 @@ While measuring, a skipped attention is dropped (x <- x), as the authors did; `t
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
 from annotated_types import Gt, Le
@@ -20,7 +21,7 @@ from torch import nn
 from vitcompress.families import Family
 from vitcompress.io.validation import Doc
 from vitcompress.methods import depth, transfer_entropy
-from vitcompress.methods.base import Context, Method, Stage
+from vitcompress.methods.base import MEASURED_LAYERS, Context, Estimate, Method, StepInfo
 from vitcompress.methods.depth import Bypass, DepthOptions, Kind
 from vitcompress.methods.hetdpt import report
 from vitcompress.methods.transfer_entropy import EntropyOptions, Measurement
@@ -79,9 +80,11 @@ def dilute(options: ActivationOptions, epochs: int) -> Callable[[int], float]:
     return strength
 
 
-def stages(options: ActivationOptions, prunable: int) -> list[Stage]:
-    """What `plan` will measure, for a dry run."""
-    return [Stage("greedy transfer entropy", options.pruned_layers, 1, images=options.te.images)]
+def _estimate(kind: Kind, model: nn.Module, family: Family, options: ActivationOptions) -> list[Estimate]:
+    """One measurement of the model and of each candidate that is left, in each round."""
+    candidates = len(depth.layers(model, family)[kind])
+    measurements = sum(candidates + 1 - number for number in range(options.pruned_layers))
+    return [Estimate("greedy transfer entropy", measurements, 1, images=options.te.images)]
 
 
 def _greedy(model: nn.Module, context: Context, options: ActivationOptions, kind: Kind, bypass: Bypass) -> Plan:
@@ -106,10 +109,10 @@ NOSE = Method(
     options=Options,
     plan=plan,
     structure=structure,
-    stages=stages,
+    estimate=partial(_estimate, "attention"),
+    describe=lambda options: StepInfo(MEASURED_LAYERS),
     dilute=dilute,
-    tables=report.tables,
-    charts=report.charts,
+    report=report.report,
 )
 
 
@@ -119,8 +122,8 @@ ACTIVATION_ONLY = Method(
     options=ActivationOptions,
     plan=plan_activations,
     structure=structure_activations,
-    stages=stages,
+    estimate=partial(_estimate, "activation"),
+    describe=lambda options: StepInfo(MEASURED_LAYERS),
     dilute=dilute,
-    tables=report.tables,
-    charts=report.charts,
+    report=report.report,
 )

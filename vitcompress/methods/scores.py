@@ -22,6 +22,7 @@ from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import training_views
 
 Criterion = Literal["taylor", "magnitude", "gradient", "random"]
+UNMEASURED = ("magnitude", "random")  # criteria that need no images
 Scores = dict[str, Tensor]
 Elements = Callable[[str, Tensor], Tensor]
 SCORING = (nn.Linear, nn.Conv2d, nn.LayerNorm)

@@ -1,4 +1,4 @@
-"""The structure that the steps of a recipe leave, without data or scoring."""
+"""The structure after the steps of a recipe, without data or scores."""
 
 from collections.abc import Iterable, Iterator
 from functools import reduce
@@ -8,23 +8,26 @@ from torch import nn
 
 from vitcompress import surgery
 from vitcompress.families import Family
-from vitcompress.methods import METHODS
+from vitcompress.methods import Method, find_method
 from vitcompress.plan import Plan
 
+Step = tuple[str | Method, Any]  # a method or its name, and its options
 
-def deltas_of_steps(model: nn.Module, family: Family, base: Plan, steps: Iterable[tuple[str, Any]]) -> Iterator[Plan]:
-    """What each step adds, given its method's name and options, without data or scoring. `model` stays as it is.
+
+def deltas_of_steps(model: nn.Module, family: Family, base: Plan, steps: Iterable[Step]) -> Iterator[Plan]:
+    """The plan that each step adds to those before it. `model` stays as it is.
 
     Raises:
-        PlanError: a step asks for more than the model has.
+        PlanError: a step removes more than the model has.
+        InputError: no such method.
     """
     plan = base
-    for name, options in steps:
-        delta = METHODS[name].structure(model, family, plan, options)
+    for method, options in steps:
+        delta = find_method(method).structure(model, family, plan, options)
         yield delta
         model, plan = surgery.apply_to_copy(model, delta), plan.then(delta)
 
 
-def structure_of_steps(model: nn.Module, family: Family, base: Plan, steps: Iterable[tuple[str, Any]]) -> Plan:
-    """The plan of all steps. Raises PlanError like `deltas`."""
+def structure_of_steps(model: nn.Module, family: Family, base: Plan, steps: Iterable[Step]) -> Plan:
+    """The plan of all steps. Raises as `deltas_of_steps`."""
     return reduce(Plan.then, deltas_of_steps(model, family, base, steps), base)

@@ -12,7 +12,7 @@ from vitcompress import surgery
 from vitcompress.bench import timing
 from vitcompress.errors import InputError
 from vitcompress.io.progress import Progress
-from vitcompress.methods import METHODS
+from vitcompress.methods import find_method
 from vitcompress.models.cost import Cost, count_cost
 from vitcompress.models.weights import check_hub
 from vitcompress.pipeline.folder import check_folder, is_done
@@ -150,10 +150,10 @@ def _fetches_teacher(job: Job) -> bool:
 def _latencies(job: Job) -> Iterator[str]:
     """The latencies that steps aim at, of which a dry run knows nothing."""
     for number, step in enumerate(job.recipe.steps):
-        timed = METHODS[step.method].timed(step.options)
-        if timed is not None:
+        target = find_method(step.method).describe(step.options).latency
+        if target is not None:
             yield (
-                f"step {number + 1} aims at {timed.amount:g} ms on {timed.latency_on}, which is not checked: a dry run "
+                f"step {number + 1} aims at {target.ms:g} ms on {target.runtime}, which is not checked: a dry run "
                 "measures nothing, and the cost above is that of the recipe's shares; a run measures first whether "
                 "the latency can be reached, and is refused if not"
             )
@@ -169,10 +169,11 @@ def _stages(job: Job) -> Iterator[dict[str, Any]]:
     if job.recipe.dense is not None:
         yield _row("train the dense model", 1, job.recipe.dense.epochs, train)
     if not job.structure_only:
-        prunable = sum(site.kind in ("attention", "activation") for site in job.family.sites(job.blank))
+        model = job.blank
         for number, step in enumerate(job.recipe.steps):
             several = f"{number + 1}. " if len(job.recipe.steps) > 1 else ""
-            for stage in METHODS[step.method].stages(step.options, prunable):
+            model = surgery.apply_to_copy(model, job.deltas[number - 1]) if number else model
+            for stage in find_method(step.method).estimate(model, job.family, step.options):
                 yield _row(
                     f"{several}{step.method}: {stage.title}",
                     stage.rounds,

@@ -16,9 +16,9 @@ from vitcompress import surgery
 from vitcompress.bench import machine, suite
 from vitcompress.errors import DeviceError, InputError
 from vitcompress.exporters.onnx.export import ONNX
-from vitcompress.exporters.precision import HALF, present
+from vitcompress.exporters.precision import HALF, present_layers
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
-from vitcompress.methods import METHODS
+from vitcompress.methods import find_method
 from vitcompress.methods.base import Clock
 from vitcompress.models.checkpoint import PLAN
 from vitcompress.models.create import create_model
@@ -37,7 +37,8 @@ def check_latency(job: Job, *, fresh: bool) -> None:
     Nothing is measured where all such steps were taken already.
     """
     steps = job.recipe.steps
-    timed = [number for number, step in enumerate(steps) if METHODS[step.method].timed(step.options) is not None]
+    targets = [find_method(step.method).describe(step.options).latency for step in steps]
+    timed = [number for number, target in enumerate(targets) if target is not None]
     taken = not fresh and all((job.step_folder(number) / PLAN).is_file() for number in timed)
     if not timed or job.runtime.broadcast(taken):
         return
@@ -45,18 +46,17 @@ def check_latency(job: Job, *, fresh: bool) -> None:
     model, plan = create_model(job.recipe.model.name, job.arch_args), job.base
     with distributed.cpu_threads(job.recipe.run.threads):
         for number, step in enumerate(steps[: timed[-1] + 1]):
-            method = METHODS[step.method]
-            if number in timed:
+            if (target := targets[number]) is not None:
                 job.progress.stage(f"Measure the range of latencies of step {number + 1}")
-                method.check_reach(model, job.family, plan, step.options, clock(job))
-            delta = method.structure(model, job.family, plan, step.options)
+                target.check(model, job.family, plan, clock(job))
+            delta = find_method(step.method).structure(model, job.family, plan, step.options)
             model, plan = surgery.apply_to_copy(model, delta), plan.then(delta)
 
 
 def check_clock(job: Job) -> None:
     """Raise DeviceError where ONNX Runtime would measure on another device than the run's, which the latency is for."""
-    timed = (step.options for step in job.recipe.steps if METHODS[step.method].timed(step.options) is not None)
-    if any(options.latency_on == "onnxruntime" for options in timed) and job.onnx_problem:
+    targets = (find_method(step.method).describe(step.options).latency for step in job.recipe.steps)
+    if any(target.runtime == "onnxruntime" for target in targets if target) and job.onnx_problem:
         raise DeviceError(
             f"a latency on {job.runtime.device} is aimed at, and ONNX Runtime does not work there: {job.onnx_problem}",
             hint="measure with torch (--set step.0.latency_on=torch), or run with --device cpu",
@@ -109,7 +109,7 @@ def _runner(job: Job, model: nn.Module, runtime: str, folder: Path) -> Runner:
     if runtime == "onnxruntime":
         path = folder / "candidate.onnx"
         # Islands are searched for at the end of the run; here only those apply that are named and still in the model.
-        named = replace(wanted.only(ONNX.uses), islands=present(model, wanted.islands))
+        named = replace(wanted.only(ONNX.uses), islands=present_layers(model, wanted.islands))
         ONNX.export(_holdable(model, wanted.precision), path, input=job.input, options=named)
         return open_runner(path, device=job.onnx_device)
     raise InputError(f"no runtime {runtime!r} to measure on", hint="use onnxruntime or torch")

@@ -2,17 +2,15 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from vitcompress import surgery
 from vitcompress.bench import timing
 from vitcompress.errors import InputError
 from vitcompress.exporters import EXPORTERS, available_exporter
 from vitcompress.exporters.options import AUTO
-from vitcompress.exporters.precision import expanded
+from vitcompress.exporters.precision import expand_layers
 from vitcompress.io.progress import Progress
-from vitcompress.methods import METHODS
-from vitcompress.methods.auxiliary import RecoverOptions, recovery_settings
+from vitcompress.methods import find_method
 from vitcompress.models.checkpoint import PLAN
 from vitcompress.models.create import create_model
 from vitcompress.pipeline.folder import check_disk, check_writable
@@ -73,7 +71,7 @@ def check_formats(recipe: Recipe) -> None:
 
 def check_islands(job: Job) -> None:
     """Raise InputError for an fp32 island that the model before pruning does not have."""
-    expanded(job.blank, (name for name in job.recipe.export.islands if name != AUTO))
+    expand_layers(job.blank, (name for name in job.recipe.export.islands if name != AUTO))
 
 
 def check_widths(job: Job) -> None:
@@ -88,11 +86,11 @@ def check_widths(job: Job) -> None:
 
 def _check_equal(recipe: Recipe, target: str) -> None:
     for number, step in enumerate(recipe.steps):
-        if METHODS[step.method].apart(step.options):
+        if change := find_method(step.method).describe(step.options).equal_widths:
             raise InputError(
                 f"step {number + 1}, {step.method}, gives q and k another width than v where that is best; as one "
                 f"Attention node, which opset {recipe.export.opset} makes of them, {target} takes equal widths only",
-                hint=f"leave export.opset out, or --set step.{number}.layout=tied (or padded)",
+                hint=f"leave export.opset out, or --set step.{number}.{change}",
             )
 
 
@@ -100,26 +98,22 @@ def check_training(job: Job) -> None:
     """Raise InputError for training options that could not be carried out, before the training that comes first."""
     if job.data is None:
         return
-    between = (step.options for step in job.recipe.steps if isinstance(step.options, RecoverOptions))
-    recoveries = (recovery_settings(job.recipe.finetune, options) for options in between)
+    steps = [find_method(step.method).describe(step.options) for step in job.recipe.steps]
+    recoveries = (step.training(job.recipe.finetune) for step in steps if step.training)
     for options in (job.recipe.dense, job.recipe.finetune, *recoveries):
         if options is not None:
             check_options(options, job.data.train, job.data.heldout, job.runtime)
-    if not job.data.heldout and any(_chooses_by_accuracy(step.options) for step in job.recipe.steps):
+    if not job.data.heldout and any(step.uses_heldout for step in steps):
         raise InputError(
             "data.heldout is 0, but the layers are chosen by accuracy on held-out images",
             hint="set data.heldout to 0.01 or more",
         )
-    if METHODS[job.recipe.steps[-1].method].dilute and job.recipe.finetune.select == "best":
+    if find_method(job.recipe.steps[-1].method).dilute and job.recipe.finetune.select == "best":
         raise InputError(
             f"finetune.select is 'best', but {job.recipe.steps[-1].method} fades the layers out while it recovers: the "
             "best epoch may be one that still has them",
             hint="set finetune.select = 'last'",
         )
-
-
-def _chooses_by_accuracy(options: Any) -> bool:
-    return hasattr(options, "collection") and getattr(options, "layers", "search") == "search"
 
 
 def check_bench(job: Job) -> None:
@@ -133,7 +127,7 @@ def check_bench(job: Job) -> None:
 def check_room(job: Job) -> None:
     """Raise OutputError when the disk is too small for what the run will write."""
     keeping = sum(  # steps that slice, and those that choose nothing: they fold or train
-        bool(delta.kept or delta.folded) or METHODS[step.method].choice(step.options) is None
+        bool(delta.kept or delta.folded) or find_method(step.method).describe(step.options).choice is None
         for step, delta in zip(job.recipe.steps, job.deltas, strict=True)
     )
     params = sum(parameter.numel() for parameter in job.blank.parameters())
@@ -156,5 +150,5 @@ def check_recovery(job: Job) -> None:
     """Raise InputError for a teacher that cannot be had or cannot teach, before anything is trained."""
     if not job.structure_only:
         pruned = surgery.apply_to_copy(job.blank, job.structure)
-        fades = METHODS[job.recipe.steps[-1].method].dilute is not None
+        fades = find_method(job.recipe.steps[-1].method).dilute is not None
         check_teacher(job.recipe.finetune, job.blank, pruned, job.input, fades=fades)

@@ -1,33 +1,31 @@
-"""Carry out the pruning steps of a recipe."""
+"""Run the pruning steps of a recipe."""
 
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor, nn
 
 from vitcompress import surgery
 from vitcompress.io.files import write_text
-from vitcompress.methods import METHODS
 from vitcompress.methods.base import LEFT_WEIGHTS, PUBLISHED, Context, check_sealed, seal
 from vitcompress.models.checkpoint import load_for, load_strictly
-from vitcompress.pipeline.job import Job
+from vitcompress.pipeline.dense import load_dense
+from vitcompress.pipeline.job import Job, JobStep, Work
 from vitcompress.pipeline.latency import clock, measured_on
 from vitcompress.pipeline.teacher import teacher_for
 from vitcompress.plan import Plan
 from vitcompress.training.data import no_data
 from vitcompress.verify.slice import keep_given
 
-# ----------------------------------------------------------------------------------------------------------------- plan
-
 
 @dataclass(frozen=True)
 class Steps:
     """The result of all steps.
 
-    model: the one that the last step was given, with the weights that this step left for it. base: the plan that makes
-    it of the dense model. last: what the last step adds.
+    model: the input of the last step, with the weights that this step trained, if it trains. base: the plan that leads
+    from the dense model to it. last: the plan of the last step.
     """
 
     model: nn.Module
@@ -43,51 +41,67 @@ class Steps:
         return surgery.apply_to_copy(self.model, self.last)
 
 
-def take_steps(job: Job, dense: nn.Module) -> Steps:
-    """Plan each step on the model that the steps before left, with the weights that they left."""
-    # Nothing is trained or taught with structure only, so the dense model itself will do.
-    taken = Steps(dense if job.structure_only else deepcopy(dense), job.base, job.base)
-    for number in range(len(job.recipe.steps)):
-        model, base = (taken.pruned(), taken.plan) if number else (taken.model, taken.base)
-        delta = _step_plan(job, dense, number, model, base)
-        _take_over(job, number, model, base)
+def prune(job: Job) -> None:
+    """Plan all steps, and keep the plan of each in its folder."""
+    run_steps(job, load_dense(job))
+
+
+def run_steps(job: Job, dense: nn.Module) -> Steps:
+    """Plan each step on the model and the weights that the steps before it produced. Finished steps are read back."""
+    # With structure only nothing is trained, so the dense model itself can be used.
+    result = Steps(dense if job.structure_only else deepcopy(dense), job.base, job.base)
+    for step in job.steps:
+        model, base = (result.pruned(), result.plan) if step.number else (result.model, result.base)
+        delta = _plan_step(job, dense, step, model, base)
+        _load_step_weights(job, step, model, base)
         if (delta.kept or delta.folded) and job.runtime.is_main:
-            keep_given(job.step_folder(number), model, base)
-        taken = Steps(model, base, delta)
-    return taken
+            keep_given(step.files.path, model, base)
+        result = Steps(model, base, delta)
+    return result
 
 
-def _take_over(job: Job, number: int, model: nn.Module, plan: Plan) -> None:
-    """Give `model` the weights that step `number`, which was given it, has left, if it has left any."""
-    path = job.step_folder(number) / LEFT_WEIGHTS
-    found = load_for(path, plan) if job.runtime.is_main and path.is_file() else None
-    left: dict[str, Tensor] | None = job.runtime.broadcast(found)
-    if left is not None:
-        load_strictly(model, left, path)
+def estimate_steps(job: Job) -> Iterator[Work]:
+    if job.structure_only:
+        return
+    for step, model in zip(job.steps, job.models, strict=False):
+        prefix = f"{step.number + 1}. " if len(job.steps) > 1 else ""
+        for part in step.method.estimate(model, job.family, step.options):
+            images = part.images or part.images_per_class * job.classes or job.train_images
+            if images is not None and job.train_images is not None:
+                images = min(images, job.train_images)
+            yield Work(f"{prefix}{step.method.name}: {part.title}", part.rounds, part.epochs, images)
 
 
-def _step_plan(job: Job, dense: nn.Module, number: int, model: nn.Module, plan: Plan) -> Plan:
-    step, folder = job.recipe.steps[number], job.step_folder(number)
-    method, path = METHODS[step.method], folder / "plan.json"
-    text = job.runtime.broadcast(path.read_text() if job.runtime.is_main and path.is_file() else None)
+def _load_step_weights(job: Job, step: JobStep, model: nn.Module, plan: Plan) -> None:
+    """Load the weights that `step` trained, if any, into its input `model`."""
+    path = step.files.path / LEFT_WEIGHTS
+    on_disk = load_for(path, plan) if job.runtime.is_main and path.is_file() else None
+    tensors: dict[str, Tensor] | None = job.runtime.broadcast(on_disk)
+    if tensors is not None:
+        load_strictly(model, tensors, path)
+
+
+def _plan_step(job: Job, dense: nn.Module, step: JobStep, model: nn.Module, plan: Plan) -> Plan:
+    method, info, files = step.method, step.info, step.files
+    text = job.runtime.broadcast(files.plan.read_text() if job.runtime.is_main and files.plan.is_file() else None)
     if text is not None:
         if job.runtime.is_main:
-            check_sealed(folder)
+            check_sealed(files.path)
         return Plan.from_json(text)
-    timed = method.timed(step.options) if job.structure_only else None
-    if job.structure_only and timed is None:
+    if job.structure_only and info.latency is None:
         delta = method.structure(model, job.family, plan, step.options)
     else:
-        what = "the published layers" if method.choice(step.options) == PUBLISHED else method.summary
-        job.progress.stage(f"Step {number + 1} of {len(job.recipe.steps)}: {what}")
-        delta = method.plan(model, _context(job, dense, plan, folder), timed or step.options)
+        work = "the published layers" if info.choice == PUBLISHED else method.summary
+        job.progress.stage(f"Step {step.number + 1} of {len(job.steps)}: {work}")
+        options = info.latency.unscored if info.latency and job.structure_only else step.options
+        delta = method.plan(model, _context(job, dense, plan, step), options)
     if job.runtime.is_main:
-        seal(folder)
-        write_text(path, delta.to_json())
+        seal(files.path)
+        write_text(files.plan, delta.to_json())
     return delta
 
 
-def _context(job: Job, dense: nn.Module, plan: Plan, folder: Path) -> Context:
+def _context(job: Job, dense: nn.Module, plan: Plan, step: JobStep) -> Context:
     return Context(
         arch=job.recipe.model.name,
         arch_args=job.arch_args,
@@ -96,7 +110,7 @@ def _context(job: Job, dense: nn.Module, plan: Plan, folder: Path) -> Context:
         data=job.data or no_data(),
         input=job.input,
         runtime=job.runtime,
-        folder=folder,
+        folder=step.files.path,
         seed=job.recipe.run.seed,
         progress=job.progress,
         train=job.recipe.finetune,

@@ -14,8 +14,8 @@ from vitcompress.errors import ArtifactError
 from vitcompress.exporters.sidecar import read_sidecar, sidecar_path
 from vitcompress.io.checks import LEDGER
 from vitcompress.io.files import read_json
-from vitcompress.methods import METHODS
-from vitcompress.methods.base import Choice
+from vitcompress.methods import find_method
+from vitcompress.methods.base import Choice, LatencyTarget
 from vitcompress.methods.latency import elsewhere
 from vitcompress.models.cost import count_cost
 from vitcompress.pipeline.export import all_exported, class_names, exported, island_remarks, plan_of
@@ -45,7 +45,7 @@ def chosen_on(recipe: Recipe) -> str | None:
 def _made(recipe: Recipe) -> Iterator[tuple[int, str, Choice]]:
     """Number, method and choice of each step that makes one."""
     for number, step in enumerate(recipe.steps):
-        if (choice := METHODS[step.method].choice(step.options)) is not None:
+        if (choice := find_method(step.method).describe(step.options).choice) is not None:
             yield number, step.method, choice
 
 
@@ -134,15 +134,16 @@ def _artifact(path: Path, accuracy: Mapping[str, Any], measured: Sequence[Mappin
 
 
 def _tables(job: Job, number: int) -> list[dict[str, Any]]:
-    return METHODS[job.recipe.steps[number].method].tables(job.step_folder(number))
+    return list(find_method(job.recipe.steps[number].method).report(job.step_folder(number)).tables)
 
 
 def _remarks(job: Job) -> Iterator[str]:
     """What a reader must know to understand the report's figures."""
     for number, step in enumerate(job.recipe.steps):
-        yield from METHODS[step.method].remarks(job.step_folder(number))
-        if METHODS[step.method].timed(step.options) is not None:
-            yield from _latency_at_the_end(job, step.options, job.step_folder(number))
+        method = find_method(step.method)
+        yield from method.report(job.step_folder(number)).remarks
+        if (target := method.describe(step.options).latency) is not None:
+            yield from _latency_at_the_end(job, target, job.step_folder(number))
     if job.structure_only:
         yield (
             "Nothing was trained or scored: cost and speed are those of this structure, accuracy is not known. To "
@@ -164,14 +165,14 @@ def _remarks(job: Job) -> Iterator[str]:
         yield "Measured on a CPU: ratios to other hardware do not carry over."
 
 
-def _latency_at_the_end(job: Job, options: Any, folder: Path) -> Iterator[str]:
+def _latency_at_the_end(job: Job, target: LatencyTarget, folder: Path) -> Iterator[str]:
     """The final latency for each step that aimed at one, where its runtime was measured again."""
-    other = elsewhere(folder, options.latency_on, measured_on(job))
+    other = elsewhere(folder, target.runtime, measured_on(job))
     planned = f" The widths were chosen by times taken elsewhere ({other})." if other else ""
     for entry in _read(job.folder / recorded.BENCH) or ():
         row = entry["rows"][1]
-        if row["runtime"] == options.latency_on:
+        if row["runtime"] == target.runtime:
             yield (
-                f"Latency aimed at: {options.amount:g} ms on {row['runtime']}; measured at the end: "
+                f"Latency aimed at: {target.ms:g} ms on {row['runtime']}; measured at the end: "
                 f"{row['latency_ms']['p50']:.4g} ms (median, {row['protocol']}, batch {row['batch']}).{planned}"
             )

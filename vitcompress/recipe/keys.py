@@ -12,8 +12,9 @@ from pydantic.fields import FieldInfo
 
 from vitcompress import recipes
 from vitcompress.errors import InputError, did_you_mean
+from vitcompress.io.plugins import load_plugin
 from vitcompress.io.validation import parts_of
-from vitcompress.methods import METHODS
+from vitcompress.methods import METHODS, Method, find_method
 from vitcompress.recipe.load import load_recipe
 from vitcompress.recipe.schema import Tables
 
@@ -50,25 +51,28 @@ def keys_of(source: str) -> list[Key]:
     """
     inner = {name: _table_in(hint) for name, hint in typing.get_type_hints(Tables).items() if name != QUOTED}
     common = {name: table for name, table in inner.items() if table is not None}
-    if source in METHODS:
-        steps = [("step.0", METHODS[source].options, None)]
+    if method := _method(source):
+        steps = [("step.0", method.options, None)]
         tables: list[tuple[str, Any, Any]] = [(name, table, None) for name, table in common.items()]
     else:
-        _check_known(source)
         recipe = load_recipe(source)
-        steps = [(f"step.{i}", METHODS[s.method].options, s.options) for i, s in enumerate(recipe.steps)]
+        steps = [(f"step.{i}", find_method(s.method).options, s.options) for i, s in enumerate(recipe.steps)]
         tables = [(name, table, getattr(recipe, name)) for name, table in common.items()]
     return [key for name, table, values in (*steps, *tables) for key in _keys(name, table, values)]
 
 
-def _check_known(source: str) -> None:
-    """Raise InputError for what is neither a method nor a recipe nor a file."""
-    known = (*METHODS, *recipes.names(), *recipes.study_names())
-    if source not in known and not source.endswith(".toml") and not Path(source).exists():
+def _method(source: str) -> Method | None:
+    """The method called `source`; None for a recipe. Raises InputError if it is neither, nor a file."""
+    names = (*recipes.names(), *recipes.study_names())
+    if source not in METHODS and (source in names or source.endswith(".toml") or Path(source).exists()):
+        return None
+    method = METHODS.get(source) or load_plugin("methods", source, Method)
+    if method is None:
         raise InputError(
-            f"there is no recipe and no method called {source!r}{did_you_mean(source, known)}",
+            f"there is no recipe and no method called {source!r}{did_you_mean(source, (*METHODS, *names))}",
             hint=f"methods: {', '.join(METHODS)}; `vitcompress recipes` lists the recipes",
         )
+    return method
 
 
 def _keys(prefix: str, table: type[Any], values: Any) -> Iterator[Key]:

@@ -12,10 +12,10 @@ from pydantic import create_model
 
 from vitcompress import recipes
 from vitcompress.errors import InputError, RecipeError, did_you_mean
-from vitcompress.io.validation import STRICT, validated, where_keys_are
-from vitcompress.methods import METHODS
+from vitcompress.io.validation import STRICT, keys_hint, validate
+from vitcompress.methods import METHODS, find_method
 from vitcompress.recipe.overrides import assign
-from vitcompress.recipe.schema import Recipe, Step, Tables, plain
+from vitcompress.recipe.schema import Recipe, Step, Tables, plain_data
 
 
 def load_recipe(source: str, sets: Sequence[str] = (), *, formats: Collection[str] = ()) -> Recipe:
@@ -28,12 +28,12 @@ def load_recipe(source: str, sets: Sequence[str] = (), *, formats: Collection[st
         InputError: no such recipe; with the nearest names.
     """
     name, text = read_text(source, "recipe", recipes.names(), recipes.text)
-    data = parsed(source, text)
+    data = parse_toml(source, text)
     recipes.check_kind("recipe", source, data)
-    return recipe_of(source, {"name": name, **data}, sets, formats=formats)
+    return build_recipe(source, {"name": name, **data}, sets, formats=formats)
 
 
-def parsed(source: str, text: str) -> dict[str, Any]:
+def parse_toml(source: str, text: str) -> dict[str, Any]:
     """TOML as plain data. Raises RecipeError for what is none; `source` tells which."""
     try:
         return tomllib.loads(text)
@@ -42,7 +42,9 @@ def parsed(source: str, text: str) -> dict[str, Any]:
         raise RecipeError(source, [f"not valid TOML: {error}"], hint=hint) from None
 
 
-def recipe_of(source: str, data: dict[str, Any], sets: Sequence[str] = (), *, formats: Collection[str] = ()) -> Recipe:
+def build_recipe(
+    source: str, data: dict[str, Any], sets: Sequence[str] = (), *, formats: Collection[str] = ()
+) -> Recipe:
     """The recipe that `data`, the content of its TOML, is after `sets`.
 
     Raises:
@@ -51,20 +53,20 @@ def recipe_of(source: str, data: dict[str, Any], sets: Sequence[str] = (), *, fo
     data = deepcopy(data)
     problems = [problem for text in sets if (problem := assign(data, text))]
     raw_steps = data.pop("step", [])
-    tables = validated(Tables, data, "", problems)
+    tables = validate(Tables, data, "", problems)
     steps = _steps(raw_steps, problems)
     if tables is not None:
         problems += _contradictions(tables, formats)
     if problems or tables is None:
-        raise RecipeError(source, problems, hint=where_keys_are(problems, raw_steps))
+        raise RecipeError(source, problems, hint=keys_hint(problems, raw_steps))
     return Recipe(steps=steps, **{name: getattr(tables, name) for name in type(tables).model_fields})
 
 
 def dense_key(recipe: Recipe) -> str:
     """Twelve hex digits of all that the dense model's training depends on: recipes that agree share the model."""
-    data = {key: value for key, value in plain(recipe.data).items() if key != "workers"}
+    data = {key: value for key, value in plain_data(recipe.data).items() if key != "workers"}
     parts = {"model": recipe.model, "data": data, "dense": recipe.dense, "seed": recipe.run.seed, "amp": recipe.run.amp}
-    return hashlib.sha256(json.dumps(plain(parts), sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(plain_data(parts), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def read_text(source: str, what: str, names: Collection[str], text: Callable[[str], str]) -> tuple[str, str]:
@@ -90,17 +92,18 @@ def _steps(raw: Any, problems: list[str]) -> tuple[Step, ...]:
 
 
 def _step(data: dict[str, Any], prefix: str, problems: list[str]) -> Step | None:
-    method = data.pop("method", None)
-    if method not in METHODS:
-        choices = f"one of {', '.join(METHODS)}{did_you_mean(str(method), METHODS)}"
-        problems.append(
-            f"{prefix}method   "
-            + (f"is missing: {choices}" if method is None else f"got {method!r}, expected {choices}")
-        )
+    name = data.pop("method", None)
+    if name is None:
+        problems.append(f"{prefix}method   is missing: one of {', '.join(METHODS)}")
         return None
-    table = create_model("StepTable", __config__=STRICT, step=(METHODS[method].options, ...))
-    checked = validated(table, {"step": data}, prefix, problems)
-    return None if checked is None else Step(method, vars(checked)["step"])
+    try:
+        method = find_method(str(name))
+    except InputError as error:
+        problems.append(f"{prefix}method   {error.message}: {error.hint}")
+        return None
+    table = create_model("StepTable", __config__=STRICT, step=(method.options, ...))
+    checked = validate(table, {"step": data}, prefix, problems)
+    return None if checked is None else Step(str(name), vars(checked)["step"])
 
 
 def _contradictions(tables: Tables, formats: Collection[str]) -> list[str]:

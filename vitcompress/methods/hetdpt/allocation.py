@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitcompress.errors import PlanError
-from vitcompress.io.text import choose
+from vitcompress.io.text import suggest_range
 
 DEGREES = (1, 2, 3, 4)
 TIE_SHARE = 0.1
@@ -147,7 +147,7 @@ def _affordable(layers: tuple[int, int], least: int) -> str:
         return "prune widths: with one layer of each type to stay, none may go"
     if fewest <= least:
         return f"set min_pruned_per_type to {fewest - 1} or less"
-    return choose("pruned_layers", max(1, 2 * least), most)
+    return suggest_range("pruned_layers", max(1, 2 * least), most)
 
 
 def allocate_budget(

@@ -11,7 +11,7 @@ set.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +63,31 @@ def removal_orders(records: Sequence[Record]) -> dict[Kind, list[int]]:
     return {kind: max((r[kind] for r in records if r["chain"] == kind), key=len, default=[]) for kind in KINDS}
 
 
+def candidates_per_round(counts: Mapping[Kind, int], budget: int, options: CollectionOptions) -> list[int]:
+    """How many layers the rounds of `collect` choose from, one number per round. counts: layers of each type."""
+    candidates = [counts[kind] - number for kind in KINDS for number in range(_rounds(counts[kind], budget, options))]
+    left = dict(counts)
+    for number, kind in enumerate(_interleaved(options)):
+        if left[kind] < 2:
+            break
+        candidates += [left[kind]] * bool(number)  # the first round is shared with a single-type chain
+        left[kind] -= 1
+    return candidates
+
+
+def _rounds(layers: int, budget: int, options: CollectionOptions) -> int:
+    """The length of a single-type chain: one layer of the type stays."""
+    return min(options.rounds or budget, layers - 1)
+
+
+def _interleaved(options: CollectionOptions) -> list[Kind]:
+    """The types of the interleaved chain in order of removal."""
+    order: list[Kind] = ["activation", "attention"]
+    if options.order == "attention_first":
+        order.reverse()
+    return (order * options.interleaved)[: options.interleaved]
+
+
 def rows(records: Sequence[Record], counts: dict[Kind, int]) -> list[Row]:
     """The points of the accuracy predictor; `counts` is the number of layers of each type before any was removed."""
     return [
@@ -87,21 +112,18 @@ class _Collector:
         self.shared = ""  # the round that two chains start from
 
     def run(self) -> list[Record]:
-        first: Kind = "activation" if self.options.order == "activation_first" else "attention"
-        second: Kind = "attention" if first == "activation" else "activation"
-        mixed = ([first, second] * self.options.interleaved)[: self.options.interleaved]
-        self.shared = f"{first}_01" if mixed else ""
-        single = {kind: self._chain(kind, [kind] * self._rounds(kind), []) for kind in (first, second)}
-        start = single[first][: len(mixed[:1])]
+        mixed = _interleaved(self.options)
+        self.shared = f"{mixed[0]}_01" if mixed else ""
+        single = {kind: self._single(kind) for kind in dict.fromkeys((*mixed, *KINDS))}
+        start = single[mixed[0]][:1] if mixed else []
         interleaved = self._chain("interleaved", mixed, start)
         self.shared = ""
         for record in start:
             self._forget(record)
         return [self._dense_record(), *single["attention"], *single["activation"], *interleaved[len(start) :]]
 
-    def _rounds(self, kind: Kind) -> int:
-        """As many as asked for, but one layer of the type stays."""
-        return min(self.options.rounds or self.budget.pruned_layers, len(self.sites[kind]) - 1)
+    def _single(self, kind: Kind) -> list[Record]:
+        return self._chain(kind, [kind] * _rounds(len(self.sites[kind]), self.budget.pruned_layers, self.options), [])
 
     def _chain(self, name: str, kinds: Sequence[Kind], start: Sequence[Record]) -> list[Record]:
         """Carry a chain on from `start` until it has removed one layer for each of `kinds`."""

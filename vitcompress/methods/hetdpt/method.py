@@ -25,7 +25,7 @@ from vitcompress.errors import PlanError
 from vitcompress.families import Family
 from vitcompress.io.validation import Doc
 from vitcompress.methods import depth
-from vitcompress.methods.base import PUBLISHED, TRAINED, Choice, Context, Method, Stage
+from vitcompress.methods.base import PUBLISHED, TRAINED, Context, Estimate, Method, StepInfo
 from vitcompress.methods.depth import KINDS, DepthOptions, Kind
 from vitcompress.methods.hetdpt import collection, diagnostics, report, search
 from vitcompress.methods.hetdpt.allocation import TieBreak, allocate_budget, feasible_splits
@@ -112,12 +112,12 @@ def allocate(model: nn.Module, context: Context, options: AllocationOptions) -> 
         return found.to_json()
 
     allocation = context.memo("allocation", choose)
-    context.progress.note(describe(allocation))
+    context.progress.note(summarize(allocation))
     return records, (allocation["chosen"][0], allocation["chosen"][1])
 
 
-def describe(allocation: dict[str, Any]) -> str:
-    """One line on how the budget was split and how sure that is."""
+def summarize(allocation: dict[str, Any]) -> str:
+    """One line on how the budget was split and how certain that is."""
     attentions, activations = allocation["chosen"]
     rivals = [
         f"{s['attention']}+{s['activation']}"
@@ -160,38 +160,40 @@ def check_allocation(model: nn.Module, family: Family, options: AllocationOption
         )
 
 
-def stages(options: Options, prunable: int) -> list[Stage]:
-    """What `plan` will train and measure on a model with `prunable` attentions and activations, for a dry run."""
-    if options.layers == "published":
-        return []
-    epochs = search.removal_epochs(options.pruned_layers, options.search.factor)[-1]
-    found = [
-        *allocation_stages(options, prunable),
-        Stage("step 2, importance search", 1, epochs, options.search.images_per_class),
-    ]
+def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimate]:
+    """The trainings and measurements of `plan`."""
+    estimates = []
+    if options.layers == "search":
+        epochs = search.removal_epochs(options.pruned_layers, options.search.factor)[-1]
+        estimates = [
+            *estimate_allocation(model, family, options),
+            Estimate("step 2, importance search", 1, epochs, options.search.images_per_class),
+        ]
     if options.diagnostics:
-        images = options.collection.images_per_class
-        found.append(Stage("diagnostics, each layer alone", prunable, options.collection.epochs, images))
-    return found
+        layers, fast = len(depth.all_layers(model, family)), options.collection
+        estimates += [
+            Estimate("diagnostics, gradients of the gates", 1, 1, images=options.te.images),
+            Estimate("diagnostics, each layer alone", layers, fast.epochs, fast.images_per_class),
+        ]
+    return estimates
 
 
-def choice(options: Options) -> Choice:
-    """The lists of a publication, or the search, which trains copies of the model for its rows and its scores."""
-    if options.layers == "published":
-        return PUBLISHED
+def describe(options: Options) -> StepInfo:
+    """The lists of a publication, or the search, which trains copies of the model."""
     listed = options.example_attention or options.example_activation
-    return replace(TRAINED, unscored="an example in the recipe") if listed else TRAINED
+    searched = replace(TRAINED, unscored="an example in the recipe") if listed else TRAINED
+    published = options.layers == "published"
+    return StepInfo(PUBLISHED if published else searched, uses_heldout=not published or options.diagnostics)
 
 
-def allocation_stages(options: AllocationOptions, prunable: int) -> list[Stage]:
+def estimate_allocation(model: nn.Module, family: Family, options: AllocationOptions) -> list[Estimate]:
     """The trainings and measurements of step 1."""
-    single = 2 * (options.collection.rounds or options.pruned_layers)
-    mixed = max(0, options.collection.interleaved - 1)
+    counts = {kind: len(sites) for kind, sites in depth.layers(model, family).items()}
+    left = collection.candidates_per_round(counts, options.pruned_layers, options.collection)
+    fast = options.collection
     return [
-        Stage("step 1, transfer entropy", single + mixed, 1, images=options.te.images),
-        Stage(
-            "step 1, fast fine-tuning", single + mixed, options.collection.epochs, options.collection.images_per_class
-        ),
+        Estimate("step 1, transfer entropy", sum(left) + len(left), 1, images=options.te.images),
+        Estimate("step 1, fast fine-tuning", len(left), fast.epochs, fast.images_per_class),
     ]
 
 
@@ -235,8 +237,7 @@ HETDPT = Method(
     options=Options,
     plan=plan,
     structure=structure,
-    stages=stages,
-    choice=choice,
-    tables=report.tables,
-    charts=report.charts,
+    estimate=estimate,
+    describe=describe,
+    report=report.report,
 )

@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress.io.files import read_json
-from vitcompress.methods.base import Chart, Line
+from vitcompress.methods.base import Chart, Line, StepReport
 
 Table = dict[str, Any]
 CHAINS = ("dense", "attention_*", "activation_*", "interleaved_*")
+
+
+def report(folder: Path) -> StepReport:
+    """Tables and curves of what one step measured, from its `folder`."""
+    return StepReport(tables(folder), charts=charts(folder))
 
 
 def tables(folder: Path) -> list[Table]:

@@ -1,6 +1,6 @@
 """SERo's exploration: train while a growing share of the units is masked, and let every refresh choose anew.
 
-Masks are gates on the layers that write a space (`gates.channel_gates`): output and gradients are those of weights
+Masks are gates on the layers that write a space (`surgery.masks.mask_channels`): output and gradients are those of weights
 masked on both sides, and pruned units receive none (eq. 5's M). A mask lives outside the model: it is in no state dict,
 and in the resume state it is a list of live channels per space.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vitcompress.families import Family, Space
 from vitcompress.methods.sero.layout import KINDS, Live, project, unit_spaces
 from vitcompress.methods.sero.options import Options
-from vitcompress.surgery.masks import channel_gates
+from vitcompress.surgery.masks import mask_channels
 from vitcompress.training.distributed import derived_seed
 
 Ranks = dict[str, np.ndarray]
@@ -140,7 +140,7 @@ class Exploration:
             for name, channels in self.live.items()
             if not channels.all()
         }
-        self._gates.enter_context(channel_gates(self.model, self.family, gates))
+        self._gates.enter_context(mask_channels(self.model, self.family, gates))
 
     def close(self) -> None:
         """Take all masks off the model."""

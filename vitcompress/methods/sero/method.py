@@ -22,7 +22,7 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import Family, Space
-from vitcompress.methods.base import ARBITRARY, GIVEN, Choice, Context, Method, Stage
+from vitcompress.methods.base import ARBITRARY, INPUT_MODEL, Choice, Context, Estimate, Method, StepInfo, reject_unused
 from vitcompress.methods.sero.exploration import Exploration
 from vitcompress.methods.sero.layout import (
     APART,
@@ -36,7 +36,7 @@ from vitcompress.methods.sero.layout import (
     unit_spaces,
 )
 from vitcompress.methods.sero.options import Options, sparsity_at
-from vitcompress.methods.sero.report import FILE, charts, record, remarks, tables
+from vitcompress.methods.sero.report import FILE, record, report
 from vitcompress.plan import Plan
 from vitcompress.training.options import TrainOptions
 from vitcompress.training.trainer import TrainingControls
@@ -66,6 +66,12 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
             f"warmup_epochs is {options.warmup_epochs} of {options.epochs} epochs, so nothing would be explored",
             hint="raise epochs or lower warmup_epochs",
         )
+    gradients = options.criterion.startswith("gradient")
+    unused = {
+        "round_to": options.layout == "ragged" and "layout is 'ragged'",
+        "criterion_pass": not gradients and f"criterion is {options.criterion!r}, which uses no gradients",
+    }
+    reject_unused(options, unused)
     spaces = prunable(family.spaces(model))
     units = unit_spaces(spaces)
     if not units:
@@ -104,17 +110,17 @@ def _plan(
     return Plan(base.arch, base.arch_args, kept=kept, heads=heads, padded=wider)
 
 
-def stages(options: Options, prunable: int) -> list[Stage]:
-    """What `plan` will train, for a dry run."""
-    return [Stage("exploration", 1, options.epochs)]
+def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimate]:
+    return [Estimate("exploration", 1, options.epochs)]
 
 
-def choice(options: Options) -> Choice:
-    """Scores of the model that is being explored, which is not the one that the step was given; or a draw."""
-    if options.criterion == "random":
-        return Choice("chance", unscored=ARBITRARY)
-    explored = f"{GIVEN} while it trained under masks; what follows starts from the weights trained so"
-    return Choice("search", explored, ARBITRARY)
+def describe(options: Options) -> StepInfo:
+    """The explored weights are handed over. Only padded and tied layouts keep q, k and v equally wide."""
+    explored = f"{INPUT_MODEL} while it trained under masks; what follows starts from the weights trained so"
+    chance = options.criterion == "random"
+    choice = Choice("chance" if chance else "search", None if chance else explored, ARBITRARY)
+    widths = "layout=tied (or padded)" if options.layout in APART else ""
+    return StepInfo(choice, lambda finetune: _settings(finetune, options), equal_widths=widths)
 
 
 def _by_position(space: Space) -> np.ndarray:
@@ -180,10 +186,7 @@ SERO = Method(
     options=Options,
     plan=plan,
     structure=structure,
-    stages=stages,
-    tables=tables,
-    charts=charts,
-    remarks=remarks,
-    choice=choice,
-    apart=lambda options: options.layout in APART,
+    estimate=estimate,
+    describe=describe,
+    report=report,
 )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from vitcompress.io.files import read_json
-from vitcompress.methods.base import Chart, Line, ranked
+from vitcompress.methods.base import Chart, Line, StepReport, ranked
 from vitcompress.methods.sero.exploration import Exploration
 from vitcompress.methods.sero.layout import KINDS
 from vitcompress.plan import Plan
@@ -35,6 +35,10 @@ def record(found: Exploration, delta: Plan, sparsity: float) -> dict[str, Any]:
     more = {"skipped": found.skipped, "revived": found.revived, "trace": found.trace, "counts": found.counts()}
     rules = found.options.rules
     return {"layout": rules.layout, "threshold": rules.threshold, "sparsity": sparsity, "spaces": rows, **more}
+
+
+def report(folder: Path) -> StepReport:
+    return StepReport(tables(folder), remarks(folder), charts(folder))
 
 
 def tables(folder: Path) -> list[dict[str, Any]]:

@@ -22,9 +22,9 @@ from vitcompress.families import Family, Space
 from vitcompress.families.base import scale_parameter
 from vitcompress.families.edited_block import branches_of, has_output_act
 from vitcompress.families.last_block import answer_block
-from vitcompress.plan import enclosing
+from vitcompress.plan import enclosing_module
 from vitcompress.surgery import replace_module
-from vitcompress.surgery.masks_per_group import deletion, gated_modules
+from vitcompress.surgery.masks import delete_channels, deleting_modules
 from vitcompress.training.loaders import EvalLoader
 
 
@@ -132,7 +132,7 @@ class Importance:
         """One pass without deletions: logits, outputs of the blocks that may be replayed, what the modules `seen` were
         given, and the last block that finished before anything of `component` was read, with its output.
         """
-        own = enclosing(component.name, self.blocks)
+        own = enclosing_module(component.name, self.blocks)
         outputs: dict[str, Tensor] = {}
         inputs: list[Tensor] = []
         touched: list[str | None] = []
@@ -148,7 +148,7 @@ class Importance:
                 block = self.model.get_submodule(path)
                 hook = block.register_forward_hook(lambda m, a, out, path=path: keep(path, out))
                 stack.callback(hook.remove)
-            for module in (m for space in component.spaces for m in gated_modules(self.model, space)):
+            for module in (m for space in component.spaces for m in deleting_modules(self.model, space)):
                 before = module.register_forward_pre_hook(lambda m, a: touched.append(next(reversed(outputs), None)))
                 stack.callback(before.remove)
             for module in seen:
@@ -164,7 +164,7 @@ class Importance:
         gate = torch.ones(len(channels), component.size, device=self.device, dtype=images.dtype)
         gate[torch.arange(len(channels), device=self.device), channels] = 0.0
         gates = {space.name: gate for space in component.spaces}
-        with deletion(self.model, component.spaces, gates):
+        with delete_channels(self.model, component.spaces, gates):
             return self._rest(len(channels), images, start)
 
     def _without_hidden(
@@ -201,10 +201,10 @@ class Importance:
         space = component.spaces[0]
         readers = [axis.tensor.rpartition(".")[0] for axis in space.axes if axis.dim == 1]
         modules = [self.model.get_submodule(name) for name in readers]
-        path = enclosing(space.name, self.blocks)
+        path = enclosing_module(space.name, self.blocks)
         if path is None or len(readers) != 1 or not isinstance(modules[0], nn.Linear):
             return None
-        if gated_modules(self.model, space) != modules:  # a norm in between looks at all channels together
+        if deleting_modules(self.model, space) != modules:  # a norm in between looks at all channels together
             return None
         block, wiring = self.model.get_submodule(path), self.family.wiring
         ends_block = wiring.ffn in branches_of(block, wiring)[-1] and not has_output_act(block)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from vitcompress.families import Family
-from vitcompress.methods.base import ARBITRARY, MEASURED, Choice, Context, Method, Stage
+from vitcompress.methods.base import ARBITRARY, MEASURED, Choice, Context, Estimate, Method, StepInfo
 from vitcompress.methods.calibration import training_views
 from vitcompress.methods.upvit.blocks import removal
 from vitcompress.methods.upvit.heads import best, regrouped
@@ -23,7 +23,7 @@ from vitcompress.methods.upvit.importance import Component, components
 from vitcompress.methods.upvit.options import Options
 from vitcompress.methods.upvit.ranking import PROXY_BATCH, UNMEASURED, block_removal, orders, warn_of_few
 from vitcompress.methods.upvit.reduction import Goal, goal_of, left
-from vitcompress.methods.upvit.report import charts, remarks, tables
+from vitcompress.methods.upvit.report import report
 from vitcompress.plan import Plan
 
 
@@ -63,22 +63,22 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
     return _plan(base, own, options, goal, removed, order_of)
 
 
-def stages(options: Options, prunable: int) -> list[Stage]:
+def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimate]:
     """What `plan` will measure, for a dry run."""
     if options.score in UNMEASURED:
         return []
     if options.score == "fisher":
-        return [Stage("Gauss-Newton estimate of every channel", 1, options.directions, images=options.images)]
-    found = [Stage("delete every channel alone, one measurement each", 1, 1, images=options.images)]
+        return [Estimate("Gauss-Newton estimate of every channel", 1, options.directions, images=options.images)]
+    found = [Estimate("delete every channel alone, one measurement each", 1, 1, images=options.images)]
     if options.score == "screened":
         images = options.images if options.screen == "fisher" else options.screen_images
-        found.insert(0, Stage(f"screen ({options.screen})", 1, 1, images=images))
+        found.insert(0, Estimate(f"screen ({options.screen})", 1, 1, images=images))
     return found
 
 
-def choice(options: Options) -> Choice:
+def describe(options: Options) -> StepInfo:
     """Parts of the model deleted or its weights compared; or a draw of channels (blocks are measured even so)."""
-    return Choice("chance for channels", unscored=ARBITRARY) if options.score == "random" else MEASURED
+    return StepInfo(Choice("chance for channels", unscored=ARBITRARY) if options.score == "random" else MEASURED)
 
 
 def _plan(
@@ -120,9 +120,7 @@ UPVIT = Method(
     options=Options,
     plan=plan,
     structure=structure,
-    stages=stages,
-    tables=tables,
-    charts=charts,
-    remarks=remarks,
-    choice=choice,
+    estimate=estimate,
+    describe=describe,
+    report=report,
 )

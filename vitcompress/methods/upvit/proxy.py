@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.methods.upvit.importance import Component
-from vitcompress.surgery.masks_per_group import deletion
+from vitcompress.surgery.masks import delete_channels
 from vitcompress.training.loaders import EvalLoader
 
 ROUNDS = 8  # of the iteration that finds the v_i
@@ -43,7 +43,7 @@ def estimates(
         by_space = {
             s.name: gates[c.name].sqrt() if s.kind == "qk" else gates[c.name] for c in components for s in c.spaces
         }
-        with torch.enable_grad(), deletion(model.eval(), spaces, by_space):
+        with torch.enable_grad(), delete_channels(model.eval(), spaces, by_space):
             logits = model(images)
         for direction in _directions(logits.detach(), directions):
             found = torch.autograd.grad(logits, list(gates.values()), direction, retain_graph=True)

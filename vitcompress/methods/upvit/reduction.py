@@ -12,7 +12,7 @@ from vitcompress.methods.upvit.heads import check
 from vitcompress.methods.upvit.importance import Component, components
 from vitcompress.methods.upvit.options import Options
 from vitcompress.methods.upvit.target import Target, check_target, depths, target
-from vitcompress.plan import Plan, lies_in
+from vitcompress.plan import Plan, is_within
 
 
 @dataclass(frozen=True)
@@ -106,5 +106,5 @@ def left(model: nn.Module, family: Family, removed: Plan) -> list[Space]:
     return [
         space
         for space in family.spaces(model)
-        if not (lies_in(space.name, removed.removed) or lies_in(space.attention or space.name, removed.removed))
+        if not (is_within(space.name, removed.removed) or is_within(space.attention or space.name, removed.removed))
     ]

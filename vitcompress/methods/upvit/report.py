@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitcompress.io.files import read_json
-from vitcompress.methods.base import Chart, Line, ranked
+from vitcompress.methods.base import Chart, Line, StepReport, ranked
 from vitcompress.methods.upvit.heads import least_first
 from vitcompress.methods.upvit.ranking import too_few
 
@@ -55,6 +55,10 @@ def _estimated(exact: list[float], screen: list[float]) -> list[float]:
 def _forward(name: str) -> list[tuple[int, str]]:
     """Sort key that compares block numbers as numbers, not as text."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in name.split(".")]
+
+
+def report(folder: Path) -> StepReport:
+    return StepReport(tables(folder), remarks(folder), charts(folder))
 
 
 def tables(folder: Path) -> list[dict[str, Any]]:

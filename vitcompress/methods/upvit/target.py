@@ -9,7 +9,7 @@ from torch import nn
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space, family_of
 from vitcompress.models.create import create_on_meta
-from vitcompress.plan import enclosing
+from vitcompress.plan import enclosing_module
 
 KINDS = {
     "residual": "stream",
@@ -54,7 +54,7 @@ class Target:
 
 def place(space: Space, blocks: Mapping[str, nn.Module]) -> tuple[str, str]:
     """What identifies corresponding spaces of two models: the stage, or the space itself, and its kind."""
-    inside = enclosing(space.name, blocks)
+    inside = enclosing_module(space.name, blocks)
     return (space.name if inside is None else stage_of(inside), space.kind)
 
 
@@ -92,7 +92,7 @@ def frame(family: Family, model: nn.Module) -> dict[str, tuple[int | None, ...]]
     blocks, found = family.blocks(model), {}
     for name, parameter in model.named_parameters():
         shape = tuple(None if (name, dim) in cut else size for dim, size in enumerate(parameter.shape))
-        path = enclosing(name, blocks)
+        path = enclosing_module(name, blocks)
         place = name if path is None else f"{stage_of(path)}.*{name.removeprefix(path)}"
         found[place] = shape
     return found

@@ -19,9 +19,9 @@ from pydantic import BaseModel, JsonValue, StringConstraints
 from vitcompress import recipes
 from vitcompress.errors import InputError, RecipeError, did_you_mean
 from vitcompress.exporters.options import Positive
-from vitcompress.io.validation import STRICT, Doc, validated
-from vitcompress.methods import METHODS
-from vitcompress.recipe.load import parsed, read_text, recipe_of
+from vitcompress.io.validation import STRICT, Doc, validate
+from vitcompress.methods import find_method
+from vitcompress.recipe.load import build_recipe, parse_toml, read_text
 from vitcompress.recipe.overrides import assign
 from vitcompress.recipe.schema import ProtocolTable, Recipe
 
@@ -90,10 +90,10 @@ def load_study(
     """
     name, text = read_text(source, "study", recipes.study_names(), recipes.study_text)
     label = f"of the study {source}"
-    data = parsed(label, text)
+    data = parse_toml(label, text)
     recipes.check_kind("study", source, data)
     problems = [problem for text in sets if (problem := assign(data, text))]
-    tables = validated(_Tables, data, "", problems)
+    tables = validate(_Tables, data, "", problems)
     if tables is None:
         raise RecipeError(label, problems)
     problems += _contradictions(tables)
@@ -111,8 +111,8 @@ def epochs_before_recovery(recipe: Recipe) -> int:
     weights over. What a method trains only to choose by is not among them.
     """
     dense = recipe.dense.epochs if recipe.dense is not None else 0
-    steps = [int(step.options.epochs) for step in recipe.steps if step.method in ("sero", "recover")]
-    return dense + sum(steps)
+    steps = [find_method(step.method).describe(step.options).training for step in recipe.steps]
+    return dense + sum(training(recipe.finetune).epochs for training in steps if training)
 
 
 def _named(rows: Sequence[str], of: int) -> str:
@@ -129,7 +129,7 @@ def _row(
     steps = [{**tables.options.get(str(step.get("method")), {}), **step} for step in row.step]
     data = {"name": row.name, "summary": f"{study}: {row.title}", **tables.base, "step": steps}
     try:
-        recipe = recipe_of(row.name, data, formats=formats)
+        recipe = build_recipe(row.name, data, formats=formats)
     except RecipeError as error:
         for problem in error.problems:
             wrong[problem].append(row.name)
@@ -155,11 +155,11 @@ def _contradictions(tables: _Tables) -> list[str]:
     finetune = tables.base.get("finetune")
     if isinstance(finetune, dict) and "epochs" in finetune:
         found.append("base.finetune.epochs   is what the study's epochs leave for the recovery: set those instead")
-    found += [
-        f"options.{method}   no such method{did_you_mean(method, METHODS)}"
-        for method in tables.options
-        if method not in METHODS
-    ]
+    for method in tables.options:
+        try:
+            find_method(method)
+        except InputError as error:
+            found.append(f"options.{method}   {error.message}")
     return found
 
 
