@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vitcompress.errors import InputError, nearest
+from vitcompress.errors import InputError, close_matches
 
 FOLDER = Path(__file__).parent
 STUDIES = FOLDER / "studies"
@@ -63,7 +63,7 @@ def _stems(folder: Path) -> tuple[str, ...]:
 
 
 def _unknown(what: str, name: str, choices: tuple[str, ...], hint: str) -> InputError:
-    close = nearest(name, choices)
+    close = close_matches(name, choices)
     return InputError(
         f"there is no {what} called {name!r}, and no such file{'; nearest: ' if close else ''}{', '.join(close)}",
         hint=f"{hint}; the path of a .toml file works as well",

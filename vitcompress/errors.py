@@ -95,12 +95,12 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def nearest(word: str, choices: Iterable[str], *, count: int = 3) -> list[str]:
+def close_matches(word: str, choices: Iterable[str], *, count: int = 3) -> list[str]:
     """The `choices` most like `word`, best first."""
     return difflib.get_close_matches(word, list(choices), n=count, cutoff=0.5)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """`", did you mean x?"` when one of `choices` is close to `word`, else an empty string."""
-    close = nearest(word, choices, count=1)
+    close = close_matches(word, choices, count=1)
     return f", did you mean {close[0]}?" if close else ""

@@ -9,23 +9,23 @@ from typing import Any, TypeVar
 from vitcompress.errors import PlanError, did_you_mean
 
 
-def enclosing(path: str, modules: Iterable[str]) -> str | None:
+def enclosing_module(path: str, modules: Iterable[str]) -> str | None:
     """The first of `modules` that `path` is, or lies in; None where there is none."""
     return next((module for module in modules if f"{path}.".startswith(f"{module}.")), None)
 
 
-def lies_in(path: str, modules: Iterable[str]) -> bool:
+def is_within(path: str, modules: Iterable[str]) -> bool:
     """Whether `path` is one of `modules`, or lies in one of them."""
-    return enclosing(path, modules) is not None
+    return enclosing_module(path, modules) is not None
 
 
 T = TypeVar("T")
 
 FORMAT = 1
 BYPASSES = ("drop", "norm_identity", "double")
-ACTIVATION_STAND_INS = ("identity",)
-GATE_STAND_INS = ("mean_gate", "drop_gate")
-GATED_FFN = (*GATE_STAND_INS, "drop_ffn")
+ACTIVATION_REPLACEMENTS = ("identity",)
+GATE_REPLACEMENTS = ("mean_gate", "drop_gate")
+GATED_FFN = (*GATE_REPLACEMENTS, "drop_ffn")
 APPENDED = ("gelu",)
 RESTORE = "restore plan.json from the run that made it, or run the recipe again"
 
@@ -80,7 +80,7 @@ class Plan:
             raise PlanError(f"a plan for {later.arch} cannot follow one for {self.arch} with other arguments")
         lists = dict.fromkeys((*later.folded, *later.padded))
         named = {**later.removed, **later.appended, **later.kept, **later.heads, **lists}
-        if again := sorted(name for name in named if lies_in(name, self.removed)):
+        if again := sorted(name for name in named if is_within(name, self.removed)):
             raise PlanError(f"the second plan names what the first removed: {', '.join(again)}")
         if again := sorted(set(later.folded) & set(self.folded)):
             raise PlanError(f"the second plan folds what the first folded: {', '.join(again)}")
@@ -124,7 +124,7 @@ class Plan:
 
 
 def _outside(removed: Mapping[str, str], entries: Mapping[str, T]) -> dict[str, T]:
-    return {name: value for name, value in entries.items() if not lies_in(name, removed)}
+    return {name: value for name, value in entries.items() if not is_within(name, removed)}
 
 
 def _in_dense_numbers(
@@ -162,7 +162,7 @@ def _problems(data: Any) -> list[str]:
 
 
 def _value_problems(data: dict[str, Any]) -> list[str]:
-    allowed = (*BYPASSES, *ACTIVATION_STAND_INS, *GATE_STAND_INS)
+    allowed = (*BYPASSES, *ACTIVATION_REPLACEMENTS, *GATE_REPLACEMENTS)
     found = [
         f"removed.{site}: got {stand!r}, allowed: {', '.join(allowed)}"
         for site, stand in data.get("removed", {}).items()
@@ -174,7 +174,7 @@ def _value_problems(data: dict[str, Any]) -> list[str]:
         if act not in APPENDED
     ]
     for space, channels in data.get("kept", {}).items():
-        if not _is_list_of(channels, int) or not are_channels(channels):
+        if not _is_list_of(channels, int) or not are_valid_channels(channels):
             found.append(f"kept.{space}: expected one or more distinct channel numbers, got {str(channels)[:60]}")
     found += [
         f"heads.{name}: expected a whole number from 1, got {count!r}"
@@ -202,7 +202,7 @@ def check_bypasses(attention_bypass: str, both_pruned_output_act: str, gated_ffn
         )
 
 
-def are_channels(channels: Sequence[int]) -> bool:
+def are_valid_channels(channels: Sequence[int]) -> bool:
     """Whether these can be kept: at least one, none twice, none negative."""
     return len(set(channels)) == len(channels) and min(channels, default=-1) >= 0
 

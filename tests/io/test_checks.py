@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitcompress.io.checks import LEDGER, Check, Verification, amend, compared, largest_difference, listed
+from vitcompress.io.checks import (
+    LEDGER,
+    Check,
+    Verification,
+    largest_difference,
+    limit_check,
+    problem_check,
+    update_verification,
+)
 from vitcompress.training.metrics import wilson
 from vitcompress.verify.outputs import agreement_check
 
@@ -23,45 +31,45 @@ def test_a_changed_answer_passes_only_within_rounding() -> None:
 
 
 def test_nan_never_passes_and_is_written_as_json() -> None:
-    check = compared("x", float("nan"), 1.0)
+    check = limit_check("x", float("nan"), 1.0)
     assert check.verdict == "failed"
-    assert json.loads(json.dumps(check.as_data(), allow_nan=False))["value"] is None
+    assert json.loads(json.dumps(check.to_dict(), allow_nan=False))["value"] is None
 
 
 def test_nothing_run_is_not_passed() -> None:
     not_run = Check("a", "not_run", command="there")
     assert not Verification((not_run,)).passed
     assert not Verification(()).passed
-    assert Verification((not_run, compared("b", 0.0, 0.0))).passed
-    assert not_run.as_data()["passed"] is False
+    assert Verification((not_run, limit_check("b", 0.0, 0.0))).passed
+    assert not_run.to_dict()["passed"] is False
 
 
 @pytest.mark.parametrize(("value", "verdict"), [(0.0, "passed"), (1.0, "passed"), (1.0 + 2**-52, "failed")])
 def test_a_value_passes_up_to_its_tolerance(value: float, verdict: str) -> None:
-    assert compared("x", value, 1.0, "what") == Check("x", verdict, value, 1.0, "what")  # type: ignore[arg-type]
+    assert limit_check("x", value, 1.0, "what") == Check("x", verdict, value, 1.0, "what")  # type: ignore[arg-type]
 
 
 def test_a_verification_is_written_as_it_is() -> None:
     known = {"name": "x", "value": 1.5, "tolerance": 2.0, "detail": "what", "command": None}
     right, wrong = Check("x", "passed", 1.5, 2.0, "what"), Check("x", "failed", 1.5, 2.0, "what")
     said = [{**known, "verdict": "passed", "passed": True}, {**known, "verdict": "failed", "passed": False}]
-    assert [right.as_data(), wrong.as_data()] == said
-    assert Verification((right,)).as_data() == {"passed": True, "checks": said[:1]}
+    assert [right.to_dict(), wrong.to_dict()] == said
+    assert Verification((right,)).to_dict() == {"passed": True, "checks": said[:1]}
     weights = {"tensors": []}
-    assert Verification((right, wrong), weights).as_data() == {"passed": False, "checks": said, "weights": weights}
+    assert Verification((right, wrong), weights).to_dict() == {"passed": False, "checks": said, "weights": weights}
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_what_json_has_no_number_for_is_told_in_words(value: float) -> None:
-    data = json.loads(json.dumps(Check("x", "failed", value, 1.0, "what").as_data(), allow_nan=False))
+    data = json.loads(json.dumps(Check("x", "failed", value, 1.0, "what").to_dict(), allow_nan=False))
     assert (data["value"], data["tolerance"], data["detail"]) == (None, 1.0, f"what (value: {value})")
 
 
 def test_a_list_passes_where_it_is_empty_and_its_first_five_are_told() -> None:
-    assert listed("x", (), "all right") == Check("x", "passed", 0.0, 0.0, "all right")
-    assert listed("x", iter("ab"), "all right") == Check("x", "failed", 2.0, 0.0, "2 wrong: a, b")
-    assert listed("x", "abcde", "").detail == "5 wrong: a, b, c, d, e"
-    assert listed("x", "abcdef", "").detail == "6 wrong: a, b, c, d, e ..."
+    assert problem_check("x", (), "all right") == Check("x", "passed", 0.0, 0.0, "all right")
+    assert problem_check("x", iter("ab"), "all right") == Check("x", "failed", 2.0, 0.0, "2 wrong: a, b")
+    assert problem_check("x", "abcde", "").detail == "5 wrong: a, b, c, d, e"
+    assert problem_check("x", "abcdef", "").detail == "6 wrong: a, b, c, d, e ..."
 
 
 def test_the_largest_difference_has_no_sign_and_is_taken_in_double() -> None:
@@ -106,13 +114,13 @@ def test_a_model_of_one_class_agrees_with_itself() -> None:
 def test_later_verdicts_take_the_place_of_those_that_they_replace_and_of_no_others(tmp_path: Path) -> None:
     weights = {"tensors": [], "files": []}
     Verification((Check("a", "passed"), Check("b.1", "failed"), Check("c", "not_run")), weights).write(tmp_path)
-    amend(tmp_path, Verification((Check("b.2", "passed"),)), lambda name: name.startswith("b."))
+    update_verification(tmp_path, Verification((Check("b.2", "passed"),)), lambda name: name.startswith("b."))
     known = json.loads((tmp_path / LEDGER).read_text())
     assert [check["name"] for check in known["checks"]] == ["a", "c", "b.2"]
     assert known["passed"] is True and known["weights"] == weights
-    amend(tmp_path, Verification((Check("d", "not_run"),)), lambda name: name == "b.2")
+    update_verification(tmp_path, Verification((Check("d", "not_run"),)), lambda name: name == "b.2")
     assert json.loads((tmp_path / LEDGER).read_text())["passed"] is True
-    amend(tmp_path, Verification((Check("e", "failed"),)), lambda name: False)
+    update_verification(tmp_path, Verification((Check("e", "failed"),)), lambda name: False)
     assert json.loads((tmp_path / LEDGER).read_text())["passed"] is False
-    amend(tmp_path, Verification((Check("f", "not_run"),)), lambda name: True)
+    update_verification(tmp_path, Verification((Check("f", "not_run"),)), lambda name: True)
     assert json.loads((tmp_path / LEDGER).read_text())["passed"] is False

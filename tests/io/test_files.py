@@ -16,8 +16,8 @@ import torch
 from contracts import build, contract
 
 from vitcompress.errors import ArtifactError, OutputError
-from vitcompress.io.checks import LEDGER, Check, Verification, amend
-from vitcompress.io.files import read_json, write, write_json, write_text
+from vitcompress.io.checks import LEDGER, Check, Verification, update_verification
+from vitcompress.io.files import read_json, write_file, write_json, write_text
 from vitcompress.io.tensors import save_tensors
 from vitcompress.io.training_state import load_state, save_state
 from vitcompress.models.checkpoint import write_model
@@ -62,7 +62,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(OutputError, match="the disk is full"):
-        write(path, fails)
+        write_file(path, fails)
     with pytest.raises(ValueError, match="JSON"):
         write_json(path, {"new": float("nan")})
     assert read_json(path) == {"old": 1}
@@ -115,7 +115,7 @@ def test_a_full_disk_has_its_own_sentence(tmp_path: Path) -> None:
             full.write("x")
 
     with pytest.raises(OutputError, match="the disk is full") as caught:
-        write(tmp_path / "a", fill)
+        write_file(tmp_path / "a", fill)
     assert "continues where it stopped" in (caught.value.hint or "")
     assert list(tmp_path.iterdir()) == []
 
@@ -140,7 +140,7 @@ def test_verdicts_that_are_recorded_at_the_same_time_are_all_kept(tmp_path: Path
     def record(name: str) -> None:
         for number in range(25):
             check = Check(f"{name}.{number}", "passed", 0.0, 0.0)
-            amend(tmp_path, Verification((check,)), lambda other: False)
+            update_verification(tmp_path, Verification((check,)), lambda other: False)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(record, "abcd"))

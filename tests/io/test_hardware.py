@@ -42,13 +42,13 @@ def old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_none_is_counted_and_the_reason_is_told(old_driver: None) -> None:
-    assert hardware.count() == 0 and hardware.problem() == OLD_DRIVER
+    assert hardware.count_gpus() == 0 and hardware.cuda_problem() == OLD_DRIVER
     assert capability() is None
     assert machine.facts()["gpus"] == [] and environment.facts()["gpu_settings"] == []
 
 
 def test_where_there_is_no_gpu_nothing_is_wrong_with_one() -> None:
-    assert hardware.count() == 0 and hardware.problem() is None and hardware.because() == ""
+    assert hardware.count_gpus() == 0 and hardware.cuda_problem() is None and hardware.cuda_reason() == ""
 
 
 def test_doctor_says_what_is_wrong(old_driver: None) -> None:

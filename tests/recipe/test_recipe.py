@@ -196,6 +196,13 @@ def test_set_changes_values_of_every_kind(file: Path) -> None:
     assert recipe.model.args == {"img_size": [64, 32]} and recipe.bench.runs == 3
 
 
+def test_set_without_a_value_removes_a_key(file: Path) -> None:
+    assert load_recipe(str(file)).finetune.epochs == 3
+    default = load_recipe("digits_hetdpt", ["finetune.epochs="]).finetune.epochs
+    assert load_recipe(str(file), ["finetune.epochs="]).finetune.epochs == default != 3
+    assert load_recipe(str(file), ["finetune.epochs=", "finetune.epochs=7"]).finetune.epochs == 7
+
+
 @pytest.mark.parametrize(
     ("assignment", "sentence"),
     [

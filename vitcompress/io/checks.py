@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from vitcompress.io.files import alone_in, read_json, write_json
+from vitcompress.io.files import lock_folder, read_json, write_json
 
 LEDGER = "verify.json"
-Verdict = Literal["passed", "failed", "not_run"]
+Status = Literal["passed", "failed", "not_run"]
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,13 @@ class Check:
     """`value` is held against `tolerance`; `command` runs on the target what cannot run here."""
 
     name: str
-    verdict: Verdict
+    verdict: Status
     value: float | None = None
     tolerance: float | None = None
     detail: str = ""
     command: str | None = None
 
-    def as_data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         data = {**asdict(self), "passed": self.verdict == "passed"}
         if self.value is not None and not math.isfinite(self.value):  # JSON has no NaN and no infinity
             data |= {"value": None, "detail": f"{self.detail} (value: {self.value})".strip()}
@@ -46,23 +46,23 @@ class Verification:
     def passed(self) -> bool:
         return _passed(check.verdict for check in self.checks)
 
-    def as_data(self) -> dict[str, Any]:
-        data = {"passed": self.passed, "checks": [check.as_data() for check in self.checks]}
+    def to_dict(self) -> dict[str, Any]:
+        data = {"passed": self.passed, "checks": [check.to_dict() for check in self.checks]}
         return {**data, "weights": dict(self.weights)} if self.weights else data
 
     def write(self, folder: Path) -> None:
-        write_json(folder / LEDGER, self.as_data())
+        write_json(folder / LEDGER, self.to_dict())
 
 
-def amend(folder: Path, found: Verification, replaced: Callable[[str], bool]) -> None:
+def update_verification(folder: Path, found: Verification, replaced: Callable[[str], bool]) -> None:
     """Put the checks and weights of `found` in the place of those in the folder's verify.json.
 
     replaced: whether an older check, given its name, is not to stay.
     """
-    with alone_in(folder):
+    with lock_folder(folder):
         known = read_json(folder / LEDGER) if (folder / LEDGER).is_file() else {}
         kept = [check for check in known.get("checks", []) if not replaced(str(check["name"]))]
-        new = found.as_data()
+        new = found.to_dict()
         data = [*kept, *new.pop("checks")]
         passed = _passed(check["verdict"] for check in data)
         write_json(folder / LEDGER, {**known, **new, "passed": passed, "checks": data})
@@ -73,12 +73,12 @@ def _passed(verdicts: Iterable[str]) -> bool:
     return "failed" not in found and "passed" in found
 
 
-def compared(name: str, value: float, tolerance: float, detail: str = "") -> Check:
+def limit_check(name: str, value: float, tolerance: float, detail: str = "") -> Check:
     """Passed when `value` is at most `tolerance`; NaN never is."""
     return Check(name, "passed" if value <= tolerance else "failed", value, tolerance, detail)
 
 
-def listed(name: str, wrong: Iterable[str], detail: str) -> Check:
+def problem_check(name: str, wrong: Iterable[str], detail: str) -> Check:
     """Passed when nothing is wrong; else it fails, with the first few things that are."""
     found = list(wrong)
     text = detail if not found else f"{len(found)} wrong: {', '.join(found[:5])}{' ...' if len(found) > 5 else ''}"

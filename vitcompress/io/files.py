@@ -22,7 +22,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
-def write(path: Path, fill: Callable[[Path], object]) -> None:
+def write_file(path: Path, fill: Callable[[Path], object]) -> None:
     """Let `fill` write a file beside `path`, make it durable, and move it into place. On failure nothing is left.
 
     Raises:
@@ -30,7 +30,7 @@ def write(path: Path, fill: Callable[[Path], object]) -> None:
     """
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
-        with writing(path):
+        with convert_write_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             beside.touch()
             mode = stat.S_IMODE(beside.stat().st_mode)  # what the umask gives; safetensors keeps files to the owner
@@ -45,7 +45,7 @@ def write(path: Path, fill: Callable[[Path], object]) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def convert_write_errors(path: Path) -> Iterator[None]:
     """Turn what goes wrong in this block while `path` is written into an OutputError."""
     try:
         yield
@@ -71,7 +71,7 @@ def _output_error(path: Path, error: Exception) -> OutputError:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    write(path, lambda beside: beside.write_bytes(data))
+    write_file(path, lambda beside: beside.write_bytes(data))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -84,7 +84,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Hold a lock on `folder` while a file in it is read, changed and written back, so that no change is lost.
 
     The folder itself is locked, so that no lock file stays behind. One process must not lock it twice: it would wait
@@ -109,7 +109,7 @@ def read_json(path: Path) -> Any:
         raise ArtifactError(f"{path} cannot be read as JSON: {error}", hint="write or copy it again") from None
 
 
-def decoded(metadata: Mapping[str, str]) -> dict[str, Any]:
+def decode_json_values(metadata: Mapping[str, str]) -> dict[str, Any]:
     """Metadata values that are JSON, as data; files of other tools may hold anything."""
     found: dict[str, Any] = {}
     for key, text in metadata.items():
@@ -125,7 +125,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def differing(sidecar: Path) -> list[str]:
+def find_changed_files(sidecar: Path) -> list[str]:
     """The files beside `sidecar` that are missing or not what it recorded under `files`, a sentence each."""
     data = read_json(sidecar)
     files = data.get("files") if isinstance(data, dict) else None

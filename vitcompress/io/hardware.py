@@ -9,12 +9,12 @@ import torch
 from vitcompress.errors import first_line
 
 
-def count() -> int:
+def count_gpus() -> int:
     """How many there are; 0 where CUDA does not start."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def problem() -> str | None:
+def cuda_problem() -> str | None:
     """Why CUDA does not start on GPUs that are there; None where it does, or where there are none."""
     if torch.cuda.is_available() or not torch.cuda.device_count():
         return None
@@ -32,13 +32,13 @@ def is_ampere(index: int) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(index) >= (8, 0)
 
 
-def because() -> str:
+def cuda_reason() -> str:
     """`: REASON`, to end a sentence about a missing GPU with; nothing where there is no `problem`."""
-    found = problem()
+    found = cuda_problem()
     return f": {found}" if found else ""
 
 
-def versions(packages: Iterable[str]) -> dict[str, str]:
+def package_versions(packages: Iterable[str]) -> dict[str, str]:
     """Versions of those of `packages` (names of distributions) that are installed."""
     found = {}
     for name in packages:

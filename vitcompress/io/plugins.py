@@ -1,4 +1,4 @@
-"""Objects that other installed packages provide: entry points in the groups `vitcompress.methods`, `.families`, `.exporters`."""
+"""Methods, families and exporters of other installed packages: entry points in the group `vitcompress.<kind>`."""
 
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -23,7 +23,7 @@ def load_plugins(group: str, kind: type[Any]) -> dict[str, Any]:
 def _load(point: EntryPoint, kind: type[Any]) -> Any:
     try:
         plugin = point.load()
-    except Exception as error:  # noqa: BLE001 (the code of another package)
+    except Exception as error:  # any code may run here
         raise InputError(f"entry point {point.name} = {point.value} does not load: {error}", hint=_HINT) from error
     if not isinstance(plugin, kind):
         raise InputError(f"entry point {point.name} = {point.value} is not a {kind.__name__}", hint=_HINT)

@@ -1,8 +1,11 @@
 """The files of a run folder. No other module spells their names."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+EXPORTS = ("model.*", "model-*.*", "standard.*", "dense.*")  # model-*: further exports, in another precision
 
 
 class Entry:
@@ -17,7 +20,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of everything that a run keeps in the folder `path`. Only names them: nothing is read or written here."""
+    """Paths of everything that a run keeps in the folder `path`. Only names them: nothing is read or written here.
+
+    The folder of a dense model and that of a pruning step use the same names for their plan, weights and lock.
+    """
 
     path: Path
 
@@ -39,6 +45,7 @@ class RunFolder:
     mistakes = Entry("state/mistakes.json")  # indices of the test images that each model classifies wrongly
     training = Entry("training.json")  # of the folder of a dense model
     settings = Entry("settings.json")  # of the folder of a dense model: how it was trained
+    recovery_state = Entry("state/recovery")
     recovery = Entry("state/recovery.json")
     before_recovery = Entry("state/before_recovery.json")
     unfolded = Entry("state/unfolded.safetensors")
@@ -55,3 +62,16 @@ class RunFolder:
     def exported(self, model: Literal["model", "dense"], suffix: str) -> Path:
         """The exported file of one of the two models; `suffix` with its dot."""
         return self.path / f"{model}{suffix}"
+
+    def run_files(self) -> Iterator[Path]:
+        """Everything that runs write, whether it exists or not, but the lock, which its owner removes.
+
+        The report comes first and the recipe last: without a report a run is not done, without a recipe the folder
+        belongs to no run.
+        """
+        yield from (self.report, self.markdown, self.verification, self.benchmark)
+        for pattern in EXPORTS:
+            yield from sorted(self.path.glob(pattern))
+        yield from (self.failed, self.plan, self.log, self.tensorboard)
+        yield from (path for path in sorted(self.state.glob("*")) if path.name != self.lock.name)
+        yield self.recipe

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vitcompress.errors import WeightsError
-from vitcompress.io.files import write
+from vitcompress.io.files import write_file
 
 # What torch.load raises for damaged files: its reader trusts what it reads, so nearly anything.
 DAMAGED = (
@@ -45,7 +45,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         own = tensor.detach().cpu().contiguous()
         plain[name] = own.clone() if own.untyped_storage().data_ptr() in stored else own
         stored.add(own.untyped_storage().data_ptr())
-    write(path, lambda beside: save_file(plain, beside, metadata=dict(metadata or {})))
+    write_file(path, lambda beside: save_file(plain, beside, metadata=dict(metadata or {})))
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
@@ -73,7 +73,7 @@ def _load_safetensors(path: Path) -> dict[str, Tensor]:
         ) from None
 
 
-def part_of(path: Path) -> str | None:
+def checkpoint_part(path: Path) -> str | None:
     """Which of PARTS `load_tensors` takes of a training script's checkpoint; None for a file of weights alone.
 
     Raises:

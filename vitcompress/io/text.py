@@ -7,23 +7,23 @@ from pathlib import Path
 from typing import Any
 
 
-def figure(value: float) -> str:
+def format_number(value: float) -> str:
     """0.228, 1.25e-06, 951,836: three digits; counts, which are whole, with all that they have."""
     return f"{value:,.0f}" if abs(value) >= 1000 and float(value).is_integer() else f"{value:.3g}"
 
 
-def span(least: object, most: object) -> str:
+def format_range(least: object, most: object) -> str:
     """`2 to 8`, or `2` where both ends are the same text."""
     low, high = str(least), str(most)
     return low if low == high else f"{low} to {high}"
 
 
-def choose(name: str, least: int, most: int) -> str:
+def suggest_range(name: str, least: int, most: int) -> str:
     """The hint on what a setting may be: `choose name = 2`, `choose name from 2 to 8`."""
-    return f"choose {name} {'=' if least == most else 'from'} {span(least, most)}"
+    return f"choose {name} {'=' if least == most else 'from'} {format_range(least, most)}"
 
 
-def big(number: float) -> str:
+def format_count(number: float) -> str:
     """54867152 -> 54.87 M"""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(number) >= size:
@@ -31,48 +31,48 @@ def big(number: float) -> str:
     return f"{number:g}"
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def change(before: float, after: float) -> str:
+def format_change(before: float, after: float) -> str:
     return f"{100 * (after / before - 1):+.1f} %" if before else ""
 
 
-def sized(shape: Sequence[int]) -> str:
+def format_shape(shape: Sequence[int]) -> str:
     """(64, 16) -> 64x16"""
     return "x".join(map(str, shape)) or "scalar"
 
 
-def rate(per_second: float) -> str:
+def format_rate(per_second: float) -> str:
     """Three digits, or all of those before the point if they are more: 2.94, 1,234."""
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
-def milliseconds(value: float) -> str:
+def format_milliseconds(value: float) -> str:
     """Four digits, three below one: 0.891, 26.64, 7,240."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" if value >= 1 else f"{value:.3g}"
 
 
-def times(ratio: float, digits: int = 2) -> str:
+def format_ratio(ratio: float, digits: int = 2) -> str:
     return f"{ratio:.{digits}f}" if ratio < 10 else f"{ratio:,.1f}"
 
 
-def between(ends: Sequence[float | None], digits: int = 2) -> str:
+def format_interval(ends: Sequence[float | None], digits: int = 2) -> str:
     """The 95 % interval of a ratio as `timing.ratio` gives it: without an upper end it has none."""
     low, high = ends
     if low is None or high is None:
         return "no interval: that takes 6 rounds"
-    return f"95 % interval {times(low, digits)} to {times(high, digits)}"
+    return f"95 % interval {format_ratio(low, digits)} to {format_ratio(high, digits)}"
 
 
-def compared(ratio: Mapping[str, Any]) -> str:
+def describe_ratio(ratio: Mapping[str, Any]) -> str:
     """`model.onnx is 1.507 times as fast as dense.onnx (95 % interval 1.451 to 1.563)`"""
-    figures = times(ratio["median"], 3), between(ratio["ci95"], 3)
+    figures = format_ratio(ratio["median"], 3), format_interval(ratio["ci95"], 3)
     return f"{ratio['b']} is {figures[0]} times as fast as {ratio['a']} ({figures[1]})"
 
 
-def short(names: Sequence[str]) -> list[str]:
+def shorten_paths(names: Sequence[str]) -> list[str]:
     """Paths by as few of their last parts as tell them from each other: `a/model.onnx` and `b/model.onnx`."""
     return [_shortest(name, set(names) - {name}) for name in names]
 
@@ -113,18 +113,18 @@ class Table:
 SHOWN = 3  # differences that are named
 
 
-def leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+def flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """`("finetune.epochs", "10")` for every leaf of tables and lists."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
     if items is None:
         yield name, repr(value)
     for key, inner in items or ():
-        yield from leaves(inner, f"{name}.{key}" if name else str(key))
+        yield from flatten(inner, f"{name}.{key}" if name else str(key))
 
 
-def differences(there: Any, here: Any) -> list[str]:
+def describe_differences(there: Any, here: Any) -> list[str]:
     """The first leaves in which two tables differ, one in words each, and how many more there are."""
-    before, now = dict(leaves(there)), dict(leaves(here))
+    before, now = dict(flatten(there)), dict(flatten(here))
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     told = [f"{name} is {before.get(name, 'not set')} there, {now.get(name, 'not set')} here" for name in names[:SHOWN]]
     return [*told, *([f"{len(names) - SHOWN} more"] if len(names) > SHOWN else [])]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vitcompress.io.files import read_json, write_json, writing
+from vitcompress.io.files import convert_write_errors, read_json, write_json
 from vitcompress.io.tensors import load_tensors, save_tensors
 
 # Count of saves, then the epoch: a state of the same epoch saved again gets a folder of its own too, so that a whole
@@ -39,7 +39,7 @@ def save_state(folder: Path, epoch: int, tensors: Mapping[str, Tensor], data: An
     try:
         save_tensors(beside / "tensors.safetensors", tensors)
         write_json(beside / "data.json", data)
-        with writing(folder):
+        with convert_write_errors(folder):
             beside.rename(final)
     finally:
         shutil.rmtree(beside, ignore_errors=True)

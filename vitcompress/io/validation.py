@@ -43,17 +43,17 @@ def Doc(text: str) -> Any:
     return Field(description=text)
 
 
-def validated(kind: type[Table], data: Mapping[str, Any], prefix: str, problems: list[str]) -> Table | None:
+def validate(kind: type[Table], data: Mapping[str, Any], prefix: str, problems: list[str]) -> Table | None:
     """`data` as `kind`; what is wrong with it goes to `problems`."""
     try:
         # By way of JSON: pydantic's strict mode takes tables and lists for dataclasses and tuples only there.
         return kind.model_validate_json(json.dumps(data, default=str))
     except ValidationError as error:
-        problems += problems_of(error, kind, prefix)
+        problems += describe_errors(error, kind, prefix)
         return None
 
 
-def problems_of(error: ValidationError, root: type[BaseModel], prefix: str = "") -> list[str]:
+def describe_errors(error: ValidationError, root: type[BaseModel], prefix: str = "") -> list[str]:
     """One line per mistake, `place   what is wrong`, in the order of the file.
 
     prefix: replaces the first part of every place (`step[0].` for what was checked under one invented key).
@@ -66,7 +66,7 @@ def problems_of(error: ValidationError, root: type[BaseModel], prefix: str = "")
     return [f"{place:<{width}}   {' or '.join(dict.fromkeys(texts))}" for place, texts in found.items()]
 
 
-def where_keys_are(problems: Iterable[str], steps: Any) -> str | None:
+def keys_hint(problems: Iterable[str], steps: Any) -> str | None:
     """The command that lists all keys, if one of the `problems` is an unknown one; steps: of the recipe, as given."""
     if not any(UNKNOWN_KEY in problem for problem in problems):
         return None

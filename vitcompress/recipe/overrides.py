@@ -6,7 +6,9 @@ import re
 import tomllib
 from typing import Any
 
-from vitcompress.io.text import span
+from vitcompress.io.text import format_range
+
+REMOVED = object()  # the value of `key=`: the key's default applies
 
 
 def assign(data: dict[str, Any], assignment: str) -> str | None:
@@ -16,13 +18,13 @@ def assign(data: dict[str, Any], assignment: str) -> str | None:
     if not equals or not path or isinstance(path[0], int):
         return f"--set {assignment}   expected table.key=value, as in finetune.epochs=10 or step.0.pruned_layers=4"
     try:
-        value = _value(text.strip())
+        value = _value(text.strip()) if text.strip() else REMOVED
     except tomllib.TOMLDecodeError:
         return f'--set {assignment}   {text.strip()!r} is not a TOML value, as in 3, 0.5, true, "text", [1, 2]'
     target: Any = data
     for part in path[:-1]:
         if isinstance(target, list) and isinstance(part, int) and part >= len(target):
-            return f"--set {assignment}   there is no number {part}, but {span(0, len(target) - 1)}"
+            return f"--set {assignment}   there is no number {part}, but {format_range(0, len(target) - 1)}"
         target = _descend(target, part)
     return _put(target, path[-1], value, assignment)
 
@@ -48,9 +50,12 @@ def _descend(target: Any, part: int | str) -> Any:
 
 def _put(target: Any, last: int | str, value: Any, assignment: str) -> str | None:
     if isinstance(target, dict) and isinstance(last, str):
-        target[last] = value
+        if value is REMOVED:
+            target.pop(last, None)
+        else:
+            target[last] = value
         return None
-    if isinstance(target, list) and isinstance(last, int) and last < len(target):
+    if isinstance(target, list) and isinstance(last, int) and last < len(target) and value is not REMOVED:
         target[last] = value
         return None
     if isinstance(target, list):

@@ -158,11 +158,11 @@ class Recipe:
     def to_toml(self) -> str:
         """Every setting, defaults included; equal recipes give equal text, which loads back to an equal recipe."""
         tables = {name: value for name, value in vars(self).items() if name != "steps"}
-        steps = [{"method": step.method, **plain(step.options)} for step in self.steps]
-        return tomli_w.dumps({**plain(tables), "step": steps})
+        steps = [{"method": step.method, **plain_data(step.options)} for step in self.steps]
+        return tomli_w.dumps({**plain_data(tables), "step": steps})
 
 
-def plain(value: Any) -> dict[str, Any]:
+def plain_data(value: Any) -> dict[str, Any]:
     """Dataclasses as tables; what is None is left out, as TOML has no word for it."""
     return dict(_without_none(to_jsonable_python(value)))
 
