@@ -11,7 +11,7 @@ from vitcompress.bench import suite
 from vitcompress.bench.self.parts import Options, structured
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.runtimes import RunnerOptions
-from vitcompress.methods.depth import delta
+from vitcompress.methods.depth import plan_layers
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
@@ -37,7 +37,7 @@ def without_attentions(name: str, blocks: Sequence[int]) -> tuple[nn.Module, nn.
     recipe = load_recipe(name)
     dense = create_model(recipe.model.name, recipe.model.args)
     base = Plan(recipe.model.name, recipe.model.args)
-    return dense, surgery.apply_to_copy(dense, delta(dense, base, {"attention": blocks}, recipe.steps[0].options))
+    return dense, surgery.apply_to_copy(dense, plan_layers(dense, base, {"attention": blocks}, recipe.steps[0].options))
 
 
 def realised(

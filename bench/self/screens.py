@@ -71,7 +71,7 @@ def _trained(recipe: Recipe, folder: Path) -> tuple[nn.Module, Context]:
     at = TrainingContext(input, runtime, folder / "dense", "dense", recipe.run.seed, Progress())
     train(model, data.train, data.heldout, recipe.dense, at)
     base = Plan(recipe.model.name, args)
-    known = (recipe.model.name, args, base, family_of(model), data, input, runtime, folder, recipe.run.seed, Progress())
+    known = (base, family_of(model), data, input, runtime, folder, recipe.run.seed, Progress())
     return model, Context(*known, train=recipe.finetune)
 
 

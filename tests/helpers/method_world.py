@@ -77,8 +77,6 @@ def context(folder: Path, made: nn.Module, **changes: Any) -> Context:
     splits = Splits("noise", ("a", "b", "c"), images(16, 3), images(8, 4), untouchable)
     args = arguments(len(family_of(made).blocks(made)))
     found = Context(
-        ARCH,
-        args,
         Plan(ARCH, args),
         family_of(made),
         splits,

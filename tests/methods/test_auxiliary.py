@@ -67,7 +67,7 @@ def test_fold_is_a_plan_and_leaves_the_model_alone(tmp_path: Path) -> None:
     assert "blocks.1.mlp.fc1.weight" in linear.state_dict()
     x = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(surgery.apply_to_copy(linear, found)(x), linear(x), atol=1e-4)
-    assert auxiliary.fold(linear, around, auxiliary.FoldOptions()) == found
+    assert auxiliary.fold(linear, context(tmp_path, model(), plan=made), auxiliary.FoldOptions()) == found
 
 
 @pytest.mark.parametrize(("name", "wrong"), [("recover", {"epochs": 0}), ("recover", {}), ("fold", {"epochs": 1})])

@@ -8,12 +8,12 @@ import torch
 from method_world import context, model
 from torch.nn import functional
 
-from vitcompress.bench.plots.figure import save
+from vitcompress.bench.plots.figure import save_figure
 from vitcompress.bench.plots.run import charts_figure
 from vitcompress.families import family_of
 from vitcompress.io.files import read_json
 from vitcompress.methods import METHODS, depth
-from vitcompress.methods.calibration import training_views
+from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.depth import DepthOptions
 from vitcompress.methods.hetdpt import diagnostics
 from vitcompress.methods.hetdpt import method as hetdpt
@@ -34,9 +34,9 @@ def test_gradient_is_what_closing_the_gate_a_little_does(tmp_path: Path) -> None
         (k, i) for k in ("attention", "activation") for i in range(3)
     ]
     assert all(row["rms"] >= row["magnitude"] * (1 - 1e-9) >= abs(row["mean"]) * (1 - 1e-9) for row in rows)
-    ((pixels, targets),) = training_views(about, 30)
+    ((pixels, targets),) = calibration_images(about, 30)
     sites = depth.all_layers(made, about.family)
-    probe = depth.gated(made.double(), about, sites, BUDGET).eval()
+    probe = depth.gate_layers(made.double(), about, sites, BUDGET).eval()
     step = 1e-5
     for row in rows:
         losses = []
@@ -85,7 +85,7 @@ def test_part_of_a_run_when_asked_for(tmp_path: Path) -> None:
         for state in ("before", "after")
     ]
     assert [any(line.gone) for line in asymmetry.lines] == [True, False] * 2
-    save(charts_figure(list(curves.values()), "diagnostics"), tmp_path / "drawn" / "both.png")
+    save_figure(charts_figure(list(curves.values()), "diagnostics"), tmp_path / "drawn" / "both.png")
     assert (tmp_path / "drawn" / "both.png").read_bytes().startswith(b"\x89PNG")
     shutil.rmtree(tmp_path / "drawn")
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]

@@ -131,9 +131,9 @@ def test_published_layers_need_no_search(tmp_path: Path) -> None:
 def test_unscored_layers_are_spread_and_the_last_of_each_type_stays(
     count: int, attention: list[int], activation: list[int]
 ) -> None:
-    """Late attentions alone would make an exported file faster than other layers do: see `depth.any_layers`."""
+    """Late attentions alone would make an exported file faster than other layers do: see `depth.spread_layers`."""
     made = model(depth=12)
-    found = depth.any_layers(made, family_of(made), count)
+    found = depth.spread_layers(made, family_of(made), count)
     assert found == {"attention": attention, "activation": activation}
 
 
@@ -243,12 +243,12 @@ def test_dilution_follows_the_released_schedule() -> None:
 
 def test_nose_measures_dropped_and_deploys_doubled(tmp_path: Path) -> None:
     made = model()
-    found = nose.plan(made, context(tmp_path, made), OPTIONS["nose"])
+    found = nose.NOSE.plan(made, context(tmp_path, made), OPTIONS["nose"])
     assert set(found.removed.values()) == {"double"}
     first = read_json(tmp_path / "transfer_entropy.json")[0]
     other = tmp_path / "doubled"
     doubled = nose.Options(pruned_layers=2, te=TE, te_bypass="double")
-    nose.plan(made, context(other, made), doubled)
+    nose.NOSE.plan(made, context(other, made), doubled)
     assert read_json(other / "transfer_entropy.json")[0]["rows"] != first["rows"]
 
 

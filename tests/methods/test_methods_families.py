@@ -16,7 +16,7 @@ from vitcompress.families import family_of
 from vitcompress.io.tensors import load_tensors
 from vitcompress.methods import METHODS, depth, nose
 from vitcompress.methods.base import LEFT_WEIGHTS, Context
-from vitcompress.methods.calibration import training_views
+from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
@@ -59,7 +59,7 @@ def world(name: str, folder: Path) -> tuple[nn.Module, Context]:
         for parameter in made.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15)
     given = {**args, **GREY}
-    return made, context(folder, made, arch=arch, arch_args=given, plan=Plan(arch, given))
+    return made, context(folder, made, plan=Plan(arch, given))
 
 
 def pixels() -> torch.Tensor:
@@ -117,12 +117,12 @@ def test_the_mean_of_a_gate_is_handed_over_with_the_weights(tmp_path: Path) -> N
     """What is deployed multiplies the values with the mean of the gate over training images."""
     made, around = world("swiglu", tmp_path)
     options = depth.DepthOptions(pruned_layers=1)
-    plan = depth.decided(made, around, {"activation": [1]}, options)
+    plan = depth.record_choice(made, around, {"activation": [1]}, options)
     means = depth.gate_means(made, around)["blocks.1.mlp"]
     gates: list[torch.Tensor] = []
     handle = made.blocks[1].mlp.act.register_forward_hook(lambda module, args, out: gates.append(out.flatten(0, 1)))
     with torch.no_grad():
-        for seen, _ in training_views(around, depth.GATE_IMAGES):
+        for seen, _ in calibration_images(around, depth.GATE_IMAGES):
             made(seen)
     handle.remove()
     measured = torch.cat(gates)

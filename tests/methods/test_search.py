@@ -76,13 +76,13 @@ def test_searched_model_is_the_deployed_model(tmp_path: Path, bypass: Any, outpu
     made = model(**more).double().eval()
     about = context(tmp_path, made)
     options = DepthOptions(pruned_layers=3, attention_bypass=bypass, both_pruned_output_act=output_act)
-    probe = depth.gated(made, about, depth.all_layers(made, about.family), options).eval()
+    probe = depth.gate_layers(made, about, depth.all_layers(made, about.family), options).eval()
     pixels = torch.randn(4, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     dense = made(pixels)
     torch.testing.assert_close(probe(pixels), dense, rtol=0, atol=0)
     for name in ("blocks.0.attn", "blocks.1.attn", "blocks.1.mlp.act"):
         probe.set_gate(name, 0.0)
-    plan = depth.delta(made, about.plan, {"attention": [0, 1], "activation": [1]}, options)
+    plan = depth.plan_layers(made, about.plan, {"attention": [0, 1], "activation": [1]}, options)
     deployed = surgery.apply_to_copy(made, plan).eval()(pixels)
     torch.testing.assert_close(probe(pixels), deployed, rtol=0, atol=1e-12)
     assert (deployed - dense).abs().max() > 1e-3
@@ -94,7 +94,7 @@ def test_score_gradient_is_the_derivative_of_the_loss_by_the_gate(tmp_path: Path
     made = model().double().eval()
     about = context(tmp_path, made)
     sites = depth.all_layers(made, about.family)
-    probe = depth.gated(made, about, sites, DepthOptions(pruned_layers=1, attention_bypass=bypass)).eval()
+    probe = depth.gate_layers(made, about, sites, DepthOptions(pruned_layers=1, attention_bypass=bypass)).eval()
     pixels = torch.randn(4, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     gradients = torch.autograd.grad(probe(pixels).square().sum(), probe.score_parameters())
     step = 1e-5
@@ -114,7 +114,7 @@ def test_score_gradient_is_the_derivative_of_the_loss_by_the_gate(tmp_path: Path
 def test_every_parameter_learns_and_scores_never_decay(tmp_path: Path) -> None:
     made = model()
     about = context(tmp_path, made)
-    probe = depth.gated(made, about, depth.layers(made, about.family)["attention"], TWO)
+    probe = depth.gate_layers(made, about, depth.layers(made, about.family)["attention"], TWO)
     decay, bare, scores = parameter_groups(probe, TrainOptions(lr=0.1, weight_decay=0.05), 3.0)
     assert {id(p) for group in (decay, bare, scores) for p in group["params"]} == {id(p) for p in probe.parameters()}
     assert (decay["weight_decay"], bare["weight_decay"], scores["weight_decay"]) == (0.05, 0.0, 0.0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vitcompress import surgery
 from vitcompress.methods import depth
 from vitcompress.methods.base import Context
-from vitcompress.methods.calibration import training_part, training_views
+from vitcompress.methods.calibration import training_subset, calibration_images
 from vitcompress.methods.depth import DepthOptions
 from vitcompress.methods.transfer_entropy import EntropyOptions, Measurement, Moments, entropies, greedy, table
 from vitcompress.surgery.gates import GatedModel
@@ -30,7 +30,7 @@ def world(tmp_path: Path) -> tuple[nn.Module, Context]:
 
 def logits_of(made: nn.Module, about: Context) -> Tensor:
     """(images, classes) of the same images, one batch after the other."""
-    loader = training_views(about, OPTIONS.images)
+    loader = calibration_images(about, OPTIONS.images)
     with torch.no_grad():
         return torch.cat([made.eval()(batch) for batch, _ in loader])
 
@@ -42,11 +42,11 @@ def entropy_of(made: nn.Module, about: Context) -> float:
 
 def without(made: nn.Module, about: Context, attentions: list[int], activations: list[int]) -> nn.Module:
     removed: dict[depth.Kind, list[int]] = {"attention": attentions, "activation": activations}
-    return surgery.apply_to_copy(made, depth.delta(made, about.plan, removed, BUDGET))
+    return surgery.apply_to_copy(made, depth.plan_layers(made, about.plan, removed, BUDGET))
 
 
 def gated(made: nn.Module, about: Context) -> GatedModel:
-    return depth.gated(made, about, depth.all_layers(made, about.family), BUDGET)
+    return depth.gate_layers(made, about, depth.all_layers(made, about.family), BUDGET)
 
 
 def test_streaming_equals_all_features_at_once(world: tuple[nn.Module, Context]) -> None:
@@ -54,7 +54,7 @@ def test_streaming_equals_all_features_at_once(world: tuple[nn.Module, Context])
     (found,) = entropies(gated(made, about), [()], Measurement.of(about, OPTIONS))
     assert found.value == pytest.approx(entropy_of(made, about), abs=EXACT)
     assert (found.images, found.clamped, len(found.resampled)) == (30, 0, OPTIONS.resamples)
-    right = logits_of(made, about).argmax(dim=1).numpy() == training_part(about, 10).labels
+    right = logits_of(made, about).argmax(dim=1).numpy() == training_subset(about, 10).labels
     assert found.accuracy == pytest.approx(100 * right.mean())
 
 

@@ -1,14 +1,13 @@
-"""What HetDPT is compared with: parts of it left out, and choices that measure nothing. All share the same recovery.
+"""Ablations of HetDPT, and baselines that measure nothing. Numbers are tables of the HetDPT paper.
 
-te_static        transfer entropy of each layer alone on the dense model, both types pooled, the lowest go (Table 13)
-hetdpt_no_step2  the split of step 1, then the first layers of the single-type removal orders (Table 12)
-hetdpt_no_step1  direct importance: the search alone, lowest score of both types pooled, no budget per type (Table 11)
-random           layers drawn by the seed, or the first or last ones
-fixed            layers that are given
-Tables of the HetDPT paper.
+te_static        the layers of both types with the lowest transfer entropy, each removed alone from the model (13)
+hetdpt_no_step2  the split of step 1, then the first layers of the single-type removal orders (12)
+hetdpt_no_step1  direct importance: step 2 alone, the lowest score of both types, without a budget per type (11)
+random           random layers, or the first or last ones
+fixed            layers named in the recipe
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -20,8 +19,17 @@ from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site
 from vitcompress.io.validation import Doc
 from vitcompress.methods import depth, transfer_entropy
-from vitcompress.methods.base import MEASURED_LAYERS, TRAINED, Choice, Context, Estimate, Method, StepInfo
-from vitcompress.methods.depth import KINDS, Bypass, DepthOptions, GatedFfn, Kind, OutputAct
+from vitcompress.methods.base import (
+    MEASURED_LAYERS,
+    TRAINED,
+    Choice,
+    Context,
+    Estimate,
+    Method,
+    StepInfo,
+    reject_unused,
+)
+from vitcompress.methods.depth import KINDS, Bypass, DepthOptions, FixedOptions, Kind
 from vitcompress.methods.hetdpt import collection, report, search
 from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.methods.hetdpt.search import SearchOptions
@@ -56,97 +64,68 @@ class RandomOptions(DepthOptions):
     attention: Annotated[int | None, Ge(0), Doc("number of attentions among them; None: random")] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class FixedOptions:
-    """Layers chosen by the user."""
-
-    attention: Annotated[hetdpt.Indices, Doc("blocks that lose their attention")] = ()
-    activation: Annotated[hetdpt.Indices, Doc("blocks that lose their activation")] = ()
-    attention_bypass: Bypass = "drop"
-    both_pruned_output_act: OutputAct = "none"
-    gated_ffn: GatedFfn = "mean_gate"
-
-    @property
-    def budget(self) -> DepthOptions:
-        return DepthOptions(
-            pruned_layers=max(1, len(self.attention) + len(self.activation)),
-            attention_bypass=self.attention_bypass,
-            both_pruned_output_act=self.both_pruned_output_act,
-            gated_ffn=self.gated_ffn,
-        )
-
-
 def te_static(model: nn.Module, context: Context, options: StaticOptions) -> Plan:
-    """The layers with the lowest transfer entropy, measured once, each skipped alone, nothing trained."""
     structure(model, context.family, context.plan, options)
     context.progress.stage("transfer entropy of every layer")
     sites = depth.all_layers(model, context.family)
 
     def measure() -> dict[str, Any]:
-        open_model = depth.gated(model, context, sites, options, options.te_bypass)
-        on = Measurement.of(context, options.te)
-        return transfer_entropy.table(open_model, sites, on)
+        gated = depth.gate_layers(model, context, sites, options, options.te_bypass)
+        return transfer_entropy.table(gated, sites, Measurement.of(context, options.te))
 
     ranked = sorted(context.memo("transfer_entropy", measure)["rows"], key=lambda row: row["score"])
     lowest = {row["site"] for row in ranked[: options.pruned_layers]}
-    return depth.decided(model, context, _by_kind(sites, lowest), options)
+    return depth.record_choice(model, context, _by_kind(site for site in sites if site.name in lowest), options)
 
 
 def no_step2(model: nn.Module, context: Context, options: hetdpt.AllocationOptions) -> Plan:
-    """Step 1 alone: its split, and as many layers from the front of its removal orders."""
     structure_no_step2(model, context.family, context.plan, options)
     records, split = hetdpt.allocate(model, context, options)
     orders = collection.removal_orders(records)
     chosen = {kind: orders[kind][:count] for kind, count in zip(KINDS, split, strict=True)}
-    return depth.decided(model, context, chosen, options)
+    return depth.record_choice(model, context, chosen, options)
 
 
 def no_step1(model: nn.Module, context: Context, options: DirectOptions) -> Plan:
-    """Step 2 alone: at each removal the lowest score of both types goes, from all layers."""
-    structure(model, context.family, context.plan, options)
+    structure_no_step1(model, context.family, context.plan, options)
     context.progress.stage("direct importance: learnable scores without a budget per type")
     candidates = {site.name for site in depth.all_layers(model, context.family)}
     chosen = search.search(model, context, options, options.search, search.either(options.pruned_layers), candidates)
-    return depth.decided(model, context, chosen, options)
+    return depth.record_choice(model, context, chosen, options)
 
 
 def random(model: nn.Module, context: Context, options: RandomOptions) -> Plan:
-    """Layers that no measurement chose."""
-    structure_random(model, context.family, context.plan, options)
-    return depth.decided(model, context, _picked(model, context.family, options, context.seed), options)
+    depth.spread_layers(model, context.family, options.pruned_layers)
+    return depth.record_choice(model, context, _pick(model, context.family, options, context.seed), options)
 
 
 def fixed(model: nn.Module, context: Context, options: FixedOptions) -> Plan:
-    """The layers that the options name."""
-    return depth.decided(model, context, _given(options), options.budget)
+    return depth.record_choice(model, context, _named(options), options)
 
 
 def structure(model: nn.Module, family: Family, base: Plan, options: DepthOptions) -> Plan:
-    """As many layers, picked by position. Raises PlanError when there are too few."""
-    return depth.delta(model, base, depth.any_layers(model, family, options.pruned_layers), options)
+    """The same number of layers, by position. Raises PlanError if there are too few."""
+    return depth.plan_layers(model, base, depth.spread_layers(model, family, options.pruned_layers), options)
 
 
 def structure_no_step2(model: nn.Module, family: Family, base: Plan, options: hetdpt.AllocationOptions) -> Plan:
-    """As many layers, picked by position. Raises PlanError when the budget has no split or too few rounds are
-    collected.
-    """
     hetdpt.check_allocation(model, family, options)
     return structure(model, family, base, options)
 
 
+def structure_no_step1(model: nn.Module, family: Family, base: Plan, options: DirectOptions) -> Plan:
+    search.check_options(options.search)
+    return structure(model, family, base, options)
+
+
 def structure_random(model: nn.Module, family: Family, base: Plan, options: RandomOptions) -> Plan:
-    """Layers drawn as `random` draws them, by seed 0. Raises PlanError when there are too few."""
-    depth.any_layers(model, family, options.pruned_layers)
-    return depth.delta(model, base, _picked(model, family, options, seed=0), options)
+    """Layers drawn as in `random`, with seed 0."""
+    depth.spread_layers(model, family, options.pruned_layers)
+    return depth.plan_layers(model, base, _pick(model, family, options, seed=0), options)
 
 
 def structure_fixed(model: nn.Module, family: Family, base: Plan, options: FixedOptions) -> Plan:
-    """The plan itself. Raises PlanError for block numbers that the model does not have."""
-    return depth.delta(model, base, _given(options), options.budget)
-
-
-def describe_random(options: RandomOptions) -> StepInfo:
-    return StepInfo(Choice("chance" if options.pick == "random" else f"the {options.pick} ones"))
+    return depth.plan_layers(model, base, _named(options), options)
 
 
 def estimate_te_static(model: nn.Module, family: Family, options: StaticOptions) -> list[Estimate]:
@@ -155,55 +134,58 @@ def estimate_te_static(model: nn.Module, family: Family, options: StaticOptions)
 
 
 def estimate_no_step1(model: nn.Module, family: Family, options: DirectOptions) -> list[Estimate]:
-    epochs = search.removal_epochs(options.pruned_layers, options.search.factor)[-1]
-    return [Estimate("importance search", 1, epochs, options.search.images_per_class)]
+    return [search.estimate(options.pruned_layers, options.search)]
 
 
-def _given(options: FixedOptions) -> dict[Kind, Sequence[int]]:
+def _named(options: FixedOptions) -> dict[Kind, Sequence[int]]:
     lists: dict[Kind, Sequence[int]] = {"attention": options.attention, "activation": options.activation}
     if not any(lists.values()) or any(len(set(numbers)) != len(numbers) for numbers in lists.values()):
         raise PlanError(
             f"got attention = {list(options.attention)}, activation = {list(options.activation)}",
             hint="name at least one block, each once per list",
         )
+    dependent = {"attention": "attention_bypass", "activation": "gated_ffn"}
+    reject_unused(options, {dependent[kind]: f"{kind} is empty" for kind, numbers in lists.items() if not numbers})
     return lists
 
 
-def _picked(model: nn.Module, family: Family, options: RandomOptions, seed: int) -> dict[Kind, list[int]]:
-    """One layer of each type stays; the draw is the same on every process."""
+def _pick(model: nn.Module, family: Family, options: RandomOptions, seed: int) -> dict[Kind, list[int]]:
+    """Keeps one layer of each type. The result is the same on every process."""
     sites = depth.in_forward_order(depth.all_layers(model, family))
     if options.pick == "last":
         sites.reverse()
     if options.pick == "random":
         order = np.random.default_rng(derived_seed("random layers", seed)).permutation(len(sites))
         sites = [sites[i] for i in order]
-    room = _room(depth.layers(model, family), options)
+    left = _limits(depth.layers(model, family), options)
     chosen: list[Site] = []
     for site in sites:
         kind = depth.kind_of(site)
-        if len(chosen) < options.pruned_layers and room[kind]:
-            room[kind] -= 1
+        if len(chosen) < options.pruned_layers and left[kind]:
+            left[kind] -= 1
             chosen.append(site)
-    return _by_kind(chosen, {site.name for site in chosen})
+    return _by_kind(chosen)
 
 
-def _room(found: Mapping[Kind, Sequence[Site]], options: RandomOptions) -> dict[Kind, int]:
-    """How many layers of each type the draw may take."""
-    most: dict[Kind, int] = {kind: max(0, len(found[kind]) - 1) for kind in KINDS}
+def _limits(layers: Mapping[Kind, Sequence[Site]], options: RandomOptions) -> dict[Kind, int]:
+    """The largest number of layers of each type."""
+    most: dict[Kind, int] = {kind: max(0, len(layers[kind]) - 1) for kind in KINDS}
     if options.attention is None:
         return most
-    room: dict[Kind, int] = {"attention": options.attention, "activation": options.pruned_layers - options.attention}
-    if any(not 0 <= room[kind] <= most[kind] for kind in KINDS):
+    counts: dict[Kind, int] = {"attention": options.attention, "activation": options.pruned_layers - options.attention}
+    if any(not 0 <= counts[kind] <= most[kind] for kind in KINDS):
         raise PlanError(
             f"attention is {options.attention} of pruned_layers {options.pruned_layers}, but at most "
-            f"{most['attention']} attentions and {most['activation']} activations may go",
+            f"{most['attention']} attentions and {most['activation']} activations can be removed",
             hint="change attention or pruned_layers",
         )
-    return room
+    return counts
 
 
-def _by_kind(sites: Sequence[Site], names: set[str]) -> dict[Kind, list[int]]:
-    return {kind: [site.index for site in sites if site.kind == kind and site.name in names] for kind in KINDS}
+def _by_kind(sites: Iterable[Site]) -> dict[Kind, list[int]]:
+    """The blocks of `sites` by kind, in forward order."""
+    chosen = sorted((site.index, site.kind) for site in sites)
+    return {kind: [index for index, own in chosen if own == kind] for kind in KINDS}
 
 
 TE_STATIC = Method(
@@ -217,7 +199,6 @@ TE_STATIC = Method(
     report=report.report,
 )
 
-
 HETDPT_NO_STEP2 = Method(
     "hetdpt_no_step2",
     "HetDPT's split of the budget, layers in the order that collection removed them",
@@ -229,29 +210,25 @@ HETDPT_NO_STEP2 = Method(
     report=report.report,
 )
 
-
 HETDPT_NO_STEP1 = Method(
     "hetdpt_no_step1",
     "learnable importance of both types pooled, without a split of the budget",
     options=DirectOptions,
     plan=no_step1,
-    structure=structure,
+    structure=structure_no_step1,
     estimate=estimate_no_step1,
     describe=lambda options: StepInfo(TRAINED),
     report=report.report,
 )
 
-
 RANDOM = Method(
     "random",
-    "layers drawn by the seed, or the first or last ones",
+    "random layers, or the first or last ones",
     options=RandomOptions,
     plan=random,
     structure=structure_random,
-    describe=describe_random,
-    report=report.report,
+    describe=lambda options: StepInfo(Choice("chance" if options.pick == "random" else f"the {options.pick} ones")),
 )
-
 
 FIXED = Method(
     "fixed",
@@ -260,5 +237,4 @@ FIXED = Method(
     plan=fixed,
     structure=structure_fixed,
     describe=lambda options: StepInfo(Choice("the recipe")),
-    report=report.report,
 )

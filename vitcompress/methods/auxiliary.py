@@ -58,7 +58,7 @@ def recover(model: nn.Module, context: Context, options: RecoverOptions) -> Plan
         controls=TrainingControls(context.teacher()),
     )
     context.hand_over(copy.cpu())
-    return _nothing(context.plan)
+    return context.plan.delta()
 
 
 def recovery_settings(base: TrainOptions, options: RecoverOptions) -> TrainOptions:
@@ -71,7 +71,7 @@ def recovery_settings(base: TrainOptions, options: RecoverOptions) -> TrainOptio
 
 def fold(model: nn.Module, context: Context, options: FoldOptions) -> Plan:
     """Every FFN without activation and every LayerScale behind a linear layer, folded in place by the plan."""
-    folding = surgery.fold_linears(deepcopy(model), _nothing(context.plan))
+    folding = surgery.fold_linears(deepcopy(model), context.plan.delta())
     context.memo("fold", lambda: [asdict(record) for record in folding.records])
     for record in folding.records:
         context.progress.note(f"{record.module}: {'folded' if record.folded else 'left as it is'}, {record.reason}")
@@ -80,12 +80,12 @@ def fold(model: nn.Module, context: Context, options: FoldOptions) -> Plan:
 
 def structure_recover(model: nn.Module, family: Family, base: Plan, options: RecoverOptions) -> Plan:
     """Training changes no structure."""
-    return _nothing(base)
+    return base.delta()
 
 
 def structure_fold(model: nn.Module, family: Family, base: Plan, options: FoldOptions) -> Plan:
     """The plan itself: what folds depends on shapes alone."""
-    return surgery.fold_linears(deepcopy(model), _nothing(base)).plan
+    return surgery.fold_linears(deepcopy(model), base.delta()).plan
 
 
 def estimate_recover(model: nn.Module, family: Family, options: RecoverOptions) -> list[Estimate]:
@@ -102,11 +102,6 @@ def report_fold(folder: Path) -> StepReport:
         for r in read_json(path)
     ]
     return StepReport([table("Folded between the steps", "module, folded, why, parameters before, after", rows)])
-
-
-def _nothing(plan: Plan) -> Plan:
-    """A step that changes nothing, for the model of `plan`."""
-    return Plan(plan.arch, plan.arch_args)
 
 
 RECOVER = Method(

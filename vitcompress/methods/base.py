@@ -1,23 +1,27 @@
-"""What every pruning method works with and returns: its context, its choice, its report."""
+"""What a method is, receives and returns: Method, Context, and descriptions of a step for dry run and report."""
 
 import json
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from vitcompress.errors import ArtifactError, PlanError
-from vitcompress.families import Family
+from vitcompress.errors import ArtifactError, PlanError, VitcompressError
+from vitcompress.families import Family, family_of
 from vitcompress.io.files import file_sha256, find_changed_files, read_json, write_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
-from vitcompress.models.create import InputConfig
+from vitcompress.models.checkpoint import load_for, load_strictly
+from vitcompress.models.create import InputConfig, input_config
 from vitcompress.plan import Plan
-from vitcompress.training.data import Splits
+from vitcompress.training.data import Splits, no_data, split_images
 from vitcompress.training.datasets import Images
-from vitcompress.training.distributed import Runtime
+from vitcompress.training.distributed import Runtime, check_device
 from vitcompress.training.loop import train
 from vitcompress.training.options import TrainOptions, TrainResult
 from vitcompress.training.trainer import TrainingContext, TrainingControls
@@ -65,7 +69,7 @@ PUBLISHED = Choice("published")
 @dataclass(frozen=True)
 class Line:
     """One curve. gone: whether each point belongs to something that was removed. mark: a short word at the last point.
-    group: what curves of one colour have in common; the name where that is empty.
+    group: curves of one group have one colour; default: the name.
     """
 
     name: str
@@ -78,8 +82,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves on common axes. log: of the vertical axis. by_depth: one line per block, in forward order. level: a
-    threshold, told as `level_name`.
+    """Curves on common axes. log: logarithmic vertical axis. by_depth: one line per block, in forward order. level: a
+    threshold, labelled `level_name`.
     """
 
     title: str
@@ -93,7 +97,7 @@ class Chart:
 
 
 def ranked(name: str, scores: Sequence[float], kept: Sequence[int]) -> Line:
-    """Scores from the highest on, over the share of channels that score higher; what is not in `kept` is gone."""
+    """Scores in descending order, over the share of channels with higher scores; those not in `kept` are gone."""
     order = sorted(range(len(scores)), key=lambda channel: -scores[channel])
     stay = set(kept)
     share = [rank / max(1, len(order) - 1) for rank in range(len(order))]
@@ -183,33 +187,39 @@ def table(title: str, columns: str, rows: Iterable[Sequence[Any]]) -> Table:
 
 
 def seal(folder: Path) -> None:
-    """Record what a step has left in its `folder`, before its plan says that it is done."""
+    """Record the hash of the weights that a step handed over; to be called before its plan is written."""
     left = folder / LEFT_WEIGHTS
     write_json(folder / LEFT, {"files": {left.name: file_sha256(left)} if left.is_file() else {}})
 
 
 def check_sealed(folder: Path) -> None:
-    """Raise ArtifactError when what a finished step left was changed or is gone: other weights would be used."""
+    """Raise ArtifactError if the weights that a finished step handed over were changed or deleted."""
     wrong = find_changed_files(folder / LEFT) if (folder / LEFT).is_file() else [f"{LEFT} is missing"]
     if wrong:
         raise ArtifactError(
-            f"{folder} is not as its step left it: {wrong[0]}",
-            hint="restore the file, or start over with --fresh",
+            f"{folder} was changed after its step: {wrong[0]}", hint="restore the file, or start over with --fresh"
         )
+
+
+def load_handed_over(model: nn.Module, folder: Path, plan: Plan, runtime: Runtime) -> None:
+    """Load the weights that the step in `folder` handed over, if any, into its input `model`, which has this `plan`."""
+    path = folder / LEFT_WEIGHTS
+    on_disk = load_for(path, plan) if runtime.is_main and path.is_file() else None
+    tensors: dict[str, Tensor] | None = runtime.broadcast(on_disk)
+    if tensors is not None:
+        load_strictly(model, tensors, path)
 
 
 @dataclass(frozen=True)
 class Context:
-    """One step's surroundings.
+    """Data, settings and folder of one step.
 
-    plan: what was already done to the model that the method is given. folder: the step's own, for resume state.
-    train: the recipe's fine-tuning options, the default source of batch size and augmentation. teacher(): who teaches
-    during recovery, None where nobody does. latency: the clock, None where nothing can be measured. measured_on(): what
-    a latency belongs to, as plain data: hardware, versions, threads.
+    plan: what was already done to the model that the method receives. folder: of this step, for measurements and resume
+    state. train: options of [finetune], the default for batch size and augmentation. teacher(): the teacher of the
+    recovery, None if there is none. latency: None if latencies cannot be measured. measured_on(): what latencies depend
+    on, as plain data: hardware, versions, threads.
     """
 
-    arch: str
-    arch_args: Mapping[str, Any]
     plan: Plan
     family: Family
     data: Splits
@@ -222,9 +232,17 @@ class Context:
     teacher: Callable[[], nn.Module | None] = lambda: None
     latency: Clock | None = None
     measured_on: Callable[[], Mapping[str, Any]] = dict
+    _names: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def memo(self, name: str, compute: Callable[[], Any]) -> Any:
-        """The JSON data of `compute()`, computed once and kept in the step's folder; every process gets the same."""
+        """The JSON data of `compute()`, computed once and kept in `folder` as `name`.json; every process gets the same.
+
+        Raises:
+            VitcompressError: a second call with this name, which would return the data of the first.
+        """
+        if name in self._names:
+            raise VitcompressError(f"two values of one step are called {name!r}", hint="use a name for each")
+        self._names.add(name)
         path = self.folder / f"{name}.json"
         if self.runtime.broadcast(path.is_file()):
             return self.runtime.broadcast(read_json(path) if self.runtime.is_main else None)
@@ -245,22 +263,68 @@ class Context:
         label: str | None = None,
         controls: TrainingControls | None = None,
     ) -> TrainResult:
-        """`train` in the surroundings of this step.
+        """`train` with the input, seed and processes of this step.
 
-        name: of the folder below the step's that holds the training's state, and its label where none is given.
+        name: of the subfolder for the training's state. label: shown to users, and part of the seed; default: `name`.
         """
         at = TrainingContext(self.input, self.runtime, self.folder / name, label or name, self.seed, self.progress)
         return train(module, images, heldout, options, at, controls)
 
     def hand_over(self, model: nn.Module) -> None:
-        """Continue with the weights of `model`, retrained but of the shapes that the step was given.
+        """Make the next step start from the weights of `model`: those of the step's input, trained.
 
-        The step's own plan is applied to these weights, and so is what follows. To be called before the step returns
-        its plan: a plan on the disk means that the weights are there too.
+        The plan of this step is applied to these weights. Call this before the step returns its plan: a plan on disk
+        means that the weights are on disk, too.
         """
         if self.runtime.is_main:
             save_tensors(self.folder / LEFT_WEIGHTS, model.state_dict(), {"plan": self.plan.digest})
         self.runtime.barrier()
+
+
+HELDOUT = 0.1  # share of the images that `context_for` holds out for choices
+
+
+def context_for(
+    model: nn.Module,
+    data: Any = None,
+    *,
+    plan: Plan | None = None,
+    folder: str | Path | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    **settings: Any,
+) -> Context:
+    """A context to call a method on `model` without a recipe.
+
+    Args:
+        model: a timm model of a supported family.
+        data: a map-style data set of (image, label) pairs, an iterable of (images, labels) batches, or None for methods
+            that read no images. A tenth of the images is held out for choices.
+        plan: what was already done to `model`; default: `model.plan`, and an empty plan for a model without it.
+        folder: for measurements and resume state; default: a temporary folder, deleted with the context.
+        device: `cpu`, `cuda`, `cuda:1`, `mps` or `auto`.
+        settings: other fields of Context, such as `train=TrainOptions(...)` or `progress`.
+
+    Raises:
+        DataError: data of another form.
+        DeviceError: no such device.
+        UnsupportedModelError: no family covers the model.
+    """
+    scratch = None if folder is not None else Path(tempfile.mkdtemp(prefix="vitcompress-"))
+    known = plan or getattr(model, "plan", None) or Plan(str(getattr(model, "pretrained_cfg", {}).get("architecture")))
+    context = Context(
+        plan=known,
+        family=family_of(model),
+        data=no_data() if data is None else split_images(data, HELDOUT, seed),
+        input=input_config(model),
+        runtime=Runtime(check_device(device, "none")),
+        folder=scratch or Path(str(folder)),
+        seed=seed,
+        **{"progress": Progress(), "train": TrainOptions(), **settings},
+    )
+    if scratch is not None:
+        weakref.finalize(context, shutil.rmtree, scratch, ignore_errors=True)
+    return context
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,15 @@
-"""From scores to numbers of kept channels: thresholds within ranking scopes, aligned widths, a budget met by bisection.
+"""Numbers of kept channels: one threshold per scope, aligned widths, and bisection to a target cost.
 
-A `Group` is a set of channels with one score each: the hidden channels of one FFN, the heads of one attention, the
-channels that all heads of one attention share, one residual stream. Groups of one scope share one threshold, groups of
-different scopes are never compared (isomorphic pruning, Fang et al., ECCV 2024). A group always keeps its best
-channels, so a number of channels per group says all.
+A `Group` is a set of scored channels: the hidden channels of an FFN, the heads of an attention, the channels within
+these heads, or a residual stream. Groups of one scope share a threshold; groups of different scopes are never compared
+(isomorphic pruning, Fang et al., ECCV 2024). A group always keeps its best channels, so a plan follows from the number
+of channels of each group.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -19,16 +20,14 @@ from vitcompress.io.text import format_range
 
 Kind = Literal["residual", "ffn", "head_dim", "head"]
 Counts = dict[str, int]
-ROUNDS = 40  # halvings of an interval; as fine as a float needs
-DISTURBED = 10  # times as long as by itself a call may take while other work runs, at the very most
-CLOSE, EXACT = 0.01, 1e-4  # shares of a target within which it counts as met, and nothing nearer is looked for
-
-LATER = "; whatever else runs makes times longer: the same command measures anew and keeps what was trained"
+ROUNDS = 40  # bisection steps; as fine as a float
+DISTURBED = 10  # largest factor by which other load on the machine may slow a call down
+CLOSE, EXACT = 0.01, 1e-4  # relative differences at which a target counts as met, and at which the search ends
 
 
 @dataclass(frozen=True)
 class Group:
-    """Channels of one name, scored (channels,), that are ranked with all others of the same scope."""
+    """Channels with scores, (channels,), that are ranked together with all others of the same scope."""
 
     name: str
     kind: Kind
@@ -39,17 +38,22 @@ class Group:
     def size(self) -> int:
         return len(self.scores)
 
+    @cached_property
+    def order(self) -> list[int]:
+        """The channels from the highest score to the lowest; of equal scores the first channel first."""
+        order: list[int] = self.scores.argsort(descending=True, stable=True).tolist()
+        return order
+
     def best(self, count: int) -> tuple[int, ...]:
-        """The `count` channels with the highest scores, in the order of the model; of equal ones the first."""
-        order = self.scores.argsort(descending=True, stable=True)[:count]
-        return tuple(sorted(order.tolist()))
+        """The `count` channels with the highest scores, in ascending order."""
+        return tuple(sorted(self.order[:count]))
 
 
 @dataclass(frozen=True)
 class Units:
-    """Kept widths are multiples of these, by kind; heads are counted one by one.
+    """Kept widths are multiples of these numbers, by kind. Heads are not aligned.
 
-    down: round towards fewer channels, as the released isomorphic pruning does; else to the nearest multiple.
+    down: round down, as the released isomorphic pruning does, instead of to the nearest multiple.
     """
 
     residual: int = 1
@@ -58,50 +62,28 @@ class Units:
     down: bool = False
 
     def of(self, kind: Kind) -> int:
-        return {"residual": self.residual, "ffn": self.ffn, "head_dim": self.head_dim, "head": 1}[kind]
+        return 1 if kind == "head" else int(getattr(self, kind))
 
 
-def normalised(scores: Tensor) -> Tensor:
-    """Scores whose mean is 1, so that groups are compared by how unequal their channels are and not by magnitude.
+def normalize(scores: Tensor) -> Tensor:
+    """Divide scores by their mean: groups then compete by how unequal their channels are, not by their magnitude.
 
     Raises:
-        PlanError: scores that are not finite, or none above zero, among which nothing can be chosen.
+        PlanError: the mean is not finite or not positive, so that the scores rank nothing.
     """
     mean = scores.double().mean()
     if not torch.isfinite(mean) or mean <= 0:
         raise PlanError(
             f"channels cannot be ranked: their mean score is {float(mean)}",
-            hint="look at more images, or check that the model's weights and gradients are finite",
+            hint="use more images, or check that the model's weights and gradients are finite",
         )
     return scores.double() / mean
 
 
-def thresholded(groups: Iterable[Group], keep: Mapping[str, float]) -> Counts:
-    """How many channels of each group are among the best share `keep[scope]` of all channels of its scope.
+def align(count: int, size: int, unit: int, *, down: bool = False) -> int:
+    """The multiple of `unit` nearest to `count` (the next lower one with `down`), between `unit` and `size`.
 
-    As many as floor(share * channels) in all, of equal scores the first. Every group keeps at least one.
-    """
-    counts: Counts = {}
-    for scope, members in _scopes(groups).items():
-        scores = torch.cat([group.scores for group in members])
-        owner = torch.repeat_interleave(torch.tensor([group.size for group in members]))
-        kept = scores.argsort(descending=True, stable=True)[: int(len(scores) * keep[scope])]
-        found = torch.bincount(owner[kept], minlength=len(members)).tolist()
-        counts |= {group.name: max(1, count) for group, count in zip(members, found, strict=True)}
-    return counts
-
-
-def _scopes(groups: Iterable[Group]) -> dict[str, list[Group]]:
-    found: dict[str, list[Group]] = {}
-    for group in groups:
-        found.setdefault(group.scope, []).append(group)
-    return found
-
-
-def aligned(count: int, size: int, unit: int, *, down: bool = False) -> int:
-    """The multiple of `unit` next to `count` (below it with `down`), at least one and at most what `size` holds.
-
-    A group that loses nothing keeps its size, whatever that is.
+    A group that loses no channel keeps its size, even if that is not a multiple.
     """
     if count >= size:
         return size
@@ -109,47 +91,94 @@ def aligned(count: int, size: int, unit: int, *, down: bool = False) -> int:
     return unit * min(max(1, multiple), size // unit)
 
 
-def fitted(groups: Sequence[Group], counts: Mapping[str, int], units: Units) -> Counts:
-    """`counts` with every width aligned."""
-    return {
-        group.name: aligned(counts[group.name], group.size, units.of(group.kind), down=units.down) for group in groups
-    }
+@dataclass(frozen=True)
+class Ranking:
+    """Ranked groups and the share of their channels to keep.
+
+    keep: scope -> share of its channels. units: alignment of the kept widths.
+
+    Raises:
+        PlanError: a unit is larger than a width.
+    """
+
+    groups: tuple[Group, ...]
+    keep: Mapping[str, float]
+    units: Units = field(default_factory=Units)
+
+    def __post_init__(self) -> None:
+        for group in self.groups:
+            if (unit := self.units.of(group.kind)) > group.size:
+                raise PlanError(
+                    f"{group.kind} widths must be multiples of {unit}, but {group.name} has only {group.size}",
+                    hint=f"set an alignment of {group.size} or less",
+                )
+
+    @cached_property
+    def _scopes(self) -> dict[str, tuple[list[Group], Tensor]]:
+        """Scope -> its groups, and for each channel from the highest score on the index of its group."""
+        scopes: dict[str, list[Group]] = {}
+        for group in self.groups:
+            scopes.setdefault(group.scope, []).append(group)
+        return {scope: (groups, _owners(groups)) for scope, groups in scopes.items()}
+
+    def counts(self, strength: float = 0.5) -> Counts:
+        """Group -> number of kept channels, aligned; at least one unit each.
+
+        strength: 0 keeps everything, 0.5 the shares in `keep`, 1 the minimum. In between shares are raised to the power
+            strength / (1 - strength), so that scopes shrink in proportion.
+        """
+        counts: Counts = {}
+        for scope, (groups, owners) in self._scopes.items():
+            best = owners[: int(len(owners) * scale_share(self.keep[scope], strength))]
+            numbers = torch.bincount(best, minlength=len(groups)).tolist()
+            for group, number in zip(groups, numbers, strict=True):
+                unit = self.units.of(group.kind)
+                counts[group.name] = align(max(1, number), group.size, unit, down=self.units.down)
+        return counts
 
 
-def check_units(groups: Iterable[Group], units: Units) -> None:
-    """Raise PlanError when a width is asked to be a multiple of more than it has."""
-    for group in groups:
-        if units.of(group.kind) > group.size:
-            raise PlanError(
-                f"{group.kind} widths are to be multiples of {units.of(group.kind)}, but {group.name} has only "
-                f"{group.size}",
-                hint=f"set an alignment of {group.size} or less",
-            )
+def _owners(groups: list[Group]) -> Tensor:
+    scores = torch.cat([group.scores for group in groups])
+    owners = torch.repeat_interleave(torch.tensor([group.size for group in groups]))
+    return owners[scores.argsort(descending=True, stable=True)]
 
 
-# --------------------------------------------------------------------------------------------------------------- budget
+def scale_share(share: float, strength: float) -> float:
+    """`share` to the power strength / (1 - strength); with strength 1, zero unless the share is 1."""
+    return float(share == 1) if strength >= 1 else share ** (strength / (1 - strength))
 
 
 @dataclass(frozen=True)
 class Target:
-    """What the result may cost: `amount` of what `cost(counts)` measures, said to people as `words`.
+    """A cost to reach: `amount` in `unit`, as measured by `cost(counts)`, at most once for equal counts.
 
-    rounds: halvings of the interval at most. exact: share of the amount within which nothing nearer is looked for. on:
-    the runtime, where the cost is one of it. surely: the cost without what else the machine did, where it is measured.
+    runtime: where it is measured, if it is a latency. undisturbed: a longer measurement that excludes other load on the
+    machine. rounds: largest number of bisection steps. exact: relative difference at which the search ends.
     """
 
     amount: float
     cost: Callable[[Counts], float]
-    words: str
+    unit: str
+    runtime: str = ""
+    undisturbed: Callable[[Counts], float] | None = None
     rounds: int = ROUNDS
     exact: float = EXACT
-    on: str | None = None
-    surely: Callable[[Counts], float] | None = None
+    known: dict[tuple[int, ...], float] = field(init=False, default_factory=dict)
+
+    def cost_of(self, counts: Counts) -> float:
+        key = tuple(counts.values())
+        if key not in self.known:
+            self.known[key] = self.cost(counts)
+        return self.known[key]
+
+    def difference(self, cost: float) -> float:
+        """Relative difference of a cost from the amount, at least 0."""
+        return abs(cost - self.amount) / self.amount
 
 
 @dataclass(frozen=True)
 class Solution:
-    """How a target was met: what the chosen numbers cost, and the least and the most that could be had."""
+    """Numbers of channels that meet a target, their cost, and the range of costs that this structure allows."""
 
     counts: Counts
     cost: float
@@ -157,112 +186,70 @@ class Solution:
     most: float
 
 
-def shares(keep: Mapping[str, float], strength: float) -> dict[str, float]:
-    """Every share to the power s, with s = strength / (1 - strength): 0 keeps all, 0.5 is `keep`, 1 leaves nothing.
+def solve(ranking: Ranking, target: Target) -> Solution:
+    """Numbers of channels whose cost is nearest to the target.
 
-    Powers keep the shares in proportion: what is asked to shrink faster does so at every strength.
-    """
-    if strength >= 1:
-        return {scope: float(share == 1) for scope, share in keep.items()}
-    return {scope: share ** (strength / (1 - strength)) for scope, share in keep.items()}
-
-
-def solved(groups: Sequence[Group], keep: Mapping[str, float], units: Units, target: Target) -> Solution:
-    """The numbers of kept channels whose cost is nearest to the target, by bisection on one strength for all shares.
-
-    A residual stream touches every layer, so one step of its alignment may change the cost by more than all the rest
-    can be fine-tuned by. Its width is therefore set first, to what the target asks for without alignment, and what
-    remains is spent on heads and FFNs. Where that does not come within 1 %, the widths next to it are tried as well.
+    The residual width, whose units cost most, is aligned to the width that a solution without alignment has; the other
+    widths then meet the target. If they miss it by more than 1 %, the next residual widths are tried too.
 
     Raises:
-        PlanError: the target is out of reach, with the range that is not; or an alignment larger than a width.
+        PlanError: the target is out of reach, with the range of costs that is not.
     """
-    target = _asked_once(target)
-    least, most = check_reach(groups, keep, units, target)
-    free = _bisected(groups, keep, Units(), target, {})[0]
-    found: list[tuple[Counts, float]] = []
+    least, most = check_reach(ranking, target)
+    free = _bisect(replace(ranking, units=Units()), target, {})[0]
+    results: list[tuple[Counts, float]] = []
     for shift in (0, -1, 1):
-        found.append(_bisected(groups, keep, units, target, _residual(groups, free, units, shift)))
-        if abs(found[-1][1] - target.amount) <= CLOSE * target.amount:
+        residual = {
+            group.name: align(free[group.name] + shift * ranking.units.residual, group.size, ranking.units.residual)
+            for group in ranking.groups
+            if group.kind == "residual"
+        }
+        results.append(_bisect(ranking, target, residual))
+        if target.difference(results[-1][1]) <= CLOSE:
             break
-    counts, cost = min(found, key=lambda pair: abs(pair[1] - target.amount))
+    counts, cost = min(results, key=lambda result: target.difference(result[1]))
     return Solution(counts, cost, least, most)
 
 
-def _asked_once(target: Target) -> Target:
-    """`target` with its costs remembered by the numbers asked for: each may be a measurement."""
-    known: dict[tuple[int, ...], float] = {}
+def check_reach(ranking: Ranking, target: Target) -> tuple[float, float]:
+    """The smallest and the largest cost of this structure. Raises PlanError if the target is not between them.
 
-    def cost(counts: Counts) -> float:
-        key = tuple(counts.values())
-        if key not in known:
-            known[key] = target.cost(counts)
-        return known[key]
-
-    def surely(counts: Counts) -> float:
-        assert target.surely is not None
-        known[tuple(counts.values())] = found = min(cost(counts), target.surely(counts))
-        return found
-
-    return replace(target, cost=cost, surely=target.surely and surely)
-
-
-def check_reach(
-    groups: Sequence[Group], keep: Mapping[str, float], units: Units, target: Target
-) -> tuple[float, float]:
-    """The least and the most that this structure can cost. Raises PlanError when the target is not between them.
-
-    A measured least cost is measured again, for longer, before a target is refused for it: other load on the machine
-    can only have made it larger.
+    A measured smallest cost is measured again, for longer, before a target is rejected: other load on the machine can
+    only have increased it.
     """
-    check_units(groups, units)
-    largest, smallest = (_at(groups, keep, units, strength) for strength in (0.0, 1.0))
-    most, least = target.cost(largest), target.cost(smallest)
-    if target.surely is not None and least / DISTURBED <= target.amount < least:
-        least = min(least, target.surely(smallest))
-    if not least <= target.amount <= most:
-        asked = target.words.format(target.amount) + (f" on {target.on}" if target.on else "")
-        allowed = format_range(target.words.format(least), target.words.format(most))
-        raise PlanError(
-            f"{asked} cannot be reached: this structure allows {allowed}",
-            hint="change the target, or let more kinds of width shrink (keep_ratio, keep_heads, keep_head_dim below 1)"
-            f"{LATER if target.on else ''}",
+    largest, smallest = ranking.counts(0.0), ranking.counts(1.0)
+    most, least = target.cost_of(largest), target.cost_of(smallest)
+    if target.undisturbed is not None and least / DISTURBED <= target.amount < least:
+        least = min(least, target.undisturbed(smallest))
+        target.known[tuple(smallest.values())] = least
+    if least <= target.amount <= most:
+        return least, most
+    amount, low, high = (f"{value:.4g} {target.unit}" for value in (target.amount, least, most))
+    hint = "change the target, or allow more dimensions to be pruned (keep_ratio, keep_heads, keep_head_dim below 1)"
+    if target.runtime:
+        amount += f" on {target.runtime}"
+        hint += (
+            "; other load on the machine makes times longer: the same command measures anew and keeps what it trained"
         )
-    return least, most
+    raise PlanError(f"{amount} cannot be reached: this structure allows {format_range(low, high)}", hint=hint)
 
 
-def _at(groups: Sequence[Group], keep: Mapping[str, float], units: Units, strength: float) -> Counts:
-    return fitted(groups, thresholded(groups, shares(keep, strength)), units)
-
-
-def _residual(groups: Sequence[Group], counts: Counts, units: Units, shift: int) -> Counts:
-    """Aligned residual widths, `shift` units away from the nearest ones."""
-    wished = {g.name: counts[g.name] + shift * units.residual for g in groups if g.kind == "residual"}
-    return {g.name: aligned(wished[g.name], g.size, units.residual) for g in groups if g.name in wished}
-
-
-def _bisected(
-    groups: Sequence[Group], keep: Mapping[str, float], units: Units, target: Target, fixed: Counts
-) -> tuple[Counts, float]:
-    """The numbers nearest to the target, and what they cost, with those in `fixed` left alone."""
+def _bisect(ranking: Ranking, target: Target, fixed: Counts) -> tuple[Counts, float]:
+    """The counts nearest to the target (of equal ones the first) and their cost. `fixed` counts do not change."""
 
     def at(strength: float) -> tuple[Counts, float]:
-        counts = {**_at(groups, keep, units, strength), **fixed}
-        return counts, target.cost(counts)
+        counts = ranking.counts(strength) | fixed
+        return counts, target.cost_of(counts)
 
-    def miss(found: tuple[Counts, float]) -> float:
-        return abs(found[1] - target.amount)
-
-    near_enough = target.exact * target.amount
-    little, much = 0.0, 1.0
-    best = at(little)
-    if miss(best) > near_enough:
-        best = min(best, at(much), key=miss)
+    low, high = 0.0, 1.0
+    best = at(low)
+    if target.difference(best[1]) > target.exact:
+        best = min(best, at(high), key=lambda result: target.difference(result[1]))
     for _ in range(target.rounds):
-        if miss(best) <= near_enough:
+        if target.difference(best[1]) <= target.exact:
             break
-        middle = (little + much) / 2
-        found = at(middle)
-        best = min(best, found, key=miss)  # of equally near ones the earlier
-        little, much = (middle, much) if found[1] > target.amount else (little, middle)
+        middle = (low + high) / 2
+        result = at(middle)
+        best = min(best, result, key=lambda result: target.difference(result[1]))
+        low, high = (middle, high) if result[1] > target.amount else (low, middle)
     return best

@@ -1,16 +1,17 @@
-"""Which images a method looks at: a balanced part of the training set, or the held-out ones; never the test images."""
+"""Images that methods measure on: a balanced part of the training images, or the held-out ones; never test images."""
 
 from torch import nn
 
+from vitcompress.errors import InputError
 from vitcompress.methods.base import Context
-from vitcompress.training.data import subset
+from vitcompress.training.data import balanced_subset, subset
 from vitcompress.training.loaders import EvalLoader, Images
 from vitcompress.training.metrics import evaluate
 
 
 def accuracy(model: nn.Module, context: Context) -> float:
-    """Top-1 in percent on the held-out split, which is cut from the training set; never on the test split."""
-    loader = EvalLoader(context.data.heldout, context.input, eval_batch(context), context.runtime)
+    """Top-1 in percent on the held-out images, which are a part of the training set."""
+    loader = EvalLoader(_check(context.data.heldout, "held-out"), context.input, eval_batch(context), context.runtime)
     training = model.training
     try:
         return 100 * evaluate(model.eval(), loader, context.runtime).top1
@@ -18,18 +19,30 @@ def accuracy(model: nn.Module, context: Context) -> float:
         model.train(training)
 
 
-def training_part(context: Context, images_per_class: int) -> Images:
-    """A class-balanced part of the training set, always the same one for a seed; all of it for 0."""
-    data = context.data
-    return subset(data.train, images_per_class, context.seed) if images_per_class else data.train
+def training_subset(context: Context, images_per_class: int) -> Images:
+    """A class-balanced part of the training images, the same one for equal seeds; 0: all of them."""
+    images = _check(context.data.train, "training")
+    return subset(images, images_per_class, context.seed) if images_per_class else images
 
 
-def training_views(context: Context, images: int, batch: int | None = None) -> EvalLoader:
-    """About `images` training images, class-balanced, seen through the evaluation transforms, `batch` at a time."""
-    per_class = -(-images // len(context.data.classes))
-    return EvalLoader(training_part(context, per_class), context.input, batch or eval_batch(context), context.runtime)
+def calibration_images(context: Context, count: int, batch: int | None = None) -> EvalLoader:
+    """`count` training images (all if there are fewer), balanced over the classes, with evaluation transforms.
+
+    batch: images per process and pass.
+    """
+    images = balanced_subset(_check(context.data.train, "training"), count, context.seed)
+    return EvalLoader(images, context.input, batch or eval_batch(context), context.runtime)
 
 
 def eval_batch(context: Context) -> int:
-    """Images per process and pass when nothing is trained; more than a small training batch, as it is faster."""
+    """Images per process and pass without gradients: at least 128, as small training batches would be slow."""
     return max(128, context.train.batch_size // context.runtime.world_size)
+
+
+def _check(images: Images, kind: str) -> Images:
+    if not len(images):
+        raise InputError(
+            f"this method needs images, and there are no {kind} images",
+            hint="pass data: a data set of (image, label) pairs or (images, labels) batches; in a recipe set [data]",
+        )
+    return images

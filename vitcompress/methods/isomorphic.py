@@ -1,16 +1,16 @@
-"""Isomorphic pruning: rank channels only against channels of the same kind, and cut every kind to a share.
+"""Isomorphic pruning: rank channels only against channels of the same kind, and keep a share of every kind.
 
-Fang et al., ECCV 2024, https://arxiv.org/abs/2407.04616. Four kinds of structure compete among themselves: residual
-width, hidden channels of all FFNs, channels that the heads of an attention share, and heads. Scores come from
-`channel_scores` and are divided by their group's mean; so how many channels a block keeps depends on how unequal its
-scores are, not on how large. An attention keeps the same channels in all of its heads and in q, k and v.
+Fang et al., ECCV 2024, https://arxiv.org/abs/2407.04616. Four kinds compete among themselves: residual width, hidden
+channels of all FFNs, channels within the heads of an attention, and heads. Scores (`methods.scores`) are divided by the
+mean of their group, so the number of channels that a block keeps depends on how unequal its scores are, not on how
+large they are. An attention keeps the same channels in all of its heads and in q, k and v.
 
 Differs from the released code: the dense softmax scale is kept (`attention_scale`), every attention keeps a head,
-widths are aligned for the runtimes and the shares can be solved for a target (`round_to` and `target = "ratios"` do as
-published), timm is not patched, and the result is a plan instead of a pickled model.
+widths are aligned for the runtimes and the shares can be scaled to reach a target (`round_to` and `target = "ratios"`
+do as published), timm is not patched, and the result is a plan instead of a pickled model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -39,27 +39,29 @@ from vitcompress.methods.base import (
     StepReport,
     ranked,
     reject_unused,
+    table,
 )
-from vitcompress.methods.budget import Counts, Group, Solution, Target, Units
-from vitcompress.methods.scores import UNMEASURED, Criterion, random_scores, scored
-from vitcompress.methods.width import ALL, GIGA, MILLION, CandidateClock, Scope, Sizes, groups_of
+from vitcompress.methods.budget import Counts, Ranking, Solution, Target, Units
+from vitcompress.methods.scores import UNMEASURED, Criterion, Scores, compute_scores, random_scores
+from vitcompress.methods.width import ALL, CandidateClock, Candidates, Scope, groups_of
 from vitcompress.plan import Plan
 
 Share = Annotated[float, Gt(0), Le(1)]
 Multiple = Annotated[int, Ge(1)]
-WORDS = {
-    "macs": "{:.4g} G MACs",
-    "macs_linear": "{:.4g} G MACs (without attention products)",
-    "params": "{:.4g} M parameters",
-    "latency": "{:.4g} ms",
+UNITS = {  # of a target: size and text
+    "macs": (1e9, "G MACs"),
+    "macs_linear": (1e9, "G MACs (without attention products)"),
+    "params": (1e6, "M parameters"),
+    "latency": (1.0, "ms"),
 }
 LATENCY_ROUNDS = 5  # each candidate is exported and measured
-MISSED = 0.05  # share by which measurements of a latency scatter; targets that are counted are met to `budget.CLOSE`
+MISSED = 0.05  # relative scatter of measured latencies; targets that are counted are met to `budget.CLOSE`
+WIDTHS = "widths"
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """Kept widths are multiples of these. 64 fills the tiles of tensor cores; a head's width in steps of 16 keeps fused
+    """Kept widths are multiples of these. 64 fills the tiles of tensor cores; head widths in steps of 16 keep fused
     attention kernels (TensorRT fuses multiples of 8).
     """
 
@@ -104,31 +106,29 @@ class Options:
 
 
 def plan(model: nn.Module, context: Context, options: Options) -> Plan:
-    """Score all channels once, cut every kind to its share. Kept widths and costs go to `widths.json`."""
+    """Score all channels once and keep the share of every kind. Kept widths and costs go to `widths.json`."""
     spaces = context.family.spaces(model)
-    _check(options, spaces)
-    budget.check_units(groups_of(spaces, random_scores(spaces, 0), options.scope), options.units)
+    _rank(spaces, random_scores(spaces, 0), options)  # rejects options before the scores are computed
 
     def choose() -> dict[str, Any]:
         context.progress.stage(f"score channels by {options.criterion}")
-        scores = scored(model, spaces, context, options.criterion, options.images)
-        groups = groups_of(spaces, scores, options.scope)
-        sizes = Sizes(model, spaces, groups, context.plan, _clock(context, options))
-        with latency.unless_refused(context, options.latency_on):
-            counts, met = chosen(groups, options, sizes)
+        ranking = _rank(spaces, compute_scores(model, spaces, context, options.criterion, options.images), options)
+        candidates = Candidates(model, spaces, ranking.groups, context.plan, _clock(context, options))
+        with latency.forget_if_rejected(context, options.latency_on):
+            counts, solution = _choose(ranking, candidates, options)
         rows = [
             {"name": g.name, "kind": g.kind, "kept": counts[g.name], "of": g.size, "scores": g.scores.tolist()}
-            for g in groups
+            for g in ranking.groups
         ]
-        found = {"rows": rows, "cost": sizes.costs(counts).to_dict(), "plan": sizes.delta(counts).to_json()}
-        return found if met is None else found | {"target": _reached(options, met)}
+        data = {"rows": rows, "cost": candidates.cost(counts).to_dict(), "plan": candidates.delta(counts).to_json()}
+        return data if solution is None else data | {"target": _target_record(options, solution)}
 
-    found = context.memo("widths", choose)
-    for line in (_sentence(found), *_missed(found)):
+    data = context.memo(WIDTHS, choose)
+    for line in (_summarize(data), *_missed(data)):
         context.progress.note(line)
-    delta = Plan.from_json(found["plan"])
+    delta = Plan.from_json(data["plan"])
     if options.attention_scale == "reset":
-        context.hand_over(rescaled(model, spaces, delta))
+        context.hand_over(reset_attention_scale(model, spaces, delta))
     return delta
 
 
@@ -136,28 +136,117 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
     """A plan of the same size without data: channels ranked at random. With `target = "latency"`, the shares as given.
 
     Raises:
-        PlanError: a target out of reach, or an alignment larger than a width.
+        PlanError: a target out of reach, an alignment larger than a width, or an option without effect.
     """
-    groups, sizes = _unscored(model, family, base, options, None)
-    return sizes.delta(chosen(groups, options, sizes)[0])
+    ranking, candidates = _unscored(model, family, base, options)
+    return candidates.delta(_choose(ranking, candidates, options)[0])
 
 
 def check_reach(model: nn.Module, family: Family, base: Plan, options: Options, clock: Clock) -> None:
-    """Measure the largest and the smallest model. Raises PlanError when the latency asked for is not in between."""
-    groups, sizes = _unscored(model, family, base, options, clock)
-    if (target := _target(options, sizes)) is not None:
-        budget.check_reach(groups, _shares(groups, options), options.units, target)
+    """Measure the largest and the smallest model. Raises PlanError if the requested latency is not in between."""
+
+    def measure(build: Callable[[], nn.Module], delta: Plan, undisturbed: bool) -> float:
+        return (clock.undisturbed if undisturbed else clock.median)(build(), options.latency_on)
+
+    ranking, candidates = _unscored(model, family, base, options, measure)
+    if (target := _target(options, candidates)) is not None:
+        budget.check_reach(ranking, target)
 
 
 def _unscored(
-    model: nn.Module, family: Family, base: Plan, options: Options, clock: Clock | None
-) -> tuple[tuple[Group, ...], Sizes]:
-    """Groups ranked at random, which all have the sizes that scores would give."""
+    model: nn.Module, family: Family, base: Plan, options: Options, clock: CandidateClock | None = None
+) -> tuple[Ranking, Candidates]:
+    """Channels ranked at random: the numbers of kept channels depend little on scores."""
     spaces = family.spaces(model)
+    ranking = _rank(spaces, random_scores(spaces, 0), options)
+    return ranking, Candidates(model, spaces, ranking.groups, base, clock)
+
+
+def _rank(spaces: Sequence[Space], scores: Scores, options: Options) -> Ranking:
+    """The ranked channels and the share of each scope. Raises PlanError for options that do not fit these spaces."""
     _check(options, spaces)
-    groups = groups_of(spaces, random_scores(spaces, 0), options.scope)
-    timed = None if clock is None else latency.once(clock, options.latency_on)
-    return groups, Sizes(model, spaces, groups, base, timed)
+    groups = groups_of(spaces, scores, options.scope)
+    shares = {"head": options.keep_heads, "head_dim": options.keep_head_dim}
+    keep = {g.scope: options.keep_ratio if g.scope == ALL else shares.get(g.kind, options.keep_ratio) for g in groups}
+    return Ranking(groups, keep, options.units)
+
+
+def _check(options: Options, spaces: Sequence[Space]) -> None:
+    """Raise PlanError for options that are incomplete or have no effect on a model of these spaces."""
+    rotary = all(space.whole_heads for space in spaces if space.kind == "qk")
+    full = options.keep_head_dim == 1 and options.scope != "global"
+    unused: dict[str, str | bool] = {
+        "amount": options.target == "ratios" and "target is 'ratios'",
+        "latency_on": options.target != "latency" and f"target is {options.target!r}",
+        "align": options.round_to is not None and "round_to replaces it",
+        "images": options.criterion in UNMEASURED and f"criterion is {options.criterion!r}",
+        "keep_head_dim": options.scope == "global" and "scope is 'global', which keeps keep_ratio of all channels",
+        "attention_scale": (rotary or full) and "the heads of q and k keep their width",
+    }
+    reject_unused(options, unused)
+    if options.amount is None and options.target != "ratios":
+        raise PlanError(
+            f"amount is required with target = {options.target!r}",
+            hint="set amount in G MACs, M parameters or ms, or target = 'ratios'",
+        )
+    if options.keep_ratio == options.keep_heads == options.keep_head_dim == 1:
+        raise PlanError(
+            "all shares are 1, so nothing is removed", hint="set keep_ratio, keep_heads or keep_head_dim below 1"
+        )
+
+
+def _clock(context: Context, options: Options) -> CandidateClock | None:
+    """Measures latencies of candidates; None if the target is not a latency."""
+    if options.target != "latency":
+        return None
+    if context.latency is None:
+        raise PlanError("latencies cannot be measured here", hint="set target to macs or params")
+    return latency.kept_clock(context, context.latency, options.latency_on)
+
+
+def _target(options: Options, candidates: Candidates) -> Target | None:
+    """The target to solve for; None for shares as given, or for a latency without a clock."""
+    clock, (size, unit) = candidates.clock, UNITS.get(options.target, (1.0, ""))
+    if options.amount is None or (options.target == "latency" and clock is None):
+        return None
+    if options.target != "latency" or clock is None:
+        return Target(options.amount, lambda counts: getattr(candidates.cost(counts), options.target) / size, unit)
+    undisturbed = partial(candidates.latency, undisturbed=True)
+    return Target(
+        options.amount,
+        candidates.latency,
+        unit,
+        options.latency_on,
+        undisturbed,
+        LATENCY_ROUNDS,
+        budget.CLOSE,
+    )
+
+
+def _choose(ranking: Ranking, candidates: Candidates, options: Options) -> tuple[Counts, Solution | None]:
+    """How many channels each group keeps, and how the target was met, if there is one."""
+    if (target := _target(options, candidates)) is None:
+        return ranking.counts(), None
+    solution = budget.solve(ranking, target)
+    return solution.counts, solution
+
+
+def reset_attention_scale(model: nn.Module, spaces: Sequence[Space], delta: Plan) -> nn.Module:
+    """A copy that, sliced by `delta`, computes with the dense softmax scale what it would with that of the new width.
+
+    The scale of a head of width d is d^-0.5. To compute with d'^-0.5, q and k are each multiplied by (d / d')^0.25.
+    """
+    copy = deepcopy(model)
+    for space in spaces:
+        if space.kind != "qk" or space.name not in delta.kept:
+            continue
+        before = space.size // space.heads
+        after = len(delta.kept[space.name]) // delta.heads.get(space.attention, space.heads)
+        for axis in space.axes:
+            if not axis.per_head:
+                part = copy.get_parameter(axis.tensor).data.narrow(axis.dim, axis.offset, axis.copies * space.size)
+                part.mul_((before / after) ** 0.25)
+    return copy
 
 
 def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimate]:
@@ -171,159 +260,65 @@ def describe(options: Options) -> StepInfo:
     choice = Choice("chance") if options.criterion == "random" else MEASURED
     if options.target != "latency":
         return StepInfo(choice)
-    unscored = replace(options, criterion="random")
+    unscored = replace(options, criterion="random", images=Options.images)
     check = lambda model, family, base, clock: check_reach(model, family, base, options, clock)  # noqa: E731
     return StepInfo(choice, latency=LatencyTarget(options.amount or 0.0, options.latency_on, unscored, check))
 
 
 def report(folder: Path) -> StepReport:
-    return StepReport(tables(folder), remarks(folder), charts(folder))
-
-
-def tables(folder: Path) -> list[dict[str, Any]]:
-    """What is left of every width, and of the target."""
-    path = folder / "widths.json"
+    """Kept widths, how the target was met, and the scores of each kind."""
+    path = folder / f"{WIDTHS}.json"
     if not path.is_file():
-        return []
-    found = read_json(path)
-    rows = [[r["name"], r["kind"].replace("_", " "), str(r["kept"]), str(r["of"])] for r in found["rows"]]
-    widths = {"title": "Isomorphic pruning: widths", "columns": ["where", "kind", "kept", "of"], "rows": rows}
-    if (aim := found.get("target")) is None:
-        return [widths]
-    columns = ["asked for", "reached", "least possible", "most possible"]
-    rows = [[_said(aim, aim[key]) for key in ("amount", "reached", "least", "most")]]
-    return [{"title": "Isomorphic pruning: target", "columns": columns, "rows": rows}, widths]
+        return StepReport()
+    data = read_json(path)
+    rows = [(row["name"], row["kind"].replace("_", " "), row["kept"], row["of"]) for row in data["rows"]]
+    tables = [table("Isomorphic pruning: widths", "where, kind, kept, of", rows)]
+    if aim := data.get("target"):
+        cells = [_format(aim, aim[key]) for key in ("amount", "reached", "least", "most")]
+        columns = "requested, reached, least possible, most possible"
+        tables.insert(0, table("Isomorphic pruning: target", columns, [cells]))
+    kinds = dict.fromkeys(row["kind"] for row in data["rows"])
+    return StepReport(tables, _missed(data), [_chart(kind, data["rows"]) for kind in kinds])
 
 
-def remarks(folder: Path) -> list[str]:
-    """That the target was missed, if it was."""
-    path = folder / "widths.json"
-    return _missed(read_json(path)) if path.is_file() else []
+def _chart(kind: str, rows: Sequence[Mapping[str, Any]]) -> Chart:
+    """Scores of one kind, one curve per group."""
+    lines = []
+    for row in (row for row in rows if row["kind"] == kind):
+        best = sorted(range(row["of"]), key=lambda channel: -row["scores"][channel])
+        lines.append(ranked(row["name"], row["scores"], best[: row["kept"]]))
+    title = f"Isomorphic pruning: {kind.replace('_', ' ')} scores, mean of each group 1"
+    return Chart(title, "share of the group's channels, best first", "score", lines, by_depth=len(lines) > 1)
 
 
-def charts(folder: Path) -> list[Chart]:
-    """Scores of each kind, one curve per group: what of it went."""
-    path = folder / "widths.json"
-    rows = read_json(path)["rows"] if path.is_file() else []
-    found = []
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        lines = []
-        for row in (row for row in rows if row["kind"] == kind):
-            best = sorted(range(row["of"]), key=lambda channel: -row["scores"][channel])
-            lines.append(ranked(row["name"], row["scores"], best[: row["kept"]]))
-        title = f"Isomorphic pruning: {kind.replace('_', ' ')} scores, mean of each group 1"
-        found.append(Chart(title, "share of the group's channels, best first", "score", lines, by_depth=len(lines) > 1))
-    return found
-
-
-def _check(options: Options, spaces: Sequence[Space]) -> None:
-    """Raise PlanError for options that are incomplete or have no effect on a model of these spaces."""
-    rotary = all(space.whole_heads for space in spaces if space.kind == "qk")
-    unused = {
-        "amount": options.target == "ratios" and "target is 'ratios'",
-        "latency_on": options.target != "latency" and f"target is {options.target!r}",
-        "align": options.round_to is not None and "round_to replaces it",
-        "images": options.criterion in UNMEASURED and f"criterion is {options.criterion!r}",
-        "keep_head_dim": options.scope == "global" and "scope is 'global', which keeps keep_ratio of all channels",
-        "attention_scale": rotary and "heads of q and k keep their width in this model",
-    }
-    if options.keep_head_dim == 1 and options.scope != "global":
-        unused["attention_scale"] = "keep_head_dim is 1"
-    reject_unused(options, unused)
-    if options.amount is None and options.target != "ratios":
-        raise PlanError(
-            f"target is {options.target!r}, but there is no amount of it",
-            hint="give amount in G MACs, M parameters or ms, or set target = 'ratios'",
-        )
-    if options.keep_ratio == options.keep_heads == options.keep_head_dim == 1:
-        raise PlanError(
-            "all shares are 1, so nothing would go", hint="set keep_ratio, keep_heads or keep_head_dim below 1"
-        )
-
-
-def _clock(context: Context, options: Options) -> CandidateClock | None:
-    """Measures the latency of a model on the runtime asked for; None where no latency is aimed at."""
-    if options.target != "latency":
-        return None
-    if context.latency is None:
-        raise PlanError("nothing here can measure a latency", hint="set target to macs or params")
-    return latency.kept(context, context.latency, options.latency_on)
-
-
-def _sentence(found: Mapping[str, Any]) -> str:
-    spent, aim = found["cost"], found.get("target", {})
-    text = f"{spent['params'] / MILLION:.2f} M parameters, {spent['macs'] / GIGA:.3f} G MACs"
-    return text + (f", {_said(aim, aim['reached'])}" if aim.get("kind") == "latency" else "")
-
-
-def _reached(options: Options, met: Solution) -> dict[str, Any]:
+def _target_record(options: Options, solution: Solution) -> dict[str, Any]:
     """How the target was met, as plain data."""
     on = options.latency_on if options.target == "latency" else None
-    known = {"kind": options.target, "on": on, "amount": options.amount, "reached": met.cost}
-    return known | {"least": met.least, "most": met.most}
+    record = {"kind": options.target, "on": on, "amount": options.amount, "reached": solution.cost}
+    return record | {"least": solution.least, "most": solution.most}
 
 
-def _said(aim: Mapping[str, Any], value: float) -> str:
-    return WORDS[aim["kind"]].format(value) + (f" on {aim['on']}" if aim["on"] else "")
+def _summarize(data: Mapping[str, Any]) -> str:
+    cost, aim = data["cost"], data.get("target", {})
+    text = f"{cost['params'] / 1e6:.2f} M parameters, {cost['macs'] / 1e9:.3f} G MACs"
+    return text + (f", {_format(aim, aim['reached'])}" if aim.get("on") else "")
 
 
-def _missed(found: Mapping[str, Any]) -> list[str]:
-    """By how much the target was missed, as a sentence; None where it counts as met."""
-    aim = found.get("target")
+def _format(aim: Mapping[str, Any], value: float) -> str:
+    return f"{value:.4g} {UNITS[aim['kind']][1]}" + (f" on {aim['on']}" if aim["on"] else "")
+
+
+def _missed(data: Mapping[str, Any]) -> list[str]:
+    """A remark if the target was missed, with the difference and the allowed range."""
+    aim = data.get("target")
     if aim is None or abs(off := aim["reached"] / aim["amount"] - 1) <= (MISSED if aim["on"] else budget.CLOSE):
         return []
-    allowed = format_range(*(WORDS[aim["kind"]].format(aim[key]) for key in ("least", "most")))
+    allowed = format_range(*(f"{aim[key]:.4g} {UNITS[aim['kind']][1]}" for key in ("least", "most")))
     return [
-        f"isomorphic pruning missed its target: {_said(aim, aim['amount'])} was asked for, the nearest widths found "
-        f"come to {_said(aim, aim['reached'])} ({100 * off:+.1f} %); this structure allows {allowed}, in finer "
-        "steps with smaller multiples in align"
+        f"isomorphic pruning missed its target: {_format(aim, aim['amount'])} was requested, the nearest widths have "
+        f"{_format(aim, aim['reached'])} ({100 * off:+.1f} %); this structure allows {allowed}, in finer steps with "
+        "smaller multiples in align"
     ]
-
-
-def _shares(groups: Sequence[Group], options: Options) -> dict[str, float]:
-    """Scope -> share of its channels that is kept."""
-    share = {"residual": options.keep_ratio, "ffn": options.keep_ratio}
-    share |= {"head": options.keep_heads, "head_dim": options.keep_head_dim}
-    return {g.scope: options.keep_ratio if g.scope == ALL else share[g.kind] for g in groups}
-
-
-def _target(options: Options, sizes: Sizes) -> Target | None:
-    """What is solved for; None with shares as they are, or for a latency without a clock."""
-    spend = sizes.measure(options.target)
-    if options.amount is None or spend is None:
-        return None
-    if options.target == "latency" and sizes.clock is not None:
-        surely, on = partial(sizes.latency, sizes.clock.undisturbed), options.latency_on
-        return Target(options.amount, spend, WORDS["latency"], LATENCY_ROUNDS, budget.CLOSE, on, surely)
-    return Target(options.amount, spend, WORDS[options.target])
-
-
-def chosen(groups: Sequence[Group], options: Options, sizes: Sizes) -> tuple[Counts, Solution | None]:
-    """How many channels each group keeps, by the shares as they are or scaled to the target, and how that was met."""
-    keep = _shares(groups, options)
-    if (target := _target(options, sizes)) is not None:
-        met = budget.solved(groups, keep, options.units, target)
-        return met.counts, met
-    budget.check_units(groups, options.units)
-    return budget.fitted(groups, budget.thresholded(groups, keep), options.units), None
-
-
-def rescaled(model: nn.Module, spaces: Sequence[Space], delta: Plan) -> nn.Module:
-    """A copy in which, once sliced by `delta`, the dense softmax scale does what that of the new head width would.
-
-    d^-0.5 of a head of width d becomes d'^-0.5 when q k grows by (d / d')^0.5: each of q and k by the fourth root.
-    """
-    copy = deepcopy(model)
-    for space in spaces:
-        if space.kind != "qk" or space.name not in delta.kept:
-            continue
-        before = space.size // space.heads
-        after = len(delta.kept[space.name]) // delta.heads.get(space.attention, space.heads)
-        for axis in space.axes:
-            if not axis.per_head:
-                part = copy.get_parameter(axis.tensor).data.narrow(axis.dim, axis.offset, axis.copies * space.size)
-                part.mul_((before / after) ** 0.25)
-    return copy
 
 
 ISOMORPHIC = Method(

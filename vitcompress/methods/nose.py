@@ -1,13 +1,13 @@
-"""NOSE: remove attentions by greedy transfer entropy, diluting them over the recovery; and the same for activations.
+"""NOSE: choose attentions by greedy transfer entropy and fade them out during the recovery; the same for activations.
 
 "MLP Can Be A Good Transformer Learner", https://arxiv.org/abs/2404.05657. Layers are chosen together on the frozen
-model: repeatedly the one whose removal, with all chosen before, has the lowest transfer entropy towards the logits.
-Then they fade out while training: with lambda from 1 to 0,
+model: in each round the one whose removal, together with all chosen before, has the lowest transfer entropy of the
+logits. They then fade out during the recovery, with lambda from 1 to 0:
 
     x <- (2 - lambda) x + lambda * Attention(norm(x))      an attention becomes the identity, so the stream doubles
     h <- lambda * GELU(z) + (1 - lambda) * z               an activation (the activation-only baseline of HetDPT)
 
-While measuring, a skipped attention is dropped (x <- x), as the authors did; `te_bypass` measures otherwise.
+While transfer entropy is measured, a skipped attention is dropped (x <- x) as in the released code (`te_bypass`).
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from torch import nn
 from vitcompress.families import Family
 from vitcompress.io.validation import Doc
 from vitcompress.methods import depth, transfer_entropy
-from vitcompress.methods.base import MEASURED_LAYERS, Context, Estimate, Method, StepInfo
+from vitcompress.methods.base import MEASURED_LAYERS, Context, Estimate, Method, StepInfo, reject_unused
 from vitcompress.methods.depth import Bypass, DepthOptions, Kind
 from vitcompress.methods.hetdpt import report
 from vitcompress.methods.transfer_entropy import EntropyOptions, Measurement
@@ -46,29 +46,43 @@ class Options(ActivationOptions):
     te_bypass: Annotated[Bypass, Doc("replacement while transfer entropy is measured")] = "drop"
 
 
-def plan(model: nn.Module, context: Context, options: Options) -> Plan:
-    """The attentions with the lowest transfer entropy, chosen greedily."""
-    return _greedy(model, context, options, "attention", options.te_bypass)
+def _check(model: nn.Module, family: Family, kind: Kind, options: ActivationOptions) -> dict[Kind, list[int]]:
+    """Layers for `structure`. Raises PlanError if there are too few, or an option has no effect."""
+    unused = "gated_ffn" if kind == "attention" else "attention_bypass"
+    reject_unused(options, {unused: f"only {kind} layers are removed"})
+    return depth.spread_layers(model, family, options.pruned_layers, (kind,))
 
 
-def plan_activations(model: nn.Module, context: Context, options: ActivationOptions) -> Plan:
-    """The activations with the lowest transfer entropy, chosen greedily: NOSE applied to activations."""
-    return _greedy(model, context, options, "activation", options.attention_bypass)
+def _plan(kind: Kind, model: nn.Module, context: Context, options: ActivationOptions) -> Plan:
+    _check(model, context.family, kind, options)
+    context.progress.stage(f"greedy transfer entropy of {kind} layers")
+    sites = depth.layers(model, context.family)[kind]
+    bypass = options.te_bypass if isinstance(options, Options) else None
+
+    def select() -> list[dict[str, Any]]:
+        gated = depth.gate_layers(model, context, sites, options, bypass)
+        return transfer_entropy.greedy(gated, sites, options.pruned_layers, Measurement.of(context, options.te))
+
+    chosen = {table["chosen"] for table in context.memo("transfer_entropy", select)}
+    blocks: dict[Kind, list[int]] = {kind: [site.index for site in sites if site.name in chosen]}
+    return depth.record_choice(model, context, blocks, options, fades=True)
 
 
-def structure(model: nn.Module, family: Family, base: Plan, options: Options) -> Plan:
-    """As many attentions, picked by position. Raises PlanError when there are too few."""
-    return depth.delta(model, base, depth.any_layers(model, family, options.pruned_layers, ("attention",)), options)
+def _structure(kind: Kind, model: nn.Module, family: Family, base: Plan, options: ActivationOptions) -> Plan:
+    return depth.plan_layers(model, base, _check(model, family, kind, options), options)
 
 
-def structure_activations(model: nn.Module, family: Family, base: Plan, options: ActivationOptions) -> Plan:
-    """As many activations, picked by position. Raises PlanError when there are too few."""
-    return depth.delta(model, base, depth.any_layers(model, family, options.pruned_layers, ("activation",)), options)
+def _estimate(kind: Kind, model: nn.Module, family: Family, options: ActivationOptions) -> list[Estimate]:
+    """One measurement of the model and of each remaining candidate in each round."""
+    candidates = len(depth.layers(model, family)[kind])
+    measurements = sum(candidates + 1 - number for number in range(options.pruned_layers))
+    return [Estimate("greedy transfer entropy", measurements, 1, images=options.te.images)]
 
 
 def dilute(options: ActivationOptions, epochs: int) -> Callable[[int], float]:
-    """lambda at each epoch (from 0) of a recovery of `epochs`: 1 - e/299 of 400 epochs, then 0; used for evaluation
-    too. The last epoch is without the layers, as the deployed model is, even where it is the only one.
+    """lambda in each epoch (from 0) of a recovery of `epochs`, also for evaluation: 1 - e/299 of 400 epochs, then 0.
+
+    The last epoch is without the layers, as the deployed model is, even if it is the only one.
     """
     last = round(options.dilution * epochs) - 1
 
@@ -80,50 +94,19 @@ def dilute(options: ActivationOptions, epochs: int) -> Callable[[int], float]:
     return strength
 
 
-def _estimate(kind: Kind, model: nn.Module, family: Family, options: ActivationOptions) -> list[Estimate]:
-    """One measurement of the model and of each candidate that is left, in each round."""
-    candidates = len(depth.layers(model, family)[kind])
-    measurements = sum(candidates + 1 - number for number in range(options.pruned_layers))
-    return [Estimate("greedy transfer entropy", measurements, 1, images=options.te.images)]
-
-
-def _greedy(model: nn.Module, context: Context, options: ActivationOptions, kind: Kind, bypass: Bypass) -> Plan:
-    depth.any_layers(model, context.family, options.pruned_layers, (kind,))
-    context.progress.stage(f"greedy transfer entropy of {kind} layers")
-    sites = depth.layers(model, context.family)[kind]
-
-    def select() -> list[dict[str, Any]]:
-        open_model = depth.gated(model, context, sites, options, bypass)
-        on = Measurement.of(context, options.te)
-        return transfer_entropy.greedy(open_model, sites, options.pruned_layers, on)
-
-    chosen = {table["chosen"] for table in context.memo("transfer_entropy", select)}
-    return depth.decided(
-        model, context, {kind: [site.index for site in sites if site.name in chosen]}, options, fades=True
+def _method(name: str, kind: Kind, options: type[ActivationOptions]) -> Method:
+    return Method(
+        name,
+        f"{kind}s only: greedy transfer entropy, faded out during the recovery",
+        options=options,
+        plan=partial(_plan, kind),
+        structure=partial(_structure, kind),
+        estimate=partial(_estimate, kind),
+        describe=lambda options: StepInfo(MEASURED_LAYERS),
+        report=report.report,
+        dilute=dilute,
     )
 
 
-NOSE = Method(
-    "nose",
-    "attentions only: greedy transfer entropy, faded out while recovering",
-    options=Options,
-    plan=plan,
-    structure=structure,
-    estimate=partial(_estimate, "attention"),
-    describe=lambda options: StepInfo(MEASURED_LAYERS),
-    dilute=dilute,
-    report=report.report,
-)
-
-
-ACTIVATION_ONLY = Method(
-    "activation_only",
-    "activations only: greedy transfer entropy, faded out while recovering",
-    options=ActivationOptions,
-    plan=plan_activations,
-    structure=structure_activations,
-    estimate=partial(_estimate, "activation"),
-    describe=lambda options: StepInfo(MEASURED_LAYERS),
-    dilute=dilute,
-    report=report.report,
-)
+NOSE = _method("nose", "attention", Options)
+ACTIVATION_ONLY = _method("activation_only", "activation", ActivationOptions)

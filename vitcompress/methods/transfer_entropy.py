@@ -1,16 +1,15 @@
-"""Transfer entropy: how much of the spread of a model's answers a layer carries.
+"""Transfer entropy: how much of the spread of a model's logits depends on a layer.
 
 NOSE ("MLP Can Be A Good Transformer Learner", https://arxiv.org/abs/2404.05657) and HetDPT. With F the logits of n
-images, one row each, and sigma_j the standard deviation of channel j over all of them (population, natural
-logarithm),
+images (n, classes) and sigma_j the population standard deviation of channel j, in nats:
 
     H(F) = sum_j log sigma_j        TE(S) = H(complete model) - H(model without the layers S)
 
-The Gaussian's constants cancel. A layer with a small TE is unimportant. TE is signed: it is negative where skipping a
-layer raises the spread, and such a layer ranks as least important; `sign = "abs"` ranks by magnitude instead.
+The constants of the Gaussian cancel. A layer with a small TE is unimportant. TE is signed: a layer whose removal raises
+the spread has a negative TE and ranks as least important; `sign = "abs"` ranks by magnitude instead.
 
-One pass over the images measures every candidate set, in float64, without keeping any feature. The statistics are
-those of all images together (not a mean over batches), also over several processes.
+One pass over the images measures every set of layers, in float64, without storing features. The statistics are those of
+all images together (not a mean over batches), also with several processes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from vitcompress.families.base import Site
 from vitcompress.io.validation import Doc
 from vitcompress.methods.base import Context
-from vitcompress.methods.calibration import training_views
+from vitcompress.methods.calibration import calibration_images
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.distributed import Runtime, derived_seed
 from vitcompress.training.loaders import EvalLoader
@@ -46,7 +45,7 @@ class EntropyOptions:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The images to measure on, how, and which processes share them; `seed` draws the bootstrap resamples."""
+    """Images and options of a measurement, and the processes that share it. seed: of the bootstrap resamples."""
 
     loader: EvalLoader
     options: EntropyOptions
@@ -55,15 +54,15 @@ class Measurement:
 
     @classmethod
     def of(cls, context: Context, options: EntropyOptions) -> "Measurement":
-        """On training images of the run."""
-        return cls(training_views(context, options.images), options, context.runtime, context.seed)
+        """On training images of the context."""
+        return cls(calibration_images(context, options.images), options, context.runtime, context.seed)
 
 
 @dataclass(frozen=True)
 class Entropy:
-    """H of one model on the images, in nats; once per bootstrap resample too.
+    """H of one model on the images, in nats, and of each bootstrap resample.
 
-    clamped: channels that do not vary at all. accuracy: top-1 in percent on the same images, nothing trained.
+    clamped: number of channels that do not vary. accuracy: top-1 in percent on the same images.
     """
 
     value: float
@@ -76,7 +75,7 @@ class Entropy:
 class Moments:
     """Mean and sum of squared deviations of each channel, for several weightings of the images at once.
 
-    Batches are merged pairwise (Chan, Golub and LeVeque), so that nothing is lost where the mean is large. weight:
+    Batches are merged pairwise (Chan, Golub and LeVeque), which is exact even if the mean is large. weight:
     (weightings,), mean and squares: (weightings, channels), all float64.
     """
 
@@ -89,7 +88,7 @@ class Moments:
         centre = features.mean(dim=0)
         deviations = features - centre
         weight = weights.sum(dim=1)
-        # A resample may hold no image of a small batch; its sums are zero and any divisor will do.
+        # A resample may contain no image of a small batch: its sums are zero, whatever the divisor.
         offset = weights @ deviations / weight.clamp(min=1.0)[:, None]
         squares = weights @ deviations**2 - weight[:, None] * offset**2
         return cls(weight, centre + offset, squares)
@@ -115,9 +114,9 @@ class Moments:
 
 
 def entropies(gated: GatedModel, removed: Sequence[Iterable[str]], on: Measurement) -> list[Entropy]:
-    """H with each of the sets `removed` of sites taken out of the otherwise open model, from one pass over the images.
+    """H without each of the sets `removed` of sites, from one pass over the images.
 
-    Gates and mode are restored. The same resamples serve every set, so that differences between sets are paired.
+    Gates and mode are restored. All sets share their resamples, so differences between sets are paired.
     """
     sets = [frozenset(names) for names in removed]
     moments: list[Moments | None] = [None] * len(sets)
@@ -140,14 +139,14 @@ def entropies(gated: GatedModel, removed: Sequence[Iterable[str]], on: Measureme
 def table(
     gated: GatedModel, candidates: Sequence[Site], on: Measurement, *, gone: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Transfer entropy of each candidate against the open model, as plain data; `chosen` is the lowest.
+    """Transfer entropy of each candidate relative to the whole model, as plain data; `chosen` is the lowest, on rank 0.
 
-    gone: sites that are taken out together with each candidate: in NOSE, which always measures against the dense model,
-    those that were chosen before. (HetDPT gives the model as it is by now.) `chosen` is decided on rank 0.
+    gone: sites that are removed together with each candidate. NOSE, which always compares with the dense model, passes
+    those chosen before; HetDPT passes the current model instead.
     """
     sets = [frozenset[str](), *(frozenset(gone) | {site.name} for site in candidates)]
-    reference, *found = entropies(gated, sets, on)
-    rows = [_row(site, reference, entropy, on.options) for site, entropy in zip(candidates, found, strict=True)]
+    reference, *without = entropies(gated, sets, on)
+    rows = [_row(site, reference, entropy, on.options) for site, entropy in zip(candidates, without, strict=True)]
     picks = [min(range(len(rows)), key=lambda i: rows[i]["resampled"][r]) for r in range(len(reference.resampled))]
     for i, row in enumerate(rows):
         del row["resampled"]
@@ -164,9 +163,10 @@ def table(
 
 
 def greedy(gated: GatedModel, candidates: Sequence[Site], count: int, on: Measurement) -> list[dict[str, Any]]:
-    """NOSE's selection: `count` times the candidate whose removal with all earlier ones has the lowest TE; the tables.
+    """NOSE's selection, one table per round: each chooses the candidate with the lowest TE of it and all earlier ones.
 
-    Nothing is trained in between; layers that hide each other are seen because the whole set is skipped together.
+    Nothing is trained in between. Because the whole set is removed together, layers that compensate for each other are
+    noticed.
     """
     gone: list[str] = []
     tables = []
@@ -208,7 +208,7 @@ def _entropy(moments: Moments, correct: float) -> Entropy:
 
 
 def _weights(images: int, resamples: int, seed: int) -> Tensor:
-    """Every image once, then Poisson(1) counts: a bootstrap that needs no second pass. (1 + resamples, images)."""
+    """Ones, then Poisson(1) counts: a bootstrap that needs no second pass. Shape: (1 + resamples, images)."""
     generator = torch.Generator().manual_seed(derived_seed("bootstrap", seed))
     counts = torch.poisson(torch.ones(resamples, images, dtype=torch.float64), generator=generator)
     return torch.cat([torch.ones(1, images, dtype=torch.float64), counts])
@@ -228,7 +228,7 @@ def _open_all_but(gated: GatedModel, names: frozenset[str]) -> None:
 
 @contextmanager
 def _measuring(gated: GatedModel) -> Iterator[nn.Module]:
-    """Evaluation mode; gates and mode as before afterwards."""
+    """Evaluation mode; restores gates and mode."""
     before, training = gated.gate_values(), gated.training
     gated.eval()
     try:

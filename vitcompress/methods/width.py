@@ -1,12 +1,11 @@
-"""Widths of a model as groups of ranked channels; plan, cost and latency of given numbers of kept channels.
+"""Widths of a model as groups of ranked channels; plan, cost and latency for numbers of kept channels.
 
-Four kinds, as in isomorphic pruning (Fang et al., ECCV 2024): residual streams, hidden channels of FFNs, heads, and the
-channels of a head, which all heads of an attention and its q, k and v share.
+The groups are those of isomorphic pruning (Fang et al., ECCV 2024): residual streams, hidden channels of FFNs, heads,
+and the channels within heads, which all heads of an attention and its q, k and v share.
 """
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal
 
@@ -14,45 +13,46 @@ from torch import Tensor, nn
 
 from vitcompress import surgery
 from vitcompress.families import Space
-from vitcompress.methods import budget
-from vitcompress.methods.budget import Counts, Group
+from vitcompress.methods.budget import Counts, Group, Kind, normalize
 from vitcompress.methods.scores import Scores
 from vitcompress.models.cost import Cost, count_cost, planned_cost
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
 
 Scope = Literal["isomorphic", "global", "local"]
-ALL = "all"  # the one scope of everything but heads
-MILLION, GIGA = 1e6, 1e9
-LazyModel = Callable[[], nn.Module]  # a model that is made only where it is needed
-
-
-@dataclass(frozen=True)
-class CandidateClock:
-    """Milliseconds of (model as deployed, what was taken from it), as of `Clock`."""
-
-    median: Callable[[LazyModel, Plan], float]
-    undisturbed: Callable[[LazyModel, Plan], float]
+ALL = "all"  # the common scope of everything but heads
+# (function that builds the model as deployed, its plan, whether to exclude other load) -> ms, see `Clock`
+CandidateClock = Callable[[Callable[[], nn.Module], Plan, bool], float]
 
 
 def groups_of(spaces: Sequence[Space], scores: Scores, scope: Scope) -> tuple[Group, ...]:
-    """What is ranked: every residual stream and FFN, and of every attention its heads and its heads' channels."""
-    found: list[Group] = []
-    for space in spaces:
-        if space.kind in ("residual", "mlp"):
-            kind: budget.Kind = "residual" if space.kind == "residual" else "ffn"
-            found.append(_group(space.name, kind, scores[space.name], scope, _topology(space)))
-    for path, own in _attentions(spaces).items():
-        per_head = _by_head(own, scores)
-        found.append(_group(path, "head", sum(part.mean(1) for part in per_head), scope))  # type: ignore[arg-type]
-        dims = zip(_dim_names(own), per_head, strict=True)
-        found += [_group(name, "head_dim", part.mean(0), scope) for name, part in dims if name]
-    return tuple(found)
+    """The groups of a model: every residual stream and FFN; the heads of every attention, and the channels within them.
 
+    scope: groups that share a threshold: of one kind and equal topology (`isomorphic`), everything but heads
+        (`global`), or none (`local`).
+    """
 
-def _group(name: str, kind: budget.Kind, scores: Tensor, scope: Scope, topology: str = "") -> Group:
-    shared = ALL if scope == "global" and kind != "head" else f"{kind} {topology}"
-    return Group(name, kind, budget.normalised(scores), name + kind if scope == "local" else shared)
+    def group(name: str, kind: Kind, values: Tensor, topology: str = "") -> Group:
+        shared = ALL if scope == "global" and kind != "head" else f"{kind} {topology}"
+        return Group(name, kind, normalize(values), name + kind if scope == "local" else shared)
+
+    groups = [
+        group(space.name, "ffn" if space.kind == "mlp" else "residual", scores[space.name], _topology(space))
+        for space in spaces
+        if space.kind in ("residual", "mlp")
+    ]
+    for attention, own in _attentions(spaces).items():
+        parts = [own] if _tied(own) else [[space] for space in own]
+        per_head = [
+            normalize(sum(scores[space.name] for space in part)).view(part[0].heads, -1)  # type: ignore[arg-type]
+            for part in parts
+        ]
+        groups.append(group(attention, "head", sum(values.mean(1) for values in per_head)))  # type: ignore[arg-type]
+        names = [_head_dim_group(part[0], own) for part in parts]
+        groups += [
+            group(name, "head_dim", values.mean(0)) for name, values in zip(names, per_head, strict=True) if name
+        ]
+    return tuple(groups)
 
 
 def _topology(space: Space) -> str:
@@ -61,34 +61,29 @@ def _topology(space: Space) -> str:
 
 
 def _attentions(spaces: Sequence[Space]) -> dict[str, list[Space]]:
-    found: dict[str, list[Space]] = {}
+    """Attention -> its spaces."""
+    attentions: dict[str, list[Space]] = {}
     for space in spaces:
         if space.attention:
-            found.setdefault(space.attention, []).append(space)
-    return found
+            attentions.setdefault(space.attention, []).append(space)
+    return attentions
 
 
 def _tied(own: Sequence[Space]) -> bool:
-    """Whether q, k and v are as wide as each other and free to keep the same channels."""
+    """Whether q, k and v of an attention keep the same channels: they have equal widths and lose single channels."""
     return len({space.size for space in own}) == 1 and not any(space.whole_heads for space in own)
 
 
-def _by_head(own: Sequence[Space], scores: Scores) -> list[Tensor]:
-    """Scores (heads, channels of a head): of q, k and v together where they are as wide, else of q/k and of v."""
-    if _tied(own):
-        return [budget.normalised(sum(scores[s.name] for s in own)).view(own[0].heads, -1)]  # type: ignore[arg-type]
-    return [budget.normalised(scores[space.name]).view(space.heads, -1) for space in own]
+def _head_dim_group(space: Space, own: Sequence[Space]) -> str:
+    """The group of the channels within the heads of `space`; empty if they are kept or removed as whole heads.
+
+    own: all spaces of this attention.
+    """
+    return "" if space.whole_heads else f"{space.attention if _tied(own) else space.name}.head_dim"
 
 
-def _dim_names(own: Sequence[Space]) -> list[str]:
-    """The groups of a head's channels; an empty name for those that no head loses."""
-    if _tied(own):
-        return [own[0].attention + ".head_dim"]
-    return ["" if space.whole_heads else f"{space.name}.head_dim" for space in own]
-
-
-class Sizes:
-    """What numbers of kept channels come to: the plan, its cost when all is folded, its latency."""
+class Candidates:
+    """The plan, the cost after folding, and the latency for numbers of kept channels."""
 
     def __init__(
         self,
@@ -98,64 +93,60 @@ class Sizes:
         base: Plan,
         clock: CandidateClock | None,
     ) -> None:
-        self.spaces, self.groups, self.base, self.clock = spaces, {g.name: g for g in groups}, base, clock
-        self.model = model
-        self.shapes = deepcopy(model).to("meta")
+        self.model, self.spaces, self.base, self.clock = model, spaces, base, clock
+        self.groups = {group.name: group for group in groups}
+        self.attentions = _attentions(spaces)
         self.input_size = input_config(model).size
 
     def delta(self, counts: Counts) -> Plan:
-        """The plan, on top of `base`, that keeps the best `counts` of every group."""
+        """The plan that keeps the best `counts` channels of every group, in addition to `base`."""
         kept: dict[str, tuple[int, ...]] = {}
         heads: dict[str, int] = {}
         for space in self.spaces:
-            if not space.attention and space.name not in self.groups:  # reduced keys and values keep their channels
-                continue
-            channels = self._kept(space, counts)
-            if len(channels) < space.size:
-                kept[space.name] = channels
             if space.attention and counts[space.attention] < space.heads:
                 heads[space.attention] = counts[space.attention]
-        return Plan(self.base.arch, self.base.arch_args, kept=kept, heads=heads)
+            if space.attention or space.name in self.groups:  # others (reduced keys and values) keep all channels
+                channels = self._kept(space, counts)
+                if len(channels) < space.size:
+                    kept[space.name] = channels
+        return self.base.delta(kept=kept, heads=heads)
 
     def _kept(self, space: Space, counts: Counts) -> tuple[int, ...]:
         if not space.attention:
             return self.groups[space.name].best(counts[space.name])
-        own = [other for other in self.spaces if other.attention == space.attention]
-        name = dict(zip(own, _dim_names(own) * (len(own) if _tied(own) else 1), strict=True))[space]
         width = space.size // space.heads
-        heads = self.groups[space.attention].best(counts[space.attention])
+        name = _head_dim_group(space, self.attentions[space.attention])
         dims = self.groups[name].best(counts[name]) if name else range(width)
+        heads = self.groups[space.attention].best(counts[space.attention])
         return tuple(head * width + dim for head in heads for dim in dims)
 
-    def measure(self, target: str) -> Callable[[Counts], float] | None:
-        """The function that says what counts cost in the unit of `target`; None where nothing is to be measured."""
-        if target == "latency":
-            return None if self.clock is None else partial(self.latency, self.clock.median)
-        scale = {"macs": GIGA, "macs_linear": GIGA, "params": MILLION}.get(target)
-        return None if scale is None else lambda counts: float(getattr(self.costs(counts), target)) / scale
-
-    def costs(self, counts: Counts) -> Cost:
-        """Of the model as it will be deployed, counted on shapes alone."""
+    def cost(self, counts: Counts) -> Cost:
+        """The cost of the deployed model, counted on shapes alone."""
         delta = self.delta(counts)
         if self.planned is not None:
             return self.planned(delta)
-        return count_cost(_deployed(self.shapes, self.base, delta), self.input_size)
+        return count_cost(_deploy(self.shapes, self.base, delta), self.input_size)
+
+    @cached_property
+    def shapes(self) -> nn.Module:
+        return deepcopy(self.model).to("meta")
 
     @cached_property
     def planned(self) -> Callable[[Plan], Cost] | None:
-        """`planned_cost` of the model that is sliced; None where its FFNs are folded at some widths only."""
+        """`planned_cost` of the folded model; None if it depends on the widths which FFNs are folded."""
         whole = deepcopy(self.shapes)
         records = surgery.fold_linears(whole, self.base).records
         scales = all(record.reason == surgery.INTO_THE_LINEAR for record in records)
         return planned_cost(whole, self.input_size) if scales else None
 
-    def latency(self, clock: Callable[[LazyModel, Plan], float], counts: Counts) -> float:
-        """Milliseconds of the model as it will be deployed."""
+    def latency(self, counts: Counts, *, undisturbed: bool = False) -> float:
+        """Milliseconds of the deployed model."""
+        assert self.clock is not None
         delta = self.delta(counts)
-        return clock(partial(_deployed, self.model, self.base, delta), delta)
+        return self.clock(partial(_deploy, self.model, self.base, delta), delta, undisturbed)
 
 
-def _deployed(model: nn.Module, base: Plan, delta: Plan) -> nn.Module:
+def _deploy(model: nn.Module, base: Plan, delta: Plan) -> nn.Module:
     sliced = surgery.apply_to_copy(model, delta)
     surgery.fold_linears(sliced, base)
     return sliced

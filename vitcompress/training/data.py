@@ -6,7 +6,7 @@ A data set is checked when it is opened, before any training.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Ge, Lt
@@ -14,7 +14,7 @@ from timm.data import create_dataset
 
 from vitcompress.errors import DataError, MissingExtraError, first_line
 from vitcompress.io.validation import Doc
-from vitcompress.training.datasets import ArrayImages, FolderImages, Images, MappedImages, class_names
+from vitcompress.training.datasets import ArrayImages, FolderImages, Images, MappedImages, as_images, class_names
 from vitcompress.training.distributed import derived_seed
 from vitcompress.training.loaders import Views
 
@@ -101,10 +101,32 @@ def open_test(options: DataOptions) -> tuple[tuple[str, ...], Images]:
 
 def subset(dataset: Images, per_class: int, seed: int) -> Images:
     """At most `per_class` random images of every class of `dataset`, in the order of the data set."""
+    order, rank = _shuffle(dataset, seed)
+    return Views(dataset, np.sort(order[rank < per_class]).tolist())
+
+
+def balanced_subset(dataset: Images, count: int, seed: int) -> Images:
+    """`count` random images of `dataset`, in its order: as many of every class as possible, or one more."""
+    order, rank = _shuffle(dataset, seed)
+    return Views(dataset, np.sort(order[np.argsort(rank, kind="stable")[:count]]).tolist())
+
+
+def _shuffle(dataset: Images, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """A random order of the images, and for each in that order how many of its class precede it."""
     order = np.random.default_rng(derived_seed("subset", seed)).permutation(len(dataset))
-    labels = dataset.labels[order]
-    chosen = [order[labels == label][:per_class] for label in np.unique(labels)]
-    return Views(dataset, np.sort(np.concatenate(chosen)).tolist())
+    labels, rank = dataset.labels[order], np.empty(len(dataset), np.int64)
+    for label in np.unique(labels):
+        rank[labels == label] = np.arange((labels == label).sum())
+    return order, rank
+
+
+def split_images(data: Any, heldout: float, seed: int) -> Splits:
+    """The splits of a data set of (image, label) pairs or of batches (see `as_images`); it has no test images."""
+    images = as_images(data)
+    names = getattr(data, "classes", None) or range(int(images.labels.max()) + 1)
+    kept, rest = _stratified_split(images.labels, heldout, seed)
+    classes = tuple(map(str, names))
+    return Splits("data", classes, Views(images, kept), Views(images, rest), no_data().test)
 
 
 def _open(options: DataOptions) -> tuple[str, tuple[str, ...], Images, Images]:

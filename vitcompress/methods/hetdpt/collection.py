@@ -13,7 +13,7 @@ set.
 import shutil
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -23,9 +23,9 @@ from torch import nn
 from vitcompress.families import Site
 from vitcompress.io.validation import Doc
 from vitcompress.methods import transfer_entropy
-from vitcompress.methods.base import Context
+from vitcompress.methods.base import Context, reject_unused
 from vitcompress.methods.calibration import accuracy
-from vitcompress.methods.depth import KINDS, DepthOptions, Kind, gated, layers, pruned
+from vitcompress.methods.depth import KINDS, DepthOptions, Kind, gate_layers, layers, remove_layers
 from vitcompress.methods.hetdpt.allocation import Row
 from vitcompress.methods.hetdpt.finetune import FastTraining, fine_tune
 from vitcompress.methods.transfer_entropy import EntropyOptions, Measurement
@@ -56,6 +56,15 @@ def collect(
     accuracy in percent before and after fine-tuning.
     """
     return _Collector(model, context, budget, te, options).run()
+
+
+def check_options(options: CollectionOptions) -> None:
+    """Raise PlanError for an option without effect."""
+    fast = [option.name for option in fields(FastTraining)]
+    unused = dict.fromkeys(fast, "collection.epochs is 0") if options.epochs == 0 else {}
+    if options.interleaved == 0:
+        unused["order"] = "collection.interleaved is 0"
+    reject_unused(options, unused)
 
 
 def removal_orders(records: Sequence[Record]) -> dict[Kind, list[int]]:
@@ -172,7 +181,7 @@ class _Collector:
         return record
 
     def _entropies(self, model: nn.Module, candidates: Sequence[Site]) -> Record:
-        open_model = gated(model, self.context, candidates, self.budget)
+        open_model = gate_layers(model, self.context, candidates, self.budget)
         return transfer_entropy.table(open_model, candidates, Measurement.of(self.context, self.te))
 
     def _dense_record(self) -> Record:
@@ -207,7 +216,7 @@ class _Collector:
         """A copy of `source` without those layers of `record` that it still has."""
         left = layers(source, self.context.family)
         gone = {kind: [site.index for site in left[kind] if site.index in record[kind]] for kind in KINDS}
-        return pruned(source, self.context, gone, self.budget).to(self.context.runtime.device)
+        return remove_layers(source, self.context, gone, self.budget).to(self.context.runtime.device)
 
     def _train(self, model: nn.Module, record: Record) -> None:
         key = record["key"]

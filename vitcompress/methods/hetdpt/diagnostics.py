@@ -1,9 +1,9 @@
-"""The two observations that HetDPT starts from, as measurements: gradient disparity and recovery asymmetry.
+"""The two observations that HetDPT starts from, as measurements. Pruning needs neither.
 
-Gradient disparity (Observation 1; BoundaryDPT, appendix I): with one interpolation scalar m per layer at 1, |d loss /
-d m| of activations exceeds that of attentions. d loss / d m = sum(delta * (branch - what stands in its place)).
+Gradient disparity (Observation 1; BoundaryDPT, appendix I): with one interpolation scalar m = 1 per layer, |d loss /
+d m| of activations exceeds that of attentions. d loss / d m = sum(delta * (branch - its replacement)).
 Recovery asymmetry (Observation 2): removing one activation costs far more accuracy at once than removing one
-attention, and a short fine-tuning brings both back to much the same. Neither is needed to prune.
+attention, and a short fine-tuning brings both to a similar accuracy.
 """
 
 import shutil
@@ -18,37 +18,38 @@ from torch.nn import functional
 
 from vitcompress.families import Site
 from vitcompress.methods.base import Context
-from vitcompress.methods.calibration import accuracy, training_views
-from vitcompress.methods.depth import KINDS, DepthOptions, all_layers, gated, pruned
+from vitcompress.methods.calibration import accuracy, calibration_images
+from vitcompress.methods.depth import DepthOptions, all_layers, gate_layers, kind_of, remove_layers
 from vitcompress.methods.hetdpt.collection import CollectionOptions
 from vitcompress.methods.hetdpt.finetune import fine_tune
 
 Record = dict[str, Any]
 
 
-def gradient_disparity(model: nn.Module, context: Context, budget: DepthOptions, images: int = 10_240) -> list[Record]:
-    """Mean and root mean square of d loss / d m over batches, one row per layer; plain cross entropy, nothing
-    trained.
+def measure(model: nn.Module, context: Context, depth: DepthOptions, images: int, fast: CollectionOptions) -> None:
+    """Record both observations of every layer: `gradient_disparity.json`, `recovery_asymmetry.json`."""
+    context.progress.stage("HetDPT diagnostics")
+    context.memo("gradient_disparity", lambda: gradient_disparity(model, context, depth, images))
+    context.memo("recovery_asymmetry", lambda: recovery_asymmetry(model, context, depth, fast))
+
+
+def gradient_disparity(model: nn.Module, context: Context, depth: DepthOptions, images: int = 10_240) -> list[Record]:
+    """Mean, mean magnitude and root mean square of d loss / d m over batches, one row per layer.
+
+    The loss is plain cross entropy; nothing is trained.
     """
     sites = all_layers(model, context.family)
-    probe = gated(model, context, sites, budget).eval()
+    gated = gate_layers(model, context, sites, depth).eval()
     sums = torch.zeros(3, len(sites), dtype=torch.float64)
     batches = torch.zeros((), dtype=torch.float64)
-    for inputs, targets in training_views(context, images):
-        loss = functional.cross_entropy(probe(inputs), targets)
-        now = torch.stack(torch.autograd.grad(loss, probe.score_parameters())).detach().cpu().double()
-        sums += torch.stack([now.abs(), now, now**2])
+    for inputs, targets in calibration_images(context, images):
+        loss = functional.cross_entropy(gated(inputs), targets)
+        gradient = torch.stack(torch.autograd.grad(loss, gated.score_parameters())).detach().cpu().double()
+        sums += torch.stack([gradient.abs(), gradient, gradient**2])
         batches += 1
     magnitude, mean, square = (context.runtime.all_sum(sums) / context.runtime.all_sum(batches)).tolist()
     return [
-        {
-            "site": site.name,
-            "kind": site.kind,
-            "index": site.index,
-            "magnitude": magnitude[i],
-            "mean": mean[i],
-            "rms": square[i] ** 0.5,
-        }
+        {**_identify(site), "magnitude": magnitude[i], "mean": mean[i], "rms": square[i] ** 0.5}
         for i, site in enumerate(sites)
     ]
 
@@ -56,41 +57,36 @@ def gradient_disparity(model: nn.Module, context: Context, budget: DepthOptions,
 def recovery_asymmetry(
     model: nn.Module,
     context: Context,
-    budget: DepthOptions,
-    options: CollectionOptions,
+    depth: DepthOptions,
+    fast: CollectionOptions,
     blocks: Iterable[int] | None = None,
 ) -> list[Record]:
-    """Held-out accuracy in percent with one layer gone, before and after fast fine-tuning, one row per layer.
+    """Held-out accuracy in percent without one layer, before and after fast fine-tuning, one row per layer.
 
-    blocks: dense block numbers to look at, all by default. Each row is kept, so a killed run goes on.
+    blocks: dense block numbers; default: all. Each row is recorded, so a killed run resumes with the next one.
     """
     wanted = None if blocks is None else set(blocks)
-    sites = all_layers(model, context.family)
     dense = context.memo("recovery_dense", lambda: accuracy(deepcopy(model).to(context.runtime.device), context))
     rows = []
-    for site in sites:
+    for site in all_layers(model, context.family):
         if wanted is None or site.index in wanted:
-            rows.append(context.memo(_key(site), partial(_recovery, model, context, budget, options, site, dense)))
+            rows.append(context.memo(_key(site), partial(_recovery, model, context, depth, fast, site, dense)))
             if context.runtime.is_main:
                 shutil.rmtree(context.folder / _key(site), ignore_errors=True)
     return rows
 
 
 def _recovery(
-    model: nn.Module, context: Context, budget: DepthOptions, options: CollectionOptions, site: Site, dense: float
+    model: nn.Module, context: Context, depth: DepthOptions, fast: CollectionOptions, site: Site, dense: float
 ) -> Record:
-    removed = {kind: [site.index] if site.kind == kind else [] for kind in KINDS}
-    without = pruned(model, context, removed, budget).to(context.runtime.device)
+    without = remove_layers(model, context, {kind_of(site): [site.index]}, depth).to(context.runtime.device)
     before = accuracy(without, context)
-    fine_tune(without, context, options, options.epochs, _key(site), f"recovery of {site.name}")
-    return {
-        "site": site.name,
-        "kind": site.kind,
-        "index": site.index,
-        "dense": dense,
-        "before": before,
-        "after": accuracy(without, context),
-    }
+    fine_tune(without, context, fast, fast.epochs, _key(site), f"recovery of {site.name}")
+    return {**_identify(site), "dense": dense, "before": before, "after": accuracy(without, context)}
+
+
+def _identify(site: Site) -> Record:
+    return {"site": site.name, "kind": site.kind, "index": site.index}
 
 
 def _key(site: Site) -> str:

@@ -8,7 +8,7 @@ from torch import nn
 
 from vitcompress.io.validation import Doc
 from vitcompress.methods.base import Context
-from vitcompress.methods.calibration import training_part
+from vitcompress.methods.calibration import training_subset
 from vitcompress.training.options import TrainOptions
 
 
@@ -26,7 +26,7 @@ class FastTraining:
 
 
 def fast_options(context: Context, options: FastTraining, epochs: int, images: int) -> TrainOptions:
-    """The recipe's training options, shortened: labels only, no warm-up, no average of weights, last epoch kept."""
+    """The options of [finetune], shortened: labels only, no warm-up, no averaged weights, the last epoch is kept."""
     # Whole batches for every process, and pairs for mixup.
     step = 2 * context.runtime.world_size * context.train.accumulate
     batch = max(step, min(options.batch_size or context.train.batch_size, images) // step * step)
@@ -52,11 +52,11 @@ def fast_options(context: Context, options: FastTraining, epochs: int, images: i
 
 
 def fine_tune(model: nn.Module, context: Context, options: FastTraining, epochs: int, name: str, label: str) -> None:
-    """Train `model` in place; a training that is finished only loads its weights. Without epochs it stays as it is.
+    """Train `model` in place, if there are epochs; of a finished training only load the weights.
 
-    name: of the folder that holds the training's state. label: shown to people, and part of the seed.
+    name: of the subfolder for the training's state. label: shown to users, and part of the seed.
     """
     if epochs:
-        images = training_part(context, options.images_per_class)
+        images = training_subset(context, options.images_per_class)
         settings = fast_options(context, options, epochs, len(images))
         context.run_training(model, images, None, settings, name, label=label)

@@ -25,9 +25,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from vitcompress.families import Site
 from vitcompress.io.files import read_json, write_json
 from vitcompress.io.validation import Doc
-from vitcompress.methods.base import Context
-from vitcompress.methods.calibration import training_part
-from vitcompress.methods.depth import KINDS, DepthOptions, Kind, all_layers, gated, in_forward_order, kind_of
+from vitcompress.methods.base import Context, Estimate, reject_unused
+from vitcompress.methods.calibration import training_subset
+from vitcompress.methods.depth import KINDS, DepthOptions, Kind, all_layers, gate_layers, in_forward_order, kind_of
 from vitcompress.methods.hetdpt.finetune import FastTraining, fast_options
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.options import TrainOptions
@@ -48,6 +48,17 @@ class SearchOptions(FastTraining):
 
 Event = frozenset[Kind]
 Record = dict[str, Any]
+
+
+def check_options(options: SearchOptions) -> None:
+    """Raise PlanError for an option without effect."""
+    if options.schedule == "constant":
+        reject_unused(options, {"min_lr": "search.schedule is 'constant'"})
+
+
+def estimate(count: int, options: SearchOptions) -> Estimate:
+    """The training of `search` that removes `count` layers."""
+    return Estimate("importance search", 1, removal_epochs(count, options.factor)[-1], options.images_per_class)
 
 
 def removal_epochs(count: int, factor: float = 1.0) -> list[int]:
@@ -103,7 +114,7 @@ def search(
     sites = in_forward_order(all_layers(model, context.family))
 
     def run() -> Record:
-        return _Search(gated(model, context, sites, budget), context, options, events, candidates).run()
+        return _Search(gate_layers(model, context, sites, budget), context, options, events, candidates).run()
 
     found: dict[Kind, list[int]] = context.memo("search", run)
     if context.runtime.is_main:
@@ -129,7 +140,7 @@ class _Search:
         self.watch = _GradientWatch(model)
 
     def run(self) -> Record:
-        images = training_part(self.context, self.options.images_per_class)
+        images = training_subset(self.context, self.options.images_per_class)
         settings = fast_options(self.context, self.options, self.removals[-1], len(images))
         lowest = settings.min_lr / settings.lr
         restarts = self.options.schedule == "restarts"

@@ -16,7 +16,7 @@ from torch import nn
 
 from vitcompress.families import Family
 from vitcompress.methods.base import ARBITRARY, MEASURED, Choice, Context, Estimate, Method, StepInfo
-from vitcompress.methods.calibration import training_views
+from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.upvit.blocks import removal
 from vitcompress.methods.upvit.heads import best, regrouped
 from vitcompress.methods.upvit.importance import Component, components
@@ -34,7 +34,7 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
         PlanError: the target is no smaller version of the model, or heads and widths do not divide.
     """
     goal = goal_of(model, context.family, context.plan, options)
-    loader = training_views(context, options.images, PROXY_BATCH)
+    loader = calibration_images(context, options.images, PROXY_BATCH)
     warn_of_few(context, options, goal, loader)
     model.to(context.runtime.device)
     try:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.methods.base import Context
-from vitcompress.methods.calibration import training_views
+from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.scores import channel_scores, random_scores
 from vitcompress.methods.upvit.blocks import Candidate, candidates, removal, scores, without
 from vitcompress.methods.upvit.heads import least_first
@@ -105,7 +105,7 @@ def _screen(
     if options.score == "fisher" or options.screen == "fisher":
         found: dict[str, list[float]] = context.memo("fisher", lambda: _fisher(model, context, options, wanted, loader))
         return found
-    few = training_views(context, options.screen_images, PROXY_BATCH)
+    few = calibration_images(context, options.screen_images, PROXY_BATCH)
     return _exact(model, context, options, wanted, few, {}, "screen")
 
 
