@@ -12,7 +12,7 @@ from vitcompress.bench.self.parts import Options, line
 from vitcompress.families import family_of
 from vitcompress.models.create import create_model, input_config
 from vitcompress.surgery.gates import GatedModel
-from vitcompress.surgery.masks import channel_gates
+from vitcompress.surgery.masks import mask_channels
 
 AIMS = {"channel gates": (0.0, 1.05), "score search": (0.0, 1.12)}
 BYPASS: dict[str, Any] = {"attention_bypass": "norm_identity", "both_pruned_output_act": "gelu"}  # released HetDPT code
@@ -26,7 +26,7 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
     sites = [site for site in family.sites(searched) if site.kind in ("attention", "activation")]
     search = GatedModel(searched, family, sites, **BYPASS)
     images = synthetic_images(input_config(plain).size, options.batch, 0)
-    with channel_gates(widths, family, values):
+    with mask_channels(widths, family, values):
         named = {"plain": plain, "channel gates": widths, "score search": search}
         targets = [timing.Target(name, _training_step(model, images)) for name, model in named.items()]
         samples = timing.measure(targets, timing.Protocol("steps", options.batch, warmup=2, runs=options.runs))

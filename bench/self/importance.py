@@ -18,7 +18,7 @@ from vitcompress.families import family_of
 from vitcompress.methods.upvit.importance import Component, Importance, components, divergence
 from vitcompress.methods.upvit.proxy import estimates
 from vitcompress.models.create import create_model, input_config
-from vitcompress.surgery.masks_per_group import deletion
+from vitcompress.surgery.masks import delete_channels
 
 FEWER, CHEAPER = 1.9, 100.0  # aims
 ONE_OF = 8  # channels that are scored, the same share of each component, so that ratios are those of all channels
@@ -63,7 +63,7 @@ def _each_alone(model: nn.Module, loader: Any) -> Scores:
             for some in torch.split(torch.tensor(channels), AT_ONCE // len(images)):
                 gate = torch.ones(len(some), component.size)
                 gate[torch.arange(len(some)), some] = 0.0
-                with deletion(model, component.spaces, {space.name: gate for space in component.spaces}):
+                with delete_channels(model, component.spaces, {space.name: gate for space in component.spaces}):
                     found.append(divergence(logits, model(images.repeat(len(some), 1, 1, 1))))
         return torch.cat(found)
 

@@ -1,5 +1,6 @@
-"""Sites and spaces say the truth about timm's models, and models that no family covers are refused with a reason."""
+"""Sites and spaces describe timm's models correctly, and unsupported models are rejected with the reason."""
 
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,20 +13,23 @@ from contracts import (
     assert_moved,
     assert_same,
     build,
+    contract,
     difference,
     every_variant,
     images,
+    kept_channels,
     logits,
     spaces_of,
 )
-from timm.layers import AttentionPoolLatent, GluMlp, RmsNorm, SwiGLU
+from timm.layers import AttentionPoolLatent, GluMlp, LayerNorm2d, RmsNorm, SwiGLU
 from torch import nn
 
 from vitcompress import surgery
 from vitcompress.errors import UnsupportedModelError
-from vitcompress.families import FAMILIES, Space, family_of
+from vitcompress.families import FAMILIES, Axis, Space, family_of, lookup, prepare_model
 from vitcompress.plan import Plan
 from vitcompress.surgery import sliced_state
+from vitcompress.surgery.check import check_maskable
 
 
 def test_every_family_has_a_row() -> None:
@@ -33,7 +37,7 @@ def test_every_family_has_a_row() -> None:
 
 
 @pytest.mark.parametrize(("family", "variant"), CONTRACTS)
-def test_models_are_found_by_structure(family: str, variant: str) -> None:
+def test_the_family_follows_from_the_structure(family: str, variant: str) -> None:
     assert family_of(build(variant)).name == family
 
 
@@ -45,7 +49,7 @@ def test_sites_are_in_forward_order_with_paths_that_exist(variant: str) -> None:
     kinds = ("attention", "activation", "ffn", "block")
     kinds = tuple(kind for kind in kinds if kind != "activation" or not family.not_foldable)
     depth = len(family.blocks(model))
-    assert depth == (2 if family.name in ("vit", "eva") else 3)
+    assert depth == (2 if family.name in ("vit", "eva", "beit") else 3)
     assert [(site.index, site.kind) for site in sites] == [(i, kind) for i in range(depth) for kind in kinds]
     for site in sites:
         assert model.get_submodule(site.name) is not None
@@ -56,7 +60,7 @@ def test_sites_are_in_forward_order_with_paths_that_exist(variant: str) -> None:
 
 @every_variant
 def test_every_parameter_is_in_a_space(variant: str) -> None:
-    """Except the class axis of the heads: what no space names could not be sliced."""
+    """Except the class axis of the heads: an axis without a space could not be sliced."""
     model = build(variant)
     named = {(axis.tensor, axis.dim) for space in spaces_of(model).values() for axis in space.axes}
     for name, parameter in model.named_parameters():
@@ -79,15 +83,15 @@ def test_axes_tile_their_tensors(variant: str) -> None:
         for axis in space.axes:
             end = axis.offset + axis.copies * (space.heads if axis.per_head else space.size)
             parts.setdefault((axis.tensor, axis.dim), []).append((axis.offset, end))
-    for (tensor, dim), found in parts.items():
-        found.sort()
-        assert found[0][0] == 0
-        assert found[-1][1] == model.get_parameter(tensor).shape[dim]
-        assert all(one[1] == other[0] for one, other in pairwise(found))
+    for (tensor, dim), ranges in parts.items():
+        ranges.sort()
+        assert ranges[0][0] == 0
+        assert ranges[-1][1] == model.get_parameter(tensor).shape[dim]
+        assert all(one[1] == other[0] for one, other in pairwise(ranges))
 
 
 def permutation(space: Space, seed: int = 0) -> tuple[int, ...]:
-    """Channels of each head in another order: none stays where it was in the first head."""
+    """Channels of each head in another order; every channel of the first head moves."""
     per = space.size // space.heads
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(per, generator=generator).roll(1).tolist() for _ in range(space.heads)]
@@ -97,7 +101,7 @@ def permutation(space: Space, seed: int = 0) -> tuple[int, ...]:
 
 
 @every_variant
-def test_permuted_equals_unchanged_and_forgetting_any_axis_is_noticed(variant: str) -> None:
+def test_permuted_equals_unchanged_and_every_forgotten_axis_is_detected(variant: str) -> None:
     model, x = build(variant), images(variant)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     expected = logits(model, x)
@@ -138,6 +142,75 @@ def test_whole_heads_can_change_places_if_queries_and_values_move_together(varia
         assert_moved(logits(model, x), expected)
 
 
+# ---------------------------------------------------------------------------------------------------- prepared models
+
+
+@every_variant
+def test_a_prepared_model_equals_timms(variant: str) -> None:
+    model, x = build(variant, prepared=False), images(variant)
+    prepared = prepare_model(deepcopy(model))
+    assert_same(logits(prepared, x), logits(model, x))
+    names = list(prepared.state_dict())
+    assert list(prepare_model(prepared).state_dict()) == names, "preparing again changes nothing"
+    assert (names != list(model.state_dict())) == (variant in ("beit", "beit_absolute", "packed_biases"))
+    assert list(build(variant).state_dict()) == names
+
+
+@pytest.mark.parametrize("variant", ["beit", "beit_absolute", "rotary"])
+def test_a_state_dict_with_timms_names_loads_into_timms_model(variant: str) -> None:
+    model, x = build(variant), images(variant)
+    timms = build(variant, prepared=False, seed=1)
+    timms.load_state_dict(family_of(model).timm_state(model), strict=True)
+    assert_same(logits(timms, x), logits(model, x))  # although the biases of k are lost
+
+
+def test_a_plan_prepares_the_model_that_it_is_applied_to() -> None:
+    model, x = build("beit", prepared=False), images("beit")
+    plan = replace(contract("beit").plan, kept=kept_channels(model, {"qk", "v", "mlp"}))
+    sliced = surgery.apply_to_copy(model, plan)
+    assert_same(logits(sliced, x), logits(surgery.apply_to_copy(prepare_model(model), plan), x))
+
+
+# ----------------------------------------------------------------------------------------------- families of a package
+
+
+def test_families_of_other_packages_are_used_for_models_that_no_built_in_family_supports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Custom(nn.Module):
+        pass
+
+    custom = replace(
+        FAMILIES["vit"],
+        name="custom",
+        problem=lambda model: None if isinstance(model, Custom) else f"it is a {type(model).__name__}",
+    )
+    reads: list[str] = []
+    monkeypatch.setattr(lookup, "load_plugins", lambda group, kind: reads.append(group) or {"custom": custom})
+    assert family_of(build("plain")).name == "vit" and not reads, "entry points are read only if needed"
+    assert family_of(Custom()).name == "custom" and reads == ["families"]
+    with pytest.raises(UnsupportedModelError, match="it is a Linear"):
+        family_of(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("axis", "message"),
+    [
+        (Axis("blocks.0.attn.q_bias", 0), "no mask applies to blocks.0.attn.q_bias"),
+        (Axis("blocks.0.norm1.weight", 0), "its norm is a LayerNorm2d"),
+        (Axis("blocks.0.extra.running_mean", 0), "no mask applies to blocks.0.extra.running_mean"),
+    ],
+)
+def test_a_family_whose_channels_cannot_be_masked_is_rejected(axis: Axis, message: str) -> None:
+    model = build("beit", prepared=False)
+    model.blocks[0].norm1 = LayerNorm2d(16)
+    model.blocks[0].extra = nn.BatchNorm2d(16)
+    family = family_of(build("beit"))
+    space = Space("blocks.0.qk", "qk", 16, (axis,), heads=4)
+    with pytest.raises(UnsupportedModelError, match=message):
+        check_maskable(model, family, [space])
+
+
 STAGED = {"depths": (1, 1), "embed_dim": 16, "num_heads": (2, 2)}
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 4}
 
@@ -147,11 +220,14 @@ SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_head
     [
         ("resnet18", {}, "it is a ResNet"),
         ("swinv2_tiny_window8_256", STAGED, "it is a SwinTransformerV2"),
+        ("beit_base_patch16_224", {**SMALL, "swiglu_mlp": True}, "its FFN is a SwiGLU"),
+        ("beit_base_patch16_224", {**SMALL, "use_shared_rel_pos_bias": True}, "share one table of relative positions"),
+        ("eva02_tiny_patch14_224", {**SMALL, "qkv_fused": False}, "its q, k and v have separate layers"),
         ("swin_tiny_patch4_window7_224", {**STAGED, "norm_layer": RmsNorm}, "its norm is a RmsNorm"),
         ("vit_tiny_patch16_224", {**SMALL, "global_pool": "prr"}, "its attention pool is a AttentionPoolPrr"),
-        ("vit_tiny_patch16_224", {**SMALL, "qk_norm": True}, "normalises q, k"),
-        ("vit_tiny_patch16_224", {**SMALL, "scale_attn_norm": True}, "normalises q, k or its output"),
-        ("vit_tiny_patch16_224", {**SMALL, "scale_mlp_norm": True}, "normalises its hidden channels"),
+        ("vit_tiny_patch16_224", {**SMALL, "qk_norm": True}, "normalizes q, k"),
+        ("vit_tiny_patch16_224", {**SMALL, "scale_attn_norm": True}, "normalizes q, k or its output"),
+        ("vit_tiny_patch16_224", {**SMALL, "scale_mlp_norm": True}, "normalizes its hidden channels"),
         ("vit_tiny_patch16_224", {**SMALL, "norm_layer": "rmsnorm"}, "its norm is a RmsNorm"),
         ("vit_tiny_patch16_224", {**SMALL, "embed_norm_layer": "rmsnorm"}, "its norm is a RmsNorm"),
         ("vit_tiny_patch16_224", {**SMALL, "attn_layer": "diff"}, "its attention is a DiffAttention"),
@@ -165,7 +241,7 @@ SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_head
         ),
     ],
 )
-def test_other_models_are_refused_with_the_reason(arch: str, args: dict, reason: str) -> None:
+def test_other_models_are_rejected_with_the_reason(arch: str, args: dict, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
         family_of(timm.create_model(arch, **args))
     assert caught.value.message.count("it is a") == reason.count("it is a"), "a reason of another family"
@@ -178,22 +254,22 @@ def test_other_models_are_refused_with_the_reason(arch: str, args: dict, reason:
         ({"latent_len": 2}, "more than one latent"),
         ({"pool_type": "avg"}, "more than one latent"),
         ({"pos_embed": "abs", "feat_size": 4}, "adds positions"),
-        ({"qk_norm": True}, "normalises q or k"),
+        ({"qk_norm": True}, "normalizes q or k"),
         ({"q_proj": False}, "no layer for q"),
         ({"out_features": 0}, "no MLP of two linear layers"),
-        ({"latent_dim": 8}, "another width than its residual stream"),
-        ({"out_features": 8}, "another width than its residual stream"),
+        ({"latent_dim": 8}, "different widths"),
+        ({"out_features": 8}, "different widths"),
         ({"norm_layer": RmsNorm}, "its norm is a RmsNorm"),
     ],
 )
-def test_pools_of_another_kind_are_refused(args: dict, reason: str) -> None:
+def test_other_pools_are_rejected(args: dict, reason: str) -> None:
     model = build("attention_pool")
     model.attn_pool = AttentionPoolLatent(16, **{"num_heads": 4, "norm_layer": nn.LayerNorm, **args})
     with pytest.raises(UnsupportedModelError, match=reason):
         family_of(model)
 
 
-def test_a_norm_without_weights_is_refused() -> None:
+def test_a_norm_without_weights_is_rejected() -> None:
     model = build("plain")
     model.blocks[1].norm2 = nn.LayerNorm(16, elementwise_affine=False)
     with pytest.raises(UnsupportedModelError, match="LayerNorm has no weights"):
@@ -201,7 +277,7 @@ def test_a_norm_without_weights_is_refused() -> None:
 
 
 @pytest.mark.parametrize("what", ["removed", "sliced"])
-def test_another_input_size_after_pruning_is_refused_in_words(what: str) -> None:
+def test_changing_the_input_size_after_pruning_is_rejected(what: str) -> None:
     args = {"img_size": 32, "window_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2), "num_classes": 3}
     arch = "swin_tiny_patch4_window7_224"
     model = timm.create_model(arch, **args)

@@ -1,7 +1,6 @@
-"""One table of the smallest models that every contract is driven from: (family, variant) -> timm name and arguments.
+"""The smallest models of every family, on which the contract tests run: (family, variant) -> timm name and arguments.
 
-A new family adds its rows here and gets the tests of test_families, test_surgery, test_channel_gates,
-test_cost and test_checkpoint with them.
+A new family adds rows here; the tests in tests/families, tests/surgery, tests/models and others then cover it.
 """
 
 from collections.abc import Iterable
@@ -13,15 +12,17 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from vitcompress.families import Site, Space, family_of
+from vitcompress.families import Site, Space, family_of, prepare_model
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy
 from vitcompress.surgery.gates import GatedModel
 
 # Two blocks of width 16 on 8x8 images; or three in two stages, 16 and 32 wide, the second block in shifted windows.
+FLAT = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0}
 SMALL = {
-    "vit": {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0},
-    "eva": {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0},
+    "vit": FLAT,
+    "eva": FLAT,
+    "beit": FLAT,
     "swin": {
         "img_size": 16,
         "patch_size": 2,
@@ -42,14 +43,14 @@ SMALL = {
     },
 }
 
-BYPASSES = ["drop", "norm_identity", "double"]  # what may stand where an attention was
+BYPASSES = ["drop", "norm_identity", "double"]  # replacements of an attention
 
 
 @dataclass(frozen=True)
 class Contract:
-    """A model of the family, as small as `SMALL` says unless its arguments say otherwise.
+    """A model of the family with the sizes of `SMALL` and other `args`.
 
-    depth: number of blocks; where there are stages, the last of them has one.
+    depth: number of blocks; in a model with stages, the last stage has one.
     """
 
     arch: str
@@ -76,7 +77,7 @@ class Contract:
 
 
 VIT, DISTILLED = "vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"
-SWIN, PVT = "swin_tiny_patch4_window7_224", "pvt_v2_b0"
+SWIN, PVT, BEIT = "swin_tiny_patch4_window7_224", "pvt_v2_b0", "beit_base_patch16_224"
 CONTRACTS = {
     ("vit", "plain"): Contract(VIT),
     ("vit", "distilled"): Contract(DISTILLED),
@@ -98,6 +99,11 @@ CONTRACTS = {
     ("eva", "rotary_pre_norm"): Contract("vit_pe_spatial_tiny_patch16_512", {"swiglu_mlp": True}, "eva"),
     ("eva", "eva_unturned"): Contract("vit_small_patch16_dinov3", {"use_rot_pos_emb": False}, "eva"),
     ("eva", "rotary_pool"): Contract("vit_pe_core_small_patch16_384", family="eva"),
+    ("eva", "packed_biases"): Contract("vit_small_patch16_dinov3_qkvb", family="eva"),
+    ("beit", "beit"): Contract(BEIT, {"img_size": [8, 12]}, "beit"),
+    ("beit", "beit_absolute"): Contract(
+        BEIT, {"use_abs_pos_emb": True, "use_rel_pos_bias": False, "init_values": None, "global_pool": "token"}, "beit"
+    ),
     ("swin", "swin"): Contract(SWIN, family="swin"),
     ("swin", "swin_padded"): Contract(SWIN, {"img_size": [10, 12], "always_partition": True}, "swin"),
     ("swin", "swin_dynamic"): Contract(SWIN, {"dynamic_img_size": True, "qkv_bias": False}, "swin"),
@@ -120,15 +126,22 @@ SAME = 2.0**-53 * 2**16
 
 
 def contract(variant: str, **args: Any) -> Contract:
-    """The row of the only family that has this variant, with changed arguments."""
+    """The row of this variant, with changed arguments."""
     row = next(row for (_, name), row in CONTRACTS.items() if name == variant)
     return Contract(row.arch, {**row.args, **args}, row.family)
 
 
-def build(variant: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, **args: Any) -> nn.Module:
-    """The model in eval mode with every parameter drawn at random, so that none is without effect."""
+def build(
+    variant: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, prepared: bool = True, **args: Any
+) -> nn.Module:
+    """The model in eval mode with random values in all parameters, so that none is without effect.
+
+    prepared: rewrite it as its family needs it, before its values are drawn.
+    """
     row = contract(variant, **args)
     model: nn.Module = timm.create_model(row.arch, **row.arch_args).to(dtype)
+    if prepared:
+        prepare_model(model)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         scale = 0.5 if parameter.ndim < 2 or "token" in name or "pos_embed" in name else parameter[0].numel() ** -0.5
@@ -173,17 +186,17 @@ def sites_of(model: nn.Module, kind: str) -> list[Site]:
 
 
 def having(model: nn.Module, kind: str, numbers: Iterable[int]) -> list[int]:
-    """Those of these blocks that have a site of this kind; PVTv2 has no activation that could go."""
+    """Those of these blocks that have a site of this kind; in PVTv2 no activation is one."""
     return [site.index for site in sites_of(model, kind) if site.index in set(numbers)]
 
 
 def without_act(site: Site) -> dict[str, str]:
-    """The removal of an activation, by which its FFN becomes linear."""
+    """The removal of an activation that makes its FFN linear."""
     return {site.name: "mean_gate" if site.gates else "identity"}
 
 
 def kept_channels(model: nn.Module, kinds: set[str], *, whole_heads: bool = False, seed: int = 0) -> dict[str, tuple]:
-    """Random channels to keep of every space of these kinds that can lose them, as many in each head; or two heads."""
+    """Random channels to keep of every prunable space of these kinds, equally many per head; or two whole heads."""
     generator = torch.Generator().manual_seed(seed)
     kept: dict[str, tuple] = {}
     alive: dict[str, list[int]] = {}
@@ -204,20 +217,20 @@ def kept_channels(model: nn.Module, kinds: set[str], *, whole_heads: bool = Fals
 
 
 def masks(model: nn.Module, kept: dict[str, tuple]) -> dict[str, Tensor]:
-    """Gates of ones and zeros that say the same as `kept`."""
-    found = {}
-    for name, channels in kept.items():
-        found[name] = torch.zeros(spaces_of(model)[name].size, dtype=torch.float64)
-        found[name][list(channels)] = 1.0
-    return found
+    """Masks of ones and zeros equivalent to `kept`."""
+    spaces = spaces_of(model)
+    return {
+        name: torch.zeros(spaces[name].size, dtype=torch.float64).index_fill_(0, torch.tensor(channels), 1.0)
+        for name, channels in kept.items()
+    }
 
 
 def assert_composed(model: nn.Module, plan: Plan, expected: nn.Module, x: Tensor) -> None:
     """`plan` applied to `model` gives `expected`: the same function, and parameters of the same names and shapes."""
-    found = apply_to_copy(model, plan)
-    shapes = [{name: tuple(t.shape) for name, t in m.state_dict().items()} for m in (found, expected)]
+    result = apply_to_copy(model, plan)
+    shapes = [{name: tuple(t.shape) for name, t in m.state_dict().items()} for m in (result, expected)]
     assert shapes[0] == shapes[1]
-    assert_same(logits(found, x), logits(expected, x))
+    assert_same(logits(result, x), logits(expected, x))
     assert_moved(logits(expected, x), logits(model, x))
 
 

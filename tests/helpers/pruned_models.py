@@ -1,4 +1,4 @@
-"""A pruned and folded model, and what is said of the weights in a file of it."""
+"""A pruned and folded model, and the checks of a file with its weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from vitcompress.verify.weights import weight_checks
 
 
 def pruned(variant: str) -> tuple[nn.Module, nn.Module, Plan]:
-    """A dense model, and what is left of it without an attention, an activation and some channels; folded."""
+    """A dense model, the same model without an attention, an activation and some channels, folded, and its plan."""
     dense = build(variant, dtype=torch.float32)
     base = contract(variant).plan
     acts = [] if family_of(dense).not_foldable else having(dense, "activation", [1])

@@ -18,7 +18,7 @@ from vitcompress.methods.sero.layout import LayoutRules, Live, deployed, padded,
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.cost import count_cost
 from vitcompress.plan import Plan
-from vitcompress.surgery.masks import channel_gates
+from vitcompress.surgery.masks import mask_channels
 from vitcompress.verify.slice import slice_check
 
 OPTIONS = sero.Options(sparsity=0.4, layout="ragged", epochs=2)
@@ -26,7 +26,7 @@ OPTIONS = sero.Options(sparsity=0.4, layout="ragged", epochs=2)
 
 def masked(model: nn.Module, live: Live, x: torch.Tensor) -> torch.Tensor:
     gates = {name: torch.tensor(found, dtype=torch.float64) for name, found in live.items()}
-    with channel_gates(model, family_of(model), gates):
+    with mask_channels(model, family_of(model), gates):
         return logits(model, x)
 
 

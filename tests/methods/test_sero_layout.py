@@ -16,7 +16,7 @@ from vitcompress.methods.sero import method as sero
 from vitcompress.methods.sero.layout import KINDS, LayoutRules, _above_quantile, deployed, padding, project, unit_spaces
 from vitcompress.models.cost import Cost, count_cost
 from vitcompress.plan import Plan
-from vitcompress.surgery.masks import channel_gates
+from vitcompress.surgery.masks import mask_channels
 
 LAYOUTS = ("ragged", "uniform", "tied", "padded")
 TOKENS = 197
@@ -233,7 +233,7 @@ def check_masked_is_sliced(model: nn.Module, spaces: Any, live: dict[str, np.nda
     x = images(variant)
     gates = {name: torch.tensor(found, dtype=torch.float64) for name, found in live.items()}
     before = logits(model, x)
-    with channel_gates(model, family_of(model), gates):
+    with mask_channels(model, family_of(model), gates):
         masked = logits(model, x)
     kept, heads = deployed(spaces, live)
     delta = Plan("any", kept=kept, heads=heads)

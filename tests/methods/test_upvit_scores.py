@@ -17,7 +17,7 @@ from vitcompress.methods.upvit.blocks import candidates, removal, scores, whole_
 from vitcompress.methods.upvit.importance import Component, Importance, components, divergence
 from vitcompress.methods.upvit.proxy import estimates
 from vitcompress.plan import Plan
-from vitcompress.surgery.masks_per_group import deletion
+from vitcompress.surgery.masks import delete_channels
 from vitcompress.training.distributed import Runtime
 
 VARIANTS = [variant for family, variant in CONTRACTS if family in ("vit", "pvt")]
@@ -120,7 +120,7 @@ def curvature(made: nn.Module, component: Component, channel: int, x: Tensor) ->
         for space in component.spaces:
             gates[space.name] = torch.ones(1, component.size, dtype=torch.float64)
             gates[space.name][0, channel] = value**0.5 if space.kind == "qk" else value
-        with deletion(made, component.spaces, gates):
+        with delete_channels(made, component.spaces, gates):
             return made(x)
 
     step = 1e-5

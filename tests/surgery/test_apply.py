@@ -28,7 +28,7 @@ from vitcompress.families.attention_pool import SlicedPool
 from vitcompress.methods.depth import depth_plan
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_plan, apply_to_copy, fold_linears
-from vitcompress.surgery.masks import channel_gates
+from vitcompress.surgery.masks import mask_channels
 
 
 @every_variant
@@ -66,7 +66,7 @@ def test_masked_equals_sliced(variant: str, kinds: set[str], whole_heads: bool) 
     plan = sliced_plan(model, variant, kinds, whole_heads=whole_heads)
     if not plan.kept:
         pytest.skip("the family has no such space")
-    with channel_gates(model, family_of(model), masks(model, plan.kept)):
+    with mask_channels(model, family_of(model), masks(model, plan.kept)):
         masked = logits(model, x)
     assert_moved(masked, logits(model, x))
     assert_same(logits(apply_to_copy(model, plan), x), masked)
@@ -78,7 +78,7 @@ def test_masked_equals_sliced_on_a_model_that_lost_layers_before() -> None:
     plan = depth_plan(model, contract("layer_scale", depth=4).plan, [0, 2], [1, 2], attention_bypass="norm_identity")
     fold_linears(apply_plan(model, plan), plan)
     kept = kept_channels(model, {"qk", "v", "mlp", "residual"})
-    with channel_gates(model, family_of(model), masks(model, kept)):
+    with mask_channels(model, family_of(model), masks(model, kept)):
         masked = logits(model, x)
     assert_moved(masked, logits(model, x))
     assert_same(logits(apply_to_copy(model, replace(plan, removed={}, kept=kept)), x), masked)
@@ -109,7 +109,7 @@ def test_masked_equals_sliced_on_rewired_blocks_and_again(variant: str) -> None:
     apply_plan(model, replace(contract(variant, depth=4).plan, removed=removed))
     for whole_heads in (False, True, False):  # the last time sliced again
         plan = sliced_plan(model, variant, {"qk", "v", "mlp", "residual", "sr"}, whole_heads=whole_heads)
-        with channel_gates(model, family_of(model), masks(model, plan.kept)):
+        with mask_channels(model, family_of(model), masks(model, plan.kept)):
             masked = logits(model, x)
         assert_moved(masked, logits(model, x))
         small = apply_to_copy(model, plan)

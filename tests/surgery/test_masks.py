@@ -1,4 +1,4 @@
-"""Gates on channels leave no trace, and have the derivative of the loss."""
+"""Channel masks leave no trace, and their gradient is that of the loss."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
-from vitcompress.surgery.masks import channel_gates
+from vitcompress.surgery.masks import mask_channels
 
 
 def trace(model: nn.Module) -> list:
@@ -28,12 +28,12 @@ def trace(model: nn.Module) -> list:
 
 
 @every_variant
-def test_channel_gates_leave_no_trace(variant: str) -> None:
+def test_channel_masks_leave_no_trace(variant: str) -> None:
     model, x = build(variant), images(variant)
     before, expected = trace(model), logits(model, x)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     kept = kept_channels(model, {"qk", "v", "mlp", "residual"})
-    with channel_gates(model, family_of(model), masks(model, kept)):
+    with mask_channels(model, family_of(model), masks(model, kept)):
         assert trace(model) != before
         assert_moved(logits(model, x), expected)
     assert trace(model) == before
@@ -41,18 +41,18 @@ def test_channel_gates_leave_no_trace(variant: str) -> None:
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 
-def test_channel_gates_leave_no_trace_of_a_failure() -> None:
+def test_channel_masks_leave_no_trace_of_a_failure() -> None:
     model = build("distilled")
     before = trace(model)
     gates = masks(model, kept_channels(model, {"mlp", "residual"}))
-    with pytest.raises(KeyError), channel_gates(model, family_of(model), gates):
+    with pytest.raises(KeyError), mask_channels(model, family_of(model), gates):
         raise KeyError
     assert trace(model) == before
-    with channel_gates(model, family_of(model), gates):
+    with mask_channels(model, family_of(model), gates):
         inside = trace(model)
         with (
-            pytest.raises(PlanError, match="gated already"),
-            channel_gates(model, family_of(model), {"residual": gates["residual"]}),
+            pytest.raises(PlanError, match="masked already"),
+            mask_channels(model, family_of(model), {"residual": gates["residual"]}),
         ):
             pass
         assert trace(model) == inside
@@ -60,7 +60,7 @@ def test_channel_gates_leave_no_trace_of_a_failure() -> None:
 
 
 @every_variant
-def test_open_channel_gates_change_nothing_and_have_gradients(variant: str) -> None:
+def test_open_channel_masks_change_nothing_and_have_gradients(variant: str) -> None:
     """The derivative at 1 is the loss's first-order change when a channel goes (Taylor score): sum of w dL/dw."""
     model, x = build(variant), images(variant)
     expected = logits(model, x)
@@ -68,7 +68,7 @@ def test_open_channel_gates_change_nothing_and_have_gradients(variant: str) -> N
         name: torch.ones(space.size, dtype=torch.float64, requires_grad=True)
         for name, space in spaces_of(model).items()
     }
-    with channel_gates(model, family_of(model), gates):
+    with mask_channels(model, family_of(model), gates):
         out = model(x)
         out.square().sum().backward()
     assert_same(out.detach(), expected)
@@ -82,22 +82,22 @@ def test_open_channel_gates_change_nothing_and_have_gradients(variant: str) -> N
     assert all(float(gate.grad.abs().max()) > 0 for gate in gates.values())
 
 
-def test_channel_gates_work_in_half_precision() -> None:
+def test_channel_masks_work_in_half_precision() -> None:
     model = build("layer_scale", dtype=torch.bfloat16)
     x = images("layer_scale", dtype=torch.bfloat16)
     gates = {name: gate.float() for name, gate in masks(model, kept_channels(model, {"qk", "v", "residual"})).items()}
-    with channel_gates(model, family_of(model), gates):
+    with mask_channels(model, family_of(model), gates):
         assert logits(model, x).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("gates", "told"),
+    ("gates", "message"),
     [
-        ({"blocks.0.kq": torch.ones(16)}, "no such space: blocks.0.kq"),
-        ({"blocks.0.qk": torch.ones(15)}, r"blocks.0.qk has 16 channels, its gate has the shape \(15,\)"),
+        ({"blocks.0.kq": torch.ones(16)}, "unknown space blocks.0.kq"),
+        ({"blocks.0.qk": torch.ones(15)}, r"blocks.0.qk has 16 channels, but its mask has shape \(15,\)"),
     ],
 )
-def test_gates_that_do_not_fit(gates: dict[str, Tensor], told: str) -> None:
+def test_masks_that_do_not_fit_the_model_are_rejected(gates: dict[str, Tensor], message: str) -> None:
     model = build("plain")
-    with pytest.raises(PlanError, match=told), channel_gates(model, family_of(model), gates):
+    with pytest.raises(PlanError, match=message), mask_channels(model, family_of(model), gates):
         pass

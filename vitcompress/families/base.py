@@ -1,15 +1,15 @@
-"""What a family says about a model: which channels go together, and which modules can go.
+"""What a family describes of a model: which channels are coupled, and which modules can be removed.
 
-A **space** is a set of channels that are kept or dropped together, with every tensor axis that runs over it.
-A **site** is a module that can be removed whole. Both are plain data: slicing, masking and counting are one rule each,
-and no method knows one architecture from another.
+A **space** is a group of coupled channels (DepGraph's group), with every tensor axis that they index. A **site** is a
+module that can be removed. Both are plain data: slicing, masking and counting follow one rule each, and no method
+distinguishes architectures.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 SpaceKind = Literal["qk", "v", "mlp", "residual", "sr"]
 SiteKind = Literal["attention", "activation", "ffn", "block"]
@@ -17,10 +17,10 @@ SiteKind = Literal["attention", "activation", "ffn", "block"]
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of one tensor that runs over a space.
+    """One dimension of one parameter or buffer that a space indexes.
 
-    The space's channel c lies at `offset + copy * size + c` for each of `copies` (a layer that reads the space several
-    times over). With `per_head` the dimension counts heads instead of channels.
+    Channel c of the space has the index `offset + copy * size + c` for each of `copies` (a layer that reads the space
+    several times). With `per_head` the dimension has one entry per head instead of one per channel.
     """
 
     tensor: str
@@ -29,16 +29,21 @@ class Axis:
     copies: int = 1
     per_head: bool = False
 
+    @property
+    def owner(self) -> str:
+        """Path of the module that holds the tensor."""
+        return self.tensor.rpartition(".")[0]
+
 
 @dataclass(frozen=True)
 class Space:
-    """Channels that are kept or dropped together, in `heads` equal groups of `size / heads`.
+    """Channels that are kept or removed together, in `heads` equal groups of `size / heads`.
 
-    kind: q and k of an attention, its v, an FFN's hidden channels, a residual stream (one per stage), or the channels
-    that a spatial reduction leaves for k and v (`sr`, PVTv2).
-    attention: the attention whose heads those are; empty where the space is not one of an attention.
-    whole_heads: channels go only together with all others of their head, as those do that a rotary position embedding
-        turns in pairs, each by a frequency of its place.
+    kind: q and k of an attention, its v, the hidden channels of an FFN, a residual stream (one per stage), or the
+        channels after a spatial reduction, before k and v (`sr`, PVTv2).
+    attention: path of the attention with these heads; empty for other spaces.
+    whole_heads: only whole heads can be removed, because a rotary position embedding rotates q and k in pairs of
+        channels, each with a frequency that depends on its place in the head.
     """
 
     name: str
@@ -52,11 +57,11 @@ class Space:
 
 @dataclass(frozen=True)
 class Site:
-    """A module that can be removed whole.
+    """A module that can be removed.
 
-    name: its path in the dense model; numbers of blocks never change. block, index: the block it lies in, and that
-    block's dense number. branch_end: the last module of its residual branch, just before the sum. gates: the FFN in
-    which this activation gates another branch (SwiGLU); empty for an activation between two layers.
+    name: its path in the dense model; block numbers never change. block, index: path and dense number of its block.
+    branch_end: the last module of its residual branch, just before the sum. gates: for an activation that gates another
+    branch (SwiGLU), the path of its FFN; else empty.
     """
 
     name: str
@@ -69,13 +74,13 @@ class Site:
 
 @dataclass(frozen=True)
 class LinearPair:
-    """The two linear layers of an FFN by path, in order of use."""
+    """Paths of the two linear layers of an FFN, in order of use."""
 
     first: str
     second: str
 
 
-Part = nn.Module | nn.Parameter | None  # of a block's chain: a parameter multiplies, None does nothing
+Part = nn.Module | nn.Parameter | None  # of a block: a module, a parameter that multiplies, or nothing
 
 
 def children(block: nn.Module) -> dict[str, nn.Module]:
@@ -85,12 +90,13 @@ def children(block: nn.Module) -> dict[str, nn.Module]:
 
 @dataclass(frozen=True)
 class Wiring:
-    """How a family wires a block: its residual branches in order, each a chain of names: of its modules, and of
-    parameters that it multiplies by (a LayerScale that is no module).
+    """The residual branches of a block, in order.
 
-    `takes_arguments` names the children that receive the block's extra arguments (an attention mask, say). `parts`
-    gives the children by name such that the chains compute what the block does; a family replaces a child there whose
-    work the block itself does in part (Swin's shift and partition).
+    branches: each a chain of names of child modules, and of parameters that multiply (a LayerScale that is no module).
+    attention, ffn: the names of these children.
+    takes_arguments: children that receive the extra arguments of the block, for example an attention mask.
+    parts(block): the children by name. A family replaces a child here if the block itself does a part of the child's
+        work (shift and window partition in Swin).
     """
 
     branches: tuple[tuple[str, ...], ...]
@@ -102,33 +108,39 @@ class Wiring:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The only place that knows a timm model's modules. Every function reads the model as it is now.
+    """Describes a group of timm models. Only families know the modules of a model.
 
-    refuses(model): None, or why this family does not cover the model, as the end of a sentence.
-    blocks(model): the blocks that are left, by path, in forward order.
-    slice_attention(module, qk, v, heads): the attention to run after slicing, over the same parameters.
-    resized(model, space, width): store a new width of a residual space wherever timm reads it.
-    linear_pair(model, ffn): the layers that `surgery.fold` multiplies, None when the FFN is not two linears; by default
-        no FFN is.
-    scales(model): LayerScale, by the path of its module or parameter -> path of the linear layer just before it; by
-        default there are no LayerScales.
-    entry(model): the parameters of which every token receives exactly one before the first block, with nothing but sums
-        behind them; none where there are no such, and None in families whose tokens are merged on the way.
-    at_size(model, height, width): a model over the same parameters that does the same for images of this size, with
-        tables for what it computes of the size alone; by default there is no such thing.
-    stem: path of the convolution that is given the images.
-    not_foldable: why an FFN without its activation is not linear, as a sentence; empty where it is.
+    All functions read the model in its current state, after `prepare`.
+
+    problem(model): None, or why the family does not support the model (completes "cannot prune this model: ").
+    blocks(model): the remaining blocks by path, in forward order.
+    sites(model), spaces(model): the remaining sites and spaces.
+    slice_attention(module, qk_dim, v_dim, heads): the attention to use after slicing, over the same parameters.
+    set_width(model, space, width): store the new width of a residual space in the attributes that timm reads.
+    prepare(model): rewrite the model in place into an equal one that `spaces` describes, for example with the biases of
+        q, k and v in their layer. Called for every model before anything else, possibly more than once.
+    timm_state(state): a state dict with the names that timm's unprepared model has.
+    linear_pair(model, ffn): the layers that `surgery.fold` multiplies; None if the FFN does not consist of two.
+    scales(model): path of each LayerScale (module or parameter) -> path of the linear layer just before it.
+    entry(model): parameters of which every token receives exactly one before the first block, with only sums after
+        them; empty if the model has none. None for families that merge tokens.
+    at_size(model, height, width): a model over the same parameters for images of this size, with everything that
+        depends only on the size precomputed.
+    stem: path of the convolution that reads the images.
+    not_foldable: why an FFN without its activation is not linear, as a sentence; empty if it is.
     """
 
     name: str
     supported: str
     wiring: Wiring
-    refuses: Callable[[nn.Module], str | None]
+    problem: Callable[[nn.Module], str | None]
     blocks: Callable[[nn.Module], dict[str, nn.Module]]
     sites: Callable[[nn.Module], tuple[Site, ...]]
     spaces: Callable[[nn.Module], tuple[Space, ...]]
     slice_attention: Callable[[nn.Module, int, int, int], nn.Module]
-    resized: Callable[[nn.Module, str, int], None]
+    set_width: Callable[[nn.Module, str, int], None]
+    prepare: Callable[[nn.Module], None] = lambda model: None
+    timm_state: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda state: state
     linear_pair: Callable[[nn.Module, str], LinearPair | None] = lambda model, ffn: None
     scales: Callable[[nn.Module], dict[str, str]] = lambda model: {}
     not_foldable: str = ""
@@ -138,24 +150,24 @@ class Family:
 
 
 def linear_axes(model: nn.Module, name: str, *, offset: int = 0, copies: int = 1) -> tuple[Axis, ...]:
-    """The output axes of a linear or convolution layer: weight rows, and the bias where there is one."""
+    """The output axes of a linear or convolution layer: of its weight, and of its bias if it has one."""
     layer = model.get_submodule(name)
     tensors = [f"{name}.weight"] + ([f"{name}.bias"] if getattr(layer, "bias", None) is not None else [])
     return tuple(Axis(tensor, 0, offset, copies) for tensor in tensors)
 
 
 def norm_axes(model: nn.Module, name: str) -> tuple[Axis, ...]:
-    """The axes of a LayerNorm or LayerScale: every parameter that it owns."""
+    """The axes of all parameters of a LayerNorm or LayerScale."""
     return tuple(Axis(f"{name}.{leaf}", 0) for leaf, _ in model.get_submodule(name).named_parameters(recurse=False))
 
 
 def scale_parameter(model: nn.Module, name: str) -> nn.Parameter:
-    """What the LayerScale `name` of `Family.scales` multiplies by, (channels,)."""
+    """The multipliers of the LayerScale `name` of `Family.scales`, (channels,)."""
     owner, _, leaf = name.rpartition(".")
-    found = getattr(model.get_submodule(owner), leaf)
-    return found if isinstance(found, nn.Parameter) else next(iter(found.parameters()))
+    scale = getattr(model.get_submodule(owner), leaf)
+    return scale if isinstance(scale, nn.Parameter) else next(iter(scale.parameters()))
 
 
 def input_axis(name: str) -> Axis:
-    """The input axis of a linear layer: weight columns."""
+    """The input axis of a linear layer."""
     return Axis(f"{name}.weight", 1)

@@ -1,77 +1,129 @@
-"""What timm's families have in common: blocks of two residual branches, attention with packed q, k and v, MLPs."""
+"""What the families share: blocks with two residual branches, attention with packed q, k and v, and FFNs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch.nn.functional as F
-from timm.layers import GluMlp, Mlp
+import torch
+from timm.layers import GluMlp, LayerNorm2d, LayerScale, Mlp
 from torch import Tensor, nn
 
 from vitcompress.families.base import Axis, LinearPair, Site, Space, input_axis, linear_axes, norm_axes
 from vitcompress.families.edited_block import EditedBlock
 
-NORMED_ATTENTION = "its attention normalises q, k or its output, or is gated"  # as the end of a sentence
+NORMED_ATTENTION = "its attention normalizes q, k or its output, or has a gate"  # a reason, see `Family.problem`
+SCALES = {"ls1": "attn", "ls2": "mlp", "gamma_1": "attn", "gamma_2": "mlp"}  # LayerScale -> the child that it follows
+NORMS = ("norm1", "ls1", "gamma_1", "norm2", "ls2", "gamma_2")
+Blocks = Callable[[nn.Module], dict[str, nn.Module]]
+Describe = Callable[[nn.Module, str, Any], tuple[list[Space], list[Axis]]]  # a child of the block at a path
 Stream = Callable[[nn.Module, str, list[Axis]], Space]  # of the stage at a path, from the axes inside its blocks
-Describe = Callable[[nn.Module, str, Any], tuple[list[Space], list[Axis]]]  # of a part of the block at a path
 
 
-def plain(*parts: nn.Module | None) -> bool:
+# ---------------------------------------------------------------------------------------------------- what is supported
+
+
+def is_empty(*parts: nn.Module | None) -> bool:
     """Whether none of these modules computes anything."""
     return all(part is None or isinstance(part, nn.Identity) for part in parts)
 
 
-def norm_refusal(norm: nn.Module) -> str | None:
-    """Why this is no LayerNorm that can be sliced, as the end of a sentence."""
-    if plain(norm):
+def model_problem(
+    model: Any, kind: type, stem: type, blocks: Blocks, block_problem: Callable[[Any], str | None]
+) -> str | None:
+    """The first problem of a model: of its type, its stem, a block or a norm."""
+    if not isinstance(model, kind):
+        return f"it is a {type(model).__name__}"
+    if not isinstance(model.patch_embed, stem):
+        return f"its stem is a {type(model.patch_embed).__name__}"
+    norms = (module for name, module in model.named_modules() if "norm" in name.rpartition(".")[2])
+    problems = (*map(block_problem, blocks(model).values()), *map(norm_problem, norms))
+    return next((problem for problem in problems if problem), None)
+
+
+def norm_problem(norm: nn.Module) -> str | None:
+    """Why `norm` is not a LayerNorm over the last dimension that can be sliced."""
+    if is_empty(norm):
         return None
-    if not isinstance(norm, nn.LayerNorm):
+    if not isinstance(norm, nn.LayerNorm) or isinstance(norm, LayerNorm2d):  # LayerNorm2d normalizes dimension 1
         return f"its norm is a {type(norm).__name__}"
     return None if norm.elementwise_affine else "its LayerNorm has no weights"
 
 
-def norms_refusal(model: nn.Module) -> str | None:
-    """`norm_refusal` of the first module that is named as a norm and refused."""
-    norms = (module for name, module in model.named_modules() if "norm" in name.rpartition(".")[2])
-    return next((reason for reason in map(norm_refusal, norms) if reason), None)
-
-
-def part_refusal(block: nn.Module, blocks: type, attentions: tuple[type, ...], ffns: tuple[type, ...]) -> str | None:
-    """The first of a block, its attention and its FFN that is of none of these types, as the end of a sentence."""
+def part_problem(block: nn.Module, blocks: type, attentions: tuple[type, ...], ffns: tuple[type, ...]) -> str | None:
+    """Names the first of block, attention and FFN that has none of these types."""
     for what, part, kinds in (
         ("blocks are", block, (blocks, EditedBlock)),
         ("attention is a", getattr(block, "attn", None), attentions),
-        ("FFN is a", getattr(block, "mlp", None), ffns),
+        ("FFN is a", getattr(block, "mlp", None), (*ffns, nn.Linear)),  # a folded FFN is a linear layer
     ):
         if part is not None and type(part) not in kinds:
             return f"its {what} {type(part).__name__}"
-    return None
-
-
-def ffn_refusal(mlp: nn.Module | None) -> str | None:
-    """Why this two-layer or gated FFN is not one whose hidden channels can be sliced, as the end of a sentence."""
-    if isinstance(mlp, Mlp | GluMlp) and not (plain(mlp.norm) and isinstance(mlp.fc1, nn.Linear)):
-        return "its FFN normalises its hidden channels or is convolutional"
+    mlp: Any = getattr(block, "mlp", None)
+    if isinstance(mlp, Mlp | GluMlp) and not (is_empty(mlp.norm) and isinstance(mlp.fc1, nn.Linear)):
+        return "its FFN normalizes its hidden channels or is convolutional"
     return "its gated FFN has no biases" if isinstance(mlp, GluMlp) and mlp.fc1.bias is None else None
 
 
-def staged_blocks(model: nn.Module, stages: str) -> dict[str, nn.Module]:
-    """The blocks that are left of a model of stages, by path."""
-    found: dict[str, nn.Module] = {}
-    for stage, module in model.get_submodule(stages).named_children():
-        named = module.get_submodule("blocks").named_children()
-        found |= {f"{stages}.{stage}.blocks.{name}": block for name, block in named}
-    return found
+# ------------------------------------------------------------------------------------------------------- packed biases
 
 
-def block_sites(path: str, block: nn.Module, index: int, *, linear_without_act: bool = True) -> Iterator[Site]:
-    """Attention, activation, FFN and the block itself, as far as they are there.
+def pack_biases(model: nn.Module) -> None:
+    """Move separate biases of q, k and v into the `qkv` layer, which timm then calls as a module.
 
-    linear_without_act: whether the activation is all that keeps the FFN from being linear; else it is no site.
+    With separate biases timm uses only the weight of the layer, so no hook on the layer would run.
     """
+    for module in model.modules():
+        attn: Any = module
+        if getattr(attn, "q_bias", None) is not None and isinstance(attn.qkv, nn.Linear):
+            packed = torch.cat([attn.q_bias, attn.k_bias, attn.v_bias]).detach()
+            attn.qkv.bias = nn.Parameter(packed, requires_grad=attn.q_bias.requires_grad)
+            attn.q_bias = attn.k_bias = attn.v_bias = None
+
+
+def unpack_biases(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with separate biases again, without that of k.
+
+    Exact without a rotary embedding: the bias of k then shifts all scores of a query equally.
+    """
+    state = model.state_dict()
+    for name, module in model.named_modules():
+        if hasattr(module, "q_bias") and f"{name}.qkv.bias" in state:
+            q, _, v = state.pop(f"{name}.qkv.bias").chunk(3)
+            state |= {f"{name}.q_bias": q, f"{name}.v_bias": v}
+    return state
+
+
+# --------------------------------------------------------------------------------------------------- blocks and sites
+
+
+def staged_blocks(model: nn.Module, stages: str) -> dict[str, nn.Module]:
+    """The remaining blocks of a model with stages, by path."""
+    return {
+        f"{stages}.{stage}.blocks.{name}": block
+        for stage, module in model.get_submodule(stages).named_children()
+        for name, block in module.get_submodule("blocks").named_children()
+    }
+
+
+def list_sites(
+    blocks: Mapping[str, nn.Module], depths: Sequence[int] = (), *, linear_without_act: bool = True
+) -> tuple[Site, ...]:
+    """Attention, activation, FFN and block of each of `blocks` that still has them.
+
+    depths: number of blocks of each stage of the dense model, for models with stages; numbers count through all stages.
+    linear_without_act: whether an FFN is linear without its activation; else the activation is no site.
+    """
+    sites: list[Site] = []
+    for path, block in blocks.items():
+        numbers = [int(part) for part in path.split(".") if part.isdigit()]
+        sites += _block_sites(path, block, sum(depths[: numbers[0]]) + numbers[-1], linear_without_act)
+    return tuple(sites)
+
+
+def _block_sites(path: str, block: Any, index: int, linear_without_act: bool) -> Iterator[Site]:
     if hasattr(block, "attn"):
         yield Site(f"{path}.attn", "attention", path, index, f"{path}.drop_path1")
     act = getattr(getattr(block, "mlp", None), "act", None)
-    if linear_without_act and not plain(act):
+    if linear_without_act and not is_empty(act):
         gates = f"{path}.mlp" if isinstance(block.mlp, GluMlp) else ""
         yield Site(f"{path}.mlp.act", "activation", path, index, f"{path}.drop_path2", gates)
     if hasattr(block, "mlp"):
@@ -79,55 +131,69 @@ def block_sites(path: str, block: nn.Module, index: int, *, linear_without_act: 
     yield Site(path, "block", path, index)
 
 
-def staged_sites(
-    model: nn.Module, stages: str, depths: Sequence[int], *, linear_without_act: bool = True
-) -> tuple[Site, ...]:
-    """`block_sites` of every block, numbered through all stages. depths: blocks of each stage of the dense model."""
-    found: list[Site] = []
-    for path, block in staged_blocks(model, stages).items():
-        _, stage, _, number = path.split(".")
-        index = sum(depths[: int(stage)]) + int(number)
-        found += block_sites(path, block, index, linear_without_act=linear_without_act)
-    return tuple(found)
+# -------------------------------------------------------------------------------------------------------------- spaces
 
 
-def equal_widths(*parts: Tensor) -> tuple[Tensor, ...]:
-    """q, k and v, (..., channels), each with zeros behind it up to the widest: for kernels of one head width.
+def block_spaces(
+    model: nn.Module, blocks: Mapping[str, nn.Module], attention: Describe
+) -> tuple[list[Space], dict[str, list[Axis]]]:
+    """Spaces inside of `blocks`, and per block the residual axes of its parts. attention: as `packed_attention`."""
+    spaces: list[Space] = []
+    stream: dict[str, list[Axis]] = {}
+    for path, block in blocks.items():
+        stream[path] = [axis for name in NORMS for axis in _child_axes(model, path, block, name)]
+        for name, describe in (("attn", attention), ("mlp", ffn)):
+            if hasattr(block, name):
+                own, axes = describe(model, path, getattr(block, name))
+                spaces += own
+                stream[path] += axes
+    return spaces, stream
 
-    Zeros add nothing to the products of q and k; what they add to the output are the channels beyond v's own.
-    """
-    widest = max(part.shape[-1] for part in parts)
-    return tuple(F.pad(part, (0, widest - part.shape[-1])) if part.shape[-1] < widest else part for part in parts)
+
+def _child_axes(model: nn.Module, path: str, block: nn.Module, name: str) -> tuple[Axis, ...]:
+    """The axes of a norm or LayerScale of a block; a LayerScale may be a parameter."""
+    child = getattr(block, name, None)
+    if isinstance(child, nn.Parameter):
+        return (Axis(f"{path}.{name}", 0),)
+    return () if child is None else norm_axes(model, f"{path}.{name}")
 
 
-def attended(attn: Any, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-    """What a sliced attention writes, (batch, tokens, channels), from q, k and v, (batch, heads, tokens, channels).
-
-    how: the other arguments of torch's attention. Where `attn` is padded, its kernel sees one width.
-    """
-    width = v.shape[-1]
-    if attn.padded:
-        q, k, v = equal_widths(q, k, v)
-    x = F.scaled_dot_product_attention(q, k, v, scale=attn.scale, **how)
-    if attn.padded:
-        x = x[..., :width]
-    out: Tensor = attn.proj_drop(attn.proj(x.transpose(1, 2).flatten(2)))
-    return out
+def staged_spaces(model: nn.Module, stages: str, attention: Describe, stream: Stream) -> tuple[Space, ...]:
+    """The spaces inside the blocks of a model with stages, then one residual stream per stage."""
+    inner, axes = block_spaces(model, staged_blocks(model, stages), attention)
+    names = [f"{stages}.{name}" for name, _ in model.get_submodule(stages).named_children()]
+    streams = [[axis for path in axes if path.startswith(f"{name}.") for axis in axes[path]] for name in names]
+    return (*inner, *(stream(model, name, own) for name, own in zip(names, streams, strict=True)))
 
 
 def packed_attention(model: nn.Module, path: str, attn: Any) -> tuple[list[Space], list[Axis]]:
     """Spaces of an attention with one `qkv` layer, and the residual axes that it reads and writes."""
-    name, heads = f"{path}.attn", attn.num_heads
-    v_dim = attn.proj.in_features
+    name, v_dim = f"{path}.attn", attn.proj.in_features
     qk_dim = (attn.qkv.out_features - v_dim) // 2
     qk = linear_axes(model, f"{name}.qkv", copies=2)
     v = (*linear_axes(model, f"{name}.qkv", offset=2 * qk_dim), input_axis(f"{name}.proj"))
-    spaces = [Space(f"{path}.qk", "qk", qk_dim, qk, heads, name), Space(f"{path}.v", "v", v_dim, v, heads, name)]
+    if getattr(attn, "relative_position_bias_table", None) is not None:  # one column per head
+        qk += (Axis(f"{name}.relative_position_bias_table", 1, per_head=True),)
+    spaces = [
+        Space(f"{path}.qk", "qk", qk_dim, qk, attn.num_heads, name),
+        Space(f"{path}.v", "v", v_dim, v, attn.num_heads, name),
+    ]
     return spaces, [input_axis(f"{name}.qkv"), *linear_axes(model, f"{name}.proj")]
 
 
+def cross_attention(model: nn.Module, path: str, name: str, attn: Any) -> list[Space]:
+    """Spaces of the attention `name` with a `q` and a `kv` layer."""
+    qk_dim, v_dim = attn.q.out_features, attn.proj.in_features
+    qk = (*linear_axes(model, f"{name}.q"), *linear_axes(model, f"{name}.kv"))
+    v = (*linear_axes(model, f"{name}.kv", offset=qk_dim), input_axis(f"{name}.proj"))
+    return [
+        Space(f"{path}.qk", "qk", qk_dim, qk, attn.num_heads, name),
+        Space(f"{path}.v", "v", v_dim, v, attn.num_heads, name),
+    ]
+
+
 def ffn(model: nn.Module, path: str, mlp: Any) -> tuple[list[Space], list[Axis]]:
-    """The hidden space of an FFN (none when it is folded), and the residual axes that the FFN reads and writes."""
+    """The hidden space of an FFN (none if it is folded), and the residual axes that the FFN reads and writes."""
     name = f"{path}.mlp"
     if isinstance(mlp, nn.Linear):  # folded
         return [], [input_axis(name), *linear_axes(model, name)]
@@ -139,46 +205,26 @@ def ffn(model: nn.Module, path: str, mlp: Any) -> tuple[list[Space], list[Axis]]
     return [space], [input_axis(f"{name}.fc1"), *linear_axes(model, f"{name}.fc2")]
 
 
-def child_axes(model: nn.Module, path: str, block: nn.Module, names: tuple[str, ...]) -> list[Axis]:
-    """The axes of these norms and LayerScales of a block, as far as it has them."""
-    return [axis for name in names if hasattr(block, name) for axis in norm_axes(model, f"{path}.{name}")]
+# ------------------------------------------------------------------------------------------------------------- folding
 
 
-def block_spaces(
-    model: nn.Module, path: str, block: nn.Module, norms: tuple[str, ...], attention: Describe
-) -> tuple[list[Space], list[Axis]]:
-    """Spaces inside a block, and the residual axes of all its parts. attention: as `packed_attention` does it."""
-    spaces: list[Space] = []
-    stream = child_axes(model, path, block, norms)
-    for name, describe in (("attn", attention), ("mlp", ffn)):
-        if hasattr(block, name):
-            own, axes = describe(model, path, getattr(block, name))
-            spaces += own
-            stream += axes
-    return spaces, stream
-
-
-def staged_spaces(model: nn.Module, stages: str, attention: Describe, stream: Stream) -> tuple[Space, ...]:
-    """The spaces inside the blocks of a model of stages, then one residual stream per stage."""
-    inner: list[Space] = []
-    residual: dict[str, list[Axis]] = {
-        f"{stages}.{name}": [] for name, _ in model.get_submodule(stages).named_children()
+def list_scales(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
+    """LayerScale -> linear layer just before it. Without its attention, a LayerScale follows a norm and is left out."""
+    return {
+        f"{path}.{name}": _last_linear(f"{path}.{child}", getattr(block, child))
+        for path, block in blocks.items()
+        for name, child in SCALES.items()
+        if isinstance(getattr(block, name, None), LayerScale | nn.Parameter) and hasattr(block, child)
     }
-    for path, block in staged_blocks(model, stages).items():
-        own, axes = block_spaces(model, path, block, ("norm1", "norm2"), attention)
-        inner += own
-        residual[path.rsplit(".", 2)[0]] += axes
-    return (*inner, *(stream(model, stage, axes) for stage, axes in residual.items()))
 
 
-def last_linear(path: str, part: Any) -> str:
-    """The linear layer with which an attention or FFN at `path` ends."""
+def _last_linear(path: str, part: nn.Module) -> str:
     if isinstance(part, nn.Linear):  # folded
         return path
     return f"{path}.proj" if hasattr(part, "proj") else f"{path}.fc2"
 
 
 def linear_pair(model: nn.Module, ffn: str) -> LinearPair | None:
-    """fc1 and fc2 of a timm Mlp or of a gated one; None when it is folded already, or of another kind."""
+    """fc1 and fc2 of a timm Mlp or GluMlp; None if it is folded."""
     is_pair = isinstance(model.get_submodule(ffn), Mlp | GluMlp)
     return LinearPair(f"{ffn}.fc1", f"{ffn}.fc2") if is_pair else None

@@ -1,4 +1,4 @@
-"""The one block that replaces every block whose wiring was changed, in all families."""
+"""The block that replaces every block with changed wiring, in all families."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,17 +9,17 @@ from vitcompress.errors import UnsupportedModelError
 from vitcompress.families.base import Part, Wiring
 
 
-def fixed_size() -> UnsupportedModelError:
-    """The error for asking a pruned model to take images of another size."""
+def fixed_size_error() -> UnsupportedModelError:
+    """The error for changing the input size of a pruned model."""
     return UnsupportedModelError(
-        "the input size of a model whose blocks were edited cannot be changed: windows, shifts and tables are those of "
-        "the size it was pruned for (by now this model is changed in part: load it again)",
+        "the input size of a pruned model cannot be changed: its windows, shifts and tables belong to the size that it "
+        "was pruned for (the model is now partly changed: load it again)",
         hint="prune it at the other size, as in --set 'model.args.img_size=[256, 192]'",
     )
 
 
 def branches_of(block: nn.Module, wiring: Wiring) -> tuple[tuple[str, ...], ...]:
-    """The residual branches of `block` as it is wired now, in order, each a chain of child names."""
+    """The current residual branches of `block`, in order, each a chain of child names."""
     return block.branches if isinstance(block, EditedBlock) else wiring.branches
 
 
@@ -29,10 +29,10 @@ def has_output_act(block: nn.Module) -> bool:
 
 
 class EditedBlock(nn.Module):
-    """Residual branches in order, each a chain of children: x <- x + chain(x); then an optional output activation.
+    """Residual branches in order, x <- x + chain(x), then an optional output activation.
 
-    A parameter in a chain multiplies. An empty chain doubles the stream (x <- x + x), which is what the released NOSE
-    models do. Modules and parameters keep timm's names, so names do not change.
+    A chain applies children in order; a parameter in a chain multiplies. An empty chain doubles the stream
+    (x <- x + x), as in the released NOSE models. Modules and parameters keep timm's names.
     """
 
     def __init__(self, parts: Mapping[str, Part], wiring: Wiring) -> None:
@@ -48,11 +48,11 @@ class EditedBlock(nn.Module):
 
     @classmethod
     def of(cls, block: nn.Module, wiring: Wiring) -> "EditedBlock":
-        """`block` itself if it is edited already, else an edited block that computes the same."""
+        """`block` itself if it is an edited block, else an edited block that computes the same."""
         return block if isinstance(block, cls) else cls(wiring.parts(block), wiring)
 
     def rewire(self, part: str, chain: tuple[str, ...] | None) -> None:
-        """Give the branch that runs `part` another chain (None: no branch) and drop what is left unused."""
+        """Replace the branch that contains `part` by `chain` (None: no branch) and delete unused children."""
         branches = [chain if part in branch else branch for branch in self.branches]
         self.branches = tuple(branch for branch in branches if branch is not None)
         used = {name for branch in self.branches for name in branch}
@@ -60,16 +60,16 @@ class EditedBlock(nn.Module):
             delattr(self, name)
 
     def set_input_size(self, *args: Any, **kwargs: Any) -> None:
-        """What timm's Swin asks of each block. Raises UnsupportedModelError: windows and shifts stay as they are."""
-        raise fixed_size()
+        """Raise UnsupportedModelError: timm's Swin calls this when the input size changes."""
+        raise fixed_size_error()
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is left to compute, so that the block can go."""
+        """Whether the block computes nothing, so that it can be removed."""
         return not self.branches and self.output_act is None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """x: tokens, (batch, tokens, channels); the other arguments are what timm passes to the block."""
+        """x: tokens, (batch, tokens, channels). The other arguments are those that timm passes to the block."""
         for branch in self.branches:
             y = x
             for name in branch:

@@ -1,8 +1,8 @@
 """Gated FFNs, y = W2 (act(Wg x + bg) * (Wv x + bv)) + b2: SwiGLU in DINOv2-g, timm's GluMlp.
 
-Without its activation the gate still multiplies, so nothing can be folded. A gate that is constant, g, can:
-y = W2 (diag(g) Wv x + g bv) + b2 is an FFN of two linear layers. `drop_gate` takes g = 1, `mean_gate` what the gate
-computes from its bias alone; `freeze_gate` brings a measured mean into that form.
+Without its activation the gate still multiplies, so the FFN cannot be folded. With a constant gate g it can:
+y = W2 (diag(g) Wv x + g bv) + b2 is an FFN of two linear layers. `drop_gate` uses g = 1, `mean_gate` uses
+g = act(bg); `freeze_gate` rewrites the weights so that act(bg) is a measured mean.
 """
 
 from typing import Any
@@ -13,23 +13,26 @@ from torch import Tensor, nn
 
 
 def _rows(mlp: Any) -> tuple[slice, slice]:
-    """The rows of `fc1` that make the gate, and those that make the values."""
+    """The rows of `fc1` that compute the gate, and those that compute the values."""
     hidden = mlp.fc2.in_features
     halves = slice(0, hidden), slice(hidden, 2 * hidden)
     return (halves[1], halves[0]) if mlp.gate_last else halves
 
 
 def gate_at_bias(mlp: Any) -> Tensor:
-    """The gate where its input is zero, (hidden,)."""
-    gate: Tensor = mlp.act.forward(mlp.fc1.bias[_rows(mlp)[0]])  # not through hooks: one of them may ask for this
+    """The gate at zero input, act(bg), (hidden,)."""
+    gate: Tensor = mlp.act.forward(mlp.fc1.bias[_rows(mlp)[0]])  # not through hooks, which may call this function
     return gate
 
 
-def ungated(mlp: Any, stand_in: str) -> nn.Module:
-    """The two linear layers that `mlp` is with a constant gate; the second one is its own."""
+def ungate(mlp: Any, replacement: str) -> nn.Module:
+    """The two linear layers that equal `mlp` with a constant gate; the second is the one of `mlp`.
+
+    replacement: `mean_gate` or `drop_gate`.
+    """
     weight, bias = mlp.fc1.weight, mlp.fc1.bias
     rows = _rows(mlp)[1]
-    gate = gate_at_bias(mlp) if stand_in == "mean_gate" else torch.ones_like(bias[rows])
+    gate = gate_at_bias(mlp) if replacement == "mean_gate" else torch.ones_like(bias[rows])
     plain = Mlp(1, mlp.fc2.in_features, 1, act_layer=nn.Identity, device="meta")
     first = nn.Linear(weight.shape[1], len(gate), device=weight.device, dtype=weight.dtype)
     with torch.no_grad():
@@ -44,9 +47,9 @@ def ungated(mlp: Any, stand_in: str) -> nn.Module:
 
 @torch.no_grad()
 def freeze_gate(mlp: Any, gate: Tensor) -> None:
-    """Give `mlp`, in place, weights whose gate is `gate`, (hidden,), for every input.
+    """Change the weights of `mlp` in place so that its gate is `gate`, (hidden,), for every input.
 
-    The gate's own layer then computes act(1) everywhere, and the second layer's columns carry what is missing.
+    The gate's layer then computes act(1) everywhere, and the columns of the second layer contain the remaining factor.
     """
     rows = _rows(mlp)[0]
     mlp.fc1.weight[rows] = 0.0

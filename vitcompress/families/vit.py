@@ -1,33 +1,20 @@
-"""timm's VisionTransformer: ViT, DeiT (one or two heads), DeiT-III, DINOv2, SigLIP; found by structure."""
+"""timm's VisionTransformer: ViT, DeiT (one or two heads), DeiT-III, DINOv2, SigLIP."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from timm.layers import Attention, AttentionPoolLatent, GluMlp, LayerScale, Mlp, PatchEmbed
+from timm.layers import Attention, AttentionPoolLatent, GluMlp, Mlp, PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
-from torch import Tensor, nn
+from torch import nn
 
-from vitcompress.families import attention_pool
 from vitcompress.families import blocks as shared
+from vitcompress.families.attention import SlicedAttention
+from vitcompress.families.attention_pool import SlicedPool, pool_problem, pool_spaces, slice_pool
 from vitcompress.families.base import Axis, Family, Site, Space, Wiring, input_axis, linear_axes, norm_axes
-from vitcompress.families.blocks import (
-    NORMED_ATTENTION,
-    Describe,
-    block_sites,
-    block_spaces,
-    ffn_refusal,
-    last_linear,
-    linear_pair,
-    norms_refusal,
-    packed_attention,
-    part_refusal,
-    plain,
-)
 
 SUPPORTED = (
     "timm VisionTransformers with pre-norm blocks of multi-head attention (with or without qkv bias) and a two-layer "
     "or gated MLP, LayerNorm, with or without LayerScale, register tokens, pre-norm, distillation head, class token, "
-    "pooled or pooled by attention to a latent"
+    "average or attention pooling"
 )
 WIRING = Wiring(
     branches=(("norm1", "attn", "ls1", "drop_path1"), ("norm2", "mlp", "ls2", "drop_path2")),
@@ -36,142 +23,88 @@ WIRING = Wiring(
     takes_arguments=frozenset({"attn"}),
 )
 HEADS = ("head", "head_dist")
-TOKENS = ("cls_token", "reg_token", "dist_token", "pos_embed")
+TOKENS = ("cls_token", "reg_token", "dist_token")
 
 
-class SlicedAttention(nn.Module):
-    """Multi-head self-attention with any widths of q/k and v, over timm's `qkv` and `proj`, at the dense softmax scale.
-
-    Keeping the scale of the dense model is what makes a sliced attention equal to the masked one.
-    """
-
-    def __init__(self, dense: Any, qk_dim: int, v_dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.qkv, self.proj = dense.qkv, dense.proj
-        self.attn_drop, self.proj_drop = dense.attn_drop, dense.proj_drop
-        self.qk_dim, self.v_dim, self.num_heads = qk_dim, v_dim, num_heads
-        self.head_dim, self.attn_dim = v_dim // num_heads, v_dim
-        self.scale = dense.scale
-        self.padded = getattr(dense, "padded", False)
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """x: normalised tokens, (batch, tokens, channels) -> the same shape."""
-        return self.attended(*self.by_head(x), attn_mask, is_causal)
-
-    def by_head(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of tokens: (batch, heads, tokens, channels of a head) each."""
-        batch, tokens, _ = x.shape
-        parts = self.qkv(x).split((self.qk_dim, self.qk_dim, self.v_dim), dim=-1)
-        q, k, v = (part.reshape(batch, tokens, self.num_heads, -1).transpose(1, 2) for part in parts)
-        return q, k, v
-
-    def attended(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """What the attention writes, (batch, tokens, channels), from what `by_head` gives."""
-        drop = self.attn_drop.p if self.training else 0.0
-        return shared.attended(self, q, k, v, attn_mask=attn_mask, dropout_p=drop, is_causal=is_causal)
+def problem(model: Any) -> str | None:
+    """Why the family does not support `model`, or None."""
+    return shared.model_problem(model, VisionTransformer, PatchEmbed, blocks, _block_problem) or pool_problem(
+        model.attn_pool, width(model)
+    )
 
 
-def refuses(model: nn.Module) -> str | None:
-    """None, or the first thing about `model` that the family does not cover."""
-    if not isinstance(model, VisionTransformer):
-        return f"it is a {type(model).__name__}"
-    if not isinstance(model.patch_embed, PatchEmbed):
-        return f"its stem is a {type(model.patch_embed).__name__}"
-    reasons = (*map(_block_refusal, model.blocks), attention_pool.refusal(model.attn_pool, width(model)))
-    return next((reason for reason in reasons if reason), None) or norms_refusal(model)
-
-
-def _block_refusal(block: Any) -> str | None:
-    if refusal := part_refusal(block, Block, (Attention, SlicedAttention), (Mlp, GluMlp, nn.Linear)):
-        return refusal
+def _block_problem(block: Any) -> str | None:
     attn = getattr(block, "attn", None)
-    if isinstance(attn, Attention) and not plain(attn.q_norm, attn.k_norm, attn.norm, attn.gate):
-        return NORMED_ATTENTION
-    return ffn_refusal(getattr(block, "mlp", None))
+    if isinstance(attn, Attention) and not shared.is_empty(attn.q_norm, attn.k_norm, attn.norm, attn.gate):
+        return shared.NORMED_ATTENTION
+    return shared.part_problem(block, Block, (Attention, SlicedAttention), (Mlp, GluMlp))
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks that are left, by path."""
+    """The remaining blocks by path."""
     return {f"blocks.{name}": block for name, block in model.get_submodule("blocks").named_children()}
 
 
 def sites(model: nn.Module) -> tuple[Site, ...]:
-    """Per block: attention, activation, FFN and the block itself, as far as they are there."""
-    found: list[Site] = []
-    for path, block in blocks(model).items():
-        found += block_sites(path, block, int(path.rsplit(".", 1)[1]))
-    return tuple(found)
+    """Attention, activation, FFN and block, for every remaining block."""
+    return shared.list_sites(blocks(model))
 
 
-def spaces(model: Any) -> tuple[Space, ...]:
-    """q/k, v and FFN hidden channels of every block and of a pool, then the residual stream they all read and write."""
-    return spaces_with(model, packed_attention)
+def spaces(model: Any, attention: shared.Describe = shared.packed_attention) -> tuple[Space, ...]:
+    """q/k, v and FFN hidden channels of every block and of a pool, then the residual stream.
 
-
-def spaces_with(model: Any, attention: Describe, more: Sequence[Axis] = ()) -> tuple[Space, ...]:
-    """`spaces`, with `attention` to describe attentions, and `more` axes that run over the residual stream."""
-    inner: list[Space] = []
-    residual: list[Axis] = [*_stem_axes(model), *more]
-    for path, block in blocks(model).items():
-        own, axes = block_spaces(model, path, block, ("norm1", "ls1", "norm2", "ls2"), attention)
+    attention: describes the attention of a block.
+    """
+    inner, axes = shared.block_spaces(model, blocks(model), attention)
+    tokens = [Axis(name, 2) for name in (*TOKENS, "pos_embed") if getattr(model, name, None) is not None]
+    residual = [*tokens, *linear_axes(model, "patch_embed.proj"), *_norm_axes(model, "patch_embed.norm", "norm_pre")]
+    residual += [axis for own in axes.values() for axis in own]
+    if (pool := getattr(model, "attn_pool", None)) is not None:
+        own, pool_axes = pool_spaces(model, "attn_pool", pool)
         inner += own
-        residual += axes
-    if model.attn_pool is not None:
-        own, axes = attention_pool.describe(model, "attn_pool", model.attn_pool)
-        inner += own
-        residual += axes
-    residual += [axis for name in ("norm", "fc_norm") for axis in norm_axes(model, name)]
+        residual += pool_axes
+    residual += _norm_axes(model, "norm", "fc_norm")
     residual += [input_axis(name) for name in HEADS if isinstance(getattr(model, name, None), nn.Linear)]
     return (*inner, Space("residual", "residual", width(model), tuple(residual)))
 
 
-def _stem_axes(model: nn.Module) -> tuple[Axis, ...]:
-    tokens = tuple(Axis(name, 2) for name in TOKENS if getattr(model, name, None) is not None)
-    return (
-        *tokens,
-        *linear_axes(model, "patch_embed.proj"),
-        *norm_axes(model, "patch_embed.norm"),
-        *norm_axes(model, "norm_pre"),
-    )
+def _norm_axes(model: nn.Module, *names: str) -> list[Axis]:
+    present = (name for name in names if hasattr(model, name.partition(".")[0]))
+    return [axis for name in present for axis in norm_axes(model, name)]
 
 
 def width(model: Any) -> int:
+    """Channels of the residual stream."""
     return int(model.patch_embed.proj.out_channels)
 
 
 def scales(model: nn.Module) -> dict[str, str]:
-    """LayerScales that directly follow a linear layer. Without its attention, a LayerScale follows a norm and stays."""
-    found: dict[str, str] = {}
-    for path, block in blocks(model).items():
-        if isinstance(getattr(block, "ls1", None), LayerScale) and hasattr(block, "attn"):
-            found[f"{path}.ls1"] = last_linear(f"{path}.attn", block.attn)
-        if isinstance(getattr(block, "ls2", None), LayerScale) and hasattr(block, "mlp"):
-            found[f"{path}.ls2"] = last_linear(f"{path}.mlp", block.mlp)
-    return found
+    """LayerScales that directly follow a linear layer, see `Family`."""
+    return shared.list_scales(blocks(model))
 
 
-def resized(model: Any, space: str, width: int) -> None:
-    """Store the residual width where timm reads it."""
+def set_width(model: Any, space: str, width: int) -> None:
+    """Store the width of the residual stream in the attributes that timm reads."""
     model.embed_dim = model.num_features = model.head_hidden_size = width
     for entry in model.feature_info:
         entry["num_chs"] = width
 
 
 def entry(model: Any) -> tuple[str, ...]:
-    """The position embedding where it covers all tokens, else the patches' bias and every token of the model's own."""
-    tokens = tuple(name for name in TOKENS if name != "pos_embed" and getattr(model, name, None) is not None)
+    """The position embedding if it covers all tokens, else the bias of the patches and the model's own tokens."""
+    tokens = tuple(name for name in TOKENS if getattr(model, name, None) is not None)
     stem, positions = model.patch_embed, model.pos_embed
-    if not plain(model.norm_pre):
+    if not shared.is_empty(getattr(model, "norm_pre", None)):
         return ()
     if positions is not None and positions.shape[1] == stem.num_patches + model.num_prefix_tokens:
         return ("pos_embed",)
-    return ("patch_embed.proj.bias", *tokens) if stem.proj.bias is not None and plain(stem.norm) else ()
+    return ("patch_embed.proj.bias", *tokens) if stem.proj.bias is not None and shared.is_empty(stem.norm) else ()
 
 
 def slice_attention(attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
-    """timm's own attention while heads keep their width, else SlicedAttention; or a pool, see `pooling`."""
-    if isinstance(attn, AttentionPoolLatent | attention_pool.SlicedPool):
-        return attention_pool.slice_pool(attn, qk_dim, v_dim, num_heads)
+    """timm's own attention while heads keep their width, else SlicedAttention; for a pool see `slice_pool`."""
+    if isinstance(attn, AttentionPoolLatent | SlicedPool):
+        return slice_pool(attn, qk_dim, v_dim, num_heads)
     if type(attn) is Attention and qk_dim == v_dim and v_dim == num_heads * attn.head_dim:
         attn.num_heads, attn.attn_dim = num_heads, v_dim
         dense: nn.Module = attn
@@ -183,13 +116,13 @@ VIT = Family(
     name="vit",
     supported=SUPPORTED,
     wiring=WIRING,
-    refuses=refuses,
+    problem=problem,
     blocks=blocks,
     sites=sites,
     spaces=spaces,
     slice_attention=slice_attention,
-    resized=resized,
-    linear_pair=linear_pair,
+    set_width=set_width,
+    linear_pair=shared.linear_pair,
     scales=scales,
     entry=entry,
 )

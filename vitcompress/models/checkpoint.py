@@ -1,6 +1,7 @@
 """A compressed model in a folder: plan.json and model.safetensors."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,82 +10,103 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError, PlanError, WeightsError
+from vitcompress.families import prepare_model
 from vitcompress.io.files import write_text
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
-from vitcompress.models.create import create_model, create_on_meta
+from vitcompress.models.create import create_model, create_on_meta, plan_of
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_plan
 
 PLAN, WEIGHTS = "plan.json", "model.safetensors"
 
 
+def prune(model: nn.Module, plan: Plan) -> nn.Module:
+    """Apply `plan` to a copy of `model`, whose attribute `plan` then describes the result.
+
+    Args:
+        model: a model of `create_model`, `load_model`, `prune` or `timm.create_model`; it is not changed.
+        plan: what to remove next. Channels are numbered as in `model`, sites and spaces have their dense names.
+
+    Raises:
+        PlanError: the plan does not fit the model.
+        UnsupportedModelError: no family supports the model.
+        InputError: unknown origin of the model, see `plan_of`.
+    """
+    whole = plan_of(model).then(plan)
+    pruned = apply_plan(deepcopy(model), plan)
+    pruned.plan = whole  # type: ignore[assignment]
+    return pruned
+
+
 def write_model(folder: Path, model: nn.Module, plan: Plan) -> None:
-    """Write plan.json and model.safetensors; `load` gives the model back."""
-    save_tensors(folder / WEIGHTS, model.state_dict(), {"plan": plan.digest})
-    write_text(folder / PLAN, plan.to_json())
+    """Write plan and weights, which `load_model` loads."""
+    files = RunFolder(folder)
+    save_tensors(files.weights, model.state_dict(), {"plan": plan.digest})
+    write_text(files.plan, plan.to_json())
 
 
 def save_model(model: nn.Module, folder: str | Path) -> None:
-    """Write a model that `load` gave, and that was trained further since, to a folder of its own.
+    """Write a dense or pruned model with its plan to a new folder.
 
-    `load` gives it back, and `vitcompress export`, `verify` and `bench` take the folder. The classifier may be another
-    than it was (`reset_classifier`).
+    `load_model` loads it, and `vitcompress export`, `verify` and `bench` accept the folder. The weights may have been
+    trained further, and the classifier may be a new one (`reset_classifier`).
 
     Raises:
-        ArtifactError: the folder is not empty, or the model has no plan.
-        WeightsError: its weights are not those of its plan, as something else was changed.
+        ArtifactError: the folder is not empty.
+        InputError: the model has no plan and is not as timm builds it, see `plan_of`.
+        WeightsError: the weights do not belong to the plan, because the model was changed in another way.
     """
-    folder, plan = Path(folder), getattr(model, "plan", None)
-    if not isinstance(plan, Plan):
-        raise ArtifactError("the model has no plan", hint="save a model that vitcompress.load gave")
+    folder, plan = Path(folder), plan_of(model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ArtifactError(f"{folder} is not empty", hint="name a new folder, exports of other weights may lie there")
+        raise ArtifactError(f"{folder} is not empty", hint="choose a new folder; this one may contain other exports")
+    model = model if hasattr(model, "plan") else prepare_model(deepcopy(model))
     weights, classes = model.state_dict(), getattr(model, "num_classes", None)
-    blank = _planned(plan, weights)
+    blank = _rebuild(plan, weights)
     if classes != getattr(blank, "num_classes", None):
         plan = replace(plan, arch_args={**plan.arch_args, "num_classes": classes})
-        blank = _planned(plan, weights)
-    load_strictly(blank, weights, folder / WEIGHTS)
+        blank = _rebuild(plan, weights)
+    load_strictly(blank, weights, RunFolder(folder).weights)
     folder.mkdir(parents=True, exist_ok=True)
     write_model(folder, model, plan)
 
 
 def load_model(folder: str | Path, device: str | torch.device = "cpu") -> nn.Module:
-    """The model of a run folder: `timm.create_model` + plan + strict weights, in eval mode.
+    """Load the model of a run folder (`timm.create_model`, plan and strict weights) in eval mode.
 
-    The result is a timm model: `forward_features`, `forward_intermediates` and `reset_classifier` work. Its plan is in
-    `model.plan`.
+    The result is a timm model: `forward_features`, `forward_intermediates` and `reset_classifier` work. `model.plan` is
+    its plan.
 
     Raises:
-        ArtifactError: not a run folder, or weights and plan of different runs.
-        PlanError, WeightsError: a damaged part.
+        ArtifactError: not a run folder.
+        PlanError, WeightsError: a damaged file, or plan and weights of different runs.
     """
-    return load_model_files(Path(folder) / PLAN, Path(folder) / WEIGHTS).to(device)
+    files = RunFolder(Path(folder))
+    return load_model_files(files.plan, files.weights).to(device)
 
 
 def load_model_files(plan_path: Path, weights_path: Path) -> nn.Module:
-    """`load` for a plan and weights that lie apart."""
+    """`load_model` for a plan and weights in different places."""
     if plan_path.parent.is_file():
         raise ArtifactError(
-            f"{plan_path.parent} is a file, a run folder is needed", hint=f"name its folder: {plan_path.parent.parent}"
+            f"{plan_path.parent} is a file, not a run folder", hint=f"use its folder: {plan_path.parent.parent}"
         )
     if not plan_path.is_file() or not weights_path.is_file():
         missing = plan_path if not plan_path.is_file() else weights_path
         raise ArtifactError(
             f"{plan_path.parent} is not a finished run folder: {missing.name} is missing",
-            hint="run the recipe to its end, or name another folder",
+            hint="run the recipe to its end, or use another folder",
         )
     plan = read_plan(plan_path)
     tensors = load_for(weights_path, plan)
-    model = _planned(plan, tensors)
+    model = _rebuild(plan, tensors)
     load_strictly(model, tensors, weights_path)
     model.plan = plan  # type: ignore[assignment]
-    return model.to(next(model.parameters()).dtype).eval()  # what is computed and not stored (rotary embeddings), too
+    return model.to(next(model.parameters()).dtype).eval()  # buffers that are not saved (rotary embeddings), too
 
 
-def _planned(plan: Plan, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """The model of `plan`, to be given the `tensors`: on torch's meta device but for buffers that they do not hold."""
-
+def _rebuild(plan: Plan, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """The model of `plan`, on the meta device if `tensors` contains all parameters and buffers."""
     model = apply_plan(create_on_meta(plan.arch, plan.arch_args), plan)
     if any(buffer.is_meta and name not in tensors for name, buffer in model.named_buffers()):
         model = apply_plan(create_model(plan.arch, plan.arch_args), plan)
@@ -92,33 +114,33 @@ def _planned(plan: Plan, tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def load_for(path: Path, plan: Plan) -> dict[str, Tensor]:
-    """The tensors of the safetensors file `path`, which must name `plan` in its metadata if it names any plan.
+    """Load the safetensors file `path`, whose metadata must name `plan` if it names any plan.
 
     Raises:
-        PlanError: they were saved for another plan.
+        PlanError: the file belongs to another plan.
         WeightsError: see `load_tensors`.
     """
     tensors = load_tensors(path)
     with safe_open(path, framework="pt") as file:
-        made_for = (file.metadata() or {}).get("plan", plan.digest)
-    if made_for != plan.digest:
+        digest = (file.metadata() or {}).get("plan", plan.digest)
+    if digest != plan.digest:
         raise PlanError(
-            f"{path.parent}: this is not the plan that {path.name} was saved with",
-            hint="plan.json was edited or comes from another run; restore it",
+            f"{path.parent}: {path.name} was saved with another plan",
+            hint="plan.json was edited or belongs to another run; restore it",
         )
     return tensors
 
 
 def load_strictly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Give `model` the `tensors` of `path`. Raises WeightsError when they are not those of its plan."""
+    """Load the `tensors` of `path` into `model`. Raises WeightsError if they do not fit."""
     try:
-        model.load_state_dict(tensors, strict=True, assign=True)  # assigned, so in the type they were saved in
+        model.load_state_dict(tensors, strict=True, assign=True)  # assign: keep their data types
     except RuntimeError as error:
         raise WeightsError(f"{path} does not fit its plan: {first_mismatch(error)}") from None
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in a JSON file. Raises PlanError where there is none, or one that contradicts itself."""
+    """Read a plan from a JSON file. Raises PlanError if the file is missing or invalid."""
     try:
         return Plan.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -128,6 +150,6 @@ def read_plan(path: Path) -> Plan:
 
 
 def first_mismatch(error: RuntimeError) -> str:
-    """What `load_state_dict` names first: below a headline it lists everything that does not fit."""
+    """The first difference that `load_state_dict` reports, below its headline."""
     lines = [line.strip() for line in str(error).splitlines()]
     return lines[1] if len(lines) > 1 else lines[0]

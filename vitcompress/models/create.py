@@ -1,4 +1,4 @@
-"""Dense timm models by name, at any input size and class count."""
+"""Create dense timm models by name, with any input size and number of classes."""
 
 import contextlib
 import inspect
@@ -13,18 +13,22 @@ from typing import Any
 import timm
 import torch
 from timm.data import resolve_model_data_config
+from timm.layers import DropPath
 from torch import nn
 
-from vitcompress.errors import InputError, WeightsError, did_you_mean, first_line, nearest
-from vitcompress.models.weights import GIVE_FILE, UNBUILDABLE, check_hub, load_weights
+from vitcompress.errors import InputError, WeightsError, close_matches, did_you_mean, first_line
+from vitcompress.families import prepare_model
+from vitcompress.models.weights import UNBUILDABLE, USE_FILE, check_hub, load_weights
+from vitcompress.plan import Plan
 
-STIRRED = 0.1  # standard deviation of what `stir` adds: small beside the ones of norms
+NOISE = 0.1  # standard deviation for `randomize_constants`: small compared with norm weights of 1
+PREPROCESSING = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 UNKNOWN = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
 
 @dataclass(frozen=True)
 class InputConfig:
-    """What a model expects: size (channels, height, width) and how images are brought to it."""
+    """The input of a model: size (channels, height, width) and preprocessing of images."""
 
     size: tuple[int, int, int]
     mean: tuple[float, ...]
@@ -45,17 +49,20 @@ def create_model(
     seed: int = 0,
     new_head: bool = False,
 ) -> nn.Module:
-    """Build `timm.create_model(arch, **arch_args)` in eval mode.
+    """Create `timm.create_model(arch, **arch_args)` in eval mode, prepared for pruning.
+
+    The model may have other parameter names than timm's (see `families.prepare_model`). `model.plan` is its identity
+    plan.
 
     Args:
-        weights: `random` (drawn from `seed`), `hub` (timm's pretrained weights, needs a network) or a file
-            (.safetensors, .pth; of a training script's checkpoint the averaged weights, if it has any, as in timm).
-            Position embeddings and relative position tables are resampled to the input size.
-        new_head: accept weights of another class count and start with a fresh classifier.
+        weights: `random` (from `seed`), `hub` (timm's pretrained weights, needs a network) or a file (.safetensors,
+            .pth; averaged weights of a training checkpoint are preferred, as in timm). Position embeddings and relative
+            position tables are resampled to the input size.
+        new_head: accept weights with another number of classes and start with a random classifier.
 
     Raises:
-        InputError: no such architecture, or arguments that it does not take.
-        WeightsError: weights that cannot be had, or are of another model.
+        InputError: unknown architecture, or arguments that it does not accept.
+        WeightsError: the weights are not available, or belong to another model.
     """
     _check_name(arch)
     args = dict(arch_args or {})
@@ -64,45 +71,97 @@ def create_model(
         model = _build(arch, args, pretrained=str(weights) == "hub", new_head=new_head)
     if str(weights) not in ("random", "hub"):
         load_weights(model, Path(weights), new_head)
-    return model.eval()
+    return _finish(model, arch, args)
+
+
+def create_on_meta(arch: str, arch_args: Mapping[str, Any] | None = None) -> nn.Module:
+    """`create_model` on torch's meta device: shapes without weights.
+
+    Raises:
+        InputError: unknown architecture, or arguments that it does not accept.
+    """
+    return _finish(build_on_meta(arch, arch_args), arch, dict(arch_args or {}))
+
+
+def build_on_meta(arch: str, arch_args: Mapping[str, Any] | None = None) -> nn.Module:
+    """timm's model on the meta device, not prepared: with timm's parameter names. Raises InputError."""
+    _check_name(arch)
+    args = dict(arch_args or {})
+    try:
+        with torch.device("meta"):
+            return _build(arch, args, pretrained=False, new_head=False)
+    except InputError:  # some models compute with values in their constructor
+        with torch.random.fork_rng(devices=[]):
+            return _build(arch, args, pretrained=False, new_head=False).to("meta")
+
+
+def _finish(model: nn.Module, arch: str, args: dict[str, Any]) -> nn.Module:
+    prepare_model(model).eval().plan = Plan(arch, args)  # type: ignore[assignment]
+    return model
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """The plan of `model`: what was removed so far from which timm model.
+
+    For a model of `timm.create_model` without `model.plan`, the identity plan of the architecture and the arguments
+    that timm recorded; drop rates are not part of it.
+
+    Raises:
+        InputError: the model was changed, or was not created by timm.
+    """
+    plan = getattr(model, "plan", None)
+    if isinstance(plan, Plan):
+        return plan
+    cfg = getattr(model, "pretrained_cfg", {})
+    hint = "create the model with vitcompress.create_model, and prune it with vitcompress.prune"
+    if not (arch := cfg.get("architecture")):
+        raise InputError(f"this {type(model).__name__} was not created by timm", hint=hint)
+    try:
+        plan = Plan(*_recorded(arch, cfg, timm.models.get_model_args(model)))
+        built, own = build_on_meta(plan.arch, plan.arch_args), _structure(model)
+    except InputError as error:
+        raise InputError(f"the arguments of this {arch} are unknown: {error.message}", hint=hint) from None
+    if own not in ((other := _structure(built)), _structure(prepare_model(built))):
+        changed = next(name for name in [*own, *other] if own.get(name) != other.get(name))
+        raise InputError(f"this {arch} is not as timm builds it with {plan.arch_args}: {changed} differs", hint=hint)
+    return plan
+
+
+def _recorded(arch: str, cfg: Mapping[str, Any], args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Name and arguments with which timm builds a model with the pretrained configuration `cfg`."""
+    name = arch if cfg.get("tag") == timm.get_pretrained_cfg(arch).tag else f"{arch}.{cfg.get('tag')}"
+    default = timm.get_pretrained_cfg(name).to_dict()
+    overlay = {key: cfg[key] for key in PREPROCESSING if cfg.get(key) != default.get(key)}
+    return name, args | ({"pretrained_cfg_overlay": overlay} if overlay else {})
+
+
+def _structure(model: nn.Module) -> dict[str, str]:
+    """Types of all modules and shapes of all tensors; drop paths do not count."""
+    modules = {name: "" if isinstance(m, nn.Identity | DropPath) else str(type(m)) for name, m in model.named_modules()}
+    return modules | {name: str(tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
 
 
 def randomize_constants(model: nn.Module, seed: int = 0) -> None:
-    """Add noise to every parameter that timm starts with one value everywhere: biases, norms, LayerScales, gates.
+    """Add noise to every parameter that timm initializes with one value: biases, norms, LayerScales, gates.
 
-    With zeros in all biases nobody would see that a bias was lost or sliced wrongly, and behind LayerScales of 1e-5
-    that whole layers were.
+    With zero biases or LayerScales of 1e-5, a test could not detect a lost bias or a wrongly sliced layer.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
-                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=STIRRED)
-
-
-def create_on_meta(arch: str, arch_args: Mapping[str, Any] | None = None) -> nn.Module:
-    """`create` without the weights, on torch's meta device: all that shapes, costs and plans need, in no memory.
-
-    Raises:
-        InputError: no such architecture, or arguments that it does not take.
-    """
-    _check_name(arch)
-    try:
-        with torch.device("meta"):
-            return _build(arch, dict(arch_args or {}), pretrained=False, new_head=False).eval()
-    except InputError:  # some models compute with values while they are built
-        return create_model(arch, arch_args).to("meta")
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=NOISE)
 
 
 def is_known(arch: str) -> bool:
-    """Whether timm has a model of this name."""
+    """Whether timm has an architecture of this name."""
     return bool(timm.is_model(arch))
 
 
 def _check_name(arch: str) -> None:
     name = arch.split(".")[0]
     if not timm.is_model(name):
-        close = ", ".join(nearest(name, timm.list_models()))
+        close = ", ".join(close_matches(name, timm.list_models()))
         raise InputError(f"timm has no model {arch!r}", hint=f"nearest: {close}" if close else "see timm.list_models()")
 
 
@@ -112,40 +171,41 @@ def _build(arch: str, args: dict[str, Any], *, pretrained: bool, new_head: bool)
         if not pretrained:
             return model
     except (*UNBUILDABLE, OSError) as error:
-        raise InputError(f"timm cannot build {arch} with {args}: {_said(error)}", hint=_way_out(arch, error)) from None
+        raise InputError(
+            f"timm cannot build {arch} with {args}: {_message(error)}", hint=_next_step(arch, error)
+        ) from None
     check_hub(arch, args.get("num_classes"), new_head=new_head)
     try:
         model = timm.create_model(arch, pretrained=True, **args)
     except (*UNBUILDABLE, OSError) as error:
         raise WeightsError(
-            f"the weights of {arch} could not be fetched: {first_line(error)}",
-            hint=GIVE_FILE,
+            f"the weights of {arch} could not be downloaded: {first_line(error)}", hint=USE_FILE
         ) from None
     return model
 
 
-def check_classifier(arch: str, args: Mapping[str, Any], outlined: nn.Module) -> None:
-    """Raise InputError for arguments with which timm builds a model that cannot classify an image.
+def check_classifier(arch: str, args: Mapping[str, Any], on_meta: nn.Module) -> None:
+    """Raise InputError if timm builds a model with these arguments that cannot classify an image.
 
-    outlined: the model on the meta device.
+    on_meta: the model on the meta device.
     """
-    if (classes := int(getattr(outlined, "num_classes", 1))) < 1:
+    if (classes := int(getattr(on_meta, "num_classes", 1))) < 1:
         raise InputError(
             f"{arch} with {args} has no classifier: num_classes is {classes}", hint="set model.classes to 1 or more"
         )
-    size = input_config(outlined).size
+    size = input_config(on_meta).size
     try:
-        with torch.no_grad(), contextlib.suppress(NotImplementedError):  # no such operation without values
-            outlined(torch.zeros(2, *size, device="meta"))
+        with torch.no_grad(), contextlib.suppress(NotImplementedError):  # an operation that needs values
+            on_meta(torch.zeros(2, *size, device="meta"))
     except UNBUILDABLE as error:
         raise InputError(
-            f"timm builds {arch} with {args}, but it cannot take images of {size}: {_said(error)}",
-            hint=_way_out(arch, error),
+            f"timm builds {arch} with {args}, but the model rejects images of {size}: {_message(error)}",
+            hint=_next_step(arch, error),
         ) from None
 
 
-def _said(error: Exception) -> str:
-    """The message of timm, or of torch called by it, in one line; where it says little, the line that raised it."""
+def _message(error: Exception) -> str:
+    """The message of timm or torch in one line; if it is not informative, with the line of code that raised it."""
     words = " ".join(str(error).split())
     if words and (isinstance(error, (ValueError, AssertionError, RuntimeError, OSError)) or UNKNOWN.search(words)):
         return words
@@ -154,17 +214,17 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}{f': {words}' if words else ''} in timm's `{(own or frames)[-1].line}`"
 
 
-def _way_out(arch: str, error: Exception) -> str:
-    """The next step after arguments that timm does not take."""
-    if (found := UNKNOWN.search(str(error))) is None:
-        return "change what it names in model.args, as in --set model.args.depth=12"
-    kind = getattr(sys.modules[timm.model_entrypoint(arch.split(".")[0]).__module__], found[1], None)
-    close = did_you_mean(found[2], inspect.signature(kind).parameters) if isinstance(kind, type) else ""
-    return f"leave {found[2]} out of model.args{close}"
+def _next_step(arch: str, error: Exception) -> str:
+    """The hint for arguments that timm rejects."""
+    if (match := UNKNOWN.search(str(error))) is None:
+        return "change the argument in model.args, as in --set model.args.depth=12"
+    kind = getattr(sys.modules[timm.model_entrypoint(arch.split(".")[0]).__module__], match[1], None)
+    close = did_you_mean(match[2], inspect.signature(kind).parameters) if isinstance(kind, type) else ""
+    return f"remove {match[2]} from model.args{close}"
 
 
 def input_config(model: nn.Module) -> InputConfig:
-    """How images are brought to `model`: its pretrained configuration, at the size it was built for."""
+    """Input size of `model`, and the preprocessing of its pretrained configuration."""
     config = resolve_model_data_config(model)
     channels = int(getattr(model, "in_chans", config["input_size"][0]))
     embed = getattr(model, "patch_embed", None)
@@ -181,5 +241,5 @@ def input_config(model: nn.Module) -> InputConfig:
 
 
 def _per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    """One value per channel; their average where the images have another number of channels."""
+    """One value per channel; the average of all values if the images have another number of channels."""
     return tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels

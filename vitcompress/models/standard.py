@@ -17,7 +17,7 @@ from vitcompress.families import Family, family_of
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.checkpoint import first_mismatch
 from vitcompress.models.create import create_model
-from vitcompress.plan import Plan, enclosing
+from vitcompress.plan import Plan, enclosing_module
 
 WEIGHTS = "standard.safetensors"
 
@@ -69,7 +69,7 @@ def _renamed(model: nn.Module, family: Family) -> Callable[[str], str]:
     prefixes = _prefixes(model, family)
 
     def rename(name: str) -> str:
-        path = enclosing(name, prefixes)
+        path = enclosing_module(name, prefixes)
         return name if path is None else prefixes[path] + name.removeprefix(path)
 
     return rename

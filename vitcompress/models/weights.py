@@ -1,4 +1,4 @@
-"""Weights of dense models: from timm's hub or from a file, checked against the model."""
+"""Weights of dense models, from timm's hub or from a file."""
 
 import contextlib
 from collections.abc import Mapping
@@ -6,37 +6,40 @@ from functools import partial
 from pathlib import Path
 
 import timm
-from timm.models import pvt_v2, swin_transformer, vision_transformer
+from timm.models import beit, eva, pvt_v2, swin_transformer, vision_transformer
 from torch import Tensor, nn
 
 from vitcompress.errors import WeightsError
-from vitcompress.io.tensors import load_tensors, part_of
+from vitcompress.families import prepare_model
+from vitcompress.io.tensors import checkpoint_part, load_tensors
 
-# What brings checkpoints to a model's names and input size: position embeddings and tables are resampled.
+# timm's functions that convert a checkpoint to a model's names and input size; they resample position tables.
 FILTERS = {
+    beit.Beit: beit.checkpoint_filter_fn,
+    eva.Eva: eva.checkpoint_filter_fn,
     vision_transformer.VisionTransformer: partial(vision_transformer.checkpoint_filter_fn, adapt_layer_scale=True),
     swin_transformer.SwinTransformer: swin_transformer.checkpoint_filter_fn,
     pvt_v2.PyramidVisionTransformerV2: pvt_v2.checkpoint_filter_fn,
 }
-GIVE_FILE = "give a local file with --weights PATH (.safetensors or .pth)"
-# What timm raises for arguments, or for weights, that do not fit a model.
+USE_FILE = "use a local file with --weights PATH (.safetensors or .pth)"
+# Exceptions of timm for unsuitable arguments or weights.
 UNBUILDABLE = (TypeError, ValueError, AssertionError, RuntimeError, LookupError, AttributeError, ArithmeticError)
 
 
 def hub_classes(arch: str) -> int | None:
-    """How many classes timm's weights of `arch` tell apart; None where timm does not say."""
+    """Number of classes of timm's weights of `arch`; None if unknown."""
     cfg = timm.get_pretrained_cfg(arch)
     return None if cfg is None else int(cfg.num_classes)
 
 
 def check_hub(arch: str, wanted: int | None, *, new_head: bool) -> None:
-    """Raise WeightsError where timm's hub has no weights of `arch`, or only some of another class count than `wanted`.
+    """Raise WeightsError if timm's hub has no weights of `arch`, or only with another class count than `wanted`.
 
-    Nothing is fetched. new_head: any class count will do.
+    Does not download. new_head: accept any number of classes.
     """
     cfg = timm.get_pretrained_cfg(arch)
     if cfg is not None and not cfg.has_weights:
-        raise WeightsError(f"timm's hub has no weights of {arch}", hint=GIVE_FILE)
+        raise WeightsError(f"timm's hub has no weights of {arch}", hint=USE_FILE)
     known = hub_classes(arch)
     if known is not None and wanted not in (None, known) and not new_head:
         raise _class_mismatch(f"timm's weights of {arch}", known, int(wanted or 0))
@@ -45,26 +48,29 @@ def check_hub(arch: str, wanted: int | None, *, new_head: bool) -> None:
 def _class_mismatch(what: str, have: int, wanted: int) -> WeightsError:
     return WeightsError(
         f"{what} have {have} classes, the data has {wanted}",
-        hint="fine-tune the dense model on this data first and give its weights with --weights, or set "
-        "model.new_head = true to start from a fresh classifier",
+        hint="fine-tune the dense model on this data first and pass its weights with --weights, or set "
+        "model.new_head = true to start with a random classifier",
     )
 
 
 def part_of_weights(weights: str | Path) -> str | None:
-    """Which part of a training script's checkpoint `create` takes its weights from; None where there are no parts.
-
-    Raises:
-        WeightsError: as `create`.
-    """
-    return None if str(weights) in ("random", "hub") else part_of(Path(weights))
+    """The part of a training checkpoint that `create_model` loads; None without parts. Raises WeightsError."""
+    return None if str(weights) in ("random", "hub") else checkpoint_part(Path(weights))
 
 
 def load_weights(model: nn.Module, path: Path, new_head: bool) -> None:
+    """Load a checkpoint of timm's model, or of a model that `prepare_model` changed, which is done here if needed.
+
+    Raises:
+        WeightsError: the file is no checkpoint of this architecture, or has another number of classes.
+    """
     tensors = load_tensors(path)
-    for kind, fit in FILTERS.items():
+    for kind, convert in FILTERS.items():
         if isinstance(model, kind):
-            with contextlib.suppress(*UNBUILDABLE):  # foreign weights: told below
-                tensors = fit(tensors, model)
+            with contextlib.suppress(*UNBUILDABLE):  # weights of another model: reported below
+                tensors = convert(tensors, model)
+    if not model.state_dict().keys() <= tensors.keys():
+        prepare_model(model)
     own = model.state_dict()
     heads = [key for key in own if key.split(".")[0] in ("head", "head_dist")]
     differing = [key for key in heads if key in tensors and tensors[key].shape[0] != own[key].shape[0]]
@@ -75,23 +81,23 @@ def load_weights(model: nn.Module, path: Path, new_head: bool) -> None:
     problem = _mismatch(own, tensors)
     if problem:
         raise WeightsError(
-            f"{path} holds the weights of another model: {problem}",
-            hint="give weights of the architecture that the recipe names, or change model.name",
+            f"{path} contains the weights of another model: {problem}",
+            hint="use weights of the architecture in the recipe, or change model.name",
         )
     model.load_state_dict(tensors, strict=True)
 
 
-def _mismatch(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
-    """What keeps `given` from being loaded strictly, in one line."""
-    missing, extra = sorted(set(own) - set(given)), sorted(set(given) - set(own))
+def _mismatch(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> str:
+    """The differences that prevent strict loading, in one line."""
+    missing, extra = sorted(set(own) - set(loaded)), sorted(set(loaded) - set(own))
     wrong = [
-        f"{key} is {tuple(given[key].shape)}, expected {tuple(own[key].shape)}"
+        f"{key} is {tuple(loaded[key].shape)}, expected {tuple(own[key].shape)}"
         for key in own
-        if key in given and given[key].shape != own[key].shape
+        if key in loaded and loaded[key].shape != own[key].shape
     ]
     parts = [
         f"{len(missing)} tensors missing ({missing[0]} ...)" if missing else "",
         f"{len(extra)} unknown ({extra[0]} ...)" if extra else "",
-        f"{len(wrong)} of another shape ({wrong[0]} ...)" if wrong else "",
+        f"{len(wrong)} with another shape ({wrong[0]} ...)" if wrong else "",
     ]
     return ", ".join(part for part in parts if part)

@@ -7,30 +7,34 @@ from torch import nn
 from vitcompress.families import family_of
 from vitcompress.plan import Plan
 from vitcompress.surgery.check import check_plan
-from vitcompress.surgery.fold import fold_away
+from vitcompress.surgery.fold import fold_module
 from vitcompress.surgery.remove import remove_sites
 from vitcompress.surgery.slice import pad_attentions, slice_channels
 
 
 def apply_to_copy(model: nn.Module, plan: Plan) -> nn.Module:
-    """`apply` on a copy: `model` stays as it is."""
+    """`apply_plan` on a copy of `model`."""
     return apply_plan(deepcopy(model), plan)
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
     """Edit `model` in place as `plan` says and return it.
 
-    Folding multiplies the weights that the model holds now; when weights are loaded afterwards, only shapes matter.
+    Folding multiplies the current weights; if weights are loaded afterwards, only shapes matter. The attribute
+    `model.plan` is deleted, because it no longer describes the model.
 
     Raises:
-        PlanError: the plan names what the model does not have; every contradiction is listed, and nothing was edited.
+        PlanError: the plan does not fit the model. All contradictions are listed, and nothing was edited.
+        UnsupportedModelError: no family supports the model, or its channels cannot be masked.
     """
     family = family_of(model)
+    family.prepare(model)
     check_plan(model, family, plan)
+    vars(model).pop("plan", None)
     remove_sites(model, family, plan)
     if plan.kept:
         slice_channels(model, family, plan)
     pad_attentions(model, plan)
     for name in plan.folded:
-        fold_away(model, family, name)
+        fold_module(model, family, name)
     return model

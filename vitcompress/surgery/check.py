@@ -1,46 +1,81 @@
-"""Does a plan fit a model? Every contradiction is found before anything is edited."""
+"""Check that a plan fits a model. Every contradiction is reported before anything is edited."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from vitcompress.errors import PlanError, did_you_mean
+from vitcompress.errors import PlanError, UnsupportedModelError, did_you_mean
 from vitcompress.families import Family, Site, Space
-from vitcompress.plan import ACTIVATION_STAND_INS, APPENDED, BYPASSES, FORMAT, GATE_STAND_INS, Plan, are_channels
+from vitcompress.families.blocks import norm_problem
+from vitcompress.plan import (
+    ACTIVATION_REPLACEMENTS,
+    APPENDED,
+    BYPASSES,
+    FORMAT,
+    GATE_REPLACEMENTS,
+    Plan,
+    are_valid_channels,
+)
 
-STAND_INS = {"attention": BYPASSES, "activation": ACTIVATION_STAND_INS, "ffn": ("drop",), "block": ("drop",)}
+REPLACEMENTS = {"attention": BYPASSES, "activation": ACTIVATION_REPLACEMENTS, "ffn": ("drop",), "block": ("drop",)}
 
 
 def check_plan(model: nn.Module, family: Family, plan: Plan) -> None:
-    """Raise PlanError with everything in `plan` that contradicts `model` or itself."""
+    """Raise PlanError with everything in `plan` that contradicts `model` or itself; see also `check_maskable`."""
     sites = {site.name: site for site in family.sites(model)}
     spaces = {space.name: space for space in family.spaces(model)}
+    check_maskable(model, family, spaces.values())
     problems = [
         *([] if plan.format == FORMAT else [f"format: got {plan.format!r}, this version reads {FORMAT}"]),
         *_removal_problems(sites, plan),
         *_appended_problems(sites, plan),
         *_kept_problems(spaces, plan),
         *_head_problems(spaces, plan),
-        *_padding_problems(model, spaces, plan),
+        *_padding_problems(spaces, plan),
         *_fold_problems(model, family, sites, plan),
     ]
     if problems:
         raise PlanError(
             "the plan does not fit the model:\n  " + "\n  ".join(problems),
-            hint="a plan fits only the model it was made for; check plan.json for edits by hand",
+            hint="a plan fits only the model that it was computed for; undo manual edits of plan.json",
         )
 
 
+def check_maskable(model: nn.Module, family: Family, spaces: Iterable[Space]) -> None:
+    """Raise UnsupportedModelError unless masks (`surgery.masks`) can do to every axis what slicing does.
+
+    They mask the outputs and inputs of linear layers and convolutions, LayerNorms over the last dimension, LayerScales
+    and tokens. Statistics of a BatchNorm, or a parameter that a module adds to its activations, are out of their reach.
+    """
+    parts = {name for branch in family.wiring.branches for name in branch}
+    scales = parts - {family.wiring.attention, family.wiring.ffn}
+    for space in spaces:
+        for axis in space.axes:
+            owner = model.get_submodule(axis.owner)
+            if axis.per_head or isinstance(owner, nn.Linear | nn.Conv2d):
+                continue
+            if isinstance(owner, nn.LayerNorm):
+                reason = norm_problem(owner)
+            else:
+                in_stream = axis.dim == 2 or scales.intersection(axis.tensor.split("."))
+                reason = None if space.kind == "residual" and in_stream else f"no mask applies to {axis.tensor}"
+            if reason is not None:
+                raise UnsupportedModelError(
+                    f"the family {family.name} cannot describe this model: {reason} (space {space.name})",
+                    hint="let the family reject such models, or rewrite them in its `prepare`",
+                )
+
+
 def _removal_problems(sites: dict[str, Site], plan: Plan) -> Iterator[str]:
-    for name, stand in plan.removed.items():
+    for name, replacement in plan.removed.items():
         if name not in sites:
             close = did_you_mean(name, sites)
             yield f"removed.{name}: the model has no such attention, activation, FFN or block{close}"
-        elif stand not in (allowed := GATE_STAND_INS if sites[name].gates else STAND_INS[sites[name].kind]):
-            yield f"removed.{name}: {sites[name].kind} allows {', '.join(allowed)}, got {stand!r}"
+        elif replacement not in (allowed := GATE_REPLACEMENTS if sites[name].gates else REPLACEMENTS[sites[name].kind]):
+            yield f"removed.{name}: {sites[name].kind} allows {', '.join(allowed)}, got {replacement!r}"
         elif outer := _removed_around(name, plan):
-            yield f"removed.{name}: it lies in {outer}, which is removed as well"
+            yield f"removed.{name}: it is inside {outer}, which is removed, too"
 
 
 def _appended_problems(sites: dict[str, Site], plan: Plan) -> Iterator[str]:
@@ -57,10 +92,10 @@ def _kept_problems(spaces: dict[str, Space], plan: Plan) -> Iterator[str]:
     for name, kept in plan.kept.items():
         if name not in spaces:
             yield f"kept.{name}: the model has no such space{did_you_mean(name, spaces)}"
-        elif not are_channels(kept) or max(kept) >= spaces[name].size:
+        elif not are_valid_channels(kept) or max(kept) >= spaces[name].size:
             yield f"kept.{name}: expected one or more distinct channels in 0..{spaces[name].size - 1}"
         elif outer := _removed_around(name, plan):
-            yield f"kept.{name}: it lies in {outer}, which is removed"
+            yield f"kept.{name}: it is inside {outer}, which is removed"
 
 
 def _head_problems(spaces: dict[str, Space], plan: Plan) -> Iterator[str]:
@@ -81,7 +116,7 @@ def _head_problems(spaces: dict[str, Space], plan: Plan) -> Iterator[str]:
             yield f"kept.{space.name}: {width} channels do not divide into {heads} heads"
 
 
-def _padding_problems(model: nn.Module, spaces: dict[str, Space], plan: Plan) -> Iterator[str]:
+def _padding_problems(spaces: dict[str, Space], plan: Plan) -> Iterator[str]:
     attentions = {space.attention for space in spaces.values()}
     for name in plan.padded:
         if name not in attentions:
@@ -96,17 +131,17 @@ def _fold_problems(model: nn.Module, family: Family, sites: dict[str, Site], pla
         site = sites.get(name)
         is_ffn = site is not None and site.kind == "ffn" and family.linear_pair(model, name) is not None
         inside = [s.name for s in sites.values() if s.kind == "activation" and s.name.startswith(f"{name}.")]
-        alive = [act for act in inside if act not in plan.removed]
+        active = [act for act in inside if act not in plan.removed]
         if times > 1:
-            yield f"folded.{name}: named {times} times"
+            yield f"folded.{name}: listed {times} times"
         elif not is_ffn and name not in scales:
             yield f"folded.{name}: the model has no such FFN of two linear layers, and no such LayerScale"
         elif name in plan.removed or _removed_around(name, plan):
             yield f"folded.{name}: it is removed"
-        elif alive:
-            yield f"folded.{name}: its activation {alive[0]} is not removed, so it is not linear"
+        elif active:
+            yield f"folded.{name}: its activation {active[0]} is not removed, so it is not linear"
 
 
 def _removed_around(name: str, plan: Plan) -> str | None:
-    """The removed module that `name` lies in, itself not counted."""
+    """The removed module that contains `name`, other than `name` itself."""
     return next((outer for outer in plan.removed if name.startswith(f"{outer}.")), None)

@@ -1,7 +1,7 @@
-"""Multiply layers that follow each other without anything between them into one.
+"""Multiply consecutive linear layers into one.
 
-y = W2 (W1 x + b1) + b2 = (W2 W1) x + (W2 b1 + b2), computed in float64 and cast once (HetDPT, merging of FFNs whose
-activation is pruned). A LayerScale behind a linear layer folds into it: diag(g) (W x + b) = (diag(g) W) x + g b.
+y = W2 (W1 x + b1) + b2 = (W2 W1) x + (W2 b1 + b2), computed in float64 and cast once (HetDPT, merging of FFNs without
+activation). A LayerScale after a linear layer folds into it: diag(g) (W x + b) = (diag(g) W) x + g b.
 """
 
 from dataclasses import dataclass, replace
@@ -14,15 +14,15 @@ from vitcompress.families.base import scale_parameter
 from vitcompress.plan import Plan
 from vitcompress.surgery.modules import drop_scale, linear_layer, parameter_count, replace_module
 
-INTO_THE_LINEAR = "into the linear layer before it"  # why a LayerScale is folded
+INTO_THE_LINEAR = "into the linear layer before it"  # the reason to fold a LayerScale
 
 
 @dataclass(frozen=True)
 class FoldRecord:
-    """What folding one module did or would have done.
+    """The effect of folding one module, or the reason for not folding it.
 
-    params and macs (per token) count the layers it touches. `rounding` is the largest difference between the float64
-    product and the weights stored, relative to the largest weight: at most half an epsilon of the stored type.
+    params, macs (per token): of the layers involved. rounding: largest difference between the float64 product and the
+    stored weights, relative to the largest weight; at most half an epsilon of the stored type.
     """
 
     module: str
@@ -37,18 +37,19 @@ class FoldRecord:
 
 @dataclass(frozen=True)
 class Folding:
-    """The plan with what was folded, and one record per candidate."""
+    """The plan including the folded modules, and one record per candidate."""
 
     plan: Plan
     records: tuple[FoldRecord, ...]
 
 
 def fold_linears(model: nn.Module, plan: Plan) -> Folding:
-    """Fold, in place, every FFN that has lost its activation and every LayerScale behind a linear layer.
+    """Fold, in place, every FFN without activation and every LayerScale that follows a linear layer.
 
-    plan: what was done to `model` so far. An FFN is folded only where the product is cheaper than the pair. The output
-    does not change beyond rounding.
+    plan: the plan of `model` so far. An FFN is folded only if the product is cheaper than the pair. The output changes
+    by rounding only. The attribute `model.plan` is deleted, because it no longer describes the model.
     """
+    vars(model).pop("plan", None)
     family = family_of(model)
     records = [_fold_ffn(model, family, name) for name in _linear_ffns(model, family)]
     records += [_fold_scale(model, family, name) for name in family.scales(model)]
@@ -57,7 +58,7 @@ def fold_linears(model: nn.Module, plan: Plan) -> Folding:
 
 
 def _linear_ffns(model: nn.Module, family: Family) -> list[str]:
-    """The FFNs of two linear layers with no activation between them."""
+    """The FFNs of two linear layers without an activation between them."""
     sites = family.sites(model)
     active = [site.name for site in sites if site.kind == "activation"]
     return [
@@ -75,9 +76,9 @@ def _fold_ffn(model: nn.Module, family: Family, name: str) -> FoldRecord:
     pair_macs, product_macs = hidden * (inputs + outputs), inputs * outputs
     params = parameter_count(first, second)
     if product_macs >= pair_macs:
-        reason = f"the pair is cheaper: {pair_macs} against {product_macs} multiply-accumulates per token"
+        reason = f"the pair is cheaper: {pair_macs} instead of {product_macs} multiply-accumulates per token"
         return FoldRecord(name, False, reason, params, params, pair_macs, pair_macs)
-    rounding = fold_away(model, family, name)
+    rounding = fold_module(model, family, name)
     after = parameter_count(model.get_submodule(name))
     return FoldRecord(name, True, "cheaper than the pair", params, after, pair_macs, product_macs, rounding)
 
@@ -86,15 +87,14 @@ def _fold_scale(model: nn.Module, family: Family, name: str) -> FoldRecord:
     width = scale_parameter(model, name).numel()
     layer = linear_layer(model, family.scales(model)[name])
     size, macs = parameter_count(layer), layer.weight.numel()
-    rounding = fold_away(model, family, name)
+    rounding = fold_module(model, family, name)
     return FoldRecord(name, True, INTO_THE_LINEAR, size + width, size, macs + width, macs, rounding)
 
 
-def fold_away(model: nn.Module, family: Family, name: str) -> float:
-    """Fold one FFN or LayerScale into a linear layer; the rounding of the cast (see FoldRecord).
+def fold_module(model: nn.Module, family: Family, name: str) -> float:
+    """Fold one FFN or LayerScale into a linear layer and return the rounding of the cast (see FoldRecord).
 
-    When the linear layer before a folded LayerScale was removed later on, the scale went with it: nothing is
-    multiplied, and what is left of the LayerScale goes.
+    If the plan also removes the linear layer before a folded LayerScale, the LayerScale is only deleted.
     """
     scales = family.scales(model)
     if name in scales:
@@ -124,7 +124,7 @@ def _fold_pair(model: nn.Module, name: str, first: nn.Linear, second: nn.Linear)
 
 
 def product(first: nn.Linear, second: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias, in float64, of the linear map that does `first` and then `second`; either may lack a bias."""
+    """Weight and bias, in float64, of `first` followed by `second`; both layers may lack a bias."""
     w1, w2 = _exact(first.weight), _exact(second.weight)
     bias = None if second.bias is None else _exact(second.bias)
     if first.bias is not None:
@@ -134,7 +134,7 @@ def product(first: nn.Linear, second: nn.Linear) -> tuple[Tensor, Tensor | None]
 
 
 def _store(layer: nn.Linear, weight: Tensor, bias: Tensor | None) -> float:
-    """Cast float64 values into `layer`; the largest rounding relative to the largest weight."""
+    """Store float64 values in `layer` and return the largest rounding, relative to the largest weight."""
     with torch.no_grad():
         layer.weight.copy_(weight)
         if bias is not None:
@@ -146,7 +146,7 @@ def _store(layer: nn.Linear, weight: Tensor, bias: Tensor | None) -> float:
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    """`tensor` in float64, on the CPU where its own device has none (MPS)."""
+    """`tensor` in float64; on the CPU if its device does not support float64 (MPS)."""
     device = torch.device("cpu") if tensor.device.type == "mps" else tensor.device
     return tensor.detach().to(device, torch.float64)
 

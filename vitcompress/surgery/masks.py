@@ -1,6 +1,13 @@
-"""Masks of channels: forward hooks, no new modules, no masks in the weights."""
+"""Channel masks: forward hooks that change what a model computes and leave its modules and weights alone.
 
-from collections.abc import Callable, Iterator, Mapping
+A mask is a tensor of multipliers for the channels of a space, (channels,) or (groups, channels): 1 keeps a channel, 0
+removes it. With several groups the batch consists of `groups` equal runs of images, each with its own row of the mask.
+
+`mask_channels` multiplies where a space is written, `delete_channels` where it is read. With masks of zeros and ones
+both compute what slicing computes; they differ in what a mask between 0 and 1 means, and in its gradients.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -9,98 +16,162 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from vitcompress.errors import PlanError
-from vitcompress.families import Family
-from vitcompress.families.base import Space
+from vitcompress.families import Axis, Family, Space
+
+Undo = Callable[[], None]
 
 
 @contextmanager
-def channel_gates(model: nn.Module, family: Family, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Multiply every writer of each named space by its gate, shape (channels,), while the context is open.
+def mask_channels(model: nn.Module, family: Family, masks: Mapping[str, Tensor]) -> Iterator[None]:
+    """Multiply the output of every layer that writes a space by the space's mask while the context is open.
 
-    In the residual space token and position parameters are gated too, and every LayerNorm that reads it takes
-    its statistics over the channels whose gate is not zero, so a mask of zeros and ones computes what slicing does.
-    Gates may require gradients. Afterwards modules, hooks, parameters and their order are what they were; until then
-    the state dict of a model with a gated residual space names its token parameters otherwise.
+    In the residual space, token and position parameters are masked too, and every LayerNorm that reads the space takes
+    its statistics over the channels with a nonzero mask. Masks may require gradients. On exit, all modules, hooks,
+    parameters and their order are restored; inside the context, the state dict of a model with a masked residual space
+    has other names for the token parameters.
 
     Raises:
-        PlanError: no such space, a gate of another length, or a residual space that is gated already.
+        PlanError: unknown space, wrong mask shape, or a residual space that is masked already.
     """
     spaces = {space.name: space for space in family.spaces(model)}
-    for name, gate in values.items():
+    for name, mask in masks.items():
         if name not in spaces:
-            raise PlanError(f"no such space: {name}; the model has {', '.join(spaces)}")
-        if gate.shape != (spaces[name].size,):
-            raise PlanError(f"{name} has {spaces[name].size} channels, its gate has the shape {tuple(gate.shape)}")
+            raise PlanError(f"unknown space {name}; the model has {', '.join(spaces)}")
+        if mask.ndim not in (1, 2) or mask.shape[-1] != spaces[name].size:
+            raise PlanError(f"{name} has {spaces[name].size} channels, but its mask has shape {tuple(mask.shape)}")
     with ExitStack() as stack:
-        for name, gate in values.items():
-            for undo in _gate_space(model, spaces[name], gate):
+        for name, mask in masks.items():
+            for undo in _mask_writers(model, spaces[name], mask):
                 stack.callback(undo)
         yield
 
 
-def _gate_space(model: nn.Module, space: Space, gate: Tensor) -> Iterator[Callable[[], None]]:
+@contextmanager
+def delete_channels(model: nn.Module, spaces: Iterable[Space], masks: Mapping[str, Tensor]) -> Iterator[None]:
+    """Multiply the input of every layer that reads a space by the space's mask while the context is open.
+
+    q and k, which no layer reads, are multiplied where they are written, after the bias. Every LayerNorm that reads the
+    space takes statistics weighted by the mask, as if the channels were cut out. Masks may require gradients.
+    """
+    with ExitStack() as stack:
+        for space in spaces:
+            if space.name in masks:
+                for undo in _mask_readers(model, space, masks[space.name]):
+                    stack.callback(undo)
+        yield
+
+
+def deleting_modules(model: nn.Module, space: Space) -> list[nn.Module]:
+    """The modules that `delete_channels` hooks for this space."""
+    return [module for _, module in _deleting_axes(model, space)]
+
+
+def _mask_writers(model: nn.Module, space: Space, mask: Tensor) -> Iterator[Undo]:
     for axis in space.axes:
         path, _, leaf = axis.tensor.rpartition(".")
         module = model.get_submodule(path)
         if isinstance(module, nn.LayerNorm):
             if leaf == "weight":
-                yield module.register_forward_hook(_MaskedNorm(gate.repeat(axis.copies))).remove
+                yield _hook_norm(module, axis, mask, scale=True)
         elif isinstance(module, nn.Linear | nn.Conv2d):
             if leaf == "weight" and axis.dim == 0:
-                full = torch.ones(module.weight.shape[0], dtype=gate.dtype, device=gate.device)
-                full = _with_segment(full, gate, axis.offset, axis.copies)
-                yield module.register_forward_hook(_ChannelGate(full)).remove
+                yield _hook_outputs(module, axis, mask)
         elif axis.dim == 2:  # tokens, positions, a pool's latent: (1, tokens, channels)
-            yield _gate_parameter(module, leaf, gate)
+            yield _mask_parameter(module, leaf, mask)
 
 
-def _with_segment(full: Tensor, gate: Tensor, offset: int, copies: int) -> Tensor:
-    end = offset + copies * gate.numel()
-    return torch.cat([full[:offset], gate.repeat(copies), full[end:]])
+def _mask_readers(model: nn.Module, space: Space, mask: Tensor) -> Iterator[Undo]:
+    for axis, module in _deleting_axes(model, space):
+        if isinstance(module, nn.LayerNorm):
+            yield _hook_norm(module, axis, mask, scale=False)
+        elif axis.dim == 0:
+            yield _hook_outputs(module, axis, mask)
+        else:
+            yield _hook_inputs(module, axis, mask)
 
 
-def _gate_parameter(module: nn.Module, leaf: str, gate: Tensor) -> Callable[[], None]:
-    """Gate a parameter that is read as it is, which no hook sees."""
+def _deleting_axes(model: nn.Module, space: Space) -> list[tuple[Axis, nn.Module]]:
+    """The LayerNorms and layers that read the space; without readers (q and k), the layers that write it."""
+    modules = [
+        (axis, model.get_submodule(axis.tensor.rpartition(".")[0]))
+        for axis in space.axes
+        if axis.tensor.endswith("weight")
+    ]
+    readers = [(axis, module) for axis, module in modules if axis.dim == 1 or isinstance(module, nn.LayerNorm)]
+    return readers or [(axis, module) for axis, module in modules if isinstance(module, nn.Linear)]
+
+
+def _hook_outputs(module: Any, axis: Axis, mask: Tensor) -> Undo:
+    full, after = _full(mask, axis, module.weight.shape[0]), 2 * isinstance(module, nn.Conv2d)
+    undo: Undo = module.register_forward_hook(lambda module, args, out: _multiply(out, full, after)).remove
+    return undo
+
+
+def _hook_inputs(module: Any, axis: Axis, mask: Tensor) -> Undo:
+    full, after = _full(mask, axis, module.weight.shape[1]), 2 * isinstance(module, nn.Conv2d)
+    undo: Undo = module.register_forward_pre_hook(
+        lambda module, args: (_multiply(args[0], full, after), *args[1:])
+    ).remove
+    return undo
+
+
+def _hook_norm(module: nn.LayerNorm, axis: Axis, mask: Tensor, *, scale: bool) -> Undo:
+    """Take statistics over the masked channels: those with a nonzero mask if the output is scaled by it, too."""
+    full = _full(mask, axis, len(module.weight))
+
+    def normalize(module: nn.LayerNorm, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        x, mask = _by_group(args[0], full)
+        weights = (mask != 0).to(x.dtype) if scale else mask
+        count = weights.sum(-1, keepdim=True)
+        centred = x - (x * weights).sum(-1, keepdim=True) / count
+        variance = (centred.square() * weights).sum(-1, keepdim=True) / count
+        normal = centred * (variance + module.eps).rsqrt() * module.weight
+        normal = normal if module.bias is None else normal + module.bias
+        return (normal.to(out.dtype) * mask if scale else normal).reshape(out.shape)
+
+    undo: Undo = module.register_forward_hook(normalize).remove
+    return undo
+
+
+def _mask_parameter(module: nn.Module, leaf: str, mask: Tensor) -> Undo:
+    """Mask a parameter that the model reads directly, where no hook can apply."""
     if parametrize.is_parametrized(module, leaf):
-        raise PlanError(f"{leaf} is gated already; give all gates of a model to one context")
+        raise PlanError(f"{leaf} is masked already; pass all masks of a model to one context")
     order = list(module._parameters)
-    parametrize.register_parametrization(module, leaf, _ParameterGate(gate))
+    parametrize.register_parametrization(module, leaf, _ParameterMask(mask))
 
     def undo() -> None:
         parametrize.remove_parametrizations(module, leaf, leave_parametrized=False)
-        for name in order:  # the parameter came back as the last one; optimisers count on the order
+        for name in order:  # the parameter is the last one now; optimizers rely on the order
             module._parameters[name] = module._parameters.pop(name)
 
     return undo
 
 
-class _ChannelGate:
-    def __init__(self, gate: Tensor) -> None:
-        self.gate = gate
-
-    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        gate = self.gate.to(out.dtype)
-        return out * (gate[:, None, None] if isinstance(module, nn.Conv2d) else gate)
-
-
-class _MaskedNorm:
-    def __init__(self, gate: Tensor) -> None:
-        self.gate = gate
-
-    def __call__(self, module: nn.LayerNorm, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        x, gate = args[0], self.gate.to(out.dtype)
-        alive = (self.gate != 0).to(x.dtype)
-        count = alive.sum()
-        centred = (x - (x * alive).sum(-1, keepdim=True) / count) * alive
-        variance = centred.square().sum(-1, keepdim=True) / count
-        normal = centred * (variance + module.eps).rsqrt() * module.weight
-        return (normal if module.bias is None else normal + module.bias).to(out.dtype) * gate
-
-
-class _ParameterGate(nn.Module):
-    def __init__(self, gate: Tensor) -> None:
+class _ParameterMask(nn.Module):
+    def __init__(self, mask: Tensor) -> None:
         super().__init__()
-        self.gate = gate
+        self.mask = mask
 
     def forward(self, parameter: Tensor) -> Tensor:
-        return parameter * self.gate.to(parameter.dtype)
+        return parameter * self.mask.to(parameter.dtype)
+
+
+def _full(mask: Tensor, axis: Axis, length: int) -> Tensor:
+    """The mask of a whole axis with `length` entries, 1 outside the space: (groups, length)."""
+    own = mask.reshape(-1, mask.shape[-1]).repeat(1, axis.copies)
+    before, after = (own.new_ones(len(own), n) for n in (axis.offset, length - axis.offset - own.shape[1]))
+    return torch.cat([before, own, after], dim=1)
+
+
+def _multiply(x: Tensor, mask: Tensor, after: int) -> Tensor:
+    """`x` times the mask of its channels, which `after` more dimensions follow."""
+    grouped, mask = _by_group(x, mask, after)
+    return (grouped * mask).reshape(x.shape)
+
+
+def _by_group(x: Tensor, mask: Tensor, after: int = 0) -> tuple[Tensor, Tensor]:
+    """x, (groups x images, ..., channels), as (groups, images, ..., channels), and `mask` shaped to multiply it."""
+    groups, channels = mask.shape
+    sizes = (groups, *[1] * (x.ndim - 1 - after), channels, *[1] * after)
+    return x.reshape(groups, -1, *x.shape[1:]), mask.to(x.dtype).reshape(sizes)

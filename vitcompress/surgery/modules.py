@@ -1,4 +1,4 @@
-"""The handful of edits of a module tree that all surgery is made of."""
+"""Elementary edits of a module tree."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ from torch import nn
 
 
 def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:
-    """Put `new` where `path` points, in the training or evaluation mode of what stood there."""
+    """Replace the module at `path` by `new`, which gets the mode (training or evaluation) of the old module."""
     parent, _, leaf = path.rpartition(".")
     new.training = model.get_submodule(path).training
     setattr(model.get_submodule(parent), leaf, new)
 
 
 def drop_scale(model: nn.Module, path: str) -> None:
-    """Take away the LayerScale at `path`, a module or a parameter."""
+    """Remove the LayerScale at `path`, a module or a parameter."""
     parent, _, leaf = path.rpartition(".")
     owner = model.get_submodule(parent)
     if isinstance(getattr(owner, leaf), nn.Module):
@@ -23,7 +23,7 @@ def drop_scale(model: nn.Module, path: str) -> None:
 
 
 def drop_block(model: Any, path: str) -> None:
-    """Delete a block. The others keep their numbers; timm's list of feature stages loses the block's entry."""
+    """Delete a block and its entry in timm's `feature_info`. The other blocks keep their numbers."""
     parent, _, leaf = path.rpartition(".")
     delattr(model.get_submodule(parent), leaf)
     if hasattr(model, "feature_info"):
@@ -38,5 +38,5 @@ def linear_layer(model: nn.Module, path: str) -> nn.Linear:
 
 
 def parameter_count(*modules: nn.Module) -> int:
-    """Parameters of all these modules together."""
+    """Number of parameters of all these modules."""
     return sum(p.numel() for module in modules for p in module.parameters())

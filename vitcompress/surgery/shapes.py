@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from vitcompress.families import Family, Site, family_of
-from vitcompress.plan import Plan, lies_in
+from vitcompress.plan import Plan, is_within
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -44,10 +44,10 @@ def _rows(
 ) -> Iterator[PlannedTensor]:
     members = {member: ffn for ffn, pair in pairs.items() for member in pair}
     for ffn, (first, second) in pairs.items():
-        if not lies_in(ffn, gone):
+        if not is_within(ffn, gone):
             yield from _folded(ffn, first, second, before, after)
     for name, shape in before.items():
-        if lies_in(name, gone):
+        if is_within(name, gone):
             yield PlannedTensor(name, {name: shape}, None, "removed")
         elif name.rpartition(".")[0] not in members:
             yield PlannedTensor(name, {name: shape}, after[name], "kept" if after[name] == shape else "sliced")

@@ -1,4 +1,4 @@
-"""Keep some channels of a space: index every tensor along every axis that runs over it."""
+"""Keep some channels of a space: index every tensor along every axis of the space."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,22 +11,23 @@ from vitcompress.plan import Plan
 from vitcompress.surgery.modules import replace_module
 
 Segment = tuple[int, int, list[int]]  # of an axis: start, length, positions to keep
+Segments = dict[str, dict[int, list[Segment]]]  # by tensor and dimension
 
 
 def sliced_state(
     state: Mapping[str, Tensor], spaces: Iterable[Space], kept: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """`state` with every axis of every space in `kept` indexed, in the order that `kept` gives.
+    """A copy of `state` with every axis of every space in `kept` indexed, in the order of `kept`.
 
-    Tensors that no such axis touches are passed on as they are.
+    Tensors without such an axis are the same objects as in `state`.
     """
     segments = _segments(spaces, kept)
-    return {name: _kept(tensor, segments.get(name, {})) for name, tensor in state.items()}
+    return {name: _select(tensor, segments.get(name, {})) for name, tensor in state.items()}
 
 
-def _segments(spaces: Iterable[Space], kept: Mapping[str, tuple[int, ...]]) -> dict[str, dict[int, list[Segment]]]:
-    """Tensor -> dimension -> what is kept along it, for all that a space in `kept` runs over."""
-    found: dict[str, dict[int, list[Segment]]] = {}
+def _segments(spaces: Iterable[Space], kept: Mapping[str, tuple[int, ...]]) -> Segments:
+    """What to keep of every tensor that a space in `kept` indexes."""
+    segments: Segments = {}
     for space in spaces:
         if space.name not in kept:
             continue
@@ -36,33 +37,33 @@ def _segments(spaces: Iterable[Space], kept: Mapping[str, tuple[int, ...]]) -> d
             chosen, length = (heads, space.heads) if axis.per_head else (channels, size)
             order = [axis.offset + copy * length + c for copy in range(axis.copies) for c in chosen]
             segment = (axis.offset, axis.copies * length, order)
-            found.setdefault(axis.tensor, {}).setdefault(axis.dim, []).append(segment)
-    return found
+            segments.setdefault(axis.tensor, {}).setdefault(axis.dim, []).append(segment)
+    return segments
 
 
-def _kept(tensor: Tensor, by_dim: Mapping[int, list[Segment]]) -> Tensor:
-    for dim, parts in by_dim.items():
-        tensor = tensor.index_select(dim, _index(tensor.shape[dim], parts, tensor.device))
+def _select(tensor: Tensor, by_dim: Mapping[int, list[Segment]]) -> Tensor:
+    for dim, segments in by_dim.items():
+        tensor = tensor.index_select(dim, _positions(tensor.shape[dim], segments, tensor.device))
     return tensor
 
 
-def _index(size: int, parts: list[Segment], device: torch.device) -> Tensor:
-    """Positions to keep of an axis of `size`: those of `parts`, and everything between them."""
-    index: list[int] = []
+def _positions(size: int, segments: list[Segment], device: torch.device) -> Tensor:
+    """Positions to keep of an axis of `size`: those of the segments, and everything between them."""
+    positions: list[int] = []
     end = 0
-    for start, length, order in sorted(parts):
-        index += [*range(end, start), *order]
+    for start, length, order in sorted(segments):
+        positions += [*range(end, start), *order]
         end = start + length
-    return torch.tensor([*index, *range(end, size)], device=device)
+    return torch.tensor([*positions, *range(end, size)], device=device)
 
 
 def slice_channels(model: nn.Module, family: Family, plan: Plan) -> None:
-    """Slice every space in `plan.kept` that `model` still has, and correct all sizes that modules remember.
+    """Slice every space in `plan.kept` that `model` has, and correct all sizes that modules store.
 
-    A removed module takes its spaces with it, so a composed plan may name more spaces than are left.
+    Removed modules have no spaces, so `plan.kept` may name more spaces than the model has.
     """
     spaces = family.spaces(model)
-    _slice_parameters(model, spaces, plan)
+    _slice_tensors(model, spaces, plan)
     sizes = {space.name: len(plan.kept.get(space.name, range(space.size))) for space in spaces}
     sliced = [axis.tensor for space in spaces if space.name in plan.kept for axis in space.axes]
     for path in dict.fromkeys(space.attention for space in spaces if space.attention):
@@ -73,30 +74,32 @@ def slice_channels(model: nn.Module, family: Family, plan: Plan) -> None:
             replace_module(model, path, family.slice_attention(model.get_submodule(path), *widths, heads))
     for space in spaces:
         if space.kind == "residual" and space.name in plan.kept:
-            family.resized(model, space.name, sizes[space.name])
+            family.set_width(model, space.name, sizes[space.name])
 
 
 def pad_attentions(model: nn.Module, plan: Plan) -> None:
-    """Let the attentions in `plan.padded` widen q, k and v to one width; those whose widths agree stay as they are."""
+    """Make the attentions in `plan.padded` zero-pad q, k and v to one width; those of equal widths stay unchanged."""
     for name in plan.padded:
         attention: Any = model.get_submodule(name)
         if hasattr(attention, "padded"):
             attention.padded = True
 
 
-def _slice_parameters(model: nn.Module, spaces: tuple[Space, ...], plan: Plan) -> None:
-    """One parameter after the other, so that a large model is never in memory twice."""
+def _slice_tensors(model: nn.Module, spaces: tuple[Space, ...], plan: Plan) -> None:
+    """One parameter or buffer after the other, so that a large model is never in memory twice."""
     for name, by_dim in _segments(spaces, plan.kept).items():
-        before = model.get_parameter(name)
-        tensor = _kept(before.detach(), by_dim).contiguous()
         parent, _, leaf = name.rpartition(".")
         owner = model.get_submodule(parent)
-        setattr(owner, leaf, nn.Parameter(tensor, requires_grad=before.requires_grad))
+        before = getattr(owner, leaf)
+        after = _select(before.detach(), by_dim).contiguous()
+        if isinstance(before, nn.Parameter):
+            after = nn.Parameter(after, requires_grad=before.requires_grad)
+        setattr(owner, leaf, after)
         _correct_sizes(owner)
 
 
 def _correct_sizes(module: nn.Module) -> None:
-    """Make the sizes that a module remembers agree with the tensors it now holds."""
+    """Set the sizes that a module stores to those of its tensors."""
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, nn.LayerNorm):

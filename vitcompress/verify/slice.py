@@ -1,7 +1,7 @@
-"""Does a sliced model compute what the masked one did? Asked of every step that took channels away.
+"""Compare sliced models with masked ones, for every pruning step that removed channels.
 
-The run keeps each such model as it was just before (`keep_given`), with the weights of that moment. Channel
-gates on it (forward hooks that know nothing of slicing) must give what the model that surgery sliced gives.
+The run keeps the model that each such step started from (`keep_step_input`). Channel masks on that model, forward hooks
+that share no code with slicing, must give the outputs of the sliced model.
 """
 
 from collections.abc import Iterator
@@ -13,21 +13,21 @@ from torch import Tensor, nn
 
 from vitcompress import surgery
 from vitcompress.families import Space, family_of
-from vitcompress.io.checks import Check, compared, largest_difference, listed
+from vitcompress.io.checks import Check, largest_difference, limit_check, problem_check
 from vitcompress.io.files import write_text
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import save_tensors
-from vitcompress.models.checkpoint import PLAN, load_model_files, read_plan
+from vitcompress.models.checkpoint import load_model_files, read_plan
 from vitcompress.plan import Plan
-from vitcompress.surgery.masks import channel_gates
+from vitcompress.surgery.masks import mask_channels
 from vitcompress.verify.tolerance import reference
 
-GIVEN, GIVEN_PLAN = "given.safetensors", "given_plan.json"
-STEPS = "state/step-*"
+INPUT_WEIGHTS, INPUT_PLAN = "given.safetensors", "given_plan.json"  # in the folder of a step
 
 
 @dataclass(frozen=True)
-class GivenStep:
-    """A step of a run: the model that it was given, what made that of the dense one, and what the step adds."""
+class Step:
+    """A pruning step: the model that it started from, the plan of that model, and what the step adds to the plan."""
 
     name: str
     model: nn.Module
@@ -35,81 +35,77 @@ class GivenStep:
     delta: Plan
 
 
-def keep_given(folder: Path, model: nn.Module, plan: Plan) -> None:
-    """Keep in a step's `folder` the model that its plan is about to slice or fold, once. plan: what makes `model`."""
-    if not (folder / GIVEN_PLAN).is_file():
-        save_tensors(folder / GIVEN, model.state_dict(), {"plan": plan.digest})
-        write_text(folder / GIVEN_PLAN, plan.to_json())
+def keep_step_input(folder: Path, model: nn.Module, plan: Plan) -> None:
+    """Keep in a step's `folder` the model that the step slices or folds, once. plan: the plan of `model`."""
+    if not (folder / INPUT_PLAN).is_file():
+        save_tensors(folder / INPUT_WEIGHTS, model.state_dict(), {"plan": plan.digest})
+        write_text(folder / INPUT_PLAN, plan.to_json())
 
 
-def given_steps(folder: Path) -> Iterator[GivenStep]:
-    """The steps of the run `folder` that sliced or folded, one at a time as they are large."""
-    for step in sorted(folder.glob(STEPS)):
-        if (step / GIVEN_PLAN).is_file():
-            model = load_model_files(step / GIVEN_PLAN, step / GIVEN)
-            base, delta = (read_plan(step / name) for name in (GIVEN_PLAN, PLAN))
-            yield GivenStep(step.name, model, base, delta)
+def load_steps(files: RunFolder) -> Iterator[Step]:
+    """The steps of a run that sliced or folded, one at a time because they are large."""
+    for step in files.steps():
+        if (step / INPUT_PLAN).is_file():
+            model = load_model_files(step / INPUT_PLAN, step / INPUT_WEIGHTS)
+            yield Step(step.name, model, read_plan(step / INPUT_PLAN), read_plan(RunFolder(step).plan))
 
 
 def slice_check(model: nn.Module, delta: Plan, images: Tensor, name: str = "slice") -> Check:
-    """`delta` carried out by slicing `model` against the same by masks, on `images`, (count, channels, height, width).
+    """Compare slicing `model` by `delta` with masking it, on `images`, (count, channels, height, width).
 
-    Nothing is rounded by slicing, so in float64 both may differ by as much as that precision makes of the same sums in
-    another order. Heads that are regrouped have no mask: both sides get them by slicing, the rest is compared.
+    Slicing rounds nothing, so in float64 the outputs differ only because sums are evaluated in another order. Regrouped
+    heads have no mask: both models get them by slicing, and the other channels are compared.
     """
-    regrouped = _regrouped(model, delta)
-    told = ""
+    regrouped, note = _regrouped(model, delta), ""
     if regrouped:
-        told = (
-            f"the heads of {', '.join(regrouped)} are regrouped, which changes the function: no mask computes the same"
-        )
+        note = f"the heads of {', '.join(regrouped)} are regrouped, which changes the function: no mask computes it"
         model, delta = _with_new_heads(model, delta, regrouped)
         if not delta.kept:
-            return Check(name, "not_run", detail=told)
+            return Check(name, "not_run", detail=note)
     sliced = surgery.apply_to_copy(model, replace(delta, folded=()))
     masked = surgery.apply_to_copy(model, replace(delta, kept={}, heads={}, padded=(), folded=())).double().eval()
     truth = reference(sliced.eval(), images)
     with torch.no_grad():
         before = masked(images.double())
-        with channel_gates(masked, family_of(masked), _gates(masked, delta)):
+        with mask_channels(masked, family_of(masked), _masks(masked, delta)):
             expected = masked(images.double())
     detail = (
         f"largest difference of the logits of masked and sliced, float64, {len(delta.kept)} spaces; the masks alone "
-        f"move them by {largest_difference(before, expected):.1e}" + (f"; left out: {told}" if told else "")
+        f"change them by {largest_difference(before, expected):.1e}" + (f"; omitted: {note}" if note else "")
     )
-    return compared(name, largest_difference(truth.exact, expected), truth.exact_between, detail)
+    return limit_check(name, largest_difference(truth.exact, expected), truth.exact_between, detail)
 
 
-def slice_checks(folder: Path, plan: Plan, images: Tensor) -> list[Check]:
-    """One check for each step of the run `folder` that sliced, with what the run kept of it, and one that what the
-    steps kept is what `plan`, that of the deployed model, keeps.
-    """
+def slice_folder_checks(files: RunFolder, plan: Plan, images: Tensor) -> list[Check]:
+    """One check for each step of a run that sliced, and one that `plan`, of the deployed model, keeps their channels."""
+    if not plan.kept:
+        return [Check("slice", "not_run", detail="the plan keeps every channel")]
     checks: list[Check] = []
     kept: dict[str, tuple[int, ...]] = {}
-    for step in given_steps(folder):
+    for step in load_steps(files):
         if step.delta.kept:
             kept |= step.base.then(step.delta).kept
             checks.append(slice_check(step.model, step.delta, images, f"slice.{step.name}"))
     if not checks:
-        return [Check("slice", "not_run", detail="the folder does not hold the models as they were before slicing")]
+        return [Check("slice", "not_run", detail="the folder does not have the models before slicing")]
     if len(checks) == 1:
         checks = [replace(checks[0], name="slice")]
     wrong = [name for name, channels in plan.kept.items() if kept.get(name) != channels]
-    return [*checks, listed("slice.plan", wrong, f"{len(plan.kept)} spaces keep what the steps kept of them")]
+    return [*checks, problem_check("slice.plan", wrong, f"{len(plan.kept)} spaces keep the channels of the steps")]
 
 
-def _gates(model: nn.Module, delta: Plan) -> dict[str, Tensor]:
-    gates = {}
+def _masks(model: nn.Module, delta: Plan) -> dict[str, Tensor]:
+    """1 for each channel that is kept, 0 for the others, by space: (channels,)."""
+    masks = {}
     for space in family_of(model).spaces(model):
         if space.name in delta.kept:
-            gate = torch.zeros(space.size, dtype=torch.float64)
-            gate[list(delta.kept[space.name])] = 1.0
-            gates[space.name] = gate
-    return gates
+            masks[space.name] = torch.zeros(space.size, dtype=torch.float64)
+            masks[space.name][list(delta.kept[space.name])] = 1.0
+    return masks
 
 
 def _with_new_heads(model: nn.Module, delta: Plan, attentions: list[str]) -> tuple[nn.Module, Plan]:
-    """`model` after what `delta` does to these attentions, and the rest of `delta`."""
+    """`model` with the new heads of these attentions, and the rest of `delta`."""
     own = {space.name for space in family_of(model).spaces(model) if space.attention in attentions}
     kept = [{n: c for n, c in delta.kept.items() if (n in own) == inside} for inside in (True, False)]
     heads = [{n: c for n, c in delta.heads.items() if (n in attentions) == inside} for inside in (True, False)]
@@ -119,21 +115,20 @@ def _with_new_heads(model: nn.Module, delta: Plan, attentions: list[str]) -> tup
 
 def _regrouped(model: nn.Module, delta: Plan) -> list[str]:
     """The attentions whose new heads are not each a part of one old head, the same for q, k and v."""
-    regrouped = []
     owners: dict[str, list[list[set[int]]]] = {}
     for space in family_of(model).spaces(model):
         if space.attention:
             owners.setdefault(space.attention, []).append(_owners(space, delta))
-    for attention, found in owners.items():
-        first = found[0]
-        mixed = any(other != first for other in found) or any(len(old) > 1 for old in first)
+    regrouped = []
+    for attention, (first, *others) in owners.items():
+        mixed = any(other != first for other in others) or any(len(old) > 1 for old in first)
         if mixed or len({old for heads in first for old in heads}) < len(first):
             regrouped.append(attention)
     return regrouped
 
 
 def _owners(space: Space, delta: Plan) -> list[set[int]]:
-    """For each head that is left, the old heads that its channels come from."""
+    """For each new head, the old heads that its channels belong to."""
     kept = delta.kept.get(space.name, tuple(range(space.size)))
     width = len(kept) // delta.heads.get(space.attention, space.heads)
     old = space.size // space.heads

@@ -1,0 +1,151 @@
+"""Attention modules with any widths of q/k and v, shared by the families.
+
+A sliced attention runs over the layers of the timm attention that it replaces and keeps its softmax scale, so it
+computes what the masked dense attention computes. q/k and v may have different widths; all heads have equal widths.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import apply_rot_embed_cat
+from torch import Tensor, nn
+
+from vitcompress.families.edited_block import fixed_size_error
+
+
+class SlicedAttention(nn.Module):
+    """Self-attention over timm's `qkv` and `proj` layers.
+
+    Args:
+        dense: the attention to replace, of timm or sliced. Its modules and parameters in `PARTS` are reused.
+        qk_dim, v_dim: channels of q and of v, over all heads.
+        num_heads: number of heads.
+
+    With `padded`, q, k and v are zero-padded to one width, for kernels that support only one head width.
+    """
+
+    PARTS: tuple[str, ...] = ("qkv", "attn_drop", "proj", "proj_drop")
+
+    def __init__(self, dense: Any, qk_dim: int, v_dim: int, num_heads: int) -> None:
+        super().__init__()
+        for name in self.PARTS:
+            setattr(self, name, getattr(dense, name))
+        self.scale, self.padded = dense.scale, getattr(dense, "padded", False)
+        self.resize(qk_dim, v_dim, num_heads)
+
+    def resize(self, qk_dim: int, v_dim: int, num_heads: int) -> None:
+        """Store the widths of the parameters after slicing."""
+        self.qk_dim, self.v_dim, self.num_heads = qk_dim, v_dim, num_heads
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """x: normalized tokens, (batch, tokens, channels) -> same shape."""
+        return self.attend(*self.project(x), attn_mask=attn_mask, is_causal=is_causal)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of the tokens x, each (batch, heads, tokens, channels of a head)."""
+        q, k, v = self.qkv(x).split((self.qk_dim, self.qk_dim, self.v_dim), dim=-1)
+        return self.split_heads(q), self.split_heads(k), self.split_heads(v)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """(batch, tokens, channels) -> (batch, heads, tokens, channels of a head)."""
+        return x.reshape(*x.shape[:2], self.num_heads, x.shape[-1] // self.num_heads).transpose(1, 2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """The output, (batch, tokens, channels). options: further arguments of `scaled_dot_product_attention`."""
+        width = v.shape[-1]
+        if self.padded:  # zeros change no product of q and k; in v they give channels that are cut off again
+            widest = max(q.shape[-1], width)
+            q, k, v = (F.pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x for x in (q, k, v))
+        if self.training and hasattr(self, "attn_drop"):
+            options["dropout_p"] = self.attn_drop.p
+        x = F.scaled_dot_product_attention(q, k, v, scale=self.scale, **options)
+        x = x[..., :width] if self.padded else x
+        out: Tensor = self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
+        return out
+
+
+class SlicedRotaryAttention(SlicedAttention):
+    """Attention that rotates q and k by the position of their patch (Eva). Prefix tokens have no position."""
+
+    def __init__(self, dense: Any, qk_dim: int, v_dim: int, num_heads: int) -> None:
+        super().__init__(dense, qk_dim, v_dim, num_heads)
+        self.num_prefix_tokens, self.rotate_half = dense.num_prefix_tokens, dense.rotate_half
+
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, rope: Tensor | None = None
+    ) -> Tensor:
+        """x: normalized tokens, (batch, tokens, channels) -> same shape. rope: sines and cosines of each patch."""
+        q, k, v = self.project(x)
+        if rope is not None:
+            q, k = (self._rotate(part, rope).type_as(v) for part in (q, k))
+        return self.attend(q, k, v, attn_mask=attn_mask, is_causal=is_causal)
+
+    def _rotate(self, x: Tensor, rope: Tensor) -> Tensor:
+        prefix, patches = x[:, :, : self.num_prefix_tokens], x[:, :, self.num_prefix_tokens :]
+        return torch.cat([prefix, apply_rot_embed_cat(patches, rope, half=self.rotate_half)], dim=2)
+
+
+class SlicedPositionAttention(SlicedAttention):
+    """Attention with a table of score biases by relative position (BEiT, Swin), for one window size."""
+
+    PARTS = ("relative_position_bias_table", *SlicedAttention.PARTS)
+    relative_position_bias_table: nn.Parameter | None
+    relative_position_index: Tensor
+
+    def __init__(self, dense: Any, qk_dim: int, v_dim: int, num_heads: int) -> None:
+        super().__init__(dense, qk_dim, v_dim, num_heads)
+        self.register_buffer("relative_position_index", dense.relative_position_index, persistent=False)
+
+    def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
+        """x: normalized tokens, (batch, tokens, channels) -> same shape. The bias shared by all blocks is None."""
+        return self.attend(*self.project(x), attn_mask=self.position_bias())
+
+    def position_bias(self) -> Tensor | None:
+        """What is added to the scores, (1, heads, tokens, tokens)."""
+        if self.relative_position_bias_table is None:
+            return None
+        biases = self.relative_position_bias_table[self.relative_position_index.view(-1)]
+        return biases.view(*self.relative_position_index.shape, -1).permute(2, 0, 1)[None]
+
+    def set_window_size(self, window_size: tuple[int, int]) -> None:
+        """Raise UnsupportedModelError: timm calls this when the input size changes."""
+        raise fixed_size_error()
+
+
+class SlicedWindowAttention(SlicedPositionAttention):
+    """Attention within windows (Swin)."""
+
+    def __init__(self, dense: Any, qk_dim: int, v_dim: int, num_heads: int) -> None:
+        super().__init__(dense, qk_dim, v_dim, num_heads)
+        self.window_size, self.window_area = dense.window_size, dense.window_area
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x: windows, (batch x windows, tokens, channels) -> same shape.
+
+        mask: added to the scores of shifted windows, (windows, tokens, tokens).
+        """
+        bias = self.position_bias()
+        if mask is not None and bias is not None:
+            bias = (bias + mask[:, None]).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)
+        return self.attend(*self.project(x), attn_mask=bias)
+
+
+class SlicedReductionAttention(SlicedAttention):
+    """Attention with spatially reduced keys and values (PVTv2)."""
+
+    PARTS = ("q", "kv", "attn_drop", "proj", "proj_drop", "pool", "sr", "norm", "act")
+
+    def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """x: normalized tokens, (batch, height x width, channels) -> same shape. feat_size: height, width."""
+        k, v = self.kv(self._reduce(x, feat_size)).split((self.qk_dim, self.v_dim), dim=-1)
+        return self.attend(self.split_heads(self.q(x)), self.split_heads(k), self.split_heads(v))
+
+    def _reduce(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """The tokens from which keys and values are computed, (batch, reduced tokens, channels)."""
+        if self.sr is None:
+            return x
+        image = x.transpose(1, 2).reshape(x.shape[0], -1, *feat_size)
+        image = image if self.pool is None else self.pool(image)
+        tokens: Tensor = self.norm(self.sr(image).flatten(2).transpose(1, 2))
+        return tokens if self.act is None else self.act(tokens)

@@ -1,0 +1,52 @@
+"""The table of families, and which of them covers a model."""
+
+import contextlib
+
+from torch import nn
+
+from vitcompress.errors import UnsupportedModelError
+from vitcompress.families.base import Family
+from vitcompress.families.beit import BEIT
+from vitcompress.families.eva import EVA
+from vitcompress.families.pvt import PVT
+from vitcompress.families.swin import SWIN
+from vitcompress.families.vit import VIT
+from vitcompress.io.plugins import load_plugins
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (VIT, EVA, BEIT, SWIN, PVT)}
+
+
+def family_of(model: nn.Module) -> Family:
+    """The family that supports `model`, chosen by the model's structure.
+
+    Families of other packages are tried if no family in `FAMILIES` supports the model. A package declares one as an
+    entry point, `[project.entry-points."vitcompress.families"]` with `name = "package.module:FAMILY"`, where FAMILY is
+    a `Family`. A plan does not name the family, so the package must also be installed where the model is loaded.
+
+    Raises:
+        UnsupportedModelError: no family supports the model; with the reason and a list of supported models.
+        InputError: an entry point that cannot be loaded or is no `Family`.
+    """
+    families = FAMILIES
+    problems = {name: family.problem(model) for name, family in families.items()}
+    if all(problems.values()) and (plugins := load_plugins("families", Family)):
+        families = FAMILIES | plugins
+        problems |= {name: family.problem(model) for name, family in plugins.items()}
+    for name, problem in problems.items():
+        if problem is None:
+            return families[name]
+    other_type = f"it is a {type(model).__name__}"
+    reason = next((problem for problem in problems.values() if problem and problem != other_type), other_type)
+    supported = "; ".join(family.supported for family in families.values())
+    raise UnsupportedModelError(f"this model cannot be pruned: {reason}", hint=f"supported: {supported}")
+
+
+def prepare_model(model: nn.Module) -> nn.Module:
+    """Rewrite `model` in place into the equal model that its family describes, and return it.
+
+    Most models stay as they are, as do models that no family supports. Models with separate biases of q, k and v
+    (BEiT, DINOv3 with qkv bias) get them in the qkv layer, so parameters change their names.
+    """
+    with contextlib.suppress(UnsupportedModelError):
+        family_of(model).prepare(model)
+    return model
