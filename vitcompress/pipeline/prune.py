@@ -5,12 +5,11 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 
 from vitcompress import surgery
 from vitcompress.io.files import write_text
-from vitcompress.methods.base import LEFT_WEIGHTS, PUBLISHED, Context, check_sealed, seal
-from vitcompress.models.checkpoint import load_for, load_strictly
+from vitcompress.methods.base import PUBLISHED, Context, check_sealed, load_handed_over, seal
 from vitcompress.pipeline.dense import load_dense
 from vitcompress.pipeline.job import Job, JobStep, Work
 from vitcompress.pipeline.latency import clock, measured_on
@@ -53,7 +52,7 @@ def run_steps(job: Job, dense: nn.Module) -> Steps:
     for step in job.steps:
         model, base = (result.pruned(), result.plan) if step.number else (result.model, result.base)
         delta = _plan_step(job, dense, step, model, base)
-        _load_step_weights(job, step, model, base)
+        load_handed_over(model, step.files.path, base, job.runtime)
         if (delta.kept or delta.folded) and job.runtime.is_main:
             keep_given(step.files.path, model, base)
         result = Steps(model, base, delta)
@@ -70,15 +69,6 @@ def estimate_steps(job: Job) -> Iterator[Work]:
             if images is not None and job.train_images is not None:
                 images = min(images, job.train_images)
             yield Work(f"{prefix}{step.method.name}: {part.title}", part.rounds, part.epochs, images)
-
-
-def _load_step_weights(job: Job, step: JobStep, model: nn.Module, plan: Plan) -> None:
-    """Load the weights that `step` trained, if any, into its input `model`."""
-    path = step.files.path / LEFT_WEIGHTS
-    on_disk = load_for(path, plan) if job.runtime.is_main and path.is_file() else None
-    tensors: dict[str, Tensor] | None = job.runtime.broadcast(on_disk)
-    if tensors is not None:
-        load_strictly(model, tensors, path)
 
 
 def _plan_step(job: Job, dense: nn.Module, step: JobStep, model: nn.Module, plan: Plan) -> Plan:
@@ -103,8 +93,6 @@ def _plan_step(job: Job, dense: nn.Module, step: JobStep, model: nn.Module, plan
 
 def _context(job: Job, dense: nn.Module, plan: Plan, step: JobStep) -> Context:
     return Context(
-        arch=job.recipe.model.name,
-        arch_args=job.arch_args,
         plan=plan,
         family=job.family,
         data=job.data or no_data(),
