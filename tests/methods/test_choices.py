@@ -7,7 +7,7 @@ import pytest
 
 from vitcompress.methods import METHODS
 from vitcompress.methods.base import ARBITRARY, SPREAD
-from vitcompress.pipeline.report import chosen_by, chosen_on
+from vitcompress.pipeline.report import describe_choice, describe_measured_models
 from vitcompress.recipe.load import load_recipe
 from vitcompress.recipe.schema import Recipe, Step
 
@@ -40,21 +40,21 @@ def with_step(name: str, **options: Any) -> Recipe:
 )
 def test_a_search_says_what_it_looked_at(recipe: str, on: str) -> None:
     found = load_recipe(recipe)
-    assert (chosen_by(found, searched=True), chosen_on(found)) == ("search", on)
+    assert (describe_choice(found, searched=True), describe_measured_models(found)) == ("search", on)
     widths = found.steps[-1].method in ("upvit", "isomorphic", "sero")
-    assert chosen_by(found, searched=False) == (ARBITRARY if widths else SPREAD)
+    assert describe_choice(found, searched=False) == (ARBITRARY if widths else SPREAD)
 
 
 def test_of_several_steps_each_is_told_with_the_model_that_it_was_given() -> None:
     recipe = load_recipe("hetdpt_plus_2_4g")
     assert [step.method for step in recipe.steps] == ["hetdpt", "recover", "fold", "isomorphic"]
-    assert chosen_by(recipe, searched=True) == "hetdpt: published, isomorphic: search"
-    assert chosen_by(recipe, searched=False) == f"hetdpt: published, isomorphic: {ARBITRARY}"
-    assert chosen_on(recipe) == f"isomorphic: {recipe.model.name} as step 3 left it"
+    assert describe_choice(recipe, searched=True) == "hetdpt: published, isomorphic: search"
+    assert describe_choice(recipe, searched=False) == f"hetdpt: published, isomorphic: {ARBITRARY}"
+    assert describe_measured_models(recipe) == f"isomorphic: {recipe.model.name} after step 3"
     both = load_recipe("digits_hetdpt_plus")
-    hetdpt, isomorphic = (chosen_on(both) or "").split("; ")
+    hetdpt, isomorphic = (describe_measured_models(both) or "").split("; ")
     assert hetdpt == f"hetdpt: short trainings of copies of the dense {DIGITS}"
-    assert isomorphic == f"isomorphic: {DIGITS} as step {len(both.steps) - 1} left it"
+    assert isomorphic == f"isomorphic: {DIGITS} after step {len(both.steps) - 1}"
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ def test_of_several_steps_each_is_told_with_the_model_that_it_was_given() -> Non
     ids=["published", "random", "last", "isomorphic", "sero", "upvit"],
 )
 def test_what_was_not_searched_for_was_chosen_on_nothing(recipe: Recipe, by: str, unscored: str) -> None:
-    assert (chosen_by(recipe, searched=True), chosen_by(recipe, searched=False)) == (by, unscored)
-    assert chosen_on(recipe) is None
+    assert (describe_choice(recipe, searched=True), describe_choice(recipe, searched=False)) == (by, unscored)
+    assert describe_measured_models(recipe) is None
 
 
 def test_listed_examples_stand_for_a_search() -> None:
     found = with_step("digits_hetdpt", example_attention=(1,), example_activation=(2,))
-    assert (chosen_by(found, searched=True), chosen_by(found, searched=False)) == (
+    assert (describe_choice(found, searched=True), describe_choice(found, searched=False)) == (
         "search",
         "an example in the recipe",
     )

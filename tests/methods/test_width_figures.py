@@ -13,7 +13,7 @@ import pytest
 from vitcompress import recipes
 from vitcompress.pipeline.dry_run import dry_run_recipe
 from vitcompress.pipeline.job import RunOptions
-from vitcompress.pipeline.published import compared
+from vitcompress.pipeline.published import compare_sizes
 from vitcompress.recipe.load import load_recipe
 from vitcompress.recipe.schema import Recipe
 
@@ -24,7 +24,7 @@ HETDPT_PLUS = ("hetdpt_plus_3_7g", "hetdpt_plus_2_4g", "hetdpt_plus_1_1g")
 @functools.cache
 def shipped(name: str) -> dict[str, Any]:
     """The record of a recipe as it is shipped."""
-    (found,) = compared([name])
+    (found,) = compare_sizes([name])
     return found
 
 

@@ -13,7 +13,7 @@ from vitcompress.methods.depth import depth_plan
 from vitcompress.models import cost as models_cost
 from vitcompress.models.cost import _counted, count_cost, planned_cost
 from vitcompress.models.create import create_on_meta, input_config
-from vitcompress.pipeline.job import _outline
+from vitcompress.pipeline.job import _create_blank
 from vitcompress.plan import Plan
 
 KINDS = {"qk", "v", "mlp", "residual", "sr"}
@@ -68,4 +68,6 @@ def test_candidates_are_compared_without_running_each(monkeypatch: pytest.Monkey
 
 
 def test_an_architecture_is_built_once_for_all_recipes_of_it() -> None:
-    assert _outline("deit_tiny_patch16_224", '{"depth": 1}') is _outline("deit_tiny_patch16_224", '{"depth": 1}')
+    assert _create_blank("deit_tiny_patch16_224", '{"depth": 1}') is _create_blank(
+        "deit_tiny_patch16_224", '{"depth": 1}'
+    )

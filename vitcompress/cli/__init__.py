@@ -1,6 +1,6 @@
-"""The command line: parse, call one public function, print. The only package that knows click.
+"""The command line: parse, call one public function, print. The only package that imports click.
 
-Torch and everything that needs it is imported inside the commands: `--help` and shell completion answer at once.
+Commands import torch, rich and everything that needs them when they run, so that `--help` and completion are fast.
 """
 
 import click
@@ -9,7 +9,7 @@ from vitcompress import __version__
 from vitcompress.cli import artifacts, recipe, reports, study
 from vitcompress.cli.common import Commands
 
-# In the order in which they are needed, which `--help` keeps.
+# In the order of use, which `--help` keeps.
 COMMANDS = (
     recipe.recipe,
     recipe.recipes,
@@ -27,7 +27,7 @@ COMMANDS = (
 @click.version_option(__version__, "--version", message="vitcompress %(version)s")
 @click.pass_context
 def main(ctx: click.Context) -> None:
-    """Prune, prove, export and measure timm Vision Transformers."""
+    """Prune, verify, export and measure timm Vision Transformers."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 

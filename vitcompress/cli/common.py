@@ -1,4 +1,4 @@
-"""What all commands share: common options, progress, output, and errors as a panel and an exit code."""
+"""Shared by all commands: common options, progress, results, and errors as a panel and an exit code."""
 
 import _thread
 import contextlib
@@ -11,24 +11,21 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
-from vitcompress.cli.output import progress, terminal
 from vitcompress.errors import CheckFailedError, InputError, VitcompressError, first_line
 from vitcompress.io.progress import Progress
 
-STOPPED = 130  # what a shell reports of a program that Ctrl-C ended
-AGAIN = 0.05  # seconds after which a Ctrl-C that was lost is repeated
+STOPPED = 130  # what a shell reports for a program that Ctrl-C ended
+REPEAT_AFTER = 0.05  # seconds after which a lost Ctrl-C is repeated
 OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|failed to allocate memory|bad_alloc", re.IGNORECASE)
-
-OF_THE_GPU = re.compile(r"CUDA error|CUDA driver|NVIDIA driver|CUBLAS_STATUS|CUDNN_STATUS|NCCL", re.IGNORECASE)
+GPU_ERROR = re.compile(r"CUDA error|CUDA driver|NVIDIA driver|CUBLAS_STATUS|CUDNN_STATUS|NCCL", re.IGNORECASE)
 
 
 class Stopped(Exception):
-    """Ctrl-C while a command worked."""
+    """Ctrl-C during a command."""
 
 
 class Commands(click.Group):
@@ -43,14 +40,16 @@ class Commands(click.Group):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> NoReturn:
-        """As click's, but every way out is one of the exit codes 0, 1, 2, 130."""
-        _open_streams()
+        """As click's `main`, but the exit code is always 0, 1, 2 or 130."""
         arguments = list(sys.argv[1:] if args is None else args)
         call = functools.partial(
             super().main, arguments, prog_name or "vitcompress", complete_var, standalone_mode=False, **extra
         )
         code = _exit_code(call, arguments)
-        _let_go_of_streams()
+        try:
+            sys.stdout.flush()
+        except (OSError, AttributeError):  # a full disk, or no standard output at all
+            sys.stdout = None  # type: ignore[assignment]  # Python would flush it again and change the exit code
         sys.exit(code)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -58,47 +57,31 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with repeated_interrupts():
+            with repeat_lost_interrupts():
                 return super().invoke(ctx)
         except KeyboardInterrupt:
             raise Stopped from None
 
 
 @contextlib.contextmanager
-def repeated_interrupts() -> Iterator[None]:
+def repeat_lost_interrupts() -> Iterator[None]:
     """Repeat a Ctrl-C that Python lost: it ignores exceptions in finalizers, and freeing a torch graph runs many."""
-    before, repeats = sys.unraisablehook, list[threading.Timer]()
+    before, timers = sys.unraisablehook, list[threading.Timer]()
 
     def hook(lost: Any) -> None:
         if lost.exc_type is not KeyboardInterrupt:
             before(lost)
             return
-        repeats.append(threading.Timer(AGAIN, _thread.interrupt_main))  # at once, it would be lost in this hook
-        repeats[-1].start()
+        timers.append(threading.Timer(REPEAT_AFTER, _thread.interrupt_main))  # at once, it would be lost in this hook
+        timers[-1].start()
 
     sys.unraisablehook = hook
     try:
         yield
     finally:
         sys.unraisablehook = before
-        for repeat in repeats:
-            repeat.cancel()
-
-
-def _open_streams() -> None:
-    """Give a process that was started without a standard stream a place to write to."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open as long as the process lives
-
-
-def _let_go_of_streams() -> None:
-    """Redirect streams that cannot be written to: Python would flush them again at exit, and change the exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        for timer in timers:
+            timer.cancel()
 
 
 def _exit_code(call: Callable[[], Any], arguments: Sequence[str]) -> int:
@@ -106,20 +89,21 @@ def _exit_code(call: Callable[[], Any], arguments: Sequence[str]) -> int:
     try:
         return int(call() or 0)
     except (Stopped, click.Abort):
-        terminal.print_line(
-            "stopped; the same command continues" if arguments[:1] in (["recipe"], ["study"]) else "stopped"
-        )
+        resumes = arguments[:1] in (["recipe"], ["study"])
+        click.echo(f"stopped{'; the same command continues' if resumes else ''}", err=True)
         return STOPPED
     except click.ClickException as error:
-        return _fail(InputError(error.format_message(), hint=_usage_hint(error)), as_json, debug=False)
+        context = getattr(error, "ctx", None)
+        hint = f"`{context.command_path} --help` lists arguments and options" if context else None
+        return _print_error(InputError(error.format_message(), hint=hint), as_json, debug=False)
     except VitcompressError as error:
-        return _fail(error, as_json, debug)
-    except Exception as error:  # noqa: BLE001 - the last line of defence: a person never sees a traceback unasked
-        return _fail(_surprise(error), as_json, debug)
+        return _print_error(error, as_json, debug)
+    except Exception as error:  # noqa: BLE001 - no traceback without --debug
+        return _print_error(_explain(error), as_json, debug)
 
 
-def _surprise(error: Exception) -> VitcompressError:
-    """An unexpected error in words: too little memory, an error of the operating system, else a defect of ours."""
+def _explain(error: Exception) -> VitcompressError:
+    """An unexpected error as one of ours: out of memory, the operating system, the GPU, or a bug."""
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
         return VitcompressError(
             f"there is not enough memory: {first_line(error)}",
@@ -127,11 +111,11 @@ def _surprise(error: Exception) -> VitcompressError:
         )
     if isinstance(error, OSError) and error.strerror:
         place = f" ({error.filename})" if error.filename else ""
-        return VitcompressError(f"the system refused{place}: {error.strerror}", hint="--debug shows where it happened")
-    if OF_THE_GPU.search(str(error)):
+        return VitcompressError(f"system error{place}: {error.strerror}", hint="--debug shows where it happened")
+    if GPU_ERROR.search(str(error)):
         return VitcompressError(
             f"the GPU or its driver failed: {first_line(error)}",
-            hint="`vitcompress doctor` tries what is here; --debug shows where it happened",
+            hint="`vitcompress doctor` tests this machine; --debug shows where it happened",
         )
     return VitcompressError(
         f"unexpected {type(error).__name__}: {error}",
@@ -139,36 +123,31 @@ def _surprise(error: Exception) -> VitcompressError:
     )
 
 
-def _fail(error: VitcompressError, as_json: bool, debug: bool) -> int:
-    """Say what is wrong, once, however many processes torchrun has started."""
+def _print_error(error: VitcompressError, as_json: bool, debug: bool) -> int:
+    """Print the error once, by one of the processes that torchrun has started. Returns the exit code."""
+    from vitcompress.cli.output import terminal
+
     if debug:
         traceback.print_exc()
-    if isinstance(error, InputError) and not _first_of_host():
+    if isinstance(error, InputError) and os.environ.get("LOCAL_RANK", "0") != "0":
         return error.exit_code
     try:
-        (terminal.print_json(terminal.error_as_data(error)) if as_json else terminal.print_error(error))
-    except OSError:  # standard output itself may be what refuses
+        terminal.print_json(terminal.error_as_data(error)) if as_json else terminal.print_error(error)
+    except OSError:  # standard output itself may be the problem
         terminal.print_error(error)
     return error.exit_code
 
 
-def _usage_hint(error: click.ClickException) -> str | None:
-    context = getattr(error, "ctx", None)
-    return f"`{context.command_path} --help` explains it" if context else None
-
-
-def _first_of_host() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-def first() -> bool:
-    """Whether this process is the one that prints, of all that torchrun has started."""
+def is_main_process() -> bool:
+    """Whether this process prints, of all that torchrun has started."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @contextlib.contextmanager
-def working(debug: bool) -> Iterator[Progress]:
-    """Progress for the duration of the work; what libraries print goes to standard error, results alone to output."""
+def show_progress(debug: bool) -> Iterator[Progress]:
+    """Show progress during the work. Output of libraries goes to standard error, their warnings are hidden."""
+    from vitcompress.cli.output.progress import ConsoleProgress
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         if not debug:
@@ -176,33 +155,37 @@ def working(debug: bool) -> Iterator[Progress]:
             warnings.simplefilter("ignore")
             stack.callback(logging.disable, logging.root.manager.disable)
             logging.disable(logging.WARNING)
-            # A library's thread that fails prints a traceback; what it means for the work is raised and told.
+            # A failed thread of a library prints a traceback; its effect on the work is raised as an error.
             stack.callback(setattr, threading, "excepthook", threading.excepthook)
-            threading.excepthook = lambda failed: None
-        yield stack.enter_context(progress.ConsoleProgress()) if first() else Progress()
+            threading.excepthook = lambda args: None
+        yield stack.enter_context(ConsoleProgress()) if is_main_process() else Progress()
 
 
-def common(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that every command takes."""
-    command = click.option("--debug", is_flag=True, help="Show tracebacks and the warnings of libraries.")(command)
-    return click.option("--json", "as_json", is_flag=True, help="Print machine-readable output alone.")(command)
+def common_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of all commands."""
+    command = click.option("--debug", is_flag=True, help="Show tracebacks and warnings of libraries.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(command)
 
 
-def answer(data: Any, as_json: bool, draw: Callable[[Any], None]) -> int:
-    """The result of a command: as JSON, or drawn; on one of several processes only."""
-    if first():
+def print_result(data: Any, as_json: bool, draw: Callable[[Any], None]) -> int:
+    """Print the result of a command as JSON or with `draw`, in one process only. Returns exit code 0."""
+    from vitcompress.cli.output import terminal
+
+    if is_main_process():
         (terminal.print_json if as_json else draw)(data)
     return 0
 
 
-def foreseen(outlook: dict[str, Any], as_json: bool, draw: Callable[[Any], None]) -> int:
-    """The result of a dry run; the exit code is that of the run, which begins only where nothing is missing."""
-    answer(outlook, as_json, draw)
-    return InputError.exit_code if outlook["missing"] else 0
+def print_dry_run(plan: dict[str, Any], as_json: bool, draw: Callable[[Any], None]) -> int:
+    """Print the result of a dry run. Returns the exit code with which a run would start: 2 if something is missing."""
+    print_result(plan, as_json, draw)
+    return InputError.exit_code if plan["missing"] else 0
 
 
-def fell_short(what: str, command: str | None, as_json: bool) -> int:
-    """Exit code 1, with a panel unless the JSON already says it."""
-    if not as_json and first():
-        terminal.print_error(CheckFailedError(what, hint=f"`{command}` shows which" if command else None))
+def report_failure(message: str, hint: str | None, as_json: bool) -> int:
+    """Print a panel, unless the JSON has the reason. Returns exit code 1."""
+    from vitcompress.cli.output import terminal
+
+    if not as_json and is_main_process():
+        terminal.print_error(CheckFailedError(message, hint=hint))
     return CheckFailedError.exit_code

@@ -1,14 +1,11 @@
 """`vitcompress report` and `vitcompress doctor`."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import click
 
-from vitcompress.cli.common import answer, common, working
-from vitcompress.cli.output import tables, terminal
+from vitcompress.cli.common import common_options, print_result, show_progress
 from vitcompress.errors import MissingExtraError
-from vitcompress.io.progress import Progress
 
 
 @click.command()
@@ -16,59 +13,55 @@ from vitcompress.io.progress import Progress
 @click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Plot accuracy against speed here (default with several folders: comparison.png).",
+    help="File for a plot of accuracy against speed (default with several folders: comparison.png).",
 )
 @click.option(
     "--pictures",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Draw into this folder which layers and channels each run chose, and by what scores.",
+    help="Folder for plots of the layers and channels that each run chose, with their scores.",
 )
-@common
+@common_options
 def report(folders: tuple[str, ...], plot: Path | None, pictures: Path | None, as_json: bool, debug: bool) -> int:
-    """Show what runs found.
+    """Show the results of runs.
 
-    One run folder as a page; several side by side and as a plot of accuracy against speed. With --pictures, what each
-    run chose.
+    One run folder as a page; several side by side, with a plot of accuracy against speed.
     """
-    with working(debug) as progress:
+    with show_progress(debug) as progress:
         from vitcompress.bench.report import compare
         from vitcompress.bench.report import run as reports
+        from vitcompress.cli.output import tables, terminal
 
-        found = compare.run(folders)
-        wanted = plot or (len(folders) > 1 and compare.points(found["runs"]))
-        found["plot"] = _plotted(lambda path: compare.plot(found["runs"], path), plot, progress) if wanted else None
+        result = compare.compare_runs(folders)
+        result["plot"] = None
+        if plot or (len(folders) > 1 and compare.points(result["runs"])):
+            try:
+                result["plot"] = str(compare.plot(result["runs"], plot or Path("comparison.png")))
+            except MissingExtraError as error:
+                if plot:
+                    raise
+                progress.note(f"no plot: {error.message}: {error.hint}")
         if pictures:
             from vitcompress.bench.plots.run import draw
 
-            found["pictures"] = list(map(str, draw(folders, pictures)))
-            progress.note(f"pictures: {', '.join(found['pictures'])}")
-        if found["plot"] and len(folders) == 1:
-            progress.note(f"plot: {found['plot']}")
-        page = reports.markdown(found["runs"][folders[0]])
+            result["pictures"] = list(map(str, draw(folders, pictures)))
+            progress.note(f"pictures: {', '.join(result['pictures'])}")
+        if result["plot"] and len(folders) == 1:
+            progress.note(f"plot: {result['plot']}")
+        page = reports.markdown(result["runs"][folders[0]])
     show = tables.print_comparison if len(folders) > 1 else lambda _: terminal.print_markdown(page)
-    return answer(found, as_json, show)
-
-
-def _plotted(draw: Callable[[Path], Path], wanted: Path | None, progress: Progress) -> str | None:
-    """The plot's file. A plot that nobody asked for is left out where matplotlib is missing."""
-    try:
-        return str(draw(wanted or Path("comparison.png")))
-    except MissingExtraError as error:
-        if wanted:
-            raise
-        progress.note(f"{error.message}: {error.hint}")
-        return None
+    return print_result(result, as_json, show)
 
 
 @click.command()
-@common
+@common_options
 def doctor(as_json: bool, debug: bool) -> int:
-    """Say what this machine can do, and what it lacks.
+    """Show what this machine can export, run and measure.
 
-    What it can export, run and measure, and how to get the rest.
+    And how to install what is missing for the rest.
     """
-    with working(debug):
+    with show_progress(debug):
+        from vitcompress.cli.output import tables
         from vitcompress.exporters.doctor import examine
 
-        found = examine()
-    return answer(found, as_json, tables.print_doctor)
+        data = examine()
+    return print_result(data, as_json, tables.print_doctor)

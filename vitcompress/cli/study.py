@@ -6,31 +6,27 @@ from typing import Any
 import click
 
 from vitcompress import recipes
-from vitcompress.cli.common import answer, common, foreseen, working
-from vitcompress.cli.options import completed, words
-from vitcompress.cli.output.tables import print_study, print_study_outlook
+from vitcompress.cli.common import common_options, print_dry_run, print_result, show_progress
+from vitcompress.cli.options import complete_names, parse_words
+from vitcompress.cli.recipe import dry_run_option, set_option
 
 
 @click.command()
-@click.argument("source", metavar="NAME|FILE", shell_complete=completed(recipes.study_names))
+@click.argument("source", metavar="NAME|FILE", shell_complete=complete_names(recipes.study_names))
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder (default: runs/study-NAME).")
-@click.option("--seeds", type=int, default=3, show_default=True, help="How many seeds every row is run with: 0, 1, ...")
-@click.option("--jobs", type=int, default=1, show_default=True, help="Runs at a time.")
-@click.option("--rows", callback=words, metavar="NAMES", help="Only these rows, as in hetdpt_5,random_5.")
-@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Change a setting: --set base.dense.epochs=10")
+@click.option("--seeds", type=int, default=3, show_default=True, help="Number of seeds per row: 0, 1, ...")
+@click.option("--jobs", type=int, default=1, show_default=True, help="Number of runs at a time.")
+@click.option("--rows", callback=parse_words, metavar="NAMES", help="Only these rows, as in hetdpt_5,random_5.")
+@set_option
 @click.option(
     "--speed",
     type=click.Choice(["now", "later", "again"]),
     default="now",
     show_default=True,
-    help="Measure speed when all is trained, leave it for another call, or measure anew.",
+    help="Measure speed when everything is trained, leave it to another call, or repeat it.",
 )
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Say what would be done; write nothing. Exit 2 where a run would refuse what was given.",
-)
-@common
+@dry_run_option
+@common_options
 def study(
     source: str,
     sets: tuple[str, ...],
@@ -40,18 +36,20 @@ def study(
     debug: bool,
     **options: Any,
 ) -> int:
-    """Train methods side by side, several seeds, and compare them.
+    """Train methods side by side with several seeds, and compare them.
 
     Every row of the study with every seed is an ordinary run. The same command continues a study that was stopped.
     """
-    with working(debug) as progress:
+    with show_progress(debug) as progress:
+        from vitcompress.cli.output import tables
         from vitcompress.exporters import EXPORTERS
-        from vitcompress.pipeline.study import results, run, spec
+        from vitcompress.pipeline.study.results import pair_table, row_table
+        from vitcompress.pipeline.study.run import StudyOptions, dry_run_study, run_study
+        from vitcompress.pipeline.study.spec import load_study
 
-        loaded = spec.load_study(source, sets, rows, formats=EXPORTERS)
-        settings = run.StudyOptions(**options)
-        found = run.dry_run_study(loaded, settings, progress) if dry_run else run.run_study(loaded, settings, progress)
+        loaded = load_study(source, sets, rows, formats=EXPORTERS)
+        settings = StudyOptions(**options)
+        result = (dry_run_study if dry_run else run_study)(loaded, settings, progress)
     if dry_run:
-        return foreseen(found, as_json, print_study_outlook)
-    tables = (results.table(found), results.pair_table(found))
-    return answer(found, as_json, lambda _: print_study(tables, found))
+        return print_dry_run(result, as_json, tables.print_study_dry_run)
+    return print_result(result, as_json, lambda _: tables.print_study((row_table(result), pair_table(result)), result))

@@ -59,6 +59,10 @@ class RunFolder:
         """What pruning step `number` (from 0) keeps."""
         return self.state / f"step-{number}-{method}"
 
+    def steps(self) -> list[Path]:
+        """The folders of all pruning steps."""
+        return sorted(self.state.glob("step-*"))
+
     def exported(self, model: Literal["model", "dense"], suffix: str) -> Path:
         """The exported file of one of the two models; `suffix` with its dot."""
         return self.path / f"{model}{suffix}"

@@ -1,4 +1,4 @@
-"""From the recovered model to measurements: fold, verify, evaluate, bench."""
+"""From the fine-tuned model to measurements: fold, verify, evaluate, bench."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -11,110 +11,96 @@ import numpy as np
 from torch import Tensor
 
 from vitcompress import surgery
-from vitcompress.bench import suite
-from vitcompress.bench.report import recorded
+from vitcompress.bench import suite, timing
 from vitcompress.bench.report import run as reports
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
-from vitcompress.io.checks import LEDGER
 from vitcompress.io.files import write_json
-from vitcompress.models.checkpoint import PLAN, load_model, load_model_files, read_plan, write_model
-from vitcompress.models.standard import WEIGHTS as STANDARD
+from vitcompress.models.checkpoint import load_model, load_model_files, read_plan, write_model
 from vitcompress.models.standard import save_standard
-from vitcompress.pipeline.export import (
-    drop_failed,
-    runnable,
-)
-from vitcompress.pipeline.job import Job
+from vitcompress.pipeline.export import drop_failed, runnable
+from vitcompress.pipeline.job import Job, Work
 from vitcompress.training.loaders import EvalLoader
-from vitcompress.training.metrics import calibration_images, judged, mcnemar
-from vitcompress.verify import quarantine
-from vitcompress.verify.fold import UNFOLDED, UNFOLDED_PLAN
+from vitcompress.training.metrics import calibration_images, evaluate_images, mcnemar
+from vitcompress.verify import verify_folder
 
-REPORT, FOLDING, MISTAKES = reports.JSON, "folding.json", "mistakes.json"
 VERIFIED_IMAGES = 64
 
 
 def fold_model(job: Job) -> None:
-    """Fold what can be folded, and save the deployed model as model.safetensors with plan.json."""
-    if (job.folder / PLAN).is_file():
-        return
+    """Fold linear layers, and save the deployed model as model.safetensors with plan.json."""
     job.progress.stage("Fold")
-    model = load_model_files(job.folder / UNFOLDED_PLAN, job.folder / UNFOLDED)
-    plan = read_plan(job.folder / UNFOLDED_PLAN)
-    # As a standard model it has the LayerScales of that model, and folding is what that model would gain as well.
+    files = job.files
+    model, plan = load_model_files(files.unfolded_plan, files.unfolded), read_plan(files.unfolded_plan)
+    # A standard model keeps its LayerScales: timm's model has them.
     folding = surgery.Folding(plan, ()) if plan.standard else surgery.fold_linears(model, plan)
     if plan.standard:
         save_standard(job.folder, model, plan)
-        job.progress.note(f"{STANDARD} loads strictly into timm's {plan.standard['arch']}")
-    write_json(job.state / FOLDING, [asdict(record) for record in folding.records])
+        job.progress.note(f"{files.standard.name} loads strictly into timm's {plan.standard['arch']}")
+    write_json(files.folding, [asdict(record) for record in folding.records])
     write_model(job.folder, model, folding.plan)
-    for line in _folded(folding.records):
+    for line in _describe_folds(folding.records):
         job.progress.note(line)
 
 
-def _folded(records: Sequence[surgery.FoldRecord]) -> Iterator[str]:
+def _describe_folds(records: Sequence[surgery.FoldRecord]) -> Iterator[str]:
     """One line per FFN, and one for all LayerScales."""
     scales = [record for record in records if record.reason == surgery.INTO_THE_LINEAR]
     for record in records:
         if record not in scales:
-            verb = "folded" if record.folded else "left as it is"
+            verb = "folded" if record.folded else "not folded"
             change = f"parameters {record.params_before} -> {record.params_after}"
             yield f"{record.module}: {verb}, {record.reason}; {change}"
     if scales:
         yield f"{len(scales)} LayerScales: folded, {surgery.INTO_THE_LINEAR}"
 
 
-# ----------------------------------------------------------------------------------------------------- verify and judge
-
-
-def verify(job: Job) -> None:
-    """verify.json: everything that the run folder claims, checked on real images where there are any."""
-    if not (job.folder / LEDGER).is_file():
-        _verify(job)
+def verify_run(job: Job) -> None:
+    """Check the run folder on test images, or on noise without data. Removes exported files that fail."""
+    if not job.files.verification.is_file():
+        job.progress.stage("Verify")
+        result = verify_folder(job.folder, _test_images(job), job.dense_folder, job.progress)
+        passed = Counter(check.name.split(".")[0] for check in result.checks if check.verdict == "passed")
+        job.progress.note("passed: " + ", ".join(f"{name} ({count})" for name, count in passed.items()))
+        for check in result.checks:
+            if check.verdict != "passed":
+                job.progress.note(f"{check.name}: {check.verdict.replace('_', ' ')}, {check.detail}")
     drop_failed(job)
 
 
-def _verify(job: Job) -> None:
-    job.progress.stage("Verify")
-    found = quarantine.verify(job.folder, images=_images(job), dense=job.dense_folder, progress=job.progress)
-    passed = Counter(check.name.split(".")[0] for check in found.checks if check.verdict == "passed")
-    job.progress.note("passed: " + ", ".join(f"{name} ({count})" for name, count in passed.items()))
-    for check in found.checks:
-        if check.verdict != "passed":
-            job.progress.note(f"{check.name}: {check.verdict.replace('_', ' ')}, {check.detail}")
-
-
-def _images(job: Job) -> Tensor | None:
-    """A few test images; all choices have been made by now."""
+def _test_images(job: Job) -> Tensor | None:
     if job.data is None:
         return None
     count = min(VERIFIED_IMAGES, len(job.data.test))
     return calibration_images(job.data.test, job.input, count, job.recipe.run.seed)
 
 
-def judge(job: Job) -> None:
-    """accuracy.json: dense, compressed and exported on the same test images, and whether the difference is real;
-    mistakes.json: which images each gets wrong, so that runs can be compared image by image.
+def evaluate_models(job: Job) -> None:
+    """accuracy.json: the dense, compressed and exported models on the same test images, with McNemar's test.
+
+    mistakes.json: which images each model classifies wrongly, to compare runs image by image.
     """
-    path = job.state / "accuracy.json"
-    if job.data is None or path.is_file():
+    if job.data is None:
         return
-    job.progress.stage("Judge on the test images")
+    job.progress.stage("Evaluate on the test images")
     loader = EvalLoader(job.data.test, job.input, job.recipe.finetune.batch_size, job.runtime)
-    found: dict[str, Any] = {}
-    right: dict[str, np.ndarray] = {}
-    for name, predict in _judged(job):
-        accuracy, right[name] = judged(predict, loader, job.runtime)
-        found[name] = accuracy.to_dict()
-        job.progress.note(f"{name}: {found[name]['correct']} of {found[name]['total']} right")
-    test = mcnemar(right["dense"], right["compressed"])
-    found["mcnemar"] = asdict(test)
-    write_json(job.state / MISTAKES, {name: np.flatnonzero(~mask).tolist() for name, mask in right.items()})
-    write_json(path, found)
+    result: dict[str, Any] = {}
+    correct: dict[str, np.ndarray] = {}
+    for name, predict in _models(job):
+        accuracy, correct[name] = evaluate_images(predict, loader, job.runtime)
+        result[name] = accuracy.to_dict()
+        job.progress.note(f"{name}: {result[name]['correct']} of {result[name]['total']} correct")
+    result["mcnemar"] = asdict(mcnemar(correct["dense"], correct["compressed"]))
+    write_json(job.files.mistakes, {name: np.flatnonzero(~mask).tolist() for name, mask in correct.items()})
+    write_json(job.files.accuracy, result)
 
 
-def _judged(job: Job) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-    """One after the other, so that one at a time is in memory."""
+def estimate_evaluation(job: Job) -> Iterator[Work]:
+    if not job.structure_only:
+        yield Work("evaluate on the test images", images=None if job.data is None else len(job.data.test))
+
+
+def _models(job: Job) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    """One after the other, so that only one is in memory."""
     for name, folder in (("dense", job.dense_folder), ("compressed", job.folder)):
         yield name, load_model(folder, job.runtime.device)
     for path, device in runnable(job, "model").values():
@@ -122,33 +108,35 @@ def _judged(job: Job) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
             yield path.name, runner
 
 
-# -------------------------------------------------------------------------------------------------------------- measure
-
-
 def bench_models(job: Job) -> None:
-    """bench.json: dense against compressed, interleaved, in the exported formats and in torch."""
-    path = job.folder / recorded.BENCH
-    if path.is_file():
-        return
+    """bench.json: dense and compressed model, measured interleaved, in the exported formats and in torch."""
     job.progress.stage("Measure dense against compressed")
-    table, seed, found = job.recipe.bench, job.recipe.run.seed, []
-    for before, after, where in _pairs(job):
-        how = RunnerOptions(device=where)
-        options = suite.BenchOptions(table.protocol, table.batch, table.warmup, table.runs, how, seed=seed)
-        measured = suite.run((before, after), options, progress=job.progress).as_data()
-        found.append(measured)
-        for speed in reports.speeds(measured):
-            job.progress.note(speed)
-        for reason in measured["disturbed"]:
-            job.progress.note(f"disturbed: {reason}; measure again with `vitcompress bench` when nothing else runs")
-    write_json(path, found)
+    table, results = job.recipe.bench, []
+    for dense, compressed, device in _pairs(job):
+        runner = RunnerOptions(device=device)
+        options = suite.BenchOptions(
+            table.protocol, table.batch, table.warmup, table.runs, runner, seed=job.recipe.run.seed
+        )
+        result = suite.run((dense, compressed), options, progress=job.progress).to_dict()
+        results.append(result)
+        for line in reports.describe_speeds(result):
+            job.progress.note(line)
+        for reason in result["disturbed"]:
+            job.progress.note(f"disturbed: {reason}; repeat with `vitcompress bench` when nothing else runs")
+    write_json(job.files.benchmark, results)
+
+
+def estimate_bench(job: Job) -> Iterator[Work]:
+    table = job.recipe.bench
+    protocol = timing.protocol(table.protocol, **table.changes)
+    yield Work(f"measure ({protocol.name}, batch {protocol.batch})")
 
 
 def _pairs(job: Job) -> Iterator[tuple[Path, Path, str | None]]:
-    """Pairs of artifacts to measure against each other, dense first, and the device; None is that of the file."""
+    """Dense and compressed artifact of one format, and the device; None: that of the file."""
     dense, runtimes = runnable(job, "dense"), job.recipe.bench.runtimes
-    for name, (after, device) in runnable(job, "model").items():
+    for name, (path, device) in runnable(job, "model").items():
         if name in dense and (name != "onnx" or "onnxruntime" in runtimes):
-            yield dense[name][0], after, device
+            yield dense[name][0], path, device
     if "torch" in runtimes:
         yield job.dense_folder, job.folder, str(job.runtime.device)

@@ -1,7 +1,6 @@
-"""The run folder: what lies in it, whether it may be used, how it is opened.
+"""The folders of a run: which folder a run may use, how it is locked and cleared, and which one has the dense model.
 
-Only what a run wrote is ever removed: a folder is a run's when its recipe.toml begins with `HEADER`, and starting over
-removes only files that runs write.
+Only files that runs write are ever removed, and only from folders whose recipe.toml begins with `HEADER`.
 """
 
 import shutil
@@ -9,153 +8,101 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
-from vitcompress.bench.report import recorded
-from vitcompress.bench.report import run as reports
-from vitcompress.errors import OutputError, RecipeError
-from vitcompress.io.checks import LEDGER
-from vitcompress.io.files import write_text, writing
+from vitcompress.errors import ArtifactError, OutputError, RecipeError
+from vitcompress.io.files import convert_write_errors, read_json, write_json, write_text
 from vitcompress.io.progress import Progress
-from vitcompress.io.text import differences
-from vitcompress.models.checkpoint import PLAN
-from vitcompress.recipe.load import parsed, recipe_of
+from vitcompress.io.run_folder import RunFolder
+from vitcompress.io.text import describe_differences
+from vitcompress.recipe.load import build_recipe, dense_key, load_recipe, parse_toml
 from vitcompress.recipe.schema import Recipe
-from vitcompress.verify.quarantine import FAILED
 
-RECIPE = "recipe.toml"
 HEADER = "# The recipe of this run, every setting spelled out."
 STRUCTURE_ONLY = "# Structure only: nothing was trained or scored."
-STATE, LOCK = "state", ".lock"
-# What a run leaves, in the order in which starting over takes it away: without a report the run is not done, and
-# without its recipe the folder would be nobody's.
-LEFT_BY_RUNS = (
-    reports.JSON,
-    reports.MARKDOWN,
-    LEDGER,
-    recorded.BENCH,
-    "model.*",
-    "standard.*",
-    "model-*.*",  # exported again in another precision
-    "dense.*",
-    FAILED,  # exported files that do not answer as the model does
-    PLAN,
-    "log.jsonl",
-    "tensorboard",
-    f"{STATE}/*",
-    RECIPE,
-)
-PARTS = ".*.part"  # files and folders that are being written
-# Weights of the dense model and of the compressed one before and after folding, their exports, and one that is being
-# written. Training adds a resume state with optimiser, average and best weights, twice while one replaces the other.
-BYTES_PER_PARAMETER, BYTES_OF_TRAINING = 4 * 6, 4 * 10
-# A step that slices, folds or trains keeps the model that it was given, and the weights that it left.
-BYTES_PER_STEP = 4 * 2
+UNFINISHED = ".*.part"  # files and folders that are being written
+# float32 weights of the dense model and of the compressed one before and after folding, their exports, and one file
+# that is being written. Training adds a resume state with optimizer, average and best weights, twice while one replaces
+# the other. A step that slices, folds or trains keeps its input model and the weights that it trained.
+BYTES_PER_PARAMETER, BYTES_OF_TRAINING, BYTES_PER_STEP = 4 * 6, 4 * 10, 4 * 2
 ELSEWHERE = "choose another folder with --out"
 
 
-def written_recipe(recipe: Recipe, *, structure_only: bool) -> str:
-    """recipe.toml: equal for runs that do the same."""
+# -------------------------------------------------------------------------------------------------------- permissions
+
+
+def recipe_text(recipe: Recipe, *, structure_only: bool) -> str:
+    """The content of recipe.toml: equal for runs that do the same."""
     return "\n".join([HEADER, *[STRUCTURE_ONLY] * structure_only, "", recipe.to_toml()])
 
 
-@contextmanager
-def sole_user(folder: Path, progress: Progress | None = None) -> Iterator[None]:
-    """No other process works in `folder` inside this block. The lock ends with the process that holds it.
-
-    progress: wait for the other one, and say so there; None does not wait.
-
-    Raises:
-        OutputError: another process works in the folder, and waiting was not asked for.
-    """
-    lock = FileLock(folder / LOCK)
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        alone = _acquired(lock)
-    if not alone:
-        if progress is None:
-            raise OutputError(f"another process is working in {folder}", hint="wait for it, or choose another folder")
-        progress.note(f"another run is working in {folder}: waiting for it")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _acquired(lock: FileLock) -> bool:
-    """Take `lock` unless another process holds it; whether it was free."""
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        return False
-    return True
-
-
-def is_done(folder: Path) -> bool:
-    return (folder / reports.JSON).is_file()
-
-
 def check_folder(folder: Path, recipe: Recipe, *, structure_only: bool, fresh: bool) -> None:
-    """Raise OutputError when `folder` is taken by something else or cannot be written."""
+    """Raise OutputError if `folder` cannot be written, or contains anything but a run of `recipe`.
+
+    fresh: the run starts over, so a run of any recipe is allowed.
+    """
     try:
-        _check_free(folder, written_recipe(recipe, structure_only=structure_only), fresh)
+        _check_content(RunFolder(folder), recipe_text(recipe, structure_only=structure_only), fresh)
     except OSError as error:
         raise OutputError(f"{folder} cannot be read: {error.strerror}", hint=ELSEWHERE) from None
     check_writable(folder)
 
 
-def _check_free(folder: Path, wanted: str, fresh: bool) -> None:
-    path = folder / RECIPE
+def _check_content(files: RunFolder, expected: str, fresh: bool) -> None:
+    folder = files.path
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"{folder} is a file", hint=ELSEWHERE)
-    if not path.is_file():
-        if folder.is_dir() and not all(map(_left_by_a_beginning, folder.iterdir())):
+    if not files.recipe.is_file():
+        if folder.is_dir() and not all(_is_from_interrupted_start(files, path) for path in folder.iterdir()):
             raise OutputError(f"{folder} is not empty and not a run folder", hint=ELSEWHERE)
         return
-    found = path.read_text(encoding="utf-8", errors="replace")
-    if fresh and not found.startswith(HEADER):
-        raise OutputError(f"{path} was not written by a run, so nothing here is replaced", hint=ELSEWHERE)
-    if not fresh and found != wanted and _spelled_out(found) != wanted:
+    text = files.recipe.read_text(encoding="utf-8", errors="replace")
+    if fresh and not text.startswith(HEADER):
+        raise OutputError(f"{files.recipe} was not written by a run, so nothing here is replaced", hint=ELSEWHERE)
+    if not fresh and text != expected and _rewrite(text) != expected:
         raise OutputError(
-            f"{folder} holds a run of another recipe ({difference(found, wanted)})",
+            f"{folder} contains a run of another recipe ({difference(text, expected)})",
             hint=f"{ELSEWHERE}, or --fresh to start over in this one",
         )
 
 
-def _left_by_a_beginning(path: Path) -> bool:
-    """Whether a run that was killed before its recipe was written left this: it has locked the folder then."""
-    locked = path.name == STATE and path.is_dir() and {inner.name for inner in path.iterdir()} <= {LOCK}
-    return locked or path.match(f".{RECIPE}.*.part")
+def _is_from_interrupted_start(files: RunFolder, path: Path) -> bool:
+    """Whether a run left `path` that was killed before it wrote its recipe, when it had only locked the folder."""
+    if path == files.state and path.is_dir():
+        return {inner.name for inner in path.iterdir()} <= {files.lock.name}
+    return path.match(f".{files.recipe.name}{UNFINISHED[1:]}")
 
 
-def _spelled_out(text: str) -> str:
-    """A run's recipe as this version writes it: what an earlier one did not know yet has its default there."""
+def _rewrite(text: str) -> str:
+    """The recipe.toml `text` as this version writes it: options that an earlier version lacked get their default."""
     try:
-        return written_recipe(recipe_of(RECIPE, parsed(RECIPE, text)), structure_only=STRUCTURE_ONLY in text)
+        recipe = build_recipe("of the run", parse_toml("of the run", text))
     except RecipeError:
         return text
+    return recipe_text(recipe, structure_only=STRUCTURE_ONLY in text)
 
 
 def difference(there: str, here: str) -> str:
     """The first settings that differ between two recipe texts, by their full names."""
     try:
-        told = differences(tomllib.loads(there), tomllib.loads(here))
+        changed = describe_differences(tomllib.loads(there), tomllib.loads(here))
     except tomllib.TOMLDecodeError:
         return "its recipe.toml is not readable"
-    if not told:
-        kinds = ["structure only" if STRUCTURE_ONLY in text else "a whole run" for text in (there, here)]
-        return "written by another version" if kinds[0] == kinds[1] else f"{kinds[0]} there, {kinds[1]} here"
-    return "; ".join(told)
+    if changed:
+        return "; ".join(changed)
+    kinds = ["structure only" if STRUCTURE_ONLY in text else "a whole run" for text in (there, here)]
+    return "written by another version" if kinds[0] == kinds[1] else f"{kinds[0]} there, {kinds[1]} here"
 
 
 def check_writable(folder: Path) -> None:
-    """Raise OutputError when `folder` cannot be made or written; nothing is left by looking."""
-    parent = nearest_existing(folder)
+    """Raise OutputError if `folder` cannot be created or written. Leaves nothing behind."""
+    parent = _nearest_existing(folder)
     if not parent.is_dir():
-        raise OutputError(f"{parent} is a file, so {folder} cannot be made", hint=ELSEWHERE)
+        raise OutputError(f"{parent} is a file, so {folder} cannot be created", hint=ELSEWHERE)
     try:
         with tempfile.TemporaryFile(dir=parent):
             pass
@@ -163,13 +110,13 @@ def check_writable(folder: Path) -> None:
         raise OutputError(f"{parent} cannot be written: {error.strerror}", hint=ELSEWHERE) from None
 
 
-def check_disk(folder: Path, params: int, *, trains: bool, keeping: int) -> None:
-    """Raise OutputError when the disk has too little room for weights, exports and, if it `trains`, resume state.
+def check_disk(folder: Path, params: int, *, trains: bool, storing_steps: int) -> None:
+    """Raise OutputError if the disk has too little room for weights, exports and, if the run `trains`, resume state.
 
-    keeping: how many steps leave a model behind.
+    storing_steps: number of steps that write a model.
     """
-    parent = nearest_existing(folder)
-    per_parameter = BYTES_PER_PARAMETER + BYTES_OF_TRAINING * trains + BYTES_PER_STEP * keeping
+    parent = _nearest_existing(folder)
+    per_parameter = BYTES_PER_PARAMETER + BYTES_OF_TRAINING * trains + BYTES_PER_STEP * storing_steps
     need, free = params * per_parameter, shutil.disk_usage(parent).free
     if free < need:
         raise OutputError(
@@ -178,8 +125,7 @@ def check_disk(folder: Path, params: int, *, trains: bool, keeping: int) -> None
         )
 
 
-def nearest_existing(folder: Path) -> Path:
-    """`folder`, or the closest of its parents that there is."""
+def _nearest_existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
@@ -187,35 +133,58 @@ def _size(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
+# ------------------------------------------------------------------------------------------------------ lock and clear
+
+
 @contextmanager
-def opened(folder: Path, recipe: Recipe, *, structure_only: bool, fresh: bool) -> Iterator[None]:
-    """Lock `folder`, and put the recipe of this run into it; with `fresh` remove the results of an earlier run first.
+def lock_folder(folder: Path, progress: Progress | None = None) -> Iterator[None]:
+    """Lock `folder` for this process. The operating system releases the lock when the process ends.
+
+    progress: reports that this process waits for another one; None does not wait.
 
     Raises:
-        OutputError: another process works in the folder, or it is another's by now; nothing in it was touched.
+        OutputError: another process uses the folder, and `progress` is None.
     """
-    wanted = written_recipe(recipe, structure_only=structure_only)
-    with sole_user(folder / STATE):
-        _check_free(folder, wanted, fresh)  # again: another process may have used it since
-        if fresh:
-            _clear(folder)
-        sweep(folder)
-        if not (folder / RECIPE).is_file():
-            write_text(folder / RECIPE, wanted)
+    lock = FileLock(RunFolder(folder).lock)
+    with convert_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            if progress is None:
+                raise OutputError(
+                    f"another process is working in {folder}", hint="wait for it, or choose another folder"
+                ) from None
+            progress.note(f"another run is working in {folder}: waiting for it")
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def open_folder(folder: Path, recipe: Recipe, *, structure_only: bool, fresh: bool) -> Iterator[None]:
+    """Lock `folder` and write recipe.toml; with `fresh`, first remove the files of an earlier run.
+
+    Raises:
+        OutputError: another process uses the folder, or has used it since `check_folder`; nothing in it was changed.
+    """
+    files, text = RunFolder(folder), recipe_text(recipe, structure_only=structure_only)
+    with lock_folder(files.state):
+        _check_content(files, text, fresh)
+        for path in files.run_files() if fresh else ():
+            _remove(path)
+        remove_unfinished(folder)
+        if not files.recipe.is_file():
+            write_text(files.recipe, text)
         yield
 
 
-def sweep(folder: Path) -> None:
-    """Remove what a killed process was writing."""
-    for path in sorted(folder.rglob(PARTS), reverse=True):  # what lies inside goes first
+def remove_unfinished(folder: Path) -> None:
+    """Remove files and folders that a killed process was writing."""
+    for path in sorted(folder.rglob(UNFINISHED), reverse=True):  # the content of a folder before the folder
         _remove(path)
-
-
-def _clear(folder: Path) -> None:
-    for pattern in LEFT_BY_RUNS:
-        for path in sorted(folder.glob(pattern)):
-            if path.name != LOCK:  # it is ours
-                _remove(path)
 
 
 def _remove(path: Path) -> None:
@@ -223,6 +192,57 @@ def _remove(path: Path) -> None:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
-            path.unlink()
+            path.unlink(missing_ok=True)
     except OSError as error:
         raise OutputError(f"{path} cannot be removed: {error.strerror}", hint=ELSEWHERE) from None
+
+
+# ------------------------------------------------------------------------------------------------------- dense model
+
+
+def dense_folder(recipe: Recipe, folder: Path) -> Path:
+    """The folder of the dense model of the run in `folder`: shared by runs that train it alike, else inside `folder`.
+
+    The name of a shared folder is a hash of all training options, so it changes when a version adds an option. A model
+    trained by an earlier version is used if it has the same options and the new ones have their defaults, because a
+    default is what earlier versions did. Every option is recorded, so a changed default means another training.
+    """
+    if recipe.model.weights != "train":
+        return RunFolder(folder).dense
+    own = folder.parent / f"dense-{dense_key(recipe)}"
+    return own if own.exists() else next(_equal_trainings(recipe, folder.parent), own)
+
+
+def dense_folder_of_run(folder: Path) -> Path | None:
+    """The folder of the dense model according to the recipe.toml in `folder`; None if there is no such file."""
+    path = RunFolder(folder).recipe
+    return dense_folder(load_recipe(str(path)), folder.resolve()) if path.is_file() else None
+
+
+def record_settings(recipe: Recipe, folder: Path) -> None:
+    """Write all options that `dense_key` depends on to settings.json, including those that are None."""
+    data = {name: value for name, value in asdict(recipe.data).items() if name != "workers"}
+    settings = {
+        "model": asdict(recipe.model),
+        "data": data,
+        "dense": recipe.dense and asdict(recipe.dense),
+        "run": {"seed": recipe.run.seed, "amp": recipe.run.amp},
+    }
+    write_json(RunFolder(folder).settings, settings)
+
+
+def _equal_trainings(recipe: Recipe, parent: Path) -> Iterator[Path]:
+    """Folders in `parent` with a finished dense model that was trained as `recipe` trains it.
+
+    An unfinished training of another version is not continued with the options of this one.
+    """
+    for files in map(RunFolder, sorted(parent.glob("dense-*"))):
+        if not (files.settings.is_file() and files.plan.is_file()):
+            continue
+        try:
+            settings: dict[str, Any] = {**dict(read_json(files.settings)), "step": [{"method": "fold"}]}
+            other = build_recipe(str(files.settings), settings)
+        except (ArtifactError, RecipeError, TypeError, ValueError):  # another version's options, or damaged
+            continue
+        if dense_key(other) == dense_key(recipe):
+            yield files.path

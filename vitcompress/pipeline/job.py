@@ -1,4 +1,4 @@
-"""One run of one recipe: its options, and what all stages of the pipeline know of it."""
+"""One run of one recipe: its options, and what all stages of the pipeline know about it."""
 
 import json
 from collections.abc import Iterator
@@ -10,14 +10,16 @@ from typing import Any
 
 from torch import nn
 
+from vitcompress import surgery
 from vitcompress.errors import InputError
 from vitcompress.exporters.doctor import device_problem
 from vitcompress.families import Family, family_of
 from vitcompress.io.progress import Progress
-from vitcompress.methods.structure import deltas_of_steps
+from vitcompress.io.run_folder import RunFolder
+from vitcompress.methods import Method, find_method
+from vitcompress.methods.base import StepInfo
 from vitcompress.models.create import InputConfig, check_classifier, create_on_meta, input_config
-from vitcompress.pipeline.dense_folder import dense_folder
-from vitcompress.pipeline.folder import STATE
+from vitcompress.pipeline.folder import dense_folder
 from vitcompress.plan import Plan
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training.data import DataOptions, Splits, class_count
@@ -26,7 +28,10 @@ from vitcompress.training.distributed import Runtime
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the command line adds to a recipe. None leaves the recipe's own setting."""
+    """What the command line changes in a recipe. None keeps the recipe's own setting.
+
+    out: the run folder; None is runs/NAME. structure_only: no training and no scoring. fresh: start over.
+    """
 
     out: Path | None = None
     export: tuple[str, ...] = ()
@@ -37,18 +42,31 @@ class RunOptions:
     fresh: bool = False
 
 
-def effective(recipe: Recipe, options: RunOptions) -> Recipe:
-    """The recipe with the command line's options in it, as the run folder records it."""
+def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = None) -> Recipe:
+    """`recipe` with `options`, as the run folder records it.
+
+    data: images from Python; recorded by name and counts, so that a folder of other images is not continued.
+
+    Raises:
+        InputError: the weights must be trained, and the recipe does not tell how.
+    """
     if options.weights == "train" and recipe.dense is None:
         raise InputError(
-            "--weights train needs a [dense] table that says how to train, and the recipe has none",
-            hint="give a checkpoint, hub or random",
+            "--weights train needs a [dense] table with training options, and the recipe has none",
+            hint="use a checkpoint, hub or random",
         )
     weights = options.weights or ("random" if options.structure_only and recipe.model.weights == "train" else None)
     model = recipe.model if weights is None else replace(recipe.model, weights=weights)
+    table = recipe.data
+    if data is not None:
+        counts = "/".join(str(len(part)) for part in (data.train, data.heldout, data.test))
+        table = DataOptions(source=f"python:{data.name} ({counts} images)")
+    elif options.data is not None:  # a folder of images, or the root of a data set of timm
+        source = "imagefolder" if table.source == "digits" else table.source
+        table = replace(table, path=str(Path(options.data).resolve()), source=source)
     return replace(
         recipe,
-        data=recipe.data if options.data is None else _data_at(recipe.data, options.data),
+        data=table,
         model=model,
         dense=recipe.dense if model.weights == "train" else None,
         export=replace(recipe.export, formats=options.export) if options.export else recipe.export,
@@ -56,22 +74,39 @@ def effective(recipe: Recipe, options: RunOptions) -> Recipe:
     )
 
 
-def _data_at(table: DataOptions, path: str) -> DataOptions:
-    """The images at `path`: those of a folder, unless the recipe names a data set of timm's, which is rooted there."""
-    source = "imagefolder" if table.source == "digits" else table.source
-    return replace(table, path=str(Path(path).resolve()), source=source)
-
-
-def folder_of(recipe: Recipe, options: RunOptions) -> Path:
+def output_folder(recipe: Recipe, options: RunOptions) -> Path:
     return (options.out or Path("runs") / recipe.name).resolve()
 
 
 @dataclass(frozen=True)
-class Job:
-    """One run of one recipe: the recipe with the command line's options in it, its folder, and what was found before
-    starting.
+class Work:
+    """One row of a dry run: `rounds` trainings or measurements of `epochs` passes over `images` images.
 
-    data: None where none is opened. blank: the dense model on torch's meta device, without weights.
+    None: does not apply, or is not known without the data.
+    """
+
+    stage: str
+    rounds: int = 1
+    epochs: int | None = None
+    images: int | None = None
+
+
+@dataclass(frozen=True)
+class JobStep:
+    """A pruning step. info: properties that follow from `options`. files: the step's measurements and its plan."""
+
+    number: int
+    method: Method
+    options: Any
+    info: StepInfo
+    files: RunFolder
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of one recipe, which has the command line's options applied.
+
+    data: None if no images are needed or available. blank: the dense model on torch's meta device, without weights.
     """
 
     recipe: Recipe
@@ -86,34 +121,42 @@ class Job:
     blank: nn.Module = field(repr=False)
 
     @property
-    def state(self) -> Path:
-        return self.folder / STATE
-
-    def step_folder(self, number: int) -> Path:
-        """Where step `number` keeps what it measured."""
-        return self.state / f"step-{number}-{self.recipe.steps[number].method}"
+    def files(self) -> RunFolder:
+        return RunFolder(self.folder)
 
     @property
     def dense_folder(self) -> Path:
         return dense_folder(self.recipe, self.folder)
 
     @cached_property
+    def steps(self) -> tuple[JobStep, ...]:
+        steps = []
+        for number, step in enumerate(self.recipe.steps):
+            method, files = find_method(step.method), RunFolder(self.files.step(number, step.method))
+            steps.append(JobStep(number, method, step.options, method.describe(step.options), files))
+        return tuple(steps)
+
+    @cached_property
     def onnx_problem(self) -> str | None:
-        """Why ONNX Runtime does not work on the run's device, and what to do; None where it does."""
+        """Why ONNX Runtime cannot use the run's device, with the fix; None if it can."""
         if self.runtime.device.type == "mps":
             return "recipes use Apple GPUs for torch alone"
         return device_problem(str(self.runtime.device))
 
     @property
     def onnx_device(self) -> str:
-        """Where ONNX Runtime works: on the run's device where it can, else on the CPU."""
+        """The run's device if ONNX Runtime can use it, else the CPU."""
         return "cpu" if self.onnx_problem else str(self.runtime.device)
 
-    def onnx_elsewhere(self) -> Iterator[str]:
-        """A note where ONNX files are not judged and measured on the run's device."""
+    def onnx_notes(self) -> Iterator[str]:
+        """A note if ONNX files are evaluated and measured on another device than the run's."""
         if "onnx" in self.recipe.export.formats and self.onnx_problem:
-            why = f"ONNX Runtime does not work on {self.runtime.device} here ({self.onnx_problem})"
-            yield f"ONNX files are judged and measured on the CPU: {why}."
+            reason = f"ONNX Runtime does not work on {self.runtime.device} here ({self.onnx_problem})"
+            yield f"ONNX files are evaluated and measured on the CPU: {reason}."
+
+    @property
+    def train_images(self) -> int | None:
+        return None if self.data is None else len(self.data.train)
 
     @property
     def classes(self) -> int:
@@ -125,14 +168,27 @@ class Job:
         return Plan(self.recipe.model.name, self.arch_args)
 
     @cached_property
-    def deltas(self) -> tuple[Plan, ...]:
-        """What each step adds, without data or scoring: published layers, or as many as the options ask for.
+    def _structures(self) -> tuple[list[Plan], list[nn.Module]]:
+        deltas, models, plan = list[Plan](), [self.blank], self.base
+        for step in self.steps:
+            deltas.append(step.method.structure(models[-1], self.family, plan, step.options))
+            models.append(surgery.apply_to_copy(models[-1], deltas[-1]))
+            plan = plan.then(deltas[-1])
+        return deltas, models
+
+    @property
+    def deltas(self) -> list[Plan]:
+        """The plan of each step without data or scoring: published layers, or the number that the options request.
 
         Raises:
-            PlanError: a step asks for more than the model has.
+            PlanError: a step requests more than the model has.
         """
-        steps = ((step.method, step.options) for step in self.recipe.steps)
-        return tuple(deltas_of_steps(self.blank, self.family, self.base, steps))
+        return self._structures[0]
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The model before each step and after the last one, on torch's meta device. Raises PlanError like `deltas`."""
+        return self._structures[1]
 
     @property
     def structure(self) -> Plan:
@@ -140,53 +196,40 @@ class Job:
         return reduce(Plan.then, self.deltas, self.base)
 
 
-def job_for(
-    recipe: Recipe, folder: Path, runtime: Runtime, progress: Progress, data: Splits | None, *, structure_only: bool
+def create_job(
+    recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Progress, data: Splits | None = None
 ) -> Job:
-    """The job. The dense architecture is built once, without weights, to see whether it can be pruned.
+    """The job of `recipe`, which has `options` applied. Builds the dense architecture once, without weights.
 
     Raises:
-        InputError: timm cannot build it, it cannot classify images, or no family covers it.
+        InputError: timm cannot build it, it cannot classify images, or no family supports it.
     """
-    classes = len(data.classes) if data is not None else recipe.model.classes or _classes_without_data(recipe)
+    classes = len(data.classes) if data is not None else recipe.model.classes or _class_count(recipe)
     args = dict(recipe.model.args) | ({"num_classes": classes} if classes else {})
-    blank = deepcopy(_outline(recipe.model.name, json.dumps(args)))
+    blank = deepcopy(_create_blank(recipe.model.name, json.dumps(args)))
     return Job(
         recipe=recipe,
-        folder=folder,
+        folder=output_folder(recipe, options),
         runtime=runtime,
         progress=progress,
         data=data,
         arch_args=args,
         input=input_config(blank),
         family=family_of(blank),
-        structure_only=structure_only,
+        structure_only=options.structure_only,
         blank=blank,
     )
 
 
-@lru_cache(maxsize=8)
-def _outline(arch: str, args: str) -> nn.Module:
-    """A model that can classify images, without weights. args: JSON. Kept: lists of recipes and the rows of a study ask
-    for the same ones again and again.
-
-    Raises:
-        InputError: timm cannot build it, or it cannot classify images.
-    """
+@lru_cache(maxsize=8)  # lists of recipes and the rows of a study use few architectures
+def _create_blank(arch: str, args: str) -> nn.Module:
+    """A classifier without weights. args: JSON."""
     blank = create_on_meta(arch, json.loads(args))
     check_classifier(arch, json.loads(args), blank)
     return blank
 
 
-def _classes_without_data(recipe: Recipe) -> int | None:
-    """How many classes the unopened data has, so that the sizes counted are those of a whole run.
-
-    None where the model's arguments or its weights say how many there are.
-    """
-    free = recipe.model.weights == "random" and "num_classes" not in recipe.model.args
-    return class_count(recipe.data) if free else None
-
-
-def alone(job: Job) -> Job:
-    """The job for the first process without the others."""
-    return replace(job, runtime=replace(job.runtime, rank=0, world_size=1))
+def _class_count(recipe: Recipe) -> int | None:
+    """The number of classes of data that is not open; None if the arguments or the weights of the model set it."""
+    undecided = recipe.model.weights == "random" and "num_classes" not in recipe.model.args
+    return class_count(recipe.data) if undecided else None

@@ -16,7 +16,7 @@ from vitcompress.pipeline.latency import clock, measured_on
 from vitcompress.pipeline.teacher import teacher_for
 from vitcompress.plan import Plan
 from vitcompress.training.data import no_data
-from vitcompress.verify.slice import keep_given
+from vitcompress.verify.slice import keep_step_input
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def run_steps(job: Job, dense: nn.Module) -> Steps:
         delta = _plan_step(job, dense, step, model, base)
         load_handed_over(model, step.files.path, base, job.runtime)
         if (delta.kept or delta.folded) and job.runtime.is_main:
-            keep_given(step.files.path, model, base)
+            keep_step_input(step.files.path, model, base)
         result = Steps(model, base, delta)
     return result
 

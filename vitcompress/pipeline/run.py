@@ -1,26 +1,20 @@
-"""Run a recipe: from the dense model to a verified, exported and measured one."""
+"""Run a recipe: from the dense model to a verified, exported and measured compressed model."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vitcompress.bench.report.run import JSON as REPORT
 from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
-from vitcompress.pipeline.dense import dense_model
-from vitcompress.pipeline.dense_folder import dense_folder
-from vitcompress.pipeline.export import export_models
-from vitcompress.pipeline.finalize import bench_models, fold_model, judge, verify
-from vitcompress.pipeline.folder import RECIPE, check_folder, is_done, opened
-from vitcompress.pipeline.job import Job, RunOptions, alone, effective, folder_of
+from vitcompress.io.run_folder import RunFolder
+from vitcompress.pipeline.folder import check_folder, open_folder
+from vitcompress.pipeline.job import RunOptions, apply_options, output_folder
 from vitcompress.pipeline.preflight import check_formats, prepare
-from vitcompress.pipeline.prune import take_steps
-from vitcompress.pipeline.recover import recover
-from vitcompress.pipeline.report import write_report
-from vitcompress.recipe.load import load_recipe
+from vitcompress.pipeline.stages import STAGES, run_stages
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training import distributed
+from vitcompress.training.data import Splits
 
 
 @dataclass(frozen=True)
@@ -32,69 +26,50 @@ class RunResult:
     passed: bool
 
     @property
-    def elsewhere(self) -> list[dict[str, Any]]:
-        """The checks that could not run here but can on another machine; all but the first process know of none.
-
-        A file that was not asked for is no such check: what it lacks is an export.
-        """
+    def pending(self) -> list[dict[str, Any]]:
+        """The checks of exported files that need another machine. Empty in all processes but the first."""
         checks = self.report.get("verify", {}).get("checks", [])
         return [check for check in checks if (check["command"] or "").startswith(f"vitcompress verify {self.folder}")]
 
 
-def run_recipe(recipe: Recipe, options: RunOptions | None = None, progress: Progress | None = None) -> RunResult:
-    """Run `recipe` to its end, or continue it.
+def run_recipe(
+    recipe: Recipe, options: RunOptions | None = None, progress: Progress | None = None, data: Splits | None = None
+) -> RunResult:
+    """Run `recipe`, or continue an interrupted run of it.
 
-    Under torchrun every process calls this; training is shared, what follows it is done by the first process, and the
+    Under torchrun, every process calls this function. Training is shared, the first process does the rest, and the
     others return an empty report.
 
+    Args:
+        data: images to use instead of those of `recipe.data`.
+
     Raises:
-        InputError: what the user gave is wrong; nothing was written.
-        VitcompressError: the work itself failed; the same call continues it.
+        InputError: the input is wrong; nothing was written.
+        VitcompressError: a stage failed; the same call continues the run.
     """
     options, progress = options or RunOptions(), progress or Progress()
-    recipe = effective(recipe, options)
-    folder = folder_of(recipe, options)
-    how = {"structure_only": options.structure_only, "fresh": options.fresh}
-    check_folder(folder, recipe, **how)
+    recipe = apply_options(recipe, options, data)
+    folder = output_folder(recipe, options)
+    kind = {"structure_only": options.structure_only, "fresh": options.fresh}
+    check_folder(folder, recipe, **kind)
     check_formats(recipe)
     with ExitStack() as stack:
         stack.callback(distributed.stop)
         runtime = distributed.start(recipe.run.device, recipe.run.amp, recipe.data.workers)
-        if runtime.broadcast(is_done(folder) and not options.fresh):
+        if runtime.broadcast(RunFolder(folder).report.is_file() and not options.fresh):
             progress.note(f"all is done: {folder}; --fresh starts over")
         else:
-            job = prepare(recipe, options, runtime, progress)
+            job = prepare(recipe, options, runtime, progress, data)
             if runtime.is_main:
-                stack.enter_context(opened(folder, recipe, **how))
+                stack.enter_context(open_folder(folder, recipe, **kind))
             runtime.barrier()
             with distributed.cpu_threads(recipe.run.threads):
-                _train(job)
+                run_stages(job, [stage for stage in STAGES if stage.every_process])
             distributed.stop()
             if runtime.is_main:
-                _deliver(alone(job))
+                alone = replace(job, runtime=replace(runtime, rank=0, world_size=1))
+                run_stages(alone, [stage for stage in STAGES if not stage.every_process])
     if not runtime.is_main:
         return RunResult(folder, {}, passed=True)
-    report = read_json(folder / REPORT)
+    report = read_json(RunFolder(folder).report)
     return RunResult(folder, report, bool(report["verify"]["passed"]))
-
-
-def dense_of(folder: Path) -> Path | None:
-    """Where the dense model of the run in `folder` lies, as its recipe.toml tells; None where there is no such file."""
-    path = folder / RECIPE
-    return dense_folder(load_recipe(str(path)), folder.resolve()) if path.is_file() else None
-
-
-def _train(job: Job) -> None:
-    """What processes share."""
-    dense = dense_model(job)
-    recover(job, dense, take_steps(job, dense))
-
-
-def _deliver(job: Job) -> None:
-    """What the first process does when the others have left. Each part loads what it needs, one model at a time."""
-    fold_model(job)
-    export_models(job)
-    verify(job)
-    judge(job)
-    bench_models(job)
-    write_report(job)

@@ -1,10 +1,11 @@
-"""Text, tables, JSON and errors in the terminal: results on standard output, all else on standard error."""
+"""Text, tables, JSON and errors in the terminal: results on standard output, everything else on standard error."""
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import click
 from rich.console import Console, Group
 from rich.markdown import Markdown
 from rich.measure import Measurement
@@ -15,24 +16,24 @@ from rich.text import Text
 
 from vitcompress.errors import CheckFailedError, InputError, RecipeError, VitcompressError
 
-WIDTH_OF_A_PIPE = 120
-UNBOUND = 10_000  # characters: as wide as a table would like to be
+PIPE_WIDTH = 120
+UNLIMITED = 10_000  # characters
+TITLES = {InputError: "invalid input", CheckFailedError: "check failed"}
 
 
 def stream_console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else WIDTH_OF_A_PIPE, highlight=False)
+    return Console(file=stream, width=None if stream.isatty() else PIPE_WIDTH, highlight=False)
 
 
 def print_json(value: Any) -> None:
-    """`value` alone on standard output."""
+    """Only `value` on standard output."""
     print_text(json.dumps(value, indent=1, default=str))
 
 
 def print_text(text: str) -> None:
-    """Plain text on standard output, unwrapped."""
-    sys.stdout.write(text.rstrip("\n") + "\n")
-    sys.stdout.flush()  # else an error would show only at exit, where nothing reports it
+    """Plain text on standard output, not wrapped."""
+    click.echo(text.rstrip("\n"))
 
 
 def print_line(text: str) -> None:
@@ -41,38 +42,38 @@ def print_line(text: str) -> None:
 
 
 def print_toml(text: str) -> None:
-    """TOML on standard output, coloured in a terminal only."""
-    _print_drawn(Syntax(text, "toml", background_color="default"), text)
+    """TOML on standard output, coloured in a terminal."""
+    _print_rich(Syntax(text, "toml", background_color="default"), text)
 
 
 def print_markdown(text: str) -> None:
-    """Markdown on standard output, drawn in a terminal, as it is in a pipe."""
-    _print_drawn(Markdown(text), text)
+    """Markdown on standard output, rendered in a terminal."""
+    _print_rich(Markdown(text), text)
 
 
-def _print_drawn(drawn: Syntax | Markdown, text: str) -> None:
+def _print_rich(rendered: Syntax | Markdown, text: str) -> None:
     console = stream_console(stderr=False)
-    console.print(drawn) if console.is_terminal else print_text(text)
+    console.print(rendered) if console.is_terminal else print_text(text)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table on standard output; the first column is text, figures in the others stand right.
+    """A table on standard output; the first column is aligned left, the others right.
 
-    Where the terminal is too narrow, what is the same in every row is told once, under the table.
+    If the terminal is too narrow, columns with the same value in every row are printed once, below the table.
     """
-    console, texts = stream_console(stderr=False), [["" if cell is None else str(cell) for cell in row] for row in rows]
-    table, same = _drawn(title, columns, texts), dict[str, str]()
-    liked = Measurement.get(console, console.options.update(width=UNBOUND), table).maximum
-    if len(texts) > 1 and liked > console.width:
-        varying = [n for n in range(len(columns)) if n == 0 or len({row[n] for row in texts}) > 1]
-        same = {column: texts[0][n] for n, column in enumerate(columns) if n not in varying and texts[0][n]}
-        table = _drawn(title, [columns[n] for n in varying], [[row[n] for n in varying] for row in texts])
+    console, cells = stream_console(stderr=False), [["" if cell is None else str(cell) for cell in row] for row in rows]
+    table, shared = _build_table(title, columns, cells), dict[str, str]()
+    width = Measurement.get(console, console.options.update(width=UNLIMITED), table).maximum
+    if len(cells) > 1 and width > console.width:
+        varying = [n for n in range(len(columns)) if n == 0 or len({row[n] for row in cells}) > 1]
+        shared = {column: cells[0][n] for n, column in enumerate(columns) if n not in varying and cells[0][n]}
+        table = _build_table(title, [columns[n] for n in varying], [[row[n] for n in varying] for row in cells])
     console.print(table)
-    if same:
-        print_text(f"all: {', '.join(f'{column} {text}' for column, text in same.items())}")
+    if shared:
+        print_text(f"all: {', '.join(f'{column} {text}' for column, text in shared.items())}")
 
 
-def _drawn(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def _build_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(title=Text(title, style="bold") if title else None, title_justify="left", header_style="bold")
     for number, column in enumerate(columns):
         table.add_column(Text(column), justify="left" if number == 0 else "right", overflow="fold")
@@ -82,31 +83,15 @@ def _drawn(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
 
 
 def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
-    """Topics beside what is said of them, without borders."""
+    """Names with their descriptions, without borders."""
     table = Table("", "", box=None, show_header=False, pad_edge=False)
-    for topic, text in pairs:
-        table.add_row(Text(topic, style="bold"), Text(text))
+    for name, text in pairs:
+        table.add_row(Text(name, style="bold"), Text(text))
     stream_console(stderr=False).print(table)
 
 
-def print_records(title: str, records: Sequence[Mapping[str, Any]]) -> None:
-    """Records with the same keys as a table, whole numbers with separators."""
-    columns = list(dict.fromkeys(key for record in records for key in record))
-    rows = [[_cell(record.get(column)) for column in columns] for record in records]
-    print_table(title, [column.replace("_", " ") for column in columns], rows)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-TITLES = {InputError: "cannot be used", CheckFailedError: "not good enough"}
-
-
 def print_error(error: VitcompressError) -> None:
-    """One panel on standard error: what is wrong, and the next step."""
+    """One panel on standard error: the problem, and the next step."""
     lines: list[Text] = [Text(error.message)]
     if error.hint:
         lines.append(Text(f"\n{error.hint}", style="cyan"))

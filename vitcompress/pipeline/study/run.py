@@ -1,53 +1,33 @@
 """Run a study: methods side by side on one data set, several seeds, the same training for all."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from vitcompress.bench import timing
 from vitcompress.bench.plots.study import draw
 from vitcompress.errors import InputError, MissingExtraError, OutputError
 from vitcompress.io.files import read_json, write_json
 from vitcompress.io.progress import Progress
-from vitcompress.pipeline.folder import ELSEWHERE, check_folder, is_done, sole_user
-from vitcompress.pipeline.study.dry_run import outlook
-from vitcompress.pipeline.study.results import write
-from vitcompress.pipeline.study.runs import Run, carry_out, runs_of
+from vitcompress.pipeline.dry_run import dry_run_recipe
+from vitcompress.pipeline.folder import ELSEWHERE, check_folder, lock_folder
+from vitcompress.pipeline.job import RunOptions
+from vitcompress.pipeline.study.results import write_results
+from vitcompress.pipeline.study.runs import Run, create_runs, execute_runs
 from vitcompress.pipeline.study.spec import Study
-from vitcompress.pipeline.study.speed import measured
+from vitcompress.pipeline.study.speed import measure_speed
 from vitcompress.training.data import check_named
 
-MARK = "of_study.json"
-
-
-def check(folder: Path, study: Study, runs: Sequence[Run]) -> None:
-    """Raise OutputError when `folder` is taken by something else, holds other runs, or cannot be written."""
-    if folder.exists() and not folder.is_dir():
-        raise OutputError(f"{folder} is a file", hint=ELSEWHERE)
-    mark = folder / MARK
-    if not mark.is_file() and folder.is_dir() and any(folder.iterdir()):
-        raise OutputError(f"{folder} is not empty and not the folder of a study", hint=ELSEWHERE)
-    if mark.is_file() and (found := read_json(mark)["study"]) != study.name:
-        raise OutputError(f"{folder} holds the study {found!r}, not {study.name!r}", hint=ELSEWHERE)
-    for run in runs:
-        check_folder(run.folder, run.recipe, structure_only=False, fresh=False)
-
-
-@contextmanager
-def opened(folder: Path, study: Study) -> Iterator[None]:
-    """Lock the study's folder, which is made if need be. Raises OutputError when another process works in it."""
-    with sole_user(folder):
-        write_json(folder / MARK, {"study": study.name})
-        yield
+MARK = "of_study.json"  # tells which study a folder belongs to
 
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """out: the study's folder, None for runs/study-NAME. jobs: runs at a time, in processes of their own beyond one.
+    """out: the study's folder; None is runs/study-NAME. jobs: number of runs at a time, each in its own process.
 
-    speed: `now` measures what was not yet measured in this composition, `later` leaves that for another call, `again`
-    measures anew.
+    speed: `now` measures what has not been measured for these models, `later` leaves it to another call, `again`
+    repeats it.
     """
 
     out: Path | None = None
@@ -55,51 +35,98 @@ class StudyOptions:
     jobs: int = 1
     speed: Literal["now", "later", "again"] = "now"
 
+    def folder(self, study: Study) -> Path:
+        return (self.out or Path("runs") / f"study-{study.name}").resolve()
+
+    def runs(self, study: Study) -> tuple[Run, ...]:
+        for name, value in (("seeds", self.seeds), ("jobs", self.jobs)):
+            if value < 1:
+                raise InputError(f"{name} must be 1 or more, got {value}", hint=f"use --{name} 1 or more")
+        return create_runs(study, self.folder(study), self.seeds)
+
 
 def dry_run_study(study: Study, options: StudyOptions, progress: Progress | None = None) -> dict[str, Any]:
-    """Every row's cost and epochs, and what is missing here; nothing is written.
+    """Cost and epochs of every row, and what is missing here. Writes nothing.
 
     Raises:
         InputError: a row that cannot work.
     """
-    runs = _runs(study, options)
-    found = outlook(study, runs, progress or Progress())
-    return {"study": study.name, "folder": str(_folder(study, options)), "runs": len(runs), **found}
+    runs = options.runs(study)
+    rows = estimate_rows(study, runs, progress or Progress())
+    return {"study": study.name, "folder": str(options.folder(study)), "runs": len(runs), **rows}
 
 
 def run_study(study: Study, options: StudyOptions, progress: Progress | None = None) -> dict[str, Any]:
-    """Train what is not trained, measure what is not measured, write tables and pictures; the content of study.json.
+    """Train and measure what is missing, write tables and plots. Returns the content of study.json.
 
     Raises:
-        InputError: what the user gave is wrong; nothing was written.
-        VitcompressError: runs failed, which were and why; the others stand, and the same call continues.
+        InputError: the input is wrong; nothing was written.
+        VitcompressError: some runs failed; the others are done, and the same call continues.
     """
     progress = progress or Progress()
-    runs = _runs(study, options)
-    folder = _folder(study, options)
-    check(folder, study, runs)
-    ahead = [run_study for run_study in runs if not is_done(run_study.folder)]
-    for one in ahead:
-        check_named(one.recipe.data)
-    if missing := outlook(study, ahead, progress)["missing"]:
+    runs, folder = options.runs(study), options.folder(study)
+    _check_folder(folder, study, runs)
+    remaining = [run for run in runs if not run.is_done]
+    for run in remaining:
+        check_named(run.recipe.data)
+    if missing := estimate_rows(study, remaining, progress)["missing"]:
         raise InputError("; ".join(missing), hint="`vitcompress study NAME --dry-run` shows what a study needs")
-    with opened(folder, study):
-        carry_out(runs, options.jobs, progress)
-        speed = measured(folder, study, runs, options.speed, progress)
-        found = write(folder, study, runs, speed)
+    with lock_folder(folder):
+        write_json(folder / MARK, {"study": study.name})
+        execute_runs(runs, options.jobs, progress)
+        speed = measure_speed(folder, study, runs, options.speed, progress)
+        result = write_results(folder, study, runs, speed)
     try:
-        draw(found, folder / "pictures")
+        draw(result, folder / "pictures")
     except MissingExtraError as error:
-        progress.note(f"no pictures: {error.message}: {error.hint}")
-    return found
+        progress.note(f"no plots: {error.message}: {error.hint}")
+    return result
 
 
-def _runs(study: Study, options: StudyOptions) -> tuple[Run, ...]:
-    for name, value in (("seeds", options.seeds), ("jobs", options.jobs)):
-        if value < 1:
-            raise InputError(f"{name} must be 1 or more, got {value}", hint=f"give --{name} 1 or more")
-    return runs_of(study, _folder(study, options), options.seeds)
+def estimate_rows(study: Study, runs: Sequence[Run], progress: Progress) -> dict[str, Any]:
+    """The cost of a structure of each row's size (a method may choose a somewhat different one), its epochs, what is
+    missing on this machine, and notes.
+
+    Raises:
+        InputError: a row that cannot work, or a protocol that measures nothing.
+    """
+    timing.protocol(study.speed.protocol, **study.speed.changes)
+    rows, missing, notes = [], dict[str, None](), dict[str, None]()
+    first_seeds = dict[str, Run]()
+    for run in runs:
+        first_seeds.setdefault(run.row.name, run)
+    for number, (name, run) in enumerate(first_seeds.items()):
+        progress.update("rows checked", number, len(first_seeds), name)
+        try:
+            plan = dry_run_recipe(run.recipe, RunOptions(out=run.folder))
+        except InputError as error:
+            raise InputError(f"row {name}: {error.message}", hint=error.hint) from None
+        missing |= dict.fromkeys(plan["missing"])
+        notes |= dict.fromkeys(plan["notes"])
+        dense, compressed = plan["cost"]["dense"], plan["cost"]["compressed"]
+        rows.append(
+            {
+                "row": name,
+                "title": run.row.title,
+                "epochs": study.epochs,
+                "recovery": run.recipe.finetune.epochs,
+                "params": compressed["params"],
+                "macs": compressed["macs"],
+                "macs_ratio": compressed["macs"] / dense["macs"],
+            }
+        )
+    progress.update("rows checked", len(first_seeds), len(first_seeds))
+    return {"rows": rows, "missing": list(missing), "notes": list(notes)}
 
 
-def _folder(study: Study, options: StudyOptions) -> Path:
-    return (options.out or Path("runs") / f"study-{study.name}").resolve()
+def _check_folder(folder: Path, study: Study, runs: Sequence[Run]) -> None:
+    """Raise OutputError if `folder` contains anything but these runs of this study, or cannot be written."""
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder} is a file", hint=ELSEWHERE)
+    mark = folder / MARK
+    if not mark.is_file() and folder.is_dir() and any(folder.iterdir()):
+        raise OutputError(f"{folder} is not empty and not the folder of a study", hint=ELSEWHERE)
+    if mark.is_file() and (other := read_json(mark)["study"]) != study.name:
+        raise OutputError(f"{folder} contains the study {other!r}, not {study.name!r}", hint=ELSEWHERE)
+    for run in runs:
+        check_folder(run.folder, run.recipe, structure_only=False, fresh=False)

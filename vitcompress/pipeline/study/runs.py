@@ -1,4 +1,4 @@
-"""The runs of a study: one recipe, one folder, one seed each, carried out by the pipeline and by nothing else."""
+"""The runs of a study: one recipe, one folder and one seed each. Each is an ordinary run of the pipeline."""
 
 import multiprocessing
 import os
@@ -11,9 +11,9 @@ from pathlib import Path
 
 from vitcompress.errors import VitcompressError
 from vitcompress.io.progress import Progress
-from vitcompress.pipeline import job
-from vitcompress.pipeline.dense_folder import dense_folder
-from vitcompress.pipeline.folder import is_done
+from vitcompress.io.run_folder import RunFolder
+from vitcompress.pipeline.folder import dense_folder
+from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.pipeline.study.spec import Row, Study
 from vitcompress.recipe.schema import Recipe
@@ -34,22 +34,27 @@ class Run:
         return self.folder.name
 
     @property
+    def is_done(self) -> bool:
+        return RunFolder(self.folder).report.is_file()
+
+    @property
     def dense_folder(self) -> Path:
-        """Where the dense model lies that this run and all of its seed start from."""
+        """The folder of the dense model, which all runs with this seed share."""
         return dense_folder(self.recipe, self.folder)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: seconds it took now, and what went wrong, if anything did."""
+    """The duration of a run in seconds, and the error message if it failed."""
 
     seconds: float
     problem: str | None = None
 
 
-def runs_of(study: Study, folder: Path, seeds: int) -> tuple[Run, ...]:
-    """All seeds of the first row, then of the second: what is stopped early has whole rows. Dense models of different
-    seeds are so trained at the same time, not waited for.
+def create_runs(study: Study, folder: Path, seeds: int) -> tuple[Run, ...]:
+    """All seeds of the first row, then of the second, ..., so that a study that is stopped early has complete rows.
+
+    With several jobs, the dense models of different seeds are trained at the same time.
     """
     return tuple(
         Run(row, seed, folder / f"{row.name}-seed{seed}", replace(row.recipe, run=replace(row.recipe.run, seed=seed)))
@@ -58,63 +63,61 @@ def runs_of(study: Study, folder: Path, seeds: int) -> tuple[Run, ...]:
     )
 
 
-def carry_out(runs: Sequence[Run], jobs: int, progress: Progress) -> None:
-    """Do what is not done, `jobs` runs at a time; runs that fail do not keep the others from ending.
+def execute_runs(runs: Sequence[Run], jobs: int, progress: Progress) -> None:
+    """Run what is not done, `jobs` runs at a time. A run that fails does not stop the others.
 
     Raises:
-        VitcompressError: which runs failed, and why.
+        VitcompressError: some runs failed; names them with the reason.
     """
-    waiting = [run for run in runs if not is_done(run.folder)]
+    waiting = [run for run in runs if not run.is_done]
     if len(waiting) < len(runs):
-        progress.note(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already")
+        progress.note(f"{len(runs) - len(waiting)} of {len(runs)} runs are already done")
     failed: dict[str, list[str]] = {}
-    ended = one_by_one(waiting, progress) if jobs == 1 else side_by_side(waiting, jobs)
-    for number, (run, outcome) in enumerate(ended, len(runs) - len(waiting) + 1):
+    outcomes = _run_here(waiting, progress) if jobs == 1 else _run_in_processes(waiting, jobs)
+    for number, (run, outcome) in enumerate(outcomes, len(runs) - len(waiting) + 1):
         if outcome.problem is not None:
             failed.setdefault(outcome.problem, []).append(run.name)
-        words = "failed" if outcome.problem else "done"
         progress.update("runs", number, len(runs))
-        progress.note(f"{number} of {len(runs)}: {run.name} {words} ({outcome.seconds:.0f} s)")
+        status = "failed" if outcome.problem else "done"
+        progress.note(f"{number} of {len(runs)}: {run.name} {status} ({outcome.seconds:.0f} s)")
     if failed:
         lines = [f"{', '.join(names)}: {problem}" for problem, names in failed.items()]
         raise VitcompressError(
             "\n  ".join([f"{sum(map(len, failed.values()))} of {len(runs)} runs failed", *lines]),
-            hint="the others stand; the same command tries these again",
+            hint="the other runs are done; the same command repeats these",
         )
 
 
-def one_by_one(runs: Sequence[Run], progress: Progress) -> Iterator[tuple[Run, Outcome]]:
-    """In this process, with all that a run tells."""
+def _run_here(runs: Sequence[Run], progress: Progress) -> Iterator[tuple[Run, Outcome]]:
     for run in runs:
         progress.stage(f"{run.row.title}, seed {run.seed}")
-        yield run, attempt(run, progress)
+        yield run, _execute(run, progress)
 
 
-def side_by_side(runs: Sequence[Run], jobs: int) -> Iterator[tuple[Run, Outcome]]:
-    """In `jobs` processes of their own, which end with this one however it ends."""
-    context = multiprocessing.get_context("spawn")  # a forked torch may wait for threads that it does not have
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=end_with_parent) as pool:
-        begun = {pool.submit(attempt, run): run for run in runs}
+def _run_in_processes(runs: Sequence[Run], jobs: int) -> Iterator[tuple[Run, Outcome]]:
+    context = multiprocessing.get_context("spawn")  # a forked torch may wait for threads that were not copied
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_exit_with_parent) as pool:
+        futures = {pool.submit(_execute, run): run for run in runs}
         try:
-            for future in as_completed(begun):
-                yield begun[future], future.result()
+            for future in as_completed(futures):
+                yield futures[future], future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def attempt(run: Run, progress: Progress | None = None) -> Outcome:
-    """Carry out one run, or continue it. An error must not end the other runs, so it is returned, not raised."""
-    began = time.monotonic()
+def _execute(run: Run, progress: Progress | None = None) -> Outcome:
+    """Start or continue one run. Errors are returned, so that the other runs continue."""
+    start = time.monotonic()
     try:
         with cpu_threads(run.recipe.run.threads):
-            run_recipe(run.recipe, job.RunOptions(out=run.folder), progress)
+            run_recipe(run.recipe, RunOptions(out=run.folder), progress)
     except VitcompressError as error:
-        return Outcome(time.monotonic() - began, error.message)
-    return Outcome(time.monotonic() - began)
+        return Outcome(time.monotonic() - start, error.message)
+    return Outcome(time.monotonic() - start)
 
 
-def end_with_parent() -> None:
-    """Let this process end when the one that started it does, even by SIGKILL: nothing would use its results."""
+def _exit_with_parent() -> None:
+    """Let this process end when its parent ends, even by SIGKILL."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

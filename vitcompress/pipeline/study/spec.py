@@ -1,11 +1,11 @@
 """A study as data: TOML, checked as a whole, all mistakes reported at once.
 
 summary                    one line
-epochs                     of every row, all trainings together whose weights end up in its model; the recovery gets
-                           what the dense model and the steps leave of them
+epochs                     total of every row: the dense model, steps that train, and the final fine-tuning, which gets
+                           the epochs that the others leave
 [speed]                    how all models are measured
 [base.TABLE]               a recipe without steps, shared by all rows
-[options.METHOD]           what all steps of a method share
+[options.METHOD]           options shared by all steps of a method
 [[row]]                    name, curve, against, title, step = [...]
 """
 
@@ -82,7 +82,7 @@ class Study:
 def load_study(
     source: str, sets: Sequence[str] = (), rows: Sequence[str] = (), *, formats: Collection[str] = ()
 ) -> Study:
-    """Read a study by name or from a file, change what `sets` (`table.key=value`) say, and keep `rows`, all if none.
+    """Read a study by name or from a file, apply `sets` (`table.key=value`), and select `rows`; all if empty.
 
     Raises:
         RecipeError: with every mistake.
@@ -97,35 +97,31 @@ def load_study(
     if tables is None:
         raise RecipeError(label, problems)
     problems += _contradictions(tables)
-    chosen, wrong = _chosen(tables.row, rows), defaultdict[str, list[str]](list)
-    found = [_row(name, tables, row, formats, wrong) for row in chosen]
-    problems += [f"{_named(names, len(chosen))}: {problem}" for problem, names in wrong.items()]
+    selected, wrong = _select(tables.row, rows), defaultdict[str, list[str]](list)
+    built = [_build_row(name, tables, row, formats, wrong) for row in selected]
+    for problem, names in wrong.items():  # a mistake in [base] is one of all rows, and reported once
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        place = f"all {len(selected)} rows" if len(names) == len(selected) > 1 else f"row {names[0]}{others}"
+        problems.append(f"{place}: {problem}")
     if problems:
         raise RecipeError(label, problems)
-    made = tuple(row for row in found if row is not None)
-    return Study(name, tables.summary, tables.epochs, tables.speed, made)
+    return Study(name, tables.summary, tables.epochs, tables.speed, tuple(row for row in built if row is not None))
 
 
 def epochs_before_recovery(recipe: Recipe) -> int:
-    """Epochs of the trainings whose weights the recovery starts from: the dense one, and those of steps that hand their
-    weights over. What a method trains only to choose by is not among them.
+    """Epochs of the trainings whose weights the fine-tuning starts from: the dense model and steps that train.
+
+    Trainings that only help a method to choose do not count.
     """
     dense = recipe.dense.epochs if recipe.dense is not None else 0
     steps = [find_method(step.method).describe(step.options).training for step in recipe.steps]
     return dense + sum(training(recipe.finetune).epochs for training in steps if training)
 
 
-def _named(rows: Sequence[str], of: int) -> str:
-    """Which rows have a problem; a mistake in [base] is one of all `of` rows, and told once."""
-    if len(rows) == of > 1:
-        return f"all {of} rows"
-    return f"row {rows[0]}" + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
-
-
-def _row(
+def _build_row(
     study: str, tables: _Tables, row: RowTable, formats: Collection[str], wrong: dict[str, list[str]]
 ) -> Row | None:
-    """The row with its recipe; what is wrong with it goes to `wrong`: problem -> names of rows."""
+    """The row with its recipe; adds its problems to `wrong`: problem -> names of rows."""
     steps = [{**tables.options.get(str(step.get("method")), {}), **step} for step in row.step]
     data = {"name": row.name, "summary": f"{study}: {row.title}", **tables.base, "step": steps}
     try:
@@ -136,17 +132,19 @@ def _row(
         return None
     left = tables.epochs - epochs_before_recovery(recipe)
     if left < 1:
-        wrong[f"{tables.epochs} epochs in all leave {left} for the recovery, 1 is the least"].append(row.name)
+        wrong[f"a total of {tables.epochs} epochs leaves {left} for the fine-tuning, expected 1 or more"].append(
+            row.name
+        )
     recipe = replace(recipe, finetune=replace(recipe.finetune, epochs=left))
     return Row(row.name, row.curve, row.title, row.against, recipe)
 
 
 def _contradictions(tables: _Tables) -> list[str]:
-    """Mistakes that no row shows alone."""
+    """Mistakes that involve several tables."""
     names = [row.name for row in tables.row]
     curves = {row.curve for row in tables.row}
-    found = [f"row {name}: there are two of this name" for name in dict.fromkeys(names) if names.count(name) > 1]
-    found += [
+    problems = [f"row {name}: there are two of this name" for name in dict.fromkeys(names) if names.count(name) > 1]
+    problems += [
         f"row {row.name}.against   got {curve!r}, expected the curve of a row{did_you_mean(curve, curves)}"
         for row in tables.row
         for curve in row.against
@@ -154,21 +152,21 @@ def _contradictions(tables: _Tables) -> list[str]:
     ]
     finetune = tables.base.get("finetune")
     if isinstance(finetune, dict) and "epochs" in finetune:
-        found.append("base.finetune.epochs   is what the study's epochs leave for the recovery: set those instead")
+        problems.append("base.finetune.epochs   follows from the study's total: set epochs instead")
     for method in tables.options:
         try:
             find_method(method)
         except InputError as error:
-            found.append(f"options.{method}   {error.message}")
-    return found
+            problems.append(f"options.{method}   {error.message}")
+    return problems
 
 
-def _chosen(rows: Sequence[RowTable], wanted: Sequence[str]) -> list[RowTable]:
-    """The rows that are wanted, all if none is named, in the study's order."""
-    names = [row.name for row in rows]
-    for name in wanted:
-        if name not in names:
+def _select(rows: Sequence[RowTable], names: Sequence[str]) -> list[RowTable]:
+    """The rows with these `names` in the study's order; all if empty."""
+    known = [row.name for row in rows]
+    for name in names:
+        if name not in known:
             raise InputError(
-                f"the study has no row {name!r}{did_you_mean(name, names)}", hint=f"its rows: {', '.join(names)}"
+                f"the study has no row {name!r}{did_you_mean(name, known)}", hint=f"its rows: {', '.join(known)}"
             )
-    return [row for row in rows if not wanted or row.name in wanted]
+    return [row for row in rows if not names or row.name in names]

@@ -1,4 +1,4 @@
-"""How fast the rows are: all exported models in one go, in turns, so that what slows the machine slows all of them."""
+"""Measure the speed of all rows of a study interleaved, so that a machine that slows down slows all models down."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -6,78 +6,73 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitcompress.bench import accuracy, suite
+from vitcompress.exporters.onnx.export import ONNX
 from vitcompress.exporters.runtimes import RunnerOptions
+from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.io.files import file_sha256, read_json, write_json
 from vitcompress.io.progress import Progress
-from vitcompress.models.checkpoint import WEIGHTS
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.pipeline.export_folder import export_folder
 from vitcompress.pipeline.study.runs import Run
 from vitcompress.pipeline.study.spec import Study
 
-FILE, MODEL = "speed.json", "model.onnx"
-BASE = "dense"
+FILE = "speed.json"
+DENSE = "dense"
 
 
-def measured(
+def measure_speed(
     folder: Path, study: Study, runs: Sequence[Run], when: Literal["now", "later", "again"], progress: Progress
 ) -> dict[str, Any] | None:
-    """speed.json: `suite`'s rows and ratios with the names of runs, the first row being the dense model.
+    """speed.json: rows and ratios of the benchmark with names of runs instead of files; the first row is the dense
+    model. None if nothing is to be measured yet.
 
-    What was measured stands as long as it was of these very models and in this way. None where nothing is to be
-    measured yet.
+    An existing measurement is used if it is of the same models with the same settings.
     """
     path = folder / FILE
-    about = {"models": _weights(runs), "settings": asdict(study.speed)}
-    if path.is_file() and when != "again" and about.items() <= (found := read_json(path)).items():
-        return dict(found)
-    files = _exported(runs, progress)
+    folders = {DENSE: runs[0].dense_folder, **{run.name: run.folder for run in runs}}
+    weights = {name: file_sha256(RunFolder(model).weights) for name, model in folders.items()}
+    inputs = {"models": weights, "settings": asdict(study.speed)}
+    if path.is_file() and when != "again" and inputs.items() <= (known := read_json(path)).items():
+        return dict(known)
+    files = _export_all(folders, progress)
     if when == "later":
-        progress.note("speed is not measured yet; the same command without --speed later does it")
+        progress.note("speed is not measured yet; the same command without --speed later measures it")
         return None
-    progress.stage(f"Measure {len(files)} models in turns")
+    progress.stage(f"Measure {len(files)} models interleaved")
     table = study.speed
-    how = RunnerOptions(threads=table.threads)
-    options = suite.BenchOptions(table.protocol, table.batch, table.warmup, table.runs, how)
-    found = suite.run(list(files.values()), options, progress=progress).as_data()
-    found = {**about, "correct": _correct(files, how), **_renamed(found, files)}
-    write_json(path, found)
-    return dict(found)
+    runner = RunnerOptions(threads=table.threads)
+    options = suite.BenchOptions(table.protocol, table.batch, table.warmup, table.runs, runner)
+    result = suite.run(list(files.values()), options, progress=progress).to_dict()
+    speed = {**inputs, "correct": _count_correct(files, runner), **_rename(result, files)}
+    write_json(path, speed)
+    return speed
 
 
-def _folders(runs: Sequence[Run]) -> dict[str, Path]:
-    """The dense model of the first run, which all are held against, and every run."""
-    return {BASE: runs[0].dense_folder, **{run.name: run.folder for run in runs}}
+def _export_all(folders: Mapping[str, Path], progress: Progress) -> dict[str, Path]:
+    """The ONNX file of every model; exports those that are missing."""
+    files = {name: RunFolder(folder).exported("model", ONNX.suffix) for name, folder in folders.items()}
+    for number, file in enumerate(files.values(), 1):
+        if not sidecar_path(file).is_file():
+            export_folder(file.parent)
+        progress.update("export", number, len(files), file.parent.name)
+    return files
 
 
-def _weights(runs: Sequence[Run]) -> dict[str, str]:
-    return {name: file_sha256(folder / WEIGHTS) for name, folder in _folders(runs).items()}
-
-
-def _exported(runs: Sequence[Run], progress: Progress) -> dict[str, Path]:
-    """The ONNX file of every model, written where a run has left none."""
-    folders = _folders(runs)
-    for number, folder in enumerate(folders.values(), 1):
-        if not (folder / f"{MODEL}.json").is_file():
-            export_folder(folder)
-        progress.update("export", number, len(folders), folder.name)
-    return {name: folder / MODEL for name, folder in folders.items()}
-
-
-def _correct(files: Mapping[str, Path], how: RunnerOptions) -> dict[str, int]:
-    """How many test images each run's file gets right, so that speed and accuracy are of the same file."""
-    options = accuracy.EvaluateOptions(runner=how)
+def _count_correct(files: Mapping[str, Path], runner: RunnerOptions) -> dict[str, int]:
+    """Number of test images that each run's file classifies correctly, so that speed and accuracy are of one file."""
+    options = accuracy.EvaluateOptions(runner=runner)
     return {
-        name: accuracy.run([str(file)], options)["rows"][0]["correct"] for name, file in files.items() if name != BASE
+        name: accuracy.run([str(file)], options)["rows"][0]["correct"] for name, file in files.items() if name != DENSE
     }
 
 
-def _renamed(found: dict[str, Any], files: Mapping[str, Path]) -> dict[str, Any]:
-    """`found` with the names of runs instead of their files."""
+def _rename(result: dict[str, Any], files: Mapping[str, Path]) -> dict[str, Any]:
+    """`result` with the names of runs instead of their files."""
     names = {str(file): name for name, file in files.items()}
-    for row in found["rows"]:
+    for row in result["rows"]:
         row["artifact"] = names[row["artifact"]]
-    for ratio in found["ratios"]:
+    for ratio in result["ratios"]:
         ratio["a"], ratio["b"] = names[ratio["a"]], names[ratio["b"]]
     for file, name in names.items():
-        found["warnings"] = [warning.replace(file, name) for warning in found["warnings"]]
-    return found
+        result["warnings"] = [warning.replace(file, name) for warning in result["warnings"]]
+    return result
