@@ -1,4 +1,4 @@
-"""Saved == loaded, and every kind of damage told in a sentence."""
+"""Saved == loaded, and every kind of damage is reported in a sentence."""
 
 import os
 from argparse import Namespace
@@ -10,10 +10,12 @@ import torch
 from contracts import assert_moved, build, contract, every_variant, images, kept_channels, logits, sites_of, without_act
 from torch import nn
 
-from vitcompress.errors import ArtifactError, PlanError, WeightsError
+from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError
+from vitcompress.families import family_of
 from vitcompress.io.files import write_text
-from vitcompress.io.tensors import load_tensors, part_of, save_tensors
-from vitcompress.models.checkpoint import PLAN, WEIGHTS, load_model, save_model, write_model
+from vitcompress.io.tensors import checkpoint_part, load_tensors, save_tensors
+from vitcompress.models.checkpoint import PLAN, WEIGHTS, load_model, prune, save_model, write_model
+from vitcompress.models.create import create_model, input_config, plan_of
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_plan, fold_linears
 
@@ -69,10 +71,10 @@ def test_a_folder_without_a_part_is_not_a_finished_run(missing: str, tmp_path: P
         load_model(tmp_path)
 
 
-def test_an_edited_plan_is_refused(tmp_path: Path) -> None:
+def test_an_edited_plan_is_rejected(tmp_path: Path) -> None:
     plan = Plan.from_json((saved(tmp_path) / PLAN).read_text())
     write_text(tmp_path / PLAN, replace(plan, appended={}).to_json())
-    with pytest.raises(PlanError, match=r"is not the plan that model\.safetensors was saved with"):
+    with pytest.raises(PlanError, match=r"model\.safetensors was saved with another plan"):
         load_model(tmp_path)
 
 
@@ -90,7 +92,7 @@ def test_weights_of_another_shape(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_a_model_that_was_trained_further_is_kept_with_another_classifier(tmp_path: Path) -> None:
+def test_a_model_that_was_trained_further_is_saved_with_another_classifier(tmp_path: Path) -> None:
     write_model(tmp_path / "run", *compressed("plain", torch.float32))
     model, x = load_model(tmp_path / "run"), images("plain", dtype=torch.float32)
     with torch.no_grad():
@@ -105,17 +107,43 @@ def test_a_model_that_was_trained_further_is_kept_with_another_classifier(tmp_pa
     assert again.num_classes == 7 and torch.equal(again.head.weight, model.head.weight)
 
 
-def test_models_that_cannot_be_kept_are_told_and_nothing_is_written(tmp_path: Path) -> None:
+def test_models_that_cannot_be_saved_are_rejected_and_nothing_is_written(tmp_path: Path) -> None:
     write_model(tmp_path / "run", *compressed("plain", torch.float32))
     model = load_model(tmp_path / "run")
     with pytest.raises(ArtifactError, match="run is not empty"):
         save_model(model, tmp_path / "run")
-    with pytest.raises(ArtifactError, match="the model has no plan"):
-        save_model(build("plain"), tmp_path / "new")
+    with pytest.raises(InputError, match=r"not as timm builds it with .*: blocks\.0\.mlp\.act differs"):
+        save_model(apply_plan(build("plain"), Plan("any", removed={"blocks.0.mlp.act": "identity"})), tmp_path / "new")
     model.norm = nn.LayerNorm(3)
     with pytest.raises(WeightsError, match=r"does not fit its plan: size mismatch for norm\.weight"):
         save_model(model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+@every_variant
+def test_a_model_of_timm_is_pruned_twice_and_saved(variant: str, tmp_path: Path) -> None:
+    """Without vitcompress.create_model: name and arguments come from timm."""
+    model, x = build(variant, prepared=False, dtype=torch.float32), images(variant, dtype=torch.float32)
+    before = logits(model, x)
+    first = next(name for name in family_of(model).blocks(model))
+    once = prune(model, plan_of(model).delta(removed={f"{first}.attn": "drop"}))
+    assert torch.equal(logits(model, x), before) and not hasattr(model, "plan"), "the model is not changed"
+    twice = prune(once, once.plan.delta(kept=kept_channels(once, {"mlp"})))
+    assert twice.plan.removed == {f"{first}.attn": "drop"} and twice.plan.kept
+    for number, pruned in enumerate((model, once, twice)):
+        save_model(pruned, tmp_path / str(number))
+        again = load_model(tmp_path / str(number))
+        assert torch.allclose(logits(again, x), logits(pruned, x), rtol=0, atol=1e-5 * float(before.abs().max()))
+        assert input_config(again) == input_config(pruned)
+    assert_moved(logits(twice, x), logits(once, x))
+
+
+def test_a_model_that_was_edited_in_place_has_no_plan() -> None:
+    model = create_model(contract("plain").arch, contract("plain").arch_args)
+    assert plan_of(model) == contract("plain").plan == model.plan
+    assert not hasattr(apply_plan(model, contract("plain").plan), "plan")
+    with pytest.raises(PlanError, match="cannot follow one for"):
+        prune(create_model(contract("plain").arch), contract("plain").plan)
 
 
 # ------------------------------------------------------------------------------------------------------------- tensors
@@ -126,7 +154,7 @@ def test_truncated_safetensors(length: int, tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     save_tensors(path, {"a": torch.zeros(100)})
     path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(WeightsError, match="not a whole safetensors file"):
+    with pytest.raises(WeightsError, match="not a complete safetensors file"):
         load_tensors(path)
 
 
@@ -145,10 +173,10 @@ def test_pickled_code_is_never_run(content: object, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_damaged_pytorch_files_are_told_and_never_a_traceback(zipped: bool, tmp_path: Path) -> None:
+def test_damaged_pytorch_files_raise_weights_errors(zipped: bool, tmp_path: Path) -> None:
     whole, path = tmp_path / "whole.pth", tmp_path / "damaged.pth"
     torch.save({"a": torch.arange(10.0)}, whole, _use_new_zipfile_serialization=zipped)
-    data, told = whole.read_bytes(), 0
+    data, errors = whole.read_bytes(), 0
     step = max(1, len(data) // 100)
     for position in range(0, len(data), step):
         flipped = bytes([data[position] ^ 0x5A])
@@ -157,11 +185,11 @@ def test_damaged_pytorch_files_are_told_and_never_a_traceback(zipped: bool, tmp_
             try:
                 load_tensors(path)
             except WeightsError:
-                told += 1
-    assert told > 50
+                errors += 1
+    assert errors > 50
     for text in (b"", b"hello world", b"PK\x03\x04", b"version https://git-lfs.github.com/spec/v1\n"):
         path.write_bytes(text)
-        with pytest.raises(WeightsError, match="not a whole PyTorch checkpoint"):
+        with pytest.raises(WeightsError, match="not a complete PyTorch checkpoint"):
             load_tensors(path)
 
 
@@ -178,12 +206,12 @@ def test_checkpoints_with_averaged_weights_and_the_options_of_their_script(other
     content = {raw: {"a": torch.zeros(2)}, averaged: {"module.a": torch.ones(2)}, "args": Namespace(lr=0.1)}
     torch.save(content, tmp_path / "last.pth.tar")
     assert load_tensors(tmp_path / "last.pth.tar")["a"].tolist() == [1, 1]
-    assert part_of(tmp_path / "last.pth.tar") == averaged
+    assert checkpoint_part(tmp_path / "last.pth.tar") == averaged
     torch.save({"a": torch.ones(2)}, tmp_path / "plain.pth")
-    assert part_of(tmp_path / "plain.pth") is None
+    assert checkpoint_part(tmp_path / "plain.pth") is None
 
 
-def test_options_of_a_script_that_would_run_code_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_a_script_that_would_run_code_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": {"a": torch.zeros(2)}, "args": Namespace(evil=Evil())}, "weights.pth")
     with pytest.raises(WeightsError, match="would run code from the file"):
@@ -207,6 +235,6 @@ def test_missing_weights(name: str, tmp_path: Path) -> None:
 def test_tensors_that_share_storage_are_written_apart(tmp_path: Path) -> None:
     base = torch.arange(6.0)
     save_tensors(tmp_path / "t.safetensors", {"a": base, "b": base[2:], "c": base.reshape(2, 3).T})
-    found = load_tensors(tmp_path / "t.safetensors")
-    assert torch.equal(found["b"], base[2:])
-    assert torch.equal(found["c"], base.reshape(2, 3).T)
+    loaded = load_tensors(tmp_path / "t.safetensors")
+    assert torch.equal(loaded["b"], base[2:])
+    assert torch.equal(loaded["c"], base.reshape(2, 3).T)

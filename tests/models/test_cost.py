@@ -219,7 +219,7 @@ TINY = meta(T, depth=DEPTH)
 def expected_macs(variant: str) -> tuple[int, int]:
     """Linear work and attention products of the dense model of one row."""
     row, model = contract(variant), build(variant)
-    return {"vit": vit_macs, "eva": vit_macs, "swin": swin_macs, "pvt": pvt_macs}[row.family](row, model)
+    return {"vit": vit_macs, "eva": vit_macs, "beit": vit_macs, "swin": swin_macs, "pvt": pvt_macs}[row.family](row, model)
 
 
 def vit_macs(row: Contract, model: nn.Module) -> tuple[int, int]:
@@ -230,7 +230,7 @@ def vit_macs(row: Contract, model: nn.Module) -> tuple[int, int]:
     ffn = 2 + 4 if gated else 2 + 2  # gate and values, each twice as wide as the stream
     linear = patches * 48 * 16 + depth * tokens * (4 + ffn) * 16 * 16 + heads * 16 * 5
     products = depth * 2 * tokens * tokens * 16
-    if model.attn_pool is not None:  # one query, and keys and values of every token
+    if getattr(model, "attn_pool", None) is not None:  # one query, and keys and values of every token
         hidden = model.attn_pool.mlp.fc1.out_features
         linear, products = linear + ((2 * tokens + 2) * 16 + 2 * hidden) * 16, products + 2 * tokens * 16
     return linear, products

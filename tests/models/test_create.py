@@ -1,4 +1,4 @@
-"""Dense models: what cannot be built or loaded is told with the next step, and position embeddings follow the size."""
+"""Dense models: errors name the next step, and position embeddings follow the input size."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def test_random_weights_depend_on_the_seed_alone() -> None:
     assert not torch.equal(one.patch_embed.proj.weight, other.patch_embed.proj.weight)
 
 
-def test_what_starts_with_one_value_everywhere_is_stirred() -> None:
+def test_constants_get_random_noise() -> None:
     args = {"img_size": 32, "patch_size": 16, "embed_dim": 16, "depth": 1, "num_heads": 2, "init_values": 1e-5}
     model, same, plain = (create_model("vit_tiny_patch16_224", args) for _ in range(3))
     randomize_constants(model)
@@ -70,7 +70,7 @@ def test_an_unknown_architecture_gives_the_nearest_names() -> None:
         (f"{ARCH}.no_such_tag", {}),
     ],
 )
-def test_arguments_that_timm_refuses(arch: str, args: dict) -> None:
+def test_arguments_that_timm_rejects(arch: str, args: dict) -> None:
     with pytest.raises(InputError, match="timm cannot build vit_tiny") as caught:
         create_model(arch, args)
     assert not isinstance(caught.value, WeightsError)
@@ -87,10 +87,10 @@ def test_arguments_that_timm_refuses(arch: str, args: dict) -> None:
         ("pvt_v2_b0", {"depths": [1]}, "AssertionError in timm's `assert.*num_stages", "model.args"),
     ],
 )
-def test_refusals_of_timm_come_with_their_reason(arch: str, args: dict, words: str, hint: str) -> None:
-    for made_by in (create_model, create_on_meta):
+def test_errors_of_timm_come_with_their_reason(arch: str, args: dict, words: str, hint: str) -> None:
+    for create in (create_model, create_on_meta):
         with pytest.raises(InputError, match=words) as caught:
-            made_by(arch, args)
+            create(arch, args)
         assert hint in str(caught.value.hint)
 
 
@@ -102,6 +102,18 @@ def test_weights_from_a_file(variant: str, suffix: str, tmp_path: Path) -> None:
     loaded = create_model(row.arch, row.arch_args, path)
     assert torch.equal(logits(loaded, x), logits(model, x))
     assert not torch.equal(logits(create_model(row.arch, row.arch_args), x), logits(model, x))
+
+
+@pytest.mark.parametrize("variant", ["beit", "packed_biases"])
+def test_weights_with_timms_names_load_into_a_prepared_model(variant: str, tmp_path: Path) -> None:
+    model, path = saved(tmp_path, variant, prepared=False)
+    row, x = contract(variant), images(variant, dtype=torch.float32)
+    loaded = create_model(row.arch, row.arch_args, path)
+    assert list(loaded.state_dict()) != list(model.state_dict())
+    assert difference(logits(loaded, x), logits(model, x)) < 1e-5
+    save_file({**model.state_dict(), "another": torch.zeros(1)}, path)
+    with pytest.raises(WeightsError, match=r"another model: 1 unknown \(another"):
+        create_model(row.arch, row.arch_args, path)
 
 
 @pytest.mark.parametrize("variant", ["plain", "distilled", "registers", "deit3", "no_class_token"])
@@ -147,24 +159,24 @@ def test_layer_scales_of_original_deit3_checkpoints_are_renamed(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         ({"depth": 3}, "12 unknown \\(blocks.2"),
         ({"depth": 1}, "12 tensors missing \\(blocks.1"),
-        ({"embed_dim": 32}, "of another shape"),
+        ({"embed_dim": 32}, "with another shape"),
         ({"init_values": 0.1}, "4 unknown \\(blocks.0.ls1.gamma"),
     ],
 )
-def test_weights_of_another_architecture(args: dict, told: str, tmp_path: Path) -> None:
+def test_weights_of_another_architecture(args: dict, message: str, tmp_path: Path) -> None:
     _, path = saved(tmp_path, **args)
-    with pytest.raises(WeightsError, match=f"holds the weights of another model: .*{told}") as caught:
+    with pytest.raises(WeightsError, match=f"contains the weights of another model: .*{message}") as caught:
         create_model(ARCH, SMALL, path)
     assert caught.value.hint
 
 
 def test_weights_of_something_else_altogether(tmp_path: Path) -> None:
     torch.save(timm.create_model("test_resnet").state_dict(), tmp_path / "resnet.pth")
-    with pytest.raises(WeightsError, match="holds the weights of another model"):
+    with pytest.raises(WeightsError, match="contains the weights of another model"):
         create_model(ARCH, SMALL, tmp_path / "resnet.pth")
     with pytest.raises(WeightsError, match="no weights at"):
         create_model(ARCH, SMALL, tmp_path / "none.pth")

@@ -1,4 +1,4 @@
-"""Plans that do not fit are refused with every reason, before anything is edited; plans from block numbers."""
+"""Plans that do not fit are rejected with all reasons, before anything is edited; plans from block numbers."""
 
 from dataclasses import replace
 
@@ -13,14 +13,14 @@ from vitcompress.surgery import apply_plan
 WRONG = {
     "unknown site": ({"removed": {"blocks.9.attn": "drop"}}, "removed.blocks.9.attn: the model has no such"),
     "misspelled site": ({"removed": {"blocks.1.atn": "drop"}}, "did you mean blocks.1.attn?"),
-    "stand-in of an attention": ({"removed": {"blocks.0.attn": "identity"}}, "attention allows drop, norm_identity"),
-    "stand-in of an activation": ({"removed": {"blocks.0.mlp.act": "drop"}}, "activation allows identity, got 'drop'"),
-    "stand-in of an FFN": ({"removed": {"blocks.0.mlp": "double"}}, "ffn allows drop, got 'double'"),
-    "stand-in of a block": ({"removed": {"blocks.0": "identity"}}, "block allows drop, got 'identity'"),
-    "in a removed block": ({"removed": {"blocks.0": "drop", "blocks.0.attn": "drop"}}, "blocks.0.attn: it lies in"),
+    "replacement of an attention": ({"removed": {"blocks.0.attn": "identity"}}, "attention allows drop, norm_identity"),
+    "replacement of an activation": ({"removed": {"blocks.0.mlp.act": "drop"}}, "activation allows identity, got 'drop'"),
+    "replacement of an FFN": ({"removed": {"blocks.0.mlp": "double"}}, "ffn allows drop, got 'double'"),
+    "replacement of a block": ({"removed": {"blocks.0": "identity"}}, "block allows drop, got 'identity'"),
+    "in a removed block": ({"removed": {"blocks.0": "drop", "blocks.0.attn": "drop"}}, "blocks.0.attn: it is inside"),
     "in a removed FFN": (
         {"removed": {"blocks.0.mlp": "drop", "blocks.0.mlp.act": "identity"}},
-        "it lies in blocks.0.mlp",
+        "it is inside blocks.0.mlp",
     ),
     "output of no block": ({"appended": {"blocks.7": "gelu"}}, "appended.blocks.7: the model has no such block"),
     "output of a removed block": (
@@ -35,7 +35,7 @@ WRONG = {
     "none left": ({"kept": {"blocks.0.mlp": ()}}, "kept.blocks.0.mlp: expected one or more"),
     "in a removed part": (
         {"kept": {"blocks.0.mlp": (0,)}, "removed": {"blocks.0": "drop"}},
-        "kept.blocks.0.mlp: it lies",
+        "kept.blocks.0.mlp: it is inside",
     ),
     "does not divide": ({"kept": {"blocks.0.qk": (0, 1, 2)}}, "3 channels do not divide into 4 heads"),
     "no such heads": ({"heads": {"blocks.9.attn": 2}}, "heads.blocks.9.attn: the model has no such attention"),
@@ -56,24 +56,24 @@ WRONG = {
     "fold of a removed FFN": ({"folded": ("blocks.0.mlp",), "removed": {"blocks.0.mlp": "drop"}}, "it is removed"),
     "folded twice": (
         {"folded": ("blocks.0.mlp",) * 2, "removed": {"blocks.0.mlp.act": "identity"}},
-        "folded.blocks.0.mlp: named 2 times",
+        "folded.blocks.0.mlp: listed 2 times",
     ),
     "format": ({"format": 2}, "format: got 2, this version reads 1"),
 }
 
 
-@pytest.mark.parametrize(("fields", "told"), WRONG.values(), ids=list(WRONG))
-def test_a_plan_that_contradicts_the_model_or_itself(fields: dict, told: str) -> None:
+@pytest.mark.parametrize(("fields", "message"), WRONG.values(), ids=list(WRONG))
+def test_a_plan_that_contradicts_the_model_or_itself(fields: dict, message: str) -> None:
     model, x = build("plain"), images("plain")
     before = logits(model, x)
     with pytest.raises(PlanError) as caught:
         apply_plan(model, replace(contract("plain").plan, **fields))
-    assert told in caught.value.message
+    assert message in caught.value.message
     assert caught.value.hint
     assert torch.equal(logits(model, x), before), "nothing is edited"
 
 
-def test_all_contradictions_are_told_at_once() -> None:
+def test_all_contradictions_are_reported_at_once() -> None:
     plan = replace(
         contract("plain").plan,
         removed={"blocks.9.attn": "drop", "blocks.0.attn": "identity"},
@@ -114,7 +114,7 @@ def test_depth_plans_are_deltas_that_append_where_a_block_has_lost_both() -> Non
 
 
 @pytest.mark.parametrize(
-    ("attentions", "activations", "modes", "told"),
+    ("attentions", "activations", "modes", "message"),
     [
         ([2], [], {}, "no attention to remove in block 2; blocks that have one: \\[0, 1\\]"),
         ([], [-1], {}, "no activation to remove in block -1"),
@@ -122,7 +122,7 @@ def test_depth_plans_are_deltas_that_append_where_a_block_has_lost_both() -> Non
         ([0], [], {"both_pruned_output_act": "relu"}, "both_pruned_output_act must be one of gelu, none"),
     ],
 )
-def test_depth_plans_that_cannot_be(attentions: list, activations: list, modes: dict, told: str) -> None:
+def test_invalid_depth_plans(attentions: list, activations: list, modes: dict, message: str) -> None:
     model = build("plain")
-    with pytest.raises(PlanError, match=told):
+    with pytest.raises(PlanError, match=message):
         depth_plan(model, contract("plain").plan, attentions, activations, **modes)
