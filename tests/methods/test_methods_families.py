@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from method_world import CLASSES, context
+from test_depth_methods import DEPTH
 from test_methods import OPTIONS
 from torch import nn
 
@@ -67,7 +68,7 @@ def pixels() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["swin", "eva"])
-@pytest.mark.parametrize("method", [name for name in OPTIONS if name != "fixed"])
+@pytest.mark.parametrize("method", [name for name in DEPTH if name != "fixed"])
 def test_every_depth_method_works_on_other_families(method: str, family: str, tmp_path: Path) -> None:
     made, around = world(family, tmp_path)
     found = METHODS[method].plan(made, around, OPTIONS[method])
@@ -79,7 +80,7 @@ def test_every_depth_method_works_on_other_families(method: str, family: str, tm
     assert METHODS[method].structure(made, family_of(made), around.plan, OPTIONS[method]).arch == found.arch
 
 
-@pytest.mark.parametrize("method", OPTIONS)
+@pytest.mark.parametrize("method", DEPTH)
 def test_pvt_keeps_its_activations(method: str, tmp_path: Path) -> None:
     """Whatever removes activations is refused with the reason, before anything is measured; NOSE is not."""
     made, around = world("pvt", tmp_path)

@@ -17,7 +17,7 @@ from vitcompress.io.files import file_sha256, find_changed_files, read_json, wri
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.checkpoint import load_for, load_strictly
-from vitcompress.models.create import InputConfig, input_config
+from vitcompress.models.create import InputConfig, input_config, plan_of
 from vitcompress.plan import Plan
 from vitcompress.training.data import Splits, no_data, split_images
 from vitcompress.training.datasets import Images
@@ -300,7 +300,7 @@ def context_for(
         model: a timm model of a supported family.
         data: a map-style data set of (image, label) pairs, an iterable of (images, labels) batches, or None for methods
             that read no images. A tenth of the images is held out for choices.
-        plan: what was already done to `model`; default: `model.plan`, and an empty plan for a model without it.
+        plan: what was already done to `model`; default: `plan_of(model)`.
         folder: for measurements and resume state; default: a temporary folder, deleted with the context.
         device: `cpu`, `cuda`, `cuda:1`, `mps` or `auto`.
         settings: other fields of Context, such as `train=TrainOptions(...)` or `progress`.
@@ -308,12 +308,12 @@ def context_for(
     Raises:
         DataError: data of another form.
         DeviceError: no such device.
+        InputError: `model` was not created by timm.
         UnsupportedModelError: no family covers the model.
     """
     scratch = None if folder is not None else Path(tempfile.mkdtemp(prefix="vitcompress-"))
-    known = plan or getattr(model, "plan", None) or Plan(str(getattr(model, "pretrained_cfg", {}).get("architecture")))
     context = Context(
-        plan=known,
+        plan=plan or plan_of(model),
         family=family_of(model),
         data=no_data() if data is None else split_images(data, HELDOUT, seed),
         input=input_config(model),

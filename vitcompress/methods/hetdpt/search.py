@@ -186,6 +186,7 @@ class _Search:
             **{kind: [index[site.name] for site in gone if site.kind == kind] for kind in KINDS},
             "order": order,
             "removal_epochs": self.removals,
+            "sites": {site.name: {"kind": site.kind, "index": site.index} for site in self.model.sites},
         }
 
 
