@@ -1,24 +1,25 @@
-"""Top-1 and top-5 of artifacts on the same labelled images, with counts, and whether a difference is real."""
+"""Top-1 and top-5 of artifacts on the same labelled images, with counts and a test of their difference."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vitcompress.bench.preprocessing import Preparation, prepared, takes_plain_bytes
+from vitcompress.bench.preprocessing import Preprocessing, is_undocumented_uint8, resolve_preprocessing
 from vitcompress.bench.report import recorded
+from vitcompress.bench.report.records import AccuracyRecord, BenchRecord, InputRecord, McNemarRecord, SpeedRecord
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
-from vitcompress.exporters.sidecar import class_names
+from vitcompress.exporters.sidecar import read_class_names
 from vitcompress.exporters.torch_runner import TIMM
 from vitcompress.exporters.uint8 import to_bytes
 from vitcompress.io.progress import Progress
-from vitcompress.models.checkpoint import PLAN
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.recipe.load import load_recipe
 from vitcompress.training.data import DataOptions, open_test
 from vitcompress.training.datasets import few
@@ -31,9 +32,9 @@ DIGITS = "digits"
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """data: a folder of images (PATH/val/CLASS), `digits`, or None for that of the run folder. workers: processes that
-    load images. bench: a file with the output of `vitcompress bench --json`, to take speeds from; what the run folder
-    of an artifact measured is known without. preparation: of images for artifacts that do not say it.
+    """data: a folder of images (PATH/val/CLASS), `digits`, or None for the data of the run folder. workers: processes
+    that load images. bench: output of `vitcompress bench --json` with more speeds than the run folders have.
+    preprocessing: for artifacts that do not record it.
     """
 
     data: str | None = None
@@ -41,150 +42,179 @@ class EvaluateOptions:
     batch: int = 64
     workers: int = 0
     bench: Path | None = None
-    preparation: Preparation = field(default_factory=Preparation)
+    preprocessing: Preprocessing = field(default_factory=Preprocessing)
     runner: RunnerOptions = field(default_factory=RunnerOptions)
+
+
+class EvaluationRow(AccuracyRecord):
+    """Accuracy of one artifact, its settings, and the recorded speed of the same file with the same settings."""
+
+    artifact: str
+    input: InputRecord
+    sha256: str | None
+    runtime: str
+    device: str
+    precision: str
+    threads: int | str | None
+    speed: SpeedRecord | None
+
+
+class ComparisonTest(McNemarRecord):
+    """McNemar's test of artifact `b` against artifact `a`, the first one."""
+
+    a: str
+    b: str
+
+
+class Evaluation(TypedDict):
+    """Result of `vitcompress evaluate`; images, classes: their numbers in the test set."""
+
+    images: int
+    classes: int
+    rows: list[EvaluationRow]
+    mcnemar: list[ComparisonTest]
 
 
 def run(
     artifacts: Sequence[str], options: EvaluateOptions | None = None, progress: Progress | None = None
-) -> dict[str, Any]:
-    """Accuracy of files, run folders and `timm:NAME`s on one test set; several are compared with the first.
-
-    Each row holds the file's hash and, where the same file was measured in the same way, its `speed`.
+) -> Evaluation:
+    """Accuracy of files, run folders and `timm:NAME`s on one test set; later ones are compared with the first.
 
     Raises:
-        ArtifactError, DeviceError: one of them cannot be run, or has another number of classes than the data.
-        DataError: images that are missing or cannot be used.
-        InputError: no data is named and no run folder says which it was.
+        ArtifactError, DeviceError: an artifact cannot run, or has another number of classes than the data.
+        DataError: images are missing or unusable.
+        InputError: no data is named, and no run folder records it.
     """
     options, progress = options or EvaluateOptions(), progress or Progress()
-    given = recorded.benches(options.bench) if options.bench else []
-    _check_there(artifacts)
-    benches = [[*_measured_with(artifact), *given] for artifact in artifacts]
-    classes, images = open_test(data_of(artifacts, options))
-    rows, right = [], []
+    extra = recorded.read_benchmarks(options.bench) if options.bench else []
+    for artifact in artifacts:
+        if not artifact.startswith(TIMM) and not Path(artifact).exists():
+            open_runner(artifact)  # raises; a missing artifact is reported before missing data
+    benches = [[*_recorded_benchmarks(artifact), *extra] for artifact in artifacts]
+    classes, images = open_test(select_data(artifacts, options))
+    rows: list[EvaluationRow] = []
+    masks: list[np.ndarray] = []  # which images are correct
     with ExitStack() as stack:
-        asked = [_opened(artifact, classes, options, stack) for artifact in artifacts]  # all of them, before any work
-        for artifact, one, measured in zip(artifacts, asked, benches, strict=True):
+        runners = [_open(artifact, classes, options, stack) for artifact in artifacts]  # all, before any work
+        for artifact, runner, entries in zip(artifacts, runners, benches, strict=True):
             progress.stage(f"Evaluate {artifact}")
-            if one.remark:
-                progress.note(one.remark)
-            row, mask = _judge(one, images, options)
-            rows.append({**row, "speed": _speed(row, measured)})
-            right.append(mask)
-            progress.note(f"{row['correct']} of {row['total']} right")
+            if runner.remark:
+                progress.note(runner.remark)
+            row, mask = _evaluate(runner, images, options, entries)
+            rows.append(row)
+            masks.append(mask)
+            progress.note(f"{row['correct']} of {row['total']} correct")
     tests = [
-        {"a": rows[0]["artifact"], "b": row["artifact"], **asdict(mcnemar(right[0], mask))}
-        for row, mask in zip(rows[1:], right[1:], strict=True)
+        cast(ComparisonTest, {"a": rows[0]["artifact"], "b": row["artifact"], **asdict(mcnemar(masks[0], mask))})
+        for row, mask in zip(rows[1:], masks[1:], strict=True)
     ]
     return {"images": len(images), "classes": len(classes), "rows": rows, "mcnemar": tests}
 
 
-def data_of(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptions:
-    """The test data: what was asked for, else what the first run folder among the artifacts was made with."""
-    found = _data_of(artifacts, options)
+def select_data(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptions:
+    """The test data of the options, or else of the first run folder among the artifacts."""
+    data = _select_data(artifacts, options)
     if options.split is None:
-        return found
-    if found.source == DIGITS:
+        return data
+    if data.source == DIGITS:
         raise InputError(
             f"the digits have no split {options.split!r}, only their test images", hint="leave --split out"
         )
-    return replace(found, test_split=options.split)
+    return replace(data, test_split=options.split)
 
 
-def _data_of(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptions:
+def _select_data(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptions:
     if options.data == DIGITS:
         return DataOptions()
     if options.data is not None:
         return DataOptions("imagefolder", options.data, workers=options.workers)
-    for artifact in map(Path, artifacts):
-        recipe = (artifact if artifact.is_dir() else artifact.parent) / "recipe.toml"
-        if recipe.is_file():
+    for artifact in artifacts:
+        if (recipe := _run_folder(artifact).recipe).is_file():
             return load_recipe(str(recipe)).data
     raise InputError("no data to evaluate on", hint="give --data PATH with PATH/val/CLASS, or --data digits")
 
 
-def _check_there(artifacts: Sequence[str]) -> None:
-    """Raise for artifacts that do not exist, before anything is said of the data."""
-    for artifact in artifacts:
-        if not artifact.startswith(TIMM) and not Path(artifact).exists():
-            open_runner(artifact)
+def _run_folder(artifact: str) -> RunFolder:
+    """The folder `artifact`, or the one that contains it; not necessarily of a run."""
+    path = Path(artifact)
+    return RunFolder(path if path.is_dir() else path.parent)
 
 
-def _judge(asked: "PaddedRunner", images: Images, options: EvaluateOptions) -> tuple[dict[str, Any], np.ndarray]:
-    """One row, and which images were right."""
-    runtime = Runtime(torch.device("cpu"), workers=options.workers)
-    found, mask = evaluate_images(asked, EvalLoader(images, asked.input, asked.batch, runtime), runtime)
-    about = {"input": asked.input.to_dict(), **_about(asked.runner)}
-    return {"artifact": asked.runner.name, **found.to_dict(), **about}, mask
+def _recorded_benchmarks(artifact: str) -> list[BenchRecord]:
+    """bench.json of the run folder of an artifact; in other folders a file of this name may be anything."""
+    folder = _run_folder(artifact)
+    valid = folder.benchmark.is_file() and folder.plan.is_file()
+    return recorded.read_benchmarks(folder.benchmark) if valid else []
 
 
 class PaddedRunner:
-    """A runner that is asked at any batch: what it takes of `batch` images at a time, filled up with the last one.
+    """A runner for any batch size: takes up to `batch` images, and repeats the last one up to its smallest batch.
 
-    Files with a fixed batch, and engines whose smallest is not 1, could not be given the end of a data set otherwise.
+    Files with a fixed batch size, and engines with a smallest one, could not take the last batch of a data set.
     """
 
-    def __init__(self, runner: Runner, batch: int, given: Preparation) -> None:
+    def __init__(self, runner: Runner, batch: int, preprocessing: Preprocessing) -> None:
         self.runner = runner
-        self.input, self.remark = prepared(runner, given)
-        self._plain_bytes = takes_plain_bytes(runner)
+        self.input, self.remark = resolve_preprocessing(runner, preprocessing)
+        self._as_bytes = is_undocumented_uint8(runner)
         least, _, most = runner.describe().get("batch_range") or (1, batch, batch)
         self._least, self.batch = int(least), int(min(max(batch, least), most))
 
     def __call__(self, images: Tensor) -> Tensor:
-        short = max(0, self._least - len(images))
-        filled = torch.cat([images, images[-1:].expand(short, *images.shape[1:])])
-        return self.runner(to_bytes(filled.cpu(), self.input) if self._plain_bytes else filled)[: len(images)]
+        missing = max(0, self._least - len(images))
+        padded = torch.cat([images, images[-1:].expand(missing, *images.shape[1:])])
+        return self.runner(to_bytes(padded.cpu(), self.input) if self._as_bytes else padded)[: len(images)]
 
 
-def _opened(artifact: str, classes: Sequence[str], options: EvaluateOptions, stack: ExitStack) -> PaddedRunner:
-    """An artifact that knows the classes of the data; `stack` closes it."""
+def _open(artifact: str, classes: Sequence[str], options: EvaluateOptions, stack: ExitStack) -> PaddedRunner:
+    """Open an artifact and check its classes; `stack` closes it."""
     runner = open_runner(artifact, options.runner)
     stack.callback(runner.close)
-    asked = PaddedRunner(runner, options.batch, options.preparation)
-    told = asked(torch.zeros(1, *runner.input_size)).shape[1]
-    if told != len(classes):
+    padded = PaddedRunner(runner, options.batch, options.preprocessing)
+    count = padded(torch.zeros(1, *runner.input_size)).shape[1]
+    if count != len(classes):
         raise ArtifactError(
-            f"{runner.name} has {told} classes, the data has {len(classes)}",
+            f"{runner.name} has {count} classes, the data has {len(classes)}",
             hint="evaluate it on data with its own classes",
         )
-    asked.remark = " ".join(filter(None, (asked.remark, _renamed(Path(artifact), classes))))
-    return asked
+    padded.remark = " ".join(filter(None, (padded.remark, _compare_classes(Path(artifact), classes))))
+    return padded
 
 
-def _renamed(artifact: Path, classes: Sequence[str]) -> str:
-    """A sentence where the data's classes all have other names than the artifact's, which is no reason not to count.
+def _compare_classes(artifact: Path, classes: Sequence[str]) -> str:
+    """A remark if all classes of the data have other names than those of the artifact, which are then not comparable.
 
     Raises:
-        ArtifactError: some names are the same and some are not, so that answers and labels mean different classes.
+        ArtifactError: only some names differ, or their order does, so that outputs and labels mean different classes.
     """
-    known = class_names(artifact / "model.onnx" if artifact.is_dir() else artifact)
-    if known in (tuple(classes), (), tuple(map(str, range(len(classes))))):  # numbers: without data nobody knew names
+    own = class_names(RunFolder(artifact).exported("model", ".onnx") if artifact.is_dir() else artifact)
+    if own in (tuple(classes), (), tuple(map(str, range(len(classes))))):  # numbers: exported without names
         return ""
-    if set(known).isdisjoint(classes):
-        return f"its classes are called {few(known)}, the data's {few(classes)}: taken to be the same, in this order"
-    lost, new = ([name for name in one if name not in other] for one, other in ((known, classes), (classes, known)))
-    what = f"{artifact} was trained with class {few(lost)}, the data has {few(new)} instead" if lost else ""
+    if set(own).isdisjoint(classes):
+        return f"its classes are named {few(own)}, those of the data {few(classes)}: assumed equal, in this order"
+    lost, new = ([name for name in one if name not in other] for one, other in ((own, classes), (classes, own)))
+    problem = f"{artifact} was trained with class {few(lost)}, the data has {few(new)} instead" if lost else ""
     raise ArtifactError(
-        what or f"{artifact} was trained with the classes in another order: {few(known)}; the data has {few(classes)}",
+        problem or f"{artifact} was trained with the classes in another order: {few(own)}; the data has {few(classes)}",
         hint="evaluate it on data with its own classes",
     )
 
 
-def _about(runner: Runner) -> dict[str, Any]:
-    known = runner.describe()
-    return {key: known.get(key) for key in ("sha256", *recorded.SAME)}
-
-
-def _measured_with(artifact: str) -> list[dict[str, Any]]:
-    """What the run measured that the artifact comes from; in other folders a file of this name may be anything."""
-    folder = Path(artifact) if Path(artifact).is_dir() else Path(artifact).parent
-    path = folder / recorded.BENCH
-    return recorded.benches(path) if path.is_file() and (folder / PLAN).is_file() else []
-
-
-def _speed(row: dict[str, Any], measured: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """How fast the artifact of a row was, by measurements of the same file in the same way."""
-    how = {key: row[key] for key in ("runtime", "device", "precision")}
-    return recorded.speed(measured, row["sha256"], **how)
+def _evaluate(
+    padded: PaddedRunner, images: Images, options: EvaluateOptions, benches: Sequence[BenchRecord]
+) -> tuple[EvaluationRow, np.ndarray]:
+    """One row, and which images are correct: booleans (images,)."""
+    runtime = Runtime(torch.device("cpu"), workers=options.workers)
+    accuracy, mask = evaluate_images(padded, EvalLoader(images, padded.input, padded.batch, runtime), runtime)
+    known = padded.runner.describe()
+    settings = {key: known[key] for key in ("runtime", "device", "precision")}
+    row = {
+        "artifact": padded.runner.name,
+        **accuracy.to_dict(),
+        "input": padded.input.to_dict(),
+        "sha256": known["sha256"],
+        **settings,
+        "threads": known["threads"],
+        "speed": recorded.find_speed(benches, known["sha256"], settings),
+    }
+    return cast(EvaluationRow, row), mask

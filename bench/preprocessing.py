@@ -1,12 +1,11 @@
-"""How images are prepared for a file that does not say how: as the user says, the rest by timm's defaults.
+"""Preprocessing for files that do not record it: options of the user, completed with timm's defaults.
 
-A file that takes bytes normalises them itself, so that only size, interpolation and crop are open.
+A file that takes uint8 images normalizes them itself; only size, interpolation and crop are open for it.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 from timm.data import resolve_data_config
 
@@ -14,14 +13,14 @@ from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.runtimes import Runner
 from vitcompress.models.create import InputConfig
 
-NO_NORMALISATION = {"mean": 0.0, "std": 1.0}
 CHANNELS = (1, 3)  # of images that can be read from a data set
+Value = str | float | tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Preparation:
-    """What is told; None is not told. mean, std: of pixels from 0 to 1, one value or one per channel. interpolation,
-    crop_pct, crop_mode: timm's.
+class Preprocessing:
+    """Options of the user, None if not set. mean, std: of pixels from 0 to 1, one value or one per channel.
+    interpolation, crop_pct, crop_mode: as in timm.
     """
 
     mean: tuple[float, ...] | None = None
@@ -31,67 +30,58 @@ class Preparation:
     crop_mode: str | None = None
 
 
-def prepared(runner: Runner, given: Preparation) -> tuple[InputConfig, str]:
-    """How images are brought to `runner`, and where it does not say so itself a sentence on what was told and assumed.
+def resolve_preprocessing(runner: Runner, options: Preprocessing) -> tuple[InputConfig, str]:
+    """The preprocessing of `runner`, and a sentence on what was assumed if its artifact does not record it.
 
-    For bytes mean is 0 and std is 1: images are pixels from 0 to 1, of which `byte_input.to_bytes` makes bytes.
+    For uint8 input mean is 0 and std is 1: `uint8.to_bytes` then returns the bytes of the image.
 
     Raises:
-        ArtifactError: neither the artifact nor `given` tells mean and std, or they tell different things; or bytes with
-            channels that do not come last.
-        InputError: as many values as the images have no channels, or a std that is not above 0.
+        ArtifactError: mean and std are unknown, the options contradict the artifact, or uint8 input whose last
+            dimension cannot be channels.
+        InputError: the number of values is neither 1 nor the number of channels, or a std is not above 0.
     """
-    told = {name: value for name, value in asdict(given).items() if value is not None}
-    for name in {"mean", "std"} & told.keys():
-        told[name] = _per_channel(runner, name, told[name])
+    values: dict[str, Value] = {name: value for name, value in asdict(options).items() if value is not None}
+    for name in {"mean", "std"} & values.keys():
+        values[name] = _expand_to_channels(runner, name, getattr(options, name))
     if runner.input is not None:
-        _check_same(runner.name, runner.input, told)
+        _check_equal(runner.name, runner.input, values)
         return runner.input, ""
-    if takes_plain_bytes(runner):
-        _check_channels_last(runner)
-        return _resolved(runner, told, NO_NORMALISATION)
-    if not {"mean", "std"} <= told.keys():
+    channels, height, width = runner.input_size
+    fixed: dict[str, Value] = {}
+    if is_undocumented_uint8(runner):
+        if channels not in CHANNELS:
+            raise ArtifactError(
+                f"{runner.name} takes uint8 input of {height} x {width} x {channels}, which is no image with channels "
+                "last",
+                hint="give a file that takes batch x height x width x channels (insert a Transpose before this model)",
+            )
+        fixed = {"mean": (0.0,) * channels, "std": (1.0,) * channels}
+    elif not {"mean", "std"} <= values.keys():
         raise ArtifactError(
-            f"{runner.name} does not say how its images are prepared (mean, std, crop)",
-            hint="tell it with --mean and --std, export it with vitcompress, or evaluate the run folder",
+            f"{runner.name} does not record its preprocessing (mean, std, crop)",
+            hint="pass --mean and --std, export it with vitcompress, or evaluate the run folder",
         )
-    return _resolved(runner, told, {})
+    config = resolve_data_config({"input_size": runner.input_size, **values, **fixed})
+    used = {name: value for name, value in values.items() if name not in fixed}
+    unused = [f"--{name}" for name in values if name in fixed]
+    assumed = {f.name: config[f.name] for f in fields(Preprocessing) if f.name not in {*values, *fixed}}
+    remarks = (
+        f"{runner.name} does not record its preprocessing",
+        "it takes uint8 images and normalizes them itself" if fixed else "",
+        f"{' and '.join(unused)} {'have' if len(unused) > 1 else 'has'} no effect on it" if unused else "",
+        f"used: {_format(used)}" if used else "",
+        f"assumed, timm's defaults: {_format(assumed)}" if assumed else "",
+    )
+    size = config.pop("input_size")
+    return InputConfig(size=size, **config), "; ".join(filter(None, remarks))
 
 
-def takes_plain_bytes(runner: Runner) -> bool:
-    """Whether `runner` takes bytes, and does not say how it normalises them."""
+def is_undocumented_uint8(runner: Runner) -> bool:
+    """Whether `runner` takes uint8 images and does not record how it normalizes them."""
     return runner.input is None and runner.describe().get("input_type") == "uint8"
 
 
-def _resolved(runner: Runner, told: dict[str, Any], itself: Mapping[str, float]) -> tuple[InputConfig, str]:
-    """What is told, with timm's values for the rest. itself: what the artifact does, whatever is told of it."""
-    channels = runner.input_size[0]
-    of_file = {name: (value,) * channels for name, value in itself.items()}
-    found = resolve_data_config({"input_size": runner.input_size, **told, **of_file})
-    idle = [f"--{name}" for name in told if name in itself]
-    used = {name: value for name, value in told.items() if name not in itself}
-    rest = [field.name for field in fields(Preparation) if field.name not in {*told, *itself}]
-    said = [
-        f"{runner.name} does not say how its images are prepared",
-        "it takes bytes, and so normalises them itself" if itself else "",
-        f"{' and '.join(idle)} did not touch it" if idle else "",
-        f"told: {_words(used)}" if used else "",
-        f"assumed, as timm does: {_words({name: found[name] for name in rest})}" if rest else "",
-    ]
-    size = found.pop("input_size")
-    return InputConfig(size=size, **found), "; ".join(part for part in said if part)
-
-
-def _check_channels_last(runner: Runner) -> None:
-    channels, height, width = runner.input_size
-    if channels not in CHANNELS:
-        raise ArtifactError(
-            f"{runner.name} takes bytes of {height} x {width} x {channels}, which with channels last are no images",
-            hint="give a file that takes batch x height x width x channels (a Transpose in front of this one does it)",
-        )
-
-
-def _per_channel(runner: Runner, name: str, values: tuple[float, ...]) -> tuple[float, ...]:
+def _expand_to_channels(runner: Runner, name: str, values: tuple[float, ...]) -> tuple[float, ...]:
     channels = runner.input_size[0]
     if len(values) not in (1, channels):
         raise InputError(
@@ -99,32 +89,29 @@ def _per_channel(runner: Runner, name: str, values: tuple[float, ...]) -> tuple[
             hint=f"give 1 value or {channels}",
         )
     if not all(map(math.isfinite, values)) or (name == "std" and min(values) <= 0):
-        raise InputError(
-            f"--{name} cannot be {_words({name: values})[len(name) + 1 :]}", hint="give numbers, a std above 0"
-        )
+        raise InputError(f"--{name} cannot be {_format_value(values)}", hint="give finite numbers, and a std above 0")
     return values if len(values) == channels else values * channels
 
 
-def _check_same(name: str, known: InputConfig, told: Mapping[str, Any]) -> None:
-    """An artifact that says how its images are prepared was exported with what it says."""
-    for key, value in told.items():
-        own = getattr(known, key)
-        same = own == value if isinstance(value, str) else all(map(math.isclose, _numbers(own), _numbers(value)))
-        if not same:
+def _check_equal(name: str, config: InputConfig, values: Mapping[str, Value]) -> None:
+    """Raise ArtifactError for an option that differs from what the artifact records."""
+    for key, value in values.items():
+        own: Value = getattr(config, key)
+        if own != value and (isinstance(value, str) or not all(map(math.isclose, _numbers(own), _numbers(value)))):
             raise ArtifactError(
-                f"{name} says {_words({key: own})}, not {_words({key: value})[len(key) + 1 :]}",
-                hint=f"leave --{key.replace('_', '-')} out for it; what it says is what it was exported with",
+                f"{name} records {key} {_format_value(own)}, not {_format_value(value)}",
+                hint=f"leave --{key.replace('_', '-')} out: the artifact was exported with the value that it records",
             )
 
 
-def _numbers(value: Any) -> tuple[float, ...]:
-    return value if isinstance(value, tuple) else (value,)
+def _numbers(value: Value) -> tuple[float, ...]:
+    return value if isinstance(value, tuple) else (float(value),)
 
 
-def _words(values: Mapping[str, Any]) -> str:
+def _format(values: Mapping[str, Value]) -> str:
     """`mean 0.5,0.5,0.5, crop_pct 0.9`"""
-    shown = {
-        key: value if isinstance(value, str) else ",".join(f"{v:g}" for v in _numbers(value))
-        for key, value in values.items()
-    }
-    return ", ".join(f"{key} {value}" for key, value in shown.items())
+    return ", ".join(f"{key} {_format_value(value)}" for key, value in values.items())
+
+
+def _format_value(value: Value) -> str:
+    return value if isinstance(value, str) else ",".join(f"{number:g}" for number in _numbers(value))

@@ -66,7 +66,7 @@ class Bench:
         limit = self.fail_under
         return [r for r in self.ratios if limit is not None and (r["ci95"][0] or 0.0) < limit]
 
-    def as_data(self) -> BenchRecord:
+    def to_dict(self) -> BenchRecord:
         record: BenchRecord = {
             "bench_format": FORMAT,
             "rows": list(self.rows),

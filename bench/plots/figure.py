@@ -1,20 +1,20 @@
-"""Matplotlib figures: made where matplotlib is installed, and never left half-written."""
+"""Matplotlib figures: creation, shared styles, and saving. Matplotlib is optional."""
 
 from pathlib import Path
 from typing import Any
 
 from vitcompress.errors import InputError, MissingExtraError
-from vitcompress.io.files import write
+from vitcompress.io.files import write_file
 
 FORMATS = (".png", ".svg", ".pdf")
-# Told apart by colour-blind readers, too (Okabe & Ito 2008, "Color Universal Design", without black and pale yellow);
-# curves differ in their marks as well, for prints without colour.
+# Distinguishable for colour-blind readers (Okabe & Ito 2008, "Color Universal Design", without black and pale yellow);
+# curves also differ in their markers, for prints without colour.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 MARKS = "osD^vPX<>hp"
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of so many inches. Raises MissingExtraError without matplotlib."""
+    """An empty figure; size in inches. Raises MissingExtraError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -23,13 +23,13 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def check_path(path: Path) -> None:
-    """Raise InputError for a name that says no format in which a figure can be written."""
+    """Raise InputError if the suffix of `path` is not one of FORMATS."""
     if path.suffix not in FORMATS:
         raise InputError(f"a plot cannot be written to {path}", hint=f"use a file ending in {', '.join(FORMATS)}")
 
 
-def save(figure: Any, path: Path) -> Path:
-    """Write `figure` as its name says, and return the path. Raises InputError for a format that there is not."""
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write `figure` in the format of the suffix, and return the path. Raises InputError for an unknown format."""
     check_path(path)
-    write(path, lambda beside: figure.savefig(beside, format=path.suffix[1:], dpi=150))
+    write_file(path, lambda beside: figure.savefig(beside, format=path.suffix[1:], dpi=150))
     return path

@@ -1,186 +1,154 @@
-"""Pictures of a study: accuracy against cost and speed; by row and seed, which layers went and how wide the rest is."""
+"""Plots of a study: accuracy against cost and speed; removed layers and remaining widths of each row and seed."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from vitcompress.bench.plots.figure import COLOURS, MARKS, new_figure, save
-from vitcompress.bench.plots.run import LEFT, draw_layers, draw_widths, state_patches
-from vitcompress.bench.plots.structure import Structure, structure_of
+from vitcompress.bench.plots.figure import COLOURS, MARKS, new_figure, save_figure
+from vitcompress.bench.plots.run import TITLES, Panel, draw_panel, state_patches
+from vitcompress.bench.plots.structure import Structure, describe_structure
 from vitcompress.plan import Plan
 
 FAR_BELOW = 10.0  # points
 TICKS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 7, 10)
-Draw = Callable[[Any, Structure], None]
+Row = Mapping[str, Any]  # a row of a study, see pipeline.study.results
 
 
-def draw(found: Mapping[str, Any], into: Path) -> list[Path]:
-    """Draw the study `found` (the content of study.json, which says all that is drawn) into the folder `into`.
+def draw(study: Row, into: Path) -> list[Path]:
+    """Draw the content of a study.json into the folder `into`.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    written = [save(accuracy_figure(found), into / "accuracy.png")]
+    paths = [save_figure(accuracy_figure(study), into / "accuracy.png")]
     structures: dict[str, list[Structure]] = {}
-    for run in found["runs"]:
-        structures.setdefault(run["row"], []).append(structure_of(_plan(found["model"], run)))
-    kinds: tuple[tuple[str, Draw, Callable[[Structure], bool]], ...] = (
-        ("layers", draw_layers, _lost_layers),
-        ("widths", draw_widths, _lost_channels),
-    )
-    for curve, rows in grouped(found["rows"]).items():
-        for kind, draw_one, lost in kinds:
-            shown = {row["title"]: structures[row["row"]] for row in rows if any(map(lost, structures[row["row"]]))}
+    for run in study["runs"]:
+        # A study records how many channels each space keeps, not which.
+        kept = {space: tuple(range(count)) for space, count in run["kept"].items()}
+        edits = {"removed": run["removed"], "folded": tuple(run["folded"]), "heads": run["heads"]}
+        plan = Plan(study["model"]["arch"], study["model"]["arch_args"], kept=kept, **edits)
+        structures.setdefault(run["row"], []).append(describe_structure(plan))
+    for curve, rows in grouped(study["rows"]).items():
+        name = re.sub(r"[^a-z0-9]+", "_", curve.lower().replace("+", " plus")).strip("_")  # HetDPT+ -> hetdpt_plus
+        for panel in TITLES:
+            shown = {row["title"]: structures[row["row"]] for row in rows}
+            shown = {title: seeds for title, seeds in shown.items() if any(_lost(seed, panel) for seed in seeds)}
             if shown:
-                written.append(save(grid_figure(shown, draw_one), into / f"{_slug(curve)}-{kind}.png"))
-    return written
+                paths.append(save_figure(grid_figure(shown, panel), into / f"{name}-{panel}.png"))
+    return paths
 
 
-def _plan(model: Mapping[str, Any], run: Mapping[str, Any]) -> Plan:
-    """The plan of a run, but for which channels it keeps: a picture shows how many, and a study records no more."""
-    kept = {space: tuple(range(count)) for space, count in run["kept"].items()}
-    same = {key: run[key] for key in ("removed", "heads")}
-    return Plan(model["arch"], model["arch_args"], folded=tuple(run["folded"]), kept=kept, **same)
-
-
-def grouped(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Method -> its rows and those of curves compared with it, but not of those that all methods are compared with."""
-    methods = _methods(rows)
-    found: dict[str, list[Mapping[str, Any]]] = {curve: [] for curve in methods}
+def grouped(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Method -> its rows and those of curves compared with it, except the curves that all methods are compared with."""
+    groups: dict[str, list[Row]] = {curve: [] for curve in _methods(rows)}
     for row in rows:
-        of = row["curve"] if row["curve"] in methods else next(iter(row["against"]), "")
-        if of in found:
-            found[of].append(row)
-    return found
+        method = row["curve"] if row["curve"] in groups else next(iter(row["against"]), "")
+        if method in groups:
+            groups[method].append(row)
+    return groups
 
 
-def _methods(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Curves that are held against the roots, which are held against nothing."""
-    roots = {row["curve"] for row in rows if not row["against"]}
-    return list(dict.fromkeys(row["curve"] for row in rows if set(row["against"]) & roots))
+def _methods(rows: Sequence[Row]) -> list[str]:
+    """Curves that are compared with a baseline; a baseline is compared with nothing."""
+    baselines = {row["curve"] for row in rows if not row["against"]}
+    return list(dict.fromkeys(row["curve"] for row in rows if set(row["against"]) & baselines))
 
 
-def _slug(name: str) -> str:
-    """`HetDPT+` as `hetdpt_plus`."""
-    return re.sub(r"[^a-z0-9]+", "_", name.lower().replace("+", " plus")).strip("_")
+def _lost(structure: Structure, panel: Panel) -> bool:
+    """Whether a layer was replaced or removed, or a width is neither complete nor removed with its layer."""
+    if panel == "layers":
+        return any(layer is not None and layer.state != "kept" for row in structure.layers.values() for layer in row)
+    return any(width is not None and 0 < width.kept < width.dense for row in structure.widths.values() for width in row)
 
 
-def _lost_layers(structure: Structure) -> bool:
-    return any(layer is not None and layer.state != "kept" for of in structure.layers.values() for layer in of)
-
-
-def _lost_channels(structure: Structure) -> bool:
-    """Whether a width is neither whole nor gone with its layer."""
-    widths = [width for of in structure.widths.values() for width in of if width is not None]
-    return any(0 < width.left < width.of for width in widths)
-
-
-def grid_figure(shown: Mapping[str, Sequence[Structure]], draw_one: Draw) -> Any:
+def grid_figure(shown: Mapping[str, Sequence[Structure]], panel: Panel) -> Any:
     """One line per row of the study, one column per seed."""
     first = next(iter(shown.values()))[0]
-    lines = len(first.layers if draw_one is draw_layers else first.widths)
+    lines = len(first.layers if panel == "layers" else first.widths)
     columns = max(map(len, shown.values()))
     figure = new_figure((1.6 + 0.42 * len(first.blocks)) * columns, 0.4 + (0.85 + 0.27 * lines) * len(shown))
-    figure.get_layout_engine().set(h_pad=0.08)  # inches: titles stand apart from the row above
+    figure.get_layout_engine().set(h_pad=0.08)  # inches, between a title and the row above
     grid = figure.subplots(len(shown), columns, squeeze=False)
     for line, (title, structures) in zip(grid, shown.items(), strict=True):
         for seed, (axes, structure) in enumerate(zip(line, structures, strict=False)):
-            draw_one(axes, structure)
-            if legend := axes.get_legend():
-                legend.remove()
+            draw_panel(axes, structure, panel)
             axes.set_title(f"{title}, seed {seed}", fontsize="small", loc="left")
-            axes.set_xlabel("")
             axes.tick_params(labelsize="small")
     figure.supxlabel("block of the dense model", fontsize="small")
-    if draw_one is draw_layers:
+    if panel == "layers":
         figure.legend(handles=state_patches(), loc="outside upper left", ncols=3, fontsize="small", frameon=False)
     else:
-        figure.suptitle(f"{LEFT} (hatched: the layer is gone)", fontsize="small", x=0.01, ha="left")
+        figure.suptitle(f"{TITLES[panel]} (hatched: the layer is removed)", fontsize="small", x=0.01, ha="left")
     return figure
 
 
 # ------------------------------------------------------------------------------------------------------------ accuracy
 
 
-def accuracy_figure(found: Mapping[str, Any]) -> Any:
-    """Mean accuracy, with a bar from the worst to the best seed, against MACs and, where measured, against speed.
+def accuracy_figure(study: Row) -> Any:
+    """Mean accuracy, with a bar from the worst to the best seed, against MACs and, if measured, against speed.
 
-    Methods are strong lines through their budgets; what they are held against has their colour, and hollow marks. Rows
-    that fell far below the rest are told at the lower edge.
+    Methods are strong lines through their budgets; the curves that they are compared with have their colour and hollow
+    marks. Rows far below the rest are named at the lower edge.
     """
-    seeds = {row["row"]: _seeds(found, row["row"]) for row in found["rows"]}
+    seeds: dict[str, list[float]] = {}  # top-1 of every seed of a row, percent
+    for run in study["runs"]:
+        seeds.setdefault(run["row"], []).append(100 * run["correct"] / run["total"])
+    rows: list[Row] = study["rows"]
     sides = [("macs_ratio", "MACs, share of the dense model's")]
-    sides += [("speedup", "times as fast as the dense model")] if found["speed"] else []
+    sides += [("speedup", "times as fast as the dense model")] if study["speed"] else []
     figure = new_figure(3.4 + 5.2 * len(sides), 5.4)
     for axes, (key, label) in zip(figure.subplots(1, len(sides), squeeze=False)[0], sides, strict=True):
-        for style, rows in _curves(found["rows"]):
-            _errorbars(axes, rows, key, style, seeds)
-        axes.axhline(100 * found["dense"]["top1_mean"], color="grey", ls=":", lw=1, label="dense")
+        for style, curve in _curves(rows):
+            tops = [seeds[row["row"]] for row in curve]
+            means = [fmean(top) for top in tops]
+            below = [mean - min(top) for mean, top in zip(means, tops, strict=True)]
+            above = [max(top) - mean for mean, top in zip(means, tops, strict=True)]
+            x = [row[key] for row in curve]
+            axes.errorbar(x, means, yerr=[below, above], capsize=2, elinewidth=0.7, **style)
+        axes.axhline(100 * study["dense"]["top1_mean"], color="grey", ls=":", lw=1, label="dense")
         axes.set(xlabel=label, ylabel="top-1 on the test images, %", xscale="log")
-        ends = [1.0, *(row[key] for row in found["rows"])]
+        ends = [1.0, *(row[key] for row in rows)]
         ticks = [tick for tick in TICKS if min(ends) <= tick <= max(ends)]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-        _without_collapsed(axes, found["rows"], key, seeds)
+        _limit_to_majority(axes, rows, key, seeds)
     figure.axes[0].invert_xaxis()
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    title = "bars: worst to best seed\nhollow: held against the filled\none of the same colour"
-    figure.legend(
-        handles, labels, loc="outside right upper", fontsize="small", frameon=False, title=title, title_fontsize="small"
-    )
+    title = "bars: worst to best seed\nhollow: compared with the filled\none of the same colour"
+    style = {"loc": "outside right upper", "fontsize": "small", "frameon": False, "title_fontsize": "small"}
+    figure.legend(handles, labels, title=title, **style)
     return figure
 
 
-def _curves(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Mapping[str, Any]]]]:
-    """How each curve is drawn, and its rows from the most costly on."""
-    methods = _methods(rows)
-    styles = {curve: (COLOURS[n % len(COLOURS)], MARKS[n % len(MARKS)]) for n, curve in enumerate(methods)}
+def _curves(rows: Sequence[Row]) -> Iterator[tuple[dict[str, Any], list[Row]]]:
+    """Style of each curve, and its rows from the highest cost on."""
+    styles = {curve: (COLOURS[n % len(COLOURS)], MARKS[n % len(MARKS)]) for n, curve in enumerate(_methods(rows))}
     rivals: dict[str, int] = {}
     for curve in dict.fromkeys(row["curve"] for row in rows):
         own = sorted((row for row in rows if row["curve"] == curve), key=lambda row: -row["macs"])
-        if curve in methods:
+        if curve in styles:
             colour, mark = styles[curve]
             yield {"color": colour, "marker": mark, "ms": 6, "ls": "-", "label": curve}, own
         elif not own[0]["against"]:
             yield {"color": "black", "marker": "*", "ms": 11, "ls": "none", "label": own[0]["title"]}, own
         else:
-            of = own[0]["against"][0]
-            rivals[of] = rivals.get(of, 0) + 1
-            style = {"marker": MARKS[rivals[of] % len(MARKS)], "mfc": "white", "ms": 5, "ls": ":", "lw": 0.6}
-            yield {"color": styles[of][0] if of in styles else "grey", "label": curve, **style}, own
+            method = own[0]["against"][0]
+            rivals[method] = rivals.get(method, 0) + 1
+            style = {"marker": MARKS[rivals[method] % len(MARKS)], "mfc": "white", "ms": 5, "ls": ":", "lw": 0.6}
+            yield {"color": styles[method][0] if method in styles else "grey", "label": curve, **style}, own
 
 
-def _seeds(found: Mapping[str, Any], row: str) -> list[float]:
-    """Top-1 of every seed of a row, percent."""
-    return [100 * run["correct"] / run["total"] for run in found["runs"] if run["row"] == row]
-
-
-def _errorbars(
-    axes: Any,
-    rows: Sequence[Mapping[str, Any]],
-    key: str,
-    style: Mapping[str, Any],
-    seeds: Mapping[str, Sequence[float]],
-) -> None:
-    means = [fmean(seeds[row["row"]]) for row in rows]
-    below = [mean - min(seeds[row["row"]]) for mean, row in zip(means, rows, strict=True)]
-    above = [max(seeds[row["row"]]) - mean for mean, row in zip(means, rows, strict=True)]
-    axes.errorbar([row[key] for row in rows], means, yerr=[below, above], capsize=2, elinewidth=0.7, **style)
-
-
-def _without_collapsed(
-    axes: Any, rows: Sequence[Mapping[str, Any]], key: str, seeds: Mapping[str, Sequence[float]]
-) -> None:
+def _limit_to_majority(axes: Any, rows: Sequence[Row], key: str, seeds: Mapping[str, Sequence[float]]) -> None:
     """Limit the vertical axis to rows that are not far below the rest, and name the others."""
-    least = median(min(of) for of in seeds.values()) - FAR_BELOW
-    shown = [value for of in seeds.values() if min(of) >= least for value in of]
-    room = 0.08 * (max(shown) - min(shown)) or 1.0
-    axes.set_ylim(min(shown) - room, max(shown) + room)
+    limit = median(min(tops) for tops in seeds.values()) - FAR_BELOW
+    shown = [value for tops in seeds.values() if min(tops) >= limit for value in tops]
+    margin = 0.08 * (max(shown) - min(shown)) or 1.0
+    axes.set_ylim(min(shown) - margin, max(shown) + margin)
     for row in rows:
-        of = seeds[row["row"]]
-        if min(of) < least:
-            words = f"{row['curve']}:\n{', '.join(f'{value:.0f}' for value in sorted(of))} %"
-            beside = {"xytext": (-4, 3), "textcoords": "offset points", "ha": "right", "fontsize": 8}
-            axes.annotate(words, (row[key], min(shown) - room), **beside)
+        if min(seeds[row["row"]]) < limit:
+            text = f"{row['curve']}:\n{', '.join(f'{value:.0f}' for value in sorted(seeds[row['row']]))} %"
+            place = {"xytext": (-4, 3), "textcoords": "offset points", "ha": "right", "fontsize": 8}
+            axes.annotate(text, (row[key], min(shown) - margin), **place)

@@ -1,73 +1,97 @@
-"""Several runs side by side: one table, and accuracy against speed as a plot."""
+"""Several runs side by side: one table, and a plot of accuracy against speed."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
-from vitcompress.bench.plots.figure import COLOURS, MARKS, check_path, new_figure, save
-from vitcompress.bench.report import run as reports
-from vitcompress.bench.report.run import counted, interval
+from vitcompress.bench.plots.figure import COLOURS, MARKS, check_path, new_figure, save_figure
+from vitcompress.bench.report.records import RatioRecord, Report
+from vitcompress.bench.report.run import format_accuracy, read_report
 from vitcompress.errors import InputError
-from vitcompress.io.text import NOT_MEASURED, Table, format_change, format_count
+from vitcompress.io.text import NOT_MEASURED, format_change, format_count, format_interval
 
 COLUMNS = ("run", "accuracy", "parameters", "MACs", "speed", "checks")
 
 
-def run(folders: Sequence[str | Path]) -> dict[str, Any]:
-    """The reports of run folders as data: `runs`, and one `table`.
+class Cells(TypedDict):
+    """A table with one row per run."""
 
-    Raises:
-        ArtifactError: a folder without a report.
-    """
-    found = {str(folder): reports.read(folder) for folder in folders}
-    shown = table(found)
-    return {"runs": found, "table": {"columns": list(shown.columns), "rows": list(map(list, shown.rows))}}
+    columns: list[str]
+    rows: list[tuple[str, ...]]
 
 
-def table(found: Mapping[str, Mapping[str, Any]]) -> Table:
-    """One row per run: what it costs, against its own dense model."""
-    return Table("", COLUMNS, tuple((Path(name).name, *_cells(report)) for name, report in found.items()))
+class Comparison(TypedDict):
+    """Reports by run folder, and a table of them. plot, pictures: paths of images drawn from them."""
+
+    runs: dict[str, Report]
+    table: Cells
+    plot: NotRequired[str | None]
+    pictures: NotRequired[list[str]]
 
 
-def _cells(report: Mapping[str, Any]) -> tuple[str, ...]:
-    accuracy, cost = report.get("accuracy") or {}, report["cost"]
-    sizes = [
-        f"{format_count(cost['compressed'][k])} ({format_change(cost['dense'][k], cost['compressed'][k])})"
-        for k in ("params", "macs")
-    ]
-    ratio = _ratio(report)
-    speed = f"{ratio['median']:.2f}x ({interval(ratio)})" if ratio else NOT_MEASURED
-    verify = report.get("verify")
-    verdict = "not run" if not verify else "passed" if verify["passed"] else "failed"
-    return counted(accuracy["compressed"]) if "compressed" in accuracy else NOT_MEASURED, *sizes, speed, verdict
+class Point(TypedDict):
+    """A run in the plot, with 95 % intervals."""
+
+    run: str
+    runtime: str
+    speedup: float
+    speedup_ci95: Sequence[float | None]
+    top1: float
+    top1_ci95: Sequence[float]
 
 
-def _ratio(report: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Compressed against dense in the first runtime that was measured."""
+def compare_runs(folders: Sequence[str | Path]) -> Comparison:
+    """Read the reports of run folders. Raises ArtifactError for a folder without a report."""
+    runs = {str(folder): read_report(folder) for folder in folders}
+    rows = [(Path(name).name, *_cells(report)) for name, report in runs.items()]
+    return {"runs": runs, "table": {"columns": list(COLUMNS), "rows": rows}}
+
+
+def _cells(report: Report) -> tuple[str, ...]:
+    """A run compared with its own dense model."""
+    accuracy, ratio, verify = (report.get("accuracy") or {}), _ratio(report), report.get("verify")
+    dense, compressed = report["cost"]["dense"], report["cost"]["compressed"]
+    counts = ((dense["params"], compressed["params"]), (dense["macs"], compressed["macs"]))
+    return (
+        format_accuracy(accuracy["compressed"]) if "compressed" in accuracy else NOT_MEASURED,
+        *(f"{format_count(after)} ({format_change(before, after)})" for before, after in counts),
+        f"{ratio['median']:.2f}x ({format_interval(ratio['ci95'])})" if ratio else NOT_MEASURED,
+        "not run" if not verify else "passed" if verify["passed"] else "failed",
+    )
+
+
+def _ratio(report: Report) -> RatioRecord | None:
+    """Speed of the compressed over the dense model in the first runtime."""
     entries = report.get("bench") or ()
     return entries[0]["ratios"][0] if entries and entries[0]["ratios"] else None
 
 
-def points(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the plot shows: speed against the run's own dense model and accuracy, both with 95 % intervals."""
-    shown = []
-    for name, report in found.items():
-        ratio, accuracy = _ratio(report), (report.get("accuracy") or {}).get("compressed")
-        if ratio and accuracy:
-            runtime = report["bench"][0]["rows"][0]["runtime"]
-            figures = {"speedup": ratio["median"], "speedup_ci95": ratio["ci95"], "runtime": runtime}
-            shown.append({"run": Path(name).name, **figures, **{k: accuracy[k] for k in ("top1", "top1_ci95")}})
+def points(runs: Mapping[str, Report]) -> list[Point]:
+    """The runs that have both an accuracy and a speed."""
+    shown: list[Point] = []
+    for name, report in runs.items():
+        ratio, accuracy, entries = _ratio(report), (report.get("accuracy") or {}).get("compressed"), report.get("bench")
+        if ratio and accuracy and entries:
+            point: Point = {
+                "run": Path(name).name,
+                "runtime": entries[0]["rows"][0]["runtime"],
+                "speedup": ratio["median"],
+                "speedup_ci95": ratio["ci95"],
+                "top1": accuracy["top1"],
+                "top1_ci95": accuracy["top1_ci95"],
+            }
+            shown.append(point)
     return shown
 
 
-def plot(found: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
-    """Accuracy against speed-up with both intervals, one point per run, as an image at `path` (.png, .svg, .pdf).
+def plot(runs: Mapping[str, Report], path: Path) -> Path:
+    """Plot accuracy against speed-up with their intervals, one point per run, to `path` (.png, .svg or .pdf).
 
     Raises:
-        InputError: no run has both, or another kind of image.
+        InputError: no run has both an accuracy and a speed, or `path` has another suffix.
     """
     check_path(path)
-    shown = points(found)
+    shown = points(runs)
     if not shown:
         raise InputError(
             "none of these runs has both an accuracy and a speed to plot", hint="--structure-only runs have no accuracy"
@@ -76,16 +100,17 @@ def plot(found: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
     axes = figure.subplots()
     for number, point in enumerate(shown):
         x, y = point["speedup"], 100 * point["top1"]
-        (left, right), (low, high) = point["speedup_ci95"], [100 * end for end in point["top1_ci95"]]
-        across = [[x - left], [(x if right is None else right) - x]]
+        left, right = (x if end is None else end for end in point["speedup_ci95"])
+        low, high = (100 * end for end in point["top1_ci95"])
         style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)], "label": point["run"]}
-        axes.errorbar([x], [y], xerr=across, yerr=[[y - low], [high - y]], ls="none", capsize=3, **style)
-    for name, report in list(found.items())[:1]:
-        if dense := (report.get("accuracy") or {}).get("dense"):
-            axes.axhline(100 * dense["top1"], linestyle=":", color="grey", label=f"dense of {Path(name).name}")
+        errors = {"xerr": [[x - left], [right - x]], "yerr": [[y - low], [high - y]]}
+        axes.errorbar([x], [y], **errors, ls="none", capsize=3, **style)
+    name, first = next(iter(runs.items()))
+    if dense := (first.get("accuracy") or {}).get("dense"):
+        axes.axhline(100 * dense["top1"], linestyle=":", color="grey", label=f"dense of {Path(name).name}")
     axes.axvline(1.0, linestyle=":", color="lightgrey")
-    where = " or ".join(dict.fromkeys(point["runtime"] for point in shown))
-    axes.set(xlabel=f"times as fast as its dense model ({where})", ylabel="top-1 on the test images, %")
+    runtimes = " or ".join(dict.fromkeys(point["runtime"] for point in shown))
+    axes.set(xlabel=f"times as fast as its dense model ({runtimes})", ylabel="top-1 on the test images, %")
     axes.set_title("bars: 95 % intervals", fontsize="small", loc="left")
-    figure.legend(fontsize="small", loc="outside lower center", ncols=3)  # beside the axes: it must hide no interval
-    return save(figure, path)
+    figure.legend(fontsize="small", loc="outside lower center", ncols=3)  # beside the axes, where it hides no interval
+    return save_figure(figure, path)

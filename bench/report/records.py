@@ -145,13 +145,16 @@ class GpuSummary(TypedDict):
     looks: int
 
 
-class Conditions(TypedDict):
+# Functional syntax: a key of version 1 that is no name for new code.
+_Quota = TypedDict("_Quota", {"held_back_by_quota": "int | None"})  # noqa: UP013
+
+
+class Conditions(_Quota):
     """State of the machine during the measurement of one batch size."""
 
     cpu_before: CpuState
     cpu_after: CpuState
     other_processes_cores: float | None
-    held_back_by_quota: int | None
     host_peak_bytes: int | None
     gpu: GpuSummary | None
     gpu_unwatched: str | None

@@ -1,8 +1,9 @@
 """Ten lines of Python that classify one JPEG with an exported file, without vitcompress."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+
+from vitcompress.bench.report.records import InputRecord
 
 LINES = """\
 import json, numpy as np, onnxruntime as ort
@@ -16,18 +17,15 @@ pixels = np.asarray(image.crop((left, top, left + {width}, top + {height})), np.
 images = {images}
 print(classes[session.run(None, {{"images": images}})[0].argmax()])
 """
-# What the file takes: normalised images, or bytes that it normalises itself.
-NORMALISED = "((pixels / 255 - {mean}) / {std}).astype(np.float32).transpose(2, 0, 1)[None]"
-BYTES = "pixels[None]"
+NORMALIZED = "((pixels / 255 - {mean}) / {std}).astype(np.float32).transpose(2, 0, 1)[None]"
+BYTES = "pixels[None]"  # for files that normalize uint8 images themselves
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
-def snippet(
-    input: Mapping[str, Any], model: str = "model.onnx", image: str = "photo.jpg", *, uint8: bool = False
-) -> str:
-    """The ten lines for a model that takes `input` (an InputConfig as data). They prepare images as timm evaluates.
+def snippet(input: InputRecord, model: str = "model.onnx", image: str = "photo.jpg", *, uint8: bool = False) -> str:
+    """The ten lines for a model with this input; they preprocess images like timm's evaluation.
 
-    uint8: the file takes bytes, and normalises them itself.
+    uint8: the file takes uint8 images and normalizes them itself.
     """
     channels, height, width = input["size"]
     scaled = [math.floor(side / input["crop_pct"]) for side in (width, height)]
@@ -40,12 +38,12 @@ def snippet(
         width=width,
         height=height,
         type="uint8" if uint8 else "float32",
-        images=BYTES if uint8 else NORMALISED.format(mean=_values(input["mean"]), std=_values(input["std"])),
+        images=BYTES if uint8 else NORMALIZED.format(mean=_values(input["mean"]), std=_values(input["std"])),
     )
 
 
-def _size(crop_mode: str, scaled: list[int]) -> str:
-    """The expression for the size to resize to: squashed, or the shorter side (for unequal sides: both) filled."""
+def _size(crop_mode: str, scaled: Sequence[int]) -> str:
+    """Expression for the size after resizing: exactly `scaled` with `squash`, else the smallest that covers it."""
     width, height = scaled
     if crop_mode == "squash":
         return f"({width}, {height})"
@@ -54,5 +52,5 @@ def _size(crop_mode: str, scaled: list[int]) -> str:
     return f"[round(side / min(image.width / {width}, image.height / {height})) for side in image.size]"
 
 
-def _values(values: Any) -> str:
+def _values(values: Sequence[float]) -> str:
     return str([float(value) for value in values])

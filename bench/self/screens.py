@@ -1,9 +1,8 @@
-"""UP-ViT's screens on a trained model: times cheaper than exact scores, and how much of what goes is the same.
+"""UP-ViT's proxy scores on a trained model.
 
-The model is that of `digits_up`, trained here; exact scores delete every one of its channels. What a screen saves grows
-with the model, as exact scores take a pass per channel and the estimate a few for all of them (see `importance`). Both
-are timed as a whole step is, images included. On this model, of about 2000 channels, a hundred times cheaper is what
-one or two directions are; measuring any share of the channels exactly costs that share.
+The model is that of `digits_up`, trained here; exact scores delete every one of its about 2000 channels. The saving
+grows with the model, as exact scores take a pass per channel and the proxy a few for all of them (see `importance`).
+Times include loading the images, as in a real step.
 """
 
 import time
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitcompress.bench.self.parts import Options
+from vitcompress.bench.self.parts import Line, Options
 from vitcompress.families import family_of
 from vitcompress.io.progress import Progress
 from vitcompress.methods.base import Context
@@ -23,8 +22,7 @@ from vitcompress.methods.upvit import method as upvit
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
 from vitcompress.recipe.load import load_recipe
-from vitcompress.recipe.schema import Recipe
-from vitcompress.training.data import Splits, open_data
+from vitcompress.training.data import open_data
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loop import train
 from vitcompress.training.trainer import TrainingContext
@@ -39,31 +37,32 @@ SCREENS: dict[str, dict[str, Any]] = {
     "Gauss-Newton, then exact on a quarter": {"score": "screened", "band": 0.25},
     "a quarter of the images, then exact on a quarter": {"score": "screened", "band": 0.25, "screen": "images"},
 }
-CHEAPER, IN_COMMON = 100.0, 0.95  # aims
+AIMS = {"aim_cheaper": 100.0, "aim_in_common": 0.95}
 
 
-def run(options: Options) -> Iterator[dict[str, Any]]:
-    """One line per screen, on ten times as many images as `runs` says (20: 200 of the 1068 training images)."""
-    recipe, images = load_recipe(RECIPE), 10 * options.runs
-    model, context = _trained(recipe, options.folder)
-    seconds, exact = _planned(model, context, options.folder / "exact", images, {"score": "exact"})
+def run(options: Options) -> Iterator[Line]:
+    """UP-ViT's proxy scores on a trained model: time, and removed channels in common with exact scores.
+
+    Uses ten images per unit of `runs` (20: 200 of the 1068 training images).
+    """
+    images = 10 * options.runs
+    model, context = _train_dense(options.folder)
+    seconds, exact = _time_plan(model, context, options.folder / "exact", images, {"score": "exact"})
     yield {"what": "exact scores", "text": f"{seconds:.1f} s for {images} images", "seconds": seconds, "images": images}
     sizes = {space.name: space.size for space in context.family.spaces(model)}
-    for number, (name, how) in enumerate(SCREENS.items()):
-        more = {"screen_images": images // 4} if how.get("screen") == "images" else {}
-        own, found = _planned(model, context, options.folder / f"screen-{number}", images, how | more)
-        yield _line(name, seconds / own, _common(sizes, exact, found)) | {"seconds": own, "images": images}
+    for number, (name, settings) in enumerate(SCREENS.items()):
+        more = {"screen_images": images // 4} if settings.get("screen") == "images" else {}
+        own, plan = _time_plan(model, context, options.folder / f"screen-{number}", images, settings | more)
+        cheaper, common = seconds / own, share_in_common(sizes, exact, plan)
+        text = f"{cheaper:.1f} times cheaper, {100 * common:.1f} % of the removed channels in common with exact scores"
+        figures = {"cheaper": cheaper, "in_common": common, **AIMS, "seconds": own, "images": images}
+        yield {"what": f"screen: {name}", "text": text, **figures}
 
 
-def _line(name: str, cheaper: float, common: float) -> dict[str, Any]:
-    aims = {"aim_cheaper": CHEAPER, "aim_in_common": IN_COMMON}
-    said = f"{cheaper:.1f} times cheaper, {100 * common:.1f} % of the removed channels in common with exact scores"
-    return {"what": f"screen: {name}", "text": said, "cheaper": cheaper, "in_common": common, **aims}
-
-
-def _trained(recipe: Recipe, folder: Path) -> tuple[nn.Module, Context]:
-    """The recipe's dense model, trained as it says, and what a step of it would be given."""
-    data: Splits = open_data(recipe.data, recipe.run.seed)
+def _train_dense(folder: Path) -> tuple[nn.Module, Context]:
+    """The trained dense model of the recipe, and the context of its first step."""
+    recipe = load_recipe(RECIPE)
+    data = open_data(recipe.data, recipe.run.seed)
     args = dict(recipe.model.args) | {"num_classes": len(data.classes)}
     model = create_model(recipe.model.name, args, seed=recipe.run.seed)
     runtime, input = Runtime(torch.device("cpu")), input_config(model)
@@ -75,22 +74,22 @@ def _trained(recipe: Recipe, folder: Path) -> tuple[nn.Module, Context]:
     return model, Context(*known, train=recipe.finetune)
 
 
-def _planned(
-    model: nn.Module, context: Context, folder: Path, images: int, how: Mapping[str, Any]
+def _time_plan(
+    model: nn.Module, context: Context, folder: Path, images: int, settings: Mapping[str, Any]
 ) -> tuple[float, Plan]:
-    """Seconds that the whole choice takes, and what it chose."""
+    """Seconds of computing a plan, and the plan."""
     folder.mkdir()
-    options = upvit.Options(target_args=TARGET, images=images, **how)
+    options = upvit.Options(target_args=TARGET, images=images, **settings)
     began = time.perf_counter()
     plan = upvit.plan(model, replace(context, folder=folder), options)
     return time.perf_counter() - began, plan
 
 
-def _common(sizes: Mapping[str, int], exact: Plan, found: Plan) -> float:
-    """Share of the channels that `exact` removes which `found` removes as well."""
-    same = removed = 0
+def share_in_common(sizes: Mapping[str, int], exact: Plan, other: Plan) -> float:
+    """Share of the channels removed by `exact` that `other` removes too."""
+    common = removed = 0
     for name, kept in exact.kept.items():
         gone = set(range(sizes[name])) - set(kept)
-        same += len(gone - set(found.kept[name]))
+        common += len(gone - set(other.kept[name]))
         removed += len(gone)
-    return same / removed
+    return common / removed

@@ -6,7 +6,7 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
-from whole_runs import Told
+from whole_runs import RecordedProgress
 
 from vitcompress.bench import accuracy, suite
 from vitcompress.errors import ArtifactError, InputError
@@ -79,14 +79,14 @@ def test_the_data_is_that_of_the_run_folder_unless_another_is_named(tmp_path: Pa
         f'[model]\nname = "{ARCH}"\n[data]\nheldout = 0.25\n[[step]]\nmethod = "random"\npruned_layers = 1\n'
     )
     none, digits = accuracy.EvaluateOptions(), accuracy.EvaluateOptions(data="digits")
-    assert accuracy.data_of([str(made / "model.onnx")], none).heldout == 0.25
-    assert accuracy.data_of([str(made)], digits) == DataOptions()
-    elsewhere = accuracy.data_of([str(made)], accuracy.EvaluateOptions(data="pictures", split="val2"))
+    assert accuracy.select_data([str(made / "model.onnx")], none).heldout == 0.25
+    assert accuracy.select_data([str(made)], digits) == DataOptions()
+    elsewhere = accuracy.select_data([str(made)], accuracy.EvaluateOptions(data="pictures", split="val2"))
     assert (elsewhere.source, elsewhere.path, elsewhere.test_split) == ("imagefolder", "pictures", "val2")
     with pytest.raises(InputError, match="the digits have no split 'val2'"):
-        accuracy.data_of([str(made)], replace(none, split="val2"))
+        accuracy.select_data([str(made)], replace(none, split="val2"))
     with pytest.raises(InputError, match="no data"):
-        accuracy.data_of(["timm:vit_tiny_patch16_224"], none)
+        accuracy.select_data(["timm:vit_tiny_patch16_224"], none)
 
 
 def test_another_number_of_classes_is_refused(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_classes_that_do_not_match_by_name_are_refused(names: tuple[str, ...], s
 
 
 def test_classes_of_other_names_altogether_are_told(tmp_path: Path) -> None:
-    made, told = folder(tmp_path / "run", seed=1), Told()
+    made, told = folder(tmp_path / "run", seed=1), RecordedProgress()
     model = load_model(made)
     names = [f"n{number}" for number in range(10)]
     export(model, made / "model.onnx", input=input_config(model), classes=names)
@@ -138,7 +138,7 @@ def test_rows_hold_the_speed_of_the_same_bytes_run_in_the_same_way(tmp_path: Pat
     model = load_model(made)
     export(model, made / "model.onnx", input=input_config(model))
     options = suite.BenchOptions("paper", 2, 1, 3)
-    measured = suite.run((made / "model.onnx", made / "model.onnx"), options).as_data()
+    measured = suite.run((made / "model.onnx", made / "model.onnx"), options).to_dict()
     asked = accuracy.EvaluateOptions(data="digits", batch=540)
     artifacts = [str(made / "model.onnx"), str(made)]
     assert [row["speed"] for row in accuracy.run(artifacts, asked)["rows"]] == [None, None]

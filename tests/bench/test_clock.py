@@ -1,4 +1,4 @@
-"""Samples are what the clock said, to the last digit: on a clock that only the work moves, by sums of powers of two."""
+"""Samples equal the readings of the clock exactly; the clock advances by sums of powers of two, and only with work."""
 
 import itertools
 import math
@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from vitcompress.bench import timing
-from vitcompress.bench.timing import Protocol, Samples, Target, _settled, measure
+from vitcompress.bench.timing import Protocol, Samples, Target, is_settled, measure
 
 WAIT = 0.125  # seconds that a synchronisation takes
 
 
 class Clock:
-    """Stands still but for `work`."""
+    """Advances only in `work`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -26,16 +26,16 @@ class Clock:
         self.now += seconds
 
     def target(self, seconds: Iterable[float]) -> Target:
-        """Runs that take as long as told, one after the other, and then wait."""
+        """Runs with these durations, each followed by a wait."""
         durations = iter(seconds)
         return Target("a", lambda: self.work(next(durations)), lambda: self.work(WAIT))
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(timing, "time", found)
-    return found
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    return clock
 
 
 def test_a_run_lasts_until_it_is_synchronised_and_the_first_of_a_block_does_not_count(clock: Clock) -> None:
@@ -67,7 +67,7 @@ def test_a_warm_up_that_is_to_settle_goes_on_until_it_has_or_patience_ends(clock
     assert (slower.warmup_runs, slower.settled) == (9, False)  # 1 + ... + 9 and nine waits are the first beyond 45
 
 
-def test_as_many_seconds_as_asked_for_are_shared_out_over_the_rounds(clock: Clock) -> None:
+def test_the_requested_seconds_are_divided_among_the_rounds(clock: Clock) -> None:
     work = Protocol("p", warmup=1, runs=20, min_seconds=80.0)
     (samples,) = measure([clock.target(itertools.repeat(0.875))], work)
     assert [len(block) for block in samples.blocks_ms] == [4] * 20  # 80 s over 20 rounds of runs of a second
@@ -98,8 +98,8 @@ def test_joules_are_those_of_the_blocks_with_their_untimed_runs(clock: Clock) ->
         ([1.0] * 20 + [1.05] * 10, True),  # 5 % are allowed
     ],
 )
-def test_only_the_last_three_windows_say_whether_it_settled(runs: list[float], settled: bool) -> None:
-    assert _settled(runs) is settled
+def test_only_the_last_three_windows_decide_whether_it_settled(runs: list[float], settled: bool) -> None:
+    assert is_settled(runs) is settled
 
 
 @pytest.mark.parametrize(("runs", "variation"), [([5.0], None), ([1.0, 3.0], math.sqrt(2) / 2), ([4.0, 4.0], 0.0)])

@@ -7,13 +7,13 @@ import pytest
 
 from vitcompress import surgery
 from vitcompress.bench.plots.run import charts_figure, draw, structure_figure
-from vitcompress.bench.plots.structure import STAND_INS, Layer, Structure, Width, structure_of, widths
+from vitcompress.bench.plots.structure import REPLACEMENTS, Layer, Structure, Width, describe_structure, width_table
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.io.files import write_json, write_text
 from vitcompress.methods.base import Chart, Line, ranked
 from vitcompress.models.checkpoint import PLAN
 from vitcompress.models.create import create_model
-from vitcompress.plan import GATE_STAND_INS, Plan
+from vitcompress.plan import GATE_REPLACEMENTS, Plan
 from vitcompress.surgery.check import STAND_INS as ALLOWED
 
 VIT = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 4, "mlp_ratio": 2.0}
@@ -48,7 +48,7 @@ def texts(figure: Any) -> list[str]:
 
 
 def test_layers_and_widths_of_a_plan() -> None:
-    found = structure_of(plan())
+    found = describe_structure(plan())
     kept, gone = Layer("kept"), Layer("removed")
     assert found.layers["attention"] == [Layer("replaced", "norm"), gone, kept]
     assert found.layers["activation"] == [kept, gone, kept]
@@ -61,22 +61,22 @@ def test_layers_and_widths_of_a_plan() -> None:
 
 
 def test_every_stand_in_has_words() -> None:
-    assert set(STAND_INS) == {*GATE_STAND_INS, *(stand for stands in ALLOWED.values() for stand in stands)}
+    assert set(REPLACEMENTS) == {*GATE_REPLACEMENTS, *(stand for stands in ALLOWED.values() for stand in stands)}
 
 
 def test_widths_of_a_plan_as_a_table() -> None:
-    found = widths(plan())
+    found = width_table(plan())
     assert found is not None and found["columns"] == ["block", "residual", "heads", "q and k", "v", "FFN"]
     assert found["rows"] == [
         ["blocks.0", "12 of 16", "removed", "removed", "removed", "8 of 32"],
         ["blocks.1", "12 of 16", "removed", "removed", "removed", "linear"],
         ["blocks.2", "12 of 16", "2 of 4", "4 of 16", "4 of 16", "32"],
     ]
-    assert widths(Plan("vit_tiny_patch16_224", VIT, REMOVED)) is None
+    assert width_table(Plan("vit_tiny_patch16_224", VIT, REMOVED)) is None
 
 
 def test_a_plan_that_changes_nothing_leaves_all() -> None:
-    found = structure_of(Plan("vit_tiny_patch16_224", VIT))
+    found = describe_structure(Plan("vit_tiny_patch16_224", VIT))
     assert {layer for row in found.layers.values() for layer in row} == {Layer("kept")}
     assert all(found.total(kind)[0] == found.total(kind)[1] > 0 for kind in found.widths)
 
@@ -84,7 +84,7 @@ def test_a_plan_that_changes_nothing_leaves_all() -> None:
 def test_stages_have_streams_of_their_own() -> None:
     kept = {"layers.1.residual": tuple(range(24)), "layers.1.blocks.0.mlp": tuple(range(16))}
     plan = Plan("swin_tiny_patch4_window7_224", SWIN, {"layers.0.blocks.1": "drop"}, kept=kept)
-    found = structure_of(plan)
+    found = describe_structure(plan)
     assert found.stages == (2, 1) and found.layers["ffn"] == [Layer("kept"), Layer("removed"), Layer("kept")]
     assert found.widths["residual"] == [Width(16, 16), Width(16, 16), Width(24, 32)]
     assert found.total("residual") == (40, 48) and found.total("mlp") == (32 + 0 + 16, 32 + 32 + 64)
@@ -94,7 +94,7 @@ def test_a_pool_stands_behind_the_blocks() -> None:
     kept = {"attn_pool.mlp": tuple(range(8)), "attn_pool.v": (0, 4, 8, 12), "residual": tuple(range(12))}
     args = {**VIT, "global_pool": "map", "class_token": False}
     plan = Plan("vit_tiny_patch16_224", args, {"blocks.1.attn": "drop"}, kept=kept)
-    found, told = structure_of(plan), widths(plan)
+    found, told = describe_structure(plan), width_table(plan)
     assert told is not None
     assert told["rows"][-1] == ["attn_pool", "12 of 16", "4", "16", "4 of 16", "8 of 32"] and len(told["rows"]) == 4
     assert found.stages == (3,) and found.total("residual") == (12, 16)
@@ -105,7 +105,7 @@ def test_a_pool_stands_behind_the_blocks() -> None:
 
 
 def test_the_picture_says_what_is_left() -> None:
-    figure = structure_figure(structure_of(plan()), "run")
+    figure = structure_figure(describe_structure(plan()), "run")
     shown = texts(figure)
     assert {"norm", "linear", "1/3", "2/3", "75", "25", "50", "62"} <= set(shown)
     assert len(shown) > len(texts(structure_figure(Structure(("blocks.0",), (1,), {"ffn": [Layer("kept")]}, {}), "")))

@@ -11,7 +11,7 @@ from PIL import Image
 
 from vitcompress.bench import suite
 from vitcompress.bench.report import compare, run
-from vitcompress.bench.report.files import remarks
+from vitcompress.bench.report.files import list_warnings
 from vitcompress.cli.output import tables
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.onnx.export import export
@@ -61,7 +61,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
             "compressed": accuracy(521),
             "mcnemar": {"only_a": 5, "only_b": 2, "p_value": 0.45},
         },
-        "bench": [bench.as_data()],
+        "bench": [bench.to_dict()],
         "files": {name: (folder / name).stat().st_size for name in ("dense.onnx", "model.onnx")},
         "verify": {
             "passed": True,
@@ -72,7 +72,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         "published": {"source": "HetDPT, Table 1", "hardware": "H800", "top1": 81.8, "speedup": 1.58, "note": ""},
         "notes": ["short training"],
     }
-    run.write(folder, data)
+    run.write_report(folder, data)
     return folder, data
 
 
@@ -122,7 +122,7 @@ def test_the_page_names_what_was_removed_measured_and_published(measured: tuple[
         "a\\|b",
     ):
         assert text in page
-    assert run.read(measured[0]) == json.loads(json.dumps(measured[1]))
+    assert run.read_report(measured[0]) == json.loads(json.dumps(measured[1]))
 
 
 def test_published_figures_have_units_and_stand_beside_what_is_counted_here() -> None:
@@ -174,7 +174,7 @@ def test_remarks_are_said_once_with_their_runtimes_and_short_names() -> None:
     )
     busy = ("others kept 1 core busy",)
     folders = entry("torch", "/runs/x/state/dense", "/runs/x", warnings=("/runs/x, batch 2: noisy", *busy))
-    said = remarks([{**files, "warnings": (*files["warnings"], *busy), "notes": ("device: cpu",)}, folders])
+    said = list_warnings([{**files, "warnings": (*files["warnings"], *busy), "notes": ("device: cpu",)}, folders])
     assert said == [
         "- note (onnxruntime): device: cpu",
         "- note (onnxruntime): dense.onnx, batch 2: noisy",
@@ -203,7 +203,7 @@ def test_a_run_without_data_has_a_report_too() -> None:
 
 def test_runs_side_by_side(measured: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
     folder, _ = measured
-    found = compare.run([folder])
+    found = compare.compare_runs([folder])
     compare.plot(found["runs"], tmp_path / "plot.png")
     assert found["table"]["rows"][0][:2] == [folder.name, "96.5 % (521 of 540)"]
     assert found["table"]["rows"][0][-1] == "passed"
@@ -212,7 +212,7 @@ def test_runs_side_by_side(measured: tuple[Path, dict[str, object]], tmp_path: P
     with pytest.raises(InputError):
         compare.plot(found["runs"], tmp_path / "plot.exe")
     with pytest.raises(ArtifactError):
-        compare.run([tmp_path])
+        compare.compare_runs([tmp_path])
 
 
 def test_what_the_plot_shows(measured: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_equal_ways_of_weights_are_one_row() -> None:
 
 def test_a_speed_up_is_told_with_what_its_interval_says() -> None:
     near = {"median": 1.18, "ci95": [0.89, 1.26], "verdict": "not distinguishable"}
-    found = run.speeds({"rows": [{"runtime": "torch"}], "ratios": [near]})
+    found = run.describe_speeds({"rows": [{"runtime": "torch"}], "ratios": [near]})
     assert found == ["torch: 1.180 times as fast, 95 % interval 0.89 to 1.26: not distinguishable"]
 
 

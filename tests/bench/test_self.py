@@ -1,4 +1,4 @@
-"""The speed script runs through at its smallest and writes what it measured. No time is asserted."""
+"""The smallest run of every kind of part of `bench.self`. No time is asserted."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import torch
 
 from vitcompress.bench.artifacts import synthetic_images
 from vitcompress.bench.self import __main__ as speed
-from vitcompress.bench.self import exploration, exporters, gates, importance, parts, realised, screens, slicing, widths
+from vitcompress.bench.self import importance, parts, processes, realised, screens, training_steps
 from vitcompress.errors import OutputError
 from vitcompress.families import family_of
 from vitcompress.methods.upvit.importance import Importance, components
@@ -24,7 +24,7 @@ def test_a_part_prints_and_writes_its_lines(tmp_path: Path, capsys: pytest.Captu
     out = tmp_path / "speed.json"
     assert speed.main(["gates", "--arch", TINY, "--batch", "2", "--runs", "6", "--out", str(out)]) == 0
     written = json.loads(out.read_text())
-    assert [figure["what"] for figure in written["figures"]] == list(gates.AIMS)
+    assert [figure["what"] for figure in written["figures"]] == list(training_steps.GATES)
     for figure in written["figures"]:
         assert figure["ci95"][0] <= figure["ratio"] <= figure["ci95"][1]
         assert [len(blocks) for blocks in figure["samples_ms"].values()] == [6, 6]
@@ -33,7 +33,7 @@ def test_a_part_prints_and_writes_its_lines(tmp_path: Path, capsys: pytest.Captu
     assert "channel gates: " in capsys.readouterr().out
 
 
-def test_what_was_measured_outlasts_what_stops_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_keeps_earlier_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(options: parts.Options) -> Iterator[dict[str, Any]]:
         yield {"what": "first", "text": "1 s"}
         raise KeyboardInterrupt
@@ -45,9 +45,7 @@ def test_what_was_measured_outlasts_what_stops_the_rest(tmp_path: Path, monkeypa
     assert [figure["what"] for figure in json.loads(out.read_text())["figures"]] == ["first"]
 
 
-def test_a_place_that_cannot_be_written_is_found_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_file_fails_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(speed.PARTS, "gates", lambda options: pytest.fail("measured"))
     (tmp_path / "file").touch()
     with pytest.raises(OutputError):
@@ -61,26 +59,26 @@ def test_nothing_is_measured_with_a_zero(option: str, capsys: pytest.CaptureFixt
     assert f"{option} must be 1 or more, got 0" in capsys.readouterr().err
 
 
-def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_part_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         speed.main(["speeed"])
     assert caught.value.code == 2
     assert "there are gates, " in capsys.readouterr().err
 
 
-def test_every_part_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_part_has_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         speed.main(["--help"])
     shown = capsys.readouterr().out
     assert all(f"  {name}: " in shown for name in speed.PARTS)
 
 
-def test_a_line_without_a_ratio_brings_its_own_words() -> None:
-    assert parts.text({"what": "fold", "text": "0.5 s"}) == "fold: 0.5 s"
+def test_a_line_without_a_ratio_shows_its_text() -> None:
+    assert parts.describe({"what": "fold", "text": "0.5 s"}) == "fold: 0.5 s"
 
 
-def test_exact_scores_are_weighed_against_a_pass_per_candidate(tmp_path: Path) -> None:
-    """The counts are those of the model's depth and widths; see test_upvit_scores for where they come from."""
+def test_exact_scores_are_compared_with_a_pass_per_candidate(tmp_path: Path) -> None:
+    """The counts follow from the depth and widths of the model, see test_upvit_scores."""
     work, time, screen = importance.run(parts.Options(tmp_path, arch=TINY))
     assert work["ratio"] == work["evaluations"][1] / work["evaluations"][0] > 1.5
     assert work["evaluations"][1] == work["candidates"] * DEPTH
@@ -93,13 +91,13 @@ def test_the_baseline_computes_the_same_scores() -> None:
     loader: Any = [(synthetic_images(input_config(model).size, 1, 0).double(), None)]
     exact = Importance(model, family, images_at_once=4)
     for component in components(family.spaces(model))[:3]:
-        found = importance._each_alone(model, loader)(component, loader, [0, 5])
-        assert found.tolist() == pytest.approx(exact.scores(component, loader, [0, 5])[[0, 5]].tolist(), rel=1e-9)
-        assert float(found.max()) > 0
+        scores = importance.each_alone(model, loader)(component, loader, [0, 5])
+        assert scores.tolist() == pytest.approx(exact.scores(component, loader, [0, 5])[[0, 5]].tolist(), rel=1e-9)
+        assert float(scores.max()) > 0
 
 
 def test_exploration_is_timed_in_whole_cycles(tmp_path: Path) -> None:
-    lines = list(exploration.run(parts.Options(tmp_path, arch=TINY, batch=1, runs=1)))
+    lines = list(training_steps.time_exploration(parts.Options(tmp_path, arch=TINY, batch=1, runs=1)))
     assert [line["what"] for line in lines] == [
         "exploration step, masked criterion",
         "exploration step, dense criterion",
@@ -108,12 +106,12 @@ def test_exploration_is_timed_in_whole_cycles(tmp_path: Path) -> None:
 
 
 def test_slicing_halves_every_space() -> None:
-    found = slicing.here(TINY)
-    assert 0.2 < found["params"][1] / found["params"][0] < 0.6
-    assert found["peak_gib"] >= found["loaded_gib"] > 0
+    line = processes.slice_model(TINY)
+    assert 0.2 < line["params"][1] / line["params"][0] < 0.6
+    assert line["peak_gib"] >= line["loaded_gib"] > 0
 
 
-def test_nose_is_timed_without_the_attentions_that_its_authors_took() -> None:
+def test_nose_is_timed_without_the_attentions_that_its_authors_removed() -> None:
     dense, model = realised.without_attentions(realised.NOSE, realised.GREEDY)
     left = [site.index for site in family_of(model).sites(model) if site.kind == "attention"]
     assert left == [1, 3, 5, 7, 8, 9, 10, 11] and len(family_of(dense).blocks(dense)) == 12
@@ -122,7 +120,7 @@ def test_nose_is_timed_without_the_attentions_that_its_authors_took() -> None:
         assert not torch.equal(model.eval()(x), dense.eval()(x))
 
 
-def test_speed_is_set_against_macs(tmp_path: Path) -> None:
+def test_speed_is_compared_with_macs(tmp_path: Path) -> None:
     args = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
     dense, half = (create_model("vit_tiny_patch16_224", {**args, "mlp_ratio": ratio}) for ratio in (4.0, 1.0))
     (line,) = realised.realised(dense, {"a half": half}, parts.Options(tmp_path, batch=1, runs=2), 0.9)
@@ -132,26 +130,26 @@ def test_speed_is_set_against_macs(tmp_path: Path) -> None:
 
 
 def test_padded_layouts_are_built_as_such() -> None:
-    model = widths._sero(TINY, 8, 16, 32, padded=True)
+    model = realised.keep_widths(TINY, 8, 16, 32, padded=True)
     assert all(block.attn.padded and block.attn.qk_dim < block.attn.v_dim for block in model.blocks)
 
 
-def test_a_screen_is_judged_by_what_it_removes() -> None:
-    exact, found = (Plan("any", kept={"a": kept, "b": (0,)}) for kept in ((0, 1), (1, 2)))
-    assert screens._common({"a": 4, "b": 2}, exact, found) == pytest.approx(2 / 3)
+def test_proxy_scores_are_compared_by_removed_channels() -> None:
+    exact, proxy = (Plan("any", kept={"a": kept, "b": (0,)}) for kept in ((0, 1), (1, 2)))
+    assert screens.share_in_common({"a": 4, "b": 2}, exact, proxy) == pytest.approx(2 / 3)
 
 
 @pytest.fixture(scope="module")
 def gpu_lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """What the measurement for GPUs writes, at its smallest."""
+    """Results of the smallest GPU measurement."""
     folder = tmp_path_factory.mktemp("results")
     assert speed.main(["gpu", "--arch", TINY, "--batch", "1", "--runs", "1", "--out", str(folder)]) == 0
     (written,) = folder.glob("speed-gpu-*.json")
-    found: dict[str, object] = json.loads(written.read_text())
-    return found
+    content: dict[str, object] = json.loads(written.read_text())
+    return content
 
 
-def test_the_gpu_measurement_runs_through_and_says_where(gpu_lines: dict[str, list[dict[str, object]]]) -> None:
+def test_the_gpu_measurement_runs_and_records_the_device(gpu_lines: dict[str, list[dict[str, object]]]) -> None:
     what = {line["what"].split(", ")[1]: line for line in gpu_lines["figures"]}
     assert {"torch fp32", "torch bf16", "onnx fp32", "trt fp32"} <= set(what)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -162,7 +160,7 @@ def test_the_gpu_measurement_runs_through_and_says_where(gpu_lines: dict[str, li
     assert device == "cuda" or "not measured" in what["trt fp32"]["text"]
 
 
-def test_our_export_is_held_against_timms(tmp_path: Path) -> None:
+def test_our_export_is_compared_with_timms(tmp_path: Path) -> None:
     out = tmp_path / "speed.json"
     assert speed.main(["dense", "--arch", TINY, "--batch", "1", "--runs", "1", "--out", str(out)]) == 0
     figures = json.loads(out.read_text())["figures"]
@@ -170,7 +168,7 @@ def test_our_export_is_held_against_timms(tmp_path: Path) -> None:
     assert ours["aim"] == [1.0, None] and len(ours["images_per_second"]) == 2
 
 
-def test_an_export_in_a_process_of_its_own_says_time_and_memory() -> None:
-    found = exporters.exported(TINY, "onnx", {})
-    assert found["file_bytes"] > 1e6 and found["peak_gib"] >= found["loaded_gib"] > 0 and found["fold_seconds"] is None
-    assert "failed" in exporters.alone("vitcompress.nothing")["text"]
+def test_an_export_in_a_process_of_its_own_reports_time_and_memory() -> None:
+    line = processes.run_alone("export", TINY, "onnx", {})
+    assert line["file_bytes"] > 1e6 and line["peak_gib"] >= line["loaded_gib"] > 0 and line["fold_seconds"] is None
+    assert "failed" in processes.run_alone("nothing")["text"]

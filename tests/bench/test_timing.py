@@ -1,4 +1,4 @@
-"""Samples are kept whole, turns are taken, and an interval says what it should. No time is asserted."""
+"""Samples are complete, blocks alternate, and an interval has its coverage. No time is asserted."""
 
 import itertools
 import json
@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from vitcompress.bench.timing import PROTOCOLS, Protocol, Samples, Target, _settled, measure, protocol, ratio
+from vitcompress.bench.timing import PROTOCOLS, Protocol, Samples, Target, is_settled, measure, protocol, ratio
 from vitcompress.errors import InputError
 from vitcompress.io.progress import Progress
 
@@ -22,26 +22,26 @@ def drawn(
     return Samples(name, 8, "wall", blocks_ms=blocks, wall_ms=[sum(block) for block in blocks])
 
 
-def test_targets_take_turns_and_all_runs_are_kept() -> None:
+def test_targets_alternate_and_all_runs_are_kept() -> None:
     calls: list[str] = []
     targets = [Target(name, lambda name=name: calls.append(name)) for name in "ab"]
-    found = measure(targets, Protocol("p", batch=4, warmup=3, runs=50))
-    assert [len(samples.runs_ms) for samples in found] == [50, 50]
-    assert [samples.warmup_runs for samples in found] == [3, 3]
+    results = measure(targets, Protocol("p", batch=4, warmup=3, runs=50))
+    assert [len(samples.runs_ms) for samples in results] == [50, 50]
+    assert [samples.warmup_runs for samples in results] == [3, 3]
     after = "".join(calls[6:])
-    blocks = [len(samples.blocks_ms) for samples in found]
+    blocks = [len(samples.blocks_ms) for samples in results]
     assert blocks == [17, 17]  # 16 of three runs, one of two
     assert after == ("aaaa" + "bbbb") * 16 + "aaabbb"  # each block begins with one untimed run
 
 
 @pytest.mark.parametrize("runs", [1, 7, 20, 100, 101])
-def test_as_many_runs_as_asked_for(runs: int) -> None:
-    told = list[tuple[int, int]]()
+def test_the_requested_number_of_runs(runs: int) -> None:
+    updates = list[tuple[int, int]]()
     progress = Progress()
-    progress.update = lambda label, done, total, text="": told.append((done, total))  # type: ignore[method-assign]
+    progress.update = lambda label, done, total, text="": updates.append((done, total))  # type: ignore[method-assign]
     (samples,) = measure([Target("a", lambda: None)], Protocol("p", warmup=0, runs=runs), progress=progress)
     assert len(samples.runs_ms) == runs
-    rounds = told[2:]  # behind those of the warm-up
+    rounds = updates[2:]  # after those of the warm-up
     assert rounds == [(done + 1, len(rounds)) for done in range(len(rounds))]
 
 
@@ -53,10 +53,11 @@ def test_a_minimum_duration_is_kept() -> None:
 def test_runs_that_become_slower_than_the_warm_up_promised_leave_room_for_an_interval() -> None:
     calls = itertools.count()
     a, b = (Target(name, lambda: time.sleep(0.002 if next(calls) >= 20 else 0)) for name in "ab")
-    found = measure([a, b], Protocol("p", warmup=10, runs=40, min_seconds=0.05))
-    assert [len(samples.blocks_ms) for samples in found] == [20, 20]
-    assert len(found[0].blocks_ms[0]) > 2 == len(found[0].blocks_ms[-1])  # an equal share of what is left, 2 at least
-    assert math.isfinite(ratio(*found).ci95[1])
+    results = measure([a, b], Protocol("p", warmup=10, runs=40, min_seconds=0.05))
+    assert [len(samples.blocks_ms) for samples in results] == [20, 20]
+    blocks = results[0].blocks_ms
+    assert len(blocks[0]) > 2 == len(blocks[-1])  # an equal share of the remaining seconds, at least 2
+    assert math.isfinite(ratio(*results).ci95[1])
 
 
 def test_synchronisation_follows_every_run_and_ends_the_warm_up() -> None:
@@ -69,9 +70,9 @@ def test_synchronisation_follows_every_run_and_ends_the_warm_up() -> None:
     ("runs", "settled"),
     [([20.0] * 5 + [10.0] * 20 + [10.4] * 10, True), ([10.0] * 20 + [10.6] * 10, False), ([10.0] * 29, False)],
 )
-def test_a_settled_warm_up_is_told_from_one_that_is_not(runs: list[float], settled: bool) -> None:
+def test_a_settled_warm_up_is_recognized(runs: list[float], settled: bool) -> None:
     """The last three windows of ten runs, their medians within 5 %."""
-    assert _settled(runs) is settled
+    assert is_settled(runs) is settled
 
 
 def test_patience_ends_a_warm_up_that_does_not_settle() -> None:
@@ -102,21 +103,21 @@ def test_drift_is_seen() -> None:
 
 
 def allowed(count: int, rate: float, risk: float = 1e-4) -> int:
-    """What a binomial count exceeds with a probability of at most `risk`."""
+    """The number that a binomial count exceeds with a probability of at most `risk`."""
     cumulated = np.cumsum([math.comb(count, k) * rate**k * (1 - rate) ** (count - k) for k in range(count + 1)])
     return int(np.searchsorted(cumulated, 1 - risk))
 
 
 @pytest.mark.parametrize(("rounds", "missed"), [(6, 0.03125), (11, 0.01171875), (20, 0.041389)])
-def test_the_interval_misses_as_often_as_it_says(rounds: int, missed: float) -> None:
-    """Sign test: 2 P(Bin(n, 1/2) < k) of 1000 intervals; no more, and no less, than chance explains."""
+def test_the_interval_has_its_coverage(rounds: int, missed: float) -> None:
+    """Sign test: 2 P(Bin(n, 1/2) < k) of 1000 intervals miss, up to chance."""
     rng = np.random.default_rng(0)
-    found = [ratio(drawn("a", 1, rng, rounds=rounds), drawn("b", 1.1, rng, rounds=rounds)) for _ in range(1000)]
-    count = sum(not one.ci95[0] < 1.1 < one.ci95[1] for one in found)
+    ratios = [ratio(drawn("a", 1, rng, rounds=rounds), drawn("b", 1.1, rng, rounds=rounds)) for _ in range(1000)]
+    count = sum(not one.ci95[0] < 1.1 < one.ci95[1] for one in ratios)
     assert 1000 - allowed(1000, 1 - missed) <= count <= allowed(1000, missed)
 
 
-def test_equal_targets_are_rarely_told_apart_and_unequal_ones_always() -> None:
+def test_equal_targets_are_rarely_distinguished_and_unequal_ones_always() -> None:
     rng = np.random.default_rng(0)
     alarms = sum(ratio(drawn("a", 1, rng), drawn("b", 1, rng)).verdict != "not distinguishable" for _ in range(200))
     assert alarms <= allowed(200, 0.041389)
@@ -128,31 +129,29 @@ def test_equal_targets_are_rarely_told_apart_and_unequal_ones_always() -> None:
 def test_a_machine_that_becomes_slower_does_not_move_the_ratio() -> None:
     rng = np.random.default_rng(1)
     drift = np.linspace(1, 2, 20)
-    found = ratio(drawn("a", 1, rng, drift=drift), drawn("b", 1.1, rng, drift=drift))
-    assert found.ci95[0] < 1.1 < found.ci95[1]
-    assert found.verdict == "faster"
+    result = ratio(drawn("a", 1, rng, drift=drift), drawn("b", 1.1, rng, drift=drift))
+    assert result.ci95[0] < 1.1 < result.ci95[1]
+    assert result.verdict == "faster"
 
 
 @pytest.mark.parametrize("rounds", [1, 5])
-def test_few_rounds_carry_no_interval(rounds: int) -> None:
+def test_few_rounds_give_no_interval(rounds: int) -> None:
     rng = np.random.default_rng(2)
-    found = ratio(drawn("a", 1, rng, rounds=rounds), drawn("b", 9, rng, rounds=rounds))
-    assert (found.ci95, found.verdict) == ((0.0, math.inf), "not distinguishable")
+    result = ratio(drawn("a", 1, rng, rounds=rounds), drawn("b", 9, rng, rounds=rounds))
+    assert (result.ci95, result.verdict) == ((0.0, math.inf), "not distinguishable")
 
 
-def test_the_interval_holds_the_median_and_is_made_of_rounds() -> None:
+def test_the_interval_consists_of_rounds_and_contains_the_median() -> None:
     rng = np.random.default_rng(3)
     a, b = drawn("a", 1, rng), drawn("b", 1, rng)
-    found, paired = (
-        ratio(a, b),
-        sorted(np.median(x) / np.median(y) for x, y in zip(a.blocks_ms, b.blocks_ms, strict=True)),
-    )
-    assert found.ci95 == (paired[5], paired[14]) and found.median == (paired[9] + paired[10]) / 2
-    json.dumps(found.ci95)
+    result = ratio(a, b)
+    paired = sorted(np.median(x) / np.median(y) for x, y in zip(a.blocks_ms, b.blocks_ms, strict=True))
+    assert result.ci95 == (paired[5], paired[14]) and result.median == (paired[9] + paired[10]) / 2
+    json.dumps(result.ci95)
 
 
 @pytest.mark.parametrize("wrong", [{"batch": 0}, {"warmup": -1}, {"runs": 0}])
-def test_what_cannot_be_measured_is_refused(wrong: dict[str, int]) -> None:
+def test_invalid_protocols_are_rejected(wrong: dict[str, int]) -> None:
     with pytest.raises(InputError, match="or more"):
         protocol("paper", **wrong)
     with pytest.raises(InputError, match="no protocol"):
