@@ -1,4 +1,4 @@
-"""The record of an exported file, as its sidecar holds it, and the interface of an exporter."""
+"""The interface of an exporter, and the record of an exported file that its sidecar stores."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -8,10 +8,12 @@ from typing import Any, Protocol, Required, TypedDict, Unpack
 from torch import nn
 
 from vitcompress.errors import InputError
+from vitcompress.exporters.contents import Contents
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.precision import HALF
+from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.sidecar import FORMAT, sidecar_path
-from vitcompress.families import Space, family_of
+from vitcompress.families import family_of
 from vitcompress.io.files import file_sha256, write_json
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import InputConfig
@@ -19,12 +21,15 @@ from vitcompress.models.create import InputConfig
 
 @dataclass(frozen=True)
 class Exported:
-    """A file that a runtime can run. `files`: SHA-256 of it and of its data files; `bytes` counts all of them.
+    """An exported file. Its sidecar stores these fields.
 
-    metadata: what a user of the file must know (classes, pre-processing, plan hash, versions), each value JSON text.
-    source: name and SHA-256 of the ONNX file that it was built from. build: what it was built with and for (runtime
-    and version, compute capabilities, range of batches, flags). verified: its answers were held against the model's.
-    islands_search: which sets of fp32 islands were tried, who judged them, and which was chosen.
+    files: SHA-256 of the file and of its data files, by name; `bytes` is their total size.
+    opset, opset_reason: ONNX operator set of the file, or of the ONNX file that it was built from, and the reason.
+    metadata: what users of the file need (classes, preprocessing, plan hash, versions), each value as JSON text.
+    source: name and SHA-256 of the ONNX file that it was built from.
+    build: runtime and version, compute capabilities, batch range and flags of the build.
+    verified: whether its outputs were compared with those of the model and agree.
+    islands_search: the sets of fp32 layers that a search tried, how it compared outputs, and the chosen set.
     """
 
     path: Path
@@ -45,10 +50,10 @@ class Exported:
         return {**asdict(self), "path": self.path.name}
 
 
-class About(TypedDict, total=False):
-    """What users of a file must know of its model, beside what the model itself tells; it goes into the metadata.
+class ModelInfo(TypedDict, total=False):
+    """What the metadata of a file state about its model and a module does not know.
 
-    input: how images are brought to it. classes: their names; numbers where there are none. plan_digest: of its plan.
+    input: preprocessing of images. classes: their names; numbers by default. plan_digest: hash of the plan.
     """
 
     input: Required[InputConfig]
@@ -57,7 +62,7 @@ class About(TypedDict, total=False):
 
 
 class Export(Protocol):
-    """Write `model` to `path` and its sidecar beside it; on failure, or when stopped, nothing is left behind."""
+    """Write `model` to `path` and its sidecar beside it. A failed or interrupted export leaves nothing behind."""
 
     def __call__(
         self,
@@ -66,104 +71,110 @@ class Export(Protocol):
         *,
         options: ExportOptions | None = None,
         progress: Progress | None = None,
-        **about: Unpack[About],
+        **about: Unpack[ModelInfo],
     ) -> Exported: ...
 
 
 @dataclass(frozen=True)
 class Exporter:
-    """One target format.
+    """One target format: how its files are written, run and verified.
 
-    unavailable(): why this machine cannot write it, None when it can. cannot_run(): why this machine cannot run what is
-    written, None when it can. uses: names of the options that mean something to the format. refuse(options): raises
-    InputError for values of them that it does not offer. equal_widths(options): whether it takes no attention whose
-    heads have more channels in q and k than in v, or fewer.
+    suffix: of the files, such as `.rtx.engine`. Its last part, `file_suffix`, selects the runner of a file.
+    runner: opens a file of the format as a `Runner`.
+    uses: names of the `ExportOptions` that the format supports.
+    check_options(options): raises InputError for unsupported values of these options.
+    unavailable(): why this machine cannot write the format, or None.
+    cannot_run(): why this machine cannot run files of the format, or None.
+    contents(path): reads all tensors of a file, for the weight check; None if the file format does not allow that.
+    equal_widths(options): whether all heads need equal numbers of channels in q/k and in v.
+    other_suffixes: further suffixes of files that `runner` opens.
     """
 
     name: str
     suffix: str
     export: Export
+    runner: Callable[[Path, RunnerOptions], Runner]
     uses: frozenset[str]
-    refuse: Callable[[ExportOptions], None]
+    check_options: Callable[[ExportOptions], None]
     unavailable: Callable[[], str | None]
     cannot_run: Callable[[], str | None]
+    contents: Callable[[Path], Contents] | None = None
     equal_widths: Callable[[ExportOptions], bool] = lambda options: False
+    other_suffixes: tuple[str, ...] = ()
+
+    @property
+    def file_suffix(self) -> str:
+        return f".{self.suffix.rpartition('.')[2]}"
 
     def check(self, options: ExportOptions) -> None:
-        """Raise InputError for options that the format does not offer, before any work."""
-        for name in options.given():
+        """Raise InputError for options that the format does not support, before any work."""
+        for name in options.changed():
             if name not in self.uses:
                 value = getattr(options, name)
-                shown = ", ".join(map(str, value)) if isinstance(value, tuple) else repr(_plain(value))
+                plain = str(value) if isinstance(value, Path) else value
+                text = ", ".join(map(str, value)) if isinstance(value, tuple) else repr(plain)
                 raise InputError(
-                    f"{name} was given as {shown}, which means nothing to the format {self.name}",
-                    hint=f"leave it out; {self.name} knows {', '.join(sorted(self.uses))}",
+                    f"{name} is {text}, but the format {self.name} has no such option",
+                    hint=f"omit it; {self.name} supports {', '.join(sorted(self.uses))}",
                 )
         low, best, high = options.batch
         if not low <= best <= high:
             raise InputError(
-                f"the batch range {low}:{best}:{high} is not in order: least, best, largest",
-                hint="as in --batch 1:256:256",
+                f"the batch range {low}:{best}:{high} is not in ascending order (minimum, optimal, maximum)",
+                hint="for example --batch 1:256:256",
             )
-        self.refuse(options)
+        self.check_options(options)
 
     def check_model(self, model: nn.Module, options: ExportOptions) -> None:
-        """Raise InputError for a model that the format cannot hold with these options, which its shapes tell."""
+        """Raise InputError if the format does not support the shapes of `model` with these options."""
         if self.equal_widths(options):
-            check_equal(model, self.name)
+            check_equal_widths(model, self.name)
 
 
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
-
-
-def recorded(path: Path, files: Iterable[str], **known: Any) -> Exported:
-    """What is known of the file `path`, in its sidecar too. files: names of it and of its data files."""
+def record_export(path: Path, files: Iterable[str], **fields: Any) -> Exported:
+    """Write the sidecar of the file `path`. files: names of it and of its data files. fields: of `Exported`."""
     hashes = {name: file_sha256(path.parent / name) for name in files}
     size = sum((path.parent / name).stat().st_size for name in hashes)
-    done = Exported(path=path, sha256=hashes[path.name], bytes=size, files=hashes, **known)
-    write_sidecar(done)
-    return done
+    exported = Exported(path=path, sha256=hashes[path.name], bytes=size, files=hashes, **fields)
+    write_sidecar(exported)
+    return exported
 
 
 def write_sidecar(exported: Exported) -> None:
     write_json(sidecar_path(exported.path), {"sidecar_format": FORMAT, **exported.to_dict()})
 
 
-DECOMPOSE = "leave the opset out, or give --opset 20 (22 in bf16), which decomposes attention and takes any width"
-
-
-def apart(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Attention -> channels of each head in q and k, and in v, where those differ and nothing pads them."""
-    own: dict[str, list[Space]] = {}
+def unequal_widths(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Attention -> channels of each head in q/k and in v, for attentions where these differ and no padding is used."""
+    widths: dict[str, dict[str, int]] = {}
     for space in family_of(model).spaces(model):
         if space.attention and not getattr(model.get_submodule(space.attention), "padded", False):
-            own.setdefault(space.attention, []).append(space)
-    widths = {name: {space.kind: space.size // space.heads for space in spaces} for name, spaces in own.items()}
-    return {name: (of["qk"], of["v"]) for name, of in widths.items() if len(set(of.values())) > 1}
+            widths.setdefault(space.attention, {})[space.kind] = space.size // space.heads
+    return {name: (kinds["qk"], kinds["v"]) for name, kinds in widths.items() if len(set(kinds.values())) > 1}
 
 
-def check_equal(model: nn.Module, name: str) -> None:
-    """Raise InputError where `model` has heads that the format `name` does not take as one Attention node."""
-    if not (found := apart(model)):
+def check_equal_widths(model: nn.Module, name: str) -> None:
+    """Raise InputError if `model` has heads that the format `name` does not support as one Attention node."""
+    if not (unequal := unequal_widths(model)):
         return
-    attention, (qk, v) = next(iter(found.items()))
-    more = f" ({len(found)} attentions are of that kind)" if len(found) > 1 else ""
+    attention, (qk, v) = next(iter(unequal.items()))
+    others = f" (as in {len(unequal)} attentions)" if len(unequal) > 1 else ""
     raise InputError(
-        f"the heads of {attention} have {qk} channels in q and k and {v} in v{more}; as one Attention node, which "
-        f"opset 23 makes of them, {name} takes equal widths only",
-        hint=DECOMPOSE,
+        f"each head of {attention} has {qk} channels in q and k and {v} in v{others}; opset 23 exports one Attention "
+        f"node, for which {name} supports equal widths only",
+        hint="omit the opset, or use --opset 20 (22 for bf16), which decomposes attention and supports any width",
     )
 
 
-def unfused(model: nn.Module, precision: str) -> list[str]:
-    """Why attentions of `model` cannot become one fused kernel, as a sentence; none in fp32, where none can."""
-    names = list(apart(model)) if precision in HALF else []
+def unfused_warnings(model: nn.Module, precision: str) -> list[str]:
+    """A warning if attentions of `model` cannot become one fused kernel; none in fp32, which has no fused kernels."""
+    names = list(unequal_widths(model)) if precision in HALF else []
     if not names:
         return []
-    told = f"{len(names)} attention{'s' * (len(names) > 1)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+    listed = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
     return [
-        f"{told} with heads whose q and k are of another width than v, which TensorRT for RTX 1.7 does not fuse into "
-        "one kernel; for engines prune with layout padded (SERo: --set step.0.layout=padded), or keep the width of "
-        "heads (isomorphic, under a rotary embedding: --set step.0.keep_head_dim=1)"
+        f"{len(names)} attention{'s' * (len(names) > 1)} ({listed}) with heads whose q and k are not as wide as v, "
+        "which TensorRT for RTX 1.7 does not fuse into one kernel; for engines prune with layout padded (SERo: --set "
+        "step.0.layout=padded), or keep the width of heads (isomorphic, under a rotary embedding: --set "
+        "step.0.keep_head_dim=1)"
     ]

@@ -52,12 +52,12 @@ class ExportOptions:
     ] = False
     keep_onnx: Annotated[bool, Doc("keep the ONNX file that an engine was built from")] = True
 
-    def given(self) -> tuple[str, ...]:
-        """The options that are not left as they are by default."""
+    def changed(self) -> tuple[str, ...]:
+        """Names of the options that differ from their defaults."""
         return tuple(name for name, default in DEFAULTS.items() if getattr(self, name) != default)
 
     def only(self, names: Collection[str]) -> "ExportOptions":
-        """These options for an exporter that uses `names`: all others as they are by default."""
+        """These options for an exporter that supports `names`, with the defaults for all others."""
         return ExportOptions(**{name: getattr(self, name) for name in DEFAULTS if name in names})
 
 

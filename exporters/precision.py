@@ -1,12 +1,12 @@
-"""A model in the precision that it is deployed in: fp32, or half precision with explicit islands of fp32.
+"""Convert a model to the precision that it is deployed in: fp32, or half precision with explicit fp32 layers.
 
-Islands are casts in the module itself, so every exporter and every runtime is told the same and nothing is guessed:
-`norm` (all LayerNorms), `softmax` (all attention cores), `head` (the classifier), `ffn` (all FFNs), a module by its
-path, or `PATH.softmax` for the core of one attention. In an island the weights stay fp32.
+fp32 layers are casts in the module itself, so that every exporter and every runtime gets the same model. They are named
+by `--islands`: `norm` (all LayerNorms), `softmax` (all attention cores), `head` (the classifier), `ffn` (all FFNs), the
+path of a module, or `PATH.softmax` for the core of one attention. Their weights stay in fp32.
 
-An attention core is q k^T, softmax and its product with v. It is widened as a whole, by casts of q, k and v, which is
-the form that TensorRT fuses with accumulation in fp32; attentions that compute their scores themselves (Swin) have
-the softmax alone in fp32.
+An attention core is q k^T, softmax, and the product with v. It is computed in fp32 as a whole, with casts of q, k and
+v, which is the form that TensorRT fuses with accumulation in fp32. In attentions that compute their scores themselves
+(Swin), only the softmax is in fp32.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,33 +21,35 @@ from torch.overrides import TorchFunctionMode
 from vitcompress.errors import InputError, PrecisionError, did_you_mean
 from vitcompress.exporters.options import AUTO
 from vitcompress.families import family_of
-from vitcompress.plan import lies_in
+from vitcompress.plan import is_within
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 KINDS = ("norm", "softmax", "head", "ffn")
 SOFTMAX = ".softmax"
 
 
-def in_precision(model: nn.Module, precision: str = "fp32", islands: Sequence[str] = ()) -> nn.Module:
-    """A copy of `model` on the CPU and in eval mode, which stores and computes in `precision` (fp32, tf32, fp16, bf16).
+def convert_precision(model: nn.Module, precision: str = "fp32", islands: Sequence[str] = ()) -> nn.Module:
+    """A copy of `model` on the CPU in eval mode that stores and computes in `precision` (fp32, tf32, fp16, bf16).
 
-    In half precision it takes and gives float32 all the same.
+    Its inputs and outputs are float32 in every precision.
 
     Raises:
-        InputError: an island that the model does not have, or islands in a model that is fp32 anyway.
-        PrecisionError: a weight that half precision cannot hold.
+        InputError: an fp32 layer that the model does not have, or fp32 layers of a model in fp32.
+        PrecisionError: a weight that half precision cannot represent.
     """
     copy = deepcopy(model).cpu().eval().float()
     if precision not in HALF:
         if islands:
-            raise InputError(f"islands of fp32 were given, the rest is {precision} too", hint="leave islands out")
+            raise InputError(
+                f"islands name fp32 layers, but the whole model is {precision}, which is fp32 too", hint="omit islands"
+            )
         return copy
-    names = expanded(copy, islands)
+    names = expand_layers(copy, islands)
     wide = [name for name in names if not name.endswith(SOFTMAX)]
-    answering = set(heads(copy))
+    classifier = set(classifier_layers(copy))
     _narrow(copy, HALF[precision], wide)
     for name in wide:
-        _widen(copy.get_submodule(name), HALF[precision], answers=name in answering)
+        _widen(copy.get_submodule(name), HALF[precision], is_classifier=name in classifier)
     for name in names:
         if name.endswith(SOFTMAX):
             attention = name.removesuffix(SOFTMAX)
@@ -55,110 +57,110 @@ def in_precision(model: nn.Module, precision: str = "fp32", islands: Sequence[st
     return Float32Io(copy, HALF[precision]).eval()
 
 
-def expanded(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
-    """Every island by a name of its own, in the order of the model: modules, and `PATH.softmax` of attentions.
+def expand_layers(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
+    """The names of all fp32 layers, in the order of the model: modules, and `PATH.softmax` of attentions.
 
-    What lies inside another island is not one of its own.
+    Layers inside another fp32 layer are omitted.
 
     Raises:
-        InputError: an island that the model does not have.
+        InputError: an fp32 layer that the model does not have.
     """
-    known = _by_kind(model)
-    cores = set(known["softmax"])
+    kinds = _layers_by_kind(model)
+    cores = set(kinds["softmax"])
     modules = dict(model.named_modules())
-    found: list[str] = []
+    layers: list[str] = []
     for island in islands:
-        if island in known:
-            found += known[island]
+        if island in kinds:
+            layers += kinds[island]
         elif island in cores or (island and island in modules):
-            found.append(island)
+            layers.append(island)
         else:
             close = did_you_mean(island, [AUTO, *KINDS, *modules, *cores])
             raise InputError(
-                f"the model has no part {island!r} to keep in fp32{close}",
-                hint=f"give {', '.join((AUTO, *KINDS))}, a module (blocks.0.mlp), an attention (blocks.0.attn.softmax)",
+                f"the model has no layer {island!r} to keep in fp32{close}",
+                hint=f"use {', '.join((AUTO, *KINDS))}, a module (blocks.0.mlp), an attention (blocks.0.attn.softmax)",
             )
     order = {name: number for number, name in enumerate(modules)}
-    outer = {name for name in found if not lies_in(name, set(found) - {name})}
+    outer = {name for name in layers if not is_within(name, set(layers) - {name})}
     return tuple(sorted(outer, key=lambda name: (order.get(name.removesuffix(SOFTMAX), 0), name)))
 
 
-def present(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
-    """Those of `islands` that `model` has: what was pruned needs none."""
-    kinds = _by_kind(model)
+def present_layers(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
+    """Those of `islands` that `model` has; pruned layers are omitted."""
+    kinds = _layers_by_kind(model)
     known = {*kinds, *kinds["softmax"], *dict(model.named_modules())} - {""}
     return tuple(island for island in islands if island in known)
 
 
-def in_short(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
-    """Islands as `expanded` gives them, with the name of a kind in the place of all that are of it."""
-    left = list(islands)
-    whole = {kind: names for kind, names in _by_kind(model).items() if names and set(names) <= set(left)}
-    covered = {name for names in whole.values() for name in names}
-    return (*whole, *(name for name in left if name not in covered))
+def shorten_layers(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
+    """fp32 layers as `expand_layers` returns them, with the name of a kind instead of all layers of this kind."""
+    names = list(islands)
+    whole = {kind: layers for kind, layers in _layers_by_kind(model).items() if layers and set(layers) <= set(names)}
+    covered = {name for layers in whole.values() for name in layers}
+    return (*whole, *(name for name in names if name not in covered))
 
 
-def _by_kind(model: nn.Module) -> dict[str, list[str]]:
+def _layers_by_kind(model: nn.Module) -> dict[str, list[str]]:
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
     family = family_of(model)
-    spaces = family.spaces(model)  # also those of what is no site, as a pool
+    spaces = family.spaces(model)  # includes those that are no site, such as an attention pool
     ffns = (site.name for site in family.sites(model) if site.kind == "ffn")
     return {
         "norm": norms,
         "softmax": [f"{name}{SOFTMAX}" for name in dict.fromkeys(s.attention for s in spaces if s.attention)],
-        "head": list(heads(model)),
+        "head": list(classifier_layers(model)),
         "ffn": list(dict.fromkeys((*ffns, *(space.name for space in spaces if space.kind == "mlp")))),
     }
 
 
-def heads(model: nn.Module) -> Iterator[str]:
-    """The classifier's layers: what gives the logits."""
-    given: Callable[[], Any] | None = getattr(model, "get_classifier", None)
-    layers = given() if given else ()
-    found = layers if isinstance(layers, tuple) else (layers,)
+def classifier_layers(model: nn.Module) -> Iterator[str]:
+    """Names of the layers that output the logits."""
+    get_classifier: Callable[[], Any] | None = getattr(model, "get_classifier", None)
+    layers = get_classifier() if get_classifier else ()
+    layers = layers if isinstance(layers, tuple) else (layers,)
     for name, module in model.named_modules():
-        if any(module is layer for layer in found) and not isinstance(module, nn.Identity):
+        if any(module is layer for layer in layers) and not isinstance(module, nn.Identity):
             yield name
 
 
 def _narrow(model: nn.Module, dtype: torch.dtype, wide: Sequence[str]) -> None:
-    """Everything but the islands in `dtype`."""
+    """Convert everything but the layers `wide` to `dtype`."""
     for name, module in model.named_modules():
-        if lies_in(name, wide):
+        if is_within(name, wide):
             continue
         for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if tensor.is_floating_point():
                 largest, tensor.data = float(tensor.detach().abs().max()), tensor.data.to(dtype)
                 if not torch.isfinite(tensor).all():
-                    kept = f"--islands {name} or auto, or " if name else ""
+                    layers = f"--islands {name} or auto, or " if name else ""
                     raise PrecisionError(
-                        f"{f'{name}.{key}'.lstrip('.')} holds {largest:.6g}, half precision ends at "
+                        f"{f'{name}.{key}'.lstrip('.')} has the value {largest:.6g}, the largest in half precision is "
                         f"{torch.finfo(dtype).max:.5g}",
-                        hint=f"use {kept}--precision bf16 or fp32",
+                        hint=f"use {layers}--precision bf16 or fp32",
                     )
 
 
-def _widen(module: nn.Module, low: torch.dtype, *, answers: bool) -> None:
-    """Cast what the module is given to fp32 and, unless it gives the logits, what it gives back to `low`."""
+def _widen(module: nn.Module, low: torch.dtype, *, is_classifier: bool) -> None:
+    """Cast the inputs of a module to fp32 and, unless it outputs the logits, its outputs to `low`."""
     module.register_buffer("low", torch.zeros((), dtype=low), persistent=False)  # follows .float() and .double()
-    module.register_forward_pre_hook(lambda module, args: tuple(_wide(arg) for arg in args))
-    if not answers:
-        module.register_forward_hook(lambda module, args, out: _back(out, module.low.dtype))
+    module.register_forward_pre_hook(lambda module, args: tuple(_to_fp32(arg) for arg in args))
+    if not is_classifier:
+        module.register_forward_hook(lambda module, args, out: _from_fp32(out, module.low.dtype))
 
 
-def _wide(value: Any) -> Any:
-    """fp32 for half precision; float64, in which models are checked, stays."""
+def _to_fp32(value: Any) -> Any:
+    """fp32 instead of half precision; float64, in which models are checked, stays."""
     return value.float() if isinstance(value, Tensor) and value.dtype in HALF.values() else value
 
 
-def _back(value: Any, low: torch.dtype) -> Any:
+def _from_fp32(value: Any, low: torch.dtype) -> Any:
     if isinstance(value, tuple):
-        return tuple(_back(part, low) for part in value)
+        return tuple(_from_fp32(part, low) for part in value)
     return value.to(low) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
 
 
 class Float32Io(nn.Module):
-    """A model in half precision that takes and gives float32."""
+    """A model in half precision with float32 inputs and outputs."""
 
     kind: Tensor
 
@@ -169,7 +171,7 @@ class Float32Io(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: images, (batch, channels, height, width) -> logits, (batch, classes)."""
-        out: Tensor = _wide(self.model(x.to(self.kind.dtype)))
+        out: Tensor = _to_fp32(self.model(x.to(self.kind.dtype)))
         return out
 
 
@@ -181,7 +183,7 @@ class WideSoftmax(nn.Module):
         self.attention = attention
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """What the attention takes and gives."""
+        """Inputs and outputs are those of the attention."""
         with _WideCores():
             out: Tensor = self.attention(x, *args, **kwargs)
         return out
@@ -193,8 +195,8 @@ class _WideCores(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention or func in self.SOFTMAX:
-            low = args[0].dtype
-            named = {key: _wide(value) for key, value in (kwargs or {}).items()}
-            return func(*map(_wide, args), **named).to(low)
-        return func(*args, **(kwargs or {}))
+            wide = {key: _to_fp32(value) for key, value in kwargs.items()}
+            return func(*map(_to_fp32, args), **wide).to(args[0].dtype)
+        return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""How large the numbers inside a model become on real images, and where half precision could not hold them."""
+"""Measure the magnitudes inside a model on real images, and find what half precision cannot represent."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,159 +11,154 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
 from vitcompress.errors import PrecisionError
-from vitcompress.exporters.precision import SOFTMAX, expanded, heads
+from vitcompress.exporters.precision import SOFTMAX, classifier_layers, expand_layers
 from vitcompress.families import family_of
-from vitcompress.models.cost import frozen
-from vitcompress.plan import lies_in
+from vitcompress.models.cost import without_gradients
+from vitcompress.plan import is_within
 
 LARGEST = torch.finfo(torch.float16).max
-PART = 16  # images at a time
+CHUNK = 16  # images at a time
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """Module by path -> the largest magnitude of any weight of it or result inside it (`inside`), and of what it gives.
+    """Largest magnitudes by module path.
 
-    A module's `inside` counts its own weights and the operations that it does itself, not those of its children.
+    inside: of the weights of a module and the results of its own operations, without those of its children.
+    outputs: of what the module returns.
     """
 
     inside: Mapping[str, float]
-    given: Mapping[str, float]
+    outputs: Mapping[str, float]
 
     def overflowing(self) -> dict[str, float]:
-        """The modules with a result that fp16 cannot hold (or NaN), and that result."""
+        """The modules with a result that fp16 cannot represent (or NaN), and that result."""
         return {name: value for name, value in self.inside.items() if not value <= LARGEST}
 
 
 @torch.no_grad()
-def scan(model: nn.Module, images: Tensor) -> Ranges:
+def scan_ranges(model: nn.Module, images: Tensor) -> Ranges:
     """The ranges of `model` in fp32 on normalised `images`, (count, channels, height, width)."""
-    seen = _Largest()
+    largest = _Largest()
     hooks = [
-        module.register_forward_hook(lambda _, args, out, name=name: seen.gives(name, out))
+        module.register_forward_hook(lambda _, args, out, name=name: largest.record_output(name, out))
         for name, module in model.named_modules()
     ]
     try:
-        # Attention as the operations that it consists of.
-        with frozen(model), sdpa_kernel(SDPBackend.MATH), seen.tracker, seen:
-            for part in torch.split(images, PART):
-                model(part)
+        # The math backend runs attention as separate operations.
+        with without_gradients(model), sdpa_kernel(SDPBackend.MATH), largest.tracker, largest:
+            for chunk in torch.split(images, CHUNK):
+                model(chunk)
     finally:
         for hook in hooks:
             hook.remove()
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            _raise_to(seen.inside, name, float(parameter.abs().max()))
-    return Ranges(seen.inside, seen.given)
+            _raise_to(largest.inside, name, float(parameter.abs().max()))
+    return Ranges(largest.inside, largest.outputs)
 
 
 class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is on, the largest magnitude that every module computes is kept."""
+    """Records the largest magnitude that every module computes while it is active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tracker = ModuleTracker()
         self.inside: dict[str, float] = {}
-        self.given: dict[str, float] = {}
-        self.looking = False
+        self.outputs: dict[str, float] = {}
+        self.measuring = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.is_floating_point() and not self.looking and not func.is_view:
-            _raise_to(self.inside, self._module(), self._size(out))
+        if isinstance(out, Tensor) and out.is_floating_point() and not self.measuring and not func.is_view:
+            # The innermost active module, by its path without the model's own name.
+            innermost = max(self.tracker.parents - {"Global"}, key=lambda path: path.count("."), default="")
+            _raise_to(self.inside, str(innermost).partition(".")[2], self._magnitude(out))
         return out
 
-    def gives(self, name: str, out: Any) -> None:
+    def record_output(self, name: str, out: Any) -> None:
         for tensor in out if isinstance(out, tuple) else (out,):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                _raise_to(self.given, name, self._size(tensor))
+                _raise_to(self.outputs, name, self._magnitude(tensor))
 
-    def _module(self) -> str:
-        """The innermost module at work: its path without the model's own name."""
-        longest = max(self.tracker.parents - {"Global"}, key=lambda path: path.count("."), default="")
-        return str(longest).partition(".")[2]
-
-    def _size(self, tensor: Tensor) -> float:
-        self.looking = True
+    def _magnitude(self, tensor: Tensor) -> float:
+        self.measuring = True
         try:
             return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
         finally:
-            self.looking = False
+            self.measuring = False
 
 
-def _raise_to(known: dict[str, float], name: str, value: float) -> None:
-    before = known.get(name, 0.0)
-    if before == before and not value <= before:  # NaN counts as larger than anything
-        known[name] = value
+def _raise_to(values: dict[str, float], name: str, value: float) -> None:
+    before = values.get(name, 0.0)
+    if before == before and not value <= before:  # NaN counts as larger than any number
+        values[name] = value
 
 
-def needed_islands(model: nn.Module, ranges: Ranges) -> tuple[str, ...] | None:
-    """The smallest parts of `model` that must stay in fp32 for nothing to overflow; None where no part is enough.
+def required_layers(model: nn.Module, ranges: Ranges) -> tuple[str, ...] | None:
+    """The smallest parts of `model` that must stay in fp32 to avoid overflows; None if no part is enough.
 
-    That is the module itself or, where what it gives is too large as well, the first one around it that gives numbers
-    within fp16; what a classifier gives stays in fp32 with it. Where the residual stream itself is too large, only
+    These are the modules that overflow or, if their outputs are too large as well, the first module around each whose
+    outputs fit into fp16; the outputs of a classifier stay in fp32. If the residual stream itself is too large, only
     another precision helps.
     """
-    answering = set(heads(model))
+    classifier = set(classifier_layers(model))
     attentions = {space.attention for space in family_of(model).spaces(model) if space.attention}
-    found = set()
+    layers = set()
     for name in ranges.overflowing():
-        if name in attentions and ranges.given.get(name, 0.0) <= LARGEST:
-            found.add(f"{name}{SOFTMAX}")
+        if name in attentions and ranges.outputs.get(name, 0.0) <= LARGEST:
+            layers.add(f"{name}{SOFTMAX}")
             continue
-        while name and name not in answering and not ranges.given.get(name, 0.0) <= LARGEST:
+        while name and name not in classifier and not ranges.outputs.get(name, 0.0) <= LARGEST:
             name = name.rpartition(".")[0]
         if not name:
             return None
-        found.add(name)
-    return tuple(sorted(found))
+        layers.add(name)
+    return tuple(sorted(layers))
 
 
-def check_half(
-    model: nn.Module, images: Tensor, islands: tuple[str, ...] = (), *, offer_islands: bool = True
-) -> Ranges:
-    """Scan `model`, and refuse fp16 where a result outside `islands` would overflow.
-
-    offer_islands: name those that would help, for formats that have them.
-
-    Raises:
-        PrecisionError: naming the layer, the number that it reaches and what to do.
-    """
-    found = scan(model, images)
-    if over := outside(model, found, islands):
-        needed = needed_islands(model, Ranges(over, found.given)) if offer_islands else None
-        raise too_large(over, (*islands, *needed) if needed else ())
-    return found
+def find_overflows(model: nn.Module, ranges: Ranges, islands: tuple[str, ...] = ()) -> dict[str, float]:
+    """The modules outside the fp32 layers `islands` that would overflow in fp16, and their largest results."""
+    layers = expand_layers(model, islands)
+    cores = {layer.removesuffix(SOFTMAX) for layer in layers if layer.endswith(SOFTMAX)}
+    values = ranges.overflowing().items()
+    return {name: value for name, value in values if name not in cores and not is_within(name, layers)}
 
 
-def check_islands_help(model: nn.Module, found: Ranges, islands: tuple[str, ...] = ()) -> None:
-    """Raise PrecisionError where no islands beside `islands` keep fp16 from overflowing, so that none need be tried."""
-    over = outside(model, found, islands)
-    if over and needed_islands(model, Ranges(over, found.given)) is None:
-        raise too_large(over)
-
-
-def too_large(over: Mapping[str, float], islands: tuple[str, ...] = ()) -> PrecisionError:
-    """The error that says what would overflow, and that `islands`, where there are any, would help."""
-    remedy = f"--islands {','.join(sorted(set(islands)))} or auto, or " if islands else ""
-    return PrecisionError(told(over), hint=f"use {remedy}--precision bf16 or fp32")
-
-
-def outside(model: nn.Module, found: Ranges, islands: tuple[str, ...] = ()) -> dict[str, float]:
-    """The modules outside `islands` that would overflow in fp16, and what they reach."""
-    kept = expanded(model, islands)
-    return {name: value for name, value in found.overflowing().items() if not _kept(name, kept)}
-
-
-def told(over: Mapping[str, float]) -> str:
-    """The worst of what would overflow, in words."""
-    worst = max(over, key=lambda name: over[name])
+def describe_overflows(overflows: Mapping[str, float]) -> str:
+    """The largest overflow and the number of overflows."""
+    worst = max(overflows, key=lambda name: overflows[name])
     return (
-        f"{worst or 'the model'} reaches {over[worst]:.6g} on these images, half precision ends at {LARGEST:.0f} "
-        f"({len(over)} such {'layer' if len(over) == 1 else 'layers'})"
+        f"{worst or 'the model'} reaches {overflows[worst]:.6g} on these images, the largest number in half precision "
+        f"is {LARGEST:.0f} ({len(overflows)} such {'layer' if len(overflows) == 1 else 'layers'})"
     )
 
 
-def _kept(name: str, islands: tuple[str, ...]) -> bool:
-    cores = {island.removesuffix(SOFTMAX) for island in islands if island.endswith(SOFTMAX)}
-    return name in cores or lies_in(name, islands)
+def check_fp16(
+    model: nn.Module, images: Tensor, islands: tuple[str, ...] = (), *, offer_islands: bool = True
+) -> Ranges:
+    """Scan `model`, and reject fp16 if a result outside the fp32 layers `islands` would overflow.
+
+    offer_islands: name the fp32 layers that would help, for formats that support them.
+
+    Raises:
+        PrecisionError: with the layer, its largest number and a remedy.
+    """
+    ranges = scan_ranges(model, images)
+    if overflows := find_overflows(model, ranges, islands):
+        layers = required_layers(model, Ranges(overflows, ranges.outputs)) if offer_islands else None
+        raise _overflow_error(overflows, (*islands, *layers) if layers else ())
+    return ranges
+
+
+def check_layers_help(model: nn.Module, ranges: Ranges, islands: tuple[str, ...] = ()) -> None:
+    """Raise PrecisionError if no fp32 layers beside `islands` avoid an overflow in fp16, before any are tried."""
+    overflows = find_overflows(model, ranges, islands)
+    if overflows and required_layers(model, Ranges(overflows, ranges.outputs)) is None:
+        raise _overflow_error(overflows, ())
+
+
+def _overflow_error(overflows: Mapping[str, float], islands: tuple[str, ...]) -> PrecisionError:
+    """An error that offers the fp32 layers `islands`, if there are any."""
+    layers = f"--islands {','.join(sorted(set(islands)))} or auto, or " if islands else ""
+    return PrecisionError(describe_overflows(overflows), hint=f"use {layers}--precision bf16 or fp32")

@@ -1,35 +1,35 @@
-"""The sidecar `<file>.json` of an exported file: where it lies, and the one place where it is read.
+"""The sidecar `<file>.json` of an exported file, and the only code that reads it.
 
-People edit such files, and other versions wrote them: what is read here has every key that other modules rely on, each
-of the right type, or is reported as wrong.
+People edit such files, and other versions write them. What is read here has every key that other modules rely on, each
+with the right type, or is reported as an error.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from vitcompress.errors import ArtifactError
-from vitcompress.io.files import alone_in, decoded, differing, file_sha256, read_json, write_json
-from vitcompress.io.validation import problems_of
+from vitcompress.io.files import decode_json_values, file_sha256, find_changed_files, lock_folder, read_json, write_json
+from vitcompress.io.validation import describe_errors
 from vitcompress.models.create import InputConfig
 
 FORMAT = 1
-DENSE = "dense"  # what the names of the dense model's files begin with
-NAMED = 3  # problems, at most; the others are counted
-AGAIN = "export the file again, or copy its sidecar again"
-INPUT = frozenset({"size", "mean", "std", "interpolation", "crop_pct", "crop_mode"})  # metadata of pre-processing
+DENSE = "dense"  # start of the names of the dense model's files
+MOST_PROBLEMS = 3  # in one message; the others are counted
+REMEDY = "export the file again, or copy its sidecar again"
+INPUT = frozenset({"size", "mean", "std", "interpolation", "crop_pct", "crop_mode"})  # metadata of preprocessing
 
 
-def _plain(name: str) -> str:
+def _check_name(name: str) -> str:
     if Path(name).name != name or "\\" in name:
         raise ValueError("expected the name of a file beside it")
     return name
 
 
 class _Table(BaseModel):
-    """Other versions may write more keys than these."""
+    """Other versions may write further keys."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -44,7 +44,7 @@ class _Check(_Table):
 
 
 class _Build(_Table):
-    """What differs between the runtimes may be missing, but is of one type where it is there."""
+    """Keys that not all runtimes have may be missing, but have one type."""
 
     runtime: str | None = None
     runtime_version: str | None = None
@@ -75,7 +75,7 @@ class _Search(_Table):
 
 
 class Sidecar(_Table):
-    """What a sidecar must hold; see `exporters.artifact.Exported`."""
+    """Required keys of a sidecar; see `exporters.base.Exported`."""
 
     sidecar_format: Literal[1]
     path: str
@@ -83,7 +83,7 @@ class Sidecar(_Table):
     precision: str
     sha256: str
     bytes: int
-    files: dict[Annotated[str, AfterValidator(_plain)], str]
+    files: dict[Annotated[str, AfterValidator(_check_name)], str]
     opset: int
     opset_reason: str
     metadata: dict[str, str]
@@ -99,23 +99,11 @@ def sidecar_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.json")
 
 
-def exported_files(folder: Path, stem: str, suffixes: Collection[str]) -> list[Path]:
-    """The exported files in a run folder that end in one of `suffixes`, of the deployed `model` or of the `dense` one.
-
-    They are named after it; those of another name (`export --out`) are the deployed model's where they have a sidecar.
-    """
-    files = sorted(path for path in folder.glob("*") if path.suffix in suffixes)
-    if stem == DENSE:
-        return [path for path in files if path.name.startswith(DENSE)]
-    others = (path for path in files if not path.name.startswith(DENSE))
-    return [path for path in others if path.name.startswith(stem) or sidecar_path(path).is_file()]
-
-
 def read_sidecar(path: Path) -> dict[str, Any] | None:
-    """What was recorded about the exported file `path`, None when nothing was.
+    """The sidecar of the exported file `path`, or None if it has none.
 
     Raises:
-        ArtifactError: the sidecar is not JSON, lacks a key or holds something else there, or tells of another file.
+        ArtifactError: it is not JSON, has a missing or wrong key, or describes another file.
     """
     sidecar = sidecar_path(path)
     if not sidecar.is_file():
@@ -124,66 +112,68 @@ def read_sidecar(path: Path) -> dict[str, Any] | None:
     try:
         Sidecar.model_validate(data)
     except ValidationError as error:
-        wrong = [" ".join(line.split()) for line in problems_of(error, Sidecar)]
-        told = "; ".join([*wrong[:NAMED], *([f"and {len(wrong) - NAMED} more"] if len(wrong) > NAMED else [])])
-        raise ArtifactError(f"{sidecar} cannot be used: {told}", hint=AGAIN) from None
+        wrong = [" ".join(line.split()) for line in describe_errors(error, Sidecar)]
+        more = [f"and {len(wrong) - MOST_PROBLEMS} more"] if len(wrong) > MOST_PROBLEMS else []
+        raise _unusable(sidecar, "; ".join([*wrong[:MOST_PROBLEMS], *more])) from None
     if path.name not in data["files"]:
-        raise ArtifactError(f"{sidecar} cannot be used: {path.name} is missing from its files", hint=AGAIN)
+        raise _unusable(sidecar, f"{path.name} is missing from its files")
     return dict(data)
 
 
-def amend_sidecar(path: Path, **known: Any) -> None:
-    """Record more about the exported file `path`, such as `verified=True`. It must have a sidecar."""
-    with alone_in(path.parent):
-        write_json(sidecar_path(path), {**(read_sidecar(path) or {}), **known})
+def _unusable(sidecar: Path, reason: str) -> ArtifactError:
+    return ArtifactError(f"{sidecar} cannot be used: {reason}", hint=REMEDY)
 
 
-def mismatches(path: Path) -> list[str]:
-    """What is wrong between `path` and its sidecar, a sentence each: the sidecar itself, or files that it describes."""
+def amend_sidecar(path: Path, **fields: Any) -> None:
+    """Add `fields`, such as `verified=True`, to the sidecar of `path`, which must exist."""
+    with lock_folder(path.parent):
+        write_json(sidecar_path(path), {**(read_sidecar(path) or {}), **fields})
+
+
+def find_mismatches(path: Path) -> list[str]:
+    """Differences between `path` and its sidecar, a sentence each. An unusable sidecar is one, too."""
     try:
-        return [] if read_sidecar(path) is None else differing(sidecar_path(path))
+        return [] if read_sidecar(path) is None else find_changed_files(sidecar_path(path))
     except ArtifactError as error:
         return [error.message]
 
 
-def checked_sha256(path: Path) -> str:
-    """SHA-256 of `path`. Raises ArtifactError where its sidecar describes other files, or cannot be used."""
-    if wrong := mismatches(path):
+def check_sha256(path: Path) -> str:
+    """SHA-256 of `path`. Raises ArtifactError if its sidecar describes other files, or cannot be used."""
+    if wrong := find_mismatches(path):
         raise ArtifactError(
-            f"{path} is not vouched for by {sidecar_path(path).name}: {wrong[0]}",
+            f"{path} is not trusted, because {sidecar_path(path).name} does not match it: {wrong[0]}",
             hint="one of them was replaced; export again, or remove the .json to use the file as it is",
         )
     return file_sha256(path)
 
 
-def input_of(name: str, known: Mapping[str, Any], size: tuple[int, int, int] | None = None) -> InputConfig | None:
-    """How images are brought to the model of the file `name`, from its `decoded` metadata; None where it does not say.
+def read_input(name: str, metadata: Mapping[str, Any], size: tuple[int, int, int] | None = None) -> InputConfig | None:
+    """The preprocessing for the model in the file `name`, from its decoded metadata; None if these do not state it.
 
-    size: (channels, height, width) of what the file takes, where that is known otherwise.
+    size: (channels, height, width) of the file's input, if known; it replaces the recorded one.
 
     Raises:
-        ArtifactError: the metadata say something else there.
+        ArtifactError: a value of another type.
     """
-    if not set(known) >= INPUT:
+    if not set(metadata) >= INPUT:
         return None
-    told = {key: known[key] for key in INPUT} | ({} if size is None else {"size": size})
+    values = {key: metadata[key] for key in INPUT} | ({} if size is None else {"size": size})
     try:
-        found = TypeAdapter(InputConfig).validate_python(told)
+        config = TypeAdapter(InputConfig).validate_python(values)
+        wrong = next((key for key in ("mean", "std") if len(getattr(config, key)) != config.size[0]), None)
     except ValidationError as error:
-        raise _no_input(name, known, str(error.errors()[0]["loc"][0])) from None
-    for key in ("mean", "std"):
-        if len(getattr(found, key)) != found.size[0]:
-            raise _no_input(name, known, key)
-    return found
+        wrong = str(error.errors()[0]["loc"][0])
+    if wrong is not None:
+        raise ArtifactError(
+            f"the metadata of {name} cannot be used: {wrong} is {metadata[wrong]!r}", hint="export it again"
+        )
+    return config
 
 
-def _no_input(name: str, known: Mapping[str, Any], key: str) -> ArtifactError:
-    return ArtifactError(f"the metadata of {name} cannot be used: {key} is {known[key]!r}", hint="export it again")
-
-
-def class_names(path: Path) -> tuple[str, ...]:
-    """The class names of an exported file; empty where it has no sidecar: exporters then number the classes."""
-    found = decoded((read_sidecar(path) or {"metadata": {}})["metadata"]).get("classes", [])
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise ArtifactError(f"{sidecar_path(path)} cannot be used: classes is {found!r}, no list of names", hint=AGAIN)
-    return tuple(found)
+def read_class_names(path: Path) -> tuple[str, ...]:
+    """The class names of an exported file; empty if it has no sidecar: exporters then number the classes."""
+    names = decode_json_values((read_sidecar(path) or {"metadata": {}})["metadata"]).get("classes", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise _unusable(sidecar_path(path), f"classes is {names!r}, expected a list of names")
+    return tuple(names)

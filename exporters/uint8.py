@@ -1,13 +1,12 @@
-"""Images as bytes: the normalisation that a model expects, moved into its first convolution.
+"""Images as bytes: the normalisation of a model's inputs, folded into its first convolution.
 
-With a convolution that pads nothing, for channels c and taps i, j,
+For a convolution without padding, with channels c and taps i, j,
 
     conv(W, b)((x / 255 - mean) / std) = conv(W', b')(x / s),
     W'[:, c] = W[:, c] s / (255 std_c),   b' = b - sum_cij W[:, c, i, j] mean_c / std_c.
 
-s is 1 in fp32. In half precision it is 256: x / 256 is exact there, and W' stays among the normal numbers. A
-convolution that pads (PVTv2) adds zeros to normalised images, which no byte stands for: there the images are
-normalised first.
+s is 1 in fp32. In half precision it is 256: x / 256 is exact there, and W' has no subnormal numbers. A convolution that
+pads (PVTv2) adds zeros to normalised images, which no byte represents: there the images are normalised first.
 """
 
 from collections.abc import Iterator
@@ -16,47 +15,48 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
-from vitcompress.exporters.precision import HALF, Float32Io, WideSoftmax, in_precision
+from vitcompress.exporters.precision import HALF, Float32Io, WideSoftmax, convert_precision
 from vitcompress.families import family_of
 from vitcompress.models.create import InputConfig
 
 LARGEST = 255
 
 
-def deployed(
+def build_deployed(
     model: nn.Module, input: InputConfig, precision: str = "fp32", islands: tuple[str, ...] = (), *, uint8: bool = False
 ) -> nn.Module:
-    """The module that is exported: `model` in `precision`, and with `uint8` one that takes bytes.
+    """The module that is exported: `model` in `precision` and, with `uint8`, with bytes as input.
 
-    With `uint8` it takes (batch, height, width, channels) of 0 to 255 in any type, else normalised images, (batch,
-    channels, height, width). Raises as `in_precision`.
+    Its inputs are normalised images, (batch, channels, height, width), or with `uint8` numbers from 0 to 255 of any
+    type, (batch, height, width, channels). Raises like `convert_precision`.
     """
-    model = at_size(model, input)
+    model = fix_size(model, input)
     if not uint8:
-        return in_precision(model, precision, islands)
+        return convert_precision(model, precision, islands)
     scale = 256 if precision in HALF else 1
-    if folds(model):
-        return ByteInput(in_precision(folded(model, input, scale), precision, islands), scale).eval()
-    return ByteInput(in_precision(model, precision, islands), 1, input).eval()
+    if can_fold_normalization(model):
+        model = fold_normalization(model, input, scale)
+        return ByteInput(convert_precision(model, precision, islands), scale).eval()
+    return ByteInput(convert_precision(model, precision, islands), 1, input).eval()
 
 
-def at_size(model: nn.Module, input: InputConfig) -> nn.Module:
-    """`model`, over the same parameters, for images of the one size of `input`."""
+def fix_size(model: nn.Module, input: InputConfig) -> nn.Module:
+    """`model`, with the same parameters, for images of the one size in `input`."""
     return family_of(model).at_size(model, *input.size[1:])
 
 
-def folds(model: nn.Module) -> bool:
-    """Whether the first convolution can take the normalisation over, which it can unless it pads."""
+def can_fold_normalization(model: nn.Module) -> bool:
+    """Whether the normalisation can be folded into the first convolution: only if that does not pad."""
     stem = model.get_submodule(family_of(model).stem)
     return isinstance(stem, nn.Conv2d) and stem.padding in ((0, 0), 0, "valid")
 
 
-def folded(model: nn.Module, input: InputConfig, scale: int = 1) -> nn.Module:
-    """A copy of `model` whose first convolution takes x / scale, x in 0 to 255, in place of normalised images."""
+def fold_normalization(model: nn.Module, input: InputConfig, scale: int = 1) -> nn.Module:
+    """A copy of `model` whose first convolution takes x / scale, with x from 0 to 255, instead of normalised images."""
     copy = deepcopy(model)
     stem = copy.get_submodule(family_of(copy).stem)
     assert isinstance(stem, nn.Conv2d)
-    mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (input.mean, input.std))
+    mean, std = _statistics(input)
     weight = stem.weight.detach().cpu().double()
     offset = (weight * (mean / std)).sum((1, 2, 3))
     bias = -offset if stem.bias is None else stem.bias.detach().cpu().double() - offset
@@ -66,7 +66,7 @@ def folded(model: nn.Module, input: InputConfig, scale: int = 1) -> nn.Module:
 
 
 class ByteInput(nn.Module):
-    """A model that takes bytes, and normalises them itself where `input` says how."""
+    """A model that takes bytes. input: it normalises them as stated here; None: its first convolution does."""
 
     factor: Tensor
     offset: Tensor
@@ -80,7 +80,7 @@ class ByteInput(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, height, width, channels), 0 to 255 -> logits, (batch, classes)."""
-        images = x.to(self.factor.dtype).permute(0, 3, 1, 2)  # TensorRT does nothing with bytes but convert them
+        images = x.to(self.factor.dtype).permute(0, 3, 1, 2)  # TensorRT supports no operation on bytes but a cast
         if self.normalises:
             images = images * self.factor - self.offset
         elif self.scale != 1:
@@ -91,21 +91,20 @@ class ByteInput(nn.Module):
 
 def to_bytes(images: Tensor, input: InputConfig) -> Tensor:
     """Normalised images, (batch, channels, height, width), as the nearest bytes, (batch, height, width, channels)."""
-    mean, std = _statistics(images, input)
+    mean, std = (values.to(images.device) for values in _statistics(input))
     values = (images.double() * std + mean) * LARGEST
     return values.round().clamp(0, LARGEST).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
 def from_bytes(bytes: Tensor, input: InputConfig) -> Tensor:
     """Bytes, (batch, height, width, channels), as normalised images in float32, (batch, channels, height, width)."""
-    images = bytes.permute(0, 3, 1, 2).double()
-    mean, std = _statistics(images, input)
-    return ((images / LARGEST - mean) / std).float().contiguous()
+    mean, std = (values.to(bytes.device) for values in _statistics(input))
+    return ((bytes.permute(0, 3, 1, 2).double() / LARGEST - mean) / std).float().contiguous()
 
 
-def _statistics(images: Tensor, input: InputConfig) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel, in the shape of images."""
-    mean, std = (torch.tensor(v, dtype=torch.float64, device=images.device) for v in (input.mean, input.std))
+def _statistics(input: InputConfig) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation, (channels, 1, 1), in float64."""
+    mean, std = (torch.tensor(values, dtype=torch.float64) for values in (input.mean, input.std))
     return mean[:, None, None], std[:, None, None]
 
 
@@ -113,16 +112,16 @@ WRAPPERS: dict[type[nn.Module], str] = {Float32Io: "model", ByteInput: "model", 
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of a module that `deployed` made, by the names that the model itself has for them."""
-    return {name: tensor for name, tensor in _named(module, "") if tensor.dim()}
+    """Parameters and buffers of a module from `build_deployed`, without scalars, by their names in the model."""
+    return {name: tensor for name, tensor in _named_tensors(module, "") if tensor.dim()}
 
 
-def _named(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
     inner = next((getattr(module, name) for kind, name in WRAPPERS.items() if isinstance(module, kind)), None)
     if inner is not None:
-        yield from _named(inner, prefix)
+        yield from _named_tensors(inner, prefix)
         return
     for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         yield f"{prefix}{name}", tensor
     for name, child in module.named_children():
-        yield from _named(child, f"{prefix}{name}.")
+        yield from _named_tensors(child, f"{prefix}{name}.")

@@ -1,12 +1,13 @@
-"""Reading ONNX files without trusting them: is it one, where does its data lie, what does its graph hold.
+"""Read ONNX files that are not trusted: the model, its tensors, and facts about its graph. Nothing is executed.
 
-Both the runtimes and the verification read files through here. Nothing is executed.
+Runners and verification both read files with these functions.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,20 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped,u
 from onnx import numpy_helper
 
 from vitcompress.errors import ArtifactError
+from vitcompress.exporters.contents import Contents, Stored
 
-NO_WORK = ("Identity", "Dropout")
+IDLE = ("Identity", "Dropout")
+INDEX = (onnx.TensorProto.INT64, onnx.TensorProto.INT32, onnx.TensorProto.BOOL)
+LONGEST_LIST = 64  # numbers in an attribute of a node
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a graph holds. `weights`: sorted sizes of the constant operand of every matrix product and convolution.
+    """Facts about a graph.
 
-    A linear layer counts as (smaller, larger) size, as exporters store weights either way round.
+    weights: sorted shapes of the constant operands of all matrix products and convolutions. Those of linear layers are
+        (smaller, larger), because exporters store them in either order.
+    no_work: nodes that return their input unchanged. zero_products: products with a constant of zeros.
     """
 
     operators: dict[str, int]
@@ -35,11 +41,11 @@ class Facts:
     opset: int
 
 
-def read(path: Path) -> Any:
-    """The model protobuf of `path`, its external data left on disk.
+def read_onnx(path: Path) -> Any:
+    """The model protobuf of `path`; its external data stays on disk.
 
     Raises:
-        ArtifactError: missing, not ONNX, or with external data outside its own folder.
+        ArtifactError: a file that is missing, not ONNX, or has external data outside its own folder.
     """
     if not path.is_file():
         raise ArtifactError(f"there is no file {path}", hint="`vitcompress export` writes one from a run folder")
@@ -48,25 +54,24 @@ def read(path: Path) -> Any:
     except (DecodeError, ValueError, OSError) as error:
         raise _not_onnx(path, str(error)) from None
     if not model.ir_version or not model.graph.node or not model.graph.output:
-        raise _not_onnx(path, "it holds no graph")
+        raise _not_onnx(path, "it has no graph")
     for tensor in tensors(model):
         _check_location(path, tensor)
     return model
 
 
-def _not_onnx(path: Path, why: str) -> ArtifactError:
-    return ArtifactError(f"{path} is not an ONNX file: {why}", hint="copy or export it again")
+def _not_onnx(path: Path, reason: str) -> ArtifactError:
+    return ArtifactError(f"{path} is not an ONNX file: {reason}", hint="copy or export it again")
 
 
 def _check_location(path: Path, tensor: Any) -> None:
-    """External data may lie only in the model's own folder, else a file could read anything on this machine."""
-    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+    """External data must be in the model's own folder; otherwise a file could read any other file of this machine."""
+    if (place := location(tensor)) is None:
         return
-    place = location(tensor)
     folder = path.resolve().parent
     if not place or Path(place).is_absolute() or not (folder / place).resolve().is_relative_to(folder):
         raise ArtifactError(
-            f"{path} keeps the tensor {tensor.name} at {place!r}, outside its own folder",
+            f"{path} stores the tensor {tensor.name} in {place!r}, outside its own folder",
             hint="do not run it; export it again from a source that you trust",
         )
     if not (folder / place).is_file():
@@ -74,27 +79,23 @@ def _check_location(path: Path, tensor: Any) -> None:
 
 
 def tensors(model: Any) -> Iterator[Any]:
-    """Every tensor of a model: of its graph, of the graphs and functions inside it."""
-    for graph in _graphs(model):
+    """Every tensor of a model, including those of nested graphs and functions."""
+    trained = (graph for part in model.training_info for graph in (part.initialization, part.algorithm))
+    attributes = list(_attributes(model))
+    for graph in (model.graph, *trained, *(graph for a in attributes for graph in (a.g, *a.graphs))):
         yield from graph.initializer
         for sparse in graph.sparse_initializer:
             yield from (sparse.values, sparse.indices)
-    for attribute in _attributes(model):
-        yield from (attribute.t, *attribute.tensors)
-
-
-def _graphs(model: Any) -> Iterator[Any]:
-    yield model.graph
-    for training in model.training_info:
-        yield from (training.initialization, training.algorithm)
-    for attribute in _attributes(model):
-        yield from (attribute.g, *attribute.graphs)
+    for attribute in attributes:
+        yield from (tensor for tensor in (attribute.t, *attribute.tensors) if tensor.ByteSize())
+        for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
+            yield from (tensor for tensor in (sparse.values, sparse.indices) if tensor.ByteSize())
 
 
 def _attributes(model: Any) -> Iterator[Any]:
-    """Every attribute of every node, inner graphs too."""
+    """Every attribute of every node, including nested graphs and functions."""
     waiting = [model.graph, *model.functions]
-    waiting += [graph for training in model.training_info for graph in (training.initialization, training.algorithm)]
+    waiting += [graph for part in model.training_info for graph in (part.initialization, part.algorithm)]
     while waiting:
         for node in waiting.pop().node:
             for attribute in node.attribute:
@@ -102,26 +103,19 @@ def _attributes(model: Any) -> Iterator[Any]:
                 waiting += [attribute.g, *attribute.graphs]
 
 
-def doc_bytes(model: Any) -> int:
-    """Bytes of text that only people read."""
-    nodes = [node for graph in (*_graphs(model), *model.functions) for node in graph.node]
-    return sum(len(part.doc_string.encode()) for part in (model, model.graph, *model.functions, *nodes))
-
-
-def long_lists(model: Any, longest: int) -> tuple[str, ...]:
-    """Names of the attributes that are lists of more numbers than `longest`, which a tensor could hide in."""
-    return tuple(a.name for a in _attributes(model) if max(len(a.floats), len(a.ints), len(a.s)) > longest)
-
-
 def location(tensor: Any) -> str | None:
-    """The file that holds a tensor's values, empty where that is not told; None for one whose values are inside."""
+    """The file that holds a tensor's values, empty if it is not specified; None for values inside the model."""
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
         return None
-    return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+    return _external(tensor).get("location", "")
+
+
+def _external(tensor: Any) -> dict[str, str]:
+    return {entry.key: entry.value for entry in tensor.external_data}
 
 
 def external_files(model: Any) -> tuple[str, ...]:
-    """Names of the files that hold a model's large tensors."""
+    """Names of the data files of a model."""
     return tuple(sorted({place for tensor in tensors(model) if (place := location(tensor))}))
 
 
@@ -129,9 +123,44 @@ def metadata(model: Any) -> dict[str, str]:
     return {entry.key: entry.value for entry in model.metadata_props}
 
 
-def facts(path: Path) -> Facts:
-    """What the graph of `path` computes with. Raises ArtifactError like `read`."""
-    model = read(path)
+# ------------------------------------------------------------------------------------------------------------- contents
+
+
+def read_contents(path: Path) -> Contents:
+    """The tensors of the ONNX file `path`. Raises ArtifactError like `read_onnx`, and for damaged tensors."""
+    model = read_onnx(path)
+    places: set[tuple[tuple[str, str], ...]] = set()
+    stored = []
+    for tensor in tensors(model):
+        place = () if location(tensor) is None else tuple(sorted(_external(tensor).items()))
+        values, shape = partial(_read_values, tensor, path.parent), tuple(tensor.dims)
+        size = math.prod(shape) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        stored.append(Stored(tensor.name, shape, size, place in places, values, tensor.data_type in INDEX))
+        places |= {place} - {()}
+    lists = (a.name for a in _attributes(model) if max(len(a.floats), len(a.ints), len(a.s)) > LONGEST_LIST)
+    data = sum((path.parent / name).stat().st_size for name in external_files(model))
+    return Contents(tuple(stored), path.stat().st_size + data, metadata(model), tuple(lists))
+
+
+def _read_values(tensor: Any, folder: Path) -> bytes:
+    if location(tensor) is not None:  # onnx loads external data into the protobuf: let it be a copy, which is freed
+        tensor, source = onnx.TensorProto(), tensor
+        tensor.CopyFrom(source)
+    try:
+        values: bytes = numpy_helper.to_array(tensor, base_dir=str(folder)).tobytes()
+    except (ValueError, OSError) as error:
+        raise ArtifactError(
+            f"the tensor {tensor.name} is incomplete: {error}", hint="copy or export the file again"
+        ) from None
+    return values
+
+
+# ---------------------------------------------------------------------------------------------------------------- facts
+
+
+def graph_facts(path: Path) -> Facts:
+    """Facts about the graph of `path`. Raises ArtifactError like `read_onnx`."""
+    model = read_onnx(path)
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     nodes = model.graph.node
     return Facts(
@@ -147,25 +176,24 @@ def facts(path: Path) -> Facts:
 def _weights(nodes: Iterable[Any], constants: dict[str, Any]) -> Iterator[tuple[int, ...]]:
     for node in nodes:
         if node.op_type in ("MatMul", "Gemm", "Conv") and node.input[1] in constants:
-            sizes = tuple(constants[node.input[1]].dims)
-            yield weight_key(sizes)
+            yield weight_key(tuple(constants[node.input[1]].dims))
 
 
 def weight_key(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes of a weight in the form of `Facts.weights`."""
+    """The shape of a weight as in `Facts.weights`."""
     return tuple(sorted(sizes)) if len(sizes) == 2 else sizes
 
 
 def _is_idle(node: Any, constants: dict[str, Any], folder: Path) -> bool:
-    """Whether a node passes its input on as it is."""
+    """Whether a node returns its input unchanged."""
     if node.op_type != "Pad":
-        return node.op_type in NO_WORK
+        return node.op_type in IDLE
     amounts = constants.get(node.input[1])
     return amounts is not None and not _values(amounts, folder).any()
 
 
 def _zero_products(nodes: Iterable[Any], constants: dict[str, Any], folder: Path) -> Iterator[str]:
-    """Products with a constant that is zero everywhere: something was masked instead of removed."""
+    """Products with a constant of zeros: something was masked instead of removed."""
     for node in nodes:
         if node.op_type in ("Mul", "MatMul", "Gemm", "Conv"):
             for name in node.input[:2]:  # the third one, of Gemm and Conv, is a bias

@@ -1,8 +1,8 @@
-"""Linear layers as one Gemm each, on tokens in rows.
+"""Join every linear layer into one Gemm, on tokens in rows.
 
-torch writes a linear layer on (batch, tokens, channels) as MatMul and Add, which ONNX Runtime joins for matrices only.
-On (batch x tokens, channels) it is one Gemm that starts from the bias; what works on each channel, residual sums and
-norms too, stays in that form, so that reshapes remain only around attentions. Every sum is the same.
+torch exports a linear layer on (batch, tokens, channels) as MatMul and Add, which ONNX Runtime joins for matrices only.
+On (batch x tokens, channels) it is one Gemm that starts from the bias. Operations on each channel, including residual
+sums and norms, stay in that form, so that reshapes remain only around attentions. Every sum is the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,23 +12,24 @@ import onnx_ir as ir
 
 from vitcompress.exporters.onnx.tokens import constant
 
-EACH = ("Gelu", "Erf", "Tanh", "Relu", "Sigmoid")
-PAIRS = ("Add", "Sub", "Mul", "Div")
+UNARY = ("Gelu", "Erf", "Tanh", "Relu", "Sigmoid")
+BINARY = ("Add", "Sub", "Mul", "Div")
 
 
 def join_linear_layers(graph: ir.Graph) -> int:
-    """Write every linear layer as a Gemm; how many there are. Unread nodes are left for the caller to remove."""
+    """Write every linear layer as a Gemm, and return their number. The caller removes unread nodes."""
     layers = {node: layer for node in graph if (layer := _linear(node))}
     products = {product for product, _ in layers.values()}
     rows = _Rows(graph)
     for node in list(graph):
         if node in layers:
             product, bias = layers[node]
-            rows.stand_in(node, "Gemm", [rows.of(product.inputs[0], node), product.inputs[1], bias])
-        elif _each_channel(node, rows):
-            rows.stand_in(node, node.op_type, [rows.operand(value, node) for value in node.inputs], node.attributes)
+            rows.replace(node, "Gemm", [rows.of(product.inputs[0], node), product.inputs[1], bias])
+        elif _is_per_channel(node, rows):
+            inputs = [v if v is None or _is_vector(v) else rows.of(v, node) for v in node.inputs]
+            rows.replace(node, node.op_type, inputs, node.attributes)
         elif node not in products:
-            _read_whole(node, rows)
+            _restore_inputs(node, rows)
     return len(layers)
 
 
@@ -43,41 +44,39 @@ class _Rows:
         return value in self._rows
 
     def of(self, value: ir.Value | None, before: ir.Node) -> ir.Value:
-        """`value` in rows, reshaped in front of the node that needs it where that was not done yet."""
+        """`value` in rows, with a Reshape inserted before the node that needs it, unless it is in rows already."""
         assert value is not None and value.shape is not None
         if value not in self._rows:
-            maker = value.producer()
-            source = maker.inputs[0] if maker is not None and _keeps_order(maker) else value
-            made = self._reshape(source, [-1, value.shape[-1]], f"{value.name}.rows", before)
-            self._rows[value] = _typed(made, value, ir.Shape([None, value.shape[-1]]))
+            producer = value.producer()
+            source = producer.inputs[0] if producer is not None and _keeps_order(producer) else value
+            self._rows[value] = self._reshape(source, [-1, value.shape[-1]], f"{value.name}.rows", before)
+            _set_type(self._rows[value], value, ir.Shape([None, value.shape[-1]]))
         return self._rows[value]
-
-    def operand(self, value: ir.Value | None, before: ir.Node) -> ir.Value | None:
-        """An input of a node that works on each channel: in rows, except what is given per channel."""
-        return value if value is None or _per_channel(value) else self.of(value, before)
 
     def whole(self, value: ir.Value, before: ir.Node) -> ir.Value:
         """A replaced value with all its axes, for a node that needs them."""
         if value not in self._whole:
             assert value.shape is not None
-            made = self._reshape(self._rows[value], [-1, *list(value.shape)[1:]], f"{value.name}.whole", before)
-            self._whole[value] = _typed(made, value, value.shape)
+            sizes = [-1, *list(value.shape)[1:]]
+            self._whole[value] = self._reshape(self._rows[value], sizes, f"{value.name}.whole", before)
+            _set_type(self._whole[value], value, value.shape)
         return self._whole[value]
 
-    def stand_in(
+    def replace(
         self,
         node: ir.Node,
-        kind: str,
+        operator: str,
         inputs: Sequence[ir.Value | None],
         attributes: Mapping[str, ir.Attr] | None = None,
     ) -> None:
-        """Put a node that works in rows in front of `node`."""
+        """Insert a node that works on rows before `node`, which it replaces."""
         (value,) = node.outputs
         assert value.shape is not None
-        made = ir.node(kind, inputs, attributes, name=f"{node.name}.rows")
-        made.outputs[0].name = f"{value.name}.rows"
-        self._graph.insert_before(node, made)
-        self._rows[value] = _typed(made.outputs[0], value, ir.Shape([None, value.shape[-1]]))
+        new = ir.node(operator, inputs, attributes, name=f"{node.name}.rows")
+        new.outputs[0].name = f"{value.name}.rows"
+        self._graph.insert_before(node, new)
+        self._rows[value] = new.outputs[0]
+        _set_type(new.outputs[0], value, ir.Shape([None, value.shape[-1]]))
         self.replaced.add(value)
 
     def _reshape(self, source: ir.Value | None, sizes: Sequence[object], name: str, before: ir.Node) -> ir.Value:
@@ -88,13 +87,12 @@ class _Rows:
         return node.outputs[0]
 
 
-def _typed(made: ir.Value, like: ir.Value, shape: ir.Shape) -> ir.Value:
-    made.type, made.shape = like.type, shape
-    return made
+def _set_type(new: ir.Value, like: ir.Value, shape: ir.Shape) -> None:
+    new.type, new.shape = like.type, shape
 
 
 def _linear(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
-    """The product and the bias of the linear layer that ends in this node."""
+    """The product and the bias of the linear layer that ends with this node, or None."""
     if node.op_type != "Add" or not _can_be_rows(node.outputs[0]):
         return None
     for value, bias in (node.inputs, node.inputs[::-1]):
@@ -102,14 +100,14 @@ def _linear(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
         if product is None or product.op_type != "MatMul" or not _is_constant(bias, rank=1):
             continue
         assert bias is not None
-        alone = len(list(product.outputs[0].uses())) == 1 and not product.outputs[0].is_graph_output()
-        if alone and _is_constant(product.inputs[1], rank=2) and _can_be_rows(product.inputs[0]):
+        only_use = len(list(product.outputs[0].uses())) == 1 and not product.outputs[0].is_graph_output()
+        if only_use and _is_constant(product.inputs[1], rank=2) and _can_be_rows(product.inputs[0]):
             return product, bias
     return None
 
 
-def _each_channel(node: ir.Node, rows: _Rows) -> bool:
-    """Whether a node works on each channel, or along the channels, of something that is in rows already."""
+def _is_per_channel(node: ir.Node, rows: _Rows) -> bool:
+    """Whether a node works on each channel, or along the channels, of a value that is in rows already."""
     if len(node.outputs) != 1 or not _can_be_rows(node.outputs[0]) or not any(value in rows for value in node.inputs):
         return False
     shape = node.outputs[0].shape
@@ -117,12 +115,12 @@ def _each_channel(node: ir.Node, rows: _Rows) -> bool:
     if node.op_type == "LayerNormalization":
         axis = node.attributes["axis"].as_int() if "axis" in node.attributes else -1
         return axis in (-1, len(shape) - 1)
-    alike = all(value is not None and (_per_channel(value) or value.shape == shape) for value in node.inputs)
-    return node.op_type in EACH or (node.op_type in PAIRS and alike)
+    same_shape = all(value is not None and (_is_vector(value) or value.shape == shape) for value in node.inputs)
+    return node.op_type in UNARY or (node.op_type in BINARY and same_shape)
 
 
-def _read_whole(node: ir.Node, rows: _Rows) -> None:
-    """Give a node its inputs with all axes. A Reshape takes the rows: it sees the elements in order anyway."""
+def _restore_inputs(node: ir.Node, rows: _Rows) -> None:
+    """Connect a node to inputs with all axes, or a Reshape to rows: it reads the elements in the same order."""
     for index, value in enumerate(node.inputs):
         if value is not None and value in rows.replaced:
             as_rows = index == 0 and _keeps_order(node)
@@ -130,7 +128,7 @@ def _read_whole(node: ir.Node, rows: _Rows) -> None:
 
 
 def _keeps_order(node: ir.Node) -> bool:
-    """Whether this is a Reshape whose sizes are given without looking at those of its input."""
+    """Whether this is a Reshape whose sizes do not depend on those of its input."""
     sizes = node.inputs[1] if node.op_type == "Reshape" else None
     return sizes is not None and sizes.const_value is not None and 0 not in sizes.const_value.numpy()
 
@@ -146,5 +144,6 @@ def _is_constant(value: ir.Value | None, rank: int) -> bool:
     return value is not None and value.const_value is not None and value.shape is not None and len(value.shape) == rank
 
 
-def _per_channel(value: ir.Value) -> bool:
+def _is_vector(value: ir.Value) -> bool:
+    """Whether a value has one number per channel, or only one."""
     return value.shape is not None and len(value.shape) <= 1

@@ -1,4 +1,4 @@
-"""The native libraries behind ONNX Runtime's execution providers: loading them, and saying what is missing."""
+"""The native libraries of ONNX Runtime's execution providers: load them, and report what is missing."""
 
 import contextlib
 import importlib
@@ -19,17 +19,17 @@ import onnxruntime as ort
 from vitcompress.errors import DeviceError, OutputError, first_line
 
 RTX = "NvTensorRTRTXExecutionProvider"
-PLUGIN = "onnxruntime_ep_nv_tensorrt_rtx"  # the package that brings it
+PLUGIN = "onnxruntime_ep_nv_tensorrt_rtx"  # the package of this provider
 MISSING = re.compile(r"(\S+): cannot open shared object file")
-PLACE = re.compile(r"^/\S+:\d+ .*?\)(?: const)? ")
-WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-CATCHING = threading.RLock()
+SOURCE_LOCATION = re.compile(r"^/\S+:\d+ .*?\)(?: const)? ")
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+CAPTURE_LOCK = threading.RLock()
 
 
 @cache
 def load_cuda() -> None:
-    """Libraries of CUDA out of their packages: the provider itself looks for them on the system's paths only."""
-    with contextlib.redirect_stdout(io.StringIO()):  # what is missing is told when the session is made
+    """Load CUDA's libraries from their packages: the provider itself searches only the system's paths."""
+    with contextlib.redirect_stdout(io.StringIO()):  # what is missing is reported when the session is created
         ort.preload_dlls()
 
 
@@ -42,18 +42,18 @@ def load_tensorrt() -> None:
 
 @cache
 def load_rtx() -> None:
-    """Register the provider that its package brings.
+    """Register the provider of TensorRT for RTX from its package.
 
     Raises:
-        DeviceError: the package is damaged, or made for another ONNX Runtime.
+        DeviceError: the package is damaged, or built for another ONNX Runtime.
     """
     load_cuda()
     try:
         plugin = importlib.import_module(PLUGIN)
         ort.register_execution_provider_library(RTX, plugin.get_library_path())
-    except Exception as error:  # noqa: BLE001 - whatever becomes of a library that cannot be loaded
+    except Exception as error:  # noqa: BLE001 - loading a native library can raise anything
         raise DeviceError(
-            f"{RTX} cannot be loaded: {missing([str(error)]) or said_by(error)}",
+            f"{RTX} cannot be loaded: {missing_library([str(error)]) or error_text(error)}",
             hint="pip install --upgrade onnxruntime-ep-nv-tensorrt-rtx onnxruntime-gpu (libcuda.so.1: NVIDIA's driver)",
         ) from None
 
@@ -62,68 +62,67 @@ def rtx_installed() -> bool:
     return util.find_spec(PLUGIN) is not None
 
 
-def prepared_cache(folder: Path) -> Path:
-    """The folder in which a provider may keep what it builds, made where it is not there.
+def prepare_cache(folder: Path) -> Path:
+    """Create the folder in which a provider stores what it builds, unless it exists.
 
-    What lies in it is executed, so nobody else may be able to write there.
+    Its files are executed, so no other user may be able to write there.
 
     Raises:
-        OutputError: it cannot be made, or others can write there.
+        OutputError: it cannot be created, or others can write there.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        about = folder.stat()
+        status = folder.stat()
     except OSError as error:
         raise OutputError(
-            f"the cache folder {folder} cannot be made: {error.strerror}", hint="name another one with --engine-cache"
+            f"the cache folder {folder} cannot be created: {error.strerror}", hint="choose another --engine-cache"
         ) from None
-    if os.name == "posix" and (about.st_uid != os.geteuid() or about.st_mode & WRITTEN_BY_OTHERS):
+    if os.name == "posix" and (status.st_uid != os.geteuid() or status.st_mode & WRITABLE_BY_OTHERS):
         raise OutputError(
-            f"others can write to the cache folder {folder}, and what lies there is executed",
-            hint=f"chmod go-w {folder}, or name a folder of your own",
+            f"others can write to the cache folder {folder}, whose files are executed",
+            hint=f"chmod go-w {folder}, or choose a folder of your own",
         )
     return folder.resolve()
 
 
 @contextlib.contextmanager
-def native_errors() -> Iterator[list[str]]:
-    """What libraries write to the standard error of the process itself, as lines, once the block is over.
+def capture_stderr() -> Iterator[list[str]]:
+    """Capture what native libraries write to the process's standard error; the lines are available after the block.
 
-    All threads share one standard error: a second block waits. A process without a standard error has nothing written
-    to it.
+    All threads share one standard error: a second block waits. Without a standard error, nothing is captured.
     """
-    said: list[str] = []
-    with CATCHING, contextlib.ExitStack() as stack:
+    lines: list[str] = []
+    with CAPTURE_LOCK, contextlib.ExitStack() as stack:
         try:
-            kept = os.dup(2)
+            stderr = os.dup(2)
         except OSError:
-            yield said
+            yield lines
             return
-        stack.callback(os.close, kept)
-        caught = stack.enter_context(tempfile.TemporaryFile())
+        stack.callback(os.close, stderr)
+        file = stack.enter_context(tempfile.TemporaryFile())
         _flush()
-        os.dup2(caught.fileno(), 2)
+        os.dup2(file.fileno(), 2)
         try:
-            yield said
+            yield lines
         finally:
             _flush()
-            os.dup2(kept, 2)
-            caught.seek(0)
-            said += caught.read().decode(errors="replace").splitlines()
+            os.dup2(stderr, 2)
+            file.seek(0)
+            lines += file.read().decode(errors="replace").splitlines()
 
 
 def _flush() -> None:
-    """Write out what Python has buffered for its standard error, if the process has one."""
+    """Write what Python has buffered for its standard error, if the process has one."""
     if sys.stderr is not None:
         sys.stderr.flush()
 
 
-def missing(said: list[str]) -> str | None:
-    """The missing library that kept a provider from loading, read from what was written; None if none is named."""
-    found = next((found[1] for line in said if (found := MISSING.search(line))), None)
-    return None if found is None else f"{found} is missing"
+def missing_library(lines: list[str]) -> str | None:
+    """The missing library that a provider's messages name, as a phrase; None if they name none."""
+    match = next((match for line in lines if (match := MISSING.search(line))), None)
+    return match and f"{match[1]} is missing"
 
 
-def said_by(error: Exception) -> str:
-    """The first line of what ONNX Runtime raised, without the place in its source."""
-    return PLACE.sub("", first_line(error))
+def error_text(error: Exception) -> str:
+    """The first line of ONNX Runtime's error, without the location in its source."""
+    return SOURCE_LOCATION.sub("", first_line(error))

@@ -1,60 +1,295 @@
-"""ONNX files as runners."""
+"""Run ONNX files in ONNX Runtime, without its silent fallbacks."""
 
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import torch
 from torch import Tensor
 
-from vitcompress.exporters.onnx.session import Session
+from vitcompress.errors import ArtifactError, DeviceError
+from vitcompress.exporters.onnx import file, libraries, providers
+from vitcompress.exporters.onnx.providers import CPU, ProviderSettings
+from vitcompress.exporters.options import DEFAULTS
 from vitcompress.exporters.runner import (
-    Bound,
+    Bindings,
+    BoundCall,
+    QueuedCall,
     RunnerOptions,
-    as_given,
-    described,
-    refuse_settings_of_others,
-    some_bytes,
+    approximate_bytes,
+    check_batch,
+    check_threads,
+    fill_description,
+    parse_device,
+    prepare_input,
+    reject_foreign_settings,
 )
-from vitcompress.exporters.sidecar import input_of
+from vitcompress.exporters.sidecar import check_sha256, read_input
+from vitcompress.io.files import decode_json_values
+from vitcompress.io.hardware import package_versions
 from vitcompress.models.create import InputConfig
+
+LOG_WARNINGS, LOG_ERRORS, LOG_NOTHING = 2, 3, 4  # the first is ONNX Runtime's own default
+OUTPUT_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+INPUT_TYPES = {**OUTPUT_TYPES, "tensor(uint8)": np.uint8}
+RUNS_BEFORE_REPLAY = 3  # the first runs of a CUDA graph allocate memory and record it
+NO_GRAPH = "-1"  # graph number of a run that is neither recorded nor replayed
 
 
 class OnnxRunner:
-    """An ONNX file in ONNX Runtime, on exactly the execution provider that was asked for."""
+    """An ONNX file on exactly one execution provider; the CPU may keep the arithmetic of shapes.
+
+    Raises:
+        ArtifactError: not ONNX, unsafe external data, not the file that its sidecar describes, or not one image tensor
+            as input and logits as output.
+        DeviceError: a provider that is not available or does not support the model, or a precision that the file does
+            not have.
+        InputError: settings that the provider does not have.
+        OutputError: a cache folder that cannot be used.
+    """
 
     def __init__(self, path: Path, options: RunnerOptions) -> None:
-        refuse_settings_of_others(options, "ONNX Runtime", path.name)
-        self.name = str(path)
-        self._session = Session(path, options)
-        self._transfers = options.transfers and self._session.on_device
-        self.input: InputConfig | None = input_of(self.name, self._session.metadata, self.input_size)
+        reject_foreign_settings(options, "ONNX Runtime", path.name)
+        model = file.read_onnx(path)
+        labels = decode_json_values(file.metadata(model))
+        self.name, self._file, self._sha256 = str(path), path.name, check_sha256(path)
+        self._provider, self._device = providers.choose_provider(options.device, options.provider)
+        self._precision = providers.resolve_precision(path, labels.get("precision"), options.precision, self._provider)
+        providers.check_settings(self._provider, options)
+        self._threads, self._started_threads = check_threads(options), None
+        self._cuda_graph, self._graph_numbers = options.cuda_graph, count(1)
+        self._stream, self._bindings = _create_stream(self._device), Bindings()
+        self._batch_range, settings = self._provider_settings(model, options)
+        self._provider_options = self._provider.options(settings)
+        self.session = self._open(path, settings)
+        self._cpu_operators = self._check_assignment()
+        self._input, self._output = _inputs_and_outputs(path, self.session)
+        if isinstance(fixed := self._input.shape[0], int):
+            self._batch_range = (fixed, fixed, fixed)
+        self._takes_bytes = self._input.type == "tensor(uint8)"
+        self._transfers = options.transfers and self._stream is not None
+        self.input: InputConfig | None = read_input(self.name, labels, self.input_size)
+
+    def _provider_settings(
+        self, model: Any, options: RunnerOptions
+    ) -> tuple[tuple[int, int, int] | None, ProviderSettings]:
+        """The range of batches that the provider builds for, None if it builds nothing, and its settings."""
+        cache = None if options.engine_cache is None else libraries.prepare_cache(options.engine_cache)
+        name, sizes = _image_input(model)
+        dynamic = self._provider.builds and sizes and not sizes[0]
+        batches = (options.batch or DEFAULTS["batch"]) if dynamic else None
+        profile = tuple(f"{name}:{'x'.join(map(str, (batch, *sizes[1:])))}" for batch in batches or ())
+        stream = 0 if self._stream is None else int(self._stream.cuda_stream)
+        index = parse_device(self._device)[1]
+        return batches, ProviderSettings(index, self._precision == "tf32", options.cuda_graph, stream, profile, cache)
+
+    def _open(self, path: Path, settings: ProviderSettings) -> Any:
+        options = ort.SessionOptions()
+        options.log_severity_level = LOG_NOTHING  # errors are raised, not logged
+        if self._threads is not None:
+            options.intra_op_num_threads = self._threads
+        if self._provider.name == CPU:
+            before = _count_threads()
+            session = self._create_session(path, options, [(CPU, {})])
+            # The caller's own thread works, too.
+            self._started_threads = None if before is None else 1 + (_count_threads() or before) - before
+            return session
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        with libraries.capture_stderr():
+            argument = providers.attach(self._provider, options, settings)
+        try:
+            with libraries.capture_stderr() as lines:
+                session = self._create_session(path, options, argument)
+        except DeviceError as error:
+            missing = libraries.missing_library(lines)
+            raise self._broken(missing) if missing else error from None
+        actual = session.get_providers()[0]
+        if actual != self._provider.name:
+            raise self._broken(libraries.missing_library(lines) or f"ONNX Runtime chose {actual} instead")
+        return session
+
+    def _broken(self, reason: str) -> DeviceError:
+        return DeviceError(
+            f"{self._provider.name} of ONNX Runtime does not work here: {reason}",
+            hint=f"{self._provider.remedy}; `vitcompress doctor` shows what this machine has",
+        )
+
+    def _create_session(self, path: Path, options: Any, argument: Any) -> Any:
+        name = self._provider.name
+        ort.set_default_logger_severity(LOG_NOTHING if name == CPU else LOG_ERRORS)
+        try:
+            return ort.InferenceSession(str(path), options, providers=argument, enable_fallback=0)
+        except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions have no other common base class
+            message = f"{name} of ONNX Runtime cannot run {path}: {libraries.error_text(error)}"
+            raise (ArtifactError if name == CPU else DeviceError)(message) from None
+        finally:
+            ort.set_default_logger_severity(LOG_WARNINGS)
+
+    def _check_assignment(self) -> list[str]:
+        """Operators that the CPU runs. Raises DeviceError if they are more than the arithmetic of shapes."""
+        name = self._provider.name
+        if name == CPU:
+            return []
+        operators = providers.node_assignment(self.session)
+        if heavy := providers.misplaced_nodes(operators, name):
+            raise DeviceError(
+                f"{name} does not support {', '.join(heavy)} in this model; ONNX Runtime assigned "
+                f"{'it' if len(heavy) == 1 else 'them'} to the CPU",
+                hint="try another --opset, or another provider",
+            )
+        if not operators.get(name):
+            raise DeviceError(f"{name} supports no part of this model", hint="use another provider")
+        return sorted({kind for other, kinds in operators.items() if other != name for kind in kinds})
 
     @property
     def input_size(self) -> tuple[int, int, int]:
-        return self._session.input_size
+        """(channels, height, width)"""
+        first, second, third = map(int, self._input.shape[1:])
+        return (third, first, second) if self._takes_bytes else (first, second, third)
 
     def __call__(self, images: Tensor) -> Tensor:
-        return torch.from_numpy(np.asarray(self._session.run(self._fed(images))))
+        return torch.from_numpy(self._run(self._prepare(images)))
 
-    def bind(self, images: Tensor) -> Bound:
-        nameless = self._session.takes_bytes and self.input is None
-        given = some_bytes(images) if nameless else self._fed(images)
-        return self._session.bind_from_host(given) if self._transfers else self._session.bind(given)
+    def _prepare(self, images: Tensor) -> np.ndarray:
+        if self._batch_range is not None:
+            check_batch(self._file, self._batch_range, len(images))
+        data = prepare_input(images, self.input, uint8=self._takes_bytes)
+        return np.ascontiguousarray(data, dtype=INPUT_TYPES[self._input.type])
 
-    def _fed(self, images: Tensor) -> np.ndarray:
-        return as_given(images, self.input, uint8=self._session.takes_bytes)
+    def _run(self, data: np.ndarray) -> np.ndarray:
+        """data: from `_prepare` -> (batch, classes), float32."""
+        logits: np.ndarray = self.session.run(
+            [self._output.name], {self._input.name: data}, self._run_options(NO_GRAPH)
+        )[0]
+        return np.asarray(logits.astype(np.float32, copy=False))
+
+    def bind(self, images: Tensor) -> BoundCall:
+        """Inputs and outputs stay on the provider's device, unless transfers were requested."""
+        if self._takes_bytes and self.input is None:
+            images = approximate_bytes(images)
+        data = self._prepare(images)
+        if self._transfers:
+            return self._bindings.add(BoundCall(partial(self._run, data)))
+        return self._bindings.add(self._bind_host(data) if self._stream is None else self._bind_cuda(data))
+
+    def _bind_host(self, data: np.ndarray) -> BoundCall:
+        output = np.empty(self._output_shape(data), OUTPUT_TYPES[self._output.type])
+        values = tuple(ort.OrtValue.ortvalue_from_numpy(array) for array in (data, output))
+        binding = self.session.io_binding()
+        binding.bind_ortvalue_input(self._input.name, values[0])
+        binding.bind_ortvalue_output(self._output.name, values[1])
+        return BoundCall(partial(_run_bound, self.session, binding, values))
+
+    def _bind_cuda(self, data: np.ndarray) -> QueuedCall:
+        """One pass on the session's stream. The tensors are torch's; each binding has its own CUDA graph."""
+        index = parse_device(self._device)[1]
+        images = torch.from_numpy(data).to(f"cuda:{index}")
+        kind = OUTPUT_TYPES[self._output.type]
+        logits = torch.from_numpy(np.empty(self._output_shape(data), kind)).to(images.device)
+        torch.cuda.synchronize(images.device)
+        binding = self.session.io_binding()
+        binding.bind_input(self._input.name, "cuda", index, data.dtype.type, images.shape, images.data_ptr())
+        binding.bind_output(self._output.name, "cuda", index, kind, logits.shape, logits.data_ptr())
+        options = self._run_options(str(next(self._graph_numbers)) if self._cuda_graph else NO_GRAPH, wait=False)
+        call = QueuedCall(partial(self.session.run_with_iobinding, binding, options), self._stream, (images, logits))
+        for _ in range(RUNS_BEFORE_REPLAY if self._cuda_graph else 0):
+            call()
+        self.synchronize()
+        return call
+
+    def _output_shape(self, data: np.ndarray) -> tuple[int, ...]:
+        """(batch, classes), determined by a run if the file does not state it."""
+        sizes = self._output.shape[1:]
+        known = len(sizes) == 1 and all(isinstance(size, int) for size in sizes)
+        return (len(data), *sizes) if known else self._run(data).shape
+
+    def _run_options(self, graph: str, *, wait: bool = True) -> Any:
+        """Options of one run. graph: number of the CUDA graph that it is recorded in and replayed from."""
+        options = ort.RunOptions()
+        if self._provider.graph_number:
+            options.add_run_config_entry(self._provider.graph_number, graph)
+        options.add_run_config_entry("disable_synchronize_execution_providers", str(int(not wait)))
+        return options
 
     def synchronize(self) -> None:
-        self._session.synchronize()
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def describe(self) -> dict[str, Any]:
-        return described(
+        shown = {key: value for key, value in self._provider_options.items() if not key.endswith("user_compute_stream")}
+        return fill_description(
             artifact=self.name,
-            **self._session.describe(),
-            input_type="uint8" if self._session.takes_bytes else "float32",
+            sha256=self._sha256,
+            runtime="onnxruntime",
+            runtime_version=ort.__version__,
+            device=self._device,
+            device_name=None if self._stream is None else torch.cuda.get_device_name(self._stream.device),
+            provider=self._provider.name,
+            provider_versions=package_versions(self._provider.packages),
+            provider_options=shown,
+            nodes_on_cpu=self._cpu_operators,
+            batch_range=None if self._batch_range is None else list(self._batch_range),
+            precision=self._precision,
+            tf32=self._precision == "tf32" or self._provider.tf32 == "always",
+            threads=self._threads or self._started_threads or "runtime default",
+            cuda_graph=self._cuda_graph,
+            graph_optimization="ORT_ENABLE_ALL",
+            classes=next((size for size in self._output.shape[1:2] if isinstance(size, int)), None),
+            input_type="uint8" if self._takes_bytes else "float32",
             transfers=self._transfers,
         )
 
     def close(self) -> None:
-        self._session.close()
+        self._bindings.release()
+        self.session = None
+
+
+def _count_threads() -> int | None:
+    """Threads of this process; None if the system does not list them. ONNX Runtime does not report its threads."""
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.is_dir() else None
+
+
+def _run_bound(session: Any, binding: Any, values: tuple[Any, ...]) -> None:
+    """One pass. values: those of `binding`, which references them itself only in some versions."""
+    session.run_with_iobinding(binding)
+
+
+def _create_stream(device: str) -> Any:
+    """A CUDA stream for the session, which CUDA events can time; None for other devices."""
+    if not device.startswith("cuda"):
+        return None
+    stream: Any = torch.cuda.Stream
+    return stream(torch.device(device))
+
+
+def _image_input(model: Any) -> tuple[str, tuple[int, ...]]:
+    """Name and sizes of the one image input, 0 for dynamic sizes; ("", ()) if there is no such input."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    inputs = [value for value in model.graph.input if value.name not in constants]
+    sizes = tuple(dim.dim_value for dim in inputs[0].type.tensor_type.shape.dim) if len(inputs) == 1 else ()
+    return (inputs[0].name, sizes) if len(sizes) == 4 and all(sizes[1:]) else ("", ())
+
+
+def _inputs_and_outputs(path: Path, session: Any) -> tuple[Any, Any]:
+    """The one image input and the first output."""
+    inputs, outputs = session.get_inputs(), session.get_outputs()
+    image = len(inputs) == 1 and len(inputs[0].shape) == 4 and inputs[0].type in INPUT_TYPES
+    if not image or not all(isinstance(size, int) for size in inputs[0].shape[1:]):
+        shapes = ", ".join(f"{i.name} {i.type} {i.shape}" for i in inputs)
+        hint = "export it with one float32, float16 or uint8 input of (batch, channels, height, width)"
+        if image:
+            tool = f"python -m onnxruntime.tools.make_dynamic_shape_fixed --input_name {inputs[0].name}"
+            hint = f"`{tool} --input_shape 1,3,224,224 {path} fixed.onnx` fixes its size"
+        raise ArtifactError(
+            f"{path} does not take one image tensor of fixed size; its inputs are {shapes or 'none'}", hint=hint
+        )
+    if outputs[0].type not in OUTPUT_TYPES:
+        raise ArtifactError(
+            f"the output {outputs[0].name} of {path} has the type {outputs[0].type}, expected floating-point logits",
+            hint="export the classifier without the operations after its logits",
+        )
+    return inputs[0], outputs[0]

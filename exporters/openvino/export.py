@@ -1,39 +1,35 @@
-"""OpenVINO IR: `model.xml` with its weights in `model.bin`, converted from our ONNX file.
+"""Export to OpenVINO IR: `model.xml` with its weights in `model.bin`, converted from our ONNX file.
 
-Weights stay uncompressed and apart, so that the file is the model to the last bit; what can be multiplied together,
-OpenVINO multiplies when it loads the file. The precision is a hint for whoever runs the file, which changes the
-arithmetic and not the weights: fp32, or bf16 and fp16 where the processor has them.
+Weights stay in fp32 and are not multiplied together, so that the file holds the model bit for bit; OpenVINO fuses them
+when it loads the file. The precision is a hint for the runtime, which changes the arithmetic and not the weights: fp32,
+or bf16 and fp16 if the processor has them.
 """
 
 import errno
 import os
 import shutil
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
 from torch import nn
 
-from vitcompress.errors import InputError, first_line
-from vitcompress.exporters.base import About, Exported, Exporter, recorded
+from vitcompress.errors import ArtifactError, InputError, first_line
+from vitcompress.exporters.base import Exported, Exporter, ModelInfo, record_export
+from vitcompress.exporters.contents import Contents, Stored
 from vitcompress.exporters.onnx import export as onnx_export
-from vitcompress.exporters.openvino.library import core, load
+from vitcompress.exporters.openvino.library import INFO, core, load, read_ir, read_metadata, unavailable
+from vitcompress.exporters.openvino.runner import HINTS, OpenVinoRunner
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.sidecar import sidecar_path
-from vitcompress.io.files import write
+from vitcompress.io.files import write_file
 from vitcompress.io.progress import Progress
 
-INFO = "vitcompress"  # where the IR keeps what its user must know
-HINTS = ("fp32", "fp16", "bf16")
 REASON = "decomposed attention, which OpenVINO fuses when it loads the file, at any widths of q/k and v"
-SMALL = 2**16  # bytes left on a disk from which it is called full
-REMEDY = "pip install 'vitcompress[openvino]'"
-
-
-def unavailable() -> str | None:
-    """Why OpenVINO cannot be used here, None when it can."""
-    return None if util.find_spec("openvino") else f"openvino is not installed ({REMEDY})"
+FULL = 2**16  # a disk with fewer free bytes is reported as full
+INDEX = ("i64", "i32", "boolean")
+NESTED = ("If", "Loop", "TensorIterator")  # operations with graphs of their own
 
 
 def export(
@@ -42,87 +38,109 @@ def export(
     *,
     options: ExportOptions | None = None,
     progress: Progress | None = None,
-    **about: Unpack[About],
+    **about: Unpack[ModelInfo],
 ) -> Exported:
-    """Write `model` to `path` (.xml), its weights beside it (.bin) and its sidecar; on failure nothing is left behind.
+    """Write `model` to `path` (.xml), its weights beside it (.bin) and its sidecar. On failure nothing is left behind.
 
-    It takes and gives what the ONNX file does; see `onnx_graph.export`. The metadata lie in the IR's `rt_info` too.
+    Inputs and outputs are those of the ONNX file; see `onnx.export`. The metadata are also in the IR's `rt_info`.
 
     Raises:
-        InputError: options that are not offered, or a `path` that does not end in .xml.
+        InputError: unsupported options, or a `path` that does not end in .xml.
         OutputError: the folder cannot be written.
     """
     options = options or ExportOptions()
-    check(options)
+    check_options(options)
     path = Path(path)
     if path.suffix != ".xml":
-        raise InputError(f"an OpenVINO model is an .xml file, got {path.name}", hint="name it model.xml, say")
+        raise InputError(f"an OpenVINO model is an .xml file, got {path.name}", hint="use a name such as model.xml")
     with TemporaryDirectory(prefix="vitcompress-") as folder:
-        stored = ExportOptions(opset=options.opset, uint8=options.uint8)
         source = onnx_export.export(
             model,
             Path(folder) / f"{path.stem}.onnx",
-            options=stored,
+            options=ExportOptions(opset=options.opset, uint8=options.uint8),
             reason=REASON,
             **about,
         )
-        known = {**source.metadata, "precision": f'"{options.precision}"'}
-        files = _convert(source.path, path, known)
-    return recorded(
+        labels = {**source.metadata, "precision": f'"{options.precision}"'}
+        files = _convert(source.path, path, labels)
+    return record_export(
         path,
         files,
         format="openvino",
         precision=options.precision,
         opset=source.opset,
         opset_reason=source.opset_reason,
-        metadata=known,
+        metadata=labels,
         source={"name": source.path.name, "sha256": source.sha256},
         build={"runtime": "openvino", "runtime_version": metadata.version("openvino"), "weights": "fp32"},
     )
 
 
-def check(options: ExportOptions) -> None:
-    """Raise InputError for a precision that is no hint of OpenVINO's, or an opset that ONNX does not offer."""
+def check_options(options: ExportOptions) -> None:
+    """Raise InputError for a precision that OpenVINO has no hint for, or an unsupported opset."""
     if options.precision not in HINTS:
-        raise InputError(f"OpenVINO has no precision {options.precision!r} here", hint=f"use one of {', '.join(HINTS)}")
-    onnx_export.check(ExportOptions(opset=options.opset))
+        raise InputError(f"OpenVINO has no precision {options.precision!r}", hint=f"use one of {', '.join(HINTS)}")
+    onnx_export.check_options(ExportOptions(opset=options.opset))
 
 
-def _convert(source: Path, path: Path, known: dict[str, str]) -> tuple[str, str]:
+def _convert(source: Path, path: Path, labels: dict[str, str]) -> tuple[str, str]:
     """Convert beside `path`, then move the weights and the graph into place."""
     weights = path.with_suffix(".bin")
 
     def fill(beside: Path) -> None:
         with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".part") as folder:
-            made = Path(folder) / path.name
-            converted: Any = core().read_model(str(source))  # convert_model would multiply LayerScales into biases
-            for key, value in known.items():
-                converted.set_rt_info(value, [INFO, key])
-            _save(converted, made)
-            sidecar_path(path).unlink(missing_ok=True)  # it describes the files that are about to go
-            write(weights, made.with_suffix(".bin").replace)
-            made.replace(beside)
+            target = Path(folder) / path.name
+            model: Any = core().read_model(str(source))  # convert_model would multiply LayerScales into biases
+            for key, value in labels.items():
+                model.set_rt_info(value, [INFO, key])
+            _save(model, target)
+            sidecar_path(path).unlink(missing_ok=True)  # it describes the files that are replaced now
+            write_file(weights, target.with_suffix(".bin").replace)
+            target.replace(beside)
 
-    write(path, fill)
+    write_file(path, fill)
     return path.name, weights.name
 
 
-def _save(converted: Any, path: Path) -> None:
-    """Raises OSError where OpenVINO only says that a stream failed."""
+def _save(model: Any, path: Path) -> None:
+    """Save an IR. Raises OSError with a reason where OpenVINO only reports that a stream failed."""
     try:
-        load().save_model(converted, str(path), compress_to_fp16=False)
+        load().save_model(model, str(path), compress_to_fp16=False)
     except RuntimeError as error:
-        full = shutil.disk_usage(path.parent).free < SMALL
+        full = shutil.disk_usage(path.parent).free < FULL
         number = errno.ENOSPC if full else errno.EIO
         raise OSError(number, os.strerror(number) if full else first_line(error)) from None
+
+
+def read_contents(path: Path) -> Contents:
+    """The constants of an IR, as OpenVINO reads them. Raises like `read_ir`, and ArtifactError for nested graphs."""
+    model = read_ir(path)
+    places, stored = set[int](), []
+    for node in model.get_ops():
+        if node.get_type_name() in NESTED:
+            raise ArtifactError(
+                f"{path} has the operation {node.get_type_name()}, whose constants cannot be listed",
+                hint="export it with vitcompress",
+            )
+        if node.get_type_name() == "Constant":
+            values, index = node.data, node.get_element_type().get_type_name() in INDEX
+            place, shape = values.ctypes.data, tuple(values.shape)
+            stored.append(
+                Stored(node.get_friendly_name(), shape, values.nbytes, place in places, values.tobytes, index)
+            )
+            places.add(place)
+    size = path.stat().st_size + path.with_suffix(".bin").stat().st_size
+    return Contents(tuple(stored), size, {**read_metadata(model), "precision": '"fp32"'})
 
 
 OPENVINO = Exporter(
     "openvino",
     ".xml",
     export,
+    OpenVinoRunner,
     uses=frozenset({"precision", "opset", "uint8"}),
-    refuse=check,
+    check_options=check_options,
     unavailable=unavailable,
     cannot_run=unavailable,
+    contents=read_contents,
 )

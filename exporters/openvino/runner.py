@@ -1,4 +1,4 @@
-"""OpenVINO models as runners: on exactly the device and in exactly the precision that were asked for."""
+"""Run OpenVINO models on the CPU, in exactly the requested precision."""
 
 from importlib import metadata
 from pathlib import Path
@@ -8,39 +8,50 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitcompress.errors import ArtifactError, DeviceError, InputError, MissingExtraError
-from vitcompress.exporters.openvino.export import INFO, unavailable
-from vitcompress.exporters.openvino.library import core, load
-from vitcompress.exporters.runner import Bindings, Bound, RunnerOptions, as_given, described, refuse_settings_of_others
-from vitcompress.exporters.sidecar import checked_sha256, input_of
-from vitcompress.io.files import decoded
+from vitcompress.errors import ArtifactError, DeviceError
+from vitcompress.exporters.openvino.library import core, error_text, load, read_ir, read_metadata
+from vitcompress.exporters.runner import (
+    Bindings,
+    BoundCall,
+    RunnerOptions,
+    check_threads,
+    fill_description,
+    prepare_input,
+    reject_foreign_settings,
+)
+from vitcompress.exporters.sidecar import check_sha256, read_input
+from vitcompress.io.files import decode_json_values
 from vitcompress.models.create import InputConfig
 
 HINTS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
-NAMES = {"float": "fp32", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 class OpenVinoRunner:
-    """An IR, or any file that OpenVINO reads, one image batch at a time (`LATENCY`, one stream).
+    """An OpenVINO model, one batch at a time (`LATENCY`, one stream).
 
-    OpenVINO takes a precision as a hint and computes in another one where the processor lacks it (bf16 for fp16, say);
-    here that is an error.
+    OpenVINO treats a precision as a hint and computes in another one if the processor lacks it (for example bf16
+    instead of fp16). Here that is an error.
+
+    Raises:
+        MissingExtraError: OpenVINO is not installed.
+        ArtifactError: not an OpenVINO model, not the file that its sidecar describes, or not one image input.
+        DeviceError: a device other than the CPU, or a precision that the processor does not have.
     """
 
     def __init__(self, path: Path, options: RunnerOptions) -> None:
-        if unavailable():
-            raise MissingExtraError("openvino", "openvino", need=path.name)
-        refuse_settings_of_others(options, "OpenVINO", path.name)
-        self.name, self._device, self._threads = str(path), _device(options), options.threads
-        if self._threads is not None and self._threads < 1:
-            raise InputError(f"threads must be 1 or more, got {self._threads}")
-        model = _read(path)
-        self._sha256 = checked_sha256(path)
-        self._known = _metadata(model)
-        self.precision = options.precision or str(self._known.get("precision", "fp32"))
-        self._shape = _image_shape(path, model)
-        self._uint8 = self._known.get("input") == "uint8"
-        self.input: InputConfig | None = input_of(self.name, self._known, self.input_size)
+        reject_foreign_settings(options, "OpenVINO", path.name)
+        self.name, self._threads = str(path), check_threads(options)
+        if (options.device or "cpu") != "cpu":
+            raise DeviceError(
+                f"OpenVINO models run on the CPU, but the device is {options.device}", hint="use --device cpu"
+            )
+        model = read_ir(path)
+        self._sha256 = check_sha256(path)
+        labels = decode_json_values(read_metadata(model))
+        self.precision = options.precision or str(labels.get("precision", "fp32"))
+        self._uint8 = labels.get("input") == "uint8"
+        self.input_size = _image_size(path, model)
+        self.input: InputConfig | None = read_input(self.name, labels, self.input_size)
         self._compiled: Any = self._compile(path, model)
         self._request: Any = self._compiled.create_infer_request()
         self._bindings = Bindings()
@@ -52,56 +63,54 @@ class OpenVinoRunner:
         if self._threads is not None:
             config["INFERENCE_NUM_THREADS"] = str(self._threads)
         try:
-            compiled = core().compile_model(model, self._device, config)
+            compiled = core().compile_model(model, "CPU", config)
         except RuntimeError as error:
-            raise ArtifactError(f"OpenVINO cannot run {path}: {_last_line(error)}") from None
-        taken = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
-        if (got := {"f32": "fp32", "f16": "fp16"}.get(taken, taken)) != self.precision:
+            raise ArtifactError(f"OpenVINO cannot run {path}: {error_text(error)}") from None
+        hint = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
+        actual = next((name for name, own in HINTS.items() if own == hint), hint)
+        if actual != self.precision:
             raise DeviceError(
-                f"{self.precision} was asked for, OpenVINO computes in {got} on this processor",
-                hint=f"use --precision {got} or fp32",
+                f"the precision is {self.precision}, but OpenVINO computes in {actual} on this processor",
+                hint=f"use --precision {actual} or fp32",
             )
         return compiled
 
-    @property
-    def input_size(self) -> tuple[int, int, int]:
-        return self._shape
-
     def __call__(self, images: Tensor) -> Tensor:
-        found = self._request.infer([self._fed(images)], share_inputs=True)
-        return torch.from_numpy(np.array(found[0], dtype=np.float32))
+        outputs = self._request.infer([self._prepare(images)], share_inputs=True)
+        return torch.from_numpy(np.array(outputs[0], dtype=np.float32))
 
-    def bind(self, images: Tensor) -> Bound:
+    def bind(self, images: Tensor) -> BoundCall:
         request = self._compiled.create_infer_request()
-        given = self._fed(images)
-        request.set_input_tensor(0, load().Tensor(given, shared_memory=True))
+        data = self._prepare(images)
+        request.set_input_tensor(0, load().Tensor(data, shared_memory=True))
 
-        def step(keep: np.ndarray = given) -> None:
+        def step(keep: np.ndarray = data) -> None:
             request.infer()
 
-        return self._bindings.add(Bound(step))
+        return self._bindings.add(BoundCall(step))
 
-    def _fed(self, images: Tensor) -> np.ndarray:
-        return as_given(images, self.input, uint8=self._uint8)
+    def _prepare(self, images: Tensor) -> np.ndarray:
+        return prepare_input(images, self.input, uint8=self._uint8)
 
     def synchronize(self) -> None:
-        """Nothing: a request returns when its outputs are there."""
+        """Do nothing: a request returns when its outputs are complete."""
 
     def describe(self) -> dict[str, Any]:
         get = self._compiled.get_property
-        return described(
+        classes = self._compiled.outputs[0].get_partial_shape()
+        return fill_description(
             artifact=self.name,
             sha256=self._sha256,
             runtime="openvino",
             runtime_version=metadata.version("openvino"),
-            device=self._device.lower(),
+            device="cpu",
             device_name=str(get("FULL_DEVICE_NAME")) if "FULL_DEVICE_NAME" in get("SUPPORTED_PROPERTIES") else None,
             precision=self.precision,
             threads=int(get("INFERENCE_NUM_THREADS")),
             streams=int(get("NUM_STREAMS")),
             input_type="uint8" if self._uint8 else "float32",
             graph_optimization="LATENCY",
-            classes=_classes(self._compiled),
+            classes=int(classes[1].get_length()) if len(classes) == 2 and classes[1].is_static else None,
         )
 
     def close(self) -> None:
@@ -109,50 +118,12 @@ class OpenVinoRunner:
         self._request = self._compiled = None
 
 
-def _classes(compiled: Any) -> int | None:
-    shape = compiled.outputs[0].get_partial_shape()
-    return int(shape[1].get_length()) if len(shape) == 2 and shape[1].is_static else None
-
-
-def _device(options: RunnerOptions) -> str:
-    if (options.device or "cpu") != "cpu":
-        raise DeviceError(
-            f"OpenVINO models run on the CPU here, {options.device} was asked for", hint="use --device cpu"
-        )
-    return "CPU"
-
-
-def _read(path: Path) -> Any:
-    if not path.is_file():
-        raise ArtifactError(f"there is no file {path}", hint="`vitcompress export` writes one from a run folder")
-    if not path.with_suffix(".bin").is_file():
-        raise ArtifactError(f"{path} needs {path.stem}.bin beside it, which is missing", hint="copy both files")
-    try:
-        return core().read_model(str(path))
-    except RuntimeError as error:
-        raise ArtifactError(
-            f"{path} is not an OpenVINO model: {_last_line(error)}", hint="copy or export it again"
-        ) from None
-
-
-def _metadata(model: Any) -> dict[str, Any]:
-    if not model.has_rt_info([INFO]):
-        return {}
-    return decoded({key: str(value) for key, value in model.get_rt_info([INFO]).value.items()})
-
-
-def _image_shape(path: Path, model: Any) -> tuple[int, int, int]:
+def _image_size(path: Path, model: Any) -> tuple[int, int, int]:
     """(channels, height, width) of the one image input."""
     inputs = model.inputs
     shape = inputs[0].get_partial_shape() if len(inputs) == 1 else None
     if shape is None or shape.rank.is_dynamic or len(shape) != 4 or any(side.is_dynamic for side in list(shape)[1:]):
         raise ArtifactError(f"{path} does not take one image tensor of fixed size", hint="export it with vitcompress")
     first, second, third = (side.get_length() for side in list(shape)[1:])
-    is_bytes = inputs[0].get_element_type().get_type_name() == "u8"
-    return (third, first, second) if is_bytes else (first, second, third)
-
-
-def _last_line(error: Exception) -> str:
-    """The last line of OpenVINO's message, which says what is wrong; the lines before it name places in its source."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    takes_bytes = inputs[0].get_element_type().get_type_name() == "u8"
+    return (third, first, second) if takes_bytes else (first, second, third)

@@ -1,4 +1,4 @@
-"""TensorRT comes as two libraries with one interface: TensorRT, and TensorRT for RTX, which builds without a GPU."""
+"""The two TensorRT libraries, with one interface: TensorRT, and TensorRT for RTX, which builds without a GPU."""
 
 import importlib
 from dataclasses import dataclass
@@ -9,16 +9,22 @@ import torch
 from vitcompress.errors import DeviceError, InputError, MissingExtraError
 from vitcompress.io import hardware
 
-DATA_CENTRE = (90, 100, 103, 107, 110)  # Hopper and Blackwell of data centres and robots: not for TensorRT for RTX
-RTX_DEFAULT = (80, 86, 89, 120)  # Ampere, Ada and Blackwell: what TensorRT for RTX itself builds for
-HEADER = 64  # bytes in front of an engine
+DATA_CENTRE = (
+    90,
+    100,
+    103,
+    107,
+    110,
+)  # Hopper and Blackwell for data centres and robots: not for TensorRT for RTX
+RTX_DEFAULT = (80, 86, 89, 120)  # Ampere, Ada and Blackwell: the default targets of TensorRT for RTX itself
+HEADER = 64  # bytes at the start of an engine
 MAGIC_BYTES, VERSION_BYTES = slice(0, 4), slice(24, 28)
 TARGETS_BYTE, TARGETS = 32, (75, 80, 86, 89, 120, 121)  # TensorRT for RTX: one bit each, the lowest first
 
 
 @dataclass(frozen=True)
 class Flavour:
-    """One of the two libraries. magic: how its engine files begin. oldest: first version that can do what is needed."""
+    """One of the two libraries. magic: first bytes of its engines. oldest: oldest supported version."""
 
     name: str
     title: str
@@ -29,17 +35,17 @@ class Flavour:
     oldest: tuple[int, ...]
 
     def load(self) -> Any:
-        """The library. Raises MissingExtraError where it is not installed, DeviceError for one that cannot be used."""
+        """The library. Raises MissingExtraError if it is not installed, DeviceError if it cannot be used."""
         try:
             library = importlib.import_module(self.module)
         except ModuleNotFoundError:
             raise MissingExtraError(self.module, self.extra, need=self.title) from None
-        except (ImportError, OSError) as error:  # it is there, a shared library that it needs is not
+        except (ImportError, OSError) as error:  # installed, but without a shared library that it needs
             raise DeviceError(f"{self.title} cannot be loaded: {error}", hint=self.install) from None
         if numbers(str(library.__version__)) < self.oldest:
             oldest = ".".join(map(str, self.oldest))
             raise DeviceError(
-                f"{self.title} {library.__version__} is too old, {oldest} or later is needed", hint=self.install
+                f"{self.title} {library.__version__} is too old, {oldest} or later is required", hint=self.install
             )
         return library
 
@@ -47,33 +53,27 @@ class Flavour:
     def install(self) -> str:
         return f"pip install 'vitcompress[{self.extra}]'"
 
-    def missing(self) -> str | None:
-        """Why the library cannot be used here, with the remedy; None when it can."""
-        try:
-            self.load()
-        except InputError as error:
-            return f"{error.message}: {error.hint}"
-        return None
+    def create(self, kind: str, log: Any) -> Any:
+        """A `Builder` or `Runtime` of the library, which reports errors to `log`.
 
-    def made(self, kind: str, log: Any) -> Any:
-        """A `Builder` or `Runtime` of the library, which says to `log` what goes wrong.
-
-        Raises DeviceError where it does not work with the driver or the GPU; it may want newer ones than torch does.
+        Raises DeviceError if the library does not work with the driver or the GPU; it may need newer ones than torch.
         """
         library = self.load()
         try:
             return getattr(library, kind)(log)
-        except TypeError:  # the library gave none, of which its Python bindings say nothing else
+        except TypeError:  # the library returned a null pointer, which is all that its Python bindings report
             raise DeviceError(
                 f"{self.title} {library.__version__} does not work with this driver or GPU: {log.last_error()}",
                 hint="update the driver, or install a version for it (`nvidia-smi` shows the CUDA that it supports)",
             ) from None
 
-    def refused(self, kind: str) -> str | None:
-        """Why the library cannot make a `Builder` or a `Runtime` on the GPU that is here, None when it can."""
+    def problem(self, kind: str | None = None) -> str | None:
+        """Why the library, or its `Builder` or `Runtime` on the GPU of this machine, cannot be used; None if it can."""
         try:
-            self.made(kind, log_of(self.load()))
-        except DeviceError as error:
+            library = self.load()
+            if kind is not None:
+                self.create(kind, create_log(library))
+        except InputError as error:
             return f"{error.message}; {error.hint}"
         return None
 
@@ -84,45 +84,45 @@ FLAVOURS = {flavour.name: flavour for flavour in (TRT, RTX)}
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """`10.14.1.48.post1` as (10, 14, 1, 48): the library's version, without that of its packaging."""
+    """`10.14.1.48.post1` -> (10, 14, 1, 48): the library's version, without that of its packaging."""
     return tuple(int(part) for part in version.split(".") if part.isdecimal())
 
 
 def capability(index: int = 0) -> int | None:
-    """Compute capability of a GPU here (8.9 is 89), None where there is none."""
-    if index >= hardware.count():
+    """Compute capability of a GPU of this machine (8.9 is 89), None if there is none."""
+    if index >= hardware.count_gpus():
         return None
     major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor
 
 
-def buildable(library: Any) -> tuple[int, ...]:
+def supported_targets(library: Any) -> tuple[int, ...]:
     """Compute capabilities that TensorRT for RTX can build for."""
     names = library.ComputeCapability.__members__
     return tuple(sorted(int(name[2:]) for name in names if name.startswith("SM")))
 
 
-def kind_of(data: bytes) -> Flavour | None:
-    """Which library wrote an engine, by its first bytes: a hint, as the header is not documented."""
+def flavour_of(data: bytes) -> Flavour | None:
+    """The library that wrote an engine, by its first bytes: a hint, because the header is not documented."""
     return next((flavour for flavour in FLAVOURS.values() if data[MAGIC_BYTES] == flavour.magic), None)
 
 
-def header_of(data: bytes) -> dict[str, Any]:
-    """Library, version and compute capabilities of an engine by its first bytes, None for what they do not say."""
-    kind = kind_of(data)
-    if kind is None or len(data) < HEADER:
+def read_header(data: bytes) -> dict[str, Any]:
+    """Library, version and compute capabilities of an engine by its first bytes; None for what they do not state."""
+    flavour = flavour_of(data)
+    if flavour is None or len(data) < HEADER:
         return {"written_by": None, "version": None, "sm": None}
     bits = data[TARGETS_BYTE]
     targets = [target for number, target in enumerate(TARGETS) if bits >> number & 1]
     return {
-        "written_by": kind.title,
+        "written_by": flavour.title,
         "version": ".".join(str(part) for part in data[VERSION_BYTES]),
-        "sm": targets if kind is RTX else None,
+        "sm": targets if flavour is RTX else None,
     }
 
 
-def log_of(library: Any) -> Any:
-    """What the library says, kept instead of printed: `warnings` and `errors`, of which one line tells."""
+def create_log(library: Any) -> Any:
+    """A logger that stores `warnings` and `errors` instead of printing them."""
 
     class Log(library.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -137,12 +137,12 @@ def log_of(library: Any) -> Any:
                 self.errors.append(message.strip())
 
         def last_error(self) -> str:
-            said = self.errors or self.warnings  # of a driver that is too old some versions only warn
-            return said[-1].splitlines()[0] if said else "it gives no reason"
+            messages = self.errors or self.warnings  # some versions only warn about a driver that is too old
+            return messages[-1].splitlines()[0] if messages else "no reason reported"
 
         def first_and_last_error(self) -> str:
-            """The first is mostly the cause, the last what the library makes of it; often they are one."""
+            """The first error is mostly the cause, the last one its consequence; often they are the same."""
             lines = [error.splitlines()[0] for error in (*self.errors[:1], *self.errors[-1:])]
-            return "; ".join(dict.fromkeys(lines)) or "it gives no reason"
+            return "; ".join(dict.fromkeys(lines)) or "no reason reported"
 
     return Log()

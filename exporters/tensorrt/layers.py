@@ -1,13 +1,13 @@
-"""What a TensorRT engine really computes with, read from its inspector's account of its layers.
+"""What a TensorRT engine really computes with, according to its engine inspector.
 
-A build asks for a precision and hopes for fused attention; only the engine tells whether it got them. The account comes
-in two forms: up to TensorRT 10 tensors have one field `Format/Datatype`, from 11 on `Format` and `Datatype` are apart,
-and `Bindings` has become `I/O Tensors`.
+A build requests a precision and fused attention; only the engine shows whether it has them. The inspector output has
+two forms: up to TensorRT 10 tensors have one field `Format/Datatype`; from 11 on `Format` and `Datatype` are separate,
+and `Bindings` is named `I/O Tensors`.
 """
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from vitcompress.errors import ArtifactError
 from vitcompress.exporters.precision import HALF
 from vitcompress.io.checks import Check
 
-# The first that a text matches; integers and booleans are indices and shapes, not arithmetic.
+# The first one that matches a text; integers and booleans are indices and shapes, not arithmetic.
 TYPES = (
     ("bf16", re.compile(r"bfloat16|bf16", re.I)),
     ("fp16", re.compile(r"half|float16|fp16", re.I)),
@@ -26,32 +26,24 @@ TYPES = (
 )
 WIDTH = {"fp8": 1, "int8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 FUSED_ATTENTION = re.compile(r"_gem[mv]_mha|fmha|flash|fused_?(?:mha|attention)", re.I)
-SOFTMAX = re.compile(r"softmax|SubExpSum", re.I)  # the latter is how generated kernels spell it
+SOFTMAX = re.compile(r"softmax|SubExpSum", re.I)  # the latter in names of generated kernels
 HEAVY_TYPES = re.compile(r"gemm|matrix_?multiply|convolution|fullyconnected", re.I)
 HEAVY_NAMES = re.compile(r"gemm|xmma|cutlass|h16816|cublas|convolution|\b__myl_(?:bb\d+_\d+_)?Fc", re.I)
 COPIES = re.compile(r"reformat|^cast$", re.I)
-# A generated kernel that does nothing else; older versions spell operators with three letters.
+# A generated kernel with no other operators; older versions abbreviate operators to three letters.
 CAST_KERNEL = re.compile(r"^_{2}myl_(?:bb\d+_\d+_)?(?:(?:Repl?)?Cast?|Move?)+(?:_|$)")
 IDLE = re.compile(r"^(noop|constant|wait|signal|shape_call)$", re.I)  # takes no time on the GPU
-OPAQUE = re.compile(r"^myelin$|^\{ForeignNode", re.I)  # many layers as one, of which the inspector says nothing
+OPAQUE = re.compile(r"^myelin$|^\{ForeignNode", re.I)  # many layers as one, without details
 PRECISION, ATTENTION, COPIES_SHARE = "engine.precision", "engine.attention", "engine.copies"  # names of the checks
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What is still acceptable; ours, as no vendor gives any.
-
-    precision: least share of the heavy layers in the requested precision (patch embedding and head may differ, and a
-    model of few blocks has few others). copies: largest share of casts and reformats among all layers.
-    """
-
-    precision: float = 0.9
-    copies: float = 0.15
+# Limits of our own, because no vendor publishes any. The first one leaves room for a patch embedding and a head in
+# another precision, also in models of few blocks.
+LEAST_IN_PRECISION = 0.9  # share of the heavy layers
+MOST_COPIES = 0.15  # share of casts and reformats among all layers
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer. inputs, outputs: precisions of its tensors, None where the account leaves them open."""
+    """One layer. inputs, outputs, weights: precisions of its tensors, None if the inspector does not state them."""
 
     name: str
     kind: str
@@ -79,44 +71,42 @@ class Layer:
 
     @property
     def idle(self) -> bool:
-        """Whether it does nothing, such as a reformat that the next layer does on the way."""
+        """Whether it does no work, such as a reformat that the next layer includes."""
         return bool(IDLE.search(self.kind))
 
     @property
     def opaque(self) -> bool:
-        """Whether it stands for many layers that are not listed one by one."""
+        """Whether it consists of many layers that are not listed."""
         return bool(OPAQUE.search(self.kind) or OPAQUE.search(self.name))
 
     @property
     def softmax(self) -> bool:
-        """Whether it is a softmax of its own: attention that was not fused."""
+        """Whether it is a separate softmax: attention that was not fused."""
         return not self.fused_attention and bool(SOFTMAX.search(f"{self.name} {self.kind} {self.metadata}"))
 
     @property
     def precision(self) -> str | None:
-        """The widest of what it multiplies, None where the account leaves it open."""
+        """The widest precision that it multiplies, None if unknown."""
         operands = [kind for kind in (*self.inputs, self.weights) if kind in WIDTH]
-        found = max(operands, key=lambda kind: WIDTH[str(kind)], default=None)
-        if found == "fp32" and "tf32" in self.tactic.lower():
-            return "tf32"
-        return found
+        widest = max(operands, key=lambda kind: WIDTH[str(kind)], default=None)
+        return "tf32" if widest == "fp32" and "tf32" in self.tactic.lower() else widest
 
 
-def read(account: str) -> tuple[Layer, ...]:
-    """The layers of an inspector's account (JSON).
+def parse_layers(output: str) -> tuple[Layer, ...]:
+    """The layers in the inspector's JSON output.
 
     Raises:
-        ArtifactError: not such an account, or one that gives names only, of an engine built without details.
+        ArtifactError: not such an output, or one with names only, of an engine that was built without details.
     """
     try:
-        layers = json.loads(account)["Layers"]
+        layers = json.loads(output)["Layers"]
         if any(isinstance(layer, str) for layer in layers):
             raise ArtifactError(
-                "the engine gives only the names of its layers", hint="build it with detailed profiling verbosity"
+                "the engine lists only the names of its layers", hint="build it with detailed profiling verbosity"
             )
         return tuple(_layer(layer) for layer in layers)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ArtifactError(f"not an account of an engine's layers: {type(error).__name__}: {error}") from None
+        raise ArtifactError(f"not the output of an engine inspector: {type(error).__name__}: {error}") from None
 
 
 def _layer(data: Mapping[str, Any]) -> Layer:
@@ -126,85 +116,74 @@ def _layer(data: Mapping[str, Any]) -> Layer:
         str(data.get("LayerType", "")),
         str(data.get("TacticName") or ""),
         str(data.get("Metadata") or ""),
-        _types(data.get("Inputs", ())),
-        _types(data.get("Outputs", ())),
-        _named(str(weights.get("Type", ""))) if isinstance(weights, Mapping) else None,
+        _precisions(data.get("Inputs", ())),
+        _precisions(data.get("Outputs", ())),
+        _precision_in(str(weights.get("Type", ""))) if isinstance(weights, Mapping) else None,
     )
 
 
-def _types(tensors: Iterable[Mapping[str, Any]]) -> tuple[str | None, ...]:
-    return tuple(_type(tensor) for tensor in tensors if not _single(tensor))
+def _precisions(tensors: Iterable[Mapping[str, Any]]) -> tuple[str | None, ...]:
+    """Precisions of tensors, without single values: factors of a product are fp32, whatever is multiplied."""
+    keys = ("Datatype", "DataType", "Format/Datatype", "Format")
+    several = (t for t in tensors if not (isinstance(t.get("Dimensions"), list) and set(t["Dimensions"]) <= {1}))
+    return tuple(_precision_in(str(next((t[key] for key in keys if t.get(key)), ""))) for t in several)
 
 
-def _single(tensor: Mapping[str, Any]) -> bool:
-    """Whether a tensor is one value: a product's factors are fp32 whatever is multiplied."""
-    sizes = tensor.get("Dimensions")
-    return isinstance(sizes, list) and all(size == 1 for size in sizes)
-
-
-def _type(tensor: Mapping[str, Any]) -> str | None:
-    """The precision of a tensor, in either form of the account."""
-    text = tensor.get("Datatype") or tensor.get("DataType") or tensor.get("Format/Datatype") or tensor.get("Format")
-    return _named(str(text or ""))
-
-
-def _named(text: str) -> str | None:
+def _precision_in(text: str) -> str | None:
     return None if text.startswith("N/A") else next((name for name, form in TYPES if form.search(text)), None)
 
 
-def truth(layers: Sequence[Layer], precision: str, attentions: int, limits: Limits | None = None) -> tuple[Check, ...]:
-    """Does an engine compute as it was asked to?
+def layer_checks(layers: Sequence[Layer], precision: str, attentions: int) -> tuple[Check, ...]:
+    """Does an engine compute as requested?
 
     Args:
         precision: fp32, tf32, fp16 or bf16.
-        attentions: how many are left in the model.
+        attentions: number of attentions in the model.
     """
-    limits = limits or Limits()
-    return tuple(_checks(layers, precision, attentions, limits))
-
-
-def untold(reason: str) -> tuple[Check, ...]:
-    """The same checks for an engine without an account of its layers: not run."""
-    return tuple(Check(name, "not_run", detail=reason) for name in (PRECISION, ATTENTION, COPIES_SHARE))
-
-
-def _checks(layers: Sequence[Layer], precision: str, attentions: int, limits: Limits) -> Iterator[Check]:
-    yield _precision(layers, precision, limits)
-    yield _attention(layers, precision, attentions)
     working = [layer for layer in layers if not layer.idle]
     copies = sum(layer.copies for layer in working)
     share = copies / len(working) if working else 1.0
     detail = f"{copies} of {len(working)} layers only cast or reformat"
-    yield Check(COPIES_SHARE, "passed" if share <= limits.copies else "failed", share, limits.copies, detail)
+    verdict = "passed" if share <= MOST_COPIES else "failed"
+    return (
+        _check_precision(layers, precision),
+        _check_attention(layers, precision, attentions),
+        Check(COPIES_SHARE, verdict, share, MOST_COPIES, detail),
+    )
 
 
-def _precision(layers: Sequence[Layer], wanted: str, limits: Limits) -> Check:
-    """Share of the heavy layers in the requested precision. TF32 is a permission: plain fp32 is no failure."""
-    name, heavy = PRECISION, [layer for layer in layers if layer.heavy]
-    known = [layer for layer in heavy if layer.precision is not None]
-    if hidden := sum(layer.opaque for layer in layers):
-        return Check(name, "not_run", detail=f"{hidden} layers stand for many whose precision is not given")
-    if not known or len(known) < limits.precision * len(heavy):
-        why = f"the precision of {len(heavy) - len(known)} of {len(heavy)} heavy layers is not given"
-        return Check(name, "not_run", detail=why)
-    allowed = (wanted, "fp32") if wanted == "tf32" else (wanted,)
-    right = sum(layer.precision in allowed for layer in known)
-    others = sorted({str(layer.precision) for layer in known if layer.precision not in allowed})
-    detail = f"{right} of {len(known)} heavy layers in {wanted}"
+def unavailable_checks(reason: str) -> tuple[Check, ...]:
+    """The same checks as `not_run`, for an engine without inspector output."""
+    return tuple(Check(name, "not_run", detail=reason) for name in (PRECISION, ATTENTION, COPIES_SHARE))
+
+
+def _check_precision(layers: Sequence[Layer], requested: str) -> Check:
+    """Share of the heavy layers in the requested precision. TF32 is only a permission: plain fp32 passes, too."""
+    heavy = [layer for layer in layers if layer.heavy]
+    known = [layer.precision for layer in heavy if layer.precision is not None]
+    if opaque := sum(layer.opaque for layer in layers):
+        return Check(PRECISION, "not_run", detail=f"{opaque} layers consist of many whose precision is not listed")
+    if not known or len(known) < LEAST_IN_PRECISION * len(heavy):
+        reason = f"the precision of {len(heavy) - len(known)} of {len(heavy)} heavy layers is not listed"
+        return Check(PRECISION, "not_run", detail=reason)
+    allowed = (requested, "fp32") if requested == "tf32" else (requested,)
+    right = sum(precision in allowed for precision in known)
+    others = sorted(set(known) - set(allowed))
+    detail = f"{right} of {len(known)} heavy layers in {requested}"
     detail += f", the others in {', '.join(others)}" if others else ""
     share = right / len(known)
-    return Check(name, "passed" if share >= limits.precision else "failed", share, limits.precision, detail)
+    verdict = "passed" if share >= LEAST_IN_PRECISION else "failed"
+    return Check(PRECISION, verdict, share, LEAST_IN_PRECISION, detail)
 
 
-def _attention(layers: Sequence[Layer], precision: str, attentions: int) -> Check:
-    """Fused attention kernels against the attentions that the model has left."""
-    name = ATTENTION
+def _check_attention(layers: Sequence[Layer], precision: str, attentions: int) -> Check:
+    """Number of fused attention kernels compared with the number of attentions."""
     fused = sum(layer.fused_attention for layer in layers)
-    apart = sum(layer.softmax for layer in layers)
-    detail = f"{fused} fused attention kernels and {apart} softmaxes apart from them, for {attentions} attentions"
-    if precision not in HALF:  # there are fused kernels for half precision only
-        return Check(name, "not_run", detail=f"{detail}; fused kernels are for half precision")
+    separate = sum(layer.softmax for layer in layers)
+    detail = f"{fused} fused attention kernels and {separate} separate softmaxes for {attentions} attentions"
+    if precision not in HALF:
+        return Check(ATTENTION, "not_run", detail=f"{detail}; fused kernels exist for half precision only")
     if fused < attentions and any(layer.opaque for layer in layers):
-        return Check(name, "not_run", detail=f"{detail}; some layers stand for many that are not listed")
-    good = fused >= attentions and (attentions == 0 or apart == 0)
-    return Check(name, "passed" if good else "failed", float(fused), float(attentions), detail)
+        return Check(ATTENTION, "not_run", detail=f"{detail}; some layers consist of many that are not listed")
+    passed = fused >= attentions and (attentions == 0 or separate == 0)
+    return Check(ATTENTION, "passed" if passed else "failed", float(fused), float(attentions), detail)

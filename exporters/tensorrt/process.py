@@ -1,4 +1,4 @@
-"""The process that an engine is run in, as seen by the one that asks; `tensorrt_worker` is what runs there."""
+"""The process of one engine, as seen by the process that uses it. `worker` is what runs inside."""
 
 import os
 import subprocess
@@ -17,16 +17,16 @@ from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.tensorrt.flavours import Flavour
 from vitcompress.exporters.tensorrt.messages import receive, send
 
-PATIENCE = 10.0  # seconds that the process is given to end by itself
-# What the process that runs an engine is given of this one's environment.
-KEPT = ("PATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "TEMP", "SYSTEMROOT", "LANG")
-KEPT_PREFIXES = ("CUDA_", "NVIDIA_", "VIRTUAL_ENV", "CONDA_")
-NEEDS = (
-    "an engine runs in a process of its own: see that others leave memory on the GPU, and that its compute mode lets "
-    "several processes use it (`nvidia-smi -q -d COMPUTE,MEMORY`); `vitcompress doctor` tries the driver"
+EXIT_SECONDS = 10.0  # how long the process may take to end by itself
+# The environment variables that the process inherits: none with tokens or settings of other programs.
+INHERITED = ("PATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "TEMP", "SYSTEMROOT", "LANG")
+INHERITED_PREFIXES = ("CUDA_", "NVIDIA_", "VIRTUAL_ENV", "CONDA_")
+MACHINE_HINT = (
+    "an engine runs in a process of its own: the GPU needs free memory, and a compute mode that lets several processes "
+    "use it (`nvidia-smi -q -d COMPUTE,MEMORY`); `vitcompress doctor` tests the driver"
 )
-# What an answer says of an error -> what it is raised as.
-KINDS: dict[str, type[VitcompressError]] = {"refused": ArtifactError, "machine": DeviceError}
+# Kind of an error in an answer -> what it is raised as.
+KINDS: dict[str, type[VitcompressError]] = {"engine": ArtifactError, "machine": DeviceError}
 
 
 class EngineProcess:
@@ -34,7 +34,7 @@ class EngineProcess:
 
     Raises:
         ArtifactError: the engine cannot be run.
-        DeviceError: not on this machine, which has too little memory or too old a driver for it.
+        DeviceError: this machine has too little memory or too old a driver for it.
         VitcompressError: a call failed, or the process has ended.
     """
 
@@ -50,19 +50,19 @@ class EngineProcess:
             env=_environment(),
         )
         self.pid = self._process.pid
-        opening = {"path": str(path.resolve()), "sha256": sha256, "flavour": flavour.name, "index": index}
+        engine = {"path": str(path.resolve()), "sha256": sha256, "flavour": flavour.name, "index": index}
+        settings = {"cuda_graph": options.cuda_graph, "transfers": options.transfers, "host_code": host_code}
         try:
-            settings = {"cuda_graph": options.cuda_graph, "transfers": options.transfers}
-            self.facts, _ = self._ask({**opening, **settings, "host_code": host_code})
+            self.facts, _ = self._request({**engine, **settings})
         except BaseException:
             self.close()
             raise
 
-    def _ask(self, request: dict[str, Any], data: bytes = b"") -> tuple[dict[str, Any], bytearray]:
+    def _request(self, request: dict[str, Any], data: bytes = b"") -> tuple[dict[str, Any], bytearray]:
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             send(self._process.stdin, request, data)
-            answer, more = receive(self._process.stdout)
+            answer, payload = receive(self._process.stdout)
         except (OSError, EOFError, ValueError):
             code = self._process.poll()
             raise VitcompressError(
@@ -71,23 +71,23 @@ class EngineProcess:
             ) from None
         if "error" in answer:
             kind = KINDS.get(answer.get("kind", ""), VitcompressError)
-            hint = NEEDS if kind is DeviceError else None
+            hint = MACHINE_HINT if kind is DeviceError else None
             raise kind(f"{self._path} cannot be run: {answer['error']}", hint=hint)
-        return answer, more
+        return answer, payload
 
     def bind(self, slot: int, images: np.ndarray) -> None:
-        self._ask({"do": "bind", "slot": slot, "shape": list(images.shape)}, images.tobytes())
+        self._request({"do": "bind", "slot": slot, "shape": list(images.shape)}, images.tobytes())
 
     def logits(self, slot: int) -> Tensor:
-        answer, data = self._ask({"do": "run", "slot": slot})
+        answer, data = self._request({"do": "run", "slot": slot})
         return torch.frombuffer(data, dtype=torch.float32).reshape(answer["shape"])
 
     def timed(self, slot: int, runs: int) -> tuple[list[float], float]:
-        answer, _ = self._ask({"do": "time", "slot": slot, "runs": runs})
+        answer, _ = self._request({"do": "time", "slot": slot, "runs": runs})
         return [float(value) for value in answer["times_ms"]], float(answer["wall_ms"])
 
     def layers(self) -> str:
-        return self._ask({"do": "layers"})[1].decode()
+        return self._request({"do": "layers"})[1].decode()
 
     def close(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
@@ -95,14 +95,13 @@ class EngineProcess:
                 if pipe is not None:
                     pipe.close()  # the process ends when it has no more requests to read
         try:
-            self._process.wait(timeout=PATIENCE)
+            self._process.wait(timeout=EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
 
 def _environment() -> dict[str, str]:
-    """Variables that Python, its packages and the GPU are found by; no tokens, no settings of other programs."""
-    kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith(KEPT_PREFIXES)}
-    ours = str(Path(vitcompress.__file__).resolve().parent.parent)
-    return {**kept, "PYTHONPATH": os.pathsep.join([ours, *filter(None, sys.path)])}
+    inherited = {k: v for k, v in os.environ.items() if k in INHERITED or k.startswith(INHERITED_PREFIXES)}
+    package = str(Path(vitcompress.__file__).resolve().parent.parent)
+    return {**inherited, "PYTHONPATH": os.pathsep.join([package, *filter(None, sys.path)])}

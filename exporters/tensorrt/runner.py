@@ -1,4 +1,4 @@
-"""A TensorRT engine as a runner: opened only when its sidecar vouches for it, and run in a process of its own."""
+"""Run TensorRT engines: only with a matching sidecar, and each in a process of its own."""
 
 from itertools import count
 from pathlib import Path
@@ -7,60 +7,66 @@ from typing import Any
 from torch import Tensor
 
 from vitcompress.errors import ArtifactError, DeviceError
-from vitcompress.exporters.runner import RunnerOptions, as_given, check_batch, described, refuse_settings_of_others
-from vitcompress.exporters.sidecar import input_of, mismatches, read_sidecar, sidecar_path
+from vitcompress.exporters.runner import (
+    RunnerOptions,
+    check_batch,
+    fill_description,
+    parse_device,
+    prepare_input,
+    reject_foreign_settings,
+)
+from vitcompress.exporters.sidecar import find_mismatches, read_input, read_sidecar, sidecar_path
 from vitcompress.exporters.tensorrt.flavours import (
     FLAVOURS,
     HEADER,
     RTX,
     Flavour,
-    buildable,
     capability,
-    header_of,
-    kind_of,
+    flavour_of,
     numbers,
+    read_header,
+    supported_targets,
 )
 from vitcompress.exporters.tensorrt.process import EngineProcess
-from vitcompress.io.files import decoded, file_sha256
-
-DANGER = "running an engine is running code that its author chose"
+from vitcompress.io.files import decode_json_values, file_sha256
 
 
 class EngineRunner:
     """An engine on one GPU.
 
     Raises:
-        ArtifactError: not an engine, or one that nobody vouches for.
-        DeviceError: it was built for another GPU, by another version than is here, or in another precision.
+        ArtifactError: not an engine, or one that is not trusted.
+        DeviceError: it was built for another GPU, by another version, or in another precision.
     """
 
     def __init__(self, path: Path, options: RunnerOptions) -> None:
         self.name, self._options = str(path), options
-        self._sidecar = vouched(path, trust=options.trust)
+        self._sidecar = read_trusted_sidecar(path, trust=options.trust)
         self._build: dict[str, Any] = self._sidecar.get("build", {})
-        self._flavour = _flavour(path, self._sidecar)
+        self._flavour = _choose_flavour(path, self._sidecar)
         self._sha256 = file_sha256(path)
-        self._metadata = decoded(self._sidecar.get("metadata", {}))
-        refuse_settings_of_others(options, self._flavour.title, path.name)
-        _check_precision(path, options, self._sidecar)
+        self._precision = self._sidecar.get("precision")
+        reject_foreign_settings(options, self._flavour.title, path.name)
+        if options.precision not in (None, self._precision):
+            raise DeviceError(
+                f"{path} was built in {self._precision or 'an unknown precision'}, but the precision is "
+                f"{options.precision}",
+                hint=f"export it with --precision {options.precision}",
+            )
         if built_for := self._build.get("batch"):
             for images in options.batch or ():
                 check_batch(self.name, built_for, images)
-        self._index = _gpu(path, options, self._sidecar, self._flavour)
-        self._process = EngineProcess(
-            path, self._sha256, self._flavour, self._index, options, host_code=self._needs_host_code()
-        )
-        self.facts = self._process.facts
-        self.input = input_of(self.name, self._metadata)
-        self._slots = count(1)
-
-    def _needs_host_code(self) -> bool:
-        carries = bool(self._build.get("version_compatible"))
-        if carries and not self._options.trust:
+        self._index = _choose_gpu(path, options, self._build, self._flavour)
+        host_code = bool(self._build.get("version_compatible"))
+        if host_code and not options.trust:
             raise ArtifactError(
-                f"{self.name} is version-compatible: it brings a runtime along, as code", hint="--trust lets it run"
+                f"{path} is a version-compatible engine and contains executable code", hint="pass --trust to load it"
             )
-        return carries
+        self._process = EngineProcess(path, self._sha256, self._flavour, self._index, options, host_code=host_code)
+        self.facts = self._process.facts
+        self._takes_bytes = self.facts["input_type"] == "UINT8"
+        self.input = read_input(self.name, decode_json_values(self._sidecar.get("metadata", {})))
+        self._slots = count(1)
 
     @property
     def input_size(self) -> tuple[int, int, int]:
@@ -68,10 +74,6 @@ class EngineRunner:
             return self.input.size
         _, first, second, third = self.facts["input_shape"]
         return (third, first, second) if self._takes_bytes else (first, second, third)
-
-    @property
-    def _takes_bytes(self) -> bool:
-        return bool(self.facts["input_type"] == "UINT8")
 
     def __call__(self, images: Tensor) -> Tensor:
         self._put(0, images)
@@ -84,24 +86,24 @@ class EngineRunner:
 
     def _put(self, slot: int, images: Tensor) -> None:
         check_batch(self.name, self.facts["batch"], len(images))
-        self._process.bind(slot, as_given(images, self.input, uint8=self._takes_bytes))
+        self._process.bind(slot, prepare_input(images, self.input, uint8=self._takes_bytes))
 
     def synchronize(self) -> None:
-        """Nothing: a call returns when its outputs are there."""
+        """Do nothing: a call returns when its outputs are complete."""
 
     def layers(self) -> str:
-        """The engine's layers as the inspector's JSON."""
+        """The output of the engine inspector, as JSON."""
         return self._process.layers()
 
     def describe(self) -> dict[str, Any]:
-        return described(
+        return fill_description(
             artifact=self.name,
             sha256=self._sha256,
             runtime=self._flavour.title,
             runtime_version=self.facts["runtime_version"],
             device=f"cuda:{self._index}",
             device_name=self.facts["device_name"],
-            precision=self._sidecar.get("precision", "as built"),
+            precision=self._precision or "as built",
             tf32=self._build.get("tf32"),
             cuda_graph=self._options.cuda_graph,
             transfers=self._options.transfers,
@@ -119,7 +121,7 @@ class EngineRunner:
 
 
 class BoundEngine:
-    """One pass over images that lie on the GPU; `timed` runs it many times where the engine is."""
+    """A `TimedCall`: one pass over images on the GPU. `timed` runs in the process of the engine."""
 
     def __init__(self, process: EngineProcess, slot: int) -> None:
         self._process, self._slot = process, slot
@@ -128,91 +130,65 @@ class BoundEngine:
         self._process.timed(self._slot, 1)
 
     def timed(self, runs: int) -> tuple[list[float], float]:
-        """Milliseconds of each run, by CUDA events, and of all of them by the wall clock."""
         return self._process.timed(self._slot, runs)
 
 
-def vouched(path: Path, *, trust: bool) -> dict[str, Any]:
-    """The sidecar of an engine, if its hashes match the file; with `trust` {} where they do not."""
+def read_trusted_sidecar(path: Path, *, trust: bool) -> dict[str, Any]:
+    """The sidecar of an engine, if its hashes match the file. If they do not: {} with `trust`, else ArtifactError."""
     if not path.is_file():
         raise ArtifactError(f"there is no file {path}", hint="`vitcompress export DIR --format trt` writes one")
-    wrong = mismatches(path) if sidecar_path(path).is_file() else ["there is no such file"]
+    wrong = find_mismatches(path) if sidecar_path(path).is_file() else ["there is no such file"]
     if not wrong:
         return read_sidecar(path) or {}
     if trust:
         return {}
     raise ArtifactError(
-        f"{path} is not vouched for by {sidecar_path(path).name}: {wrong[0]}; {DANGER}",
-        hint="export it again, or give --trust if you know where it comes from",
+        f"{path} is not trusted, because {sidecar_path(path).name} does not match it: {wrong[0]}; an engine can run "
+        "any code that its author chose",
+        hint="export it again, or pass --trust if you trust its source",
     )
 
 
-def _flavour(path: Path, sidecar: dict[str, Any]) -> Flavour:
-    """Which library runs an engine, by its first bytes or else its sidecar; the two must agree."""
+def _choose_flavour(path: Path, sidecar: dict[str, Any]) -> Flavour:
+    """The library that runs an engine, by its first bytes or else its sidecar, which must agree."""
     with path.open("rb") as file:
-        head = file.read(HEADER)
-    written, claimed = kind_of(head), sidecar.get("format")
-    found = written or FLAVOURS.get(str(claimed))
-    if len(head) < HEADER or found is None:
-        raise ArtifactError(f"{path} is not a TensorRT engine: it begins with {head[:8]!r}", hint="export it again")
-    if written is not None and claimed not in (None, written.name):
+        header = file.read(HEADER)
+    writer, recorded = flavour_of(header), sidecar.get("format")
+    flavour = writer or FLAVOURS.get(str(recorded))
+    if len(header) < HEADER or flavour is None:
+        raise ArtifactError(f"{path} is not a TensorRT engine: it starts with {header[:8]!r}", hint="export it again")
+    if writer is not None and recorded not in (None, writer.name):
         raise ArtifactError(
-            f"{path} was written by {written.title}, its sidecar says {claimed}", hint="export it again"
+            f"{path} was written by {writer.title}, but its sidecar names {recorded}", hint="export it again"
         )
-    _check_version(path, head, sidecar, found)
-    return found
-
-
-def _check_version(path: Path, head: bytes, sidecar: dict[str, Any], flavour: Flavour) -> None:
-    """Engines run in the version that built them, unless they were made to run in later ones."""
-    here = str(flavour.load().__version__)
-    build = sidecar.get("build", {})
-    made = build.get("runtime_version") or header_of(head)["version"]
-    if numbers(str(made)) != numbers(here) and not build.get("version_compatible"):
+    build, installed = sidecar.get("build", {}), str(flavour.load().__version__)
+    version = build.get("runtime_version") or read_header(header)["version"]
+    if numbers(str(version)) != numbers(installed) and not build.get("version_compatible"):
         raise DeviceError(
-            f"{path} was built by {flavour.title} {made}, here is {here}, which does not run it",
-            hint=f"export it again on this machine, or pip install {flavour.module.replace('_', '-')}=={made}",
+            f"{path} was built by {flavour.title} {version}, which the installed {installed} does not run",
+            hint=f"export it again on this machine, or pip install {flavour.module.replace('_', '-')}=={version}",
         )
+    return flavour
 
 
-def _check_precision(path: Path, options: RunnerOptions, sidecar: dict[str, Any]) -> None:
-    stored = sidecar.get("precision")
-    if options.precision not in (None, stored):
-        raise DeviceError(
-            f"{path} was built in {stored or 'a precision that is not recorded'}, {options.precision} was asked for",
-            hint=f"export it with --precision {options.precision}",
-        )
-
-
-def _gpu(path: Path, options: RunnerOptions, sidecar: dict[str, Any], flavour: Flavour) -> int:
+def _choose_gpu(path: Path, options: RunnerOptions, build: dict[str, Any], flavour: Flavour) -> int:
     """Number of the GPU to run on, which must be one that the engine was built for."""
-    kind, _, number = (options.device or "cuda").partition(":")
-    if kind != "cuda" or not (number or "0").isdecimal():
-        raise DeviceError(f"{path} is an engine for a GPU, {options.device} was asked for", hint="use --device cuda")
-    index = int(number or 0)
+    kind, index = parse_device(options.device or "cuda")
+    if kind != "cuda":
+        raise DeviceError(f"{path} runs on a GPU, but the device is {options.device}", hint="use --device cuda")
     here = capability(index)
     if here is None:
         raise DeviceError(
-            f"{path} runs on a CUDA GPU, and this machine has no {kind}:{index}", hint="run it on the target"
+            f"{path} runs on a CUDA GPU, and this machine has no cuda:{index}", hint="run it on the target"
         )
-    build = sidecar.get("build", {})
     targets = build.get("sm")
-    if targets and here not in targets and not _reaches(here, build.get("hardware_compatible"), targets):
-        listed = ", ".join(map(str, targets))
+    compatible = build.get("hardware_compatible") == "ampere+" and targets and min(here, *targets) >= 80
+    if targets and here not in targets and not compatible:
+        hint = f"export it again on this machine{' with --format trt' if flavour is RTX else ''}"
+        if flavour is RTX and here in supported_targets(flavour.load()):
+            hint = f"export it with --sm {here}"
         raise DeviceError(
-            f"{path} was built for compute capability {listed}, this GPU has {here}",
-            hint=_way_to(here, flavour),
+            f"{path} was built for compute capability {', '.join(map(str, targets))}, but this GPU has {here}",
+            hint=hint,
         )
     return index
-
-
-def _way_to(here: int, flavour: Flavour) -> str:
-    """How a GPU comes to an engine that it runs."""
-    if flavour is RTX and here in buildable(flavour.load()):
-        return f"export it with --sm {here}"
-    return f"export it again on this machine{' with --format trt' if flavour is RTX else ''}"
-
-
-def _reaches(here: int, compatible: str | None, targets: list[int]) -> bool:
-    """Whether an engine was made to run on other GPUs, too."""
-    return compatible == "ampere+" and here >= 80 and min(targets) >= 80
