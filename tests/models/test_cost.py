@@ -111,10 +111,10 @@ def giant() -> nn.Module:
 def test_dinov2_giant_without_whole_branches(giant: nn.Module, attentions: int, ffns: int, published: float) -> None:
     """HetDPT's table of DINOv2-Giant on CIFAR-100: only whole FFNs, with norm and LayerScale, give its parameters."""
     plan = depth_plan(giant, Plan(GIANT, GIANT_ARGS), range(attentions), range(ffns), gated_ffn="drop_ffn")
-    found = sum(p.numel() for p in apply_to_copy(giant, plan).parameters())
+    cost = sum(p.numel() for p in apply_to_copy(giant, plan).parameters())
     branch = {"attention": 9443328 + 3072 + 1536, "ffn": 18884096 + 3072 + 1536}
-    assert found == 1134923364 - attentions * branch["attention"] - ffns * branch["ffn"]
-    assert round(found / 1e6, 2) == published
+    assert cost == 1134923364 - attentions * branch["attention"] - ffns * branch["ffn"]
+    assert round(cost / 1e6, 2) == published
 
 
 def test_the_published_size_of_dinov2_giant_has_one_reading() -> None:
@@ -183,8 +183,8 @@ def test_published_swin_sizes_have_a_reading(
     """The layers of HetDPT's Swin rows are not published; these are one set each of their size and MACs."""
     model = meta(arch)
     small = pruned(model, arch, attentions, activations, "norm_identity", folded=True)
-    found = count_cost(small, IMAGENET)
-    assert (round(found.params / 1e6, 1), round(found.macs / 1e9, 1)) == (params_m, macs_g)
+    cost = count_cost(small, IMAGENET)
+    assert (round(cost.params / 1e6, 1), round(cost.macs / 1e9, 1)) == (params_m, macs_g)
     without_attention = [
         small.get_submodule(f"layers.2.blocks.{number - 4}") for number in attentions if 4 <= number < 10
     ]
@@ -200,7 +200,7 @@ sets = st.lists(st.integers(0, DEPTH - 1), unique=True)
 @given(sets, sets, st.sampled_from(["drop", "norm_identity", "double"]))
 def test_the_closed_form_holds_for_any_layers(attentions: list[int], activations: list[int], bypass: str) -> None:
     width, tokens, patches = 192, 198, 196
-    found = count_cost(pruned(TINY, T, attentions, activations, bypass, folded=True), IMAGENET)
+    cost = count_cost(pruned(TINY, T, attentions, activations, bypass, folded=True), IMAGENET)
     params = 769 * width + 2 * width + tokens * width + 2 * width + 2 * (1000 * width + 1000)
     linear, matmuls = patches * 768 * width + 2 * 1000 * width, 0
     for index in range(DEPTH):
@@ -210,7 +210,7 @@ def test_the_closed_form_holds_for_any_layers(attentions: list[int], activations
         params += width**2 + width if index in activations else 8 * width**2 + 5 * width
         linear += tokens * (4 * width**2 * kept + (width**2 if index in activations else 8 * width**2))
         matmuls += 2 * tokens**2 * width * kept
-    assert found == Cost(params, linear + matmuls, linear)
+    assert cost == Cost(params, linear + matmuls, linear)
 
 
 TINY = meta(T, depth=DEPTH)
@@ -219,7 +219,9 @@ TINY = meta(T, depth=DEPTH)
 def expected_macs(variant: str) -> tuple[int, int]:
     """Linear work and attention products of the dense model of one row."""
     row, model = contract(variant), build(variant)
-    return {"vit": vit_macs, "eva": vit_macs, "beit": vit_macs, "swin": swin_macs, "pvt": pvt_macs}[row.family](row, model)
+    return {"vit": vit_macs, "eva": vit_macs, "beit": vit_macs, "swin": swin_macs, "pvt": pvt_macs}[row.family](
+        row, model
+    )
 
 
 def vit_macs(row: Contract, model: nn.Module) -> tuple[int, int]:
@@ -275,8 +277,8 @@ def pvt_macs(row: Contract, model: nn.Module) -> tuple[int, int]:
 def test_every_variant_is_counted_by_the_closed_form(variant: str) -> None:
     model = build(variant)
     linear, products = expected_macs(variant)
-    found = count_cost(model, (3, *contract(variant).image_size))
-    assert found == Cost(sum(p.numel() for p in model.parameters()), linear + products, linear)
+    cost = count_cost(model, (3, *contract(variant).image_size))
+    assert cost == Cost(sum(p.numel() for p in model.parameters()), linear + products, linear)
 
 
 def test_sliced_widths_are_counted() -> None:
@@ -286,8 +288,8 @@ def test_sliced_widths_are_counted() -> None:
     plan = replace(contract("plain").plan, kept={**kept, "residual": tuple(range(6))})
     linear = 4 * 48 * 6 + 5 * (6 * (8 + 8 + 12) + 12 * 6 + 2 * 6 * 10) + 6 * 5
     products = 5 * 5 * (8 + 12)
-    found = count_cost(apply_plan(model, plan), (3, 8, 8))
-    assert (found.macs_linear, found.macs) == (linear, linear + products)
+    cost = count_cost(apply_plan(model, plan), (3, 8, 8))
+    assert (cost.macs_linear, cost.macs) == (linear, linear + products)
 
 
 def test_measuring_leaves_the_model_alone() -> None:

@@ -14,7 +14,10 @@ WRONG = {
     "unknown site": ({"removed": {"blocks.9.attn": "drop"}}, "removed.blocks.9.attn: the model has no such"),
     "misspelled site": ({"removed": {"blocks.1.atn": "drop"}}, "did you mean blocks.1.attn?"),
     "replacement of an attention": ({"removed": {"blocks.0.attn": "identity"}}, "attention allows drop, norm_identity"),
-    "replacement of an activation": ({"removed": {"blocks.0.mlp.act": "drop"}}, "activation allows identity, got 'drop'"),
+    "replacement of an activation": (
+        {"removed": {"blocks.0.mlp.act": "drop"}},
+        "activation allows identity, got 'drop'",
+    ),
     "replacement of an FFN": ({"removed": {"blocks.0.mlp": "double"}}, "ffn allows drop, got 'double'"),
     "replacement of a block": ({"removed": {"blocks.0": "identity"}}, "block allows drop, got 'identity'"),
     "in a removed block": ({"removed": {"blocks.0": "drop", "blocks.0.attn": "drop"}}, "blocks.0.attn: it is inside"),

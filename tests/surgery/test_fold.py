@@ -73,9 +73,9 @@ def test_the_product_of_two_linear_layers(first_bias: bool, second_bias: bool) -
     roundings = (6 + 24 + 2) * 2.0**-53
     bound = 2 * roundings / (1 - roundings) * terms
     with torch.no_grad():
-        found, expected = nn.functional.linear(x, weight, bias), second(first(x))
+        product_output, expected = nn.functional.linear(x, weight, bias), second(first(x))
         without = nn.functional.linear(x, weight)
-    assert bool(((found - expected).abs() <= bound).all())
+    assert bool(((product_output - expected).abs() <= bound).all())
     if bias is not None:
         assert_moved(without, expected)
 

@@ -58,13 +58,13 @@ def test_a_score_receives_the_derivative_with_respect_to_its_gate(variant: str, 
             open_model.zero_grad()
             open_model.set_gate(site.name, gate)
             nn.functional.cross_entropy(open_model(x), target).backward()
-            found = open_model.scores[number].grad
+            score_gradient = open_model.scores[number].grad
             scalar = torch.tensor(gate, dtype=torch.float64, requires_grad=True)
             with interpolated(model, site, bypass, scalar):
                 loss = nn.functional.cross_entropy(model(x), target)
                 expected, *weights = torch.autograd.grad(loss, [scalar, *model.parameters()])
             assert abs(expected) > 1e-8
-            torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+            torch.testing.assert_close(score_gradient, expected, rtol=1e-10, atol=0)
             for parameter, gradient in zip(open_model.model.parameters(), weights, strict=True):
                 torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-14)
         open_model.set_gate(site.name, 1.0)
@@ -73,15 +73,15 @@ def test_a_score_receives_the_derivative_with_respect_to_its_gate(variant: str, 
 @pytest.mark.parametrize("gate", [1.0, 0.0])
 def test_scores_in_float32_receive_the_same(gate: float) -> None:
     model, x = build("plain"), images("plain")
-    found = []
+    gradients = []
     for dtype in (torch.float64, torch.float32):
         one = GatedModel(deepcopy(model), family_of(model), layers(model)).to(dtype)
         for site in one.sites:
             one.set_gate(site.name, gate)
         one(x.to(dtype)).square().sum().backward()
-        found.append(torch.stack([score.grad for score in one.scores]).double())
-    assert_moved(found[0], torch.zeros(4) + found[0].mean())
-    assert difference(found[1], found[0]) < SAME * 2.0**29  # the bound of float64, at the roundoff of float32
+        gradients.append(torch.stack([score.grad for score in one.scores]).double())
+    assert_moved(gradients[0], torch.zeros(4) + gradients[0].mean())
+    assert difference(gradients[1], gradients[0]) < SAME * 2.0**29  # the bound of float64, at the roundoff of float32
 
 
 @pytest.mark.parametrize("gate", [1.0, 0.0])

@@ -123,7 +123,7 @@ def test_output_activation_only_where_every_layer_of_the_block_is_gone() -> None
 @pytest.mark.parametrize("bypass", BYPASSES)
 @pytest.mark.parametrize("variant", ["plain", "layer_scale"])
 def test_half_open_gates_interpolate(variant: str, bypass: str) -> None:
-    """NOSE's dilution: (2 - g) x + g f(x) when it doubles, else x + g f(x) + (1 - g) stand-in."""
+    """NOSE's dilution: (2 - g) x + g f(x) when it doubles, else x + g f(x) + (1 - g) replacement."""
     model, x = build(variant, depth=1), torch.randn(2, 5, 16, dtype=torch.float64)
     block = model.blocks[0]
     with torch.no_grad():
@@ -199,7 +199,7 @@ def test_a_gated_model_takes_over_mode_and_names_without_weight_decay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("modes", "told"),
+    ("modes", "message"),
     [
         (
             {"attention_bypass": "identity"},
@@ -208,8 +208,8 @@ def test_a_gated_model_takes_over_mode_and_names_without_weight_decay() -> None:
         ({"both_pruned_output_act": "relu"}, "both_pruned_output_act must be one of gelu, none; got 'relu'"),
     ],
 )
-def test_unknown_modes(modes: dict[str, str], told: str) -> None:
-    with pytest.raises(PlanError, match=told):
+def test_unknown_modes(modes: dict[str, str], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         gated(build("plain"), **modes)
 
 
@@ -217,11 +217,11 @@ def test_layers_without_a_gate() -> None:
     model = build("plain")
     sites = family_of(model).sites(model)
     for site in (sites[2], sites[3], Site("blocks.7.attn", "attention", "blocks.7", 7, "blocks.7.drop_path1")):
-        with pytest.raises(PlanError, match=rf"no gate for {site.name}; layers that take one: blocks.0.attn"):
+        with pytest.raises(PlanError, match=rf"{site.name} cannot be gated; layers that can: blocks.0.attn"):
             GatedModel(model, family_of(model), [site])
     open_model = gated(model)
-    with pytest.raises(PlanError, match=r"no gated layer blocks\.0\.mlp; gated: blocks\.0\.attn"):
+    with pytest.raises(PlanError, match=r"blocks\.0\.mlp is not a gated layer; gated: blocks\.0\.attn"):
         open_model.set_gate("blocks.0.mlp", 0.0)
     for value in (-0.1, 1.1, float("nan")):
-        with pytest.raises(PlanError, match=r"must lie in 0\.\.1"):
+        with pytest.raises(PlanError, match=r"must be in 0\.\.1"):
             open_model.set_gate("blocks.0.attn", value)

@@ -1,4 +1,4 @@
-"""How much of the last block a model's answer needs: a model that answers from its class token reads little of it."""
+"""A shorter last block for models whose classifier reads only the first tokens."""
 
 from typing import Any
 
@@ -10,18 +10,17 @@ from torch import Tensor, nn
 from vitcompress.families.base import Family
 
 
-def tokens_read(model: nn.Module) -> int | None:
-    """How many of the first tokens the classifier reads behind the last block; None where it reads all."""
+def count_tokens_read(model: nn.Module) -> int | None:
+    """How many of the first tokens the classifier reads; None if it reads all."""
     if isinstance(model, VisionTransformer) and model.global_pool == "token" and model.attn_pool is None:
         return int(model.num_prefix_tokens)
     return None
 
 
-class AnswerBlock(nn.Module):
-    """A last block that computes only the first `tokens` of its output, over the block's own modules.
+class FirstTokensBlock(nn.Module):
+    """A last block that computes only the first `tokens` of its output, over the modules of `block`.
 
-    Keys and values still come from all tokens. What it leaves out is read by nothing, so the model's answers are the
-    same up to rounding.
+    Keys and values still come from all tokens, so the logits of the model are equal up to rounding.
     """
 
     def __init__(self, block: Any, tokens: int) -> None:
@@ -29,14 +28,14 @@ class AnswerBlock(nn.Module):
         self.block, self.tokens = block, tokens
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """x: tokens, (batch, tokens, channels) -> (batch, fewer tokens, channels)."""
+        """x: (batch, all tokens, channels) -> (batch, first tokens, channels)."""
         block, first = self.block, self.tokens
-        y = self._attention(block.norm1(x))
+        y = self._attend(block.norm1(x))
         x = x[:, :first] + block.ls1(y)
         out: Tensor = x + block.ls2(block.mlp(block.norm2(x)))
         return out
 
-    def _attention(self, x: Tensor) -> Tensor:
+    def _attend(self, x: Tensor) -> Tensor:
         attn, (batch, tokens, _) = self.block.attn, x.shape
         q, k, v = attn.qkv(x).reshape(batch, tokens, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         y = F.scaled_dot_product_attention(q[:, :, : self.tokens], k, v, scale=attn.scale)
@@ -44,14 +43,14 @@ class AnswerBlock(nn.Module):
         return out
 
 
-def answer_block(model: nn.Module, family: Family) -> tuple[str, AnswerBlock] | None:
-    """The path of the last block and what may stand for it; None where nothing less than the block will do."""
-    first, found = tokens_read(model), family.blocks(model)
-    if first is None or not found:
+def shorten_last_block(model: nn.Module, family: Family) -> tuple[str, FirstTokensBlock] | None:
+    """The path of the last block and its replacement; None if the block must compute all tokens."""
+    first, blocks = count_tokens_read(model), family.blocks(model)
+    if first is None or not blocks:
         return None
-    path = list(found)[-1]
-    block: Any = found[path]
+    path = list(blocks)[-1]
+    block: Any = blocks[path]
     if type(block) is not Block or type(block.attn) is not Attention or type(block.mlp) is not Mlp:
         return None
     scales = isinstance(block.ls1, nn.Identity | LayerScale) and isinstance(block.ls2, nn.Identity | LayerScale)
-    return (path, AnswerBlock(block, first)) if scales and block.attn.qkv.out_features % 3 == 0 else None
+    return (path, FirstTokensBlock(block, first)) if scales and block.attn.qkv.out_features % 3 == 0 else None

@@ -1,8 +1,8 @@
-"""A compressed model with the sizes of a model that timm knows, as that model: no plan is needed to load it.
+"""A compressed model with the sizes of a standard timm model, as that model: it loads without a plan (UP-ViT).
 
-UP-ViT cuts a model down to the sizes of a standard one. What is left to do: an attention-only block and the FFN-only
-block after it become one block, blocks are renumbered, and where heads became narrower the dense softmax scale goes
-into the weights of q, since the standard model computes with the scale of its own heads.
+An attention-only block and the FFN-only block after it become one block, and blocks are renumbered. Where heads became
+narrower, the dense softmax scale is multiplied into the weights of q, because the standard model uses the scale of its
+own heads.
 """
 
 import json
@@ -14,59 +14,58 @@ from torch import Tensor, nn
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, family_of
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.checkpoint import first_mismatch
 from vitcompress.models.create import create_model
 from vitcompress.plan import Plan, enclosing_module
 
-WEIGHTS = "standard.safetensors"
-
 
 def standard_model(model: nn.Module, plan: Plan) -> nn.Module:
-    """The timm model that `plan.standard` names, with the weights of `model`; it computes what `model` does.
+    """The timm model of `plan.standard` with the weights of `model`; it computes the same function.
 
     Raises:
-        PlanError: the weights do not load strictly into that model.
+        PlanError: the weights do not fit that model.
     """
     arch, args = plan.standard["arch"], plan.standard["args"]
-    found = create_model(arch, args).to(next(model.parameters()).dtype)
+    standard = create_model(arch, args).to(next(model.parameters()).dtype)
     try:
-        found.load_state_dict(standard_state(model, found), strict=True)
+        standard.load_state_dict(standard_state(model, standard), strict=True)
     except RuntimeError as error:
         raise PlanError(
             f"the model does not load as {arch}: {first_mismatch(error)}",
-            hint="leave out the steps that change more than widths and whole blocks",
+            hint="remove the steps that change more than widths and whole blocks",
         ) from None
-    return found.eval()
+    return standard.eval()
 
 
-def standard_state(model: nn.Module, like: nn.Module) -> dict[str, Tensor]:
-    """The weights of `model` under the names of `like`, the model that they are for.
+def standard_state(model: nn.Module, standard: nn.Module) -> dict[str, Tensor]:
+    """The weights of `model` with the names of the model `standard`.
 
     Raises:
-        PlanError: a block lacks its attention or its FFN, and no neighbour makes up for it.
+        PlanError: a block lacks its attention or its FFN, and its neighbour does not complete it.
     """
     family = family_of(model)
-    renamed = _renamed(model, family)
-    state = {renamed(name): tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    rename = _renaming(model, family)
+    state = {rename(name): tensor.detach().clone() for name, tensor in model.state_dict().items()}
     for space in family.spaces(model):
         if space.kind != "qk":
             continue
         attention: Any = model.get_submodule(space.attention)
-        standard: Any = like.get_submodule(renamed(f"{space.attention}.").rstrip("."))
-        if attention.scale == standard.scale:
+        target: Any = standard.get_submodule(rename(f"{space.attention}.").rstrip("."))
+        if attention.scale == target.scale:
             continue
-        q = space.axes[0].tensor.rpartition(".")[0]
-        rows = slice(space.axes[0].offset, space.axes[0].offset + space.size)
+        q = space.axes[0]
+        rows = slice(q.offset, q.offset + space.size)
         for axis in space.axes:
-            if axis.tensor.rpartition(".")[0] == q:
-                state[renamed(axis.tensor)][rows] *= attention.scale / standard.scale
+            if axis.owner == q.owner:
+                state[rename(axis.tensor)][rows] *= attention.scale / target.scale
     return state
 
 
-def _renamed(model: nn.Module, family: Family) -> Callable[[str], str]:
+def _renaming(model: nn.Module, family: Family) -> Callable[[str], str]:
     """A function from parameter names of `model` to those of the standard model."""
-    prefixes = _prefixes(model, family)
+    prefixes = _standard_paths(model, family)
 
     def rename(name: str) -> str:
         path = enclosing_module(name, prefixes)
@@ -75,11 +74,11 @@ def _renamed(model: nn.Module, family: Family) -> Callable[[str], str]:
     return rename
 
 
-def _prefixes(model: nn.Module, family: Family) -> dict[str, str]:
-    """Path of each block -> path of the standard block that it is, or is a part of."""
+def _standard_paths(model: nn.Module, family: Family) -> dict[str, str]:
+    """Path of each block -> path of the standard block that contains it."""
     needed = {family.wiring.attention, family.wiring.ffn}
-    found: dict[str, str] = {}
-    done: dict[str, int] = {}
+    paths: dict[str, str] = {}
+    complete: dict[str, int] = {}  # per stage: number of complete standard blocks, and the parts of the next one
     open_parts: dict[str, set[str]] = {}
     for path, block in family.blocks(model).items():
         stage = path.rpartition(".")[0]
@@ -88,20 +87,21 @@ def _prefixes(model: nn.Module, family: Family) -> dict[str, str]:
         starts = family.wiring.attention in parts
         if starts == bool(waiting):  # an attention opens a standard block, which its FFN must complete first
             raise PlanError(f"{path} is no standard block, and its neighbour does not complete it")
-        found[path] = f"{stage}.{done.get(stage, 0)}"
+        paths[path] = f"{stage}.{complete.get(stage, 0)}"
         open_parts[stage] = waiting | parts
         if open_parts[stage] == needed:
-            done[stage], open_parts[stage] = done.get(stage, 0) + 1, set()
+            complete[stage], open_parts[stage] = complete.get(stage, 0) + 1, set()
     if unfinished := [stage for stage, parts in open_parts.items() if parts]:
-        raise PlanError(f"the last block of {unfinished[0]} has lost its FFN")
-    return found
+        raise PlanError(f"the last block of {unfinished[0]} has no FFN")
+    return paths
 
 
 def save_standard(folder: Path, model: nn.Module, plan: Plan) -> None:
-    """Write the weights as `timm.create_model(arch, checkpoint_path=..., **args)` loads them.
+    """Write the weights so that `timm.create_model(arch, checkpoint_path=..., **args)` loads them.
 
     Raises:
         PlanError: see `standard_model`.
     """
-    state = standard_model(model, plan).state_dict()
-    save_tensors(folder / WEIGHTS, state, {"arch": plan.standard["arch"], "args": json.dumps(plan.standard["args"])})
+    standard = standard_model(model, plan)
+    metadata = {"arch": plan.standard["arch"], "args": json.dumps(plan.standard["args"])}
+    save_tensors(RunFolder(folder).standard, family_of(standard).timm_state(standard), metadata)

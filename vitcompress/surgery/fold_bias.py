@@ -1,7 +1,7 @@
-"""Take away what a branch adds to every token alike, by letting what wrote the stream before it add that.
+"""Fold the constant output of an empty branch (its bias) into the preceding bias of the residual stream.
 
-An attention without v channels, or an FFN without hidden ones, adds its last bias (times its LayerScale). Nothing but
-the branch itself reads the stream between the bias's old place and its new one, and the branch no longer depends on it.
+An attention without v channels, or an FFN without hidden channels, adds only its last bias (times its LayerScale).
+Between the old and the new place of this bias, nothing but the branch reads the stream, and the branch ignores it.
 """
 
 from collections.abc import Collection, Iterator
@@ -15,16 +15,18 @@ from vitcompress.families.edited_block import branches_of, has_output_act
 
 
 @torch.no_grad()
-def fold_constant(model: nn.Module, family: Family, branch: Site, gone: Collection[str] = ()) -> bool:
-    """Move the bias with which `branch`, an attention or FFN that adds nothing else, ends; whether there was a place.
+def fold_branch_bias(model: nn.Module, family: Family, branch: Site, removed: Collection[str] = ()) -> bool:
+    """Move the last bias of `branch`, an attention or FFN that adds nothing else, and return whether that was possible.
 
-    gone: attentions and FFNs before it whose bias was moved already. There is no place behind an output activation or
-    a bypass, in a layer without a bias or with a LayerScale of zero, and in families whose stream has no one entry.
+    It is not possible after an output activation or a bypass, if the preceding layer has no bias or its LayerScale
+    contains a zero, and in families without a single entry of the stream.
+
+    removed: attentions and FFNs before `branch` whose bias was moved already.
     """
     own = _bias(model, family, branch.name)
     if not own:
-        return True  # nothing is added
-    places = _place(model, family, branch, gone)
+        return True  # the branch adds nothing
+    places = _place(model, family, branch, removed)
     gammas = [_gamma(model, family, place) for place in places]
     if not places or not all(gamma.all() for gamma in gammas):
         return False
@@ -36,41 +38,41 @@ def fold_constant(model: nn.Module, family: Family, branch: Site, gone: Collecti
     return True
 
 
-def _place(model: nn.Module, family: Family, branch: Site, gone: Collection[str]) -> tuple[str, ...]:
-    """The parameters that each token receives exactly one of, last before `branch`; none where there are no such."""
+def _place(model: nn.Module, family: Family, branch: Site, removed: Collection[str]) -> tuple[str, ...]:
+    """The last parameters before `branch` of which every token receives exactly one; empty if there are none."""
     if family.entry is None:
         return ()
-    for name in _before(model, family, branch):
-        if name not in gone:
+    for name in _branches_before(model, family, branch):
+        if name not in removed:
             bias = _bias(model, family, name) if name else ""
             return (bias,) if bias else ()
     return family.entry(model)
 
 
-def _before(model: nn.Module, family: Family, branch: Site) -> Iterator[str]:
-    """The attentions and FFNs before `branch`, backwards; an empty name where something else changes the stream."""
-    found: list[str] = []
+def _branches_before(model: nn.Module, family: Family, branch: Site) -> Iterator[str]:
+    """The attentions and FFNs before `branch`, backwards; an empty name for other changes of the stream."""
+    names: list[str] = []
     for path, block in family.blocks(model).items():
         for chain in branches_of(block, family.wiring):
             part = next((part for part in (family.wiring.attention, family.wiring.ffn) if part in chain), "")
             name = f"{path}.{part}" if part else ""
             if name == branch.name:
-                yield from reversed(found)
+                yield from reversed(names)
                 return
-            found.append(name)
+            names.append(name)
         if has_output_act(block):
-            found.append("")
+            names.append("")
 
 
 def _bias(model: nn.Module, family: Family, name: str) -> str:
-    """The bias with which the attention or FFN `name` writes the stream; empty where it has none."""
+    """The last bias of the attention or FFN `name`; empty if it has none."""
     axes = (axis for space in family.spaces(model) if space.kind == "residual" for axis in space.axes)
     own = (axis.tensor for axis in axes if axis.dim == 0 and axis.tensor.startswith(f"{name}."))
     return next((tensor for tensor in own if tensor.endswith(".bias")), "")
 
 
 def _gamma(model: nn.Module, family: Family, bias: str) -> Tensor:
-    """What the LayerScale behind the layer of `bias` multiplies it by; 1 where there is none."""
+    """The LayerScale after the layer of `bias`; 1 if there is none."""
     for scale, layer in family.scales(model).items():
         if bias == f"{layer}.bias":
             return scale_parameter(model, scale).double()

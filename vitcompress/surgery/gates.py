@@ -1,7 +1,7 @@
-"""Gates on layers: forward hooks that change what a model computes and leave its weights alone.
+"""Layer gates: forward hooks that change what a model computes and leave its weights alone.
 
-`GatedModel` holds one gate and one learnable score per removable layer, for HetDPT's importance search
-(straight-through) and for NOSE's dilution (gates between 0 and 1). Masks of channels are in `channel_gates`.
+`GatedModel` has one gate and one learnable score per removable layer, for HetDPT's importance search
+(straight-through) and for NOSE's dilution (gates between 0 and 1). Channel masks are in `surgery.masks`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ from vitcompress.families.gated_ffn import gate_at_bias
 from vitcompress.plan import check_bypasses
 
 GATED_KINDS = ("attention", "activation")
-# What stands for a gated layer, by the bypass of an attention and by what becomes of a gated FFN.
-STAND_INS = {
+# Output that replaces a gated layer, by the bypass of an attention or the treatment of a gated FFN.
+REPLACEMENTS = {
     "drop": "zero",
     "norm_identity": "input",
     "double": "stream",
@@ -29,48 +29,47 @@ STAND_INS = {
 
 
 class _StraightThrough(torch.autograd.Function):
-    """gate * branch + (1 - gate) * stand-in; the score receives d loss / d gate = sum(delta * (branch - stand-in)).
+    """gate * branch + (1 - gate) * other; the score receives d loss / d gate = sum(delta * (branch - other)).
 
-    HetDPT, learnable importance search: the forward pass sees only the gate, never the score.
+    HetDPT, learnable importance search: the forward pass uses only the gate, never the score.
     """
 
     @staticmethod
-    def forward(ctx: Any, branch: Tensor, stand: Tensor, score: Tensor, gate: float) -> Tensor:
-        ctx.save_for_backward(branch, stand)
+    def forward(ctx: Any, branch: Tensor, other: Tensor, score: Tensor, gate: float) -> Tensor:
+        ctx.save_for_backward(branch, other)
         ctx.gate = gate
         if gate == 1.0:
             return branch.view_as(branch)
-        return stand.view_as(stand) if gate == 0.0 else gate * branch + (1.0 - gate) * stand
+        return other.view_as(other) if gate == 0.0 else gate * branch + (1.0 - gate) * other
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         delta = grads[0]
-        branch, stand = ctx.saved_tensors
-        change = (branch - stand).float() if delta.dtype != torch.float64 else branch - stand
+        branch, other = ctx.saved_tensors
+        change = (branch - other).float() if delta.dtype != torch.float64 else branch - other
         score = torch.dot(delta.reshape(-1).to(change.dtype), change.reshape(-1))
         return ctx.gate * delta, (1.0 - ctx.gate) * delta, score, None
 
 
 class GatedModel(nn.Module):
-    """A model whose removable layers each pass through a gate: 1 the layer, 0 what stands in its place.
+    """A model with a gate on each of its removable layers: 1 computes the layer, 0 its replacement.
 
-    With every gate at 0 or 1 it computes what `surgery.apply` deploys for the same layers and bypass. Both branches are
-    computed throughout, so the set of parameters with gradients never changes (DDP needs that). Scores and gates are in
-    this module's state dict, never in the model's. A deep copy has gates of its own.
+    With every gate at 0 or 1 it computes what `surgery.apply_plan` builds for the same layers and bypass. Layer and
+    replacement are always both computed, so the set of parameters with gradients never changes (required by DDP).
+    Scores and gates are in the state dict of this module, not of the model. A deep copy has its own gates.
 
     Args:
-        model: the dense (or already edited) model; trained in place. It keeps the gates' hooks for good.
+        model: the dense or already edited model; trained in place. The hooks of the gates are never removed from it.
         family: its family.
         sites: attentions and activations to gate.
         attention_bypass: `drop`, `norm_identity` or `double` (see Plan).
-        both_pruned_output_act: `gelu` applies a GELU to the output of blocks that have lost both, as the released
-            HetDPT code does; `none` leaves it out.
+        both_pruned_output_act: `gelu` applies a GELU to the output of blocks without attention and activation, as the
+            released HetDPT code does; `none` does not.
         gated_ffn: `mean_gate`, `drop_gate` or `drop_ffn` (see `methods.depth.depth_plan`).
-        gate_means: gated FFN -> mean of its gate, (hidden,), that stands in with `mean_gate`; without it the gate at
-            its bias does.
+        gate_means: gated FFN -> mean of its gate, (hidden,), used by `mean_gate`; default: the gate at its bias.
 
     Raises:
-        PlanError: a bypass that is not one, or a site that the model does not have or that has no gate.
+        PlanError: unknown bypass, or a site that the model does not have or that cannot be gated.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class GatedModel(nn.Module):
         check_bypasses(attention_bypass, both_pruned_output_act, gated_ffn)
         own = [site for site in family.sites(model) if site.kind in GATED_KINDS]
         if unknown := [site.name for site in sites if site not in own]:
-            raise PlanError(f"no gate for {unknown[0]}; layers that take one: {', '.join(site.name for site in own)}")
+            raise PlanError(f"{unknown[0]} cannot be gated; layers that can: {', '.join(site.name for site in own)}")
         self.training = model.training
         self.model = model
         self.sites = tuple(sites)
@@ -103,22 +102,22 @@ class GatedModel(nn.Module):
             self._hook_outputs(own)
 
     def _hook(self, site: Site, number: int, bypass: str) -> None:
-        stand = STAND_INS[bypass] if site.kind == "attention" or site.gates else "input"
-        if stand == "stream":
+        other = REPLACEMENTS[bypass] if site.kind == "attention" or site.gates else "input"
+        if other == "stream":
             self.model.get_submodule(site.block).register_forward_pre_hook(_Remember(self, site.name))
-        # Doubling replaces the whole branch, drop path included; the others stand where the layer stands.
-        target = {"stream": site.branch_end, "zero": site.gates or site.name}.get(stand, site.name)
-        self.model.get_submodule(target).register_forward_hook(_LayerGate(self, site.name, number, stand))
+        # Doubling replaces the whole branch, including drop path; other replacements replace only the layer.
+        target = {"stream": site.branch_end, "zero": site.gates or site.name}.get(other, site.name)
+        self.model.get_submodule(target).register_forward_hook(_LayerGate(self, site.name, number, other))
 
     def _hook_outputs(self, own: Sequence[Site]) -> None:
-        """Where every layer that a block still has is gated, its output passes a GELU once all of them are removed."""
+        """Blocks whose remaining layers are all gated apply a GELU to their output when all these gates are 0."""
         for block in dict.fromkeys(site.block for site in self.sites):
             names = [site.name for site in own if site.block == block]
             if set(names) <= set(self._gates):
                 self.model.get_submodule(block).register_forward_hook(_OutputAct(self, names))
 
     def forward(self, x: Tensor) -> Any:
-        """x: images, (batch, channels, height, width) -> whatever the model returns."""
+        """x: images, (batch, channels, height, width) -> the output of the model."""
         return self.model(x)
 
     def gate_of(self, site: str) -> float:
@@ -127,15 +126,15 @@ class GatedModel(nn.Module):
     def set_gate(self, site: str, value: float) -> None:
         """Set one gate: 1 keeps the layer, 0 removes it, values between blend (NOSE dilution)."""
         if site not in self._gates:
-            raise PlanError(f"no gated layer {site}; gated: {', '.join(self._gates)}")
+            raise PlanError(f"{site} is not a gated layer; gated: {', '.join(self._gates)}")
         if not 0.0 <= value <= 1.0:
-            raise PlanError(f"the gate of {site} must lie in 0..1, got {value}")
+            raise PlanError(f"the gate of {site} must be in 0..1, got {value}")
         self._gates[site] = float(value)
 
     def mean_gate(self, site: str) -> Tensor:
-        """What stands for the gate of an FFN that this activation makes, (hidden,)."""
-        found = self._means.get(site)
-        return gate_at_bias(self.model.get_submodule(site.rpartition(".")[0])) if found is None else found
+        """The constant that replaces the gate with this activation, (hidden,)."""
+        mean = self._means.get(site)
+        return gate_at_bias(self.model.get_submodule(site.rpartition(".")[0])) if mean is None else mean
 
     def gate_values(self) -> dict[str, float]:
         return dict(self._gates)
@@ -147,7 +146,7 @@ class GatedModel(nn.Module):
         return list(self.scores)
 
     def no_weight_decay(self) -> set[str]:
-        """Names that timm's optimisers leave without weight decay."""
+        """Names of parameters that timm's optimizers exclude from weight decay."""
         own: Any = getattr(self.model, "no_weight_decay", set)
         return {f"model.{name}" for name in own()}
 
@@ -159,7 +158,7 @@ class GatedModel(nn.Module):
 
 
 class _Remember:
-    """Keeps the input of a block for the gate at the end of its attention branch."""
+    """Stores the input of a block for the gate at the end of its attention branch."""
 
     def __init__(self, owner: GatedModel, name: str) -> None:
         self.owner, self.name = owner, name
@@ -169,22 +168,22 @@ class _Remember:
 
 
 class _LayerGate:
-    def __init__(self, owner: GatedModel, name: str, number: int, stand: str) -> None:
-        self.owner, self.name, self.number, self.stand = owner, name, number, stand
+    def __init__(self, owner: GatedModel, name: str, number: int, other: str) -> None:
+        self.owner, self.name, self.number, self.other = owner, name, number, other
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
         owner = self.owner
-        match self.stand:
+        match self.other:
             case "stream":
-                stand = owner._inputs.pop(self.name)
+                other = owner._inputs.pop(self.name)
             case "input":
-                stand = args[0]
+                other = args[0]
             case "mean":
-                stand = owner.mean_gate(self.name).to(out).expand_as(out)
+                other = owner.mean_gate(self.name).to(out).expand_as(out)
             case _:
-                stand = torch.full_like(out, float(self.stand == "one"))
+                other = torch.full_like(out, float(self.other == "one"))
         score = owner.scores[self.number]
-        gated: Tensor = _StraightThrough.apply(out, stand, score, owner.gate_of(self.name))
+        gated: Tensor = _StraightThrough.apply(out, other, score, owner.gate_of(self.name))
         return gated
 
 

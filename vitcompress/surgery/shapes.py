@@ -1,6 +1,6 @@
-"""The tensor sizes that a plan leaves, by arithmetic on those of the dense model.
+"""Tensor shapes after a plan, computed from those of the dense model without editing it.
 
-Nothing is edited here: what surgery does is checked against these sizes.
+Checks compare the result of surgery with these shapes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,15 +13,15 @@ from vitcompress.plan import Plan, is_within
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
-WHOLE_BRANCH = ("drop", "double")  # with these the norm and the LayerScale of the branch go, too
+WHOLE_BRANCH = ("drop", "double")  # replacements that also remove norm and LayerScale of the branch
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor of the deployed model, or one of the dense model that is gone.
+    """A tensor of the compressed model, or a removed tensor of the dense model.
 
-    dense: the dense tensors that it comes from, by name; two where a pair was folded. planned: its size, None when it
-    is gone. change: `kept`, `sliced`, `folded` or `removed`.
+    dense: names and shapes of the dense tensors that it is computed from; two for a folded pair. planned: its shape,
+    None if it is removed. change: `kept`, `sliced`, `folded` or `removed`.
     """
 
     name: str
@@ -31,30 +31,30 @@ class PlannedTensor:
 
 
 def planned_tensors(dense: nn.Module, plan: Plan) -> tuple[PlannedTensor, ...]:
-    """Every tensor of the `dense` model (as the plan names it; shapes are enough) and what the plan makes of it."""
+    """All tensors of the model after `plan`, and the removed ones. dense: the dense model; it needs only shapes."""
     family = family_of(dense)
     before = {name: tuple(tensor.shape) for name, tensor in dense.state_dict().items()}
-    after = sliced(before, dense, family, plan)
-    gone = tuple(_gone(family, family.sites(dense), plan))
-    return tuple(_rows(before, after, gone, _pairs(dense, family, plan)))
+    after = sliced_shapes(before, dense, family, plan)
+    removed = tuple(_removed_modules(family, family.sites(dense), plan))
+    return tuple(_rows(before, after, removed, _folded_pairs(dense, family, plan)))
 
 
 def _rows(
-    before: Shapes, after: Shapes, gone: tuple[str, ...], pairs: dict[str, tuple[str, str]]
+    before: Shapes, after: Shapes, removed: tuple[str, ...], pairs: dict[str, tuple[str, str]]
 ) -> Iterator[PlannedTensor]:
     members = {member: ffn for ffn, pair in pairs.items() for member in pair}
     for ffn, (first, second) in pairs.items():
-        if not is_within(ffn, gone):
+        if not is_within(ffn, removed):
             yield from _folded(ffn, first, second, before, after)
     for name, shape in before.items():
-        if is_within(name, gone):
+        if is_within(name, removed):
             yield PlannedTensor(name, {name: shape}, None, "removed")
         elif name.rpartition(".")[0] not in members:
             yield PlannedTensor(name, {name: shape}, after[name], "kept" if after[name] == shape else "sliced")
 
 
 def _folded(ffn: str, first: str, second: str, before: Shapes, after: Shapes) -> Iterator[PlannedTensor]:
-    """W2 W1 and W2 b1 + b2 in the place of two layers."""
+    """W2 W1 and W2 b1 + b2, which replace two layers."""
     outputs, inputs = after[f"{second}.weight"][0], after[f"{first}.weight"][1]
     for leaf, shape in (("weight", (outputs, inputs)), ("bias", (outputs,))):
         parts = {name: before[name] for layer in (first, second) if (name := f"{layer}.{leaf}") in before}
@@ -62,10 +62,8 @@ def _folded(ffn: str, first: str, second: str, before: Shapes, after: Shapes) ->
             yield PlannedTensor(f"{ffn}.{leaf}", parts, shape, "folded")
 
 
-def sliced(before: Shapes, dense: nn.Module, family: Family, plan: Plan) -> Shapes:
-    """The sizes `before` of `dense`, with every axis of a kept space as long as the plan says; a gate that is constant
-    has no rows.
-    """
+def sliced_shapes(before: Shapes, dense: nn.Module, family: Family, plan: Plan) -> Shapes:
+    """The shapes `before` of `dense` after slicing. Constant gates of gated FFNs have no rows."""
     lost: dict[str, dict[int, int]] = {}
     for space in family.spaces(dense):
         if space.name not in plan.kept:
@@ -89,15 +87,15 @@ def sliced(before: Shapes, dense: nn.Module, family: Family, plan: Plan) -> Shap
     return after
 
 
-def _pairs(dense: nn.Module, family: Family, plan: Plan) -> dict[str, tuple[str, str]]:
-    """Folded FFN -> its two layers."""
+def _folded_pairs(dense: nn.Module, family: Family, plan: Plan) -> dict[str, tuple[str, str]]:
+    """Folded FFN -> paths of its two layers."""
     ffns = {site.name for site in family.sites(dense) if site.kind == "ffn"}
     pairs = {name: family.linear_pair(dense, name) for name in plan.folded if name in ffns}
     return {name: (pair.first, pair.second) for name, pair in pairs.items() if pair}
 
 
-def _gone(family: Family, sites: tuple[Site, ...], plan: Plan) -> Iterator[str]:
-    """The modules of which nothing is left."""
+def _removed_modules(family: Family, sites: tuple[Site, ...], plan: Plan) -> Iterator[str]:
+    """Paths of modules without any remaining tensor."""
     scales = set(plan.folded) - {site.name for site in sites}
     yield from scales
     for site in sites:

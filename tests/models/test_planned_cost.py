@@ -1,4 +1,4 @@
-"""What a slice costs by arithmetic is what is counted on the sliced model, in every family."""
+"""The cost computed for a plan equals the cost counted on the sliced model, in every family."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from vitcompress.families import family_of
 from vitcompress.methods import METHODS, isomorphic
 from vitcompress.methods.depth import depth_plan
 from vitcompress.models import cost as models_cost
-from vitcompress.models.cost import _counted, count_cost, planned_cost
+from vitcompress.models.cost import _count_flops, count_cost, planned_cost
 from vitcompress.models.create import create_on_meta, input_config
 from vitcompress.pipeline.job import _create_blank
 from vitcompress.plan import Plan
@@ -21,7 +21,7 @@ KINDS = {"qk", "v", "mlp", "residual", "sr"}
 
 @every_variant
 @pytest.mark.parametrize("folds", [False, True], ids=["whole", "folded"])
-def test_a_slice_costs_what_is_counted_on_it(variant: str, folds: bool) -> None:
+def test_the_planned_cost_is_the_counted_cost(variant: str, folds: bool) -> None:
     base = contract(variant).plan
     model = create_on_meta(base.arch, base.arch_args)
     if folds:
@@ -30,18 +30,19 @@ def test_a_slice_costs_what_is_counted_on_it(variant: str, folds: bool) -> None:
         model = surgery.apply_to_copy(model, plan)
         surgery.fold_linears(model, plan)
     size = input_config(model).size
-    found = planned_cost(model, size)
-    assert found is not None
+    cost_of = planned_cost(model, size)
+    assert cost_of is not None
     spaces = spaces_of(model)
     fewer = {space.attention: space.heads // 2 for space in spaces.values() if space.attention and not space.heads % 2}
     halves = {name: tuple(range(s.size // 2)) for name, s in spaces.items() if not s.attention or s.attention in fewer}
     plans = [replace(base, kept=kept_channels(model, KINDS)), replace(base, kept=halves, heads=fewer), base]
-    told = [found(plan) for plan in plans]
-    assert told == [count_cost(surgery.apply_to_copy(model, plan), size) for plan in plans]
-    assert told[0].macs < told[2].macs and told[1].macs_linear < told[2].macs_linear and told[1].params < told[2].params
+    costs = [cost_of(plan) for plan in plans]
+    assert costs == [count_cost(surgery.apply_to_copy(model, plan), size) for plan in plans]
+    half, full = costs[1:]
+    assert costs[0].macs < full.macs and half.macs_linear < full.macs_linear and half.params < full.params
 
 
-def test_padded_heads_are_not_told_from_the_whole() -> None:
+def test_padded_heads_have_no_planned_cost() -> None:
     model = build("plain")
     narrow = {name: tuple(range(0, s.size, 2)) for name, s in spaces_of(model).items() if s.kind == "qk"}
     names = tuple(space.attention for space in spaces_of(model).values() if space.kind == "qk")
@@ -49,21 +50,21 @@ def test_padded_heads_are_not_told_from_the_whole() -> None:
     assert planned_cost(padded, (3, 8, 8)) is None and planned_cost(model, (3, 8, 8)) is not None
 
 
-def test_candidates_are_compared_without_running_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, real = list[Any](), _counted
-    monkeypatch.setattr(models_cost, "_counted", lambda *about: counted.append(about) or real(*about))
+def test_candidates_are_compared_without_counting_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, real = list[Any](), _count_flops
+    monkeypatch.setattr(models_cost, "_count_flops", lambda *about: counted.append(about) or real(*about))
     base = contract("plain").plan
     model = create_on_meta(base.arch, base.arch_args)
     size = input_config(model).size
     aim = 0.7 * count_cost(model, size).params / 1e6
     options = METHODS["isomorphic"].options(target="params", amount=aim, align=isomorphic.Alignment(1, 1, 1))
     plan = METHODS["isomorphic"].structure(model, family_of(model), base, options)
-    assert len(counted) == 2, "of the whole, here and there"
+    assert len(counted) == 2, "of the whole model, here and in the method"
     without = depth_plan(model, base, [], [0])
     METHODS["isomorphic"].structure(
         surgery.apply_to_copy(model, without), family_of(model), base.then(without), options
     )
-    assert len(counted) > 12, "it depends on the widths whether an FFN is folded"
+    assert len(counted) > 12, "whether an FFN is folded depends on the widths"
     assert abs(count_cost(surgery.apply_to_copy(model, plan), size).params / 1e6 / aim - 1) < 0.05
 
 
