@@ -10,6 +10,7 @@ from vitcompress.bench import environment, timing
 from vitcompress.bench.artifacts import list_variants, open_artifacts, synthetic_images
 from vitcompress.bench.memory import measure_memory
 from vitcompress.bench.report.records import BenchRecord, BenchRow, MachineRecord, RatioRecord, RunnerRecord
+from vitcompress.bench.report.run import bench_table
 from vitcompress.errors import InputError
 from vitcompress.exporters.runner import TimedCall
 from vitcompress.exporters.runtimes import Runner, RunnerOptions
@@ -59,6 +60,11 @@ class Bench:
     fail_under: float | None = None
     notes: tuple[str, ...] = ()
     disturbed: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """A table of the rows, then the ratios and the warnings."""
+        ratios, table = [describe_ratio(ratio) for ratio in self.ratios], bench_table([self.to_dict()])
+        return "\n".join([table.markdown(), *ratios, *self.warnings])
 
     @property
     def too_slow(self) -> list[RatioRecord]:

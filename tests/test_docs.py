@@ -1,4 +1,4 @@
-"""The documentation runs: commands are there and parse, README's Python is executed, recipes explain themselves."""
+"""The documentation runs: commands parse, Python blocks are executed, every recipe is explained."""
 
 import re
 import shlex
@@ -7,16 +7,13 @@ from pathlib import Path
 
 import click
 import pytest
-import torch
 
 from vitcompress import cli, recipes
 from vitcompress.errors import VitcompressError
 from vitcompress.exporters import EXPORTERS
-from vitcompress.models.checkpoint import write_model
-from vitcompress.models.create import create_model
-from vitcompress.plan import Plan
 
 ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("[a-z]*/**/README.md"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 TESTED = "pip install -e '.[test,dev]' && pytest"
@@ -59,9 +56,9 @@ def test_every_command_is_documented(name: str) -> None:
 
 @pytest.mark.parametrize(("command", "option"), [("recipe", "export"), ("export", "name")])
 def test_help_and_readme_name_every_format(command: str, option: str) -> None:
-    (told,) = (p.help for p in cli.main.commands[command].params if isinstance(p, click.Option) and p.name == option)
+    (text,) = (p.help for p in cli.main.commands[command].params if isinstance(p, click.Option) and p.name == option)
     for name in EXPORTERS:
-        assert name in re.split("[ ,.]+", str(told)) and f"| `{name}` |" in README
+        assert name in re.split("[ ,.]+", str(text)) and f"| `{name}` |" in README
 
 
 @pytest.mark.parametrize("line", shell_lines(README))
@@ -76,7 +73,7 @@ def test_the_check_of_command_lines_sees_mistakes() -> None:
             parses(wrong)
 
 
-def test_the_two_commands_stand_in_the_readme_and_the_second_is_what_ci_runs() -> None:
+def test_ci_runs_the_second_command_of_the_readme() -> None:
     assert f"    {FIRST}\n" in README and f"    {TESTED}\n" in README and TESTED in CONTRIBUTING
     assert TESTED in (ROOT / ".ci" / "run").read_text()
 
@@ -84,31 +81,26 @@ def test_the_two_commands_stand_in_the_readme_and_the_second_is_what_ci_runs() -
 def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert blocks
-    table = tomllib.loads(recipes.text("digits_hetdpt"))["model"]
-    args = {**table["args"], "num_classes": 10}
-    plan = Plan(table["name"], args)
-    write_model(tmp_path / "runs" / "digits_hetdpt", create_model(table["name"], args), plan)
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
-    assert isinstance(names["logits"], torch.Tensor) and names["logits"].shape == (1, 10)
+        exec(compile(block, "README.md", "exec"), {})
+    assert (tmp_path / "out" / "model.onnx").is_file()
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "bench/results/README.md"])
-def test_links_lead_somewhere(name: str) -> None:
+@pytest.mark.parametrize("name", [str(path.relative_to(ROOT)) for path in DOCUMENTS])
+def test_links_exist(name: str) -> None:
     """To files, and to headings in them by the anchors that GitHub gives these."""
     path = ROOT / name
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", path.read_text(encoding="utf-8")):
-        found = path.parent / target if target else path
-        assert found.exists(), target
+        linked = path.parent / target if target else path
+        assert linked.exists(), target
         if anchor:
-            headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in [heading.lower().replace(" ", "-") for heading in headings], anchor
 
 
 @pytest.mark.parametrize("name", recipes.names())
-def test_every_recipe_begins_with_a_comment_that_holds_its_command(name: str) -> None:
+def test_every_recipe_starts_with_a_comment_with_its_command(name: str) -> None:
     lines = [line.removeprefix("#").strip() for line in comment(name).splitlines()]
     own = [line for line in lines if re.match(rf"vitcompress recipe {name}( |$)", line)]
     assert own, f"{name} does not say how it is run"
@@ -129,16 +121,16 @@ def test_published_figures_are_quoted_with_their_hardware(name: str) -> None:
 
 
 def test_all_recipe_files_are_seen() -> None:
-    found = {path.relative_to(ROOT / "recipes") for path in (ROOT / "recipes").rglob("*.toml")}
+    files = {path.relative_to(ROOT / "recipes") for path in (ROOT / "recipes").rglob("*.toml")}
     studies = {Path("studies", f"{name}.toml") for name in recipes.study_names()}
-    assert found == {Path(f"{name}.toml") for name in recipes.names()} | studies
+    assert files == {Path(f"{name}.toml") for name in recipes.names()} | studies
 
 
-def test_the_changelog_speaks_of_this_version() -> None:
+def test_the_changelog_has_this_version() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_no_path_of_a_developers_machine_is_in_the_documentation() -> None:
+def test_documentation_has_no_local_paths() -> None:
     for path in [*ROOT.glob("*.md"), *(ROOT / "bench").rglob("*.md"), *(ROOT / "recipes").glob("*.toml")]:
         assert not re.search(r"(^|[\s(\"'])/(work|tmp|home|root|opt)/", path.read_text()), path.name

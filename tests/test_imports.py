@@ -60,13 +60,13 @@ DISTRIBUTIONS = {
 
 def modules() -> dict[str, Path]:
     """Name inside vitcompress -> file, as in `families.vit`, `exporters.onnx_graph`."""
-    found = {}
+    modules = {}
     for folder, package in PACKAGES.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = [*package.split("."), *path.relative_to(ROOT / folder).with_suffix("").parts]
             parts = parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts
-            found[".".join(parts[1:])] = path
-    return found
+            modules[".".join(parts[1:])] = path
+    return modules
 
 
 MODULES = modules()
@@ -143,7 +143,7 @@ def declared() -> set[str]:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_imported_library_is_asked_for_by_name(module: str) -> None:
+def test_every_imported_library_is_declared(module: str) -> None:
     libraries = {name.split(".")[0] for name in imports(MODULES[module])} - set(sys.stdlib_module_names)
     for library in libraries - {"vitcompress"}:
         wanted = DISTRIBUTIONS.get(library, library.replace("_", "-"))

@@ -80,8 +80,8 @@ def test_the_wheel_works_alone(wheel: Path, tmp_path: Path) -> None:
         "import vitcompress, vitcompress.bench as b, vitcompress.exporters as e, vitcompress.recipes as r;"
         "print(vitcompress.__file__, b.__file__, e.__file__, 'digits_hetdpt' in r.names())"
     )
-    *files, found = run("-c", code, cwd=tmp_path, path=tmp_path / "site").split()
-    assert all(Path(file).is_relative_to(tmp_path / "site" / "vitcompress") for file in files) and found == "True"
+    *files, is_listed = run("-c", code, cwd=tmp_path, path=tmp_path / "site").split()
+    assert all(Path(file).is_relative_to(tmp_path / "site" / "vitcompress") for file in files) and is_listed == "True"
 
 
 def test_python_m_works_in_a_checkout(checkout: Path) -> None:

@@ -1,29 +1,57 @@
 """Prune, prove, export and measure timm Vision Transformers for deployment.
 
-Public names are imported on first use, so that `vitcompress --help` answers without torch.
+Public names are imported on first use, so that `import vitcompress` and `vitcompress --help` do not import torch.
 """
 
 import os
+import sys
+import warnings
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Plan", "__version__", "apply", "family_of", "fold", "load", "load_recipe", "measure", "run", "save"]
+if TYPE_CHECKING:  # for type checkers; at run time these names are imported on first use
+    from vitcompress.methods.base import Method as Method
+    from vitcompress.models.checkpoint import load_model as load_model
+    from vitcompress.models.checkpoint import prune as prune
+    from vitcompress.models.checkpoint import save_model as save_model
+    from vitcompress.models.cost import count_cost as count_cost
+    from vitcompress.pipeline.api import bench as bench
+    from vitcompress.pipeline.api import create_model as create_model
+    from vitcompress.pipeline.api import evaluate as evaluate
+    from vitcompress.pipeline.api import export as export
+    from vitcompress.pipeline.api import finetune as finetune
+    from vitcompress.pipeline.api import fold as fold
+    from vitcompress.pipeline.api import plan as plan
+    from vitcompress.pipeline.api import verify as verify
+    from vitcompress.plan import Plan as Plan
 
-_HOMES = {
-    "Plan": ("plan", "Plan"),
-    "apply": ("surgery", "apply_plan"),
+# Public name -> the module that defines it.
+_PUBLIC = {
+    **dict.fromkeys(
+        ("bench", "create_model", "evaluate", "export", "finetune", "fold", "plan", "verify"), "pipeline.api"
+    ),
+    **dict.fromkeys(("load_model", "prune", "save_model"), "models.checkpoint"),
+    "Method": "methods.base",
+    "Plan": "plan",
+    "count_cost": "models.cost",
+    "load_recipe": "recipe.load",
+    "run_recipe": "pipeline.run",
+}
+# Names of version 0.1 -> module and new name.
+_DEPRECATED = {
+    "apply": ("surgery.apply", "apply_plan"),
     "family_of": ("families", "family_of"),
-    "fold": ("surgery", "fold_linears"),
     "load": ("models.checkpoint", "load_model"),
-    "load_recipe": ("recipe", "load_recipe"),
     "measure": ("models.cost", "count_cost"),
-    "run": ("pipeline", "run_recipe"),
+    "run": ("pipeline.run", "run_recipe"),
     "save": ("models.checkpoint", "save_model"),
 }
+__all__ = ["__version__", *sorted(_PUBLIC)]  # noqa: PLE0604 (names of a table)
 
-# ONNX Runtime (from 1.29 on) reports models and machine to its maker unless it is told not to before it is imported.
+# ONNX Runtime (from 1.29 on) sends telemetry unless this is set before it is imported.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 # In a checkout, exporters, bench and recipes lie beside this folder; the installed package holds them inside.
@@ -38,11 +66,23 @@ except PackageNotFoundError:  # a checkout that was never installed
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        module, attribute = _HOMES[name]
-        return getattr(import_module(f"vitcompress.{module}"), attribute)
+    if name in _PUBLIC:
+        return getattr(import_module(f"vitcompress.{_PUBLIC[name]}"), name)
+    if name in _DEPRECATED:
+        module, new = _DEPRECATED[name]
+        warnings.warn(f"vitcompress.{name} is now {new} in vitcompress.{module}", DeprecationWarning, stacklevel=2)
+        return getattr(import_module(f"vitcompress.{module}"), new)
     raise AttributeError(f"module 'vitcompress' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _function(name: str) -> property:
+    return property(lambda package: __getattr__(name), lambda package, submodule: None)
+
+
+# Three functions have the name of a submodule. Importing the module must not replace the function, so these names are
+# properties of the package's type. `from vitcompress.plan import ...` is unaffected.
+sys.modules[__name__].__class__ = type("Package", (ModuleType,), {n: _function(n) for n in ("bench", "plan", "verify")})

@@ -1,1 +1,1 @@
-"""Plain data in and out: files, tensors, check results, text, hardware facts. Knows no model."""
+"""Read and write plain data: files, tensors, check results, text, hardware facts. Independent of models."""

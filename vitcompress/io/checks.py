@@ -1,4 +1,4 @@
-"""One question, its answer and the limit it is held against: what verify.json is made of."""
+"""Verification checks and their results, as stored in verify.json."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -9,14 +9,17 @@ from typing import Any, Literal
 from torch import Tensor
 
 from vitcompress.io.files import lock_folder, read_json, write_json
+from vitcompress.io.run_folder import RunFolder
 
-LEDGER = "verify.json"
 Status = Literal["passed", "failed", "not_run"]
 
 
 @dataclass(frozen=True)
 class Check:
-    """`value` is held against `tolerance`; `command` runs on the target what cannot run here."""
+    """The result of one check: a value and its largest allowed value.
+
+    command: for a check that cannot run on this machine, the command that runs it on the target.
+    """
 
     name: str
     verdict: Status
@@ -34,9 +37,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Verification:
-    """All checks of one artifact. It passed when none failed and at least one was run.
+    """All checks of one artifact. It passes if none failed and at least one ran.
 
-    weights: every tensor from the plan to the files, see `verify_weights.table`.
+    weights: all tensors of the plan, the weights and the exported files, see `verify.weights`.
     """
 
     checks: tuple[Check, ...]
@@ -51,40 +54,37 @@ class Verification:
         return {**data, "weights": dict(self.weights)} if self.weights else data
 
     def write(self, folder: Path) -> None:
-        write_json(folder / LEDGER, self.to_dict())
+        write_json(RunFolder(folder).verification, self.to_dict())
 
 
-def update_verification(folder: Path, found: Verification, replaced: Callable[[str], bool]) -> None:
-    """Put the checks and weights of `found` in the place of those in the folder's verify.json.
-
-    replaced: whether an older check, given its name, is not to stay.
-    """
+def update_verification(folder: Path, verification: Verification, replaced: Callable[[str], bool]) -> None:
+    """Add checks and weights to the folder's verify.json. replaced(name): whether to drop a check that is there."""
+    path = RunFolder(folder).verification
     with lock_folder(folder):
-        known = read_json(folder / LEDGER) if (folder / LEDGER).is_file() else {}
+        known = read_json(path) if path.is_file() else {}
         kept = [check for check in known.get("checks", []) if not replaced(str(check["name"]))]
-        new = found.to_dict()
-        data = [*kept, *new.pop("checks")]
-        passed = _passed(check["verdict"] for check in data)
-        write_json(folder / LEDGER, {**known, **new, "passed": passed, "checks": data})
+        new = verification.to_dict()
+        checks = [*kept, *new.pop("checks")]
+        write_json(path, {**known, **new, "passed": _passed(check["verdict"] for check in checks), "checks": checks})
 
 
 def _passed(verdicts: Iterable[str]) -> bool:
-    found = set(verdicts)
-    return "failed" not in found and "passed" in found
+    distinct = set(verdicts)
+    return "failed" not in distinct and "passed" in distinct
 
 
 def limit_check(name: str, value: float, tolerance: float, detail: str = "") -> Check:
-    """Passed when `value` is at most `tolerance`; NaN never is."""
+    """Passes if `value` is at most `tolerance`, so never for NaN."""
     return Check(name, "passed" if value <= tolerance else "failed", value, tolerance, detail)
 
 
-def problem_check(name: str, wrong: Iterable[str], detail: str) -> Check:
-    """Passed when nothing is wrong; else it fails, with the first few things that are."""
-    found = list(wrong)
-    text = detail if not found else f"{len(found)} wrong: {', '.join(found[:5])}{' ...' if len(found) > 5 else ''}"
-    return Check(name, "failed" if found else "passed", float(len(found)), 0.0, text)
+def problem_check(name: str, problems: Iterable[str], detail: str) -> Check:
+    """Passes without problems; otherwise the detail lists the first five."""
+    wrong = list(problems)
+    text = f"{len(wrong)} wrong: {', '.join(wrong[:5])}{' ...' if len(wrong) > 5 else ''}" if wrong else detail
+    return Check(name, "failed" if wrong else "passed", float(len(wrong)), 0.0, text)
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
-    """max |a - b|, NaN when either holds one."""
+    """max |a - b| in float64; NaN if either contains NaN."""
     return float((a.double() - b.double()).abs().max())

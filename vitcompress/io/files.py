@@ -1,4 +1,4 @@
-"""Files: written beside their target and moved into place; one clear message where one cannot be written or read."""
+"""Atomic writes, folder locks, JSON and hashes."""
 
 import contextlib
 import errno
@@ -23,19 +23,21 @@ except ImportError:  # Windows
 
 
 def write_file(path: Path, fill: Callable[[Path], object]) -> None:
-    """Let `fill` write a file beside `path`, make it durable, and move it into place. On failure nothing is left.
+    """Write atomically: `fill(temporary)` writes a file beside `path`, which then replaces `path`.
 
     Raises:
-        OutputError: the folder cannot be written or the disk is full.
+        OutputError: the folder cannot be written or the disk is full; nothing was changed.
     """
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
         with convert_write_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             beside.touch()
-            mode = stat.S_IMODE(beside.stat().st_mode)  # what the umask gives; safetensors keeps files to the owner
+            mode = stat.S_IMODE(
+                beside.stat().st_mode
+            )  # as the umask allows; safetensors creates files for the owner only
             fill(beside)
-            with beside.open("r+b") as file:  # Windows syncs only what it may write
+            with beside.open("r+b") as file:  # Windows syncs only files opened for writing
                 os.fsync(file.fileno())
             beside.chmod(mode)
             beside.replace(path)
@@ -46,7 +48,7 @@ def write_file(path: Path, fill: Callable[[Path], object]) -> None:
 
 @contextlib.contextmanager
 def convert_write_errors(path: Path) -> Iterator[None]:
-    """Turn what goes wrong in this block while `path` is written into an OutputError."""
+    """Convert errors of this block, which writes `path`, to OutputError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -54,20 +56,19 @@ def convert_write_errors(path: Path) -> Iterator[None]:
 
 
 def _output_error(path: Path, error: Exception) -> OutputError:
-    # What is being written lies in a folder that nobody will find again: the one around it is meant.
+    # Files are written to a temporary folder first; the error must name the folder around it.
     shown = next((part.parent for part in path.parents if part.name.endswith(".part")), path)
     named = Path(str(getattr(error, "filename", None) or shown))
     if named.parent == shown.parent and not named.name.endswith(".part"):
-        shown = named  # a file that goes with it: a sidecar, a folder
-    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
-    if full:
+        shown = named  # a file written with it: a sidecar, a folder
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
         return OutputError(
             f"the disk is full: {shown} could not be written",
             hint="free some space and run the same command again; a recipe continues where it stopped",
         )
-    from_system = re.search(r"([^:]+) \(os error \d+\)", str(error))  # safetensors tells where in its code, too
+    from_system = re.search(r"([^:]+) \(os error \d+\)", str(error))  # safetensors adds a place in its code
     reason = getattr(error, "strerror", None) or (from_system[1].strip() if from_system else str(error))
-    return OutputError(f"{shown} cannot be written: {reason}", hint="choose another place, or make this one writable")
+    return OutputError(f"{shown} cannot be written: {reason}", hint="choose another folder, or make this one writable")
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -79,16 +80,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Raises ValueError for NaN and infinity, which JSON does not have."""
+    """Raises ValueError for NaN and infinity, which JSON lacks."""
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold a lock on `folder` while a file in it is read, changed and written back, so that no change is lost.
+    """Lock `folder` against other processes, to read, change and write back a file in it.
 
-    The folder itself is locked, so that no lock file stays behind. One process must not lock it twice: it would wait
-    for itself. Where the system or the disk cannot lock, nothing is locked.
+    Locks the folder itself, which needs no lock file. A process that locks it twice waits forever. Without support by
+    the system or the disk, this does nothing.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -100,24 +101,24 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> Any:
-    """Raises ArtifactError when `path` is missing or not JSON."""
+    """Raises ArtifactError if `path` is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read: {error.strerror}", hint="check the path") from None
     except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path} cannot be read as JSON: {error}", hint="write or copy it again") from None
+        raise ArtifactError(f"{path} cannot be read as JSON: {error}", hint="create or copy it again") from None
 
 
 def decode_json_values(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Metadata values that are JSON, as data; files of other tools may hold anything."""
-    found: dict[str, Any] = {}
+    """Metadata with JSON values decoded. Other values, which other tools may write, stay text."""
+    data: dict[str, Any] = {}
     for key, text in metadata.items():
         try:
-            found[key] = json.loads(text)
+            data[key] = json.loads(text)
         except ValueError:
-            found[key] = text
-    return found
+            data[key] = text
+    return data
 
 
 def file_sha256(path: Path) -> str:
@@ -126,15 +127,15 @@ def file_sha256(path: Path) -> str:
 
 
 def find_changed_files(sidecar: Path) -> list[str]:
-    """The files beside `sidecar` that are missing or not what it recorded under `files`, a sentence each."""
+    """One sentence for each file that is missing or whose SHA-256 is not the one in the sidecar's `files`."""
     data = read_json(sidecar)
     files = data.get("files") if isinstance(data, dict) else None
     if not isinstance(files, dict):
-        return [f"{sidecar.name} does not say which files it describes"]
+        return [f"{sidecar.name} does not list its files"]
     wrong = []
     for name, recorded in files.items():
         path = sidecar.parent / name
         actual = file_sha256(path) if path.is_file() else "missing"
         if actual != recorded:
-            wrong.append(f"{name}: sha256 is {actual[:12]}, {sidecar.name} says {str(recorded)[:12]}")
+            wrong.append(f"{name}: sha256 is {actual[:12]}, {sidecar.name} records {str(recorded)[:12]}")
     return wrong

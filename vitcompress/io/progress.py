@@ -1,14 +1,14 @@
-"""The interface through which long work reports its progress; only `console` knows how that looks."""
+"""How long work reports its progress; `cli.output.progress` displays it."""
 
 
 class Progress:
-    """Silent by default; `console.ConsoleProgress` draws it."""
+    """Ignores all reports; subclasses display them."""
 
     def stage(self, title: str) -> None:
-        """A new part of the work begins."""
+        """Start a new part of the work."""
 
     def update(self, label: str, done: int, total: int, text: str = "") -> None:
-        """`done` of `total` units of the part called `label` are finished; `text` is its newest figure."""
+        """Report that `done` of `total` units of the part `label` are finished. text: its latest figure."""
 
     def note(self, text: str) -> None:
-        """One line that a person should read."""
+        """Report one line of information."""

@@ -1,4 +1,4 @@
-"""Tensors by name: safetensors, and PyTorch checkpoints read without running what they hold."""
+"""Tensors by name: safetensors, and PyTorch checkpoints read without executing pickled code."""
 
 import argparse
 import pickle
@@ -15,7 +15,7 @@ from torch import Tensor
 from vitcompress.errors import WeightsError
 from vitcompress.io.files import write_file
 
-# What torch.load raises for damaged files: its reader trusts what it reads, so nearly anything.
+# torch.load raises almost any exception for a damaged file.
 DAMAGED = (
     pickle.UnpicklingError,
     RuntimeError,
@@ -31,9 +31,9 @@ DAMAGED = (
     struct.error,
 )
 
-# Where training scripts keep weights, in timm's order: averaged ones first, which are the ones they are used with.
+# Keys of the weights in checkpoints of training scripts, in timm's order: averaged weights first.
 PARTS = ("state_dict_ema", "model_ema", "state_dict", "model")
-# In front of the names of a model that was trained by several processes, or compiled, in whichever order.
+# Name prefixes of compiled and distributed models, in either order.
 WRAPPERS = ("_orig_mod.", "module.", "_orig_mod.")
 
 
@@ -49,32 +49,32 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Weights by name from safetensors, or from a PyTorch checkpoint read with `weights_only=True`.
+    """Weights by name from a safetensors file or a PyTorch checkpoint (read with `weights_only=True`).
 
-    Checkpoints of training scripts are unwrapped: the first of PARTS that they hold, without the prefixes WRAPPERS.
+    From a checkpoint of a training script, loads the first of PARTS and strips the prefixes WRAPPERS.
 
     Raises:
-        WeightsError: missing, truncated, of another format, or holding pickled code.
+        WeightsError: the file is missing, truncated, of another format, or contains pickled code.
     """
     path = Path(path)
     if not path.is_file():
-        raise WeightsError(f"no weights at {path}", hint="give a .safetensors, .pth or .pt file")
+        raise WeightsError(f"no weights at {path}", hint="use a .safetensors, .pth or .pt file")
     return _load_safetensors(path) if path.suffix == ".safetensors" else _load_pytorch(path)
 
 
 def _load_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
-            # Cloned: a view of the file would change with it, and its alignment makes torch's kernels round otherwise.
+            # Cloned: a view would change with the file, and its alignment changes the rounding of torch's kernels.
             return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
         raise WeightsError(
-            f"{path} is not a whole safetensors file: {error}", hint="copy or download it again"
+            f"{path} is not a complete safetensors file: {error}", hint="copy or download it again"
         ) from None
 
 
 def checkpoint_part(path: Path) -> str | None:
-    """Which of PARTS `load_tensors` takes of a training script's checkpoint; None for a file of weights alone.
+    """The key of PARTS that `load_tensors` loads from a checkpoint; None for a file of weights only.
 
     Raises:
         WeightsError: as `load_tensors`.
@@ -88,28 +88,28 @@ def _load_pytorch(path: Path) -> dict[str, Tensor]:
     tensors = data if part is None else data[part]
     if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise WeightsError(f"{path} is not a state dict of tensors", hint="save model.state_dict()")
-    return {_unwrapped(name): tensor for name, tensor in tensors.items()}
+    return {_strip_wrappers(name): tensor for name, tensor in tensors.items()}
 
 
 def _read_pytorch(path: Path) -> Any:
-    """What a PyTorch checkpoint holds: tensors and plain data, and the options of a script, which are plain data."""
+    """The content of a PyTorch checkpoint: tensors, plain data and `argparse.Namespace` (options of a script)."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except DAMAGED as error:
         if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
             raise WeightsError(
-                f"{path} holds more than tensors: loading it would run code from the file",
-                hint="save its state_dict() alone, best as .safetensors",
+                f"{path} contains more than tensors: loading it would run code from the file",
+                hint="save only its state_dict(), preferably as .safetensors",
             ) from None
-        raise WeightsError(f"{path} is not a whole PyTorch checkpoint", hint="copy or download it again") from None
+        raise WeightsError(f"{path} is not a complete PyTorch checkpoint", hint="copy or download it again") from None
 
 
 def _part(data: Any) -> str | None:
     return next((key for key in PARTS if isinstance(data, dict) and isinstance(data.get(key), dict)), None)
 
 
-def _unwrapped(name: str) -> str:
+def _strip_wrappers(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.removeprefix(wrapper)
     return name

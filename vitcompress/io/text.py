@@ -1,4 +1,4 @@
-"""Format numbers, ranges, tables and differences of settings as text."""
+"""Format numbers, ranges, tables and differences between settings."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,18 +8,18 @@ from typing import Any
 
 
 def format_number(value: float) -> str:
-    """0.228, 1.25e-06, 951,836: three digits; counts, which are whole, with all that they have."""
+    """0.228, 1.25e-06, 951,836: three digits; whole numbers from 1000 on in full."""
     return f"{value:,.0f}" if abs(value) >= 1000 and float(value).is_integer() else f"{value:.3g}"
 
 
 def format_range(least: object, most: object) -> str:
-    """`2 to 8`, or `2` where both ends are the same text."""
+    """`2 to 8`, or `2` if both ends are equal."""
     low, high = str(least), str(most)
     return low if low == high else f"{low} to {high}"
 
 
 def suggest_range(name: str, least: int, most: int) -> str:
-    """The hint on what a setting may be: `choose name = 2`, `choose name from 2 to 8`."""
+    """A hint with the values that a setting allows: `choose name = 2`, `choose name from 2 to 8`."""
     return f"choose {name} {'=' if least == most else 'from'} {format_range(least, most)}"
 
 
@@ -45,12 +45,12 @@ def format_shape(shape: Sequence[int]) -> str:
 
 
 def format_rate(per_second: float) -> str:
-    """Three digits, or all of those before the point if they are more: 2.94, 1,234."""
+    """Three digits, or the integer part if it is longer: 2.94, 1,234."""
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
 def format_milliseconds(value: float) -> str:
-    """Four digits, three below one: 0.891, 26.64, 7,240."""
+    """Four digits, or three below 1: 0.891, 26.64, 7,240."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" if value >= 1 else f"{value:.3g}"
 
 
@@ -59,10 +59,10 @@ def format_ratio(ratio: float, digits: int = 2) -> str:
 
 
 def format_interval(ends: Sequence[float | None], digits: int = 2) -> str:
-    """The 95 % interval of a ratio as `timing.ratio` gives it: without an upper end it has none."""
+    """The 95 % interval of a ratio of `bench.timing`; without both ends there is none."""
     low, high = ends
     if low is None or high is None:
-        return "no interval: that takes 6 rounds"
+        return "no interval: at least 6 rounds are needed"
     return f"95 % interval {format_ratio(low, digits)} to {format_ratio(high, digits)}"
 
 
@@ -73,7 +73,7 @@ def describe_ratio(ratio: Mapping[str, Any]) -> str:
 
 
 def shorten_paths(names: Sequence[str]) -> list[str]:
-    """Paths by as few of their last parts as tell them from each other: `a/model.onnx` and `b/model.onnx`."""
+    """Each path as its shortest unique suffix: `a/model.onnx` and `b/model.onnx`."""
     return [_shortest(name, set(names) - {name}) for name in names]
 
 
@@ -92,29 +92,29 @@ NONE = "-"
 
 @dataclass(frozen=True)
 class Table:
-    """Text in rows and columns, to be drawn by whoever shows it."""
+    """Text in rows and columns."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     def markdown(self) -> str:
-        head = [self.columns, tuple("---:" if self._figures(i) else "---" for i in range(len(self.columns)))]
+        head = [self.columns, tuple("---:" if self._is_numeric(i) else "---" for i in range(len(self.columns)))]
         return "\n".join(
             "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in [*head, *self.rows]
         )
 
-    def _figures(self, column: int) -> bool:
-        """Whether a column stands right: figures do, words, hashes and the first column do not."""
+    def _is_numeric(self, column: int) -> bool:
+        """Whether a column is right-aligned: numbers are; words, hashes and the first column are not."""
         cells = [row[column] for row in self.rows if row[column] not in ("", NOT_MEASURED, NONE)]
         return column > 0 and self.columns[column] != "sha256" and all(re.match(r"[+-]?\d", cell) for cell in cells)
 
 
-SHOWN = 3  # differences that are named
+SHOWN = 3  # differences in a message
 
 
 def flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """`("finetune.epochs", "10")` for every leaf of tables and lists."""
+    """Nested tables and lists as pairs of dotted key and value: `("finetune.epochs", "10")`."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
     if items is None:
         yield name, repr(value)
@@ -123,8 +123,10 @@ def flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def describe_differences(there: Any, here: Any) -> list[str]:
-    """The first leaves in which two tables differ, one in words each, and how many more there are."""
+    """One sentence for each of the first differences between two tables, and the number of others."""
     before, now = dict(flatten(there)), dict(flatten(here))
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    told = [f"{name} is {before.get(name, 'not set')} there, {now.get(name, 'not set')} here" for name in names[:SHOWN]]
-    return [*told, *([f"{len(names) - SHOWN} more"] if len(names) > SHOWN else [])]
+    lines = [
+        f"{name} is {before.get(name, 'not set')} there, {now.get(name, 'not set')} here" for name in names[:SHOWN]
+    ]
+    return [*lines, *([f"{len(names) - SHOWN} more"] if len(names) > SHOWN else [])]

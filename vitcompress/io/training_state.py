@@ -1,4 +1,4 @@
-"""Resume states: how far a part of the work has come, kept so that a killed run continues there."""
+"""Resume states, from which an interrupted run continues."""
 
 import re
 import shutil
@@ -12,14 +12,13 @@ from torch import Tensor
 from vitcompress.io.files import convert_write_errors, read_json, write_json
 from vitcompress.io.tensors import load_tensors, save_tensors
 
-# Count of saves, then the epoch: a state of the same epoch saved again gets a folder of its own too, so that a whole
-# one is there before the older one is touched.
+# Number of the save, then the epoch. Every save has a folder of its own: the previous one is deleted only afterwards.
 _STATE = re.compile(r"state-(\d{6})-epoch-(\d{6})")
 
 
 @dataclass(frozen=True)
 class State:
-    """What a part of the work had reached: finished `epoch`, tensors by name, and everything else as JSON data."""
+    """Progress of one part of the work: finished `epoch`, tensors by name, everything else as JSON data."""
 
     epoch: int
     tensors: dict[str, Tensor]
@@ -27,10 +26,10 @@ class State:
 
 
 def save_state(folder: Path, epoch: int, tensors: Mapping[str, Tensor], data: Any) -> None:
-    """Write a state as a new folder renamed into place, then drop older ones: killed anywhere, a whole state is left.
+    """Write a state to a new folder and delete older ones. A complete state exists at any time.
 
     Raises:
-        OutputError: the folder cannot be written or the disk is full; the state saved before is still there.
+        OutputError: the folder cannot be written or the disk is full; the previous state is kept.
     """
     number = max((number for number, _, _ in _states(folder)), default=0) + 1
     final = folder / f"state-{number:06d}-epoch-{epoch:06d}"
@@ -49,11 +48,11 @@ def save_state(folder: Path, epoch: int, tensors: Mapping[str, Tensor], data: An
 
 
 def load_state(folder: Path) -> State | None:
-    """The state saved last in `folder`, None when there is none."""
-    found = _states(folder)
-    if not found:
+    """The latest state in `folder`, or None."""
+    states = _states(folder)
+    if not states:
         return None
-    _, epoch, path = max(found)
+    _, epoch, path = max(states)
     return State(epoch, load_tensors(path / "tensors.safetensors"), read_json(path / "data.json"))
 
 

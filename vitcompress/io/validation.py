@@ -1,4 +1,4 @@
-"""Plain data checked by pydantic, with every mistake as a line to act on: where, what was seen, what is allowed."""
+"""Validate plain data with pydantic and report each problem in one line: the place, the value, what is allowed."""
 
 import json
 import typing
@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from vitcompress.errors import did_you_mean
+from vitcompress.errors import InputError, did_you_mean
 
 Table = TypeVar("Table", bound=BaseModel)
 
-# Strict: "30" is not 30. Unknown keys are mistakes, also in the nested options (pydantic hands this on to dataclasses).
+# Strict: "30" is not 30. Unknown keys are errors, in nested dataclasses too.
 STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 KINDS = {
@@ -44,30 +44,52 @@ def Doc(text: str) -> Any:
 
 
 def validate(kind: type[Table], data: Mapping[str, Any], prefix: str, problems: list[str]) -> Table | None:
-    """`data` as `kind`; what is wrong with it goes to `problems`."""
+    """`data` as `kind`, or None after adding to `problems`. prefix: see `describe_errors`."""
     try:
-        # By way of JSON: pydantic's strict mode takes tables and lists for dataclasses and tuples only there.
+        # As JSON, because only there strict mode accepts tables for dataclasses and lists for tuples.
         return kind.model_validate_json(json.dumps(data, default=str))
     except ValidationError as error:
         problems += describe_errors(error, kind, prefix)
         return None
 
 
-def describe_errors(error: ValidationError, root: type[BaseModel], prefix: str = "") -> list[str]:
-    """One line per mistake, `place   what is wrong`, in the order of the file.
+def validate_options(kind: type[Any], values: Mapping[str, Any], prefix: str, problems: list[str]) -> Any | None:
+    """An instance of the dataclass `kind`, or None after adding to `problems`."""
+    table = validate(
+        create_model("Options", __config__=STRICT, options=(kind, ...)), {"options": values}, prefix, problems
+    )
+    return None if table is None else vars(table)["options"]
 
-    prefix: replaces the first part of every place (`step[0].` for what was checked under one invented key).
+
+def options_of(kind: type[Any], values: Mapping[str, Any], what: str) -> Any:
+    """An instance of the dataclass `kind` from keyword arguments, validated like a table of a recipe.
+
+    Raises:
+        InputError: unknown names, or values of another type or out of range; all of them are listed.
     """
-    found: dict[str, list[str]] = {}
+    problems: list[str] = []
+    options = validate_options(kind, dict(values), "  ", problems)
+    if options is None:
+        lines = "\n".join(problems)
+        raise InputError(f"the options of {what} are invalid:\n{lines}", hint="see the documentation of these options")
+    return options
+
+
+def describe_errors(error: ValidationError, root: type[BaseModel], prefix: str = "") -> list[str]:
+    """One line per problem, `place   what is wrong`, in the order of the file.
+
+    prefix: replaces the first part of every place (`step[0].`, if the data was nested in another table to validate it).
+    """
+    sentences: dict[str, list[str]] = {}
     for item in error.errors(include_url=False):
         place = _place(item["loc"][1:] if prefix else item["loc"])
-        found.setdefault(prefix + place, []).append(_sentence(item, root))
-    width = max(map(len, found))
-    return [f"{place:<{width}}   {' or '.join(dict.fromkeys(texts))}" for place, texts in found.items()]
+        sentences.setdefault(prefix + place, []).append(_describe(item, root))
+    width = max(map(len, sentences))
+    return [f"{place:<{width}}   {' or '.join(dict.fromkeys(texts))}" for place, texts in sentences.items()]
 
 
 def keys_hint(problems: Iterable[str], steps: Any) -> str | None:
-    """The command that lists all keys, if one of the `problems` is an unknown one; steps: of the recipe, as given."""
+    """The command that lists all keys, if a key is unknown. steps: of the recipe, not validated yet."""
     if not any(UNKNOWN_KEY in problem for problem in problems):
         return None
     named = [step.get("method") for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
@@ -79,9 +101,9 @@ def _place(loc: tuple[int | str, ...]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
 
 
-def _sentence(item: Any, root: type[BaseModel]) -> str:
-    """What is wrong with one value."""
-    kind, seen = item["type"], _shown(item["input"])
+def _describe(item: Any, root: type[BaseModel]) -> str:
+    """The problem of one value."""
+    kind, seen = item["type"], _format_value(item["input"])
     if kind in UNKNOWN:
         known = list(_keys(root, item["loc"][:-1]))
         return f"{UNKNOWN_KEY}{did_you_mean(str(item['loc'][-1]), known) or ', known: ' + ', '.join(known)}"
@@ -98,14 +120,14 @@ def _sentence(item: Any, root: type[BaseModel]) -> str:
     return f"got {seen}: {item['msg']}"
 
 
-def _shown(value: Any) -> str:
-    """A value as TOML would write it, short."""
+def _format_value(value: Any) -> str:
+    """A value in TOML syntax, at most 60 characters."""
     text = str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _keys(root: type[BaseModel], loc: tuple[int | str, ...]) -> Iterator[str]:
-    """The keys that the table at `loc` knows."""
+    """The keys of the table at `loc`."""
     kind: Any = root
     for part in (part for part in loc if isinstance(part, str)):
         hints = typing.get_type_hints(kind)

@@ -16,7 +16,7 @@ from vitcompress import surgery
 from vitcompress.families import Family
 from vitcompress.io.files import read_json
 from vitcompress.io.validation import Doc
-from vitcompress.methods.base import Context, Estimate, Method, StepInfo, StepReport, table
+from vitcompress.methods.base import Context, Estimate, Method, StepInfo, StepReport, reject_unused, table
 from vitcompress.plan import Plan
 from vitcompress.training.augmentation import Augmentation
 from vitcompress.training.options import TrainOptions
@@ -27,7 +27,7 @@ from vitcompress.training.trainer import TrainingControls
 class RecoverOptions:
     """Options of this training. [finetune] sets all others, and those that are None here."""
 
-    epochs: Annotated[int, Ge(1), Doc("of this training")]
+    epochs: Annotated[int, Ge(1), Doc("of this training")] = 10
     batch_size: Annotated[int | None, Ge(1), Doc("None: as in [finetune]")] = None
     lr: Annotated[float | None, Ge(0), Doc("None: as in [finetune]")] = None
     min_lr: Annotated[float | None, Ge(0), Doc("None: as in [finetune]")] = None
@@ -62,7 +62,10 @@ def recover(model: nn.Module, context: Context, options: RecoverOptions) -> Plan
 
 
 def recovery_settings(base: TrainOptions, options: RecoverOptions) -> TrainOptions:
-    """What `recover` trains with where [finetune] is `base`."""
+    """The options of [finetune], `base`, with those of the step. Raises PlanError for an option without effect."""
+    taught = base.distillation
+    unused = {"alpha": taught == "none", "teacher_smoothing": taught != "hard"}
+    reject_unused(options, {name: no and f"finetune.distillation is {taught!r}" for name, no in unused.items()})
     own: dict[str, Any] = {name: value for name, value in vars(options).items() if value is not None}
     if options.lr is not None:
         own["lr_base"] = None

@@ -48,7 +48,7 @@ MEAN_GATES = "mean_gates"  # file of the constant gates of layers that fade out
 class DepthOptions:
     """Options of all methods that remove attentions and activations."""
 
-    pruned_layers: Annotated[int, Ge(1), Doc("number of attentions and activations to remove, both types together")]
+    pruned_layers: Annotated[int, Ge(1), Doc("number of attentions and activations to remove, both types together")] = 4
     attention_bypass: Bypass = "drop"
     both_pruned_output_act: OutputAct = "none"
     gated_ffn: GatedFfn = "mean_gate"

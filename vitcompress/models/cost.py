@@ -41,7 +41,7 @@ def count_cost(model: nn.Module, input_size: tuple[int, int, int] | None = None)
     Example:
         >>> import vitcompress as vc
         >>> vc.count_cost(vc.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=10))
-        Cost(params=595978, macs=2526144, macs_linear=2516544)
+        Cost(params=595978, macs=2813184, macs_linear=2803584)
     """
     return _cost(model, _count_flops(model, input_size or input_config(model).size)["Global"])
 

@@ -18,7 +18,7 @@ WeightScale = Literal["gradient", "update", "none"]
 class Options:
     """Options of SERo."""
 
-    sparsity: Annotated[float, Gt(0), Lt(1), Doc("share of all q/k, v and FFN units to remove")]
+    sparsity: Annotated[float, Gt(0), Lt(1), Doc("share of all q/k, v and FFN units to remove")] = 0.5
     epochs: Annotated[int, Ge(1), Doc("of the exploration")] = 50
     warmup_epochs: Annotated[int, Ge(0), Doc("epochs of the exploration without masks")] = 1
     refresh: Annotated[int, Ge(1), Doc("iterations between two updates of the masks")] = 8

@@ -1,0 +1,207 @@
+"""The Python API: every function on a tiny model, with batches, with data sets, and with objects of other packages."""
+
+import doctest
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import vitcompress as vc
+from vitcompress.errors import DataError, InputError
+from vitcompress.methods import METHODS
+from vitcompress.pipeline import api
+
+ARGS: dict[str, Any] = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2}
+FINE = {"residual": 2, "ffn": 2, "head_dim": 2}
+X = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def model(**changes: Any) -> nn.Module:
+    return vc.create_model("vit_tiny_patch16_224", num_classes=4, **{**ARGS, **changes})
+
+
+def batches(count: int = 4) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(16, 1, 8, 8, generator=generator), torch.arange(16) % 4) for _ in range(count)]
+
+
+class Pictures:
+    """A map-style data set of PIL images, as a user would write it."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        pixels = np.random.default_rng(index).integers(0, 255, (8, 8), np.uint8)
+        return Image.fromarray(pixels), index % 4
+
+
+class Stream:
+    """An iterable of batches without a length."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(batches())
+
+
+@pytest.mark.parametrize(
+    "data", [batches(), Pictures(), Stream(), torch.utils.data.DataLoader(Pictures(), collate_fn=list)]
+)
+def test_isomorphic_plans_from_any_data(data: Any) -> None:
+    if isinstance(data, torch.utils.data.DataLoader):  # batches that are no tensors
+        with pytest.raises(DataError, match="not an iterable of"):
+            vc.plan(model(), "isomorphic", data, device="cpu")
+        return
+    dense = model()
+    before = {name: value.clone() for name, value in dense.state_dict().items()}
+    plan = vc.plan(dense, "isomorphic", data, keep_ratio=0.5, images=24, align=FINE, device="cpu")
+    assert plan.kept and all(torch.equal(before[name], value) for name, value in dense.state_dict().items())
+    small = vc.prune(dense, plan)
+    assert vc.count_cost(small).params < vc.count_cost(dense).params and small(X).shape == (3, 4)
+    assert small.plan.kept == plan.kept  # type: ignore[union-attr, operator]
+
+
+def test_the_whole_path(tmp_path: Path) -> None:
+    dense = model()
+    small = vc.prune(dense, vc.plan(dense, "fixed", attention=[1], activation=[0]))
+    result = vc.finetune(small, Pictures(), Pictures(), teacher=dense, epochs=1, batch_size=16, device="cpu")
+    assert result.accuracy is not None and result.accuracy.total == 32
+    folded = vc.fold(small)
+    assert not torch.equal(folded(X), dense(X)) and torch.allclose(folded(X), small(X), atol=1e-5)
+    assert folded.plan.folded == ("blocks.0.mlp",)  # type: ignore[union-attr]
+    vc.save_model(folded, tmp_path / "out")
+    again = vc.load_model(tmp_path / "out")
+    assert torch.equal(again(X), folded(X))
+    path = vc.export(folded, tmp_path / "out" / "model.onnx", class_names=("a", "b", "c", "d"))
+    verification = vc.verify(tmp_path / "out")
+    assert verification.passed, [check for check in verification.checks if check.verdict == "failed"]
+    assert any(check.name.startswith("onnx") and check.verdict == "passed" for check in verification.checks)
+    assert vc.evaluate(path, Pictures(), device="cpu").correct == vc.evaluate(folded, Pictures(), device="cpu").correct
+    bench = vc.bench([dense, folded, path], batch=2, protocol="paper", warmup=1, runs=3, device="cpu")
+    assert len(bench.rows) == 3 and len(bench.ratios) == 2
+    assert "images/s" in str(bench)
+
+
+def test_steps_compose() -> None:
+    dense = model()
+    first = vc.prune(dense, vc.plan(dense, "magnitude", keep_heads=0.5))
+    second = vc.prune(first, vc.plan(first, "nose", batches(), pruned_layers=1, te={"images": 16}, device="cpu"))
+    assert second.plan.heads and second.plan.removed  # type: ignore[union-attr]
+    assert second(X).shape == (3, 4)
+
+
+def test_a_method_that_trains_leaves_its_weights_in_the_model() -> None:
+    dense = model()
+    before = {name: value.clone() for name, value in dense.state_dict().items()}
+    plan = vc.plan(
+        dense, "sero", batches(), sparsity=0.5, epochs=2, round_to=1, training={"batch_size": 16}, device="cpu"
+    )
+    assert plan.kept and any(not torch.equal(before[name], value) for name, value in dense.state_dict().items())
+
+
+def test_models_of_timm_itself_are_taken() -> None:
+    import timm
+
+    dense = timm.create_model("vit_tiny_patch16_224", num_classes=4, **ARGS).eval()
+    small = vc.prune(dense, vc.plan(dense, "magnitude", keep_heads=0.5))
+    assert vc.count_cost(small).params < vc.count_cost(dense).params
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: vc.plan(model(), "isomorfic"), "did you mean|nearest|isomorphic"),
+        (lambda: vc.plan(model(), "isomorphic", batches(), keep=0.5), "keep"),
+        (lambda: vc.plan(model(), "isomorphic", batches(), keep_ratio=2.0), "keep_ratio"),
+        (lambda: vc.finetune(model(), batches(), epoch=3), "epoch"),
+        (lambda: vc.finetune(model(), iter(batches())), "without a length"),
+        (lambda: vc.export(model(), "x.tflite"), "suffix"),
+        (lambda: vc.export(model(), "x.engine"), "trt and trt-rtx"),
+        (lambda: vc.export(model(), "x.onnx", precision="int4"), "precision"),
+        (lambda: vc.create_model("vit_tini"), "vit_tini"),
+    ],
+)
+def test_mistakes_are_reported(call: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=message):
+        call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_methods_without_images_say_so() -> None:
+    with pytest.raises((InputError, DataError), match=r"data|images"):
+        vc.plan(model(), "isomorphic", align=FINE, device="cpu")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_option_of_every_method_has_a_default(name: str) -> None:
+    METHODS[name].options()
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    pass
+
+
+def test_a_method_object_and_an_entry_point_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def keep_half(dense: nn.Module, context: Any, options: NoOptions) -> vc.Plan:
+        space = next(space for space in context.family.spaces(dense) if space.kind == "mlp")
+        return context.plan.delta(kept={space.name: tuple(range(space.size // 2))})
+
+    mine = vc.Method("mine", "half of the first FFN", NoOptions, keep_half, lambda *_: vc.Plan("x"))
+    assert vc.plan(model(), mine).kept
+    (tmp_path / "plugin.py").write_text(
+        "import vitcompress as vc\nfrom dataclasses import dataclass\n"
+        "@dataclass(frozen=True)\nclass Options: pass\n"
+        "def plan(model, context, options): return context.plan.delta(removed={'blocks.0.attn': 'drop'})\n"
+        "METHOD = vc.Method('plugged', 'from another package', Options, plan, plan)\n"
+    )
+    info = tmp_path / "plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vitcompress.methods]\nplugged = plugin:METHOD\nbroken = plugin:Options\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert vc.plan(model(), "plugged").removed == {"blocks.0.attn": "drop"}
+    with pytest.raises(InputError, match="is not a Method"):
+        vc.plan(model(), "broken")
+
+
+@pytest.mark.parametrize(
+    "name", ["create_model", "plan", "finetune", "fold", "export", "evaluate", "bench", "count_cost"]
+)
+def test_the_examples_in_docstrings_run(name: str) -> None:
+    function = getattr(vc, name)
+    (example,) = doctest.DocTestFinder(recurse=False).find(function, name)
+    assert example.examples
+    assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example).failed == 0
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, vitcompress as vc; dir(vc); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_functions_keep_their_names_when_submodules_are_imported() -> None:
+    import vitcompress.bench.timing
+    import vitcompress.plan
+    import vitcompress.verify.fold  # noqa: F401
+
+    assert vc.plan is api.plan and vc.bench is api.bench and vc.verify is api.verify
+
+
+def test_names_of_version_0_1_still_work() -> None:
+    with pytest.warns(DeprecationWarning, match="count_cost"):
+        assert vc.measure is vc.count_cost
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert vc.load is vc.load_model and vc.save is vc.save_model
+    with pytest.raises(AttributeError):
+        vc.nothing  # noqa: B018

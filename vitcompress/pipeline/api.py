@@ -1,0 +1,337 @@
+"""The Python API: prune, train, fold, export, verify and measure a timm model in memory.
+
+`import vitcompress as vc` provides these functions, with `load_model`, `save_model`, `prune` and `count_cost`. Options
+of methods, trainings, exports and benchmarks are keyword arguments: the keys of recipes, validated in the same way.
+"""
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitcompress import surgery
+from vitcompress.bench import suite
+from vitcompress.errors import InputError
+from vitcompress.exporters import EXPORTERS, available_exporter
+from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.runner import Runner, RunnerOptions
+from vitcompress.exporters.runtimes import open_runner
+from vitcompress.exporters.torch_runner import TorchRunner
+from vitcompress.io.checks import Verification
+from vitcompress.io.progress import Progress
+from vitcompress.io.validation import options_of
+from vitcompress.methods import find_method
+from vitcompress.methods.base import Method, context_for, load_handed_over
+from vitcompress.models import create
+from vitcompress.models.create import input_config, plan_of
+from vitcompress.pipeline.export import CALIBRATION_IMAGES, write_export
+from vitcompress.plan import Plan
+from vitcompress.training import distributed
+from vitcompress.training.datasets import as_images
+from vitcompress.training.distributed import Amp, Runtime
+from vitcompress.training.loaders import BatchLoader, EvalLoader, open_source
+from vitcompress.training.loop import train
+from vitcompress.training.metrics import Accuracy, calibration_images
+from vitcompress.training.metrics import evaluate as evaluate_loader
+from vitcompress.training.options import TrainOptions, TrainResult
+from vitcompress.training.trainer import TrainingContext, TrainingControls
+from vitcompress.verify import verify_folder
+
+
+def create_model(
+    name: str, *, pretrained: bool = False, weights: str | Path | None = None, seed: int = 0, **args: Any
+) -> nn.Module:
+    """Create a timm model that can be pruned and saved, in eval mode.
+
+    Args:
+        name: of the timm architecture, as in `timm.create_model`.
+        pretrained: download timm's weights.
+        weights: a checkpoint (.safetensors, .pth) to load instead.
+        seed: of random weights.
+        args: arguments of `timm.create_model`, such as `num_classes`, `img_size`, `depth`.
+
+    Raises:
+        InputError: timm has no such architecture, or it does not take these arguments.
+        WeightsError: the weights cannot be loaded, or belong to another model.
+
+    Example:
+        >>> import vitcompress as vc
+        >>> model = vc.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
+    """
+    if pretrained and weights is not None:
+        raise InputError("pretrained=True and weights exclude each other", hint="pass one of them")
+    return create.create_model(name, args, weights or ("hub" if pretrained else "random"), seed=seed)
+
+
+def plan(  # noqa: PLR0913 (each argument is public and has a default)
+    model: nn.Module,
+    method: str | Method = "isomorphic",
+    data: Any = None,
+    *,
+    device: str = "auto",
+    seed: int = 0,
+    folder: str | Path | None = None,
+    training: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Plan:
+    """Choose what to remove from `model`; `prune` carries it out.
+
+    Methods that train (`sero`, `recover`) leave their trained weights in `model`; all others leave it unchanged.
+
+    Args:
+        method: a name (`vitcompress recipes` lists them), or a `Method` object.
+        data: labelled training images: a map-style data set of (image, class) pairs, or an iterable of (images, labels)
+            batches, which is read into memory. Methods that rank by weights alone need none.
+        device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
+        folder: for measurements and training states, so that a stopped call can continue; None: a temporary folder.
+        training: fields of `TrainOptions` for methods that train, such as `batch_size` and `augmentation`.
+        options: of the method (`vitcompress recipes keys NAME`), all with defaults.
+
+    Raises:
+        InputError: unknown method or options, or data is missing.
+        PlanError: the options ask for more than the model has.
+        UnsupportedModelError: no family covers the model.
+
+    Example:
+        >>> import vitcompress as vc
+        >>> model = vc.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
+        >>> sorted(vc.plan(model, "magnitude", keep_heads=0.67).heads.values())
+        [2, 2]
+    """
+    chosen = find_method(method)
+    settings = options_of(chosen.options, options, f"method {chosen.name}")
+    context = context_for(
+        model,
+        data,
+        plan=plan_of(model),
+        folder=folder,
+        device=device,
+        seed=seed,
+        progress=progress or Progress(),
+        train=options_of(TrainOptions, training or {}, "training"),
+    )
+    model.to(context.runtime.device)
+    delta = chosen.plan(model, context, settings)
+    load_handed_over(model, context.folder, context.plan, context.runtime)
+    return delta
+
+
+def finetune(  # noqa: PLR0913 (each argument is public and has a default)
+    model: nn.Module,
+    train_data: Any,
+    val_data: Any = None,
+    *,
+    teacher: nn.Module | None = None,
+    device: str = "auto",
+    amp: Amp = "none",
+    workers: int = 0,
+    seed: int = 0,
+    folder: str | Path | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> TrainResult:
+    """Train `model` in place; it ends in eval mode with the selected weights.
+
+    Args:
+        train_data: a map-style data set of (image, class) pairs (PIL images, which are augmented, or normalised
+            tensors), or an iterable with a length of (images, labels) batches.
+        val_data: evaluated after epochs, of the same kinds.
+        teacher: model for distillation; `distillation="soft"` is then the default.
+        amp: `none`, `fp16` or `bf16`.
+        folder: of the training state, so that a stopped training continues; None: a temporary folder.
+        options: fields of `TrainOptions`, such as `epochs`, `batch_size`, `lr`, `distillation`.
+
+    Raises:
+        InputError: options that contradict the data, the model or each other.
+        VitcompressError: the loss is no longer finite.
+
+    Example:
+        >>> import torch, vitcompress as vc
+        >>> model = vc.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
+        >>> batches = [(torch.randn(4, 3, 32, 32), torch.randint(10, (4,)))]
+        >>> len(vc.finetune(model, batches, epochs=2).history)
+        2
+    """
+    if teacher is not None:
+        options = {"distillation": "soft", **options}
+    settings = options_of(TrainOptions, options, "training")
+    with _scratch(folder) as scratch, _runtime(device, amp, workers) as runtime:
+        at = TrainingContext(input_config(model), runtime, scratch, "finetune", seed, progress or Progress())
+        heldout = None if val_data is None else open_source(val_data, runtime)
+        return train(model, open_source(train_data, runtime), heldout, settings, at, TrainingControls(teacher=teacher))
+
+
+def fold(model: nn.Module) -> nn.Module:
+    """Return a copy of a pruned model in which consecutive linear layers are multiplied into one, in float64.
+
+    An FFN without its activation becomes one linear layer. The outputs stay the same up to rounding.
+
+    Example:
+        >>> import vitcompress as vc
+        >>> model = vc.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
+        >>> small = vc.prune(model, vc.plan(model, "fixed", activation=[0]))
+        >>> vc.fold(small).plan.folded
+        ('blocks.0.mlp',)
+    """
+    copy, base = deepcopy(model), plan_of(model)
+    folding = surgery.fold_linears(copy, base)
+    copy.plan = folding.plan  # type: ignore[assignment]
+    return copy
+
+
+def export(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    format: str | None = None,
+    data: Any = None,
+    class_names: Sequence[str] = (),
+    seed: int = 0,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Path:
+    """Write `model` to a file that a runtime can serve, with a sidecar `<file>.json`; return its path.
+
+    Args:
+        path: its suffix selects the format: `.onnx`, `.xml` (OpenVINO) or `.engine` (TensorRT).
+        format: `onnx`, `openvino`, `trt`, `trt-rtx`, or one of another package; needed if the suffix is ambiguous.
+        data: images for the range scan of half precision and for `islands=("auto",)`; None: random images.
+        class_names: stored in the metadata.
+        options: fields of `ExportOptions`, such as `precision`, `batch`, `uint8`.
+
+    Raises:
+        InputError: unknown format or options, or the format does not support the model.
+        PrecisionError: a value inside the model overflows fp16.
+
+    Example:
+        >>> import tempfile, vitcompress as vc
+        >>> model = vc.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=10)
+        >>> vc.export(model, tempfile.mkdtemp() + "/model.onnx").name
+        'model.onnx'
+    """
+    path = Path(path)
+    exporter = available_exporter(format or _format_of(path), hint="`vitcompress doctor` shows what is missing")
+    settings = options_of(ExportOptions, options, f"format {exporter.name}")
+    exporter.check(settings)
+    config = input_config(model)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if data is None:
+        images = torch.randn(CALIBRATION_IMAGES, *config.size, generator=torch.Generator().manual_seed(seed))
+    else:
+        source = as_images(data)
+        images = calibration_images(source, config, min(CALIBRATION_IMAGES, len(source)), seed)
+    return write_export(
+        exporter,
+        model,
+        path,
+        images,
+        options=settings,
+        real=data is not None,
+        progress=progress,
+        input=config,
+        classes=tuple(class_names),
+        plan_digest=plan_of(model).digest,
+    ).path
+
+
+def verify(folder: str | Path, *, progress: Progress | None = None) -> Verification:
+    """Repeat every check on a run folder or a saved model: `passed`, and `checks` with values and tolerances.
+
+    Raises:
+        ArtifactError, PlanError, WeightsError: there is no model in the folder, or a file of it is damaged.
+    """
+    return verify_folder(Path(folder), progress=progress)
+
+
+def evaluate(
+    model: nn.Module | str | Path, data: Any, *, batch_size: int = 256, device: str = "auto", workers: int = 0
+) -> Accuracy:
+    """Top-1 and top-5 accuracy with counts, of a model or of an exported file.
+
+    Args:
+        data: a map-style data set of (image, class) pairs, or an iterable of (images, labels) batches.
+
+    Example:
+        >>> import torch, vitcompress as vc
+        >>> model = vc.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=10)
+        >>> vc.evaluate(model, [(torch.randn(4, 3, 32, 32), torch.arange(4))]).total
+        4
+    """
+    with (
+        _runtime(device, workers=workers) as runtime,
+        closing(_open(model, RunnerOptions(device=str(runtime.device)))) as runner,
+    ):
+        source = open_source(data, runtime)
+        if isinstance(source, BatchLoader):
+            return evaluate_loader(runner, source, runtime)
+        if runner.input is None:
+            raise InputError(f"{model} does not state its preprocessing", hint="pass batches of normalised images")
+        return evaluate_loader(runner, EvalLoader(source, runner.input, batch_size, runtime), runtime)
+
+
+def bench(
+    artifacts: Sequence[nn.Module | str | Path], *, progress: Progress | None = None, **options: Any
+) -> suite.Bench:
+    """Measure models and files interleaved; the first one is the reference of all speed-ups.
+
+    Args:
+        artifacts: models in memory, run folders, `.onnx`, `.xml` and `.engine` files, `timm:NAME`, `timm-onnx:NAME`.
+        options: fields of `BenchOptions` (`batch`, `protocol`, `warmup`, `runs`), or of `RunnerOptions` (`device`,
+            `precision`, `threads`).
+
+    Returns:
+        Rows with samples, ratios with 95 % intervals and warnings; `print` shows a table.
+
+    Example:
+        >>> import vitcompress as vc
+        >>> models = [vc.create_model("vit_tiny_patch16_224", img_size=32, depth=depth) for depth in (2, 1)]
+        >>> len(vc.bench(models, batch=1, protocol="paper", warmup=1, runs=3).rows)
+        2
+    """
+    names = RunnerOptions.__dataclass_fields__
+    runner = RunnerOptions(**{name: options.pop(name) for name in list(options) if name in names and name != "batch"})
+    settings = suite.BenchOptions(**options, runner=runner)
+    with ExitStack() as stack:
+        runners = [stack.enter_context(closing(_open(artifact, runner, n))) for n, artifact in enumerate(artifacts)]
+        return suite.compare(runners, settings, progress)
+
+
+def _open(artifact: nn.Module | str | Path, options: RunnerOptions, number: int = 0) -> Runner:
+    """A runner; a model in memory is copied, as a runner moves it to its device and precision."""
+    if isinstance(artifact, nn.Module):
+        return TorchRunner(deepcopy(artifact), options, name=f"{type(artifact).__name__} {number}")
+    return open_runner(artifact, options)
+
+
+def _format_of(path: Path) -> str:
+    formats = [name for name, exporter in EXPORTERS.items() if exporter.file_suffix == path.suffix]
+    if len(formats) != 1:
+        raise InputError(
+            f"the suffix of {path.name} {'fits ' + ' and '.join(formats) if formats else 'is of no format'}",
+            hint=f"pass format, one of {', '.join(EXPORTERS)}",
+        )
+    return formats[0]
+
+
+@contextmanager
+def _scratch(folder: str | Path | None) -> Iterator[Path]:
+    if folder is not None:
+        yield Path(folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="vitcompress-") as temporary:
+        yield Path(temporary)
+
+
+@contextmanager
+def _runtime(device: str, amp: Amp = "none", workers: int = 0) -> Iterator[Runtime]:
+    runtime = distributed.start(device, amp, workers)
+    try:
+        yield runtime
+    finally:
+        distributed.stop()
