@@ -1,4 +1,4 @@
-"""`vitcompress evaluate`: counts that equal a count by hand, and refusals before anything is judged."""
+"""`vitcompress evaluate`: counts that equal a count by hand, and errors before anything is evaluated."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -38,35 +38,35 @@ def with_fixed_batch(path: Path, batch: int) -> Path:
 
 
 def test_counts_are_those_of_a_count_by_hand_in_torch_and_onnx(tmp_path: Path) -> None:
-    made = folder(tmp_path / "run", seed=1)
-    model = load_model(made)
+    run = folder(tmp_path / "run", seed=1)
+    model = load_model(run)
     config = input_config(model)
-    export(model, made / "model.onnx", input=config)
+    export(model, run / "model.onnx", input=config)
     _, images = open_test(DataOptions())
     with torch.inference_mode():
         loader = EvalLoader(images, config, 100, Runtime(torch.device("cpu")))
         by_hand = sum(int((model(x).argmax(1) == y).sum()) for x, y in loader)
-    artifacts = [made, made / "model.onnx", with_fixed_batch(made / "model.onnx", 7)]
-    found = accuracy.run(list(map(str, artifacts)), accuracy.EvaluateOptions(data="digits"))
-    assert found["images"] == len(images) >= 500 and found["classes"] == 10 and len(images) % 7
-    assert [row["correct"] for row in found["rows"]] == [by_hand] * 3
-    assert [row["runtime"] for row in found["rows"]] == ["torch", "onnxruntime", "onnxruntime"]
-    assert all(row["correct"] <= row["correct5"] < row["total"] for row in found["rows"])
-    assert found["mcnemar"][0]["p_value"] == 1.0
+    artifacts = [run, run / "model.onnx", with_fixed_batch(run / "model.onnx", 7)]
+    result = accuracy.run(list(map(str, artifacts)), accuracy.EvaluateOptions(data="digits"))
+    assert result["images"] == len(images) >= 500 and result["classes"] == 10 and len(images) % 7
+    assert [row["correct"] for row in result["rows"]] == [by_hand] * 3
+    assert [row["runtime"] for row in result["rows"]] == ["torch", "onnxruntime", "onnxruntime"]
+    assert all(row["correct"] <= row["correct5"] < row["total"] for row in result["rows"])
+    assert result["mcnemar"][0]["p_value"] == 1.0
 
 
-def test_all_are_opened_before_the_first_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_are_opened_before_the_first_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.onnx").write_text("this is not a graph")
-    made = folder(tmp_path / "run", seed=1)
-    monkeypatch.setattr(accuracy, "_judge", lambda *given: pytest.fail("judged before all were open"))
+    run = folder(tmp_path / "run", seed=1)
+    monkeypatch.setattr(accuracy, "_evaluate", lambda *args: pytest.fail("evaluated before all were open"))
     with pytest.raises(ArtifactError, match="is not an ONNX file"):
-        accuracy.run([str(made), str(tmp_path / "text.onnx")], accuracy.EvaluateOptions(data="digits"))
+        accuracy.run([str(run), str(tmp_path / "text.onnx")], accuracy.EvaluateOptions(data="digits"))
 
 
 def test_a_difference_is_tested_on_the_same_images(tmp_path: Path) -> None:
-    made = [folder(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 2))]
-    found = accuracy.run([str(path) for path in made], accuracy.EvaluateOptions(data="digits"))
-    test, rows = found["mcnemar"][0], found["rows"]
+    runs = [folder(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 2))]
+    result = accuracy.run([str(path) for path in runs], accuracy.EvaluateOptions(data="digits"))
+    test, rows = result["mcnemar"][0], result["rows"]
     assert test["only_a"] - test["only_b"] == rows[0]["correct"] - rows[1]["correct"]
     masks = [torch.ones(test["only_a"] + test["only_b"], dtype=torch.bool) for _ in range(2)]
     masks[1][: test["only_a"]], masks[0][test["only_a"] :] = False, False
@@ -74,103 +74,103 @@ def test_a_difference_is_tested_on_the_same_images(tmp_path: Path) -> None:
 
 
 def test_the_data_is_that_of_the_run_folder_unless_another_is_named(tmp_path: Path) -> None:
-    made = folder(tmp_path / "run", seed=1)
-    (made / "recipe.toml").write_text(
+    run = folder(tmp_path / "run", seed=1)
+    (run / "recipe.toml").write_text(
         f'[model]\nname = "{ARCH}"\n[data]\nheldout = 0.25\n[[step]]\nmethod = "random"\npruned_layers = 1\n'
     )
     none, digits = accuracy.EvaluateOptions(), accuracy.EvaluateOptions(data="digits")
-    assert accuracy.select_data([str(made / "model.onnx")], none).heldout == 0.25
-    assert accuracy.select_data([str(made)], digits) == DataOptions()
-    elsewhere = accuracy.select_data([str(made)], accuracy.EvaluateOptions(data="pictures", split="val2"))
+    assert accuracy.select_data([str(run / "model.onnx")], none).heldout == 0.25
+    assert accuracy.select_data([str(run)], digits) == DataOptions()
+    elsewhere = accuracy.select_data([str(run)], accuracy.EvaluateOptions(data="pictures", split="val2"))
     assert (elsewhere.source, elsewhere.path, elsewhere.test_split) == ("imagefolder", "pictures", "val2")
     with pytest.raises(InputError, match="the digits have no split 'val2'"):
-        accuracy.select_data([str(made)], replace(none, split="val2"))
+        accuracy.select_data([str(run)], replace(none, split="val2"))
     with pytest.raises(InputError, match="no data"):
         accuracy.select_data(["timm:vit_tiny_patch16_224"], none)
 
 
-def test_another_number_of_classes_is_refused(tmp_path: Path) -> None:
-    made = folder(tmp_path / "run", seed=1, num_classes=7)
+def test_another_number_of_classes_is_rejected(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", seed=1, num_classes=7)
     with pytest.raises(ArtifactError, match="has 7 classes, the data has 10"):
-        accuracy.run([str(made)], accuracy.EvaluateOptions(data="digits"))
+        accuracy.run([str(run)], accuracy.EvaluateOptions(data="digits"))
 
 
 DIGIT_NAMES = tuple(str(number) for number in range(10))
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "message"),
     [
         (("ten", *DIGIT_NAMES[1:]), "trained with class ten, the data has 0 instead"),
         (DIGIT_NAMES[::-1], "in another order: 9, 8, 7, 6, 5 and 5 more; the data has 0, 1, 2, 3, 4 and 5 more"),
     ],
 )
-def test_classes_that_do_not_match_by_name_are_refused(names: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    made = folder(tmp_path / "run", seed=1)
-    model = load_model(made)
-    export(model, made / "model.onnx", input=input_config(model), classes=names)
-    for artifact in (made, made / "model.onnx"):
-        with pytest.raises(ArtifactError, match=said):
+def test_classes_that_do_not_match_by_name_are_rejected(names: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", seed=1)
+    model = load_model(run)
+    export(model, run / "model.onnx", input=input_config(model), classes=names)
+    for artifact in (run, run / "model.onnx"):
+        with pytest.raises(ArtifactError, match=message):
             accuracy.run([str(artifact)], accuracy.EvaluateOptions(data="digits"))
 
 
-def test_classes_of_other_names_altogether_are_told(tmp_path: Path) -> None:
-    made, told = folder(tmp_path / "run", seed=1), RecordedProgress()
-    model = load_model(made)
+def test_completely_different_class_names_are_reported(tmp_path: Path) -> None:
+    run, progress = folder(tmp_path / "run", seed=1), RecordedProgress()
+    model = load_model(run)
     names = [f"n{number}" for number in range(10)]
-    export(model, made / "model.onnx", input=input_config(model), classes=names)
-    accuracy.run([str(made)], accuracy.EvaluateOptions(data="digits"), told)
-    assert "its classes are called n0, n1, n2, n3, n4 and 5 more, the data's 0, 1," in told.notes[0]
+    export(model, run / "model.onnx", input=input_config(model), classes=names)
+    accuracy.run([str(run)], accuracy.EvaluateOptions(data="digits"), progress)
+    assert "its classes are named n0, n1, n2, n3, n4 and 5 more, those of the data 0, 1," in progress.notes[0]
 
 
 def test_the_figures_are_those_of_evaluate(tmp_path: Path) -> None:
-    made = folder(tmp_path / "run", seed=3)
-    model = load_model(made)
+    run = folder(tmp_path / "run", seed=3)
+    model = load_model(run)
     _, images = open_test(DataOptions())
     runtime = Runtime(torch.device("cpu"))
     expected = evaluate(model, EvalLoader(images, input_config(model), 64, runtime), runtime).to_dict()
-    row = accuracy.run([str(made)], accuracy.EvaluateOptions(data="digits"))["rows"][0]
+    row = accuracy.run([str(run)], accuracy.EvaluateOptions(data="digits"))["rows"][0]
     assert expected.items() <= row.items()
 
 
 def test_rows_hold_the_speed_of_the_same_bytes_run_in_the_same_way(tmp_path: Path) -> None:
-    made = folder(tmp_path / "run", seed=1)
-    model = load_model(made)
-    export(model, made / "model.onnx", input=input_config(model))
-    options = suite.BenchOptions("paper", 2, 1, 3)
-    measured = suite.run((made / "model.onnx", made / "model.onnx"), options).to_dict()
-    asked = accuracy.EvaluateOptions(data="digits", batch=540)
-    artifacts = [str(made / "model.onnx"), str(made)]
-    assert [row["speed"] for row in accuracy.run(artifacts, asked)["rows"]] == [None, None]
+    run = folder(tmp_path / "run", seed=1)
+    model = load_model(run)
+    export(model, run / "model.onnx", input=input_config(model))
+    bench = suite.BenchOptions("paper", 2, 1, 3)
+    measured = suite.run((run / "model.onnx", run / "model.onnx"), bench).to_dict()
+    options = accuracy.EvaluateOptions(data="digits", batch=540)
+    artifacts = [str(run / "model.onnx"), str(run)]
+    assert [row["speed"] for row in accuracy.run(artifacts, options)["rows"]] == [None, None]
     write_json(tmp_path / "printed.json", measured)
-    given = accuracy.run(artifacts, replace(asked, bench=tmp_path / "printed.json"))["rows"]
-    write_json(made / "bench.json", [measured])
-    rows = accuracy.run(artifacts, asked)["rows"]
+    printed = accuracy.run(artifacts, replace(options, bench=tmp_path / "printed.json"))["rows"]
+    write_json(run / "bench.json", [measured])
+    rows = accuracy.run(artifacts, options)["rows"]
     expected = measured["rows"][1]
-    assert rows == given and rows[1]["speed"] is None  # torch was not measured
-    assert rows[0]["sha256"] == expected["sha256"] == file_sha256(made / "model.onnx")
+    assert rows == printed and rows[1]["speed"] is None  # torch was not measured
+    assert rows[0]["sha256"] == expected["sha256"] == file_sha256(run / "model.onnx")
     assert {key: expected[key] for key in rows[0]["speed"]} == rows[0]["speed"] and rows[0]["speed"]["batch"] == 2
     measured["rows"][1]["precision"] = measured["rows"][0]["precision"] = "bf16"
-    write_json(made / "bench.json", [measured])
-    assert accuracy.run(artifacts, asked)["rows"][0]["speed"] is None
+    write_json(run / "bench.json", [measured])
+    assert accuracy.run(artifacts, options)["rows"][0]["speed"] is None
 
 
-def test_a_file_of_that_name_where_no_run_is_is_not_read(tmp_path: Path) -> None:
-    made = folder(tmp_path / "run", seed=1)
-    export(load_model(made), made / "model.onnx", input=input_config(load_model(made)))
-    asked = accuracy.EvaluateOptions(data="digits", batch=540)
+def test_a_file_of_that_name_outside_a_run_is_not_read(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", seed=1)
+    export(load_model(run), run / "model.onnx", input=input_config(load_model(run)))
+    options = accuracy.EvaluateOptions(data="digits", batch=540)
     (tmp_path / "elsewhere").mkdir()
-    alone = (made / "model.onnx").rename(tmp_path / "elsewhere" / "model.onnx")
-    (made / "model.onnx.json").rename(tmp_path / "elsewhere" / "model.onnx.json")
+    alone = (run / "model.onnx").rename(tmp_path / "elsewhere" / "model.onnx")
+    (run / "model.onnx.json").rename(tmp_path / "elsewhere" / "model.onnx.json")
     (tmp_path / "elsewhere" / "bench.json").write_text('{"answer": 42}')
-    assert accuracy.run([str(alone)], asked)["rows"][0]["speed"] is None
-    (made / "bench.json").write_text('{"answer": 42}')
-    with pytest.raises(ArtifactError, match="holds no measurement"):
-        accuracy.run([str(made)], asked)
+    assert accuracy.run([str(alone)], options)["rows"][0]["speed"] is None
+    (run / "bench.json").write_text('{"answer": 42}')
+    with pytest.raises(ArtifactError, match="contains no measurement"):
+        accuracy.run([str(run)], options)
 
 
 @pytest.mark.parametrize("other", [{"rows": 3}, {"rows": [{"artifact": "model.onnx", "top1": 0.5}]}, [3]])
-def test_a_file_that_holds_no_measurement_is_refused(other: object, tmp_path: Path) -> None:
+def test_a_file_without_a_measurement_is_rejected(other: object, tmp_path: Path) -> None:
     write_json(tmp_path / "other.json", other)
-    with pytest.raises(ArtifactError, match="holds no measurement"):
+    with pytest.raises(ArtifactError, match="contains no measurement"):
         accuracy.run(["nowhere.onnx"], accuracy.EvaluateOptions(data="digits", bench=tmp_path / "other.json"))

@@ -1,4 +1,4 @@
-"""Machines, files and folders that are not what a command needs, and Ctrl-C: one sentence and an exit code."""
+"""Machines, files and folders that a command cannot use, and Ctrl-C: one message and an exit code."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from command_line import begin, images, refused, run_folder
+from command_line import begin, expect_error, images, run_folder
 from whole_runs import ARCH
 
 from vitcompress import cli
@@ -24,42 +24,42 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        begin(tmp_path_factory.mktemp("made") / "home", patch)
+        begin(tmp_path_factory.mktemp("finished") / "home", patch)
         return run_folder().resolve()
 
 
 @pytest.fixture
-def folder(made: Path, home: None) -> Path:
-    """A finished run without training, in the folder that the test works in."""
-    return Path(shutil.copytree(made, "run"))
+def folder(finished: Path, home: None) -> Path:
+    """A finished run without training, in the working folder."""
+    return Path(shutil.copytree(finished, "run"))
 
 
 def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "sklearn"] + ["sklearn"]:
         monkeypatch.setitem(sys.modules, name, None)
-    said = refused("recipe", "small.toml")
-    assert "scikit-learn" in said and "vitcompress[demo]" in said
+    message = expect_error("recipe", "small.toml")
+    assert "scikit-learn" in message and "vitcompress[demo]" in message
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize("command", [("recipe", "small.toml"), ("bench", f"timm:{ARCH}"), ("bench", "run/model.onnx")])
-def test_a_gpu_where_there_is_none(command: tuple[str, ...], folder: Path) -> None:
-    said = refused(*command, "--device", "cuda")
-    assert "cuda" in said.lower() and "cpu" in said.lower()
+def test_a_missing_gpu(command: tuple[str, ...], folder: Path) -> None:
+    message = expect_error(*command, "--device", "cuda")
+    assert "cuda" in message.lower() and "cpu" in message.lower()
 
 
 def test_an_unknown_device() -> None:
-    assert "tpu" in refused("recipe", "small.toml", "--device", "tpu")
+    assert "tpu" in expect_error("recipe", "small.toml", "--device", "tpu")
 
 
 @pytest.mark.parametrize("command", [("bench",), ("evaluate", "--data", "digits")], ids=["bench", "evaluate"])
 def test_an_onnx_file_that_is_not_one(command: tuple[str, ...]) -> None:
     Path("model.onnx").write_text("this is not a graph")
-    assert "model.onnx" in refused(command[0], "model.onnx", *command[1:])
+    assert "model.onnx" in expect_error(command[0], "model.onnx", *command[1:])
     Path("model.engine").write_text("neither is this")
-    assert "engine" in refused(command[0], "model.engine", *command[1:])
+    assert "engine" in expect_error(command[0], "model.engine", *command[1:])
 
 
 def edited(folder: Path, **changes: Any) -> None:
@@ -76,24 +76,24 @@ def edited(folder: Path, **changes: Any) -> None:
         ({"arch": "resnet18"}, "plan"),
         ({"format": 2}, "format"),
     ],
-    ids=["stand-in", "key", "other layers", "architecture", "format"],
+    ids=["replacement", "key", "other layers", "architecture", "format"],
 )
 def test_a_plan_edited_by_hand(changes: dict[str, Any], sentence: str, folder: Path) -> None:
     edited(folder, **changes)
     for command in (("verify", "run"), ("bench", "run"), ("evaluate", "run", "--data", "digits"), ("export", "run")):
-        assert sentence in refused(*command), command
+        assert sentence in expect_error(*command), command
 
 
 def test_an_evaluation_on_images_of_other_classes(folder: Path) -> None:
     images("pictures")
-    said = refused("evaluate", str(folder), "--data", "pictures")
-    assert "10 classes" in said and "the data has 2" in said
+    message = expect_error("evaluate", str(folder), "--data", "pictures")
+    assert "10 classes" in message and "the data has 2" in message
 
 
-def test_a_folder_that_is_no_run_folder() -> None:
+def test_a_folder_that_is_not_a_run_folder() -> None:
     Path("empty").mkdir()
     for command in ("verify", "export", "report", "bench"):
-        assert "empty" in refused(command, "empty")
+        assert "empty" in expect_error(command, "empty")
 
 
 def test_ctrl_c_at_each_stage_and_the_same_command_continues(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,21 +120,21 @@ def test_ctrl_c_at_each_stage_and_the_same_command_continues(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("command", ["verify", "export"])
-def test_a_file_where_its_run_folder_is_needed(command: str, folder: Path) -> None:
-    said = refused(command, str(folder / "model.onnx"))
-    assert "is a file" in said and f"name its folder: {folder}" in said
+def test_a_file_instead_of_its_run_folder(command: str, folder: Path) -> None:
+    message = expect_error(command, str(folder / "model.onnx"))
+    assert "is a file" in message and f"name its folder: {folder}" in message
 
 
 @pytest.mark.parametrize("name", ["model.engine", "model.txt", "model"])
-def test_a_name_for_another_format_is_refused_before_anything_is_built(name: str, folder: Path) -> None:
-    said = refused("export", str(folder), "--out", name)
-    assert "end in .onnx" in said and "--out model.onnx" in said
+def test_a_name_for_another_format_is_rejected_before_anything_is_built(name: str, folder: Path) -> None:
+    message = expect_error("export", str(folder), "--out", name)
+    assert "end in .onnx" in message and "--out model.onnx" in message
 
 
-def test_what_is_not_there_is_told_before_what_the_data_lacks(folder: Path) -> None:
-    assert "nofile.onnx" in refused("evaluate", "nofile.onnx")
-    assert "No such file" in refused("evaluate", str(folder), "--bench", "none.json")
+def test_what_is_not_there_is_reported_before_what_the_data_lacks(folder: Path) -> None:
+    assert "nofile.onnx" in expect_error("evaluate", "nofile.onnx")
+    assert "No such file" in expect_error("evaluate", str(folder), "--bench", "none.json")
 
 
 def test_a_model_of_timm_without_its_prefix() -> None:
-    assert f"give timm:{ARCH}" in refused("bench", ARCH)
+    assert f"give timm:{ARCH}" in expect_error("bench", ARCH)

@@ -1,6 +1,6 @@
-"""Engines and ONNX files that are not what a command needs, on the command line: one sentence, exit code 2, no traces.
+"""Engines and ONNX files that a command cannot use: one message, exit code 2, and nothing written.
 
-Engines are those of TensorRT for RTX, which are built for real without a GPU.
+The engines are of TensorRT for RTX, which builds them without a GPU.
 """
 
 import json
@@ -13,26 +13,27 @@ import onnx
 import pytest
 import torch
 from click.testing import CliRunner
-from command_line import begin, refused, run_folder
+from command_line import begin, expect_error, run_folder
 
 from vitcompress import cli
 from vitcompress.exporters.onnx.providers import PROVIDERS
 from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar, sidecar_path
 from vitcompress.io.files import file_sha256
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import save_tensors
-from vitcompress.models.checkpoint import WEIGHTS, load_model
+from vitcompress.models.checkpoint import load_model
 
-tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")
+tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="not available for this platform")
 ENGINE = "model.rtx.engine"
 EXPORT = ("export", "run", "--format", "trt-rtx", "--sm", "89", "--batch", "1:2:4")
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working folder with a finished run and an engine in it."""
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder with a finished run and its engine."""
     with pytest.MonkeyPatch.context() as patch:
-        begin(tmp_path_factory.mktemp("made") / "home", patch)
+        begin(tmp_path_factory.mktemp("finished") / "home", patch)
         run_folder()
         done = CliRunner().invoke(cli.main, [*EXPORT, "--json"])
         assert done.exit_code == 0, done.output
@@ -40,9 +41,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def home(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it to work in."""
-    shutil.copytree(made, tmp_path / "home")
+def home(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it as working folder."""
+    shutil.copytree(finished, tmp_path / "home")
     monkeypatch.chdir(tmp_path / "home")
     return Path("run", ENGINE)
 
@@ -56,7 +57,7 @@ def truncated(engine: Path) -> Path:
 
 
 def cut_to_its_header(engine: Path) -> Path:
-    """Even where the sidecar vouches for it."""
+    """With a matching hash in the sidecar."""
     return claim(engine, engine.read_bytes()[:20])
 
 
@@ -85,7 +86,7 @@ def of_another_version(engine: Path) -> Path:
 
 
 def claim(engine: Path, content: bytes) -> Path:
-    """Other bytes, for which the sidecar vouches."""
+    """Write other bytes, with a matching hash in the sidecar."""
     engine.write_bytes(content)
     amend_sidecar(engine, files={engine.name: file_sha256(engine)})
     return engine
@@ -104,30 +105,30 @@ def claim(engine: Path, content: bytes) -> Path:
         (of_another_version, f"built by TensorRT for RTX 1.4.0.9, here is {tensorrt_rtx.__version__}", "==1.4.0.9"),
     ],
 )
-def test_an_engine_that_is_not_what_it_seems(
+def test_a_damaged_engine(
     make: Callable[[Path], Path], sentence: str, step: str, command: tuple[str, ...], home: Path
 ) -> None:
-    said = refused(command[0], str(make(home)), *command[1:])
-    assert sentence in said and step in said
+    message = expect_error(command[0], str(make(home)), *command[1:])
+    assert sentence in message and step in message
 
 
 def edited(path: Path, **changes: object) -> str:
-    """The file with another sidecar; None takes a key away."""
-    known = {**json.loads(sidecar_path(path).read_text()), **changes}
-    sidecar_path(path).write_text(json.dumps({key: value for key, value in known.items() if value is not None}))
+    """Edit the sidecar of a file; None removes a key."""
+    sidecar = {**json.loads(sidecar_path(path).read_text()), **changes}
+    sidecar_path(path).write_text(json.dumps({key: value for key, value in sidecar.items() if value is not None}))
     return str(path)
 
 
 @pytest.mark.parametrize("command", [("bench",), ("evaluate", "--data", "digits")], ids=["bench", "evaluate"])
 @pytest.mark.parametrize("name", [ENGINE, "model.onnx"])
-def test_a_sidecar_that_was_edited(name: str, command: tuple[str, ...]) -> None:
-    said = refused(command[0], edited(Path("run", name), build=["none"]), *command[1:])
-    assert f"{name}.json cannot be used: build got ['none'], expected a table" in said and "export" in said
+def test_an_edited_sidecar(name: str, command: tuple[str, ...]) -> None:
+    message = expect_error(command[0], edited(Path("run", name), build=["none"]), *command[1:])
+    assert f"{name}.json cannot be used: build got ['none'], expected a table" in message and "export" in message
 
 
-def test_a_sidecar_that_was_edited_where_a_folder_is_exported_again_or_verified() -> None:
+def test_an_edited_sidecar_is_rejected_by_export_and_verify() -> None:
     edited(Path("run/model.onnx"), metadata=None)
-    assert "model.onnx.json cannot be used: metadata is missing" in refused(*EXPORT)
+    assert "model.onnx.json cannot be used: metadata is missing" in expect_error(*EXPORT)
     edited(Path("run", ENGINE), build={"sm": "89"}, opset=None)
     done = CliRunner().invoke(cli.main, ["verify", "run", "--json"])
     assert done.exit_code == 1 and "Traceback" not in done.stderr, done.output
@@ -138,20 +139,22 @@ def test_a_sidecar_that_was_edited_where_a_folder_is_exported_again_or_verified(
 
 @without_gpu
 @pytest.mark.parametrize("command", [("bench", "--batch", "2"), ("evaluate", "--data", "digits")])
-def test_an_engine_where_there_is_no_gpu(command: tuple[str, ...], home: Path) -> None:
-    said = refused(command[0], str(home), *command[1:])
-    assert "this machine has no cuda:0" in said and "on the target" in said
+def test_an_engine_without_a_gpu(command: tuple[str, ...], home: Path) -> None:
+    message = expect_error(command[0], str(home), *command[1:])
+    assert "this machine has no cuda:0" in message and "on the target" in message
 
 
 def test_a_batch_outside_the_range_of_an_engine(home: Path) -> None:
-    said = refused("bench", str(home), "--batch", "1,8")
-    assert "takes batches of 1 to 4, got 8" in said and "--batch L:B:L" in said
+    message = expect_error("bench", str(home), "--batch", "1,8")
+    assert "takes batches of 1 to 4, got 8" in message and "--batch L:B:L" in message
 
 
 @without_gpu
-def test_tensorrt_proper_where_it_cannot_be_built() -> None:
-    said = refused("export", "run", "--format", "trt")
-    assert "trt cannot be exported on this machine" in said and ("pip install" in said or "on the target" in said)
+def test_tensorrt_without_a_gpu() -> None:
+    message = expect_error("export", "run", "--format", "trt")
+    assert "trt cannot be exported on this machine" in message and (
+        "pip install" in message or "on the target" in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,15 +165,15 @@ def test_tensorrt_proper_where_it_cannot_be_built() -> None:
         (("--batch", "0:1:2"), "expected least:best:largest"),
         (("--sm", "61"), "does not know compute capability 61"),
         (("--sm", "90"), "--format trt"),
-        (("--sm", "ampere"), "no compute capability"),
+        (("--sm", "ampere"), "expected compute capabilities"),
         (("--precision", "fp8"), "fp8"),
     ],
 )
-def test_wishes_that_no_engine_fulfils(words: tuple[str, ...], sentence: str) -> None:
-    assert sentence in refused(*EXPORT[:4], *words)
+def test_options_that_no_engine_supports(words: tuple[str, ...], sentence: str) -> None:
+    assert sentence in expect_error(*EXPORT[:4], *words)
 
 
-def test_an_error_is_one_panel_for_a_person(home: Path) -> None:
+def test_an_error_is_one_panel(home: Path) -> None:
     done = CliRunner().invoke(cli.main, ["bench", str(truncated(home))])
     assert done.exit_code == 2 and done.stdout == "" and done.stderr.count("╭") == 1
     assert "Traceback" not in done.stderr and "--trust" in done.stderr
@@ -182,17 +185,17 @@ def test_an_error_is_one_panel_for_a_person(home: Path) -> None:
 def changed(path: Path, name: str | None = None, batch: int | None = None) -> str:
     """A copy of an ONNX file whose input has another name or a fixed batch."""
     model = onnx.load(str(path))
-    (given,) = model.graph.input
+    (images,) = model.graph.input
     for node in model.graph.node:
-        node.input[:] = [name if name and one == given.name else one for one in node.input]
-    given.name = name or given.name
+        node.input[:] = [name if name and one == images.name else one for one in node.input]
+    images.name = name or images.name
     if batch:
-        given.type.tensor_type.shape.dim[0].dim_value = batch
+        images.type.tensor_type.shape.dim[0].dim_value = batch
     onnx.save(model, "changed.onnx")
     return "changed.onnx"
 
 
-def test_an_input_of_another_name_is_no_matter() -> None:
+def test_an_input_may_have_another_name() -> None:
     path = changed(Path("run/model.onnx"), name="pixel_values")
     done = CliRunner().invoke(cli.main, ["bench", path, "--protocol", "paper", "--runs", "2", "--batch", "2", "--json"])
     assert done.exit_code == 0, done.output
@@ -202,16 +205,16 @@ def test_an_input_of_another_name_is_no_matter() -> None:
 
 def test_a_file_with_a_fixed_batch() -> None:
     path = changed(Path("run/model.onnx"), batch=3)
-    said = refused("bench", path, "--batch", "8")
-    assert "takes batches of 3, got 8" in said and "--batch 3" in said
+    message = expect_error("bench", path, "--batch", "8")
+    assert "takes batches of 3, got 8" in message and "--batch 3" in message
 
 
 def with_large(layer: str) -> None:
-    """Give the run a model in which `layer` gives more than half precision holds."""
+    """Give the run a model in which the output of `layer` exceeds the range of half precision."""
     model = load_model("run")
     with torch.no_grad():
         model.get_submodule(layer).bias.add_(1e5)
-    weights = Path("run", WEIGHTS)
+    weights = RunFolder(Path("run")).weights
     weights.unlink()
     save_tensors(weights, model.state_dict())
 
@@ -219,31 +222,31 @@ def with_large(layer: str) -> None:
 @pytest.mark.parametrize(
     ("form", "islands"), [("onnx", ""), ("onnx", "head"), ("onnx", "auto"), ("openvino", ""), ("trt-rtx", "")]
 )
-def test_a_model_that_half_precision_cannot_hold(form: str, islands: str) -> None:
-    """Found by the range scan before anything is exported; no island helps, so none is offered or searched."""
+def test_a_model_outside_the_range_of_half_precision(form: str, islands: str) -> None:
+    """The range scan detects it before the export. No island helps, so none is suggested or searched."""
     with_large("patch_embed.proj")
-    given = ("--islands", islands) if islands else ()
-    said = refused("export", "run", "--format", form, "--precision", "fp16", *given)
-    assert re.search(r"^\S+ reaches 1000\d\d on these images, half precision ends at 65504", said), said
-    assert "use --precision bf16" in said and "--islands" not in said
+    options = ("--islands", islands) if islands else ()
+    message = expect_error("export", "run", "--format", form, "--precision", "fp16", *options)
+    assert re.search(r"^\S+ reaches 1000\d\d on these images, half precision ends at 65504", message), message
+    assert "use --precision bf16" in message and "--islands" not in message
 
 
 @pytest.mark.parametrize(("form", "remedy"), [("onnx", "--islands head or auto, or "), ("openvino", "")])
-def test_a_layer_that_half_precision_cannot_hold_and_an_island_that_helps(form: str, remedy: str) -> None:
+def test_a_layer_outside_the_range_of_half_precision_can_stay_in_fp32(form: str, remedy: str) -> None:
     with_large("head")
-    said = refused("export", "run", "--format", form, "--precision", "fp16")
-    assert re.search(r"^head reaches (999|1000)\d\d on these images, half precision ends at 65504 ", said), said
-    assert f"use {remedy}--precision bf16" in said
+    message = expect_error("export", "run", "--format", form, "--precision", "fp16")
+    assert re.search(r"^head reaches (999|1000)\d\d on these images, half precision ends at 65504 ", message), message
+    assert f"use {remedy}--precision bf16" in message
 
 
 @without_gpu
 @pytest.mark.parametrize("name", [name for name, provider in PROVIDERS.items() if provider.device == "cuda"])
 @pytest.mark.parametrize("command", [("bench",), ("evaluate", "--data", "digits")], ids=["bench", "evaluate"])
 def test_a_provider_that_cannot_work_here(command: tuple[str, ...], name: str) -> None:
-    said = refused(command[0], "run/model.onnx", *command[1:], "--provider", name, "--engine-cache", "kept")
-    assert name in said and "pip install" in said and "torch finds no cuda here" in said
+    message = expect_error(command[0], "run/model.onnx", *command[1:], "--provider", name, "--engine-cache", "kept")
+    assert name in message and "pip install" in message and "torch finds no cuda here" in message
 
 
-def test_a_provider_that_nobody_knows() -> None:
-    said = refused("bench", "run/model.onnx", "--provider", "CUDAExecutionProvidr")
-    assert "did you mean CUDAExecutionProvider?" in said and "TensorrtExecutionProvider" in said
+def test_an_unknown_provider() -> None:
+    message = expect_error("bench", "run/model.onnx", "--provider", "CUDAExecutionProvidr")
+    assert "did you mean CUDAExecutionProvider?" in message and "TensorrtExecutionProvider" in message

@@ -1,4 +1,4 @@
-"""Whatever a user gets wrong: one sentence on what it is and what is allowed, exit code 2, and nothing written."""
+"""Wrong input: one message with the problem and what is allowed, exit code 2, and nothing written."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from command_line import RECIPE, begin, images, recipe_with, refused
+from command_line import RECIPE, begin, expect_error, images, recipe_with
 from whole_runs import ARCH, ARGS
 
 from vitcompress import cli
@@ -31,11 +31,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_recipe_names_the_nearest() -> None:
-    said = refused("recipe", "digits_hetdp")
-    assert "digits_hetdp" in said and "digits_hetdpt" in said and "vitcompress recipes" in said
+    message = expect_error("recipe", "digits_hetdp")
+    assert "digits_hetdp" in message and "digits_hetdpt" in message and "vitcompress recipes" in message
 
 
-def test_a_wrong_name_is_told_without_waiting_for_torch() -> None:
+def test_a_wrong_name_is_reported_without_importing_torch() -> None:
     code = (
         "import sys; from vitcompress import cli\n"
         "try: cli.main(['recipe', 'digits_hetdp'])\n"
@@ -45,26 +45,26 @@ def test_a_wrong_name_is_told_without_waiting_for_torch() -> None:
     assert (done.returncode, done.stdout) == (2, "False\n") and "digits_hetdpt" in done.stderr
 
 
-def test_a_folder_in_place_of_a_recipe_and_what_is_not_toml() -> None:
+def test_a_folder_or_another_file_instead_of_a_recipe() -> None:
     Path("folder").mkdir()
-    said = refused("recipe", "folder")
-    assert "Is a directory" in said and ".toml file" in said and len(said) < 200
+    message = expect_error("recipe", "folder")
+    assert "Is a directory" in message and ".toml file" in message and len(message) < 200
     Path("notes.toml").write_text("# Title\n[model\n")
-    assert "vitcompress recipes show" in refused("recipe", "notes.toml")
+    assert "vitcompress recipes show" in expect_error("recipe", "notes.toml")
 
 
-def test_a_place_that_a_recipe_does_not_have() -> None:
-    assert "there is no number 7, but 0\n" in refused("recipe", "small.toml", "--set", "step.7.pruned_layers=1")
+def test_an_index_that_a_recipe_does_not_have() -> None:
+    assert "there is no number 7, but 0\n" in expect_error("recipe", "small.toml", "--set", "step.7.pruned_layers=1")
 
 
-def test_a_file_in_place_of_a_folder_of_images() -> None:
-    assert "small.toml is a file" in refused("recipe", "small.toml", "--data", "small.toml")
+def test_a_file_instead_of_a_folder_of_images() -> None:
+    assert "small.toml is a file" in expect_error("recipe", "small.toml", "--data", "small.toml")
 
 
 def test_several_mistakes_are_shown_together() -> None:
     path = recipe_with("pruned_layers = 2", "pruned_layer = 2\n[finetun]\nepochs = 2")
-    said = refused("recipe", path)
-    assert "did you mean pruned_layers?" in said and "did you mean finetune?" in said and "3 problems" in said
+    message = expect_error("recipe", path)
+    assert "did you mean pruned_layers?" in message and "did you mean finetune?" in message and "3 problems" in message
 
 
 @pytest.mark.parametrize(
@@ -85,25 +85,25 @@ def test_several_mistakes_are_shown_together() -> None:
     ],
 )
 def test_wrong_types_and_ranges(setting: str, sentence: str) -> None:
-    assert sentence in refused("recipe", "small.toml", "--set", setting)
+    assert sentence in expect_error("recipe", "small.toml", "--set", setting)
 
 
 def test_a_model_without_a_classifier() -> None:
     for count in (0, -3):
-        said = refused("recipe", "small.toml", "--structure-only", "--set", f"model.args.num_classes={count}")
-        assert f"num_classes is {count}" in said and "model.classes" in said
+        message = expect_error("recipe", "small.toml", "--structure-only", "--set", f"model.args.num_classes={count}")
+        assert f"num_classes is {count}" in message and "model.classes" in message
 
 
 def test_a_budget_larger_than_the_model() -> None:
-    said = refused("recipe", "small.toml", "--set", "step.0.pruned_layers=9")
-    assert "9" in said and "3 attention" in said
+    message = expect_error("recipe", "small.toml", "--set", "step.0.pruned_layers=9")
+    assert "9" in message and "3 attention" in message
 
 
 def test_published_layers_that_the_model_does_not_have() -> None:
     sets = ["step.0.method=fixed", "step.0.attention=[1, 7]"]
     path = recipe_with("pruned_layers = 2\n", "")
-    said = refused("recipe", path, *(word for one in sets for word in ("--set", one)))
-    assert "7" in said
+    message = expect_error("recipe", path, *(word for one in sets for word in ("--set", one)))
+    assert "7" in message
 
 
 @pytest.mark.parametrize("name", ["resnet18", "swinv2_tiny_window8_256", "vit_tinny_patch16_224"])
@@ -112,8 +112,8 @@ def test_a_model_of_another_kind(name: str) -> None:
         RECIPE[RECIPE.index('name = "') : RECIPE.index("[[step]]")],
         f'name = "{name}"\nweights = "random"\nclasses = 10\n\n',
     )
-    said = refused("recipe", path, "--structure-only")
-    assert ("vit_tiny" in said) if "tinny" in name else ("supported" in said or "ViT" in said)
+    message = expect_error("recipe", path, "--structure-only")
+    assert ("vit_tiny" in message) if "tinny" in name else ("supported" in message or "ViT" in message)
 
 
 # ------------------------------------------------------------------------------------------------------------- weights
@@ -140,7 +140,7 @@ def truncated() -> str:
 
 
 class Code:
-    """What a pickle can do to whoever loads it."""
+    """A pickle that runs code when it is loaded."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, ...]]:
         return Path.touch, (Path("executed"),)  # type: ignore[return-value]
@@ -171,33 +171,33 @@ def truncated_pth() -> str:
 )
 def test_weights_that_cannot_be_used(make: Callable[[], str], sentence: str) -> None:
     path = make()
-    assert sentence in refused("recipe", "small.toml", "--weights", path)
+    assert sentence in expect_error("recipe", "small.toml", "--weights", path)
     assert not Path("executed").exists()
 
 
 def test_a_missing_data_folder() -> None:
-    assert "nowhere" in refused("recipe", "small.toml", "--data", "nowhere")
+    assert "nowhere" in expect_error("recipe", "small.toml", "--data", "nowhere")
 
 
 def test_empty_class_folders() -> None:
     images("pictures")
     Path("pictures/train/class_empty").mkdir()
-    assert "class_empty" in refused("recipe", "small.toml", "--data", "pictures")
+    assert "class_empty" in expect_error("recipe", "small.toml", "--data", "pictures")
 
 
 def test_broken_images() -> None:
     images("pictures")
     Path("pictures/train/class1/3.png").write_bytes(b"\x89PNG but not really")
-    assert "3.png" in refused("recipe", "small.toml", "--data", "pictures")
+    assert "3.png" in expect_error("recipe", "small.toml", "--data", "pictures")
 
 
 def test_one_class_only() -> None:
     images("pictures", classes=1)
-    said = refused("recipe", "small.toml", "--data", "pictures")
-    assert "1 class" in said and "at least 2" in said
+    message = expect_error("recipe", "small.toml", "--data", "pictures")
+    assert "1 class" in message and "at least 2" in message
 
 
-def test_good_images_are_taken() -> None:
+def test_good_images_are_accepted() -> None:
     images("pictures", each=10)
     words = ["recipe", "small.toml", "--data", "pictures", "--dry-run", "--json"]
     result = CliRunner().invoke(cli.main, [*words, "--set", "dense.batch_size=8", "--set", "finetune.batch_size=8"])
@@ -210,30 +210,30 @@ def test_good_images_are_taken() -> None:
 def test_an_output_folder_of_another_recipe() -> None:
     Path("out").mkdir()
     Path("out/recipe.toml").write_text("name = 'other'\n")
-    said = refused("recipe", "small.toml", "--out", "out")
-    assert "another recipe" in said and "--out" in said and "--fresh" in said
+    message = expect_error("recipe", "small.toml", "--out", "out")
+    assert "another recipe" in message and "--out" in message and "--fresh" in message
 
 
-def test_an_output_folder_that_is_something_else() -> None:
+def test_an_output_folder_with_other_files() -> None:
     Path("out").mkdir()
     Path("out/thesis.txt").write_text("years of work")
-    assert "not a run folder" in refused("recipe", "small.toml", "--out", "out")
-    assert "not a run folder" in refused("recipe", "small.toml", "--out", "out", "--fresh")
-    assert "thesis.txt" in refused("recipe", "small.toml", "--out", "out/thesis.txt")
+    assert "not a run folder" in expect_error("recipe", "small.toml", "--out", "out")
+    assert "not a run folder" in expect_error("recipe", "small.toml", "--out", "out", "--fresh")
+    assert "thesis.txt" in expect_error("recipe", "small.toml", "--out", "out/thesis.txt")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/sys is Linux's read-only file system")
 def test_a_read_only_folder() -> None:
-    assert "/sys" in refused("recipe", "small.toml", "--out", "/sys/run")
+    assert "/sys" in expect_error("recipe", "small.toml", "--out", "/sys/run")
 
 
-def test_too_little_room_is_seen_before_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_space_is_reported_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type(shutil.disk_usage("/"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 10**5, 10**5))
-    assert "free" in refused("recipe", "small.toml")
+    assert "free" in expect_error("recipe", "small.toml")
 
 
-def test_a_disk_that_fills_up_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_during_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -247,7 +247,7 @@ def test_a_disk_that_fills_up_on_the_way(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     "arguments", ["recipes --json", "recipes show digits_nose", "recipes show nowhere --json", "--help"]
 )
-def test_what_standard_output_refuses_is_told_once(arguments: str) -> None:
+def test_what_standard_output_refuses_is_reported_once(arguments: str) -> None:
     command = f"{sys.executable} -m vitcompress {arguments}"
     full = subprocess.run(f"{command} >/dev/full", shell=True, cwd=SOURCE, capture_output=True, text=True)
     assert full.returncode == (2 if "nowhere" in arguments else 1)

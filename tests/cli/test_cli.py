@@ -1,4 +1,4 @@
-"""The command line: exit codes, one panel per error, JSON alone on standard output, and help without torch."""
+"""The command line: exit codes, one panel per error, only JSON on standard output, and help without torch."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ from vitcompress import cli, recipes
 from vitcompress.cli import common, options
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("torch", "timm", "numpy", "onnx", "onnxruntime", "pydantic", "PIL")
+HEAVY = ("torch", "timm", "numpy", "onnx", "onnxruntime", "pydantic", "PIL", "rich")
 
 
 def commands(group: click.Group = cli.main, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -54,7 +54,7 @@ def loaded_by(*arguments: str, **environment: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", [(), *ALL], ids=" ".join)
-def test_help_answers_without_torch(path: tuple[str, ...]) -> None:
+def test_help_imports_no_heavy_package(path: tuple[str, ...]) -> None:
     assert loaded_by(*path, "--help") == set()
 
 
@@ -62,14 +62,15 @@ def test_the_import_check_sees_an_import() -> None:
     assert "torch" in loaded_by("verify", "nowhere")
 
 
-def test_completion_and_listing_answer_without_torch() -> None:
+def test_completion_and_listing_import_no_torch() -> None:
     completion = {
         "_VITCOMPRESS_COMPLETE": "bash_complete",
         "COMP_WORDS": "vitcompress recipe digits_",
         "COMP_CWORD": "2",
     }
     assert loaded_by(**completion) == set()
-    assert loaded_by("recipes") == loaded_by("recipes", "show", "digits_hetdpt") == loaded_by("--version") == set()
+    assert loaded_by("--version") == set()
+    assert loaded_by("recipes") == loaded_by("recipes", "show", "digits_hetdpt") == {"rich"}
 
 
 def test_completion_knows_the_recipes() -> None:
@@ -85,23 +86,23 @@ def test_completion_knows_the_recipes() -> None:
 
 
 @pytest.mark.parametrize("path", ALL, ids=" ".join)
-def test_every_command_explains_itself_and_takes_json_and_debug(path: tuple[str, ...]) -> None:
+def test_every_command_has_a_help_text_and_takes_json_and_debug(path: tuple[str, ...]) -> None:
     result = invoke(*path, "--help")
     assert result.exit_code == 0 and "--json" in result.output and "--debug" in result.output
-    assert len(result.output.split("\n")[2].strip()) > 10, "no sentence on what it does"
+    assert len(result.output.split("\n")[2].strip()) > 10, "no description"
 
 
-def test_help_lists_the_commands_in_the_order_in_which_they_are_needed() -> None:
+def test_help_lists_the_commands_in_the_order_of_use() -> None:
     shown = re.findall(r"^  (\w+) ", invoke("--help").stdout.partition("Commands:")[2], re.MULTILINE)
     assert shown == list(cli.main.commands) and shown[0] == "recipe" and shown[-1] == "doctor"
 
 
-def test_without_a_command_there_is_help() -> None:
+def test_without_a_command_help_is_printed() -> None:
     assert "Usage" in invoke().stdout and invoke().exit_code == 0
     assert invoke("--help").stdout == invoke().stdout
 
 
-def test_published_sizes_stand_beside_counted_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_and_counted_sizes_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipes, "names", lambda: ("deit_b_hetdpt", "deit_t_sero", "digits_sero"))
     (deit, sero) = json.loads(invoke("recipes", "--count", "--json").stdout)
     assert deit["params_m"]["published"] == 54.9 and abs(deit["params_m"]["counted"] - 54.867152) < 1e-6 and deit["met"]
@@ -154,7 +155,7 @@ def test_wrong_input_is_one_panel_and_exit_2(
 @pytest.mark.parametrize(
     ("arguments", "sentence"), WRONG, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
 )
-def test_wrong_input_with_json_is_json_alone(
+def test_wrong_input_with_json_prints_only_json(
     arguments: tuple[str, ...], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -165,8 +166,8 @@ def test_wrong_input_with_json_is_json_alone(
 
 
 def add_command(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -> None:
-    """A command that does what a test needs, among the others for as long as the test runs."""
-    command = click.Command("act", callback=common.common(lambda as_json, debug: behaviour()))
+    """Add a command that calls `behaviour`, for one test."""
+    command = click.Command("act", callback=common.common_options(lambda as_json, debug: behaviour()))
     command.params = getattr(command.callback, "__click_params__", [])
     monkeypatch.setitem(cli.main.commands, "act", command)
 
@@ -174,33 +175,33 @@ def add_command(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -> None:
 @pytest.mark.parametrize(
     ("read", "text", "value"),
     [
-        (options.words, "onnx, trt", ("onnx", "trt")),
-        (options.capabilities, "80,8.9,sm_120", (80, 89, 120)),
-        (options.batch_range, "1:8:256", (1, 8, 256)),
-        (options.batch_range, "8", (8, 8, 8)),
-        (options.size, "512M", 512 * 2**20),
-        (options.size, "4GiB", 4 * 2**30),
+        (options.parse_words, "onnx, trt", ("onnx", "trt")),
+        (options.parse_capabilities, "80,8.9,sm_120", (80, 89, 120)),
+        (options.parse_batch_range, "1:8:256", (1, 8, 256)),
+        (options.parse_batch_range, "8", (8, 8, 8)),
+        (options.parse_size, "512M", 512 * 2**20),
+        (options.parse_size, "4GiB", 4 * 2**30),
     ],
 )
-def test_what_is_typed_is_read(read: Any, text: str, value: object) -> None:
+def test_option_values_are_parsed(read: Any, text: str, value: object) -> None:
     assert read(None, None, text) == value
 
 
 @pytest.mark.parametrize(
     ("read", "text"),
     [
-        (options.capabilities, "ampere"),
-        (options.batch_range, "1:2"),
-        (options.batch_range, "0:1:2"),
-        (options.size, "lots"),
+        (options.parse_capabilities, "ampere"),
+        (options.parse_batch_range, "1:2"),
+        (options.parse_batch_range, "0:1:2"),
+        (options.parse_size, "lots"),
     ],
 )
-def test_what_cannot_be_read_is_shown(read: Any, text: str) -> None:
+def test_a_wrong_option_value_is_shown(read: Any, text: str) -> None:
     with pytest.raises(click.BadParameter, match=text):
         read(None, None, text)
 
 
-def test_a_surprise_is_one_panel_and_a_traceback_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_is_one_panel_and_a_traceback_only_with_debug(monkeypatch: pytest.MonkeyPatch) -> None:
     add_command(monkeypatch, lambda: {}["gone"])
     result = invoke("act")
     assert result.exit_code == 1 and result.stderr.count("╭") == 1 and "Traceback" not in result.stderr
@@ -209,7 +210,7 @@ def test_a_surprise_is_one_panel_and_a_traceback_only_on_request(monkeypatch: py
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("Allocator: can't allocate memory: 9 bytes\nframe 0")])
-def test_too_little_memory_is_no_surprise(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_not_a_bug(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise error
 
@@ -219,37 +220,37 @@ def test_too_little_memory_is_no_surprise(error: Exception, monkeypatch: pytest.
     assert "bug in vitcompress" not in result.stderr and "frame 0" not in result.stderr
 
 
-def test_a_system_that_refuses_is_no_mistake_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_operating_system_is_not_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     add_command(monkeypatch, lambda: Path("/nowhere/at/all").read_text())
     result = invoke("act")
     assert result.exit_code == 1 and "bug in vitcompress" not in result.stderr
-    assert "the system refused (/nowhere/at/all): No such file or directory" in " ".join(result.stderr.split())
+    assert "system error (/nowhere/at/all): No such file or directory" in " ".join(result.stderr.split())
 
 
-def test_what_libraries_log_is_kept_back_while_a_command_works_and_not_later(caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_of_libraries_are_hidden_while_a_command_works(caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("some.library")
-    for debug, told in ((False, []), (True, ["meanwhile"])):
+    for debug, messages in ((False, []), (True, ["meanwhile"])):
         caplog.clear()
-        with common.working(debug):
+        with common.show_progress(debug):
             log.warning("meanwhile")
-        assert caplog.messages == told
+        assert caplog.messages == messages
         log.warning("later")
-        assert caplog.messages == [*told, "later"]
+        assert caplog.messages == [*messages, "later"]
 
 
-def test_only_one_process_of_a_host_complains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_process_of_a_host_prints_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     result = invoke("recipe", "digits_hetdtp")
     assert result.exit_code == 2 and result.stderr == ""
 
 
-def test_only_the_first_process_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_process_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     assert invoke("recipes", "--json").stdout == ""
 
 
-def test_what_libraries_print_stays_out_of_the_results(capsys: pytest.CaptureFixture[str]) -> None:
-    with common.working(debug=False) as progress:
+def test_output_of_libraries_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with common.show_progress(debug=False) as progress:
         print("library chatter")  # noqa: T201
         progress.note("ours")
     out, err = capsys.readouterr()
@@ -257,7 +258,7 @@ def test_what_libraries_print_stays_out_of_the_results(capsys: pytest.CaptureFix
 
 
 def stopped(tmp_path: Path, *arguments: str, when: str) -> subprocess.CompletedProcess[str]:
-    """Run the program and press Ctrl-C as soon as it says `when`."""
+    """Run the program and press Ctrl-C as soon as it prints `when`."""
     process = subprocess.Popen(
         [sys.executable, "-m", "vitcompress", *arguments],
         cwd=tmp_path,
@@ -267,24 +268,24 @@ def stopped(tmp_path: Path, *arguments: str, when: str) -> subprocess.CompletedP
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert process.stderr is not None
-    said = ""
-    while when not in said:
+    text = ""
+    while when not in text:
         line = process.stderr.readline()
-        assert line, f"ended before it said {when!r}: {said}"
-        said += line
+        assert line, f"ended before it printed {when!r}: {text}"
+        text += line
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
-    return subprocess.CompletedProcess(process.args, process.returncode, out, said + err)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, text + err)
 
 
-def test_ctrl_c_is_heard_even_where_python_ignores_exceptions() -> None:
+def test_ctrl_c_is_not_lost_in_a_finalizer() -> None:
     class Graph:
         """Freed while Ctrl-C is pressed."""
 
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt), common.repeated_interrupts():
+    with pytest.raises(KeyboardInterrupt), common.repeat_lost_interrupts():
         Graph()
         for _ in range(1000):
             time.sleep(0.01)

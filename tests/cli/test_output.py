@@ -1,4 +1,4 @@
-"""The terminal: results on standard output, everything else on standard error, text never read as markup."""
+"""The terminal: results on standard output, everything else on standard error, no markup in texts."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from vitcompress.errors import CheckFailedError, InputError, RecipeError, Vitcom
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -29,18 +29,18 @@ def test_an_error_is_one_panel_on_standard_error(capsys: pytest.CaptureFixture[s
     print_error(InputError("step[0].lr [bold]is[/bold] wrong: [/]", hint="try [0.1, 0.2]"))
     out, err = capsys.readouterr()
     assert out == "" and panels(err) == 1
-    assert "step[0].lr [bold]is[/bold] wrong: [/]" in err and "try [0.1, 0.2]" in err and "cannot be used" in err
+    assert "step[0].lr [bold]is[/bold] wrong: [/]" in err and "try [0.1, 0.2]" in err and "invalid input" in err
 
 
 @pytest.mark.parametrize(
     ("error", "title"),
     [
-        (InputError("x"), "cannot be used"),
-        (CheckFailedError("x"), "not good enough"),
+        (InputError("x"), "invalid input"),
+        (CheckFailedError("x"), "check failed"),
         (VitcompressError("x"), "failed"),
     ],
 )
-def test_the_panel_says_what_kind_of_error(
+def test_the_panel_has_the_kind_of_error(
     error: VitcompressError, title: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     print_error(error)
@@ -53,7 +53,7 @@ def test_an_error_as_data_keeps_the_problems_apart() -> None:
     assert "2 problems" in data["error"] and data["kind"] == "RecipeError"
 
 
-def test_json_is_all_there_is_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_standard_output_has_only_json(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"a": [1, 2.5], "b": None})
     out, err = capsys.readouterr()
     assert json.loads(out) == {"a": [1, 2.5], "b": None} and err == ""
@@ -65,7 +65,7 @@ def test_a_table_keeps_brackets_and_every_cell(capsys: pytest.CaptureFixture[str
     assert "top-1 [%]" in out and "97.5" in out and "before and after" in out and "None" not in out and err == ""
 
 
-def test_checks_show_verdict_value_and_the_command_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_checks_have_a_verdict_a_value_and_the_command_for_the_target(capsys: pytest.CaptureFixture[str]) -> None:
     tables.print_checks(
         [
             {"name": "fold", "verdict": "passed", "value": 1.23456e-7, "tolerance": 1e-5, "detail": ""},
@@ -102,7 +102,7 @@ def test_progress_in_a_terminal_draws_a_bar_and_leaves_its_result(monkeypatch: p
     assert "epochs  2/2  loss [0.5]" in terminal.getvalue()
 
 
-def test_a_new_stage_takes_away_unfinished_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_stage_removes_unfinished_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with ConsoleProgress() as progress:
@@ -113,34 +113,36 @@ def test_a_new_stage_takes_away_unfinished_bars(monkeypatch: pytest.MonkeyPatch)
     assert "first" not in terminal.getvalue()[before:]
 
 
-def test_an_outlook_names_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_lists_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     cost = {"params": 87338192, "macs": 17656811520, "macs_linear": 16934203392}
-    outlook = {
+    plan = {
         "recipe": "r",
         "folder": "runs/r",
-        "stages": [{"stage": "recover", "epochs": 400, "images": None}],
+        "stages": [{"stage": "fine-tune", "rounds": 1, "epochs": 400, "images": None}],
         "layers": "published",
         "cost": {"dense": cost, "compressed": cost},
         "missing": ["data: no folder [x]"],
         "notes": ["weights [hub]: fetched"],
     }
-    tables.print_outlook(outlook)
+    tables.print_dry_run(plan)
     out = capsys.readouterr().out
     assert (
         "87,338,192" in out
-        and "recover" in out
+        and "fine-tune" in out
         and "400" in out
         and "published" in out
         and "?" in out
         and "data: no folder [x]" in out
-        and "note: weights [hub]: fetched" in out
+        and "Note: weights [hub]: fetched" in out
     )
-    tables.print_outlook({**outlook, "missing": []})
-    assert "nothing is missing" in capsys.readouterr().out
+    tables.print_dry_run({**plan, "missing": []})
+    assert "Nothing is missing" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("width", [60, 200])
-def test_what_all_rows_share_leaves_a_table_that_is_too_wide(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_with_one_value_move_below_a_table_that_is_too_wide(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("COLUMNS", str(width))
@@ -148,8 +150,8 @@ def test_what_all_rows_share_leaves_a_table_that_is_too_wide(width: int, monkeyp
     same = ["onnxruntime cpu", "fp32", "robust-10/100/256"]
     print_table("", columns, [["dense.onnx", *same, "1,084"], ["model.onnx", *same, "2,211"]])
     drawn = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
-    told = "all: runtime onnxruntime cpu, precision fp32, protocol robust-10/100/256"
-    assert (told in drawn) == (width == 60)
+    line = "all: runtime onnxruntime cpu, precision fp32, protocol robust-10/100/256"
+    assert (line in drawn) == (width == 60)
     assert all(text in drawn for text in ("artifact", "images/s", "dense.onnx", "2,211", "onnxruntime cpu"))
     assert all(len(line) <= width for line in drawn.splitlines() if not line.startswith("all:"))
 
@@ -170,31 +172,31 @@ EXPORT: dict[str, Any] = {
 }
 
 
-def test_an_export_says_what_images_it_takes_and_where(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_describes_its_input_and_target(capsys: pytest.CaptureFixture[str]) -> None:
     tables.print_export(EXPORT)
     assert "takes float32 images, NCHW: batch x 3 x 224 x 160\n" in capsys.readouterr().out
     bytes_in = {**EXPORT["metadata"], "input": '"uint8"', "layout": '"NHWC"'}
     tables.print_export({**EXPORT, "metadata": bytes_in, "build": {"batch": [1, 8, 64], "sm": [89, 120]}})
-    told = "takes uint8 images, NHWC: 1 to 64 (best 8) x 224 x 160 x 3; for compute capability 8.9, 12.0"
-    assert told in capsys.readouterr().out
+    line = "takes uint8 images, NHWC: 1 to 64 (best 8) x 224 x 160 x 3; for compute capability 8.9, 12.0"
+    assert line in capsys.readouterr().out
 
 
-def test_what_a_build_warned_of_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_of_a_build_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     tables.print_export({**EXPORT, "build": {"warnings": ["2 attentions are not fused"]}})
     assert "note: 2 attentions are not fused\n" in capsys.readouterr().err
 
 
-def test_what_an_engine_tells_of_its_layers_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_checks_of_the_layers_of_an_engine_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     truth = {"name": "engine.precision", "verdict": "passed", "value": 1.0, "tolerance": 0.9, "detail": "12 of 12"}
     tables.print_export({**EXPORT, "build": {"truth": [truth]}})
     assert re.search(r"engine\.precision +│ passed .* 12 of 12", capsys.readouterr().out)
 
 
-def test_a_command_for_the_target_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_for_the_target_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     check = {"name": "agreement", "verdict": "not_run", "detail": "no GPU; run it on the target", "command": "verify x"}
     tables.print_checks([check, {**check, "detail": "of another version"}])
-    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "run it on the target: verify x" in said and "of another version; on the target: verify x" in said
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "run it on the target: verify x" in text and "of another version; on the target: verify x" in text
 
 
 def test_long_words_in_checks_are_folded_and_not_cut(capsys: pytest.CaptureFixture[str]) -> None:

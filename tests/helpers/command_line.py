@@ -1,4 +1,4 @@
-"""The command line as a person uses it, in a working folder with a recipe `small.toml` that is done in seconds."""
+"""The command line in a working folder with a recipe `small.toml` that runs in seconds."""
 
 import json
 from pathlib import Path
@@ -26,8 +26,8 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def refused(*arguments: str, code: int = 2) -> str:
-    """The error of a command that must fail with `code` and leave the working folder as it was."""
+def expect_error(*arguments: str, code: int = 2) -> str:
+    """Message and hint of a command that must fail with `code` and write nothing."""
     before = tree(Path())
     result = CliRunner().invoke(cli.main, [*arguments, "--json"])
     assert result.exit_code == code, result.output

@@ -1,4 +1,4 @@
-"""What is done to exported files, for tests: as by a faulty exporter or a person with an editor."""
+"""Damage exported files, as a faulty exporter or a person with an editor would."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -13,8 +13,8 @@ from vitcompress.exporters.sidecar import amend_sidecar
 from vitcompress.io.files import file_sha256
 
 
-def carry(path: Path) -> None:
-    """Let the ONNX file `path` hold a weight that its graph does not read; its sidecar vouches for that."""
+def add_unused_weight(path: Path) -> None:
+    """Add a weight to the ONNX file `path` that its graph does not read; its sidecar has the new hash."""
     stored = onnx.load(str(path))
     stored.graph.initializer.append(numpy_helper.from_array(np.random.default_rng(0).random((48, 16)), "left_over"))
     onnx.save(stored, str(path))
@@ -22,7 +22,7 @@ def carry(path: Path) -> None:
 
 
 def edits(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """`data` with one of its keys, at whatever depth, removed or of another type; and what was done."""
+    """Descriptions and copies of `data` with one key, at any depth, removed or of another type."""
     for keys, value in list(_places(data)):
         name = ".".join(map(str, keys))
         yield f"{name} removed", _changed(data, keys, None)
@@ -43,12 +43,12 @@ def _places(value: Any, keys: tuple[str | int, ...] = ()) -> Iterator[tuple[tupl
 
 
 def _changed(data: dict[str, Any], keys: tuple[str | int, ...], value: tuple[Any] | None) -> dict[str, Any]:
-    found: Any = deepcopy(data)
-    inner = found
+    copy: Any = deepcopy(data)
+    inner = copy
     for key in keys[:-1]:
         inner = inner[key]
     if value is None:
         del inner[keys[-1]]
     else:
         inner[keys[-1]] = value[0]
-    return dict(found)
+    return dict(copy)

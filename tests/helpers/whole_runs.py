@@ -1,11 +1,11 @@
-"""A whole recipe in seconds, for tests; and a script that runs it killed many times, and limited.
+"""A whole recipe in seconds, for tests, and a script that runs it, killed many times, and with limited file sizes.
 
     python whole_runs.py FOLDER
 
-FOLDER/whole/run is never stopped. FOLDER/killed/run is started again and again, each time killed by SIGKILL just before
-the file of the next of `MOMENTS` appears, then continued to its end. FOLDER/limited/run is started again and again,
-each time with other limits on the size of a file (`STARTS`); what the n-th start said lies in FOLDER/limited/<n>.txt.
-Every start is a process of its own, forked from one that has loaded what they all need.
+FOLDER/whole/run is never stopped. FOLDER/killed/run is started many times, each time killed by SIGKILL just before the
+file of the next of `MOMENTS` appears, then continued to its end. FOLDER/limited/run is started many times with other
+limits on the size of a file (`STARTS`); the result of start n is in FOLDER/limited/<n>.txt. Every start is a process of
+its own, forked from one that has imported everything.
 """
 
 import fnmatch
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from vitcompress.errors import OutputError
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import input_config
-from vitcompress.pipeline import job
+from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import RunResult, run_recipe
 from vitcompress.recipe.load import load_recipe
 from vitcompress.recipe.schema import Recipe
@@ -80,10 +80,10 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_T
 # Without ONNX files, which take most of the time.
 BARE = ("export.formats=[]", 'bench.runtimes=["torch"]')
 EPS = 2.0**-24  # float32 rounding
-# Two float32 computations of a logit: sums of at most 64 terms, some 10 of them one after the other in each of 3
-# blocks, each of which may double what came in.
+# Two float32 computations of a logit: sums of at most 64 terms, about 10 in sequence in each of 3 blocks, each of which
+# may double the error of its input.
 LOGITS = EPS * 64 * 10 * 3 * 8
-# What is about to appear when the process is killed, in the order of a run.
+# The file or folder that is about to appear when the process is killed, in the order of a run.
 MOMENTS = (
     "dense-*/state/state-000002-*",
     "dense-*/plan.json",
@@ -99,8 +99,8 @@ MOMENTS = (
     "run/verify.json",
     "run/report.json",
 )
-# How large a file may become, in bytes, and what ends the start otherwise. In turn: recipe.toml is too large, then the
-# first state of a training; then all may be written until the recovery is killed; then dense.onnx is too large.
+# Largest size of a file in bytes, and the file before which the process is killed. In turn: recipe.toml is too large,
+# the first state of a training is too large, the fine-tuning is killed, dense.onnx is too large, nothing happens.
 STARTS: tuple[tuple[int | None, str | None], ...] = (
     (500, None),
     (70_000, None),
@@ -110,8 +110,8 @@ STARTS: tuple[tuple[int | None, str | None], ...] = (
 )
 
 
-class Told(Progress):
-    """Remembers what it was told."""
+class RecordedProgress(Progress):
+    """Records stages and notes."""
 
     def __init__(self) -> None:
         self.stages: list[str] = []
@@ -125,7 +125,7 @@ class Told(Progress):
 
 
 def recipe(folder: Path, *sets: str, text: str = RECIPE) -> Recipe:
-    """The recipe of `folder`/tiny.toml, which is written where it is missing."""
+    """The recipe in `folder`/tiny.toml, which is written if it is missing."""
     path = folder / "tiny.toml"
     folder.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -133,11 +133,13 @@ def recipe(folder: Path, *sets: str, text: str = RECIPE) -> Recipe:
     return load_recipe(str(path), sets)
 
 
-def run(folder: Path, *sets: str, name: str = "run", text: str = RECIPE, **options: Any) -> tuple[RunResult, Told]:
-    """Run `folder`/tiny.toml in `folder`/`name`; the result, and what was told on the way."""
-    told = Told()
-    wishes = job.RunOptions(out=folder / name, **options)
-    return run_recipe(recipe(folder, *sets, text=text), wishes, told), told
+def run(
+    folder: Path, *sets: str, name: str = "run", text: str = RECIPE, **options: Any
+) -> tuple[RunResult, RecordedProgress]:
+    """Run `folder`/tiny.toml in `folder`/`name`; returns the result and the recorded progress."""
+    progress = RecordedProgress()
+    run_options = RunOptions(out=folder / name, **options)
+    return run_recipe(recipe(folder, *sets, text=text), run_options, progress), progress
 
 
 def with_steps(*steps: str) -> str:
@@ -162,7 +164,7 @@ def onnx_logits(path: Path, images: Tensor) -> Tensor:
 
 
 def digits(model: nn.Module, count: int = 16) -> Tensor:
-    """Test images, as the model wants them."""
+    """Test images, preprocessed for the model."""
     return calibration_images(open_data(DataOptions(), 0).test, input_config(model), count, seed=3)
 
 
@@ -180,7 +182,7 @@ def forked(work: Any, *args: Any) -> int:
 
 
 def until(folder: Path, moment: str) -> None:
-    """Run, and die just before a file or folder called `moment`, seen from `folder`, is renamed into place."""
+    """Run, and kill the process just before a file or folder that matches `moment` is renamed into place."""
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
         if event == "os.rename" and fnmatch.fnmatch(str(args[1]), f"{folder}/{moment}"):
@@ -204,21 +206,21 @@ def limited(folder: Path) -> None:
         assert code == (-signal.SIGKILL if moment else 0), number
 
 
-def start(folder: Path, limit: int | None, answer: Path) -> None:
-    """Run with files of at most `limit` bytes; what was said goes to `answer`."""
+def start(folder: Path, limit: int | None, log: Path) -> None:
+    """Run with files of at most `limit` bytes; writes the error message, or `done`, to `log`."""
     if limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:
         run(folder)
-        said = "done"
+        message = "done"
     except OutputError as error:
-        said = error.message
+        message = error.message
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    answer.write_text(said)
+    log.write_text(message)
 
 
 def load() -> None:
-    """Import what a run imports on its way, for data and for ONNX files."""
+    """Import what a run imports for data and for ONNX files."""
     open_data(DataOptions(), 0)
     torch.onnx.export(nn.Linear(2, 2), (torch.zeros(2, 2),), dynamo=True, verbose=False)
 

@@ -1,4 +1,4 @@
-"""The dense model's folder is found again by a version with more options, and not with another training."""
+"""The folder of a dense model is found by a version with more options, but not for another training."""
 
 import json
 from dataclasses import replace
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from vitcompress.models.checkpoint import PLAN
-from vitcompress.pipeline.dense_folder import SETTINGS, dense_folder, record_settings
+from vitcompress.io.run_folder import RunFolder
+from vitcompress.pipeline.folder import dense_folder, record_settings
 from vitcompress.recipe.load import dense_key, load_recipe
 from vitcompress.recipe.schema import Recipe
 
@@ -20,26 +20,28 @@ def recipe() -> Recipe:
 
 @pytest.fixture
 def older(tmp_path: Path, recipe: Recipe) -> Path:
-    """The settings of a model that a version trained which did not know all options, under the name it gave it."""
+    """The folder of a model that an earlier version trained, which did not have all options."""
     folder = tmp_path / "dense-0123456789ab"
     folder.mkdir()
     record_settings(recipe, folder)
-    (folder / PLAN).touch()
-    changed(folder, lambda found: (found["dense"].pop("patch_weight"), found["dense"]["augmentation"].pop("remode")))
+    RunFolder(folder).plan.touch()
+    edit_settings(
+        folder, lambda table: (table["dense"].pop("patch_weight"), table["dense"]["augmentation"].pop("remode"))
+    )
     return folder
 
 
-def changed(folder: Path, change: Any) -> None:
-    """What lies in the settings of `folder`, after `change`."""
-    found = json.loads((folder / SETTINGS).read_text())
-    change(found)
-    (folder / SETTINGS).write_text(json.dumps(found))
+def edit_settings(folder: Path, change: Any) -> None:
+    path = RunFolder(folder).settings
+    settings = json.loads(path.read_text())
+    change(settings)
+    path.write_text(json.dumps(settings))
 
 
-def test_the_folder_is_named_by_the_key_where_there_is_no_other(tmp_path: Path, recipe: Recipe) -> None:
+def test_a_new_folder_is_named_by_the_key(tmp_path: Path, recipe: Recipe) -> None:
     assert dense_folder(recipe, tmp_path / "run") == tmp_path / f"dense-{dense_key(recipe)}"
-    given = replace(recipe, model=replace(recipe.model, weights="hub"))
-    assert dense_folder(given, tmp_path / "run") == tmp_path / "run" / "state" / "dense"
+    hub = replace(recipe, model=replace(recipe.model, weights="hub"))
+    assert dense_folder(hub, tmp_path / "run") == tmp_path / "run" / "state" / "dense"
 
 
 def test_a_model_of_a_version_with_fewer_options_is_used(tmp_path: Path, recipe: Recipe, older: Path) -> None:
@@ -50,7 +52,7 @@ def test_a_model_of_a_version_with_fewer_options_is_used(tmp_path: Path, recipe:
 
 
 def test_a_training_that_another_version_began_is_not_continued(tmp_path: Path, recipe: Recipe, older: Path) -> None:
-    (older / PLAN).unlink()
+    RunFolder(older).plan.unlink()
     assert dense_folder(recipe, tmp_path / "run") == tmp_path / f"dense-{dense_key(recipe)}"
 
 
@@ -67,23 +69,21 @@ def test_another_value_of_an_option_is_another_model(tmp_path: Path, recipe: Rec
 def test_a_default_that_has_changed_since_is_another_training(
     tmp_path: Path, recipe: Recipe, older: Path, option: str, value: Any
 ) -> None:
-    """The version wrote down what it did, also where that was nothing: None is not left out."""
-    recorded = json.loads((older / SETTINGS).read_text())["dense"]
+    """Every option is recorded, including those that are None."""
+    recorded = json.loads(RunFolder(older).settings.read_text())["dense"]
     assert recipe.dense and option in recorded and recorded[option] != value
     now = replace(recipe, dense=replace(recipe.dense, **{option: value}))
     assert dense_folder(now, tmp_path / "run") != older
-    changed(older, lambda found: found["dense"].update({option: value}))
+    edit_settings(older, lambda table: table["dense"].update({option: value}))
     assert dense_folder(now, tmp_path / "run") == older != dense_folder(recipe, tmp_path / "run")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": 3}', "[[1]]"])
-def test_what_is_no_record_of_this_version_is_left_alone(
-    tmp_path: Path, recipe: Recipe, older: Path, text: str
-) -> None:
-    (older / SETTINGS).write_text(text)
+def test_unreadable_settings_are_ignored(tmp_path: Path, recipe: Recipe, older: Path, text: str) -> None:
+    RunFolder(older).settings.write_text(text)
     assert dense_folder(recipe, tmp_path / "run").name == f"dense-{dense_key(recipe)}"
 
 
-def test_an_option_that_is_no_more_is_another_training(tmp_path: Path, recipe: Recipe, older: Path) -> None:
-    changed(older, lambda found: found["dense"].update(forgotten=1))
+def test_a_removed_option_means_another_training(tmp_path: Path, recipe: Recipe, older: Path) -> None:
+    edit_settings(older, lambda table: table["dense"].update(removed=1))
     assert dense_folder(recipe, tmp_path / "run") != older

@@ -1,6 +1,4 @@
-"""Weights that a step leaves are what the next step is given, what its own plan is applied to, and what recovery
-starts from; killed and resumed the same.
-"""
+"""The next step and the fine-tuning start from the weights that a step trained, also in a resumed run."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -20,12 +18,11 @@ from vitcompress.methods.base import LEFT, LEFT_WEIGHTS, seal
 from vitcompress.models.checkpoint import load_model_files
 from vitcompress.pipeline import dense as dense_stage
 from vitcompress.pipeline import preflight, prune, recover
-from vitcompress.pipeline.folder import check_folder, opened
+from vitcompress.pipeline.folder import check_folder, open_folder
 from vitcompress.pipeline.job import Job, RunOptions
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.recipe.load import load_recipe
 from vitcompress.training import distributed
-from vitcompress.verify.fold import UNFOLDED, UNFOLDED_PLAN
 
 RECIPE = """
 [model]
@@ -63,19 +60,25 @@ device = "cpu"
 """
 
 
-def prepared(folder: Path, text: str = RECIPE) -> Job:
+def prepare_job(folder: Path, text: str = RECIPE) -> Job:
     folder.mkdir(parents=True, exist_ok=True)
     (folder.parent / "steps.toml").write_text(text)
     recipe = load_recipe(str(folder.parent / "steps.toml"))
     check_folder(folder, recipe, structure_only=False, fresh=False)
     job = preflight.prepare(recipe, RunOptions(out=folder), distributed.start("cpu"), Progress())
-    with opened(folder, recipe, structure_only=False, fresh=False):
+    with open_folder(folder, recipe, structure_only=False, fresh=False):
         return job
 
 
-def test_a_recovery_between_steps_is_checked_before_anything_is_trained(tmp_path: Path) -> None:
+def job_with_dense(folder: Path, text: str = RECIPE) -> tuple[Job, nn.Module]:
+    job = prepare_job(folder, text)
+    dense_stage.create_dense(job)
+    return job, dense_stage.load_dense(job)
+
+
+def test_a_training_between_steps_is_checked_before_anything_is_trained(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="batch_size 5000 is more than"):
-        prepared(tmp_path / "run", RECIPE.replace("lr = 1e-2\n", "lr = 1e-2\nbatch_size = 5000\n"))
+        prepare_job(tmp_path / "run", RECIPE.replace("lr = 1e-2\n", "lr = 1e-2\nbatch_size = 5000\n"))
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
@@ -85,26 +88,27 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return prepared(tmp_path_factory.mktemp("handed") / "run")
+    return prepare_job(tmp_path_factory.mktemp("handed") / "run")
 
 
 @pytest.fixture(scope="module")
 def dense(job: Job) -> nn.Module:
-    return dense_stage.dense_model(job)
+    dense_stage.create_dense(job)
+    return dense_stage.load_dense(job)
 
 
 @pytest.fixture(scope="module")
 def steps(job: Job, dense: nn.Module) -> prune.Steps:
-    return prune.take_steps(job, dense)
+    return prune.run_steps(job, dense)
 
 
-def test_what_a_step_leaves_reaches_the_end(job: Job, dense: nn.Module, steps: prune.Steps) -> None:
-    """By hand: remove, load what was left, fold, remove; recovery of no epochs keeps exactly that."""
+def test_weights_of_a_step_reach_the_end(job: Job, dense: nn.Module, steps: prune.Steps) -> None:
+    """By hand: remove, load the weights, fold, remove. Fine-tuning for 0 epochs changes nothing."""
     first = METHODS["fixed"].structure(dense, job.family, job.base, job.recipe.steps[0].options)
     by_hand = surgery.apply_to_copy(dense, first)
     untrained = deepcopy(by_hand)
     surgery.fold_linears(untrained, job.base)
-    left = load_tensors(job.step_folder(1) / LEFT_WEIGHTS)
+    left = load_tensors(job.steps[1].files.path / LEFT_WEIGHTS)
     assert any(not torch.equal(left[name], value) for name, value in by_hand.state_dict().items())
     by_hand.load_state_dict(left)
     folding = surgery.fold_linears(by_hand, job.base)
@@ -112,8 +116,8 @@ def test_what_a_step_leaves_reaches_the_end(job: Job, dense: nn.Module, steps: p
     assert same(steps.model, by_hand) and not same(steps.model, untrained)
     assert steps.base.folded == folding.plan.folded and steps.base.removed == {"blocks.0.mlp.act": "identity"}
     surgery.apply_plan(by_hand, steps.last)
-    recover.recover(job, dense, steps)
-    assert same(load_model_files(job.folder / UNFOLDED_PLAN, job.folder / UNFOLDED), by_hand)
+    recover.recover(job)
+    assert same(load_model_files(job.files.unfolded_plan, job.files.unfolded), by_hand)
 
 
 def test_the_plan_alone_rebuilds_the_shapes(dense: nn.Module, job: Job, steps: prune.Steps) -> None:
@@ -123,63 +127,62 @@ def test_the_plan_alone_rebuilds_the_shapes(dense: nn.Module, job: Job, steps: p
     assert torch.equal(rebuilt.eval()(x), steps.pruned().eval()(x))
 
 
-def test_taken_again_nothing_is_trained(job: Job, dense: nn.Module, steps: prune.Steps) -> None:
-    path = job.step_folder(1) / LEFT_WEIGHTS
+def test_steps_that_are_done_are_not_trained_again(job: Job, dense: nn.Module, steps: prune.Steps) -> None:
+    path = job.steps[1].files.path / LEFT_WEIGHTS
     written = path.stat().st_mtime_ns
-    again = prune.take_steps(job, dense)
+    again = prune.run_steps(job, dense)
     assert same(again.model, steps.model) and (again.base, again.last) == (steps.base, steps.last)
     assert path.stat().st_mtime_ns == written
 
 
-def test_the_step_trains_as_recovery_does(job: Job, steps: prune.Steps) -> None:
-    state = load_state(job.step_folder(1) / "training")
+def test_the_step_trains_as_the_fine_tuning_does(job: Job, steps: prune.Steps) -> None:
+    state = load_state(job.steps[1].files.path / "training")
     assert state is not None
-    made_with = state.data["made_with"]["options"]
-    assert (made_with["epochs"], made_with["lr"], made_with["distillation"]) == (1, 1e-2, "soft")
+    options = state.data["made_with"]["options"]
+    assert (options["epochs"], options["lr"], options["distillation"]) == (1, 1e-2, "soft")
 
 
-def test_stopped_between_weights_and_plan_it_hands_over_the_same(
+def test_a_step_killed_between_weights_and_plan_hands_over_the_same_weights(
     tmp_path: Path, dense: nn.Module, steps: prune.Steps
 ) -> None:
-    stopped = prepared(tmp_path / "run")
-    prune.take_steps(stopped, dense_stage.dense_model(stopped))
+    stopped = prepare_job(tmp_path / "run")
+    dense_stage.create_dense(stopped)
+    prune.run_steps(stopped, dense_stage.load_dense(stopped))
     for number in (1, 2, 3):
-        (stopped.step_folder(number) / "plan.json").unlink()
-    again = prune.take_steps(prepared(tmp_path / "run"), dense_stage.dense_model(stopped))
+        stopped.steps[number].files.plan.unlink()
+    again = prune.run_steps(prepare_job(tmp_path / "run"), dense_stage.load_dense(stopped))
     assert same(again.model, steps.model) and again.plan == steps.plan
 
 
-def test_weights_of_another_step_are_refused(tmp_path: Path) -> None:
-    broken = prepared(tmp_path / "run")
-    dense = dense_stage.dense_model(broken)
-    prune.take_steps(broken, dense)
-    path = broken.step_folder(1) / LEFT_WEIGHTS
+def test_weights_of_another_step_are_rejected(tmp_path: Path) -> None:
+    broken, dense = job_with_dense(tmp_path / "run")
+    prune.run_steps(broken, dense)
+    path = broken.steps[1].files.path / LEFT_WEIGHTS
     tensors = load_tensors(path)
     save_tensors(path, tensors, {"plan": broken.base.digest})
-    with pytest.raises(ArtifactError, match=r"not as its step left it: weights\.safetensors: sha256 is"):
-        prune.take_steps(broken, dense)
+    with pytest.raises(ArtifactError, match=r"was changed after its step: weights\.safetensors: sha256 is"):
+        prune.run_steps(broken, dense)
     seal(path.parent)
     with pytest.raises(PlanError, match="saved with another plan"):
-        prune.take_steps(broken, dense)
+        prune.run_steps(broken, dense)
     save_tensors(path, {"head.weight": tensors["head.weight"]})
     seal(path.parent)
     with pytest.raises(WeightsError, match="does not fit its plan"):
-        prune.take_steps(broken, dense)
+        prune.run_steps(broken, dense)
 
 
 @pytest.mark.parametrize("lost", [LEFT_WEIGHTS, LEFT])
-def test_weights_that_are_gone_are_not_silently_replaced_by_older_ones(tmp_path: Path, lost: str) -> None:
-    broken = prepared(tmp_path / "run")
-    dense = dense_stage.dense_model(broken)
-    prune.take_steps(broken, dense)
-    (broken.step_folder(1) / lost).unlink()
-    with pytest.raises(ArtifactError, match=r"not as its step left it: .*missing") as raised:
-        prune.take_steps(broken, dense)
+def test_missing_weights_are_not_silently_replaced_by_older_ones(tmp_path: Path, lost: str) -> None:
+    broken, dense = job_with_dense(tmp_path / "run")
+    prune.run_steps(broken, dense)
+    (broken.steps[1].files.path / lost).unlink()
+    with pytest.raises(ArtifactError, match=r"was changed after its step: .*missing") as raised:
+        prune.run_steps(broken, dense)
     assert lost in raised.value.message and "--fresh" in str(raised.value.hint)
 
 
-def test_what_was_folded_in_between_is_in_the_tables(job: Job, steps: prune.Steps) -> None:
-    folder = job.step_folder(2)
+def test_folds_between_steps_are_in_the_tables(job: Job, steps: prune.Steps) -> None:
+    folder = job.steps[2].files.path
     (table,) = METHODS["fold"].report(folder).tables
     rows = {row[0]: row for row in table["rows"]}
     assert rows["blocks.0.mlp"][1] == "yes" and len(rows) == len(read_json(folder / "fold.json"))
@@ -188,16 +191,15 @@ def test_what_was_folded_in_between_is_in_the_tables(job: Job, steps: prune.Step
 
 @pytest.mark.slow
 def test_nose_fades_out_on_the_weights_handed_over(tmp_path: Path) -> None:
-    """The last step's layers fade from what that step was given: the recovered model is not the dense one's child."""
+    """The layers of the last step fade out of the weights that the step before trained, not of the dense ones."""
     text = RECIPE.replace(
         'method = "fixed"\nattention = [1]', 'method = "nose"\npruned_layers = 1\nte = { images = 20 }'
     )
-    faded = prepared(tmp_path / "run", text.replace("[finetune]\nepochs = 0", "[finetune]\nepochs = 1\nlr = 0"))
-    dense = dense_stage.dense_model(faded)
-    steps = prune.take_steps(faded, dense)
-    recover.recover(faded, dense, steps)
-    kept = load_model_files(faded.folder / UNFOLDED_PLAN, faded.folder / UNFOLDED)
-    left = load_tensors(faded.step_folder(1) / LEFT_WEIGHTS)
+    text = text.replace("[finetune]\nepochs = 0", "[finetune]\nepochs = 1\nlr = 0")
+    faded, dense = job_with_dense(tmp_path / "run", text)
+    recover.recover(faded)
+    kept = load_model_files(faded.files.unfolded_plan, faded.files.unfolded)
+    left = load_tensors(faded.steps[1].files.path / LEFT_WEIGHTS)
     assert torch.equal(kept.state_dict()["head.weight"], left["head.weight"])
     assert not torch.equal(left["head.weight"], dense.state_dict()["head.weight"])
 

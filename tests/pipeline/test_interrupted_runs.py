@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped, out of disk, or shared by processes end where a run left alone does."""
+"""Runs that are killed, stopped, out of disk space, or run by several processes give the same result."""
 
 import json
 import re
@@ -13,21 +13,21 @@ import pytest
 import whole_runs as world
 from whole_runs import ENVIRONMENT, SMALL
 
-import vitcompress
 from vitcompress.errors import OutputError
 from vitcompress.io.files import read_json
 from vitcompress.io.tensors import load_tensors
+from vitcompress.models.checkpoint import load_model
 from vitcompress.models.create import create_model
-from vitcompress.pipeline import job
+from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import run_recipe
 
 # ------------------------------------------------------------------------------------------------------ SIGKILL, SIGINT
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the script of `whole_runs` leaves: runs that were never stopped, killed, and limited."""
-    folder = tmp_path_factory.mktemp("ended")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of the script `whole_runs`: a run that was never stopped, a killed one, a limited one."""
+    folder = tmp_path_factory.mktemp("runs")
     script = [sys.executable, world.__file__, str(folder)]
     done = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -35,8 +35,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_killed_at_many_moments_is_never_killed(ended: Path) -> None:
-    whole, resumed = ended / "whole", ended / "killed"
+def test_a_run_killed_many_times_equals_one_that_was_not(runs: Path) -> None:
+    whole, resumed = runs / "whole", runs / "killed"
     compared = [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file()]
     compared = [path for path in compared if path.name != "data.json" and "tensorboard" not in path.parts]  # seconds
     timed = {"log.jsonl", "bench.json", "report.json", "report.md", "verify.json"}
@@ -46,7 +46,7 @@ def test_killed_at_many_moments_is_never_killed(ended: Path) -> None:
     names = {path.name for path in compared}
     assert {"model.safetensors", "plan.json", "model.onnx", "search.json", "allocation.json", "accuracy.json"} <= names
     assert len([path for path in compared if "step-0-hetdpt" in path.parts]) >= 15
-    assert not list(ended.rglob("*.part"))
+    assert not list(runs.rglob("*.part"))
     logs = [
         [{**json.loads(line), "seconds": 0} for line in (root / "run" / "log.jsonl").read_text().splitlines()]
         for root in (whole, resumed)
@@ -56,7 +56,7 @@ def test_killed_at_many_moments_is_never_killed(ended: Path) -> None:
 
 
 def wait_for(folder: Path, pattern: str, process: subprocess.Popen[str]) -> None:
-    """Until a file or folder like `pattern` is in `folder`, or the process has ended."""
+    """Wait until `folder` has a match of `pattern`, or the process has ended."""
     while not list(folder.glob(pattern)) and process.poll() is None:
         time.sleep(0.005)
 
@@ -80,18 +80,16 @@ def test_ctrl_c_in_the_middle_and_the_same_command_continues(tmp_path: Path) -> 
     (state,) = tmp_path.glob("dense-*/state/state-*")
     reached = int(state.name[-6:])
     sets = ("dense.epochs=100000", "export.formats=[]")
-    told = Until(tmp_path)
+    progress = StopAtFirstUpdate()
     with pytest.raises(KeyboardInterrupt):
-        run_recipe(world.recipe(tmp_path, *sets), job.RunOptions(out=tmp_path / "run"), told)
-    assert told.first.startswith(f"epoch {reached + 2}/100000")
+        run_recipe(world.recipe(tmp_path, *sets), RunOptions(out=tmp_path / "run"), progress)
+    assert progress.first.startswith(f"epoch {reached + 2}/100000")
 
 
-class Until(world.Told):
-    """Stops at the first figure of a training."""
+class StopAtFirstUpdate(world.RecordedProgress):
+    """Stops a training at its first update."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder, self.first = folder, ""
+    first = ""
 
     def update(self, label: str, done: int, total: int, text: str = "") -> None:
         self.first = text
@@ -102,13 +100,13 @@ class Until(world.Told):
 
 
 @pytest.mark.slow
-def test_files_that_cannot_grow_are_told_and_the_run_continues(ended: Path) -> None:
-    folder = ended / "limited"
-    said = [(folder / f"{number}.txt").read_text() for number in (0, 1, 3, 4)]
-    places = [text.removesuffix(" cannot be written: File too large").removeprefix(str(folder)) for text in said]
+def test_files_that_cannot_be_written_are_reported_and_the_run_continues(runs: Path) -> None:
+    folder = runs / "limited"
+    messages = [(folder / f"{number}.txt").read_text() for number in (0, 1, 3, 4)]
+    places = [text.removesuffix(" cannot be written: File too large").removeprefix(str(folder)) for text in messages]
     (dense,) = folder.glob("dense-*")
     assert places == ["/run/recipe.toml", f"/{dense.name}/state", "/run/dense.onnx", "done"]
-    whole = ended / "whole" / "run"
+    whole = runs / "whole" / "run"
     for name in ("model.safetensors", "plan.json"):
         assert (folder / "run" / name).read_bytes() == (whole / name).read_bytes()
 
@@ -126,7 +124,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_said_in_one_panel_and_the_run_continues(tiny_disk: Path) -> None:
+def test_a_full_disk_is_reported_in_one_panel_and_the_run_continues(tiny_disk: Path) -> None:
     world.recipe(tiny_disk, text=SMALL)
     ballast = tiny_disk / "ballast"
     ballast.write_bytes(bytes(2_000_000))
@@ -136,7 +134,7 @@ def test_a_full_disk_is_said_in_one_panel_and_the_run_continues(tiny_disk: Path)
     (tiny_disk / "more").unlink()
     words = command("tiny.toml", "--out", "run", "--set", "dense.epochs=10")
     words += ["--set", "export.formats=[]", "--set", 'bench.runtimes=["torch"]']
-    # The disk fills up when the run has started: a reader's download, another run.
+    # The disk fills up after the run has started.
     process = subprocess.Popen(
         words, cwd=tiny_disk, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -148,7 +146,7 @@ def test_a_full_disk_is_said_in_one_panel_and_the_run_continues(tiny_disk: Path)
     (tiny_disk / "download").unlink()
     ballast.unlink()
     world.run(tiny_disk, "dense.epochs=10", *world.BARE)  # the same recipe
-    assert vitcompress.load(tiny_disk / "run").plan.removed
+    assert load_model(tiny_disk / "run").plan.removed
 
 
 def fill(path: Path) -> None:
@@ -165,11 +163,11 @@ def fill(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_end_where_one_does(tmp_path: Path) -> None:
-    """Weights agree to a ten-thousandth of the way that training took.
+def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
+    """Weights agree to 1e-4 of the distance that training moved them.
 
-    A gradient entry is a sum of some 64 images x 5 tokens x 64 channels, in another order: a relative rounding of about
-    sqrt(20480) * 2**-24 = 1e-5, which the curvature met in 70 steps of SGD may make ten times larger.
+    A gradient entry is a sum over 64 images x 5 tokens x 64 channels, in another order: a relative rounding error of
+    about sqrt(20480) * 2**-24 = 1e-5, which 70 steps of SGD may make ten times larger.
     """
     text = re.sub(r"(epochs = 2\nbatch_size = 64\n)lr = \S+", r'\1optimizer = "sgd"\nlr = 0.05', world.RECIPE)
     for name in ("one", "two"):
@@ -179,9 +177,9 @@ def test_two_processes_end_where_one_does(tmp_path: Path) -> None:
     two = [*torchrun, *command("tiny.toml", "--out", "run", "--json", *sets)[1:]]
     done = subprocess.run(two, cwd=tmp_path / "two", env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)  # one report, though two processes ran
+    report = json.loads(done.stdout)  # one report of two processes
     world.run(tmp_path / "one", *world.BARE)
-    assert said["passed"] is True and len(list((tmp_path / "two").rglob("report.json"))) == 1
+    assert report["passed"] is True and len(list((tmp_path / "two").rglob("report.json"))) == 1
     one, other = tmp_path / "one", tmp_path / "two"
     steps = [read_json(root / "run/state/step-0-hetdpt/choice.json") for root in (one, other)]
     assert steps[0] == steps[1] and steps[0]["attention"] and steps[0]["activation"]

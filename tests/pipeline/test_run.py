@@ -1,4 +1,4 @@
-"""A whole recipe: what it leaves, and that it is not done twice."""
+"""A whole recipe: the files that it writes, and that nothing is done twice."""
 
 import json
 from pathlib import Path
@@ -9,11 +9,11 @@ import torch
 import whole_runs as world
 from whole_runs import LOGITS, SMALL, digits, logits, onnx_logits, tree
 
-import vitcompress
 from vitcompress.io.files import read_json
+from vitcompress.models.checkpoint import load_model
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import create_model, input_config
-from vitcompress.pipeline import job
+from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import RunResult, run_recipe
 from vitcompress.plan import Plan
 from vitcompress.training.data import DataOptions, open_data
@@ -30,8 +30,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(home: Path) -> tuple[RunResult, world.Told]:
-    """One whole run, in home/run."""
+def finished(home: Path) -> tuple[RunResult, world.RecordedProgress]:
+    """A whole run in home/run."""
     return world.run(home)
 
 
@@ -39,7 +39,7 @@ def finished(home: Path) -> tuple[RunResult, world.Told]:
 
 
 @pytest.mark.slow
-def test_a_run_leaves_a_folder_that_explains_itself(home: Path, finished: tuple[Any, Any]) -> None:
+def test_a_run_writes_all_files_of_a_run_folder(home: Path, finished: tuple[Any, Any]) -> None:
     folder = finished[0].folder
     assert folder == home / "run" and finished[0].passed
     files = {path.name for path in folder.iterdir()} - {"tensorboard"}
@@ -61,7 +61,7 @@ def test_the_report_agrees_with_the_folder(finished: tuple[Any, Any]) -> None:
     plan = Plan.from_json((folder / "plan.json").read_text())
     assert report["plan"] == json.loads(plan.to_json()) and report["plan_sha256"] == plan.digest
     assert len(plan.removed) == 2 and len(report["model"]["classes"]) == 10
-    dense, compressed = create_model(plan.arch, plan.arch_args), vitcompress.load(folder)
+    dense, compressed = create_model(plan.arch, plan.arch_args), load_model(folder)
     for name, model in (("dense", dense), ("compressed", compressed)):
         assert report["cost"][name] == count_cost(model, (1, 8, 8)).to_dict()
     assert report["cost"]["compressed"]["macs"] < report["cost"]["dense"]["macs"]
@@ -75,45 +75,45 @@ def test_the_report_agrees_with_the_folder(finished: tuple[Any, Any]) -> None:
 
 @pytest.mark.slow
 def test_accuracy_is_counted_on_the_test_images(finished: tuple[Any, Any]) -> None:
-    folder, found = finished[0].folder, finished[0].report["accuracy"]
+    folder, accuracy = finished[0].folder, finished[0].report["accuracy"]
     test = open_data(DataOptions(), 0).test
-    model = vitcompress.load(folder)
+    model = load_model(folder)
     images = calibration_images(test, input_config(model), len(test), seed=0)
     right = int((logits(model, images).argmax(1) == torch.from_numpy(test.labels)).sum())
-    assert found["compressed"]["total"] == found["dense"]["total"] == len(test) >= 500
-    assert found["compressed"]["correct"] == found["model.onnx"]["correct"] == right > len(test) / 5
-    gained = found["mcnemar"]["only_b"] - found["mcnemar"]["only_a"]
-    assert gained == found["compressed"]["correct"] - found["dense"]["correct"]
+    assert accuracy["compressed"]["total"] == accuracy["dense"]["total"] == len(test) >= 500
+    assert accuracy["compressed"]["correct"] == accuracy["model.onnx"]["correct"] == right > len(test) / 5
+    gained = accuracy["mcnemar"]["only_b"] - accuracy["mcnemar"]["only_a"]
+    assert gained == accuracy["compressed"]["correct"] - accuracy["dense"]["correct"]
 
 
 @pytest.mark.slow
 def test_the_loaded_model_is_the_exported_one(finished: tuple[Any, Any]) -> None:
     folder = finished[0].folder
-    model = vitcompress.load(folder)
+    model = load_model(folder)
     images = digits(model)
-    answers = logits(model, images)
-    scale = max(1.0, float(answers.abs().max()))
-    assert float((answers - onnx_logits(folder / "model.onnx", images)).abs().max()) <= LOGITS * scale
-    assert float((answers - onnx_logits(folder / "dense.onnx", images)).abs().max()) > 100 * LOGITS * scale
+    outputs = logits(model, images)
+    scale = max(1.0, float(outputs.abs().max()))
+    assert float((outputs - onnx_logits(folder / "model.onnx", images)).abs().max()) <= LOGITS * scale
+    assert float((outputs - onnx_logits(folder / "dense.onnx", images)).abs().max()) > 100 * LOGITS * scale
 
 
-# ------------------------------------------------------------------------------------------------------------ and again
+# -------------------------------------------------------------------------------------------------------------- resume
 
 
 @pytest.mark.slow
-def test_run_again_nothing_is_done(home: Path, finished: tuple[Any, Any]) -> None:
+def test_a_finished_run_is_not_repeated(home: Path, finished: tuple[Any, Any]) -> None:
     before = tree(home)
-    result, told = world.run(home)
-    assert tree(home) == before and told.stages == []
-    assert result == finished[0] and [note for note in told.notes if note.startswith("all is done")]
+    result, progress = world.run(home)
+    assert tree(home) == before and progress.stages == []
+    assert result == finished[0] and [note for note in progress.notes if note.startswith("all is done")]
 
 
 @pytest.mark.slow
 def test_a_lost_report_is_written_again_without_training(home: Path, finished: tuple[Any, Any]) -> None:
     before = tree(home / "run")
     (home / "run" / "report.json").unlink()
-    result, told = world.run(home)
-    assert result.report == finished[0].report and told.stages == []
+    result, progress = world.run(home)
+    assert result.report == finished[0].report and progress.stages == []
     changed = {name for name, when in tree(home / "run").items() if before.get(name) != when}
     assert changed == {"report.json", "report.md"}
 
@@ -122,12 +122,12 @@ def test_a_lost_report_is_written_again_without_training(home: Path, finished: t
 def test_recipes_that_train_the_same_dense_model_share_it(home: Path, finished: tuple[Any, Any]) -> None:
     (folder,) = home.glob("dense-*")
     before = tree(folder)
-    # SMALL trains its dense model for one epoch, the whole run for two: the rest of [dense] is the same.
+    # SMALL trains its dense model for one epoch, the whole run for two; the rest of [dense] is the same.
     sets = (*world.BARE, "dense.epochs=2")
     other = world.recipe(home / "recipes", *sets, text=SMALL)
-    told = world.Told()
-    result = run_recipe(other, job.RunOptions(out=home / "second"), told)
-    assert [note for note in told.notes if note.startswith("dense model: taken from")]
+    progress = world.RecordedProgress()
+    result = run_recipe(other, RunOptions(out=home / "second"), progress)
+    assert [note for note in progress.notes if note.startswith("dense model: already done")]
     assert tree(folder) == before and list(home.glob("dense-*")) == [folder]
     assert result.report["layers"] == "chance" and result.report["searched"] is None
     assert result.report["files"] == {} and [e["rows"][0]["runtime"] for e in result.report["bench"]] == ["torch"]

@@ -1,4 +1,4 @@
-"""Folders and recipes: what is begun continues, what is another's is left alone, what cannot work writes nothing."""
+"""Folders and recipes: runs continue, other folders are not touched, and a rejected run writes nothing."""
 
 import shutil
 import tomllib
@@ -13,8 +13,8 @@ from vitcompress.errors import InputError, OutputError, PlanError, WeightsError
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model
-from vitcompress.pipeline import job
-from vitcompress.pipeline.folder import HEADER, difference, opened, sole_user, written_recipe
+from vitcompress.pipeline.folder import HEADER, difference, lock_folder, open_folder, recipe_text
+from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.plan import Plan
 
@@ -33,7 +33,7 @@ def small(finished: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_of_another_recipe_is_refused(small: Path) -> None:
+def test_a_folder_of_another_recipe_is_rejected(small: Path) -> None:
     before = tree(small)
     with pytest.raises(OutputError, match="another recipe") as caught:
         world.run(small, *world.BARE, "dense.epochs=2", "run.seed=4")
@@ -54,25 +54,25 @@ def test_structure_only_is_not_the_whole_run(tmp_path: Path) -> None:
         world.run(tmp_path, *world.BARE, "model.classes=10", **same)
 
 
-def test_which_of_two_alike_is_structure_only_is_told(tmp_path: Path) -> None:
+def test_the_difference_tells_which_run_is_structure_only(tmp_path: Path) -> None:
     recipe = world.recipe(tmp_path)
-    whole, structure = (written_recipe(recipe, structure_only=only) for only in (False, True))
+    whole, structure = (recipe_text(recipe, structure_only=only) for only in (False, True))
     assert difference(whole, structure) == "a whole run there, structure only here"
     assert difference(structure, whole) == "structure only there, a whole run here"
     assert difference(whole, f"{whole}# a comment\n") == "written by another version"
 
 
 def unlocked(folder: Path) -> dict[str, int]:
-    """The tree without what looking at a lock changes."""
+    """The tree without locks, whose times change when they are tested."""
     return {name: when for name, when in tree(folder).items() if not name.endswith(("state", ".lock"))}
 
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_two_runs_do_not_share_a_folder(small: Path, fresh: bool) -> None:
-    """The second one leaves all as it is, what the first one is just writing too."""
+    """The second one changes nothing, not even unfinished files of the first one."""
     (small / "run" / "report.json").unlink()
     (small / "run" / "state" / ".a.json.12345678.part").write_text("half")
-    with sole_user(small / "run" / "state"):
+    with lock_folder(small / "run" / "state"):
         before = unlocked(small)
         with pytest.raises(OutputError, match="another process is working in"):
             world.run(small, *world.BARE, text=SMALL, fresh=fresh)
@@ -81,13 +81,13 @@ def test_two_runs_do_not_share_a_folder(small: Path, fresh: bool) -> None:
     assert (small / "run" / "report.json").is_file() and not list((small / "run").rglob("*.part"))
 
 
-def test_a_folder_taken_while_a_run_was_being_checked(small: Path) -> None:
-    """Both found it free; the other one was quicker, and is done."""
+def test_a_folder_taken_during_the_checks_of_a_run(small: Path) -> None:
+    """Both find the folder free; the other run is faster, and done."""
     late = world.recipe(small, *world.BARE, "run.seed=4")
     before = unlocked(small)
     with (
         pytest.raises(OutputError, match="another recipe"),
-        opened(small / "run", late, structure_only=False, fresh=False),
+        open_folder(small / "run", late, structure_only=False, fresh=False),
     ):
         pass
     assert unlocked(small) == before
@@ -101,24 +101,23 @@ def test_killed_before_its_recipe_was_written_a_run_begins_again(tmp_path: Path)
     assert not list((tmp_path / "run").glob(".recipe*"))
 
 
-def test_fresh_starts_over_and_keeps_what_is_not_a_runs(small: Path) -> None:
+def test_fresh_starts_over_and_keeps_other_files(small: Path) -> None:
     (small / "run" / "notes.txt").write_text("mine")
     (small / "run" / "state" / ".a.json.12345678.part").write_text("half")
     dense = tree(next(small.glob("dense-*")))
     weights = (small / "run" / "model.safetensors").read_bytes()
-    result, told = world.run(small, *world.BARE, "finetune.epochs=2", fresh=True)
+    result, progress = world.run(small, *world.BARE, "finetune.epochs=2", fresh=True)
     assert (small / "run" / "notes.txt").read_text() == "mine"
     assert not list((small / "run").rglob("*.part"))
     assert (
-        "Recover by training the pruned model" in told.stages
-        and "epochs = 2" in (result.folder / "recipe.toml").read_text()
+        "Fine-tune the pruned model" in progress.stages and "epochs = 2" in (result.folder / "recipe.toml").read_text()
     )
     assert (small / "run" / "model.safetensors").read_bytes() != weights
     assert tree(next(small.glob("dense-*"))) == dense
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_folders_of_others_are_left_alone(tmp_path: Path, fresh: bool) -> None:
+def test_other_folders_are_not_touched(tmp_path: Path, fresh: bool) -> None:
     world.recipe(tmp_path, text=SMALL)
     for name in ("full", "written", "taken"):
         (tmp_path / name).mkdir()
@@ -126,21 +125,21 @@ def test_folders_of_others_are_left_alone(tmp_path: Path, fresh: bool) -> None:
     (tmp_path / "written" / "recipe.toml").write_text("name = 'by hand'\n")
     (tmp_path / "file").write_text("")
     before = tree(tmp_path)
-    for name, said in (
+    for name, message in (
         ("full", "not a run folder"),
         ("written", "not written by a run" if fresh else "another recipe"),
         ("file", "is a file"),
         ("file/run", "is a file"),
     ):
-        with pytest.raises(OutputError, match=said):
+        with pytest.raises(OutputError, match=message):
             world.run(tmp_path, *world.BARE, name=name, fresh=fresh)
     with pytest.raises(OutputError):
-        run_recipe(world.recipe(tmp_path, *world.BARE), job.RunOptions(out=Path("/proc/run"), fresh=fresh))
+        run_recipe(world.recipe(tmp_path, *world.BARE), RunOptions(out=Path("/proc/run"), fresh=fresh))
     assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize(
-    ("sets", "options", "kind", "said"),
+    ("sets", "options", "kind", "message"),
     [
         (["step.0.pruned_layers=9"], {}, PlanError, "pruned_layers is 9"),
         (["dense.batch_size=5000"], {}, InputError, "batch_size 5000"),
@@ -152,17 +151,17 @@ def test_folders_of_others_are_left_alone(tmp_path: Path, fresh: bool) -> None:
         (["bench.batch=0"], {}, InputError, "batch"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_is_written(
-    tmp_path: Path, sets: list[str], options: dict[str, Any], kind: type[Exception], said: str
+def test_a_run_that_cannot_work_is_rejected_before_anything_is_written(
+    tmp_path: Path, sets: list[str], options: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
     world.recipe(tmp_path, text=SMALL)
     before = tree(tmp_path)
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=message):
         world.run(tmp_path, *sets, **options)
     assert tree(tmp_path) == before
 
 
-def test_settings_that_contradict_the_method_are_refused(tmp_path: Path) -> None:
+def test_settings_that_contradict_the_method_are_rejected(tmp_path: Path) -> None:
     nose = with_steps('method = "nose"\npruned_layers = 1\nte = { images = 20 }')
     with pytest.raises(InputError, match="fades the layers out"):
         world.run(tmp_path / "nose", "finetune.select=best", text=nose)
@@ -174,18 +173,21 @@ def test_settings_that_contradict_the_method_are_refused(tmp_path: Path) -> None
     assert {path.name for path in tmp_path.rglob("*")} == {"nose", "hetdpt", "hub", "tiny.toml"}
 
 
-def test_a_teacher_that_cannot_teach_is_refused_first(small: Path, tmp_path: Path) -> None:
-    for name, changes, said in (("classes", {"num_classes": 7}, "7 classes"), ("size", {"img_size": 16}, "images of")):
+def test_a_teacher_that_cannot_teach_is_rejected_first(small: Path, tmp_path: Path) -> None:
+    for name, changes, message in (
+        ("classes", {"num_classes": 7}, "7 classes"),
+        ("size", {"img_size": 16}, "images of"),
+    ):
         args = {**world.ARGS, "num_classes": 10, **changes}
         write_model(tmp_path / name, create_model(world.ARCH, args), Plan(world.ARCH, args))
         before = tree(tmp_path)
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             world.run(small, *world.BARE, f"finetune.teacher={tmp_path / name}", name="taught")
         assert tree(tmp_path) == before
     result, _ = world.run(small, *world.BARE, f"finetune.teacher={small / 'run'}", name="taught")
     assert result.report["teacher"] == str(small / "run")
 
 
-def test_the_recipe_of_a_run_says_what_it_is(small: Path) -> None:
+def test_the_recipe_of_a_run_has_a_header(small: Path) -> None:
     text = (small / "run" / "recipe.toml").read_text()
     assert text.startswith(HEADER) and tomllib.loads(text)["run"]["seed"] == 0

@@ -1,4 +1,4 @@
-"""What a run can be asked for: structure only, other weights, a dry run, layers that fade out."""
+"""Options of a run: structure only, other weights, a dry run, layers that fade out."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,24 +10,23 @@ import whole_runs as world
 from torch import nn
 from whole_runs import LOGITS, SMALL, digits, logits, onnx_logits, tree, with_steps
 
-import vitcompress
 from vitcompress import surgery
 from vitcompress.errors import WeightsError
 from vitcompress.families import Family, family_of
 from vitcompress.io.tensors import save_tensors
 from vitcompress.io.training_state import load_state
 from vitcompress.methods import METHODS
-from vitcompress.models.checkpoint import load_model_files
+from vitcompress.models.checkpoint import load_model, load_model_files
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import create_model
-from vitcompress.pipeline import job
 from vitcompress.pipeline.dry_run import dry_run_recipe
+from vitcompress.pipeline.job import RunOptions
 from vitcompress.plan import Plan
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.data import open_data
 
 
-def test_without_held_out_images_fixed_layers_are_still_removed(tmp_path: Path) -> None:
+def test_without_heldout_images_fixed_layers_are_still_removed(tmp_path: Path) -> None:
     fixed = with_steps('method = "fixed"\nattention = [1]\nactivation = [2]')
     result, _ = world.run(tmp_path, *world.BARE, "data.heldout=0", text=fixed)
     assert result.report["before_recovery"] is None and result.report["layers"] == "the recipe"
@@ -41,13 +40,13 @@ def test_without_held_out_images_fixed_layers_are_still_removed(tmp_path: Path) 
 def test_structure_only_needs_neither_data_nor_training(tmp_path: Path, arch: str, size: Any) -> None:
     text = with_steps('method = "hetdpt"\npruned_layers = 3').replace("source", "# source")
     text = text.replace(world.ARCH, arch).replace("img_size = 8", f"img_size = {size}")
-    result, told = world.run(tmp_path, text=text, data="nowhere", structure_only=True, weights="random")
+    result, progress = world.run(tmp_path, text=text, data="nowhere", structure_only=True, weights="random")
     height, width = size if isinstance(size, list) else (size, size)
     report, folder = result.report, result.folder
-    assert result.passed and not [title for title in told.stages if "rain" in title]
+    assert result.passed and not [title for title in progress.stages if "rain" in title]
     assert report["accuracy"] is None and report["recovery"] is None and len(report["plan"]["removed"]) == 3
     assert report["model"]["input"]["size"] == [1, height, width] and len(report["model"]["classes"]) == 1000
-    dense, compressed = vitcompress.load(folder / "state" / "dense"), vitcompress.load(folder)
+    dense, compressed = load_model(folder / "state" / "dense"), load_model(folder)
     for name, model in (("dense", dense), ("compressed", compressed)):
         assert report["cost"][name] == count_cost(model, (1, height, width)).to_dict()
         assert report["cost"][name]["macs_linear"] < report["cost"][name]["macs"]
@@ -61,12 +60,12 @@ def test_structure_only_needs_neither_data_nor_training(tmp_path: Path, arch: st
 
 
 def test_structure_only_counts_the_classes_of_the_data(tmp_path: Path) -> None:
-    """What is counted before the training is paid for is what the whole run comes to."""
+    """Structure only counts the same parameters as the whole run."""
     recipe = world.recipe(tmp_path, text=SMALL)
 
     def params(**options: Any) -> int:
         changed = replace(recipe, model=replace(recipe.model, args=recipe.model.args | options.pop("args", {})))
-        wishes = job.RunOptions(out=tmp_path / "new", **options)
+        wishes = RunOptions(out=tmp_path / "new", **options)
         return int(dry_run_recipe(changed, wishes)["cost"]["dense"]["params"])
 
     whole, row = params(), int(recipe.model.args["embed_dim"]) + 1  # a class is a row of the classifier and a bias
@@ -80,7 +79,7 @@ def test_structure_only_counts_the_classes_of_the_data(tmp_path: Path) -> None:
     assert params(structure_only=True, weights="hub") == whole + 990 * row, "the weights' own"
 
 
-def own_weights(folder: Path, suffix: str, classes: int) -> tuple[Path, nn.Module]:
+def save_weights(folder: Path, suffix: str, classes: int) -> tuple[Path, nn.Module]:
     model = create_model(world.ARCH, {**world.ARGS, "num_classes": classes}, seed=7)
     path = folder / f"own{suffix}"
     if suffix == ".pth":
@@ -90,73 +89,71 @@ def own_weights(folder: Path, suffix: str, classes: int) -> tuple[Path, nn.Modul
     return path, model
 
 
-def test_an_own_checkpoint_is_the_dense_model(tmp_path: Path) -> None:
-    path, model = own_weights(tmp_path, ".pth", 10)
+def test_a_checkpoint_becomes_the_dense_model(tmp_path: Path) -> None:
+    path, model = save_weights(tmp_path, ".pth", 10)
     result, _ = world.run(tmp_path, *world.BARE, text=SMALL, weights=str(path))
-    dense = vitcompress.load(result.folder / "state" / "dense").state_dict()
+    dense = load_model(result.folder / "state" / "dense").state_dict()
     assert all(torch.equal(dense[name], value) for name, value in model.state_dict().items())
     assert not list(tmp_path.glob("dense-*")) and result.report["model"]["weights"] == str(path)
-    path.unlink()  # what was begun does not need it any more
+    path.unlink()  # a run that has started does not need it
     (result.folder / "report.json").unlink()
     assert world.run(tmp_path, *world.BARE, weights=str(path))[0].passed
 
 
 def test_weights_of_another_class_count_need_a_new_head(tmp_path: Path) -> None:
-    path, model = own_weights(tmp_path, ".safetensors", 7)
+    path, model = save_weights(tmp_path, ".safetensors", 7)
     world.recipe(tmp_path, text=SMALL)
     before = tree(tmp_path)
     with pytest.raises(WeightsError, match="7 classes") as caught:
         world.run(tmp_path, *world.BARE, weights=str(path))
     assert "new_head" in str(caught.value.hint) and tree(tmp_path) == before
     result, _ = world.run(tmp_path, *world.BARE, "model.new_head=true", weights=str(path))
-    dense = vitcompress.load(result.folder / "state" / "dense").state_dict()
+    dense = load_model(result.folder / "state" / "dense").state_dict()
     assert dense["head.weight"].shape[0] == 10
     assert torch.equal(dense["blocks.0.attn.qkv.weight"], model.state_dict()["blocks.0.attn.qkv.weight"])
 
 
-def test_a_dry_run_tells_the_work_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_lists_the_work_and_writes_nothing(tmp_path: Path) -> None:
     recipe = world.recipe(tmp_path)
     before = tree(tmp_path)
-    found = dry_run_recipe(recipe, job.RunOptions(out=tmp_path / "run"))
-    assert tree(tmp_path) == before and found["missing"] == [] and found["folder"] == str(tmp_path / "run")
-    rows = {row["stage"]: (row["rounds"], row["epochs"], row["images"]) for row in found["stages"]}
+    result = dry_run_recipe(recipe, RunOptions(out=tmp_path / "run"))
+    assert tree(tmp_path) == before and result["missing"] == [] and result["folder"] == str(tmp_path / "run")
+    rows = {row["stage"]: (row["rounds"], row["epochs"], row["images"]) for row in result["stages"]}
     train = len(open_data(recipe.data, 0).train)
-    assert rows["train the dense model"] == rows["recover"] == (1, 2, train)
-    assert rows["hetdpt: step 1, transfer entropy"] == (2 * 2 + 2, 1, 40)
+    assert rows["train the dense model"] == rows["fine-tune the pruned model"] == (1, 2, train)
+    assert rows["hetdpt: step 1, transfer entropy"] == (15 + 6, 1, 40)  # candidates, and the model of each round
     assert rows["hetdpt: step 1, fast fine-tuning"] == (2 * 2 + 2, 1, 80)
     assert rows["hetdpt: step 2, importance search"] == (1, 2, 80)
-    assert rows["judge on the test images"] == (1, None, 540)
-    assert {"fold", "export onnx", "verify", "measure (paper, batch 2)"} <= set(rows)
+    assert rows["evaluate on the test images"] == (1, None, 540)
+    assert {"fold", "export onnx", "verify", "measure (paper, batch 2)", "report"} <= set(rows)
     dense = create_model(world.ARCH, {**world.ARGS, "num_classes": 10})
-    assert found["cost"]["dense"] == count_cost(dense, (1, 8, 8)).to_dict()
-    assert found["cost"]["compressed"]["macs"] < found["cost"]["dense"]["macs"]
+    assert result["cost"]["dense"] == count_cost(dense, (1, 8, 8)).to_dict()
+    assert result["cost"]["compressed"]["macs"] < result["cost"]["dense"]["macs"]
 
 
-def test_a_dry_run_looks_for_each_structure_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may take dozens of candidates to find one of the size asked for."""
-    asked, method = list[Any](), METHODS["hetdpt"]
+def test_a_dry_run_computes_each_structure_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for a structure of a given size may need dozens of candidates."""
+    calls, method = list[Any](), METHODS["hetdpt"]
 
     def structure(model: nn.Module, family: Family, base: Plan, options: Any) -> Plan:
-        asked.append(options)
+        calls.append(options)
         return method.structure(model, family, base, options)
 
     monkeypatch.setitem(METHODS, "hetdpt", replace(method, structure=structure))
-    found = dry_run_recipe(world.recipe(tmp_path), job.RunOptions(out=tmp_path / "run"))
-    assert len(asked) == 1 and found["cost"]["compressed"]["macs"] < found["cost"]["dense"]["macs"]
+    result = dry_run_recipe(world.recipe(tmp_path), RunOptions(out=tmp_path / "run"))
+    assert len(calls) == 1 and result["cost"]["compressed"]["macs"] < result["cost"]["dense"]["macs"]
 
 
-def test_a_dry_run_names_all_that_is_missing(tmp_path: Path) -> None:
+def test_a_dry_run_lists_everything_that_is_missing(tmp_path: Path) -> None:
     recipe = world.recipe(tmp_path, "data.source=imagefolder", "finetune.batch_size=5000")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("")
-    options = job.RunOptions(
-        out=tmp_path / "run", data="nowhere", weights="none.pth", export=("tflite",), device="cuda:99"
-    )
+    options = RunOptions(out=tmp_path / "run", data="nowhere", weights="none.pth", export=("tflite",), device="cuda:99")
     before = tree(tmp_path)
-    said = "\n".join(dry_run_recipe(recipe, options)["missing"])
+    missing = "\n".join(dry_run_recipe(recipe, options)["missing"])
     for part in ("nowhere", "no weights at none.pth", "no export format 'tflite'", "cuda:99", "not a run folder"):
-        assert part in said
-    only = dry_run_recipe(recipe, job.RunOptions(out=tmp_path / "new", structure_only=True))
+        assert part in missing
+    only = dry_run_recipe(recipe, RunOptions(out=tmp_path / "new", structure_only=True))
     assert only["missing"] == [] and not [row for row in only["stages"] if row["epochs"]]
     assert tree(tmp_path) == before
 
@@ -171,7 +168,7 @@ FIRST = 'method = "fixed"\nattention = [0]\nactivation = [0]'
 
 
 @pytest.mark.parametrize("steps", [[NOSE], [ACTIVATIONS], [FIRST, NOSE.replace("2", "1", 1)]], ids=len)
-def test_what_faded_out_is_what_is_deployed(tmp_path: Path, steps: list[str]) -> None:
+def test_layers_that_faded_out_are_removed_from_the_deployed_model(tmp_path: Path, steps: list[str]) -> None:
     result, _ = world.run(tmp_path, *world.BARE, "finetune.epochs=3", text=with_steps(*steps))
     state = result.folder / "state"
     plan = Plan.from_json((state / "unfolded_plan.json").read_text())
@@ -190,13 +187,13 @@ def test_what_faded_out_is_what_is_deployed(tmp_path: Path, steps: list[str]) ->
     kept = load_state(state / "recovery")
     assert kept is not None
     gated.load_state_dict({name.removeprefix("module."): value for name, value in kept.tensors.items()})
-    assert set(gated.gate_values().values()) == {0.0}, "faded out when training ends"
+    assert set(gated.gate_values().values()) == {0.0}, "faded out at the end of training"
 
     images = digits(model)
     deployed = logits(load_model_files(state / "unfolded_plan.json", state / "unfolded.safetensors"), images)
     scale = max(1.0, float(deployed.abs().max()))
     assert float((logits(gated, images) - deployed).abs().max()) <= LOGITS * scale
-    assert float((logits(vitcompress.load(result.folder), images) - deployed).abs().max()) <= LOGITS * scale
+    assert float((logits(load_model(result.folder), images) - deployed).abs().max()) <= LOGITS * scale
     for site in sites:
         gated.set_gate(site.name, 1.0)
     assert float((logits(gated, images) - deployed).abs().max()) > 100 * LOGITS * scale

@@ -1,4 +1,4 @@
-"""Studies: ordinary runs side by side, continued when killed, measured together, compared with care."""
+"""Studies: ordinary runs side by side, continued when killed, measured together, compared."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from vitcompress.bench.plots.study import accuracy_figure
 from vitcompress.bench.report import run as reports
 from vitcompress.errors import OutputError, VitcompressError
 from vitcompress.io.files import read_json
-from vitcompress.pipeline.folder import sole_user
+from vitcompress.pipeline.folder import lock_folder
 from vitcompress.pipeline.study import results
 from vitcompress.pipeline.study.run import StudyOptions, run_study
 from vitcompress.pipeline.study.spec import load_study
@@ -27,7 +27,7 @@ from vitcompress.pipeline.study.spec import load_study
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A study's file."""
+    """The file of a study."""
     path = tmp_path_factory.mktemp("studies") / "tiny.toml"
     path.write_text(TINY)
     return path
@@ -35,20 +35,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tiny: Path) -> tuple[Path, dict[str, Any]]:
-    """The folder of a study that was never stopped, and what it found."""
+    """The folder of a study that was never stopped, and its results."""
     folder = tiny.parent / "whole"
     return folder, run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))
 
 
 def test_every_run_is_an_ordinary_run_folder(whole: tuple[Path, dict[str, Any]]) -> None:
-    folder, found = whole
-    for run in found["runs"]:
-        report = reports.read(folder / run["run"])
+    folder, result = whole
+    for run in result["runs"]:
+        report = reports.read_report(folder / run["run"])
         assert report["verify"]["passed"] and report["accuracy"]["compressed"]["correct"] == run["correct"]
         assert report["cost"]["compressed"]["macs"] == run["macs"]
     assert len(list(folder.glob("dense-*"))) == 1  # trained once, shared
-    assert found["rows"][0]["macs_ratio"] == 1 > found["rows"][1]["macs_ratio"] > 0.3
-    assert found["rows"][0]["params"] == found["dense"]["cost"]["params"]
+    assert result["rows"][0]["macs_ratio"] == 1 > result["rows"][1]["macs_ratio"] > 0.3
+    assert result["rows"][0]["params"] == result["dense"]["cost"]["params"]
 
 
 def test_the_control_differs_from_the_dense_model_by_its_training_alone(whole: tuple[Path, dict[str, Any]]) -> None:
@@ -60,36 +60,36 @@ def test_the_control_differs_from_the_dense_model_by_its_training_alone(whole: t
 
 
 def test_speed_is_measured_in_one_go_and_once(tiny: Path, whole: tuple[Path, dict[str, Any]]) -> None:
-    folder, found = whole
-    assert [row["artifact"] for row in found["speed"]["rows"]] == ["dense", "control-seed0", "random_2-seed0"]
-    assert {row["threads"] for row in found["speed"]["rows"]} == {1}
-    assert found["speed"]["correct"] == {run["run"]: run["correct"] for run in found["runs"]}
-    assert all(run["passed"] for run in found["runs"])
-    assert found["runs"][1]["speedup"]["median"] == found["speed"]["ratios"][1]["median"]
+    folder, result = whole
+    assert [row["artifact"] for row in result["speed"]["rows"]] == ["dense", "control-seed0", "random_2-seed0"]
+    assert {row["threads"] for row in result["speed"]["rows"]} == {1}
+    assert result["speed"]["correct"] == {run["run"]: run["correct"] for run in result["runs"]}
+    assert all(run["passed"] for run in result["runs"])
+    assert result["runs"][1]["speedup"]["median"] == result["speed"]["ratios"][1]["median"]
     assert str(folder) not in (folder / "study.json").read_text()
     same = run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))
-    assert same == found
+    assert same == result
     fewer = run_study(load_study(str(tiny), ["speed.runs=2"]), StudyOptions(folder, seeds=1))
-    assert [row["runs"] for row in fewer["speed"]["rows"]] != [row["runs"] for row in found["speed"]["rows"]]
+    assert [row["runs"] for row in fewer["speed"]["rows"]] != [row["runs"] for row in result["speed"]["rows"]]
     again = run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1, speed="again"))
-    assert again["speed"] != found["speed"] and again["pairs"] == found["pairs"]
+    assert again["speed"] != result["speed"] and again["pairs"] == result["pairs"]
 
 
 def test_mistakes_are_those_that_accuracy_counts(whole: tuple[Path, dict[str, Any]]) -> None:
-    folder, found = whole
-    for run in found["runs"]:
+    folder, result = whole
+    for run in result["runs"]:
         wrong = read_json(folder / run["run"] / "state" / "mistakes.json")
         assert len(wrong["compressed"]) == run["total"] - run["correct"]
-        assert len(wrong["dense"]) == found["dense"]["seeds"][0]["total"] - found["dense"]["seeds"][0]["correct"]
-    pair = found["pairs"][0]
-    assert pair["only_row"] - pair["only_against"] == found["runs"][1]["correct"] - found["runs"][0]["correct"]
+        assert len(wrong["dense"]) == result["dense"]["seeds"][0]["total"] - result["dense"]["seeds"][0]["correct"]
+    pair = result["pairs"][0]
+    assert pair["only_row"] - pair["only_against"] == result["runs"][1]["correct"] - result["runs"][0]["correct"]
 
 
 @pytest.mark.slow
-def test_killed_and_started_again_ends_where_one_left_alone_does(
+def test_a_study_that_was_killed_gives_the_same_result(
     tiny: Path, whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Two processes at a time, killed by SIGKILL when the second run is under way; its workers end too."""
+    """Killed by SIGKILL with two processes at work; these end, too."""
     words = [sys.executable, "-m", "vitcompress", "study", str(tiny), "--out", str(tmp_path / "s"), "--seeds", "1"]
     words += ["--jobs", "2", "--speed", "later", "--json"]
     process = subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -108,10 +108,10 @@ def test_killed_and_started_again_ends_where_one_left_alone_does(
     words[words.index("--jobs") + 1] = "1"
     done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["speed"] is None and found["rows"][0]["speedup"] is None
+    result = json.loads(done.stdout)
+    assert result["speed"] is None and result["rows"][0]["speedup"] is None
     without = [{**run, "speedup": None} for run in whole[1]["runs"]]
-    assert found["runs"] == without and found["pairs"] == whole[1]["pairs"]
+    assert result["runs"] == without and result["pairs"] == whole[1]["pairs"]
     for name in ("control-seed0", "random_2-seed0"):
         weights = [(root / name / "model.safetensors").read_bytes() for root in (whole[0], tmp_path / "s")]
         assert weights[0] == weights[1]
@@ -127,7 +127,7 @@ def alive(pid: int) -> bool:
     return bool(listed.stdout.strip()) and not listed.stdout.strip().startswith("Z")
 
 
-def test_runs_that_fail_do_not_keep_the_others_from_ending(tiny: Path, tmp_path: Path) -> None:
+def test_a_failed_run_does_not_stop_the_others(tiny: Path, tmp_path: Path) -> None:
     loaded = load_study(str(tiny))
     first, second = loaded.rows
     broken = replace(first.recipe, dense=replace(first.recipe.dense, lr=1e30, clip_grad=None))  # type: ignore[arg-type]
@@ -140,25 +140,25 @@ def test_runs_that_fail_do_not_keep_the_others_from_ending(tiny: Path, tmp_path:
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
-def test_a_folder_of_something_else_is_left_alone(
-    tiny: Path, whole: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_other_folders_are_rejected(tiny: Path, whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, _ = whole
     other = tmp_path / "other.toml"
     other.write_text(TINY)
-    with pytest.raises(OutputError, match="holds the study 'tiny', not 'other'"):
+    with pytest.raises(OutputError, match="contains the study 'tiny', not 'other'"):
         run_study(load_study(str(other)), StudyOptions(folder, seeds=1))
-    with pytest.raises(OutputError, match=r"holds a run of another recipe \(dense\.lr is 0\.002 there, 0\.003 here\)"):
+    with pytest.raises(
+        OutputError, match=r"contains a run of another recipe \(dense\.lr is 0\.002 there, 0\.003 here\)"
+    ):
         run_study(load_study(str(tiny), ["base.dense.lr=3e-3"]), StudyOptions(folder, seeds=1))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(OutputError, match="not empty and not the folder of a study"):
         run_study(load_study(str(tiny)), StudyOptions(tmp_path / "full", seeds=1))
-    with sole_user(folder), pytest.raises(OutputError, match="another process is working in"):
+    with lock_folder(folder), pytest.raises(OutputError, match="another process is working in"):
         run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))
 
 
-def test_runs_that_do_not_know_a_setting_yet_have_its_default(
+def test_a_setting_that_a_run_of_an_earlier_version_lacks_has_its_default(
     tiny: Path, whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(whole[0], tmp_path / "s")
@@ -173,25 +173,25 @@ def test_runs_that_do_not_know_a_setting_yet_have_its_default(
         run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))
 
 
-def test_tables_say_means_counts_and_verdicts(whole: tuple[Path, dict[str, Any]]) -> None:
-    folder, found = whole
+def test_tables_have_means_counts_and_verdicts(whole: tuple[Path, dict[str, Any]]) -> None:
+    folder, result = whole
     page = (folder / "study.md").read_text()
-    right = found["runs"][1]["correct"]
-    assert f"{right} of 540" in page and found["pairs"][0]["verdict"] in page and "McNemar" in page
-    assert len(results.table(found).rows) == 3 and len(results.pair_table(found).rows) == 1
-    bare = {**found, "speed": None, "rows": [{**row, "speedup": None} for row in found["rows"]]}
-    assert {row[-1] for row in results.table(bare).rows} == {"not measured"}
+    correct = result["runs"][1]["correct"]
+    assert f"{correct} of 540" in page and result["pairs"][0]["verdict"] in page and "McNemar" in page
+    assert len(results.row_table(result).rows) == 3 and len(results.pair_table(result).rows) == 1
+    bare = {**result, "speed": None, "rows": [{**row, "speedup": None} for row in result["rows"]]}
+    assert {row[-1] for row in results.row_table(bare).rows} == {"not measured"}
 
 
-def test_pictures_show_what_was_found(whole: tuple[Path, dict[str, Any]]) -> None:
-    folder, found = whole
+def test_plots_show_all_rows(whole: tuple[Path, dict[str, Any]]) -> None:
+    folder, result = whole
     assert sorted(path.name for path in folder.glob("pictures/*")) == ["accuracy.png", "random-layers.png"]
-    figure = accuracy_figure(found)
+    figure = accuracy_figure(result)
     assert [axes.get_xlabel() for axes in figure.axes] == [
         "MACs, share of the dense model's",
         "times as fast as the dense model",
     ]
     for axes, key in zip(figure.axes, ("macs_ratio", "speedup"), strict=True):
         drawn = {tuple(line.get_xydata()[0]) for line in axes.get_lines() if len(line.get_xydata()) == 1}
-        assert {(row[key], 100 * row["top1_mean"]) for row in found["rows"]} <= drawn
-    assert len(accuracy_figure({**found, "speed": None}).axes) == 1
+        assert {(row[key], 100 * row["top1_mean"]) for row in result["rows"]} <= drawn
+    assert len(accuracy_figure({**result, "speed": None}).axes) == 1

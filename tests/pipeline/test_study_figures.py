@@ -1,4 +1,4 @@
-"""What a study makes of its runs: which differences are said to be real, and what is shown beside what."""
+"""Studies: which differences count as real, and which rows are plotted together."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from vitcompress.pipeline.study import results
 
 
 def test_holm_corrects_as_in_the_textbook() -> None:
-    assert results.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert results.holm([0.9, 0.8]) == [1.0, 1.0] and results.holm([]) == []
+    assert results.correct_p_values([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert results.correct_p_values([0.9, 0.8]) == [1.0, 1.0] and results.correct_p_values([]) == []
 
 
 def rows_of(**macs: float) -> list[dict[str, Any]]:
@@ -21,29 +21,28 @@ def rows_of(**macs: float) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_row_is_held_against_the_nearest_of_a_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_compared_with_the_nearest_of_a_curve() -> None:
     rng = np.random.default_rng(0)
     better = [rng.random(500) < 0.97 for _ in range(3)]
     worse = [mask & (rng.random(500) < 0.9) for mask in better]
     noise = [mask.copy() for mask in better]
     noise[1][:3] ^= True
-    known = {"a1": better, "b1": noise, "b2": worse}
-    monkeypatch.setattr(results, "_right", lambda runs: known)
-    (near,) = results.pairs((), rows_of(a1=0.5, b1=0.45, b2=0.3))
+    correct = {"a1": better, "b1": noise, "b2": worse}
+    (near,) = results.compare_rows(rows_of(a1=0.5, b1=0.45, b2=0.3), correct)
     assert near["against"] == "b1" and near["verdict"] == "within noise"
-    (far,) = results.pairs((), rows_of(a1=0.4, b1=0.6, b2=0.3))
+    (far,) = results.compare_rows(rows_of(a1=0.4, b1=0.6, b2=0.3), correct)
     assert far["against"] == "b2" and far["verdict"] == "better" and far["only_against"] == 0
     assert far["mean"] == pytest.approx(np.mean([a.mean() - b.mean() for a, b in zip(better, worse, strict=True)]))
     assert far["p_value"] == far["p_holm"] < 1e-6
-    known["a1"] = [better[0], worse[1], better[2]]  # one seed says otherwise
-    (mixed,) = results.pairs((), rows_of(a1=0.4, b1=0.6, b2=0.3))
+    correct["a1"] = [better[0], worse[1], better[2]]  # one seed has the other sign
+    (mixed,) = results.compare_rows(rows_of(a1=0.4, b1=0.6, b2=0.3), correct)
     assert mixed["verdict"] == "within noise" and mixed["differences"][1] == 0
 
 
-def test_rows_are_shown_with_the_method_that_they_are_held_against() -> None:
+def test_rows_are_plotted_with_the_method_that_they_are_compared_with() -> None:
     def row(name: str, curve: str, *against: str) -> dict[str, Any]:
         return {"row": name, "curve": curve, "against": list(against)}
 
     rows = [row("c", "Control"), row("a1", "A", "Control"), row("b", "B", "Control", "A"), row("x", "X", "A")]
-    found = study.grouped([*rows, row("a2", "A", "Control")])
-    assert {curve: [r["row"] for r in of] for curve, of in found.items()} == {"A": ["a1", "x", "a2"], "B": ["b"]}
+    result = study.grouped([*rows, row("a2", "A", "Control")])
+    assert {curve: [r["row"] for r in of] for curve, of in result.items()} == {"A": ["a1", "x", "a2"], "B": ["b"]}

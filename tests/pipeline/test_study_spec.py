@@ -1,4 +1,4 @@
-"""A study's file and what is asked of it: mistakes are told before anything runs, and shipped studies are fair."""
+"""The file and the options of a study: mistakes are reported before anything runs, and shipped studies are fair."""
 
 import json
 from dataclasses import replace
@@ -18,14 +18,14 @@ from vitcompress.pipeline.study.spec import epochs_before_recovery, load_study
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A study's file."""
+    """The file of a study."""
     path = tmp_path_factory.mktemp("studies") / "tiny.toml"
     path.write_text(TINY)
     return path
 
 
 class Rows(Progress):
-    """Remembers how far it was told that the work is."""
+    """Records updates."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, int, str]] = []
@@ -34,29 +34,29 @@ class Rows(Progress):
         self.rows.append((done, total, text))
 
 
-def said(*arguments: str) -> str:
+def error_of(*arguments: str) -> str:
     done = CliRunner().invoke(cli.main, ["study", *arguments, "--json"])
     assert done.exit_code == 2, done.output
     return str(json.loads(done.stdout)["error"])
 
 
-def test_wrong_arguments_are_told_and_nothing_is_written(
+def test_wrong_arguments_are_reported_and_nothing_is_written(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert said("digit") == "there is no study called 'digit', and no such file; nearest: digits"
-    assert said(str(tiny), "--seeds", "0") == "seeds must be 1 or more, got 0"
-    assert said(str(tiny), "--jobs", "0") == "jobs must be 1 or more, got 0"
-    assert said(str(tiny), "--rows", "contol") == "the study has no row 'contol', did you mean control?"
-    assert "speed.protocol" in said(str(tiny), "--set", "speed.protocol=often")
-    assert "row random_2: pruned_layers is 9" in said(str(tiny), "--set", "row.1.step.0.pruned_layers=9")
+    assert error_of("digit") == "there is no study called 'digit', and no such file; nearest: digits"
+    assert error_of(str(tiny), "--seeds", "0") == "seeds must be 1 or more, got 0"
+    assert error_of(str(tiny), "--jobs", "0") == "jobs must be 1 or more, got 0"
+    assert error_of(str(tiny), "--rows", "contol") == "the study has no row 'contol', did you mean control?"
+    assert "speed.protocol" in error_of(str(tiny), "--set", "speed.protocol=often")
+    assert "row random_2: pruned_layers is 9" in error_of(str(tiny), "--set", "row.1.step.0.pruned_layers=9")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("epochs = 2\n", "epochs = 1\n"), "all 2 rows: 1 epochs in all leave 0 for the recovery"),
+        (("epochs = 2\n", "epochs = 1\n"), "all 2 rows: a total of 1 epochs leaves 0 for the fine-tuning"),
         (("lr = ", "lrr = "), "all 2 rows: "),
         (("epochs = 2\n", ""), "epochs"),
         (('name = "random_2"', 'name = "control"'), "row control: there are two of this name"),
@@ -67,7 +67,7 @@ def test_wrong_arguments_are_told_and_nothing_is_written(
         (('distillation = "soft"', 'epochs = 3, distillation = "soft"'), "base.finetune.epochs"),
     ],
 )
-def test_mistakes_in_the_file_are_told(tiny: Path, tmp_path: Path, change: tuple[str, str], words: str) -> None:
+def test_mistakes_in_the_file_are_reported(tiny: Path, tmp_path: Path, change: tuple[str, str], words: str) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text(TINY.replace(*change))
     with pytest.raises(RecipeError) as caught:
@@ -75,18 +75,18 @@ def test_mistakes_in_the_file_are_told(tiny: Path, tmp_path: Path, change: tuple
     assert words in caught.value.message and "of the study" in caught.value.message
 
 
-def test_a_dry_run_says_what_rows_cost_and_writes_nothing(tiny: Path, tmp_path: Path) -> None:
-    told = Rows()
-    found = run.dry_run_study(load_study(str(tiny)), run.StudyOptions(tmp_path / "s", seeds=2), told)
-    assert told.rows == [(0, 2, "control"), (1, 2, "random_2"), (2, 2, "")]
-    assert found["runs"] == 4 and [row["row"] for row in found["rows"]] == ["control", "random_2"]
-    assert found["rows"][0]["macs_ratio"] == 1 > found["rows"][1]["macs_ratio"] and found["missing"] == []
+def test_a_dry_run_counts_the_cost_of_rows_and_writes_nothing(tiny: Path, tmp_path: Path) -> None:
+    updates = Rows()
+    result = run.dry_run_study(load_study(str(tiny)), run.StudyOptions(tmp_path / "s", seeds=2), updates)
+    assert updates.rows == [(0, 2, "control"), (1, 2, "random_2"), (2, 2, "")]
+    assert result["runs"] == 4 and [row["row"] for row in result["rows"]] == ["control", "random_2"]
+    assert result["rows"][0]["macs_ratio"] == 1 > result["rows"][1]["macs_ratio"] and result["missing"] == []
     assert not list(tmp_path.iterdir())
 
 
 def test_progress_of_a_dry_run_is_not_on_standard_output(tiny: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(cli.main, ["study", str(tiny), "--dry-run", "--json", "--out", str(tmp_path / "s")])
-    assert done.exit_code == 0 and "rows looked at  2/2" in done.stderr
+    assert done.exit_code == 0 and "rows checked  2/2" in done.stderr
     assert [row["row"] for row in json.loads(done.stdout)["rows"]] == ["control", "random_2"]
 
 
@@ -98,7 +98,7 @@ def test_shipped_studies_give_every_row_the_same_training(name: str) -> None:
     assert len({(r.recipe.dense, r.recipe.data) for r in loaded.rows}) == 1
     opening = [line.removeprefix("#").strip() for line in recipes.study_text(name).splitlines() if line.startswith("#")]
     assert any(line.startswith(f"vitcompress study {name}") for line in opening)
-    assert any(not row.against for row in loaded.rows)  # something that all else is held against
+    assert any(not row.against for row in loaded.rows)  # a baseline
 
 
 def test_a_recipe_is_no_study_and_a_study_no_recipe(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +108,6 @@ def test_a_recipe_is_no_study_and_a_study_no_recipe(tiny: Path, monkeypatch: pyt
     for command, source in wrong:
         done = CliRunner().invoke(cli.main, [command, source, "--dry-run", "--json"])
         other = {"study": "recipe", "recipe": "study"}[command]
-        said = json.loads(done.stdout)
-        assert (done.exit_code, said["error"]) == (2, f"{source} is a {other}, not a {command}")
-        assert said["hint"] == f"`vitcompress {other} {source}` runs it"
+        error = json.loads(done.stdout)
+        assert (done.exit_code, error["error"]) == (2, f"{source} is a {other}, not a {command}")
+        assert error["hint"] == f"`vitcompress {other} {source}` runs it"

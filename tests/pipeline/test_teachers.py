@@ -1,13 +1,14 @@
-"""A teacher that cannot be had, or cannot teach, is told before anything is trained."""
+"""A teacher that is not available, or cannot teach, is rejected before anything is trained."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import begin, recipe_with, refused
+from command_line import begin, expect_error, recipe_with
 from whole_runs import ARCH, ARGS
 
-from vitcompress.models.checkpoint import WEIGHTS, write_model
+from vitcompress.io.run_folder import RunFolder
+from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
 
@@ -18,7 +19,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def teacher_run(**changes: Any) -> str:
-    """A folder with a model that knows the digits' classes, differing from the student."""
+    """A folder with a model for the classes of the digits that differs from the student."""
     arguments = {**ARGS, "num_classes": 10, **changes}
     model = create_model(ARCH, arguments)
     write_model(Path("teacher"), model, Plan(ARCH, arguments))
@@ -30,20 +31,22 @@ def taught_by(*settings: str) -> list[str]:
 
 
 def test_a_teacher_of_other_classes() -> None:
-    said = refused("recipe", "small.toml", *taught_by("finetune.teacher=vit_tiny_patch16_224.augreg_in21k_ft_in1k"))
-    assert "has 1000 classes, the student 10" in said and "teacher_weights" in said and "'dense'" in said
-    said = refused("recipe", "small.toml", *taught_by(f"finetune.teacher={teacher_run(num_classes=7)}"))
-    assert "has 7 classes, the student 10" in said
+    message = expect_error(
+        "recipe", "small.toml", *taught_by("finetune.teacher=vit_tiny_patch16_224.augreg_in21k_ft_in1k")
+    )
+    assert "has 1000 classes, the student 10" in message and "teacher_weights" in message and "'dense'" in message
+    message = expect_error("recipe", "small.toml", *taught_by(f"finetune.teacher={teacher_run(num_classes=7)}"))
+    assert "has 7 classes, the student 10" in message
 
 
 def test_weights_of_another_teacher() -> None:
-    other = Path(teacher_run(embed_dim=32), WEIGHTS)
-    said = refused(
+    other = RunFolder(Path(teacher_run(embed_dim=32))).weights
+    message = expect_error(
         "recipe",
         "small.toml",
         *taught_by("finetune.teacher=vit_tiny_patch16_224", f"finetune.teacher_weights={other}"),
     )
-    assert "teacher vit_tiny_patch16_224" in said and "another model" in said
+    assert "teacher vit_tiny_patch16_224" in message and "another model" in message
 
 
 @pytest.mark.parametrize(
@@ -56,19 +59,19 @@ def test_weights_of_another_teacher() -> None:
 )
 def test_a_teacher_that_cannot_teach(kind: str, teacher: dict[str, int], sentence: str) -> None:
     sets = taught_by(f"finetune.distillation={kind}", f"finetune.teacher={teacher_run(**teacher)}")
-    assert sentence in refused("recipe", "small.toml", *sets)
+    assert sentence in expect_error("recipe", "small.toml", *sets)
 
 
-def test_a_student_that_is_narrower_than_itself_after_the_steps() -> None:
+def test_a_student_that_becomes_narrower_than_its_teacher() -> None:
     path = recipe_with(
         'method = "random"\npruned_layers = 2', 'method = "isomorphic"\nalign = { residual = 4, ffn = 4, head_dim = 2 }'
     )
-    said = refused("recipe", path, *taught_by("finetune.distillation=features"))
-    assert "pooled features have 16 channels" in said
-    assert "while layers fade out" in refused(
+    message = expect_error("recipe", path, *taught_by("finetune.distillation=features"))
+    assert "pooled features have 16 channels" in message
+    assert "while layers fade out" in expect_error(
         "recipe", "small.toml", *taught_by("step.0.method=nose", "finetune.distillation=features")
     )
 
 
-def test_a_dense_model_without_a_teacher_to_learn_from() -> None:
-    assert "dense.distillation" in refused("recipe", "small.toml", *taught_by("dense.distillation=soft"))
+def test_the_dense_model_has_no_teacher() -> None:
+    assert "dense.distillation" in expect_error("recipe", "small.toml", *taught_by("dense.distillation=soft"))

@@ -1,39 +1,43 @@
-"""Every key that a recipe takes is listed, with what it takes and what it does, and nothing else is."""
+"""`recipes keys` lists all keys with type, default and description; the JSON Schema accepts every recipe."""
 
 import json
+import re
+import tomllib
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 from click.testing import CliRunner
-from command_line import begin, refused
+from command_line import begin, expect_error
 
 from vitcompress import cli, recipes
 from vitcompress.methods import METHODS
-from vitcompress.recipe.keys import keys_of
+from vitcompress.recipe.keys import keys_of, recipe_schema
 from vitcompress.recipe.load import load_recipe
 
 RECIPES = ("digits_hetdpt", "digits_hetdpt_plus", "digits_sero", "digits_up")
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_key_of_a_method_says_what_it_is(method: str) -> None:
-    found = keys_of(method)
-    assert [key.key for key in found if not key.about] == []
-    assert len({key.key for key in found}) == len(found)
+def test_every_key_of_a_method_has_a_description(method: str) -> None:
+    keys = keys_of(method)
+    assert [key.key for key in keys if not key.about] == []
+    assert len({key.key for key in keys}) == len(keys)
 
 
-def test_methods_and_recipes_have_names_of_their_own() -> None:
+def test_no_recipe_is_named_like_a_method() -> None:
     assert not set(METHODS) & {*recipes.names(), *recipes.study_names()}
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_is_listed_is_what_a_recipe_takes(name: str) -> None:
-    """All of it, set to what it is, gives the same recipe; and none that is written out is left away."""
-    recipe, found = load_recipe(name), keys_of(name)
-    known = [key for key in found if key.value is not None and not isinstance(key.value, dict)]
+def test_the_list_is_complete_and_valid(name: str) -> None:
+    """Setting every key to its own value gives the same recipe, and every option is listed."""
+    recipe, keys = load_recipe(name), keys_of(name)
+    known = [key for key in keys if key.value is not None and not isinstance(key.value, dict)]
     sets = [f"{key.key}={json.dumps(key.value, default=str)}" for key in known]
     assert load_recipe(name, sets) == recipe and len(known) > 60
-    listed = {key.key for key in found}
+    listed = {key.key for key in keys}
     for number, step in enumerate(recipe.steps):
         assert {f"step.{number}.{field}" for field in vars(step.options)} <= {*listed, *_tables(listed)}
     for table in ("model", "data", "finetune", "export", "bench", "run"):
@@ -44,29 +48,75 @@ def _tables(keys: set[str]) -> set[str]:
     return {key.rpartition(".")[0] for key in keys}
 
 
-def test_types_bounds_defaults_and_own_values_are_told() -> None:
-    found = {key.key: key for key in keys_of("digits_sero")}
-    sparsity, layout, lr = (found[f"step.0.{name}"] for name in ("sparsity", "layout", "lr"))
+def test_types_limits_defaults_and_values() -> None:
+    keys = {key.key: key for key in keys_of("digits_sero")}
+    sparsity, layout, lr = (keys[f"step.0.{name}"] for name in ("sparsity", "layout", "lr"))
     assert sparsity.type == "number, more than 0, less than 1" and sparsity.required and sparsity.value
     assert layout.type == "one of ragged, uniform, tied, padded" and layout.default == "uniform"
-    assert lr.about.startswith("of the exploration (peak") and "(peak" not in found["step.0.epochs"].about
-    assert found["export.batch"].type == "list of 3: whole number, 1 or more"
-    assert found["finetune.augmentation.mixup"].about == "alpha of the Beta distribution; 0: off"
-    assert found["finetune.epochs"].value != found["finetune.epochs"].default
+    assert lr.about.startswith("of the exploration (peak") and "(peak" not in keys["step.0.epochs"].about
+    assert keys["export.batch"].type == "list of 3: whole number, 1 or more"
+    assert keys["finetune.augmentation.mixup"].about == "alpha of the Beta distribution; 0: off"
+    assert keys["finetune.epochs"].value != keys["finetune.epochs"].default
 
 
-def test_a_misspelt_method_leads_to_the_method() -> None:
-    assert "did you mean hetdpt" in refused("recipes", "keys", "hetdtp")
-    assert "is a study" in refused("recipes", "keys", "digits")
+def test_a_misspelt_method_is_corrected() -> None:
+    assert "did you mean hetdpt" in expect_error("recipes", "keys", "hetdtp")
+    assert "is a study" in expect_error("recipes", "keys", "digits")
 
 
-def test_the_command_lists_them_and_an_unknown_key_leads_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_and_the_hint_at_an_unknown_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(tmp_path / "home", monkeypatch)
     done = CliRunner().invoke(cli.main, ["recipes", "keys", "small.toml"])
     assert done.exit_code == 0 and "finetune.epochs" in done.stdout and "passes over the training" in done.stdout
     listed = json.loads(CliRunner().invoke(cli.main, ["recipes", "keys", "random", "--json"]).stdout)
     assert listed[0]["key"].startswith("step.0.")
-    said = refused("recipe", "small.toml", "--set", "step.0.prunedlayers=3")
-    assert "unknown key" in said and "`vitcompress recipes keys random`" in said
-    assert "keys" not in refused("recipe", "small.toml", "--set", "finetune.epochs=-1")
-    assert "no recipe" in refused("recipes", "keys", "nosuch")
+    message = expect_error("recipe", "small.toml", "--set", "step.0.prunedlayers=3")
+    assert "unknown key" in message and "`vitcompress recipes keys random`" in message
+    assert "keys" not in expect_error("recipe", "small.toml", "--set", "finetune.epochs=-1")
+    assert "no recipe" in expect_error("recipes", "keys", "nosuch")
+
+
+@pytest.fixture(scope="module")
+def validator() -> jsonschema.Draft202012Validator:
+    jsonschema.Draft202012Validator.check_schema(schema := recipe_schema())
+    return jsonschema.Draft202012Validator(schema)
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_the_schema_accepts_every_recipe(name: str, validator: jsonschema.Draft202012Validator) -> None:
+    for text in (recipes.text(name), load_recipe(name).to_toml()):
+        validator.validate(tomllib.loads(text))
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        {"finetune": {"epochs": -1}},
+        {"finetune": {"epoch": 1}},
+        {"finetune": {"augmentation": {"remode": "grey"}}},
+        {"fine": {}},
+        {"step": []},
+        {"step": [{"method": "hetdpt"}]},
+        {"step": [{"method": "hetdtp", "pruned_layers": 2}]},
+        {"step": [{"method": "hetdpt", "pruned_layers": 2, "sparsity": 0.5}]},
+        {"model": {}},
+    ],
+)
+def test_the_schema_rejects(sets: dict[str, Any], validator: jsonschema.Draft202012Validator) -> None:
+    data = tomllib.loads(recipes.text("digits_hetdpt"))
+    assert validator.is_valid(data | {"export": {"islands": "auto"}}) and not validator.is_valid(data | sets)
+
+
+def test_the_schema_describes_keys_and_methods() -> None:
+    schema = recipe_schema()
+    assert schema["$defs"]["TrainOptions"]["properties"]["lr"]["description"] == "peak learning rate"
+    steps = {step["properties"]["method"]["const"]: step for step in schema["properties"]["step"]["items"]["oneOf"]}
+    assert set(METHODS) <= set(steps)
+    assert steps["sero"]["properties"]["round_to"] == {
+        "default": 8,
+        "description": "channels of a head are multiples of this",
+        "minimum": 1,
+        "title": "Round To",
+        "type": "integer",
+    }
+    assert not re.search(r"\bnull\b", json.dumps(schema))
