@@ -1,32 +1,42 @@
-"""Export models: scan for fp16 overflow, search fp32 layers, write, and do so for both models of a run."""
+"""Write exported files: check the range of fp16, search fp32 layers, export; and all exports of a recipe."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
 
-from vitcompress.errors import CheckFailedError, DeviceError, PrecisionError
-from vitcompress.exporters import EXPORTERS
-from vitcompress.exporters.base import About, Exported, Exporter, write_sidecar
+from vitcompress.errors import ArtifactError, CheckFailedError, DeviceError, PrecisionError
+from vitcompress.exporters import find_exporter
+from vitcompress.exporters.base import Exported, Exporter, ModelInfo, write_sidecar
 from vitcompress.exporters.options import AUTO, ExportOptions
-from vitcompress.exporters.precision import present
-from vitcompress.exporters.ranges import Ranges, check_half, check_islands_help, scan
+from vitcompress.exporters.precision import present_layers
+from vitcompress.exporters.ranges import (
+    Ranges,
+    check_fp16,
+    check_layers_help,
+    describe_overflows,
+    find_overflows,
+    required_layers,
+    scan_ranges,
+)
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.sidecar import read_sidecar
-from vitcompress.io.checks import LEDGER
-from vitcompress.io.files import read_json, write_json
+from vitcompress.io.files import write_json
 from vitcompress.io.progress import Progress
-from vitcompress.models.checkpoint import PLAN, load_model, read_plan
+from vitcompress.io.run_folder import RunFolder
+from vitcompress.models.checkpoint import load_model, read_plan
 from vitcompress.models.create import InputConfig
-from vitcompress.pipeline.fp32_layers import Search, judge_of, search
+from vitcompress.pipeline.fp32_layers import Layers, Search, best_evaluator, search
 from vitcompress.pipeline.job import Job
-from vitcompress.plan import Plan
 from vitcompress.training.metrics import calibration_images
-from vitcompress.verify import quarantine
-from vitcompress.verify.folder import noise
-from vitcompress.verify.quarantine import FAILED
+from vitcompress.verify.folder import noise_images
+from vitcompress.verify.outputs import Original
+from vitcompress.verify.quarantine import quarantine, reject_export, rejected_exports
+
+CALIBRATION_IMAGES = 64  # on which ranges are scanned and fp32 layers chosen
 
 
 def write_export(
@@ -38,196 +48,196 @@ def write_export(
     options: ExportOptions,
     real: bool = True,
     progress: Progress | None = None,
-    **about: Unpack[About],
+    **about: Unpack[ModelInfo],
 ) -> Exported:
-    """Write `model` in the format of `exporter`; for half precision, check the ranges inside it first.
+    """Write `model` in the format of `exporter`. For half precision, first check the ranges inside the model.
 
-    images: (count, channels, height, width), normalised; what is scanned and, for the islands `auto`, compared. real:
-    whether they are of the kind that the model is made for, and not noise.
+    images: (count, channels, height, width), normalised; for the range scan and for the fp32 layers `auto`. real: they
+    are not noise.
 
     Raises:
         PrecisionError: a result inside the model is too large for fp16; nothing was written.
-        CheckFailedError: no set of islands makes the file agree. What was tried then lies in
-            `failed/<name>.islands.json` beside `path`.
-        InputError: the format cannot hold this model with these options; nothing was written.
-        InputError, VitcompressError, OutputError: as the exporter.
+        CheckFailedError: with no set of fp32 layers the outputs agree. `failed/<name>.islands.json` beside `path` lists
+            all sets.
+        InputError: the format does not support this model with these options; nothing was written.
+        InputError, VitcompressError, OutputError: see the exporter.
     """
     exporter.check_model(model, options)
-    found = None
+    result: Search | None = None
     if AUTO in options.islands:
-        found = _searched(exporter, model, images, options, about["input"], real=real, progress=progress)
-        options = replace(options, islands=_chosen(found, options, path))
+        result = _search_layers(exporter, Original(model, images, real), options, about["input"], progress)
+        options = replace(options, islands=_selected_layers(result, options.precision, path))
     elif options.precision == "fp16":
-        check_half(model, images, options.islands, offer_islands="islands" in exporter.uses)
-    done = exporter.export(model, path, options=options, progress=progress, **about)
-    if found is not None:
-        done = replace(done, islands_search=found.as_data())
-        write_sidecar(done)
-    return done
+        check_fp16(model, images, options.islands, offer_islands="islands" in exporter.uses)
+    exported = exporter.export(model, path, options=options, progress=progress, **about)
+    if result is not None:
+        exported = replace(exported, islands_search=result.to_dict())
+        write_sidecar(exported)
+    return exported
 
 
-def _searched(
-    exporter: Exporter,
-    model: nn.Module,
-    images: Tensor,
-    options: ExportOptions,
-    input: InputConfig,
-    *,
-    real: bool,
-    progress: Progress | None,
+def _search_layers(
+    exporter: Exporter, original: Original, options: ExportOptions, input: InputConfig, progress: Progress | None
 ) -> Search:
-    fixed = tuple(name for name in options.islands if name != AUTO)
-    ranges = scan(model, images) if options.precision == "fp16" else Ranges({}, {})
-    check_islands_help(model, ranges, fixed)
-    judge = judge_of(exporter, model, images, options, input, real=real)
-    return search(model, judge, ranges, images, fixed=fixed, real=real, progress=progress)
+    """Search the fp32 layers. Raises PrecisionError if fp16 overflows whatever layers are in fp32."""
+    fixed, model = tuple(name for name in options.islands if name != AUTO), original.model
+    run = partial(
+        search,
+        original,
+        best_evaluator(exporter, original, options, input),
+        (options.precision, "fp32"),
+        fixed=fixed,
+        progress=progress,
+    )
+    if options.precision != "fp16":  # bf16 represents whatever fp32 does
+        return run()
+    ranges = scan_ranges(model, original.images)
+    check_layers_help(model, ranges, fixed)
+
+    def problem(layers: Layers) -> str | None:
+        overflows = find_overflows(model, ranges, layers)
+        return describe_overflows(overflows) if overflows else None
+
+    overflows = find_overflows(model, ranges, fixed)
+    return run(required_layers(model, Ranges(overflows, ranges.given)) or (), problem)
 
 
-def _chosen(found: Search, options: ExportOptions, path: Path) -> tuple[str, ...]:
-    """The islands that were found. Where none were, write down all that was tried, and raise CheckFailedError."""
-    if found.chosen is not None:
-        return found.chosen
-    account = path.parent / FAILED / f"{path.name}.islands.json"
-    write_json(account, found.as_data())
-    last = found.tries[-1]
+def _selected_layers(result: Search, precision: str, path: Path) -> Layers:
+    """The result of a search. If no set passed, write all trials to a file and raise CheckFailedError."""
+    if result.chosen is not None:
+        return result.chosen
+    trials = RunFolder(path.parent).failed / f"{path.name}.islands.json"
+    write_json(trials, result.to_dict())
+    last = result.tries[-1]
     raise CheckFailedError(
-        f"{path.name} in {options.precision} does not answer as the model does with any set of fp32 islands: "
-        f"{len(found.tries)} were tried, the largest ({', '.join(last.islands)}) failed: {last.reason}",
-        hint=f"use --precision {'bf16 or ' if options.precision == 'fp16' else ''}fp32; {account} tells of every set",
+        f"the outputs of {path.name} in {precision} do not agree with those of the model with any set of fp32 layers: "
+        f"{len(result.tries)} were tried, the largest ({', '.join(last.islands)}) failed: {last.reason}",
+        hint=f"use --precision {'bf16 or ' if precision == 'fp16' else ''}fp32; {trials} lists every set",
     )
 
 
-LOOKED_AT = 64  # images on which ranges are scanned and islands chosen
+# -------------------------------------------------------------------------------------------------- exports of a recipe
+
+
+@dataclass(frozen=True)
+class Target:
+    """A file that the recipe exports."""
+
+    exporter: Exporter
+    model: Literal["dense", "model"]
+    path: Path
+
+
+def _targets(job: Job) -> list[Target]:
+    """Both models in every format of the recipe: a fair comparison needs the same exporter."""
+    exporters = map(find_exporter, job.recipe.export.formats)
+    models: tuple[Literal["dense", "model"], ...] = ("dense", "model")
+    return [Target(e, model, job.files.exported(model, e.suffix)) for e in exporters for model in models]
 
 
 def export_models(job: Job) -> None:
-    """Both models in every format that the recipe asks for: a fair comparison needs the same exporter.
+    """Write all files that the recipe exports and that do not exist.
 
-    A file that half precision cannot hold is reported and left out; the rest of the run does without it.
+    A file that half precision cannot represent is reported and omitted; the rest of the run continues without it.
     """
-    refused = quarantine.refused(job.folder)
-    for name in job.recipe.export.formats:
-        exporter = EXPORTERS[name]
-        for stem, folder, plan in (("dense", job.dense_folder, job.base), ("model", job.folder, plan_of(job))):
-            path = job.folder / f"{stem}{exporter.suffix}"
-            if path.name in refused or _stands(path, job, exporter):
-                continue
+    for target in _targets(job):
+        path, exporter = target.path, target.exporter
+        if path.name not in rejected_exports(job.folder) and not _is_complete(target, job):
             job.progress.stage(f"Export {path.name}")
             try:
-                _export_in_format(job, exporter, path, load_model(folder), plan)
+                _export_target(job, target)
             except (CheckFailedError, PrecisionError) as error:
-                way_out = f"; {error.hint} in `vitcompress export {job.folder}`" if error.hint else ""
-                refused[path.name] = f"{error.message}{way_out}"
-                quarantine.refuse(job.folder, refused)
-                job.progress.note(refused[path.name])
-        if reason := exporter.cannot_run():
-            job.progress.note(f"{name} was built, not run; {reason} (`vitcompress verify {job.folder}`)")
+                remedy = f"; {error.hint} in `vitcompress export {job.folder}`" if error.hint else ""
+                reject_export(job.folder, path.name, f"{error.message}{remedy}")
+                job.progress.note(f"{error.message}{remedy}")
+        if target.model == "model" and (reason := exporter.cannot_run()):
+            job.progress.note(f"{exporter.name} was built, not run; {reason} (`vitcompress verify {job.folder}`)")
 
 
-def _stands(path: Path, job: Job, exporter: Exporter) -> bool:
-    """Whether the file is there with a complete sidecar."""
-    known, searched = read_sidecar(path), AUTO in _options(job, exporter).islands
-    return path.is_file() and known is not None and (not searched or bool(known.get("islands_search")))
+def _is_complete(target: Target, job: Job) -> bool:
+    """Whether the file exists with a complete sidecar."""
+    sidecar = read_sidecar(target.path) if target.path.is_file() else None
+    searches = AUTO in job.recipe.export.only(target.exporter.uses).islands
+    return sidecar is not None and (not searches or bool(sidecar["islands_search"]))
 
 
-def _options(job: Job, exporter: Exporter) -> ExportOptions:
-    return job.recipe.export.only(exporter.uses)
-
-
-def _export_in_format(job: Job, exporter: Exporter, path: Path, model: nn.Module, plan: Plan) -> None:
-    options = _options(job, exporter)
-    here = present(model, options.islands)
-    if gone := [name for name in options.islands if name not in (*here, AUTO)]:
-        job.progress.note(f"not in {path.name}, so no islands there: {', '.join(gone)}")
-    islands = tuple(name for name in options.islands if name not in gone)
-    images, real = _looked_at(job, model)
-    done = write_export(
-        exporter,
+def _export_target(job: Job, target: Target) -> None:
+    files = RunFolder(job.dense_folder if target.model == "dense" else job.folder)
+    model, options = load_model(files.path), job.recipe.export.only(target.exporter.uses)
+    present = (*present_layers(model, options.islands), AUTO)
+    if absent := [name for name in options.islands if name not in present]:
+        job.progress.note(f"not in {target.path.name}, so not in fp32: {', '.join(absent)}")
+    images, real = noise_images(model), False
+    if job.data is not None:  # the test images make no choices
+        source, seed = job.data.heldout or job.data.train, job.recipe.run.seed
+        images, real = calibration_images(source, job.input, min(CALIBRATION_IMAGES, len(source)), seed), True
+    exported = write_export(
+        target.exporter,
         model,
-        path,
+        target.path,
         images,
         input=job.input,
         classes=class_names(job),
-        plan_digest=plan.digest,
-        options=replace(options, islands=islands),
+        plan_digest=read_plan(files.plan).digest if target.model == "model" else job.base.digest,
+        options=replace(options, islands=tuple(name for name in options.islands if name in present)),
         real=real,
         progress=job.progress,
     )
-    for warning in done.build.get("warnings", ()):
-        job.progress.note(f"{path.name}: {warning}")
-
-
-def _looked_at(job: Job, model: nn.Module) -> tuple[Tensor, bool]:
-    """Images on which choices may be made (held-out, else training images), and True; noise and False without data."""
-    if job.data is None:
-        return noise(model), False
-    source = job.data.heldout or job.data.train
-    return calibration_images(source, job.input, min(LOOKED_AT, len(source)), job.recipe.run.seed), True
+    job.files.verification.unlink(missing_ok=True)  # a new file must be verified
+    for warning in exported.build.get("warnings", ()):
+        job.progress.note(f"{target.path.name}: {warning}")
 
 
 def class_names(job: Job) -> tuple[str, ...]:
-    """The data's class names, numbers where there is no data."""
-    if job.data is not None:
-        return job.data.classes
-    return tuple(str(number) for number in range(job.classes))
+    """The data's class names; numbers without data."""
+    return job.data.classes if job.data is not None else tuple(map(str, range(job.classes)))
 
 
-def plan_of(job: Job) -> Plan:
-    return read_plan(job.folder / PLAN)
+def quarantine_failed(job: Job) -> None:
+    """Move each exported file that failed a check away, and record why."""
+    for path in exported_paths(job):
+        if reason := _failure(path):
+            reject_export(job.folder, path.name, reason)
+            job.progress.note(f"{path.name} does not match its model: moved to {quarantine(path)}; {reason}")
 
 
-# --------------------------------------------------------------------------------------------- what is there at the end
-
-
-def drop_failed(job: Job) -> None:
-    """Move away each file that did not pass the gate, and remember why it is not there."""
-    refused = quarantine.refused(job.folder)
-    checks = read_json(job.folder / LEDGER)["checks"]
-    for path in all_exported(job):
-        if wrong := [c for c in checks if c["verdict"] == "failed" and quarantine.is_about(path, c["name"])]:
-            refused[path.name] = f"{wrong[0]['name']}: {wrong[0]['detail']}"
-            quarantine.refuse(job.folder, refused)
-            job.progress.note(
-                f"{path.name} does not match its model: moved to {quarantine.set_aside(path)}; {refused[path.name]}"
-            )
-
-
-def exported(job: Job, stem: str) -> list[Path]:
-    """The exported files of one model, in the order of the recipe's formats, as far as they are there."""
-    paths = (job.folder / f"{stem}{EXPORTERS[name].suffix}" for name in job.recipe.export.formats)
-    return [path for path in paths if path.is_file()]
-
-
-def all_exported(job: Job) -> list[Path]:
-    """`exported` of the dense model, then of the compressed one."""
-    return [*exported(job, "dense"), *exported(job, "model")]
-
-
-def runnable(job: Job, stem: str) -> dict[str, tuple[Path, str | None]]:
-    """The exported files of one model that this machine can run, by format, each with the device to run it on."""
-    found = {}
-    for name in job.recipe.export.formats:
-        path, device = job.folder / f"{stem}{EXPORTERS[name].suffix}", job.onnx_device if name == "onnx" else None
-        if path.is_file() and EXPORTERS[name].cannot_run() is None and _opens(path, device, job):
-            found[name] = path, device
-    return found
-
-
-def _opens(path: Path, device: str | None, job: Job) -> bool:
-    """Whether the device computes in the precision of the file, which not every processor does."""
+def _failure(path: Path) -> str | None:
+    """The first failed check that the sidecar of a file records."""
     try:
-        open_runner(path, device=device).close()
-    except DeviceError as error:
-        job.progress.note(f"{path.name} is not run here: {error.message.removeprefix(f'{path} ')}")
-        return False
-    return True
+        verification = (read_sidecar(path) or {}).get("verification") or {}
+    except ArtifactError as error:
+        return error.message
+    failed = (check for check in verification.get("checks", ()) if check["verdict"] == "failed")
+    return next((f"{check['name']}: {check['detail']}" for check in failed), None)
 
 
-def island_remarks(job: Job) -> Iterator[str]:
-    """Which parts of the exported files stay in fp32, and what judged that they must."""
-    for path in all_exported(job):
-        found: dict[str, Any] = (read_sidecar(path) or {}).get("islands_search") or {}
-        if found:
-            proxy = ", which is a proxy for the GPU" if found["proxy"] else ""
-            chosen, tries = ", ".join(found["chosen"]) or "nothing", len(found["tries"])
-            yield f"{path.name} keeps {chosen} in fp32. Sets tried: {tries}. Judge: {found['judge']}{proxy}."
+def exported_paths(job: Job, model: Literal["dense", "model"] | None = None) -> list[Path]:
+    """The existing exports of one model in the order of the formats; None: of the dense model, then of both."""
+    if model is None:
+        return [*exported_paths(job, "dense"), *exported_paths(job, "model")]
+    return [target.path for target in _targets(job) if target.model == model and target.path.is_file()]
+
+
+def runnable_files(job: Job, model: Literal["dense", "model"]) -> dict[str, tuple[Path, str | None]]:
+    """The exports of one model that this machine can run, by format, each with the device to run it on."""
+    runnable = {}
+    for target in _targets(job):
+        name, path = target.exporter.name, target.path
+        if target.model == model and path.is_file() and target.exporter.cannot_run() is None:
+            device = job.onnx_device if name == "onnx" else None
+            try:
+                open_runner(path, device=device).close()
+                runnable[name] = path, device
+            except DeviceError as error:  # not every processor computes in the precision of every file
+                job.progress.note(f"{path.name} is not run here: {error.message.removeprefix(f'{path} ')}")
+    return runnable
+
+
+def describe_fp32_layers(job: Job) -> Iterator[str]:
+    """One sentence for each exported file with searched fp32 layers."""
+    for path in exported_paths(job):
+        result: dict[str, Any] = (read_sidecar(path) or {}).get("islands_search") or {}
+        if result:
+            proxy = ", which is a proxy for the GPU" if result["proxy"] else ""
+            layers, count = ", ".join(result["chosen"]) or "nothing", len(result["tries"])
+            yield f"{path.name} keeps {layers} in fp32. Sets tried: {count}, evaluated by {result['judge']}{proxy}."

@@ -1,28 +1,27 @@
-"""Export a finished run folder again: another format or precision, or on the machine that the format is made for."""
+"""Export a finished run folder again: another format or precision, or on the machine that the format is for."""
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitcompress import exporters
-from vitcompress.errors import InputError
+from vitcompress.errors import ArtifactError, InputError
+from vitcompress.exporters import available_exporter, exported_files
 from vitcompress.exporters.base import Exported, Exporter
 from vitcompress.exporters.options import ExportOptions
-from vitcompress.exporters.sidecar import DENSE, class_names, sidecar_path
+from vitcompress.exporters.sidecar import DENSE, read_class_names, sidecar_path
 from vitcompress.exporters.tensorrt.export import source_path
-from vitcompress.io.checks import Check, Verification, amend
+from vitcompress.io.checks import Check, Status, Verification, update_verification
 from vitcompress.io.progress import Progress
-from vitcompress.models.checkpoint import PLAN, load_model, read_plan
+from vitcompress.io.run_folder import RunFolder
+from vitcompress.models.checkpoint import load_model, read_plan
 from vitcompress.models.create import input_config
-from vitcompress.pipeline import export
-from vitcompress.verify import outputs, quarantine
-from vitcompress.verify.engine import engine_weights
-from vitcompress.verify.fold import UNFOLDED
-from vitcompress.verify.folder import known_images
-from vitcompress.verify.weights import READABLE, readable_files, weight_checks
+from vitcompress.pipeline.export import write_export
+from vitcompress.verify.files import PlannedOriginal, is_about, read_tensors
+from vitcompress.verify.folder import check_files, recorded_images
+from vitcompress.verify.quarantine import file_status, quarantine
+from vitcompress.verify.weights import shape_check, weight_table
 
 
 def export_folder(
@@ -33,118 +32,112 @@ def export_folder(
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> Exported:
-    """Write the model of a run folder in the format `name`, by default to `model.<suffix>` beside it.
+    """Write the model of a run folder in the format `name`, by default to `model.<suffix>` in the folder.
 
-    A precision other than fp32 goes into the file's name, so that it does not take the place of the file that the
-    folder's measurements are about.
+    A precision other than fp32 is part of the file's name, so that the file does not replace the measured one.
 
     Raises:
-        InputError: an unknown format, one that this machine cannot write, options that it does not offer, or a name for
-            another format.
+        InputError: an unknown format, one that this machine cannot write, unsupported options, or a name for another
+            format.
         ArtifactError: not a finished run folder.
-        PrecisionError: a result inside the model is too large for fp16, on the images it was verified with; nothing
-            was written.
-        CheckFailedError: no set of fp32 islands makes the file agree.
+        PrecisionError: a result inside the model is too large for fp16, on the images of the folder; nothing was
+            written.
+        CheckFailedError: with no set of fp32 layers the outputs agree.
     """
-    exporter = exporters.available_exporter(name, hint="`vitcompress doctor` says what can be")
-    options = options or ExportOptions()
+    files, options = RunFolder(folder), options or ExportOptions()
+    exporter = available_exporter(name, hint="`vitcompress doctor` lists what this machine can export")
     exporter.check(options)
-    _check_out(exporter, folder, out)
+    _check_name(exporter, folder, out)
     model = load_model(folder)
-    images, real = known_images(folder, model)
-    path = out or folder / f"model{'' if options.precision == 'fp32' else '-' + options.precision}{exporter.suffix}"
-    plan = read_plan(folder / PLAN)
-    return export.write_export(
+    images, real = recorded_images(folder, model)
+    precision = "" if options.precision == "fp32" else f"-{options.precision}"
+    return write_export(
         exporter,
         model,
-        path,
+        out or files.exported("model", f"{precision}{exporter.suffix}"),
         images,
         input=input_config(model),
-        classes=class_names(folder / "model.onnx"),
-        plan_digest=plan.digest,
+        classes=read_class_names(files.exported("model", ".onnx")),
+        plan_digest=read_plan(files.plan).digest,
         options=options,
         real=real,
         progress=progress,
     )
 
 
-def _check_out(exporter: Exporter, folder: Path, out: Path | None) -> None:
-    """Raise InputError for a name by which the file would be taken for one of the dense model, or of another format.
-
-    The last suffix says what runs a file: both flavours of engines end alike.
-    """
+def _check_name(exporter: Exporter, folder: Path, out: Path | None) -> None:
+    """Raise InputError for the name of a file of the dense model, or of another format."""
     if out is not None and out.name.startswith(DENSE) and out.parent.resolve() == folder.resolve():
         raise InputError(
-            f"{out} would be taken for the dense model: in a run folder its files begin with {DENSE!r}",
+            f"{out} has the name of a file of the dense model, which begins with {DENSE!r} in a run folder",
             hint="give another --out",
         )
-    last = f".{exporter.suffix.rpartition('.')[2]}"
-    if out is not None and out.suffix != last:
+    if out is not None and out.suffix != exporter.file_suffix:
         raise InputError(
-            f"{out} cannot be a file of the format {exporter.name}, whose names end in {last}",
+            f"{out} cannot be a file of the format {exporter.name}, whose names end in {exporter.file_suffix}",
             hint=f"--out {out.with_suffix(exporter.suffix)}, or another --format",
         )
 
 
 @dataclass(frozen=True)
 class ExportOutcome:
-    """What became of an exported file. path: where it lies now; it was moved when it failed."""
+    """The checks of an exported file. path: where it is now; a file that failed was moved."""
 
     path: Path
-    verdict: str
+    verdict: Status
     checks: tuple[Check, ...]
 
     @property
     def reason(self) -> str:
-        """The first of the checks that led to the verdict, in words."""
+        """The first check with the verdict of the file."""
         return next((f"{c.name}: {c.detail}" for c in self.checks if c.verdict == self.verdict), "")
 
     @property
     def command(self) -> str | None:
         return next((check.command for check in self.checks if check.command), None)
 
-    def as_data(self) -> dict[str, Any]:
-        checks = [check.as_data() for check in self.checks]
+    def to_dict(self) -> dict[str, Any]:
+        checks = [check.to_dict() for check in self.checks]
         return {"verdict": self.verdict, "verified": self.verdict == "passed", "checks": checks}
 
 
-def settle(folder: Path, exported: Exported, progress: Progress | None = None) -> ExportOutcome:
-    """Hold an exported file against the model of the run `folder`, on the images that the folder was verified with.
+def verify_export(folder: Path, exported: Exported, progress: Progress | None = None) -> ExportOutcome:
+    """Compare an exported file with the model of the run `folder`, on the images that the folder was verified with.
 
-    The ONNX file that an engine was built from is checked too: most machines can run it. The verdict goes into the
-    sidecar and, where the file lies in the folder, into its verify.json; a file that fails is moved to the folder
-    `failed` beside it.
+    The ONNX file that an engine was built from is checked too, as most machines can run it. The result is recorded in
+    the sidecar and, for a file in the folder, in its verify.json. A file that fails is moved to the folder `failed`.
     """
-    (progress or Progress()).stage(f"Compare {exported.path.name} with the model")
-    path, source = exported.path, source_path(exported.path)
-    here, files = path.parent.resolve() == folder.resolve(), [path, *([source] if source.is_file() else [])]
-    found = _held(folder, files, all_told=here)
-    if not here:
-        brought = _brought(folder, exported)
-        found = replace(found, checks=tuple(replace(c, command=c.command and brought) for c in found.checks))
-    for file in reversed(files):
-        verdict = quarantine.record(file, quarantine.of(file, found.checks))
-    if here:
-        named = {check.name for check in found.checks}
-        amend(folder, found, lambda name: name in named or quarantine.is_about(path, name))
-    path = quarantine.set_aside(path) if verdict == "failed" else path
-    return ExportOutcome(path, verdict, tuple(quarantine.of(exported.path, found.checks)))
+    progress = progress or Progress()
+    progress.stage(f"Compare {exported.path.name} with the model")
+    path, source, files = exported.path, source_path(exported.path), RunFolder(folder)
+    inside = path.parent.resolve() == folder.resolve()
+    model = load_model(folder)
+    images, real = recorded_images(folder, model)
+    command = None if inside else _copy_command(folder, exported)
+    plan, unfolded = read_plan(files.plan), files.unfolded
+    original = PlannedOriginal(model, images, real, command, plan=plan, unfolded=unfolded)
+    paths = [file for file in (path, source) if file.is_file()]
+    results = check_files(paths, original, "files checked", progress)
+    checks = tuple(check for result in results.values() for check in result.checks)
+    if inside:
+        tensors = {file.name: result.tensors for file, result in results.items() if result.tensors}
+        for file in exported_files(folder, "model"):
+            with suppress(ArtifactError):  # a damaged file fails when the folder is verified
+                if file not in results and (other := read_tensors(file, original)):
+                    tensors[file.name] = other
+        weights = weight_table(original.rows, model, tensors)
+        replaced = {check.name for check in checks} | {"weights"}
+        verification = Verification((*checks, shape_check(original.rows, model)), weights)
+        update_verification(
+            folder, verification, lambda name: name in replaced or any(is_about(f, name) for f in paths)
+        )
+    verdict = file_status(path, checks)
+    return ExportOutcome(quarantine(path) if verdict == "failed" else path, verdict, checks)
 
 
-def _brought(folder: Path, exported: Exported) -> str:
-    """The command that copies a file from elsewhere into the run folder and verifies it there, for the target."""
+def _copy_command(folder: Path, exported: Exported) -> str:
+    """Copies a file and its companions into the run folder, and verifies it there, on the target."""
     path, source = exported.path, source_path(exported.path)
     files = [*map(path.with_name, exported.files), sidecar_path(path)]
     files += [source, sidecar_path(source)] if source.is_file() else []
     return f"{shlex.join(['cp', *map(str, files), str(folder)])} && vitcompress verify {folder}"
-
-
-def _held(folder: Path, files: Sequence[Path], *, all_told: bool) -> Verification:
-    """The checks of the weights and answers of `files`. all_told: also of the weights of the folder's other files."""
-    model, plan = load_model(folder), read_plan(folder / PLAN)
-    images, real = known_images(folder, model)
-    told = {path for path in files if path.suffix in READABLE} | set(readable_files(folder) if all_told else ())
-    weights, table = weight_checks(model, plan, sorted(told))
-    engines = (engine_weights(path, model, plan, folder / UNFOLDED) for path in files if path.suffix == ".engine")
-    answers = (outputs.file_checks(model, path, images, real=real) for path in files)
-    return Verification((*chain(*answers), *weights, *chain(*engines)), table)

@@ -1,117 +1,102 @@
-"""The smallest set of fp32 islands with which a model in half precision answers as it does in fp32.
+"""Search the smallest set of layers that a model in a low precision must compute in a higher one to keep its outputs.
 
-Sets are tried in order of cost, fewest islands first: none; what the scan of ranges says that fp16 cannot hold; with it
-the head, the attention cores and the norms in all combinations; last also the FFNs, which hold most of the arithmetic.
-The first set that passes is narrowed down until no island of it can be left out: by delta debugging, which tries halves
-before single ones (Zeller and Hildebrandt, Simplifying and isolating failure-inducing input, IEEE TSE 28(2), 2002).
+Sets are tried in order of cost: no layers; those whose results the low precision cannot represent; with these the
+head, the attention cores and the norms in all combinations; last also the FFNs, which do most of the arithmetic. The
+first set that passes is reduced until no layer of it can be omitted, by delta debugging, which tries halves before
+single layers (Zeller and Hildebrandt, Simplifying and isolating failure-inducing input, IEEE TSE 28(2), 2002).
 
-Whether a set passes is the agreement gate's to say, asked of the file in its own runtime on a GPU where there is one,
-else of the ONNX file (that beneath an engine, too) in ONNX Runtime with every result rounded: a proxy, and called so.
+A set passes if the outputs of the exported file agree with those of the model (`verify.outputs`): in the file's own
+runtime if there is a GPU for it, otherwise in ONNX Runtime on the CPU with every result rounded, as a proxy.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from vitcompress.errors import CheckFailedError, PrecisionError
 from vitcompress.exporters.base import Export, Exporter
 from vitcompress.exporters.doctor import device_problem
 from vitcompress.exporters.onnx.export import ONNX, export
 from vitcompress.exporters.options import ExportOptions
-from vitcompress.exporters.precision import expanded, in_short
-from vitcompress.exporters.ranges import Ranges, needed_islands, outside, told
+from vitcompress.exporters.precision import expand_layers, shorten_layers
 from vitcompress.exporters.tensorrt.export import TENSORRT_RTX
 from vitcompress.exporters.tensorrt.flavours import RTX_DEFAULT, capability
 from vitcompress.io.checks import Check
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import InputConfig
-from vitcompress.verify.outputs import file_checks, model_answers, rounded_checks, verdict
+from vitcompress.verify.outputs import Original, output_checks, rounded_checks
 
-CHEAP, DEAR = ("head", "softmax", "norm"), ("ffn",)
-SCAN = "range scan"
-LIMIT = 40  # tries; the smallest set so far is taken then, and said not to be proven smallest
+CHEAP, COSTLY = ("head", "softmax", "norm"), ("ffn",)  # kinds of layers
+MAX_TRIALS = 40  # the smallest set so far is then taken, and not called the smallest
 GPU = "cuda"
+Layers = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Judge:
-    """What decides whether a set of islands is enough. proxy: it is not the hardware that the file is for."""
+class Evaluator:
+    """Compares the outputs of a model with these layers in the high precision. proxy: not on the file's hardware."""
 
     title: str
     proxy: bool
-    ask: Callable[[tuple[str, ...]], list[Check]]
+    evaluate: Callable[[Layers], list[Check]]
 
 
 @dataclass(frozen=True)
-class Try:
-    """One set of islands, and what came of it. figures: of the comparison of answers, by name."""
+class Trial:
+    """One set of layers, `islands` in options and sidecars. by: what evaluated it. figures: of the comparison."""
 
-    islands: tuple[str, ...]
+    islands: Layers
     verdict: str
     by: str
     reason: str
     figures: dict[str, float | None] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        return f"{', '.join(self.islands) or 'no island'}: {self.verdict} ({self.by}), {self.reason}"
-
 
 @dataclass(frozen=True)
 class Search:
-    """All that was tried, in order. chosen: None where no set passed. smallest: no island of it can be left out."""
+    """The record `islands_search` of a sidecar: all trials, in order.
+
+    judge: title of the evaluator. chosen: the result, None if no set passed. smallest: no layer of it can be omitted.
+    """
 
     judge: str
     proxy: bool
     images: int
     real: bool
-    tries: tuple[Try, ...]
-    chosen: tuple[str, ...] | None
+    tries: tuple[Trial, ...]
+    chosen: Layers | None
     smallest: bool
 
-    def as_data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def judge_of(
-    exporter: Exporter,
-    model: nn.Module,
-    images: Tensor,
-    options: ExportOptions,
-    input: InputConfig,
-    *,
-    real: bool = True,
-) -> Judge:
-    """The best judge that this machine has for what `exporter` writes with `options`.
-
-    images: (count, channels, height, width), normalised. real: they are not noise.
-    """
+def best_evaluator(exporter: Exporter, original: Original, options: ExportOptions, input: InputConfig) -> Evaluator:
+    """The best evaluator on this machine for the files that `exporter` writes with `options`."""
     on_gpu = _runs_on_gpu(exporter, options)
     write: Export = exporter.export if on_gpu else partial(export, lean=exporter is ONNX)
     options = options if on_gpu else options.only(ONNX.uses)
-    expected = cache(partial(model_answers, model))
 
-    def ask(islands: tuple[str, ...]) -> list[Check]:
+    def evaluate(layers: Layers) -> list[Check]:
         with TemporaryDirectory(prefix="vitcompress-") as folder:
             path = Path(folder) / f"candidate{exporter.suffix if on_gpu else ONNX.suffix}"
-            write(model, path, input=input, options=replace(options, islands=islands))
-            if on_gpu:
-                return file_checks(model, path, images, real=real, device=GPU)
-            return rounded_checks(expected, path, images, real=real)
+            write(original.model, path, input=input, options=replace(options, islands=layers))
+            return output_checks(path, original, GPU) if on_gpu else rounded_checks(path, original)
 
     if on_gpu:
-        return Judge(f"{exporter.name} on {GPU}", False, ask)
-    return Judge(f"ONNX Runtime on the CPU, every result rounded to {options.precision}", True, ask)
+        return Evaluator(f"{exporter.name} on {GPU}", False, evaluate)
+    return Evaluator(f"ONNX Runtime on the CPU, every result rounded to {options.precision}", True, evaluate)
 
 
 def _runs_on_gpu(exporter: Exporter, options: ExportOptions) -> bool:
-    """Whether what `exporter` writes with `options` can be asked on a GPU of this machine."""
+    """Whether a GPU of this machine can run what `exporter` writes with `options`."""
     if exporter is ONNX:
         return device_problem(GPU) is None
     targets = options.sm or (RTX_DEFAULT if exporter is TENSORRT_RTX else ())
@@ -119,80 +104,91 @@ def _runs_on_gpu(exporter: Exporter, options: ExportOptions) -> bool:
 
 
 def search(
-    model: nn.Module,
-    judge: Judge,
-    ranges: Ranges,
-    images: Tensor,
+    original: Original,
+    evaluator: Evaluator,
+    precisions: tuple[str, str],
+    required: Layers = (),
+    problem: Callable[[Layers], str | None] = lambda layers: None,
     *,
-    fixed: Sequence[str] = (),
-    real: bool = True,
+    fixed: Layers = (),
     progress: Progress | None = None,
 ) -> Search:
-    """The smallest set of islands, `fixed` among them, that `judge` lets pass.
+    """Search the smallest set of layers, including `fixed`, that passes in the high precision.
 
-    ranges: of `model` where it is to be fp16, empty for bf16, which holds whatever fp32 does.
+    precisions: names of the low and the high precision. required: layers whose results the low precision cannot
+    represent. problem(layers): why a set cannot pass, without evaluating it; None if it can.
     """
-    tries = _Tries(model, judge, ranges, progress or Progress())
-    over = outside(model, ranges, tuple(fixed))
-    always = (*fixed, *(needed_islands(model, Ranges(over, ranges.given)) or ()))
-    sets = ((*always, *kinds) for kinds in _in_order_of_cost(model))
-    passed = next((islands for islands in (tuple(fixed), *sets) if tries.passes(islands)), None)
+    model = original.model
+    trials = _Trials(model, evaluator, precisions, problem, progress or Progress())
+    always = (*fixed, *required)
+    sets = (fixed, *((*always, *kinds) for kinds in _kinds_by_cost(model)))
+    passed = next((layers for layers in sets if trials.passes(layers)), None)
     if passed is not None:
-        pinned = set(expanded(model, fixed if passed == tuple(fixed) else always))
-        rest = [name for name in expanded(model, passed) if name not in pinned]
-        left = narrowed(rest, lambda part: tries.passes((*pinned, *part)))
-        passed = in_short(model, expanded(model, (*pinned, *left)))
-    about = (judge.title, judge.proxy, len(images), real)
-    return Search(*about, tuple(tries.found.values()), passed, smallest=passed is not None and not tries.ran_out)
+        pinned = set(expand_layers(model, fixed if passed == fixed else always))
+        rest = [name for name in expand_layers(model, passed) if name not in pinned]
+        kept = minimize(rest, lambda part: trials.passes((*pinned, *part)))
+        passed = shorten_layers(model, expand_layers(model, (*pinned, *kept)))
+    about = (evaluator.title, evaluator.proxy, len(original.images), original.real)
+    return Search(*about, tuple(trials.done.values()), passed, passed is not None and not trials.exhausted)
 
 
-def _in_order_of_cost(model: nn.Module) -> list[tuple[str, ...]]:
-    """Sets of kinds of islands: by their number, and those with FFNs behind all others."""
+def _kinds_by_cost(model: nn.Module) -> list[Layers]:
+    """Combinations of kinds of layers: by their number of layers, those with FFNs last."""
     cheap = [kinds for size in range(len(CHEAP) + 1) for kinds in combinations(CHEAP, size)]
-    return [*sorted(cheap, key=lambda kinds: len(expanded(model, kinds))), (*CHEAP, *DEAR)]
+    return [*sorted(cheap, key=lambda kinds: len(expand_layers(model, kinds))), (*CHEAP, *COSTLY)]
 
 
-class _Tries:
-    """Sets of islands by name, each tried once. When no try is `left`, every new set counts as failed."""
+class _Trials:
+    """Evaluated sets of layers. When the trials are exhausted, every new set counts as failed."""
 
-    def __init__(self, model: nn.Module, judge: Judge, ranges: Ranges, progress: Progress) -> None:
-        self.model, self.judge, self.ranges, self.progress = model, judge, ranges, progress
-        self.found: dict[tuple[str, ...], Try] = {}
-        self.left, self.ran_out = LIMIT, False
+    def __init__(
+        self,
+        model: nn.Module,
+        evaluator: Evaluator,
+        precisions: tuple[str, str],
+        problem: Callable[[Layers], str | None],
+        progress: Progress,
+    ) -> None:
+        self.model, self.evaluator, self.problem, self.progress = model, evaluator, problem, progress
+        self.low, self.high = precisions
+        self.done: dict[Layers, Trial] = {}
+        self.exhausted = False
 
-    def passes(self, islands: Sequence[str]) -> bool:
-        names = expanded(self.model, islands)
-        if names not in self.found:
-            if not self.left:
-                self.ran_out = True
+    def passes(self, layers: Sequence[str]) -> bool:
+        names = expand_layers(self.model, layers)
+        if names not in self.done:
+            if len(self.done) == MAX_TRIALS:
+                self.exhausted = True
                 return False
-            self.left -= 1
-            self.found[names] = self._tried(names)
-            self.progress.note(f"fp32 islands: {self.found[names]}")
-        return self.found[names].verdict == "passed"
+            trial = self.done[names] = self._evaluate(names)
+            kept = f"{', '.join(trial.islands) or 'no layers'} in {self.high}"
+            self.progress.note(f"{self.low} with {kept}: {trial.verdict} ({trial.by}), {trial.reason}")
+        return self.done[names].verdict == "passed"
 
-    def _tried(self, names: tuple[str, ...]) -> Try:
-        short = in_short(self.model, names)
-        if over := outside(self.model, self.ranges, names):
-            return Try(short, "failed", SCAN, told(over))
+    def _evaluate(self, names: Layers) -> Trial:
+        short, by = shorten_layers(self.model, names), self.evaluator.title
+        if problem := self.problem(names):
+            return Trial(short, "failed", "range scan", problem)
         try:
-            checks = self.judge.ask(names)
-        except (CheckFailedError, PrecisionError) as error:  # such as a weight that half precision cannot hold
-            return Try(short, "failed", self.judge.title, error.message)
+            checks = self.evaluator.evaluate(names)
+        except (CheckFailedError, PrecisionError) as error:  # such as a weight that the low precision cannot represent
+            return Trial(short, "failed", by, error.message)
         worst = next((check for check in checks if check.verdict != "passed"), checks[-1])
         figures = {check.name.rpartition(".")[2]: _finite(check.value) for check in checks if check.tolerance}
         reason = f"{worst.name.rpartition('.')[2]}: {worst.detail}"
         if worst.value is not None and worst.tolerance is not None:
             reason = f"{worst.name.rpartition('.')[2]} {worst.value:.2g}, at most {worst.tolerance:.2g} is allowed"
-        return Try(short, verdict(checks), self.judge.title, reason, figures)
+        statuses = {check.verdict for check in checks}
+        status = "failed" if "failed" in statuses else ("passed" if statuses == {"passed"} else "not_run")
+        return Trial(short, status, by, reason, figures)
 
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def narrowed(items: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> list[str]:
-    """A part of `items`, which together pass, that passes and of which none can be left out (ddmin of the paper)."""
+def minimize(items: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> list[str]:
+    """A part of `items` that passes and of which no item can be omitted, if `items` pass (ddmin of the paper)."""
     left, parts = list(items), 2
     while len(left) >= 2:
         pieces = [left[len(left) * i // parts : len(left) * (i + 1) // parts] for i in range(parts)]

@@ -1,4 +1,4 @@
-"""Checks that an artifact computes what its model computes, and holds its weights."""
+"""Checks that the results of a run have the weights and outputs of its model."""
 
 from vitcompress.verify.folder import verify_folder
 

@@ -1,9 +1,7 @@
-"""What can be checked of an engine without running it: its bytes, its plan, and the ONNX file that it was built from.
+"""Check a TensorRT engine without running it: its source, the folded layers in it, its size, and its layers.
 
-An engine's format is not documented, but engines keep most matrices as they are: of a pair that was folded the product
-must be found among its bytes, and neither of the two.
-
-Whether the engine itself answers as the model does is asked where it can be run, by `exporters.agreement`.
+The format of engines is not documented, but engines store most matrices unchanged: the product of a folded pair must
+be among the bytes of the engine, and neither matrix of the pair.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,100 +14,92 @@ from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError
 from vitcompress.exporters.precision import HALF
-from vitcompress.exporters.sidecar import mismatches, read_sidecar, sidecar_path
-from vitcompress.io.checks import Check, compared, listed
+from vitcompress.exporters.sidecar import read_sidecar
+from vitcompress.exporters.tensorrt.export import source_path
+from vitcompress.io.checks import Check, limit_check, problem_check
 from vitcompress.io.files import file_sha256
 from vitcompress.io.tensors import load_tensors
 from vitcompress.plan import Plan
 from vitcompress.surgery.shapes import PlannedTensor
-from vitcompress.verify.onnx import onnx_checks, plan_check
-from vitcompress.verify.weights import CHECK, data_of, plan_rows
+from vitcompress.verify.weights import CHECK, tensor_bytes
 
-ALIKE = ("precision", "opset")  # what two engines must have in common for their sizes to be compared, and of the build:
-BUILT_ALIKE = ("runtime_version", "sm", "batch", "tf32", "optimization_level", "hardware_compatible")
-KNOWN = {field.name for field in fields(Check)}
+# The settings that two engines must share for their sizes to be compared.
+SETTINGS = ("precision", "opset")
+BUILD_SETTINGS = ("runtime_version", "sm", "batch", "tf32", "optimization_level", "hardware_compatible")
+FIELDS = {field.name for field in fields(Check)}
 
 
-def engine_checks(path: Path, model: nn.Module | None, digest: str, images: Tensor) -> Iterator[Check]:
-    """Checks of the engine `path` being `model`, or only of its file where that is None (the dense model's engine)."""
-    sidecar, name, known = sidecar_path(path), path.name, _known(path)
-    missing = () if sidecar.is_file() else (f"{sidecar.name} is missing: nobody vouches for the engine",)
-    yield listed(f"{name}.file", (*missing, *mismatches(path)), f"sha256 as in {sidecar.name}")
-    if model is None or known is None:
+def engine_checks(
+    path: Path, model: nn.Module, plan: Plan, rows: Sequence[PlannedTensor], unfolded: Path | None
+) -> Iterator[Check]:
+    """Compare the engine `path` with `model`. Without a usable sidecar, nothing can be compared.
+
+    rows: tensors of the plan. unfolded: weights before folding, as the run keeps them.
+    """
+    if (sidecar := _read(path)) is None:
         return
-    yield from _source(path, model, digest, images, known)
-    for check in known.get("build", {}).get("truth", ()):  # asked of the engine when it was built
-        kept = {key: value for key, value in check.items() if key in KNOWN}
-        yield Check(**{**kept, "name": f"{name}.{check['name'].removeprefix('engine.')}"})
+    yield _source_check(path, sidecar)
+    folded = [row for row in rows if row.change == "folded" and len(row.planned or ()) == 2]
+    if folded and unfolded is not None and unfolded.is_file():
+        yield _folded_check(path, model, folded, load_tensors(unfolded), sidecar)
+    if not plan.kept:
+        yield from _size_checks(path, sidecar)
 
 
-def _known(path: Path) -> dict[str, Any] | None:
-    """What is recorded of an engine, None where nothing is that can be used."""
+def inspector_checks(path: Path) -> Iterator[Check]:
+    """The checks of the engine's layers, which the inspector of TensorRT made when the engine was built."""
+    for check in (_read(path) or {}).get("build", {}).get("truth", ()):
+        known = {key: value for key, value in check.items() if key in FIELDS}
+        yield Check(**{**known, "name": f"{path.name}.{check['name'].removeprefix('engine.')}"})
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The sidecar, None if it is missing or cannot be used."""
     try:
         return read_sidecar(path)
     except ArtifactError:
         return None
 
 
-def _source(path: Path, model: nn.Module, digest: str, images: Tensor, known: dict[str, Any]) -> Iterator[Check]:
-    """The ONNX file that the engine was built from: the recorded one, and the model?"""
-    source, name = path.with_name(f"{path.name}.onnx"), f"{path.name}.source"
+def _source_check(path: Path, sidecar: dict[str, Any]) -> Check:
+    source, name = source_path(path), f"{path.name}.source"
     if not source.is_file():
-        yield Check(name, "not_run", detail="the ONNX file that it was built from was not kept")
-        return
-    recorded = known.get("source", {}).get("sha256")
-    wrong = [] if file_sha256(source) == recorded else [f"{source.name} is not the file that it was built from"]
-    yield listed(name, wrong, f"built from {source.name}, sha256 {str(recorded)[:12]}")
-    yield from onnx_checks(model, source, images, name=name)
-    yield plan_check(source, digest, name)
+        return Check(name, "not_run", detail="the ONNX file that the engine was built from was not kept")
+    recorded = sidecar["source"].get("sha256")
+    wrong = [] if file_sha256(source) == recorded else [f"the engine was not built from this {source.name}"]
+    return problem_check(name, wrong, f"built from {source.name}, sha256 {str(recorded)[:12]}")
 
 
-def engine_weights(path: Path, model: nn.Module, plan: Plan, unfolded: Path) -> Iterator[Check]:
-    """What the bytes of the engine `path` tell of the weights of `model`, the deployed one.
-
-    unfolded: the weights before folding, as the run kept them.
-    """
-    known = _known(path)
-    if known is None:
-        return
-    rows = [row for row in plan_rows(plan) if row.change == "folded" and len(row.planned or ()) == 2]
-    if rows and unfolded.is_file():
-        yield _folded(path, model, rows, load_tensors(unfolded), known)
-    if not plan.kept:
-        yield from _size(path, known)
-
-
-def _folded(
-    path: Path, model: nn.Module, rows: Sequence[PlannedTensor], before: dict[str, Tensor], known: dict[str, Any]
+def _folded_check(
+    path: Path, model: nn.Module, rows: Sequence[PlannedTensor], before: dict[str, Tensor], sidecar: dict[str, Any]
 ) -> Check:
-    """The products of folded pairs are in the engine, in its own precision, and no layer of such a pair is."""
+    """Check that the engine stores the products of folded pairs, in its precision, and no layer of such a pair."""
     name, engine = f"{CHECK}.{path.name}", path.read_bytes()
-    kinds = {torch.float32, HALF.get(str(known.get("precision")), torch.float32)}  # an island is fp32
+    dtypes = {torch.float32, HALF.get(str(sidecar["precision"]), torch.float32)}
+
+    def stores(matrix: Tensor) -> bool:
+        return any(tensor_bytes(layout.to(dtype)) in engine for dtype in dtypes for layout in (matrix, matrix.T))
+
     after = model.state_dict()
-    products = [row.name for row in rows if _holds(engine, after[row.name], kinds)]
+    products = sum(stores(after[row.name]) for row in rows)
     pairs = [part for row in rows for part in row.dense if part in before]
-    left = [part for part in pairs if _holds(engine, before[part], kinds)]
+    left = [part for part in pairs if stores(before[part])]
     if not products and not left:
-        why = f"none of {len(rows)} folded layers is found as it is: the engine keeps them in a form of its own"
-        return Check(name, "not_run", detail=why)
-    told = f"{len(products)} of {len(rows)} folded layers found as they are"
-    told += f", none of the {len(pairs)} that they stand for" if pairs else "; what they stand for was not kept"
-    return listed(name, (f"{part} was folded, and is in the engine" for part in left), told)
+        detail = f"the engine stores none of {len(rows)} folded layers unchanged, but in an undocumented format"
+        return Check(name, "not_run", detail=detail)
+    replaced = (
+        f"none of the {len(pairs)} layers that they replace" if pairs else "the layers before folding are missing"
+    )
+    detail = f"{products} of {len(rows)} folded layers are in the engine, {replaced}"
+    return problem_check(name, (f"{part} was folded, but is in the engine" for part in left), detail)
 
 
-def _holds(engine: bytes, matrix: Tensor, kinds: set[torch.dtype]) -> bool:
-    """Whether the values of a matrix, or of its transpose, lie in the engine in one of these types."""
-    return any(data_of(way.to(kind)) in engine for kind in kinds for way in (matrix, matrix.T))
-
-
-def _size(path: Path, known: dict[str, Any]) -> Iterator[Check]:
-    """With layers removed and none narrowed, it must not be larger than the dense model's engine built alike."""
+def _size_checks(path: Path, sidecar: dict[str, Any]) -> Iterator[Check]:
+    """With layers removed and none narrowed, an engine is not larger than the dense one with the same settings."""
     dense = path.with_name(path.name.replace("model", "dense", 1))
-    other = _known(dense)
-    if dense == path or not dense.is_file() or other is None:
+    other = _read(dense) if dense != path and dense.is_file() else None
+    if other is None or any(sidecar.get(key) != other.get(key) for key in SETTINGS):
         return
-    same = all(known.get(key) == other.get(key) for key in ALIKE)
-    same &= all(known.get("build", {}).get(key) == other.get("build", {}).get(key) for key in BUILT_ALIKE)
-    if same:
-        size, limit = path.stat().st_size, dense.stat().st_size
-        yield compared(f"{CHECK}.{path.name}.bytes", float(size), float(limit), f"bytes, against those of {dense.name}")
+    if all(sidecar["build"].get(key) == other["build"].get(key) for key in BUILD_SETTINGS):
+        sizes = (float(file.stat().st_size) for file in (path, dense))
+        yield limit_check(f"{CHECK}.{path.name}.bytes", *sizes, f"bytes, at most those of {dense.name}")

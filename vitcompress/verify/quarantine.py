@@ -1,78 +1,59 @@
-"""The gate for exported files: a file must hold the weights of its model and answer as the model does.
+"""Record in the sidecar of an exported file whether it passed its checks, and move files that failed away.
 
-Two kinds of checks are made of every exported file, whether a recipe or `vitcompress export` wrote it: its weights by
-`verify_weights`, its answers by `agreement`. Their verdict goes into its sidecar. A file that fails one is moved away.
+A file passes if it stores the weights of its model and gives the model's outputs, whether a recipe or `vitcompress
+export` wrote it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from vitcompress.errors import ArtifactError, OutputError
-from vitcompress.exporters.runtimes import RUNNERS
-from vitcompress.exporters.sidecar import amend_sidecar, exported_files, read_sidecar
+from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar
 from vitcompress.exporters.tensorrt.export import source_path
-from vitcompress.io.checks import Check, Verification
+from vitcompress.io.checks import Check, Status
 from vitcompress.io.files import read_json, write_json
-from vitcompress.io.progress import Progress
-from vitcompress.verify import outputs
-from vitcompress.verify.folder import verify_folder
-from vitcompress.verify.outputs import PREFIX, folder_checks
-from vitcompress.verify.weights import CHECK as WEIGHTS
-
-KINDS = (PREFIX, f"{WEIGHTS}.")
-REFUSED = "state/refused.json"  # files that a recipe asks for and that fell short -> why
-FAILED = "failed"  # folder that files which fell short are moved to
+from vitcompress.io.run_folder import RunFolder
+from vitcompress.verify.outputs import PREFIX
 
 
-def is_about(path: Path, name: str) -> bool:
-    """Whether the check `name` is one that the gate asks of `path`, or of the ONNX file beneath it."""
-    return f"{name}.".startswith(tuple(f"{kind}{path.name}." for kind in KINDS))
+def file_status(path: Path, checks: Sequence[Check]) -> Status:
+    """failed if any check failed, passed if all checks of the file's own outputs passed, otherwise not_run.
 
-
-def of(path: Path, checks: Iterable[Check]) -> list[Check]:
-    """Those of `checks` that the gate asks of `path`."""
-    return [check for check in checks if is_about(path, check.name)]
-
-
-def verdict(path: Path, checks: Iterable[Check]) -> str:
-    """failed if any did, else the verdict on its own answers.
-
-    The bytes of an engine may tell nothing of its weights, and the ONNX file beneath it may want kernels that only the
-    engine has, as bf16 does.
+    The bytes of an engine may not show its weights, and the ONNX file that it was built from may need kernels that only
+    the engine has, as for bf16.
     """
+    if any(check.verdict == "failed" for check in checks):
+        return "failed"
+    own, source = (f"{PREFIX}{file.name}." for file in (path, source_path(path)))
+    outputs = [c for c in checks if f"{c.name}.".startswith(own) and not f"{c.name}.".startswith(source)]
+    return "passed" if outputs and all(check.verdict == "passed" for check in outputs) else "not_run"
 
-    def counts(check: Check) -> bool:
-        own = check.name.startswith(PREFIX) and not is_about(source_path(path), check.name)
-        return own or check.verdict == "failed"
 
-    return outputs.verdict(filter(counts, checks))
-
-
-def record(path: Path, checks: Sequence[Check]) -> str:
-    """Write into the sidecar of `path` whether it is verified, and by what. Returns the verdict."""
-    found = verdict(path, checks)
+def record_status(path: Path, checks: Sequence[Check]) -> Status:
+    """Write into the sidecar of `path`, if it has one, its status and checks. Returns the status."""
+    status = file_status(path, checks)
     if read_sidecar(path) is not None:
-        known = {"verdict": found, "checks": [check.as_data() for check in checks]}
-        amend_sidecar(path, verified=found == "passed", verification=known)
-    return found
+        verification = {"verdict": status, "checks": [check.to_dict() for check in checks]}
+        amend_sidecar(path, verified=status == "passed", verification=verification)
+    return status
 
 
-def set_aside(path: Path) -> Path:
-    """Move a file that failed, with all that belongs to it, to a folder of such files beside it."""
-    folder = path.parent / FAILED
-    known: dict[str, Any] = {"files": {path.with_suffix(".bin").name if path.suffix == ".xml" else path.name: ""}}
-    with suppress(ArtifactError):  # the sidecar itself may be what is wrong
-        known = read_sidecar(path) or known
+def quarantine(path: Path) -> Path:
+    """Move a file that failed, with its data files, sidecar and other companions, to the folder `failed` beside it.
+
+    Raises:
+        OutputError: the files cannot be moved.
+    """
+    folder = RunFolder(path.parent).failed
+    files: dict[str, Any] = {path.with_suffix(".bin").name if path.suffix == ".xml" else path.name: ""}
+    with suppress(ArtifactError):  # the sidecar itself may be damaged
+        files = (read_sidecar(path) or {"files": files})["files"]
     try:
-        beside = (found.name for found in path.parent.iterdir() if found.name.startswith(f"{path.name}."))
-        names = dict.fromkeys((path.name, *known["files"], *beside))
+        companions = (file.name for file in path.parent.iterdir() if file.name.startswith(f"{path.name}."))
         folder.mkdir(exist_ok=True)
-        for name in names:
+        for name in dict.fromkeys((path.name, *files, *companions)):
             if (path.parent / name).is_file():
                 (path.parent / name).replace(folder / name)
     except OSError as error:
@@ -80,34 +61,12 @@ def set_aside(path: Path) -> Path:
     return folder / path.name
 
 
-def refused(folder: Path) -> dict[str, str]:
-    """The files that a run should have exported and could not, by name, and why."""
-    path = folder / REFUSED
+def rejected_exports(folder: Path) -> dict[str, str]:
+    """Names of the files that a run could not export, or moved away, and why."""
+    path = RunFolder(folder).rejected
     return dict(read_json(path)) if path.is_file() else {}
 
 
-def refuse(folder: Path, files: dict[str, str]) -> None:
-    """Remember these `files`, by name, and why."""
-    write_json(folder / REFUSED, files)
-
-
-def verify(
-    folder: Path, images: Tensor | None = None, dense: Path | None = None, progress: Progress | None = None
-) -> Verification:
-    """`verify_folder` with every exported file in its own runtime, and the verdicts in the sidecars of the files.
-
-    Raises:
-        ArtifactError, PlanError, WeightsError: as `verify_folder`.
-    """
-    found = verify_folder(folder, images, dense, served=partial(_served, progress), progress=progress)
-    for path in (path for stem in ("model", "dense") for path in exported_files(folder, stem, RUNNERS)):
-        with suppress(OutputError, ArtifactError):  # a read-only copy; a damaged sidecar is told by the runner
-            record(path, of(path, found.checks))
-    return found
-
-
-def _served(progress: Progress | None, folder: Path, images: Tensor, real: bool, dense: Path) -> Iterator[Check]:
-    for name, why in refused(folder).items():
-        if not (folder / name).is_file():
-            yield Check(f"export.{name}", "failed", detail=why)
-    yield from folder_checks(folder, images, real, dense, progress)
+def reject_export(folder: Path, name: str, reason: str) -> None:
+    """Add a file to `rejected_exports`."""
+    write_json(RunFolder(folder).rejected, {**rejected_exports(folder), name: reason})

@@ -77,7 +77,7 @@ def slice_check(model: nn.Module, delta: Plan, images: Tensor, name: str = "slic
 
 
 def slice_folder_checks(files: RunFolder, plan: Plan, images: Tensor) -> list[Check]:
-    """One check for each step of a run that sliced, and one that `plan`, of the deployed model, keeps their channels."""
+    """One check for each step of a run that sliced, and one that the deployed `plan` keeps their channels."""
     if not plan.kept:
         return [Check("slice", "not_run", detail="the plan keeps every channel")]
     checks: list[Check] = []

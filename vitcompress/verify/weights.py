@@ -1,15 +1,15 @@
-"""From the plan to the bytes of a file: no weight is larger than was planned, and none is there that the model lacks.
+"""Compare every tensor: its shape in the model with the plan, its values in an exported file with the model.
 
-plan -> torch: the sizes that the plan leaves, by arithmetic, against those of the model that is deployed. torch ->
-file: every tensor in an exported file is, by its values, one of the model's, as it is or transposed, or is explained;
-so a weight of the dense model, a masked one, or a pair that should be one cannot hide in the file. bytes: what is in
-the file beside those tensors is no more than its graph and its constants take.
+The plan states the shape of each tensor of the deployed model, by arithmetic on the shapes of the dense model. Each
+tensor of a file must have the values of one tensor of the model, as they are or transposed, or be a constant of the
+graph. So no weight of the dense model, no masked weight and no layer of a folded pair remains in a file unnoticed.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -17,179 +17,132 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError
-from vitcompress.exporters.contents import Stored, contents, ir_metadata
-from vitcompress.exporters.sidecar import exported_files
-from vitcompress.exporters.uint8 import tensors_of
-from vitcompress.io.checks import Check, compared, listed
-from vitcompress.io.files import decoded
-from vitcompress.io.text import sized
-from vitcompress.models.create import create_on_meta
+from vitcompress.exporters.contents import Contents, Stored
+from vitcompress.exporters.precision import HALF
+from vitcompress.exporters.uint8 import build_deployed, fix_size, tensors_of
+from vitcompress.io.checks import Check, problem_check
+from vitcompress.io.files import decode_json_values
+from vitcompress.io.text import format_shape
+from vitcompress.models.create import create_on_meta, input_config
 from vitcompress.plan import Plan
 from vitcompress.surgery.shapes import PlannedTensor, Shape, planned_tensors
-from vitcompress.verify.onnx import export_settings, stored_module
 
 CHECK = "weights"
-READABLE = (".onnx", ".xml")  # files whose tensors can be told from their bytes
-SMALL = 64  # values: sizes and scales that a graph computes with
-FEW = 16  # different values: a mask's
-INDEX = (torch.int64, torch.int32, torch.bool)  # as graphs index and choose with
-WIDTHS = (1, 2, 4, 8)  # bytes of one value
-
-
-@dataclass(frozen=True)
-class Account:
-    """Where the bytes of an exported file go.
-
-    found: tensor of the model -> what holds its values. constants: what the graph computes with beside them. wrong:
-    what should not be there, or is not, a phrase each. size: of the file with its data files. graph: what of it no
-    tensor takes.
-    """
-
-    found: Mapping[str, Stored]
-    constants: tuple[Stored, ...]
-    wrong: tuple[str, ...]
-    size: int
-    graph: int
-
-    @property
-    def of_model(self) -> int:
-        """Bytes of the tensors that are the model's."""
-        return sum({id(tensor): tensor.own for tensor in self.found.values()}.values())
-
-    @property
-    def of_constants(self) -> int:
-        return sum(tensor.own for tensor in self.constants)
-
-
-# ---------------------------------------------------------------------------------------------------------- plan, torch
+SMALL = 64  # values: larger tensors are no scalars and shapes that a graph computes with
+FEW = 16  # different values of a mask, at most
+INDEX = (torch.int64, torch.int32, torch.bool)  # types that graphs index and select with
 
 
 def plan_rows(plan: Plan) -> tuple[PlannedTensor, ...]:
-    """What the plan makes of every tensor of its dense model."""
+    """Every tensor of the plan's dense model, and its shape after pruning."""
     return planned_tensors(create_on_meta(plan.arch, plan.arch_args), plan)
 
 
-def plan_check(rows: Sequence[PlannedTensor], model: nn.Module) -> Check:
-    """Has every tensor of `model` the size that was planned, and is there no other?"""
-    sizes = _sizes(model)
-    changes = {change: sum(row.change == change for row in rows) for change in ("sliced", "folded", "removed")}
-    told = ", ".join(f"{count} {change}" for change, count in changes.items())
-    return listed(CHECK, _deviations(rows, sizes), f"{len(sizes)} tensors of the planned sizes ({told})")
+def shape_check(rows: Sequence[PlannedTensor], model: nn.Module) -> Check:
+    """Check that `model` has the planned tensors, in the planned shapes, and no others."""
+    shapes, planned = _shapes(model), {row.name: row.planned for row in rows}
+    wrong = [
+        f"{name}: {_format(planned.get(name))} planned, {_format(shapes.get(name))} in the model"
+        for name in dict.fromkeys((*planned, *shapes))
+        if planned.get(name) != shapes.get(name)
+    ]
+    counts = (f"{sum(row.change == change for row in rows)} {change}" for change in ("sliced", "folded", "removed"))
+    return problem_check(CHECK, wrong, f"{len(shapes)} tensors have their planned shapes ({', '.join(counts)})")
 
 
-def _sizes(model: nn.Module) -> dict[str, Shape]:
+def _shapes(model: nn.Module) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def _deviations(rows: Iterable[PlannedTensor], sizes: Mapping[str, Shape]) -> Iterator[str]:
-    wanted = {row.name: row.planned for row in rows}
-    for name in dict.fromkeys((*wanted, *sizes)):
-        if wanted.get(name) != sizes.get(name):
-            yield f"{name}: {_sized(wanted.get(name))} planned, {_sized(sizes.get(name))} in the model"
-
-
-def _sized(shape: Shape | None) -> str:
-    return "none" if shape is None else sized(shape)
+def _format(shape: Shape | None) -> str:
+    return "none" if shape is None else format_shape(shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
-def account(stored: nn.Module, path: Path, rows: Iterable[PlannedTensor] = ()) -> Account:
-    """Where the bytes of the file `path` go, which was exported from the module `stored` (precision and all).
+@dataclass(frozen=True)
+class FileTensors:
+    """The tensors of an exported file.
 
-    rows: what the plan changed, to tell which dense weight hides.
+    matches: tensor of the model -> tensor of the file with its values. constants: tensors that only the graph needs.
+    problems: one phrase for each tensor that is missing, or that should not be there. size: bytes of the file and its
+    data files.
+    """
+
+    matches: Mapping[str, Stored]
+    constants: tuple[Stored, ...]
+    problems: tuple[str, ...]
+    size: int
+
+    def check(self, name: str) -> Check:
+        detail = f"{len(self.matches)} tensors have the values of the model, {len(self.constants)} are constants"
+        return problem_check(name, self.problems, detail)
+
+
+def compare_tensors(model: nn.Module, contents: Contents, rows: Iterable[PlannedTensor] = ()) -> FileTensors:
+    """Compare the tensors of a file with those of `model`, in the precision and input type that its metadata state.
+
+    rows: of the plan, to name the dense tensor that has the shape of an unknown one.
 
     Raises:
-        ArtifactError: the file is damaged.
+        ArtifactError: the file is damaged, or was not written by vitcompress.
     """
-    held = contents(path)
-    tensors = tensors_of(stored)
-    found, left = _by_value(tensors, held.tensors)
-    missing = {name: tensor for name, tensor in tensors.items() if name not in found}
-    sources = {id(tensor): source for tensor in left if (source := _source(tensor, missing))}
-    constants = [tensor for tensor in left if id(tensor) in sources or _is_constant(tensor)]
-    dense = {name: size for row in rows if row.change != "kept" for name, size in row.dense.items()}
-    known = {id(tensor) for tensor in constants}
-    foreign = [tensor for tensor in left if id(tensor) not in known]
-    wrong = [f"{t.name} ({_sized(t.shape)}){_foreign(t, found, dense)}" for t in foreign]
-    lost = [n for n, t in missing.items() if _is_needed(t) and n not in sources.values()]
-    wrong += [f"{name} ({_sized(tuple(tensors[name].shape))}) is not in the file" for name in lost]
-    wrong += [f"{name} is a long list of numbers in a node" for name in held.lists]
-    return Account(found, tuple(constants), tuple(wrong), held.size, held.graph)
+    tensors = tensors_of(exported_module(model, contents.metadata))
+    matches, rest = _match(tensors, contents.tensors)
+    missing = {name: tensor for name, tensor in tensors.items() if name not in matches}
+    constants, unknown, gathered = list[Stored](), list[Stored](), set[str | None]()
+    for stored in rest:
+        source = _find_gathered(stored, missing)
+        gathered.add(source)
+        (constants if source or _is_constant(stored) else unknown).append(stored)
+    dense = {name: shape for row in rows if row.change != "kept" for name, shape in row.dense.items()}
+    problems = [f"{x.name} ({format_shape(x.shape)}) {_describe(x, matches, dense)}" for x in unknown]
+    problems += [
+        f"{name} ({format_shape(tensor.shape)}) is not in the file"
+        for name, tensor in missing.items()
+        if _is_required(tensor) and name not in gathered
+    ]
+    problems += [f"{name} is a long list of numbers in a node" for name in contents.lists]
+    return FileTensors(matches, tuple(constants), tuple(problems), contents.size)
 
 
-def _is_needed(tensor: Tensor) -> bool:
-    """Whether a file must hold this tensor: exporters leave out biases of zero, and write buffers into the graph."""
-    return isinstance(tensor, nn.Parameter) and bool((tensor != tensor.flatten()[0]).any())
+def exported_module(model: nn.Module, metadata: Mapping[str, str]) -> nn.Module:
+    """The module whose tensors a file with this metadata stores: `model` in the file's precision and input type.
+
+    Raises:
+        ArtifactError: another tool wrote the file.
+    """
+    known = decode_json_values(metadata)
+    precision, layers, uint8 = known.get("precision", "fp32"), known.get("islands", []), known.get("input") == "uint8"
+    if precision not in ("fp32", *HALF) or not isinstance(layers, list):
+        hint = "export it again: `vitcompress export DIR`"
+        raise ArtifactError("the metadata of the file were not written by vitcompress", hint=hint)
+    if precision == "fp32" and not uint8 and next(model.parameters()).dtype == torch.float32:
+        return fix_size(model, input_config(model))  # without a copy
+    return build_deployed(model, input_config(model), precision, tuple(layers), uint8=uint8)
 
 
-def _by_value(tensors: Mapping[str, Tensor], held: Sequence[Stored]) -> tuple[dict[str, Stored], list[Stored]]:
-    """The model's tensors with what holds the same values, and what is left of the file."""
-    keys = {id(stored): (stored.index, _digest(stored.read())) for stored in held}
-    places: dict[tuple[bool, bytes], list[Stored]] = {}
-    for stored in held:
-        places.setdefault(keys[id(stored)], []).append(stored)
-    found = dict[str, Stored]()
+def _match(tensors: Mapping[str, Tensor], stored: Sequence[Stored]) -> tuple[dict[str, Stored], list[Stored]]:
+    """The stored tensor with the values of each tensor of the model, and the stored tensors that match none.
+
+    A file may store equal tensors once, or as often as the model has them.
+    """
+    places = defaultdict[tuple[bool, bytes], list[Stored]](list)
+    for entry in stored:
+        places[entry.index, _digest(entry.read())].append(entry)
+    matches = dict[str, Stored]()
     for name, tensor in tensors.items():
-        turned = [tensor.T] if tensor.dim() == 2 else []
-        ways = ((tensor.dtype in INDEX, _digest(data_of(way))) for way in (tensor, *turned))
-        key = next((key for key in ways if key in places), None)
-        if key is not None:  # the file may hold tensors of equal values once; what it holds too often is left over
-            same = places[key]
-            found[name] = same.pop(0) if len(same) > 1 else same[0]
-    used = {id(stored) for stored in found.values()}
-    told = {(keys[id(stored)], _sides(stored)) for stored in found.values()}
-    again = {id(stored) for stored in held if not stored.own and (keys[id(stored)], _sides(stored)) in told}
-    return found, [stored for stored in held if id(stored) not in used | again]
+        for layout in (tensor, tensor.T) if tensor.dim() == 2 else (tensor,):
+            if same := places.get((tensor.dtype in INDEX, _digest(tensor_bytes(layout)))):
+                matches[name] = same.pop(0) if len(same) > 1 else same[0]
+                break
+    used = {id(entry) for entry in matches.values()}
+    return matches, [entry for entry in stored if id(entry) not in used]
 
 
-def _sides(stored: Stored) -> Shape:
-    """The sizes of a tensor without those that are 1."""
-    return tuple(size for size in stored.shape if size != 1)
-
-
-def _source(stored: Stored, missing: Mapping[str, Tensor]) -> str | None:
-    """The tensor of the model, not in the file itself, that `stored` is read from: both have the same set of values."""
-    for name, tensor in missing.items():
-        kind = np.dtype(f"u{tensor.element_size()}")
-        if stored.size == _count(stored) * kind.itemsize >= tensor.nbytes:
-            values, ours = np.frombuffer(stored.read(), kind), np.frombuffer(data_of(tensor), kind)
-            if np.array_equal(np.unique(values), np.unique(ours)):
-                return name
-    return None
-
-
-def _is_constant(stored: Stored) -> bool:
-    """Whether this is a constant of the graph: indices, a few values, or a mask of few different ones.
-
-    Weights are none of these. A tensor of zeros alone is no constant: it is a layer that was masked as a whole.
-    """
-    if stored.index or _count(stored) <= SMALL:
-        return True
-    width = stored.size // _count(stored)
-    if width not in WIDTHS or stored.size != width * _count(stored):
-        return False
-    different = len(np.unique(np.frombuffer(stored.read(), np.dtype(f"u{width}"))))
-    return 1 < different <= FEW
-
-
-def _count(stored: Stored) -> int:
-    return int(np.prod(stored.shape, dtype=np.int64))
-
-
-def _foreign(stored: Stored, found: Mapping[str, Stored], dense: Mapping[str, Shape]) -> str:
-    """What is wrong with a tensor that is not the model's."""
-    values = _digest(stored.read())
-    again = [name for name, other in found.items() if other.size == stored.size and _digest(other.read()) == values]
-    same = [name for name, shape in dense.items() if sorted(shape) == sorted(stored.shape)]
-    if again:
-        return f" holds {again[0]} a second time"
-    return f" is no weight of the model{f', but has the size of the dense {same[0]}' if same else ''}"
-
-
-def data_of(tensor: Tensor) -> bytes:
-    """The values of a tensor as bytes in C order."""
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """The values of a tensor in C order."""
     data: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return data
 
@@ -198,26 +151,52 @@ def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-def account_checks(found: Account, name: str) -> list[Check]:
-    """Does the file hold the tensors of the model and no others, and no bytes that nothing explains?"""
-    held = f"{len(found.found)} tensors of the model by their values, {len(found.constants)} constants"
-    detail = (
-        f"bytes beside the model's {found.of_model:,}; {found.graph:,} of the graph and {found.of_constants:,} of "
-        f"constants explain them"
-    )
-    beside, explained = found.size - found.of_model, found.graph + found.of_constants
-    return [
-        listed(name, found.wrong, held),
-        compared(f"{name}.bytes", float(beside), float(explained), detail),
-    ]
+def _is_required(tensor: Tensor) -> bool:
+    """Exporters omit biases of zero, and write buffers into the graph."""
+    return isinstance(tensor, nn.Parameter) and bool((tensor != tensor.flatten()[0]).any())
+
+
+def _find_gathered(stored: Stored, missing: Mapping[str, Tensor]) -> str | None:
+    """The tensor whose values `stored` repeats, as exporters write table[index] of Swin's position biases."""
+    for name, tensor in missing.items():
+        kind = np.dtype(f"u{tensor.element_size()}")
+        if stored.size == prod(stored.shape) * kind.itemsize >= tensor.nbytes:
+            values, own = (np.unique(np.frombuffer(data, kind)) for data in (stored.read(), tensor_bytes(tensor)))
+            if np.array_equal(values, own):
+                return name
+    return None
+
+
+def _is_constant(stored: Stored) -> bool:
+    """Whether this is an index, a few values, or a mask of a few different values.
+
+    A tensor of zeros alone is no constant: it is a masked layer.
+    """
+    count = prod(stored.shape)
+    if stored.index or count <= SMALL:
+        return True
+    width = stored.size // count
+    if width not in (2, 4, 8) or stored.size != width * count:  # values of a byte or less are quantised weights
+        return False
+    return 1 < len(np.unique(np.frombuffer(stored.read(), np.dtype(f"u{width}")))) <= FEW
+
+
+def _describe(stored: Stored, matches: Mapping[str, Stored], dense: Mapping[str, Shape]) -> str:
+    """What is wrong with a stored tensor that matches none of the model."""
+    values = stored.read()
+    for name, other in matches.items():
+        if other.size == stored.size and other.read() == values:
+            return f"holds {name} a second time"
+    same = next((name for name, shape in dense.items() if sorted(shape) == sorted(stored.shape)), None)
+    return "is no weight of the model" + (f", but has the shape of the dense {same}" if same else "")
 
 
 # ---------------------------------------------------------------------------------------------------------------- table
 
 
-def table(rows: Iterable[PlannedTensor], model: nn.Module, files: Mapping[str, Account]) -> dict[str, Any]:
-    """As plain data: every tensor that the plan changed, from dense to each file, and where each file's bytes go."""
-    sizes = _sizes(model)
+def weight_table(rows: Iterable[PlannedTensor], model: nn.Module, files: Mapping[str, FileTensors]) -> dict[str, Any]:
+    """The record `weights` of verify.json: each tensor that the plan changed, in every file, and the bytes of files."""
+    shapes = _shapes(model)
     return {
         "tensors": [
             {
@@ -225,54 +204,28 @@ def table(rows: Iterable[PlannedTensor], model: nn.Module, files: Mapping[str, A
                 "change": row.change,
                 "dense": {name: list(shape) for name, shape in row.dense.items()},
                 "planned": None if row.planned is None else list(row.planned),
-                "torch": list(sizes[row.name]) if row.name in sizes else None,
-                "files": {name: _place(held.found[row.name]) for name, held in files.items() if row.name in held.found},
+                "torch": list(shapes[row.name]) if row.name in shapes else None,
+                "files": {
+                    name: {"tensor": stored.name, "shape": list(stored.shape), "bytes": stored.size}
+                    for name, file in files.items()
+                    if (stored := file.matches.get(row.name))
+                },
             }
             for row in rows
             if row.change != "kept"
         ],
-        "files": [
-            {
-                "file": name,
-                "bytes": held.size,
-                "of_model": held.of_model,
-                "of_constants": held.of_constants,
-                "of_graph": held.graph,
-                "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            }
-            for name, held in files.items()
-        ],
+        "files": [_bytes(name, file, model) for name, file in files.items()],
     }
 
 
-def _place(stored: Stored) -> dict[str, Any]:
-    return {"tensor": stored.name, "shape": list(stored.shape), "bytes": stored.size}
-
-
-# --------------------------------------------------------------------------------------------------------------- folder
-
-
-def weight_checks(model: nn.Module, plan: Plan, files: Iterable[Path]) -> tuple[list[Check], dict[str, Any]]:
-    """Checks and table of `model`, the deployed one, and of the `files` that it was exported to."""
-    rows = plan_rows(plan)
-    checks, accounts = [plan_check(rows, model)], dict[str, Account]()
-    for path in files:
-        try:
-            accounts[path.name] = account(as_exported(model, path), path, rows)
-            checks += account_checks(accounts[path.name], f"{CHECK}.{path.name}")
-        except ArtifactError as error:
-            checks.append(Check(f"{CHECK}.{path.name}", "failed", detail=error.message))
-    return checks, table(rows, model, accounts)
-
-
-def readable_files(folder: Path, stem: str = "model") -> list[Path]:
-    """The exported files of the deployed model, or of the `dense` one, whose tensors can be told from their bytes."""
-    return exported_files(folder, stem, READABLE)
-
-
-def as_exported(model: nn.Module, path: Path) -> nn.Module:
-    """The module whose tensors the file `path` should hold: an IR keeps its weights in fp32 whatever it computes in."""
-    if path.suffix == ".onnx":
-        return stored_module(model, export_settings(path))
-    told = decoded(ir_metadata(path))
-    return stored_module(model, {"precision": "fp32", "islands": (), "uint8": told.get("input") == "uint8"})
+def _bytes(name: str, file: FileTensors, model: nn.Module) -> dict[str, Any]:
+    weights = sum({id(stored): stored.own for stored in file.matches.values()}.values())
+    constants = sum(stored.own for stored in file.constants)
+    return {
+        "file": name,
+        "bytes": file.size,
+        "of_model": weights,
+        "of_constants": constants,
+        "of_graph": file.size - weights - constants,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
