@@ -1,6 +1,4 @@
-"""The recipes and studies that come with vitcompress, as text. Reading and listing them needs nothing but the standard
-library.
-"""
+"""The recipes and studies of vitcompress, as text. Imports only the standard library."""
 
 import tomllib
 from collections.abc import Mapping
@@ -14,12 +12,12 @@ STUDIES = FOLDER / "studies"
 
 
 def names() -> tuple[str, ...]:
-    """The names of all recipes, sorted."""
+    """Names of all recipes, sorted."""
     return _stems(FOLDER)
 
 
 def text(name: str) -> str:
-    """The TOML of one recipe, comments included. Raises InputError with the nearest names."""
+    """The TOML of one recipe, comments included. Raises InputError, which names the nearest."""
     if name in study_names():
         raise _other_kind("recipe", name)
     if name not in names():
@@ -28,21 +26,21 @@ def text(name: str) -> str:
 
 
 def study_names() -> tuple[str, ...]:
-    """The names of all studies, sorted."""
+    """Names of all studies, sorted."""
     return _stems(STUDIES)
 
 
 def study_text(name: str) -> str:
-    """The TOML of one study, comments included. Raises InputError with the nearest names."""
+    """The TOML of one study, comments included. Raises InputError, which names the nearest."""
     if name in names():
         raise _other_kind("study", name)
     if name not in study_names():
-        raise _unknown("study", name, study_names(), f"there are: {', '.join(study_names())}")
+        raise _unknown("study", name, study_names(), f"studies: {', '.join(study_names())}")
     return (STUDIES / f"{name}.toml").read_text(encoding="utf-8")
 
 
 def check_kind(wanted: str, source: str, data: Mapping[str, Any]) -> None:
-    """Raise InputError where the TOML `data` is a study and a recipe is `wanted`, or the reverse, by their tables."""
+    """Raise InputError if `data` is a study but a recipe is `wanted`, or the reverse. The tables tell which it is."""
     own = {"recipe": {"step", "model"}, "study": {"row", "base"}}
     if not own[wanted] & set(data) and any(tables & set(data) for tables in own.values()):
         raise _other_kind(wanted, source)
@@ -66,5 +64,5 @@ def _unknown(what: str, name: str, choices: tuple[str, ...], hint: str) -> Input
     close = close_matches(name, choices)
     return InputError(
         f"there is no {what} called {name!r}, and no such file{'; nearest: ' if close else ''}{', '.join(close)}",
-        hint=f"{hint}; the path of a .toml file works as well",
+        hint=f"{hint}; the path of a .toml file is also accepted",
     )

@@ -1,5 +1,6 @@
-"""Thresholds within scopes, aligned widths, and budgets that are met or refused with what is possible."""
+"""Thresholds within scopes, aligned widths, and budgets that are met or rejected with the possible range."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -7,52 +8,59 @@ import torch
 
 from vitcompress.errors import PlanError
 from vitcompress.methods import budget
-from vitcompress.methods.budget import Counts, Group, Target, Units
+from vitcompress.methods.budget import Counts, Group, Ranking, Target, Units
+
+HALF = {"ffn": 0.5, "residual": 0.5}
+DENSE = 4 * 256 * 256
 
 
-def drawn(name: str, size: int, scope: str, kind: budget.Kind = "ffn", *, seed: int = 0) -> Group:
+def random_group(name: str, size: int, scope: str, kind: budget.Kind = "ffn", *, seed: int = 0) -> Group:
     generator = torch.Generator().manual_seed(hash((len(name), size, seed)) % 2**31)
-    return Group(name, kind, budget.normalised(torch.rand(size, generator=generator) ** 2), scope)
+    return Group(name, kind, budget.normalize(torch.rand(size, generator=generator) ** 2), scope)
 
 
-def world() -> list[Group]:
-    """Four FFNs that compete, one residual stream on its own."""
-    blocks = [drawn(f"b{number}", 256, "ffn", seed=number) for number in range(4)]
-    return [*blocks, drawn("residual", 256, "residual", "residual")]
+def groups() -> tuple[Group, ...]:
+    """Four FFNs of one scope and a residual stream."""
+    blocks = (random_group(f"b{number}", 256, "ffn", seed=number) for number in range(4))
+    return (*blocks, random_group("residual", 256, "residual", "residual"))
 
 
-def spent(counts: Counts) -> float:
-    """Each FFN as wide as the stream: the cost of two linear layers."""
+def ranking(keep: Mapping[str, float] = HALF, units: Units = Units()) -> Ranking:  # noqa: B008 (frozen)
+    return Ranking(groups(), keep, units)
+
+
+def cost(counts: Counts) -> float:
+    """Each FFN reads and writes the stream: the cost of its linear layers."""
     return float(counts["residual"] * sum(count for name, count in counts.items() if name != "residual"))
 
 
 def target(amount: float) -> Target:
-    return Target(amount, spent, "{:.0f} units")
+    return Target(amount, cost, "units")
 
 
-def test_the_share_of_a_scope_is_exact_and_what_goes_is_the_lowest_of_all() -> None:
-    groups = world()
-    counts = budget.thresholded(groups, {"ffn": 0.37, "residual": 0.5})
+def test_the_share_of_a_scope_is_exact_and_the_lowest_scores_are_removed() -> None:
+    counts = ranking({"ffn": 0.37, "residual": 0.5}).counts()
     assert sum(counts[f"b{number}"] for number in range(4)) == int(4 * 256 * 0.37)
     assert counts["residual"] == 128
-    gone = max(group.scores.sort().values[group.size - counts[group.name] - 1] for group in groups[:4])
-    left = min(group.scores[list(group.best(counts[group.name]))].min() for group in groups[:4])
-    assert gone < left
+    ffns = groups()[:4]
+    removed = max(group.scores.sort().values[group.size - counts[group.name] - 1] for group in ffns)
+    kept = min(group.scores[list(group.best(counts[group.name]))].min() for group in ffns)
+    assert removed < kept
     assert len({counts[f"b{number}"] for number in range(4)}) > 1
 
 
-def test_scopes_do_not_see_each_other() -> None:
-    groups = world()
-    louder = [*groups[:4], Group("residual", "residual", groups[4].scores * 1000, "residual")]
+def test_scopes_are_independent() -> None:
+    *ffns, stream = groups()
+    louder = (*ffns, Group("residual", "residual", stream.scores * 1000, "residual"))
     keep = {"ffn": 0.3, "residual": 0.6}
-    assert budget.thresholded(groups, keep) == budget.thresholded(louder, keep)
+    assert ranking(keep).counts() == Ranking(louder, keep).counts()
 
 
-def test_equal_scores_do_not_break_the_budget_and_no_group_goes_empty() -> None:
-    groups = [Group("a", "ffn", torch.ones(10), "s"), Group("b", "ffn", torch.ones(10) * 0.1, "s")]
-    assert budget.thresholded(groups, {"s": 0.5}) == {"a": 10, "b": 1}
-    assert budget.thresholded(groups, {"s": 0.35}) == {"a": 7, "b": 1}
-    assert groups[0].best(3) == (0, 1, 2)
+def test_equal_scores_meet_the_budget_and_no_group_is_empty() -> None:
+    pair = (Group("a", "ffn", torch.ones(10), "s"), Group("b", "ffn", torch.ones(10) * 0.1, "s"))
+    assert Ranking(pair, {"s": 0.5}).counts() == {"a": 10, "b": 1}
+    assert Ranking(pair, {"s": 0.35}).counts() == {"a": 7, "b": 1}
+    assert pair[0].best(3) == (0, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -69,99 +77,93 @@ def test_equal_scores_do_not_break_the_budget_and_no_group_goes_empty() -> None:
     ],
 )
 def test_alignment(count: int, size: int, unit: int, down: bool, expected: int) -> None:
-    assert budget.aligned(count, size, unit, down=down) == expected
+    assert budget.align(count, size, unit, down=down) == expected
 
 
-def test_strength_moves_all_shares_in_proportion() -> None:
-    keep = {"a": 0.5, "b": 0.25, "c": 1.0}
-    assert budget.shares(keep, 0.0) == {"a": 1.0, "b": 1.0, "c": 1.0}
-    assert budget.shares(keep, 0.5) == keep
-    assert budget.shares(keep, 2 / 3) == pytest.approx({"a": 0.25, "b": 0.0625, "c": 1.0})
-    assert budget.shares(keep, 1.0) == {"a": 0.0, "b": 0.0, "c": 1.0}
+@pytest.mark.parametrize(
+    ("strength", "scaled"),
+    [(0.0, (1.0, 1.0, 1.0)), (0.5, (0.5, 0.25, 1.0)), (2 / 3, (0.25, 0.0625, 1.0)), (1.0, (0.0, 0.0, 1.0))],
+)
+def test_strength_scales_all_shares_in_proportion(strength: float, scaled: tuple[float, ...]) -> None:
+    assert [budget.scale_share(share, strength) for share in (0.5, 0.25, 1.0)] == pytest.approx(scaled)
 
 
 @pytest.mark.parametrize("share", [0.07, 0.3, 0.55, 0.93])
 def test_a_budget_is_met_to_the_channel_without_alignment(share: float) -> None:
-    groups = world()
-    wanted = share * 4 * 256 * 256
-    met = budget.solved(groups, {"ffn": 0.5, "residual": 0.5}, Units(), target(wanted))
-    counts = met.counts
-    assert met.cost == spent(counts) and (met.least, met.most) == (4.0, 4 * 256 * 256)
+    amount = share * DENSE
+    solution = budget.solve(ranking(), target(amount))
+    counts = solution.counts
+    assert solution.cost == cost(counts) and (solution.least, solution.most) == (4.0, DENSE)
     # One channel of the stream, the largest step there is, costs as many units as there are FFN channels.
-    assert abs(spent(counts) - wanted) <= sum(counts[f"b{number}"] for number in range(4)) + counts["residual"]
+    assert abs(cost(counts) - amount) <= sum(counts[f"b{number}"] for number in range(4)) + counts["residual"]
 
 
 @pytest.mark.parametrize("share", [0.2, 0.55, 0.8])
-def test_an_aligned_budget_is_met_by_what_can_be_aligned_finely(share: float) -> None:
-    """The stream moves in steps of a quarter; the FFNs make up for it."""
-    units, wanted = Units(residual=64, ffn=8), share * 4 * 256 * 256
-    counts = budget.solved(world(), {"ffn": 0.5, "residual": 0.5}, units, target(wanted)).counts
+def test_an_aligned_budget_is_met_by_the_finely_aligned_widths(share: float) -> None:
+    """The stream moves in steps of a quarter; the FFNs compensate."""
+    counts = budget.solve(ranking(HALF, Units(residual=64, ffn=8)), target(share * DENSE)).counts
     assert counts["residual"] % 64 == 0
     assert all(counts[f"b{number}"] % 8 == 0 for number in range(4))
-    assert abs(spent(counts) / wanted - 1) <= 0.02
+    assert abs(cost(counts) / (share * DENSE) - 1) <= 0.02
 
 
 @pytest.mark.parametrize("share", [0.2, 0.35, 0.5, 0.65, 0.8])
-def test_the_stream_is_as_wide_as_the_target_asks_for_where_the_rest_can_make_up_for_it(share: float) -> None:
-    keep, wanted = {"ffn": 0.5, "residual": 0.5}, target(share * 4 * 256 * 256)
-    free = budget.solved(world(), keep, Units(), wanted).counts["residual"]
-    met = budget.solved(world(), keep, Units(residual=64, ffn=8), wanted)
-    assert met.counts["residual"] == budget.aligned(free, 256, 64)
+def test_the_stream_has_its_unaligned_width_where_the_rest_can_compensate(share: float) -> None:
+    free = budget.solve(ranking(), target(share * DENSE)).counts["residual"]
+    solution = budget.solve(ranking(HALF, Units(residual=64, ffn=8)), target(share * DENSE))
+    assert solution.counts["residual"] == budget.align(free, 256, 64)
 
 
 @pytest.mark.parametrize(("share", "nearest", "width"), [(0.325, 128, 192), (0.5, 192, 128)])
-def test_a_stream_one_step_wider_or_narrower_is_taken_where_the_rest_cannot(
-    share: float, nearest: int, width: int
-) -> None:
-    keep, wanted = {"ffn": 0.5, "residual": 0.5}, target(share * 4 * 256 * 256)
-    free = budget.solved(world(), keep, Units(), wanted).counts["residual"]
-    met = budget.solved(world(), keep, Units(residual=64, ffn=64), wanted)
-    assert budget.aligned(free, 256, 64) == nearest
-    assert met.counts["residual"] == width and abs(met.cost / wanted.amount - 1) <= 0.01
+def test_the_next_stream_width_is_used_where_the_rest_cannot_compensate(share: float, nearest: int, width: int) -> None:
+    free = budget.solve(ranking(), target(share * DENSE)).counts["residual"]
+    solution = budget.solve(ranking(HALF, Units(residual=64, ffn=64)), target(share * DENSE))
+    assert budget.align(free, 256, 64) == nearest
+    assert solution.counts["residual"] == width and abs(solution.cost / (share * DENSE) - 1) <= 0.01
 
 
-def test_of_streams_that_all_miss_the_target_the_nearest_is_taken() -> None:
-    wanted = target(0.4 * 4 * 256 * 256)
-    met = budget.solved(world(), {"ffn": 0.5, "residual": 0.5}, Units(residual=64, ffn=64), wanted)
+def test_the_nearest_stream_width_is_used_where_all_miss_the_target() -> None:
+    wanted = target(0.4 * DENSE)
+    solution = budget.solve(ranking(HALF, Units(residual=64, ffn=64)), wanted)
     costs = []
     for width in (128, 192, 256):
         alone = replace(wanted, cost=lambda counts, width=width: float(width * sum(counts.values())))
-        costs.append(budget.solved(world()[:4], {"ffn": 0.5}, Units(ffn=64), alone).cost)
-    assert met.cost == min(costs, key=lambda cost: abs(cost - wanted.amount)) > min(costs)
-    assert abs(met.cost / wanted.amount - 1) > 0.01
+        costs.append(budget.solve(Ranking(groups()[:4], {"ffn": 0.5}, Units(ffn=64)), alone).cost)
+    assert solution.cost == min(costs, key=lambda cost: abs(cost - wanted.amount)) > min(costs)
+    assert abs(solution.cost / wanted.amount - 1) > 0.01
 
 
-def test_nothing_is_asked_for_once_the_target_is_met() -> None:
+def test_the_search_ends_once_the_target_is_met() -> None:
     """A cost may be an export and a measurement."""
-    asked: list[float] = []
-    wanted = 0.3 * 4 * 256 * 256
+    costs: list[float] = []
+    amount = 0.3 * DENSE
 
-    def measured(counts: Counts) -> float:
-        asked.append(spent(counts))
-        return asked[-1]
+    def measure(counts: Counts) -> float:
+        costs.append(cost(counts))
+        return costs[-1]
 
-    counting = replace(target(wanted), cost=measured, exact=0.05)
-    met = budget.solved(world(), {"ffn": 0.5, "residual": 1.0}, Units(), counting)
-    assert len(asked) > 2 and abs(asked[-1] / wanted - 1) <= 0.05 and met.cost == asked[-1]
-
-
-@pytest.mark.parametrize("amount", [1.0, 4 * 256 * 256 + 1.0])
-def test_what_is_out_of_reach_is_refused_with_the_range(amount: float) -> None:
-    with pytest.raises(PlanError, match="this structure allows 2048 units to 262144 units"):
-        budget.solved(world(), {"ffn": 0.5, "residual": 0.5}, Units(residual=64, ffn=8), target(amount))
+    counting = replace(target(amount), cost=measure, exact=0.05)
+    solution = budget.solve(ranking({"ffn": 0.5, "residual": 1.0}), counting)
+    assert len(costs) > 2 and abs(costs[-1] / amount - 1) <= 0.05 and solution.cost == costs[-1]
 
 
-def test_what_may_not_shrink_bounds_the_range() -> None:
+@pytest.mark.parametrize("amount", [1.0, DENSE + 1.0])
+def test_a_target_out_of_reach_is_rejected_with_the_range(amount: float) -> None:
+    with pytest.raises(PlanError, match=r"this structure allows 2048 units to 2\.621e\+05 units"):
+        budget.solve(ranking(HALF, Units(residual=64, ffn=8)), target(amount))
+
+
+def test_widths_that_may_not_shrink_bound_the_range() -> None:
     with pytest.raises(PlanError, match=r"allows 1024 units"):
-        budget.solved(world(), {"ffn": 0.5, "residual": 1.0}, Units(), target(1000))
+        budget.solve(ranking({"ffn": 0.5, "residual": 1.0}), target(1000))
 
 
-def test_an_alignment_larger_than_the_width_is_refused() -> None:
+def test_an_alignment_larger_than_the_width_is_rejected() -> None:
     with pytest.raises(PlanError, match="multiples of 512, but b0 has only 256"):
-        budget.check_units(world(), Units(ffn=512))
+        ranking(HALF, Units(ffn=512))
 
 
 @pytest.mark.parametrize("scores", [torch.tensor([1.0, torch.nan]), torch.zeros(3)])
-def test_scores_that_rank_nothing_are_refused(scores: torch.Tensor) -> None:
+def test_scores_that_rank_nothing_are_rejected(scores: torch.Tensor) -> None:
     with pytest.raises(PlanError, match="cannot be ranked"):
-        budget.normalised(scores)
+        budget.normalize(scores)

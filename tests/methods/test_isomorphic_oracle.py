@@ -12,7 +12,7 @@ from torch.nn import functional
 from vitcompress.families import family_of
 from vitcompress.methods import isomorphic
 from vitcompress.methods.scores import channel_scores
-from vitcompress.methods.width import Sizes, groups_of
+from vitcompress.methods.width import Candidates
 from vitcompress.plan import Plan
 
 ARCH = "deit_tiny_distilled_patch16_224"
@@ -51,9 +51,8 @@ def ours(model: nn.Module, round_to: int) -> Plan:
     options = isomorphic.Options(**KEPT, round_to=round_to)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     scores = channel_scores(model, spaces, lambda name, weight: (weight * gradients[name]).abs())
-    groups = groups_of(spaces, scores, options.scope)
-    sizes = Sizes(model, spaces, groups, Plan(ARCH, ARGS), None)
-    return sizes.delta(isomorphic.chosen(groups, options, sizes)[0])
+    ranking = isomorphic._rank(spaces, scores, options)
+    return Candidates(model, spaces, ranking.groups, Plan(ARCH, ARGS), None).delta(ranking.counts())
 
 
 def theirs(model: Any, round_to: int) -> dict[str, list[int]]:

@@ -19,8 +19,8 @@ from vitcompress.families import family_of
 from vitcompress.io.files import write_json
 from vitcompress.methods import METHODS
 from vitcompress.methods.upvit import method as upvit
-from vitcompress.methods.upvit.blocks import candidates, removal, whole_blocks, without
-from vitcompress.methods.upvit.heads import least_first, regrouped
+from vitcompress.methods.upvit.blocks import candidates, drop_sites, standard_blocks
+from vitcompress.methods.upvit.heads import least_first, regroup
 from vitcompress.models.standard import standard_model
 from vitcompress.plan import Plan
 from vitcompress.verify.slice import slice_check
@@ -35,22 +35,22 @@ def test_regrouping_strategies() -> None:
     """Four heads of two channels to two heads of two."""
     order = least_first([0.1, 0.9, 0.8, 0.2, 0.3, 0.4, 0.7, 0.6])
     assert order == [0, 3, 4, 5, 7, 6, 2, 1]
-    assert regrouped(order, 4, 2, 4, "groups") == (1, 2, 6, 7)
-    assert regrouped(order, 4, 2, 4, "across") == (1, 2, 6, 7)
-    assert regrouped(order, 4, 2, 4, "each") == (1, 2, 5, 6)
+    assert regroup(order, 4, 2, 4, "groups") == (1, 2, 6, 7)
+    assert regroup(order, 4, 2, 4, "across") == (1, 2, 6, 7)
+    assert regroup(order, 4, 2, 4, "each") == (1, 2, 5, 6)
     skewed = least_first([0.9, 0.8, 0.7, 0.6, 0.1, 0.2, 0.3, 0.4])
-    assert regrouped(skewed, 4, 2, 4, "across") == (0, 1, 2, 3)
-    assert regrouped(skewed, 4, 2, 4, "groups") == (0, 1, 6, 7)
+    assert regroup(skewed, 4, 2, 4, "across") == (0, 1, 2, 3)
+    assert regroup(skewed, 4, 2, 4, "groups") == (0, 1, 6, 7)
     with pytest.raises(PlanError, match="4 heads cannot become 3"):
-        regrouped(order, 4, 3, 6, "groups")
+        regroup(order, 4, 3, 6, "groups")
     with pytest.raises(PlanError, match="do not divide into 4"):
-        regrouped(order, 4, 2, 6, "each")
+        regroup(order, 4, 2, 6, "each")
 
 
 def test_published_shape_of_deit_b_to_t() -> None:
     """12 heads of 64 to 3 of 64: each new head keeps 64 of 4 old heads' 256."""
     order = least_first(np.random.default_rng(0).random(768).tolist())
-    kept = regrouped(order, 12, 3, 192, "groups")
+    kept = regroup(order, 12, 3, 192, "groups")
     assert [sum(256 * g <= c < 256 * (g + 1) for c in kept[64 * g : 64 * (g + 1)]) for g in range(3)] == [64] * 3
 
 
@@ -58,32 +58,31 @@ def test_published_shape_of_deit_b_to_t() -> None:
 
 
 def test_block_candidates() -> None:
-    made = model(depth=4)
-    blocks = whole_blocks(made, family_of(made))
-    ways = candidates(blocks["blocks"])
+    dense = model(depth=4)
+    ways = list(candidates("blocks", standard_blocks(dense, family_of(dense))["blocks"]))
     assert len(ways) == 2 * 4 - 1
     assert sum(way.title.startswith("hybrid") for way in ways) == 3
-    left = without(blocks, ways[3])  # FFN of 1, attention of 2
-    assert [block.name for block in left["blocks"]] == ["blocks.0", "blocks.1.attn + blocks.2.mlp", "blocks.3"]
-    assert len(candidates(left["blocks"])) == 5
-    again = without(left, candidates(left["blocks"])[2])  # the hybrid whole
-    assert [block.name for block in again["blocks"]] == ["blocks.0", "blocks.3"]
+    first = ways[3]  # FFN of 1, attention of 2
+    assert [block.name for block in first.remaining] == ["blocks.0", "blocks.1.attn + blocks.2.mlp", "blocks.3"]
+    ways = list(candidates("blocks", first.remaining))
+    assert len(ways) == 5
+    second = ways[2]  # the hybrid block
+    assert [block.name for block in second.remaining] == ["blocks.0", "blocks.3"]
     base = Plan("vit_tiny_patch16_224")
-    small = surgery.apply_to_copy(made, removal([*ways[3].removed, *candidates(left["blocks"])[2].removed], base))
+    small = surgery.apply_to_copy(dense, drop_sites(base, [*first.removed, *second.removed]))
     assert list(family_of(small).blocks(small)) == ["blocks.0", "blocks.3"]
-    assert candidates(again["blocks"][:1]) == []
+    assert list(candidates("blocks", second.remaining[:1])) == []
 
 
 def test_every_candidate_loads_into_the_shallower_model() -> None:
-    made, x = build("layer_scale", depth=3), pictures("layer_scale")
+    dense, x = build("layer_scale", depth=3), pictures("layer_scale")
     row = contract("layer_scale", depth=3)
     goal = {"arch": row.arch, "args": {**row.arch_args, "depth": 2}}
-    for way in candidates(whole_blocks(made, family_of(made))["blocks"]):
-        plan = Plan(row.arch, row.arch_args, removed=removal(way.removed, row.plan).removed, standard=goal)
-        small = surgery.apply_to_copy(made, plan)
-        found = standard_model(small, plan)
-        assert_same(logits(found, x), logits(small, x))
-        assert_moved(logits(small, x), logits(made, x))
+    for way in candidates("blocks", standard_blocks(dense, family_of(dense))["blocks"]):
+        plan = row.plan.delta(removed=drop_sites(row.plan, way.removed).removed, standard=goal)
+        small = surgery.apply_to_copy(dense, plan)
+        assert_same(logits(standard_model(small, plan), x), logits(small, x))
+        assert_moved(logits(small, x), logits(dense, x))
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
@@ -99,30 +98,30 @@ def test_what_was_measured_is_told_in_forward_order(tmp_path: Path) -> None:
 
 
 def test_the_result_is_a_standard_timm_model(tmp_path: Path) -> None:
-    made = model(depth=4)
+    dense = model(depth=4)
     options = upvit.Options(target_args=SMALL, images=24)
-    found = upvit.plan(made, context(tmp_path, made), options)
-    small = surgery.apply_to_copy(made, found)
-    standard = standard_model(small, found)
+    plan = upvit.plan(dense, context(tmp_path, dense), options)
+    small = surgery.apply_to_copy(dense, plan)
+    standard = standard_model(small, plan)
     x = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert (standard(x) - small(x)).abs().max() < 1e-5  # float32, and heads whose scale went into q
-    plain = timm.create_model(found.standard["arch"], **found.standard["args"])
+    plain = timm.create_model(plan.standard["arch"], **plan.standard["args"])
     plain.load_state_dict(standard.state_dict(), strict=True)
     assert plain.embed_dim == 8 and len(plain.blocks) == 3 and plain.blocks[0].attn.num_heads == 1
-    assert (small(x) - made(x)).abs().max() > 1e-3
+    assert (small(x) - dense(x)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("score", ["exact", "fisher", "screened"])
 def test_plan_and_structure_have_the_same_sizes(score: Any, tmp_path: Path) -> None:
-    made = model(depth=4)
+    dense = model(depth=4)
     options = upvit.Options(target_args=SMALL, images=24, score=score)
-    found = upvit.plan(made, context(tmp_path, made), options)
-    assert upvit.plan(made, context(tmp_path, made), options) == found  # from what was kept
-    arbitrary = upvit.structure(made, family_of(made), context(tmp_path, made).plan, options)
-    assert found.standard == arbitrary.standard
+    plan = upvit.plan(dense, context(tmp_path, dense), options)
+    assert upvit.plan(dense, context(tmp_path, dense), options) == plan  # from what was kept
+    arbitrary = upvit.structure(dense, family_of(dense), context(tmp_path, dense).plan, options)
+    assert plan.standard == arbitrary.standard
     shapes = [
-        sorted(t.shape for t in standard_model(surgery.apply_to_copy(made, p), p).parameters())
-        for p in (found, arbitrary)
+        sorted(t.shape for t in standard_model(surgery.apply_to_copy(dense, p), p).parameters())
+        for p in (plan, arbitrary)
     ]
     assert shapes[0] == shapes[1]
     titles = [table["title"] for table in upvit.report(tmp_path).tables]
@@ -132,16 +131,16 @@ def test_plan_and_structure_have_the_same_sizes(score: Any, tmp_path: Path) -> N
     kinds = {chart.title.split(" ")[1]: chart.lines for chart in channels}
     assert set(kinds) == {"attention", "FFN", "residual"} and len(kinds["FFN"]) == 3
     assert [sum(not out for out in line.gone) for line in kinds["residual"]] == [8]
-    assert json.loads((tmp_path / "kept.json").read_text())["residual"] == list(found.kept["residual"])
+    assert json.loads((tmp_path / "kept.json").read_text())["residual"] == list(plan.kept["residual"])
 
 
 def test_screens_measure_only_around_the_cut(tmp_path: Path) -> None:
-    made = model()
+    dense = model()
     by = upvit.Options(target_args={"embed_dim": 8}, images=24, score="screened", band=0.25)
     for screen in ("fisher", "images"):
         folder = tmp_path / screen
-        options = upvit.Options(**{**vars(by), "screen": screen, "screen_images": 12})
-        upvit.plan(made, context(folder, made), options)
+        options = replace(by, screen=screen, **({"screen_images": 12} if screen == "images" else {}))
+        upvit.plan(dense, context(folder, dense), options)
         measured = json.loads((folder / "scores-blocks.0.mlp.json").read_text())
         assert len(measured) == 64 and sum(score > 0 for score in measured) <= 16
 
@@ -149,13 +148,13 @@ def test_screens_measure_only_around_the_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize("screen", ["fisher", "images"])
 def test_screened_report_estimates_the_channels_that_were_not_measured(screen: Any, tmp_path: Path) -> None:
     """The share of importance that is kept agrees with that of exact scores, where it was up to 19 points too low."""
-    made = model()
+    dense = model()
     options = upvit.Options(target_args={"embed_dim": 8}, images=24)
-    upvit.plan(made, context(tmp_path / "exact", made), options)
+    upvit.plan(dense, context(tmp_path / "exact", dense), options)
     screened = replace(options, score="screened", screen=screen, band=0.25)
     if screen == "images":
         screened = replace(screened, screen_images=12)
-    upvit.plan(made, context(tmp_path / "screened", made), screened)
+    upvit.plan(dense, context(tmp_path / "screened", dense), screened)
     exact, estimated = (
         [float(row[4].split()[0]) for row in upvit.report(tmp_path / name).tables[0]["rows"]]
         for name in ("exact", "screened")
@@ -164,36 +163,38 @@ def test_screened_report_estimates_the_channels_that_were_not_measured(screen: A
 
 
 def test_the_least_important_channels_go(tmp_path: Path) -> None:
-    """Channels that are made useless by hand are those that are cut."""
-    made = model()
+    """Channels that are dense useless by hand are those that are cut."""
+    dense = model()
     useless = [1, 4, 5, 9, 14, 15, 20, 33]
     with torch.no_grad():
-        made.get_parameter("blocks.1.mlp.fc2.weight")[:, useless] = 0.0
+        dense.get_parameter("blocks.1.mlp.fc2.weight")[:, useless] = 0.0
     options = upvit.Options(target_args={"mlp_ratio": 3.5}, images=24)
-    found = upvit.plan(made, context(tmp_path, made), options)
-    assert set(range(64)) - set(found.kept["blocks.1.mlp"]) == set(useless)
-    assert set(found.kept) == {f"blocks.{n}.mlp" for n in range(3)}
+    plan = upvit.plan(dense, context(tmp_path, dense), options)
+    assert set(range(64)) - set(plan.kept["blocks.1.mlp"]) == set(useless)
+    assert set(plan.kept) == {f"blocks.{n}.mlp" for n in range(3)}
 
 
 def test_a_proxy_that_is_too_small_is_said(tmp_path: Path) -> None:
     from vitcompress.io.progress import Progress
 
     class Notes(Progress):
-        told: list[str] = []  # noqa: RUF012 (one test)
+        notes: list[str] = []  # noqa: RUF012 (one test)
 
         def note(self, text: str) -> None:
-            self.told.append(text)
+            self.notes.append(text)
 
-    made = model()
-    upvit.plan(made, context(tmp_path, made, progress=Notes()), upvit.Options(target_args={"mlp_ratio": 2.0}, images=6))
-    assert any("6 proxy images are too few" in text and "73.65 %" in text for text in Notes.told)
-    (told,) = METHODS["upvit"].report(tmp_path).remarks
-    assert told in Notes.told and METHODS["upvit"].report(tmp_path / "nowhere").remarks == []
-    Notes.told.clear()
-    unmeasured = upvit.Options(target_args={"mlp_ratio": 2.0}, images=6, score="magnitude")
-    upvit.plan(made, context(tmp_path / "magnitude", made, progress=Notes()), unmeasured)
+    dense = model()
+    upvit.plan(
+        dense, context(tmp_path, dense, progress=Notes()), upvit.Options(target_args={"mlp_ratio": 2.0}, images=6)
+    )
+    assert any("6 proxy images are too few" in text and "73.65 %" in text for text in Notes.notes)
+    (remark,) = METHODS["upvit"].report(tmp_path).remarks
+    assert remark in Notes.notes and METHODS["upvit"].report(tmp_path / "nowhere").remarks == []
+    Notes.notes.clear()
+    unmeasured = upvit.Options(target_args={"mlp_ratio": 2.0}, score="magnitude")
+    upvit.plan(dense, context(tmp_path / "magnitude", dense, progress=Notes()), unmeasured)
     assert (
-        not any("too few" in text for text in Notes.told)
+        not any("too few" in text for text in Notes.notes)
         and METHODS["upvit"].report(tmp_path / "magnitude").remarks == []
     )
 
@@ -201,7 +202,7 @@ def test_a_proxy_that_is_too_small_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "no target is given"),
+        ({}, "no target is set"),
         ({"target_args": {"num_heads": 2}}, "as large as the model"),
         ({"target_args": {"embed_dim": 32}}, "32 stream channels"),
         ({"target_args": {"depth": 4, "embed_dim": 8}}, "4 blocks in blocks, the model 3"),
@@ -212,18 +213,18 @@ def test_a_proxy_that_is_too_small_is_said(tmp_path: Path) -> None:
     ],
 )
 def test_targets_that_cannot_be_reached(options: Any, message: str, tmp_path: Path) -> None:
-    made = model()
+    dense = model()
     with pytest.raises(Exception, match=message) as caught:
-        upvit.structure(made, family_of(made), context(tmp_path, made).plan, upvit.Options(**options))
+        upvit.structure(dense, family_of(dense), context(tmp_path, dense).plan, upvit.Options(**options))
     assert caught.value.exit_code == 2  # type: ignore[attr-defined]
 
 
 def test_swin_is_refused_with_its_reason() -> None:
     with torch.device("meta"):
-        made = timm.create_model("swin_small_patch4_window7_224")
+        dense = timm.create_model("swin_small_patch4_window7_224")
     base, options = Plan("swin_small_patch4_window7_224"), upvit.Options(target="swin_tiny_patch4_window7_224")
-    with pytest.raises(PlanError, match="cannot prune a swin model: its heads have relative position tables"):
-        upvit.structure(made, family_of(made), base, options)
+    with pytest.raises(PlanError, match="does not support swin models: each head has a relative position table"):
+        upvit.structure(dense, family_of(dense), base, options)
 
 
 @pytest.mark.parametrize(
@@ -254,11 +255,11 @@ def test_a_replaced_branch_makes_no_standard_model() -> None:
 
 
 def test_heads_that_do_not_divide() -> None:
-    made = model(width=24, num_heads=3)
-    args = {**context(Path(), made).arch_args, "embed_dim": 24, "num_heads": 3}
+    dense = model(width=24, num_heads=3)
+    args = {**context(Path(), dense).plan.arch_args, "embed_dim": 24, "num_heads": 3}
     base = Plan("vit_tiny_patch16_224", args)
     with pytest.raises(PlanError, match="3 heads cannot become 2"):
-        upvit.structure(made, family_of(made), base, upvit.Options(target_args={"embed_dim": 16, "num_heads": 2}))
+        upvit.structure(dense, family_of(dense), base, upvit.Options(target_args={"embed_dim": 16, "num_heads": 2}))
 
 
 @pytest.mark.parametrize(
@@ -274,19 +275,19 @@ def test_heads_that_do_not_divide() -> None:
 def test_published_targets(arch: str, goal: str, args: Any, params: int) -> None:
     """Table D2 and D4: 22.1, 5.7, 4.8, 14.01 and 3.67 M; to the parameter."""
     with torch.device("meta"):
-        made = timm.create_model(arch).eval()
-    found = upvit.structure(made, family_of(made), Plan(arch), upvit.Options(target=goal, target_args=args))
-    assert sum(p.numel() for p in surgery.apply_plan(made, found).parameters()) == params
-    assert found.standard["arch"] == goal
+        dense = timm.create_model(arch).eval()
+    plan = upvit.structure(dense, family_of(dense), Plan(arch), upvit.Options(target=goal, target_args=args))
+    assert sum(p.numel() for p in surgery.apply_plan(dense, plan).parameters()) == params
+    assert plan.standard["arch"] == goal
 
 
 def test_all_but_regrouped_heads_is_held_against_masks() -> None:
-    made, x = build("plain"), pictures("plain")
+    dense, x = build("plain"), pictures("plain")
     base = contract("plain").plan
-    found = upvit.structure(
-        made, family_of(made), base, upvit.Options(target_args={"embed_dim": 8, "num_heads": 2, "mlp_ratio": 2.0})
+    plan = upvit.structure(
+        dense, family_of(dense), base, upvit.Options(target_args={"embed_dim": 8, "num_heads": 2, "mlp_ratio": 2.0})
     )
     mixed = (0, 1, 4, 5, 8, 9, 12, 13)  # two channels of each of the four heads, in two new ones
     attention = {f"blocks.{n}.{part}": mixed for n in range(2) for part in ("qk", "v")}
-    check = slice_check(made, replace(found, kept={**found.kept, **attention}), x)
+    check = slice_check(dense, replace(plan, kept={**plan.kept, **attention}), x)
     assert check.verdict == "passed" and "the heads of blocks.0.attn, blocks.1.attn are regrouped" in check.detail

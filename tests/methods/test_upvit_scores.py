@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from vitcompress import surgery
 from vitcompress.families import family_of
-from vitcompress.families.last_block import answer_block
-from vitcompress.methods.upvit.blocks import candidates, removal, scores, whole_blocks
+from vitcompress.families.last_block import shorten_last_block
+from vitcompress.methods.upvit.blocks import block_scores, candidates, drop_sites, standard_blocks
 from vitcompress.methods.upvit.importance import Component, Importance, components, divergence
 from vitcompress.methods.upvit.proxy import estimates
 from vitcompress.plan import Plan
@@ -31,12 +31,12 @@ class Batches(list):
         return cls((part, torch.zeros(len(part))) for part in x.split(2))
 
 
-def naive(made: nn.Module, plan: Plan, component: Component, channel: int, x: Tensor) -> float:
+def naive(dense: nn.Module, plan: Plan, component: Component, channel: int, x: Tensor) -> float:
     """S by cutting the channel out for real and running the whole model."""
     kept = tuple(c for c in range(component.size) if c != channel)
-    family, heads = family_of(made), component.spaces[0].heads
+    family, heads = family_of(dense), component.spaces[0].heads
     if component.kind == "attention":  # a head cannot lose one channel alone: what it writes is taken away instead
-        copy = surgery.apply_to_copy(made, Plan(plan.arch, plan.arch_args))
+        copy = surgery.apply_to_copy(dense, Plan(plan.arch, plan.arch_args))
         with torch.no_grad():
             for space in component.spaces:
                 for axis in space.axes:
@@ -46,61 +46,61 @@ def naive(made: nn.Module, plan: Plan, component: Component, channel: int, x: Te
         assert heads and family
     else:
         one = Plan(plan.arch, plan.arch_args, kept={space.name: kept for space in component.spaces})
-        copy = surgery.apply_to_copy(made, one)
-    return float(divergence(logits(made, x), logits(copy, x)))
+        copy = surgery.apply_to_copy(dense, one)
+    return float(divergence(logits(dense, x), logits(copy, x)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_scores_are_those_of_models_without_the_channel(variant: str) -> None:
     """Cached prefixes, rank-one corrections and shortened last blocks change nothing."""
-    made, x = build(variant), pictures(variant, count=3)
-    family, plan = family_of(made), contract(variant).plan
-    importance = Importance(made, family, images_at_once=8)
-    state = {name: value.clone() for name, value in made.state_dict().items()}
-    for component in components(family.spaces(made)):
+    dense, x = build(variant), pictures(variant, count=3)
+    family, plan = family_of(dense), contract(variant).plan
+    importance = Importance(dense, family, images_at_once=8)
+    state = {name: value.clone() for name, value in dense.state_dict().items()}
+    for component in components(family.spaces(dense)):
         channels = [0, component.size // 2, component.size - 1]
-        found = importance.scores(component, Batches.of(x), channels)
+        scores = importance.scores(component, Batches.of(x), channels)
         for channel in channels:
-            expected = naive(made, plan, component, channel, x)
-            assert float(found[channel]) == pytest.approx(expected, rel=1e-9, abs=1e-13), (component.name, channel)
-        assert float(found.sum()) > 1e-7
-    assert all(torch.equal(value, state[name]) for name, value in made.state_dict().items())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in made.modules())
+            expected = naive(dense, plan, component, channel, x)
+            assert float(scores[channel]) == pytest.approx(expected, rel=1e-9, abs=1e-13), (component.name, channel)
+        assert float(scores.sum()) > 1e-7
+    assert all(torch.equal(value, state[name]) for name, value in dense.state_dict().items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in dense.modules())
 
 
 def test_every_channel_is_scored_whatever_the_batch() -> None:
-    made, x = build("plain"), pictures("plain", count=4)
-    family = family_of(made)
-    for component in components(family.spaces(made)):
-        found = [Importance(made, family, images_at_once=n).scores(component, Batches.of(x)) for n in (2, 6, 4096)]
-        assert all(torch.allclose(one, found[0], rtol=1e-9, atol=1e-14) for one in found)
-        assert int((found[0] > 0).sum()) >= component.size - 1
+    dense, x = build("plain"), pictures("plain", count=4)
+    family = family_of(dense)
+    for component in components(family.spaces(dense)):
+        scores = [Importance(dense, family, images_at_once=n).scores(component, Batches.of(x)) for n in (2, 6, 4096)]
+        assert all(torch.allclose(one, scores[0], rtol=1e-9, atol=1e-14) for one in scores)
+        assert int((scores[0] > 0).sum()) >= component.size - 1
 
 
 def test_masking_the_residual_stream_is_not_deleting() -> None:
     """A LayerNorm that still counts the zeroed channel gives other scores: the difference that deletion makes."""
-    made, x = build("plain"), pictures("plain")
-    component = next(c for c in components(family_of(made).spaces(made)) if c.kind == "residual")
-    deleted = Importance(made, family_of(made), images_at_once=8).scores(component, Batches.of(x), [3])[3]
+    dense, x = build("plain"), pictures("plain")
+    component = next(c for c in components(family_of(dense).spaces(dense)) if c.kind == "residual")
+    deleted = Importance(dense, family_of(dense), images_at_once=8).scores(component, Batches.of(x), [3])[3]
     hooks = [
         m.register_forward_pre_hook(lambda m, a: (a[0] * (torch.arange(16) != 3),))
-        for m in made.modules()
+        for m in dense.modules()
         if isinstance(m, nn.LayerNorm)
     ]
-    zeroed = logits(made, x)
+    zeroed = logits(dense, x)
     for hook in hooks:
         hook.remove()
-    assert abs(float(divergence(logits(made, x), zeroed)) - float(deleted)) > 1e-3 * float(deleted)
+    assert abs(float(divergence(logits(dense, x), zeroed)) - float(deleted)) > 1e-3 * float(deleted)
 
 
 def test_the_shortened_last_block_gives_the_same_answers() -> None:
-    made, x = build("distilled"), pictures("distilled")
-    found = answer_block(made, family_of(made))
-    assert found is not None
-    before = logits(made, x)
-    surgery.replace_module(made, *found)
-    assert_same(logits(made, x), before)
-    assert answer_block(build("avg_pooled"), family_of(build("avg_pooled"))) is None
+    dense, x = build("distilled"), pictures("distilled")
+    scores = shorten_last_block(dense, family_of(dense))
+    assert scores is not None
+    before = logits(dense, x)
+    surgery.replace_module(dense, *scores)
+    assert_same(logits(dense, x), before)
+    assert shorten_last_block(build("avg_pooled"), family_of(build("avg_pooled"))) is None
 
 
 def test_divergence_is_summed_over_images() -> None:
@@ -111,7 +111,7 @@ def test_divergence_is_summed_over_images() -> None:
     assert divergence(z, z).tolist() == [0.0]
 
 
-def curvature(made: nn.Module, component: Component, channel: int, x: Tensor) -> float:
+def curvature(dense: nn.Module, component: Component, channel: int, x: Tensor) -> float:
     """1/2 j^T F j, with j from finite differences; q and k lose what the channel adds to their product."""
 
     @torch.no_grad()
@@ -120,73 +120,74 @@ def curvature(made: nn.Module, component: Component, channel: int, x: Tensor) ->
         for space in component.spaces:
             gates[space.name] = torch.ones(1, component.size, dtype=torch.float64)
             gates[space.name][0, channel] = value**0.5 if space.kind == "qk" else value
-        with delete_channels(made, component.spaces, gates):
-            return made(x)
+        with delete_channels(dense, component.spaces, gates):
+            return dense(x)
 
     step = 1e-5
     j = (answer(1 + step) - answer(1 - step)) / (2 * step)
-    q = torch.softmax(logits(made, x), 1)
+    q = torch.softmax(logits(dense, x), 1)
     return 0.5 * float(((q * j**2).sum(1) - (q * j).sum(1) ** 2).sum())
 
 
 @pytest.mark.parametrize("variant", ["plain", "attention_pool", "pvt"])
 def test_the_estimate_with_all_directions_is_the_curvature(variant: str) -> None:
-    made, x = build(variant), pictures(variant, count=3)
-    own = components(family_of(made).spaces(made))
-    found = estimates(made, own, Batches.of(x), directions=4)
+    dense, x = build(variant), pictures(variant, count=3)
+    own = components(family_of(dense).spaces(dense))
+    scores = estimates(dense, own, Batches.of(x), directions=4)
     for component in own:
         for channel in (0, component.size - 1):
-            expected = curvature(made, component, channel, x)
+            expected = curvature(dense, component, channel, x)
             assert expected > 0  # finite differences: an error of the order of step^2 and of roundoff / step
-            assert float(found[component.name][channel]) == pytest.approx(expected, rel=1e-6)
+            assert float(scores[component.name][channel]) == pytest.approx(expected, rel=1e-6)
 
 
 def test_more_directions_tell_more_and_there_are_one_less_than_classes() -> None:
-    made, x = build("plain"), pictures("plain")
-    own = components(family_of(made).spaces(made))
-    found = [torch.cat(list(estimates(made, own, Batches.of(x), directions=n).values())) for n in (1, 2, 4, 5, 99)]
-    assert (found[0] < found[1]).all() and (found[1] < found[2]).all()
-    assert torch.equal(found[2], found[3]) and torch.equal(found[2], found[4])
-    assert float(found[0].sum() / found[2].sum()) > 1 / 4  # the largest of four shares
+    dense, x = build("plain"), pictures("plain")
+    own = components(family_of(dense).spaces(dense))
+    scores = [torch.cat(list(estimates(dense, own, Batches.of(x), directions=n).values())) for n in (1, 2, 4, 5, 99)]
+    assert (scores[0] < scores[1]).all() and (scores[1] < scores[2]).all()
+    assert torch.equal(scores[2], scores[3]) and torch.equal(scores[2], scores[4])
+    assert float(scores[0].sum() / scores[2].sum()) > 1 / 4  # the largest of four shares
 
 
 def test_the_estimate_of_an_attention_is_near_its_deletion() -> None:
     """Small enough, a channel's loss moves answers linearly: the estimate is S(c) itself then, without q k twice."""
-    made, x = build("plain"), pictures("plain", count=2)
+    dense, x = build("plain"), pictures("plain", count=2)
     with torch.no_grad():
-        for block in made.blocks:
+        for block in dense.blocks:
             block.attn.qkv.weight[32:].mul_(0.0)  # no values: only q and k act, through the attention that others have
             block.attn.qkv.weight.mul_(0.05)
             block.attn.qkv.bias.mul_(0.05)
             block.attn.qkv.bias[32:] = torch.linspace(-1, 1, 16)
             block.attn.qkv.weight[32:] = torch.eye(16)
-    component = next(c for c in components(family_of(made).spaces(made)) if c.kind == "attention")
+    component = next(c for c in components(family_of(dense).spaces(dense)) if c.kind == "attention")
     qk_only = Component(component.name, component.kind, tuple(s for s in component.spaces if s.kind == "qk"))
-    estimate = estimates(made, [qk_only], Batches.of(x), directions=4)[component.name]
-    exact = Importance(made, family_of(made), images_at_once=8).scores(qk_only, Batches.of(x))
+    estimate = estimates(dense, [qk_only], Batches.of(x), directions=4)[component.name]
+    exact = Importance(dense, family_of(dense), images_at_once=8).scores(qk_only, Batches.of(x))
     assert torch.allclose(estimate, exact, rtol=0.1, atol=0) and float(exact.min()) > 0
 
 
 def test_block_scores_are_those_of_the_models_without_them() -> None:
-    made, x, base = build("plain", depth=3), pictures("plain"), contract("plain", depth=3).plan
-    plans = [removal(way.removed, base) for way in candidates(whole_blocks(made, family_of(made))["blocks"])]
-    found = scores(made, plans, removal([], base), Batches.of(x))
-    expected = [float(divergence(logits(made, x), logits(surgery.apply_to_copy(made, plan), x))) for plan in plans]
-    assert found.tolist() == pytest.approx(expected, rel=1e-9)
-    current = scores(made, plans, plans[0], Batches.of(x))
+    dense, x, base = build("plain", depth=3), pictures("plain"), contract("plain", depth=3).plan
+    ways = candidates("blocks", standard_blocks(dense, family_of(dense))["blocks"])
+    plans = [drop_sites(base, way.removed) for way in ways]
+    scores = block_scores(dense, plans, base.delta(), Batches.of(x))
+    expected = [float(divergence(logits(dense, x), logits(surgery.apply_to_copy(dense, plan), x))) for plan in plans]
+    assert scores.tolist() == pytest.approx(expected, rel=1e-9)
+    current = block_scores(dense, plans, plans[0], Batches.of(x))
     assert float(current[0]) == 0.0 and float(current[1]) > 0
 
 
 def test_two_processes_see_all_images(tmp_path: Path) -> None:
     """Each process scores its share; together they are the scores of one."""
-    made = model()
-    family = family_of(made)
-    component = components(family.spaces(made))[0]
+    dense = model()
+    family = family_of(dense)
+    component = components(family.spaces(dense))[0]
     from vitcompress.training.loaders import EvalLoader
 
-    where = context(tmp_path, made)
+    where = context(tmp_path, dense)
     shares = [
-        Importance(made, family, images_at_once=64).scores(
+        Importance(dense, family, images_at_once=64).scores(
             component, EvalLoader(images(4, 3), where.input, 4, Runtime(torch.device("cpu"), rank=r, world_size=n))
         )
         for n, ranks in ((1, (0,)), (2, (0, 1)))
@@ -198,9 +199,9 @@ def test_two_processes_see_all_images(tmp_path: Path) -> None:
 def test_exact_scores_cost_less_than_half_of_a_pass_per_candidate() -> None:
     """Blocks evaluated for 12 blocks of DeiT's proportions; an answer block counts as the quarter that it is."""
     row = contract("plain", depth=12, mlp_ratio=4.0)
-    made, x = build("plain", depth=12, mlp_ratio=4.0), pictures("plain", count=2)
-    family = family_of(made)
-    importance = Importance(made, family, images_at_once=64)
+    dense, x = build("plain", depth=12, mlp_ratio=4.0), pictures("plain", count=2)
+    family = family_of(dense)
+    importance = Importance(dense, family, images_at_once=64)
     counted = [0.0]
 
     def count(share: float) -> Any:
@@ -209,9 +210,9 @@ def test_exact_scores_cost_less_than_half_of_a_pass_per_candidate() -> None:
 
         return add
 
-    blocks = [block.register_forward_hook(count(1.0)) for block in family.blocks(made).values()]
+    blocks = [block.register_forward_hook(count(1.0)) for block in family.blocks(dense).values()]
     handles = [*blocks, *(b.register_forward_hook(count(0.25)) for b in importance.answer.values())]
-    own = components(family.spaces(made))
+    own = components(family.spaces(dense))
     for component in own:
         importance.scores(component, Batches.of(x))
     for handle in handles:

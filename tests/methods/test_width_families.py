@@ -26,8 +26,8 @@ OPTIONS: dict[str, Any] = {
 }
 TARGETS = {"pvt": {"embed_dims": [8, 16], "depths": [1, 1]}, "swiglu": {"embed_dim": 8, "num_heads": 2}}
 REFUSED = {
-    ("upvit", "swin"): "its heads have relative position tables of their own",
-    ("upvit", "eva"): "these embeddings turn the channels of q and k by their place in the head",
+    ("upvit", "swin"): "each head has a relative position table",
+    ("upvit", "eva"): "these embeddings rotate the channels of q and k by their position in the head",
 }
 
 

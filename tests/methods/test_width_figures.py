@@ -37,7 +37,9 @@ def off(recipe: Recipe, macs: str) -> tuple[float, float]:
 
 
 def released(name: str, step: int) -> Recipe:
-    return load_recipe(name, [f"step.{step}.target=ratios", f"step.{step}.round_to=2"])
+    return load_recipe(
+        name, [f"step.{step}.{change}" for change in ("target=ratios", "amount=", "align=", "round_to=2")]
+    )
 
 
 @pytest.mark.parametrize("name", ISOMORPHIC)

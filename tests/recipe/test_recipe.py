@@ -1,4 +1,4 @@
-"""Recipes: every mistake at once, with what was seen, what is allowed, and the nearest name."""
+"""Recipes: all problems at once, each with the value, what is allowed and the nearest name."""
 
 import tomllib
 from dataclasses import replace
@@ -43,7 +43,7 @@ def problems(path: Path, text: str = SMALL, *sets: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", recipes.names())
-def test_every_recipe_is_valid_and_survives_its_own_text(name: str, tmp_path: Path) -> None:
+def test_every_recipe_is_valid_and_survives_toml(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(name)
     assert recipe.name == name and recipe.summary
     copy = tmp_path / "recipe.toml"
@@ -52,7 +52,7 @@ def test_every_recipe_is_valid_and_survives_its_own_text(name: str, tmp_path: Pa
     assert again == recipe and again.to_toml() == recipe.to_toml()
 
 
-def test_a_file_is_named_after_itself_and_defaults_are_filled(file: Path) -> None:
+def test_a_recipe_has_the_name_of_its_file_and_all_defaults(file: Path) -> None:
     recipe = load_recipe(str(file))
     assert recipe.name == "small" and recipe.steps[0].method == "hetdpt"
     assert isinstance(recipe.steps[0].options, METHODS["hetdpt"].options)
@@ -60,7 +60,7 @@ def test_a_file_is_named_after_itself_and_defaults_are_filled(file: Path) -> Non
     assert recipe.export.formats == ("onnx",)
 
 
-def test_all_mistakes_are_shown_at_once(file: Path) -> None:
+def test_all_problems_are_reported_at_once(file: Path) -> None:
     text = """
 [model]
 name = "vit_tiny_patch16_224"
@@ -84,17 +84,17 @@ mixp = 0.8
 [benc]
 batch = 1
 """
-    found = {line.split("   ")[0].strip(): line for line in problems(file, text)}
-    assert "unknown key, did you mean weights?" in found["model.weight"]
-    assert "unknown key, did you mean pruned_layers?" in found["step[0].pruned_layer"]
-    assert "is missing" in found["step[0].pruned_layers"]
-    assert "got 'hetdtp'" in found["step[1].method"] and "did you mean hetdpt?" in found["step[1].method"]
-    assert "got -3, expected 0 or more" in found["finetune.epochs"]
-    assert "got 'fast', expected a number" in found["finetune.lr"]
-    assert "got 'cosin', expected one of cosine, constant, did you mean cosine?" in found["finetune.schedule"]
-    assert "unknown key, did you mean mixup?" in found["finetune.augmentation.mixp"]
-    assert "unknown key, did you mean bench?" in found["benc"]
-    assert len(found) == 9
+    lines = {line.split("   ")[0].strip(): line for line in problems(file, text)}
+    assert "unknown key, did you mean weights?" in lines["model.weight"]
+    assert "unknown key, did you mean pruned_layers?" in lines["step[0].pruned_layer"]
+    assert "is missing" in lines["step[0].pruned_layers"]
+    assert "'hetdtp'" in lines["step[1].method"] and "did you mean hetdpt?" in lines["step[1].method"]
+    assert "got -3, expected 0 or more" in lines["finetune.epochs"]
+    assert "got 'fast', expected a number" in lines["finetune.lr"]
+    assert "got 'cosin', expected one of cosine, constant, did you mean cosine?" in lines["finetune.schedule"]
+    assert "unknown key, did you mean mixup?" in lines["finetune.augmentation.mixp"]
+    assert "unknown key, did you mean bench?" in lines["benc"]
+    assert len(lines) == 9
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ batch = 1
         ("lr = nan", "got nan, expected a finite number"),
         ("lr = 2024-01-01", "got '2024-01-01', expected a number"),
         ("alpha = -0.5", "got -0.5, expected 0 or more"),
-        ("alpha = 1.5", "got 1.5, which gives the labels a negative weight; up to 1, or set label_weight too"),
+        ("alpha = 1.5", "got 1.5, which gives the labels a negative weight; use at most 1, or set label_weight too"),
         ("augmentation = 3", "got 3, expected a table"),
         ("optimizer = 3", "got 3, expected text"),
         ("betas = [0.9]", "is missing"),
@@ -115,8 +115,8 @@ batch = 1
     ],
 )
 def test_wrong_types_and_ranges(file: Path, line: str, sentence: str) -> None:
-    found = problems(file, SMALL.replace("epochs = 3\nlr = 1", line))
-    assert len(found) == 1 and found[0].startswith("finetune.") and found[0].endswith(sentence), found
+    lines = problems(file, SMALL.replace("epochs = 3\nlr = 1", line))
+    assert len(lines) == 1 and lines[0].startswith("finetune.") and lines[0].endswith(sentence), lines
 
 
 @pytest.mark.parametrize(
@@ -131,25 +131,25 @@ def test_wrong_types_and_ranges(file: Path, line: str, sentence: str) -> None:
         (("lr = 1", "[dense]\nepochs = 1"), "dense"),
     ],
 )
-def test_what_the_tables_need_of_each_other(file: Path, change: tuple[str, str], place: str) -> None:
+def test_dependencies_between_tables(file: Path, change: tuple[str, str], place: str) -> None:
     assert change[0] in SMALL
-    found = problems(file, SMALL.replace(*change))
-    assert any(line.split("   ")[0].strip() == place for line in found), found
+    lines = problems(file, SMALL.replace(*change))
+    assert any(line.split("   ")[0].strip() == place for line in lines), lines
 
 
-def test_unknown_export_formats_are_mistakes_when_formats_are_given(file: Path) -> None:
+def test_unknown_export_formats_are_rejected_if_formats_are_known(file: Path) -> None:
     file.write_text(SMALL + '[export]\nformats = ["onxx"]\n')
     with pytest.raises(RecipeError, match="did you mean onnx"):
         load_recipe(str(file), formats=("onnx", "trt"))
 
 
-def test_the_export_table_reads_every_option_and_writes_it_back(file: Path) -> None:
+def test_the_export_table_survives_toml(file: Path) -> None:
     file.write_text(
         SMALL + '[export]\nformats = ["trt"]\nprecision = "fp16"\nbatch = [1, 8, 64]\nsm = [80, 89]\n'
         'timing_cache = "kernels.bin"\nworkspace = 4096\n'
     )
     table = load_recipe(str(file)).export
-    assert table.given() == ("precision", "batch", "sm", "workspace", "timing_cache")
+    assert table.changed() == ("precision", "batch", "sm", "workspace", "timing_cache")
     assert table.only(["precision"]) == ExportOptions(precision="fp16")
     file.write_text(load_recipe(str(file)).to_toml())
     assert load_recipe(str(file)).export == table
@@ -164,7 +164,7 @@ def test_not_toml(file: Path) -> None:
         load_recipe(str(file))
 
 
-def test_an_unknown_recipe_names_the_nearest() -> None:
+def test_an_unknown_recipe_is_corrected() -> None:
     with pytest.raises(InputError, match="digits_hetdpt"):
         load_recipe("digits_hetdtp")
 
@@ -176,7 +176,7 @@ def test_a_missing_or_unreadable_file(tmp_path: Path) -> None:
         load_recipe(str(tmp_path))
 
 
-def test_set_changes_values_of_every_kind(file: Path) -> None:
+def test_set_changes_values_of_all_types(file: Path) -> None:
     recipe = load_recipe(
         str(file),
         [
@@ -217,7 +217,7 @@ def test_set_without_a_value_removes_a_key(file: Path) -> None:
         ("finetune.epochs=many", "got 'many', expected a whole number"),
     ],
 )
-def test_a_wrong_set_is_a_mistake_of_the_recipe(file: Path, assignment: str, sentence: str) -> None:
+def test_an_invalid_set_is_a_problem_of_the_recipe(file: Path, assignment: str, sentence: str) -> None:
     assert any(sentence in line for line in problems(file, SMALL, assignment))
 
 
@@ -228,7 +228,7 @@ def test_equal_recipes_have_equal_text_and_key(file: Path) -> None:
     assert tomllib.loads(one.to_toml())["step"][0]["method"] == "hetdpt"
 
 
-def test_the_dense_key_follows_what_the_dense_model_depends_on_and_nothing_else() -> None:
+def test_the_dense_key_depends_only_on_what_affects_the_dense_model() -> None:
     recipe = load_recipe("digits_hetdpt")
     assert recipe.dense is not None
     same = [
@@ -251,5 +251,5 @@ def test_the_dense_key_follows_what_the_dense_model_depends_on_and_nothing_else(
 
 def test_the_digits_recipes_of_one_family_share_one_dense_model() -> None:
     every = [load_recipe(name) for name in recipes.names() if name.startswith("digits_")]
-    found: list[Recipe] = [recipe for recipe in every if recipe.model.name.startswith("vit_")]
-    assert len(found) >= 7 and len({dense_key(recipe) for recipe in found}) == 1
+    vits: list[Recipe] = [recipe for recipe in every if recipe.model.name.startswith("vit_")]
+    assert len(vits) >= 7 and len({dense_key(recipe) for recipe in vits}) == 1

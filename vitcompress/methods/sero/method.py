@@ -93,7 +93,7 @@ def _deployed(copy: nn.Module, family: Family, base: Plan, live: Live, options: 
     _silence(copy, spaces, padding(live, kept))
     nothing, gone = empty(spaces, live), dict[str, str]()
     for site in family.sites(copy):
-        if site.name in nothing and surgery.fold_constant(copy, family, site, gone):
+        if site.name in nothing and surgery.fold_branch_bias(copy, family, site, gone):
             gone[site.name] = "drop"
     left = [space for space in spaces if (space.attention or space.name) not in gone]
     kept = {space.name: kept[space.name] for space in left if space.name in kept}

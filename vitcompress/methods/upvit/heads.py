@@ -1,6 +1,6 @@
-"""Which channels of an attention stay, and which of the new heads each of them belongs to.
+"""Head regrouping: which channels of an attention are kept, and which new head each of them belongs to.
 
-UP-ViT, "Pruning multi-head self-attention" (Table D10): from H heads to H', a new head is made of channels of H / H'
+UP-ViT, "Pruning multi-head self-attention" (Table D10): from H heads to H', a new head consists of channels of H / H'
 old ones. That changes the function, since the products of several old heads are then summed before the softmax.
 """
 
@@ -13,7 +13,7 @@ Strategy = Literal["groups", "across", "each"]
 
 
 def least_first(scores: Sequence[float]) -> list[int]:
-    """Channel numbers from the least important on; equal ones in their order."""
+    """Channels from the least important to the most important; equal ones in ascending order."""
     return sorted(range(len(scores)), key=lambda channel: (scores[channel], channel))
 
 
@@ -22,17 +22,18 @@ def best(order: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(sorted(order[len(order) - count :]))
 
 
-def regrouped(order: Sequence[int], heads: int, new_heads: int, width: int, strategy: Strategy) -> tuple[int, ...]:
-    """The channels to keep, `width` of them, one new head after the other.
+def regroup(order: Sequence[int], heads: int, new_heads: int, width: int, strategy: Strategy) -> tuple[int, ...]:
+    """The `width` channels to keep, one new head after the other.
 
-    order: all channels, the least important first. heads, new_heads: before and after. strategy: `groups` makes each
-    new head of the best channels of as many contiguous old heads (strategy 1 of the paper, its best); `across` takes
-    the best of all heads and cuts them into new heads in their order (2); `each` takes as many of every old head (3).
+    order: all channels, the least important first. heads, new_heads: before and after. strategy: `groups` forms each
+    new head from the best channels of as many contiguous old heads (strategy 1 of the paper, its best); `across` takes
+    the best of all heads and splits them into new heads in their order (2); `each` takes equally many of every old
+    head (3).
 
     Raises:
-        PlanError: counts that do not divide.
+        PlanError: numbers that do not divide.
     """
-    check(len(order), heads, new_heads, width, strategy)
+    check_heads(len(order), heads, new_heads, width, strategy)
     if strategy == "across":
         return best(order, width)
     parts = new_heads if strategy == "groups" else heads
@@ -41,11 +42,11 @@ def regrouped(order: Sequence[int], heads: int, new_heads: int, width: int, stra
     return tuple(c for part in chosen for c in best(part, share))
 
 
-def check(size: int, heads: int, new_heads: int, width: int, strategy: Strategy) -> None:
-    """Raise PlanError for counts that the strategy cannot meet."""
+def check_heads(size: int, heads: int, new_heads: int, width: int, strategy: Strategy) -> None:
+    """Raise PlanError for numbers that the strategy cannot meet."""
     if heads % new_heads:
         raise PlanError(
-            f"{heads} heads cannot become {new_heads}: each new head is made of the same number of old ones",
+            f"{heads} heads cannot become {new_heads}: each new head consists of the same number of old ones",
             hint=f"choose a number of heads that divides {heads}",
         )
     parts = {"groups": new_heads, "across": new_heads, "each": heads}[strategy]

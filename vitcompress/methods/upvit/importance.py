@@ -1,13 +1,13 @@
-"""How much each channel matters: delete it alone, and see how far the answers move.
+"""Importance of each channel: the change of the outputs when this channel alone is deleted.
 
     S(c) = sum over proxy images of KL(softmax(z) || softmax(z without c))
 
-UP-ViT (https://arxiv.org/abs/2111.15127), with z the logits of the model as it was given, at temperature 1, and the sum
-over images, not the mean. Candidates are deleted, not set to zero where that differs. What a deletion cannot have
-changed is not computed again: everything before the first block it touches comes from one plain pass; a hidden channel
-of an FFN changes the block's output by the product of its activation and its column of the last layer, so the block
-itself is not run again; of the last block only the tokens that the classifier reads are computed. Logarithms are taken
-in float64, and rounding below zero is clamped.
+UP-ViT (https://arxiv.org/abs/2111.15127). z: logits of the model before the step, at temperature 1; the sum over
+images, not the mean. Channels are deleted, which differs from setting them to zero at LayerNorms. Results that a
+deletion cannot change are computed once: everything before the first affected block comes from one plain pass. A hidden
+channel of an FFN changes the block's output by the product of its activation and its column of the last layer, so the
+block itself is not run again. Of the last block, only the tokens that the classifier reads are computed. Logarithms are
+taken in float64, and rounding below zero is clamped.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vitcompress.families import Family, Space
 from vitcompress.families.base import scale_parameter
 from vitcompress.families.edited_block import branches_of, has_output_act
-from vitcompress.families.last_block import answer_block
+from vitcompress.families.last_block import shorten_last_block
 from vitcompress.plan import enclosing_module
 from vitcompress.surgery import replace_module
 from vitcompress.surgery.masks import delete_channels, deleting_modules
@@ -30,7 +30,7 @@ from vitcompress.training.loaders import EvalLoader
 
 @dataclass(frozen=True)
 class Component:
-    """Spaces of equal size whose channels go together under one number: q, k and v of an attention, or one space."""
+    """Spaces of equal size that are pruned together, channel by channel: q, k and v of an attention, or one space."""
 
     name: str
     kind: str
@@ -43,12 +43,11 @@ class Component:
 
 def components(spaces: Sequence[Space]) -> tuple[Component, ...]:
     """The components of a model: residual streams, attentions, FFNs, spatial reductions."""
-    found: dict[str, list[Space]] = {}
+    parts: dict[tuple[str, str], list[Space]] = {}
     for space in spaces:
-        name = space.attention if space.kind in ("qk", "v") else space.name
-        found.setdefault(name, []).append(space)
-    kinds = {"qk": "attention", "v": "attention"}
-    return tuple(Component(name, kinds.get(of[0].kind, of[0].kind), tuple(of)) for name, of in found.items())
+        key = (space.attention, "attention") if space.kind in ("qk", "v") else (space.name, space.kind)
+        parts.setdefault(key, []).append(space)
+    return tuple(Component(name, kind, tuple(own)) for (name, kind), own in parts.items())
 
 
 def divergence(logits: Tensor, changed: Tensor) -> Tensor:
@@ -61,30 +60,23 @@ def divergence(logits: Tensor, changed: Tensor) -> Tensor:
     return kl
 
 
-class _Skip(nn.Module):
-    """Takes the place of a block whose output is not needed."""
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return x
-
-
 class _Replay(nn.Module):
-    """Takes the place of a block whose output is known."""
+    """Replaces a block: returns the known output `out`, or its input if that is None."""
 
-    def __init__(self, out: Tensor) -> None:
+    def __init__(self, out: Tensor | None = None) -> None:
         super().__init__()
         self.out = out
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self.out
+        return x if self.out is None else self.out
 
 
 @contextmanager
-def _standing_in(model: nn.Module, stand_ins: dict[str, nn.Module]) -> Iterator[None]:
-    """Modules by path replaced while the context is open."""
-    before = {path: model.get_submodule(path) for path in stand_ins}
+def _replaced(model: nn.Module, replacements: dict[str, nn.Module]) -> Iterator[None]:
+    """Replace modules by path while the context is open."""
+    before = {path: model.get_submodule(path) for path in replacements}
     try:
-        for path, module in stand_ins.items():
+        for path, module in replacements.items():
             replace_module(model, path, module)
         yield
     finally:
@@ -93,21 +85,24 @@ def _standing_in(model: nn.Module, stand_ins: dict[str, nn.Module]) -> Iterator[
 
 
 class Importance:
-    """Scores of a model's components on the images of a loader. The model is left as it is found."""
+    """Scores of a model's components on the images of a loader. The model is not changed.
+
+    answer: the path of the last block and its shortened version, if the classifier reads only some tokens.
+    """
 
     def __init__(self, model: nn.Module, family: Family, *, images_at_once: int) -> None:
         self.model, self.family = model.eval(), family
         self.blocks = list(family.blocks(model))
         self.images_at_once = images_at_once
-        answer = answer_block(model, family)
+        answer = shorten_last_block(model, family)
         self.answer = {answer[0]: answer[1]} if answer else {}
         self.device = next(model.parameters()).device
 
     @torch.inference_mode()
     def scores(self, component: Component, loader: EvalLoader, only: Sequence[int] | None = None) -> Tensor:
-        """S of each channel of `component` over this process's share of `loader`: (channels,), float64.
+        """S of each channel of `component` over the images of this process: (channels,), float64.
 
-        only: the channels to measure, the others get 0; None for all.
+        only: the channels to measure; the others get 0. None: all.
         """
         wanted = torch.tensor(range(component.size) if only is None else only, dtype=torch.long)
         total = torch.zeros(component.size, dtype=torch.float64)
@@ -129,8 +124,11 @@ class Importance:
     def _plain(
         self, images: Tensor, component: Component, seen: Sequence[nn.Module]
     ) -> tuple[Tensor, dict[str, Tensor], list[Tensor], tuple[str, Tensor] | None]:
-        """One pass without deletions: logits, outputs of the blocks that may be replayed, what the modules `seen` were
-        given, and the last block that finished before anything of `component` was read, with its output.
+        """One pass without deletions.
+
+        Returns:
+            logits, outputs of the blocks that may be replayed, inputs of the modules `seen`, and the last block that
+            finished before any part of `component` was read, with its output.
         """
         own = enclosing_module(component.name, self.blocks)
         outputs: dict[str, Tensor] = {}
@@ -139,7 +137,7 @@ class Importance:
 
         def keep(path: str, out: Tensor) -> None:
             if not touched:
-                outputs.clear()  # of the blocks before, only the last
+                outputs.clear()  # keep only the last block before
             if not touched or path == own:
                 outputs[path] = out
 
@@ -170,7 +168,7 @@ class Importance:
     def _without_hidden(
         self, reader: str, channels: Tensor, images: Tensor, outputs: dict[str, Tensor], hidden: Tensor
     ) -> Tensor:
-        """The same for hidden channels of an FFN: its block's output less what each adds to it."""
+        """The same for hidden channels of an FFN: the output of its block minus the contribution of each."""
         path = next(path for path in self.blocks if reader.startswith(f"{path}."))
         columns = self._scaled(reader)[:, channels].T  # (channels, width)
         out = outputs[path]
@@ -181,20 +179,20 @@ class Importance:
         return self._rest(len(channels), images, (path, (out - change).flatten(0, 1)), repeated=True)
 
     def _rest(self, groups: int, images: Tensor, start: tuple[str, Tensor] | None, *, repeated: bool = False) -> Tensor:
-        """The forward pass behind the block `start`, whose output is known, for `groups` copies of the images."""
-        stand_ins: dict[str, nn.Module] = dict(self.answer)
+        """The forward pass after the block `start`, whose output is known, for `groups` copies of the images."""
+        replacements: dict[str, nn.Module] = dict(self.answer)
         if start is not None:
             path, out = start
-            stand_ins |= {before: _Skip() for before in self.blocks[: self.blocks.index(path)]}
-            stand_ins[path] = _Replay(out if repeated else out.repeat(groups, 1, 1))
-        with _standing_in(self.model, stand_ins):
+            replacements |= {before: _Replay() for before in self.blocks[: self.blocks.index(path)]}
+            replacements[path] = _Replay(out if repeated else out.repeat(groups, 1, 1))
+        with _replaced(self.model, replacements):
             logits: Tensor = self.model(images.repeat(groups, 1, 1, 1))
         return logits
 
     def _last_linear(self, component: Component) -> str | None:
-        """The linear layer that reads an FFN's hidden channels, where it is the last thing that its block computes.
+        """The linear layer that reads an FFN's hidden channels, if it is the last operation of its block.
 
-        Without hidden channel c, the block's output then lacks the product of c's activation and c's column of it.
+        Without hidden channel c, the block's output then lacks the product of c's activation and c's column.
         """
         if component.kind != "mlp":
             return None
@@ -204,14 +202,14 @@ class Importance:
         path = enclosing_module(space.name, self.blocks)
         if path is None or len(readers) != 1 or not isinstance(modules[0], nn.Linear):
             return None
-        if deleting_modules(self.model, space) != modules:  # a norm in between looks at all channels together
+        if deleting_modules(self.model, space) != modules:  # a norm in between depends on all channels
             return None
         block, wiring = self.model.get_submodule(path), self.family.wiring
         ends_block = wiring.ffn in branches_of(block, wiring)[-1] and not has_output_act(block)
         return readers[0] if ends_block else None
 
     def _scaled(self, reader: str) -> Tensor:
-        """Weights of the layer, times the LayerScale behind it where there is one: (width, hidden)."""
+        """Weights of the layer, times the LayerScale after it if there is one: (width, hidden)."""
         weight: Tensor = self.model.get_parameter(f"{reader}.weight")
         for scale, layer in self.family.scales(self.model).items():
             if layer == reader:

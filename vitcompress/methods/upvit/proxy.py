@@ -1,17 +1,17 @@
-"""A cheap estimate of S(c): the curvature of KL at the model as it is. It is called a screen, not a score.
+"""A cheap estimate of S(c): the curvature of KL at the dense model. It is called a screen, not a score.
 
-With a gate g_c on each channel, KL(softmax(z) || softmax(z(g))) and its gradient are zero at g = 1, so that up to
-second order (Gauss-Newton) taking a channel away costs
+With a gate g_c on each channel, KL(softmax(z) || softmax(z(g))) and its gradient are zero at g = 1. To second order
+(Gauss-Newton), the deletion of a channel costs
 
     S(c) ~ 1/2 sum over images of j_c^T F j_c,    j_c = dz / dg_c,   F = diag(q) - q q^T (Fisher information of softmax)
 
-F = B B^T with B = diag(sqrt q) - q sqrt(q)^T. Along the singular directions v_i of B, largest first, j^T F j is the
-sum of all (j^T B v_i)^2, one backward pass each for all channels of all components together. Few classes share almost
-all of an image's q, so the first one or two tell channels apart; random signs in their place would be right on
-average, but need more passes to rank as well.
+F = B B^T with B = diag(sqrt q) - q sqrt(q)^T. With the singular directions v_i of B, largest first, j^T F j is the
+sum of all (j^T B v_i)^2, one backward pass each for all channels of all components. Few classes share almost all of an
+image's q, so one or two directions suffice to rank channels; random signs instead would be right on average, but need
+more passes to rank as well.
 
-An attention's channel is one of q, one of k and one of v. What it adds to q k is a product, from which a gate on both
-would take twice as much as its deletion does; the gates of q and k are the root of the channel's.
+A channel of an attention is one of q, one of k and one of v. It adds a product to q k, and a gate on both factors would
+count its deletion twice; the gates of q and k are therefore the square root of the channel's gate.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,16 +23,16 @@ from vitcompress.methods.upvit.importance import Component
 from vitcompress.surgery.masks import delete_channels
 from vitcompress.training.loaders import EvalLoader
 
-ROUNDS = 8  # of the iteration that finds the v_i
+ROUNDS = 8  # iterations for the v_i
 
 
 def estimates(
     model: nn.Module, components: Sequence[Component], loader: EvalLoader, *, directions: int
 ) -> dict[str, Tensor]:
-    """The estimate for each channel of each component over this process's share of `loader`: (channels,), float64.
+    """Component -> estimates for its channels over the images of this process: (channels,), float64.
 
-    directions: how many of the v_i, and so backward passes per image; one less than there are classes gives all of
-    j^T F j, fewer give less of it.
+    directions: number of v_i, and so of backward passes per image. One less than there are classes gives all of
+        j^T F j, fewer give a lower bound.
     """
     parameter = next(model.parameters())
     total = {c.name: torch.zeros(c.size, dtype=torch.float64) for c in components}
@@ -46,8 +46,8 @@ def estimates(
         with torch.enable_grad(), delete_channels(model.eval(), spaces, by_space):
             logits = model(images)
         for direction in _directions(logits.detach(), directions):
-            found = torch.autograd.grad(logits, list(gates.values()), direction, retain_graph=True)
-            for name, gradient in zip(gates, found, strict=True):
+            slopes = torch.autograd.grad(logits, list(gates.values()), direction, retain_graph=True)
+            for name, gradient in zip(gates, slopes, strict=True):
                 total[name] += gradient.double().square().sum(dim=0).cpu() / 2
     return total
 
