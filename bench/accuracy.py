@@ -187,7 +187,7 @@ def _compare_classes(artifact: Path, classes: Sequence[str]) -> str:
     Raises:
         ArtifactError: only some names differ, or their order does, so that outputs and labels mean different classes.
     """
-    own = class_names(RunFolder(artifact).exported("model", ".onnx") if artifact.is_dir() else artifact)
+    own = read_class_names(RunFolder(artifact).exported("model", ".onnx") if artifact.is_dir() else artifact)
     if own in (tuple(classes), (), tuple(map(str, range(len(classes))))):  # numbers: exported without names
         return ""
     if set(own).isdisjoint(classes):

@@ -1,9 +1,9 @@
-"""The tables of both READMEs hold what lies in bench/results, to the digits they show."""
+"""The tables of both READMEs equal the JSON files in bench/results, to the digits that they show."""
 
 import json
 import re
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,8 @@ STUDY = {
 
 @cache
 def content(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
-    return found
+    data: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return data
 
 
 def speeds(part: str) -> dict[str, dict[str, Any]]:
@@ -86,23 +86,21 @@ def between(ends: Iterable[float]) -> str:
 
 def test_the_first_table_is_the_report_of_the_committed_run() -> None:
     table = run.summary_table(content("digits_hetdpt-epyc-2-cores.json"))
-    told = {
-        row[0].replace("onnxruntime cpu", "ONNX Runtime,").replace("torch cpu", "torch,"): row for row in table.rows
-    }
-    told = {label.replace("(onnx)", "(ONNX)"): row for label, row in told.items()}
+    names = (("onnxruntime cpu", "ONNX Runtime,"), ("torch cpu", "torch,"), ("(onnx)", "(ONNX)"))
+    reported = {reduce(lambda label, name: label.replace(*name), names, row[0]): row for row in table.rows}
     shown = TEXTS["README.md"].split("| | before | after | change |")[1].split("\n\n")[0].splitlines()[2:]
     assert len(shown) == 9
     for line in shown:
         label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        assert cells == [cell.removesuffix(": faster") for cell in told[label][1:]], label
+        assert cells == [cell.removesuffix(": faster") for cell in reported[label][1:]], label
 
 
 @every_text
 def test_realised_speeds(name: str) -> None:
     known = speeds("realised") | speeds("widths")
-    found = [row for row in rows(TEXTS[name], "`") if len(row) == 5 and row[1].endswith("x")]
-    assert len(found) >= 7
-    for label, *cells in found:
+    speed_rows = [row for row in rows(TEXTS[name], "`") if len(row) == 5 and row[1].endswith("x")]
+    assert len(speed_rows) >= 7
+    for label, *cells in speed_rows:
         figure = known[f"realised {WIDTHS.get(label, label.strip('`'))}"]
         speed, macs, ratio = f"{figure['speedup']:.2f}x", f"{figure['macs_ratio']:.3f}", f"{figure['ratio']:.3f}"
         assert cells == [speed, macs, ratio, between(figure["ci95"])], label
@@ -133,9 +131,9 @@ def test_accuracies_of_the_study(name: str) -> None:
             f"{100 * study[row]['top1_mean']:.1f} ± {100 * study[row]['top1_std']:.1f}" for row in names
         ], share
         within = [study[row]["macs_ratio"] for row in names]
-        told = [float(number) for number in re.findall(r"0\.\d\d", cells[0])]
-        assert told[:2] == [round(min(within), 2), round(sorted(within)[3 if len(told) > 2 else 4], 2)], share
-        assert told[2:] in ([], [round(study["hetdpt_10"]["macs_ratio"], 2)])
+        shares = [float(number) for number in re.findall(r"0\.\d\d", cells[0])]
+        assert shares[:2] == [round(min(within), 2), round(sorted(within)[3 if len(shares) > 2 else 4], 2)], share
+        assert shares[2:] in ([], [round(study["hetdpt_10"]["macs_ratio"], 2)])
     control = study["control"]
     assert f"{100 * control['top1_mean']:.1f} ± {100 * control['top1_std']:.1f} %" in TEXTS[name]
 
@@ -144,5 +142,5 @@ def test_speeds_of_the_study() -> None:
     study = {row["row"]: row for row in content("study-digits-epyc-2-cores.json")["rows"]}
     for share, names in STUDY.items():
         (cells,) = (row for row in rows(TEXTS["bench/results/README.md"], share) if " of " in row[1])
-        told = [f"{study[row]['speedup']:.2f} of {1 / study[row]['macs_ratio']:.2f}" for row in names]
-        assert cells[1:] == told, share
+        expected = [f"{study[row]['speedup']:.2f} of {1 / study[row]['macs_ratio']:.2f}" for row in names]
+        assert cells[1:] == expected, share

@@ -1,4 +1,4 @@
-"""Pictures of what a plan leaves: the numbers in them, and that they can be drawn."""
+"""Plots of the structure after a plan: their numbers, and their files."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from vitcompress.methods.base import Chart, Line, ranked
 from vitcompress.models.checkpoint import PLAN
 from vitcompress.models.create import create_model
 from vitcompress.plan import GATE_REPLACEMENTS, Plan
-from vitcompress.surgery.check import STAND_INS as ALLOWED
+from vitcompress.surgery.check import REPLACEMENTS as ALLOWED
 
 VIT = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 4, "mlp_ratio": 2.0}
 SWIN = {
@@ -36,11 +36,11 @@ KEPT = {
 
 
 def plan() -> Plan:
-    """Something of everything: a layer gone, one replaced, one folded, widths cut, two heads left of four."""
+    """A removed layer, a replaced one, a folded one, sliced widths, two of four heads."""
     heads = {"blocks.2.attn": 2}
-    made = Plan("vit_tiny_patch16_224", VIT, REMOVED, folded=("blocks.1.mlp",), kept=KEPT, heads=heads)
-    surgery.apply_plan(create_model(made.arch, made.arch_args), made)  # it can be carried out
-    return made
+    plan = Plan("vit_tiny_patch16_224", VIT, REMOVED, folded=("blocks.1.mlp",), kept=KEPT, heads=heads)
+    surgery.apply_plan(create_model(plan.arch, plan.arch_args), plan)  # the plan is valid
+    return plan
 
 
 def texts(figure: Any) -> list[str]:
@@ -48,26 +48,27 @@ def texts(figure: Any) -> list[str]:
 
 
 def test_layers_and_widths_of_a_plan() -> None:
-    found = describe_structure(plan())
+    structure = describe_structure(plan())
     kept, gone = Layer("kept"), Layer("removed")
-    assert found.layers["attention"] == [Layer("replaced", "norm"), gone, kept]
-    assert found.layers["activation"] == [kept, gone, kept]
-    assert found.layers["ffn"] == [kept, Layer("replaced", "linear"), kept]
-    assert found.widths["residual"] == [Width(12, 16)] * 3 and found.total("residual") == (12, 16)
-    assert found.widths["heads"] == [Width(0, 4), Width(0, 4), Width(2, 4)]
-    assert found.widths["qk"] == [Width(0, 16), Width(0, 16), Width(4, 16)] and found.total("v") == (4, 48)
-    assert found.widths["mlp"] == [Width(8, 32), Width(0, 32, linear=True), Width(32, 32)]
-    assert found.total("mlp") == (40, 64)
+    assert structure.layers["attention"] == [Layer("replaced", "norm"), gone, kept]
+    assert structure.layers["activation"] == [kept, gone, kept]
+    assert structure.layers["ffn"] == [kept, Layer("replaced", "linear"), kept]
+    widths = structure.widths
+    assert widths["residual"] == [Width(12, 16)] * 3 and structure.total("residual") == Width(12, 16)
+    assert widths["heads"] == [Width(0, 4), Width(0, 4), Width(2, 4)]
+    assert widths["qk"] == [Width(0, 16), Width(0, 16), Width(4, 16)] and structure.total("v") == Width(4, 48)
+    assert widths["mlp"] == [Width(8, 32), Width(0, 32, linear=True), Width(32, 32)]
+    assert structure.total("mlp") == Width(40, 64)
 
 
-def test_every_stand_in_has_words() -> None:
-    assert set(REPLACEMENTS) == {*GATE_REPLACEMENTS, *(stand for stands in ALLOWED.values() for stand in stands)}
+def test_every_replacement_has_a_description() -> None:
+    assert set(REPLACEMENTS) == {*GATE_REPLACEMENTS, *(name for names in ALLOWED.values() for name in names)}
 
 
 def test_widths_of_a_plan_as_a_table() -> None:
-    found = width_table(plan())
-    assert found is not None and found["columns"] == ["block", "residual", "heads", "q and k", "v", "FFN"]
-    assert found["rows"] == [
+    table = width_table(plan())
+    assert table is not None and table["columns"] == ["block", "residual", "heads", "q and k", "v", "FFN"]
+    assert table["rows"] == [
         ["blocks.0", "12 of 16", "removed", "removed", "removed", "8 of 32"],
         ["blocks.1", "12 of 16", "removed", "removed", "removed", "linear"],
         ["blocks.2", "12 of 16", "2 of 4", "4 of 16", "4 of 16", "32"],
@@ -75,43 +76,45 @@ def test_widths_of_a_plan_as_a_table() -> None:
     assert width_table(Plan("vit_tiny_patch16_224", VIT, REMOVED)) is None
 
 
-def test_a_plan_that_changes_nothing_leaves_all() -> None:
-    found = describe_structure(Plan("vit_tiny_patch16_224", VIT))
-    assert {layer for row in found.layers.values() for layer in row} == {Layer("kept")}
-    assert all(found.total(kind)[0] == found.total(kind)[1] > 0 for kind in found.widths)
+def test_a_plan_that_changes_nothing_keeps_all() -> None:
+    structure = describe_structure(Plan("vit_tiny_patch16_224", VIT))
+    assert {layer for row in structure.layers.values() for layer in row} == {Layer("kept")}
+    totals = [structure.total(kind) for kind in structure.widths]
+    assert totals and all(total.kept == total.dense > 0 for total in totals)
 
 
 def test_stages_have_streams_of_their_own() -> None:
     kept = {"layers.1.residual": tuple(range(24)), "layers.1.blocks.0.mlp": tuple(range(16))}
     plan = Plan("swin_tiny_patch4_window7_224", SWIN, {"layers.0.blocks.1": "drop"}, kept=kept)
-    found = describe_structure(plan)
-    assert found.stages == (2, 1) and found.layers["ffn"] == [Layer("kept"), Layer("removed"), Layer("kept")]
-    assert found.widths["residual"] == [Width(16, 16), Width(16, 16), Width(24, 32)]
-    assert found.total("residual") == (40, 48) and found.total("mlp") == (32 + 0 + 16, 32 + 32 + 64)
+    structure = describe_structure(plan)
+    assert structure.stages == (2, 1) and structure.layers["ffn"] == [Layer("kept"), Layer("removed"), Layer("kept")]
+    assert structure.widths["residual"] == [Width(16, 16), Width(16, 16), Width(24, 32)]
+    assert structure.total("residual") == Width(40, 48)
+    assert structure.total("mlp") == Width(32 + 0 + 16, 32 + 32 + 64)
 
 
-def test_a_pool_stands_behind_the_blocks() -> None:
+def test_a_pool_follows_the_blocks() -> None:
     kept = {"attn_pool.mlp": tuple(range(8)), "attn_pool.v": (0, 4, 8, 12), "residual": tuple(range(12))}
     args = {**VIT, "global_pool": "map", "class_token": False}
     plan = Plan("vit_tiny_patch16_224", args, {"blocks.1.attn": "drop"}, kept=kept)
-    found, told = describe_structure(plan), width_table(plan)
-    assert told is not None
-    assert told["rows"][-1] == ["attn_pool", "12 of 16", "4", "16", "4 of 16", "8 of 32"] and len(told["rows"]) == 4
-    assert found.stages == (3,) and found.total("residual") == (12, 16)
-    assert found.total("mlp") == (3 * 32 + 8, 4 * 32) and found.layers["attention"][-1] is None
-    figure = structure_figure(found, "pooled")
+    structure, table = describe_structure(plan), width_table(plan)
+    assert table is not None
+    assert table["rows"][-1] == ["attn_pool", "12 of 16", "4", "16", "4 of 16", "8 of 32"] and len(table["rows"]) == 4
+    assert structure.stages == (3,) and structure.total("residual") == Width(12, 16)
+    assert structure.total("mlp") == Width(3 * 32 + 8, 4 * 32) and structure.layers["attention"][-1] is None
+    figure = structure_figure(structure, "pooled")
     assert [tick.get_text() for tick in figure.axes[1].get_xticklabels()] == ["0", "1", "2", "pool", "all"]
     assert "2/3" in texts(figure)
 
 
-def test_the_picture_says_what_is_left() -> None:
+def test_the_figure_shows_what_is_kept() -> None:
     figure = structure_figure(describe_structure(plan()), "run")
     shown = texts(figure)
     assert {"norm", "linear", "1/3", "2/3", "75", "25", "50", "62"} <= set(shown)
     assert len(shown) > len(texts(structure_figure(Structure(("blocks.0",), (1,), {"ffn": [Layer("kept")]}, {}), "")))
 
 
-def test_curves_end_where_channels_went() -> None:
+def test_curves_are_strong_only_where_channels_are_kept() -> None:
     line = ranked("a", [1.0, 4.0, 2.0, 3.0], [1, 2])
     assert (line.x, line.y, line.gone) == ([0.0, 1 / 3, 2 / 3, 1.0], [4.0, 3.0, 2.0, 1.0], [False, True, False, True])
     chart = Chart("scores", "x", "y", [line, Line("b", [0, 1], [1, 2], mark="end")], log=True, level=2.0)
@@ -128,9 +131,9 @@ def test_files(tmp_path: Path) -> None:
         run / "state" / "step-0-isomorphic" / "widths.json",
         {"rows": [{"name": "residual", "kind": "residual", "kept": 1, "of": 2, "scores": [1.5, 0.5]}]},
     )
-    found = draw([run], tmp_path / "pictures")
-    assert [path.name for path in found] == ["run-structure.png", "run-step-0-isomorphic.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in found)
+    paths = draw([run], tmp_path / "pictures")
+    assert [path.name for path in paths] == ["run-structure.png", "run-step-0-isomorphic.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     again = tmp_path / "other" / "run"
     write_text(again / PLAN, plan().to_json())
     names = [path.name for path in draw([run, again], tmp_path / "both")]

@@ -1,4 +1,4 @@
-"""Files that do not say how their images are prepared: told in timm's terms, never guessed in silence."""
+"""Files that do not record their preprocessing: options in timm's terms, and every assumption is reported."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from vitcompress.bench import accuracy
-from vitcompress.bench.preprocessing import Preparation
+from vitcompress.bench.preprocessing import Preprocessing
 from vitcompress.cli import main
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.onnx.export import export
@@ -24,18 +24,18 @@ ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 10}
 
 
-def saved(path: Path, nodes: list[Any], takes: Any, held: dict[str, np.ndarray]) -> Path:
+def save(path: Path, nodes: list[Any], images: Any, tensors: dict[str, np.ndarray]) -> Path:
     """ONNX as other tools write it, without metadata."""
-    gives = helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, ["batch", 10])
-    tensors = [numpy_helper.from_array(value, name) for name, value in held.items()]
-    graph = helper.make_graph(nodes, "g", [takes], [gives], tensors)
+    logits = helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, ["batch", 10])
+    constants = [numpy_helper.from_array(value, name) for name, value in tensors.items()]
+    graph = helper.make_graph(nodes, "g", [images], [logits], constants)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)])
     model.ir_version = 10
     onnx.save(model, str(path))
     return path
 
 
-# Class c for images whose mean, as it comes in, is near c / 9.
+# Class c for inputs with a mean near c / 9.
 CLASSIFIER = [
     helper.make_node("Flatten", ["images"], ["flat"]),
     helper.make_node("Gemm", ["flat", "weight", "bias"], ["logits"]),
@@ -48,11 +48,11 @@ WEIGHTS = {
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
-    takes = helper.make_tensor_value_info("images", onnx.TensorProto.FLOAT, ["batch", 1, 8, 8])
-    return saved(tmp_path / "foreign.onnx", CLASSIFIER, takes, WEIGHTS)
+    images = helper.make_tensor_value_info("images", onnx.TensorProto.FLOAT, ["batch", 1, 8, 8])
+    return save(tmp_path / "foreign.onnx", CLASSIFIER, images, WEIGHTS)
 
 
-def of_bytes(folder: Path, sides: tuple[int, int, int] = (8, 8, 1)) -> Path:
+def uint8_file(folder: Path, sides: tuple[int, int, int] = (8, 8, 1)) -> Path:
     """The same with the normalisation by MEAN and STD inside."""
     nodes = [
         helper.make_node("Cast", ["bytes"], ["numbers"], to=onnx.TensorProto.FLOAT),
@@ -61,74 +61,74 @@ def of_bytes(folder: Path, sides: tuple[int, int, int] = (8, 8, 1)) -> Path:
         *CLASSIFIER,
     ]
     inside = {"factor": np.float32(1 / (255 * STD)).reshape(1), "offset": np.float32(MEAN / STD).reshape(1)}
-    takes = helper.make_tensor_value_info("bytes", onnx.TensorProto.UINT8, ["batch", *sides])
-    return saved(folder / "bytes.onnx", nodes, takes, {**WEIGHTS, **inside})
+    images = helper.make_tensor_value_info("bytes", onnx.TensorProto.UINT8, ["batch", *sides])
+    return save(folder / "bytes.onnx", nodes, images, {**WEIGHTS, **inside})
 
 
-def evaluated(path: Path, **told: Any) -> dict[str, Any]:
-    options = accuracy.EvaluateOptions(data="digits", preparation=Preparation(**told))
-    row: dict[str, Any] = accuracy.run([str(path)], options)["rows"][0]
-    return row
+def evaluate(path: Path, **options: Any) -> Any:
+    settings = accuracy.EvaluateOptions(data="digits", preprocessing=Preprocessing(**options))
+    return accuracy.run([str(path)], settings)["rows"][0]
 
 
-def test_images_are_prepared_as_told(foreign: Path) -> None:
-    """Against a count by hand in numpy, and with other values another count."""
+def test_options_are_used(foreign: Path) -> None:
+    """Equal to a count by hand in numpy; other values give another count."""
     _, images = open_test(DataOptions())
     pixels = np.stack([np.asarray(images[i][0], np.float32) / 255 for i in range(len(images))]).reshape(len(images), -1)
     labels = np.array([images[i][1] for i in range(len(images))])
     level = ((pixels - MEAN) / STD).mean(1, keepdims=True)
     classes = np.linspace(0, 1, 10)
     right = int(((2 * level * classes - classes**2).argmax(1) == labels).sum())
-    row = evaluated(foreign, mean=(MEAN,), std=(STD,), crop_pct=1.0)
-    assert row["correct"] == right != evaluated(foreign, mean=(0.0,), std=(1.0,), crop_pct=1.0)["correct"]
+    row = evaluate(foreign, mean=(MEAN,), std=(STD,), crop_pct=1.0)
+    assert row["correct"] == right != evaluate(foreign, mean=(0.0,), std=(1.0,), crop_pct=1.0)["correct"]
     assert row["input"]["mean"] == (MEAN,) and row["input"]["interpolation"] == "bicubic"
 
 
-def test_a_file_that_takes_bytes_is_given_them_as_they_are(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It normalises them itself, so that it is as right as the one that is told how to."""
-    path = of_bytes(foreign.parent)
-    told = evaluated(foreign, mean=(MEAN,), std=(STD,), crop_pct=1.0)
-    assert evaluated(path, crop_pct=1.0)["correct"] == told["correct"]
-    assert evaluated(path, crop_pct=0.5)["correct"] != told["correct"]  # what is said of the crop reaches it
+def test_a_uint8_file_receives_the_bytes_unchanged(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It normalizes them itself, so its accuracy equals that of the float file with mean and std."""
+    path = uint8_file(foreign.parent)
+    reference = evaluate(foreign, mean=(MEAN,), std=(STD,), crop_pct=1.0)
+    assert evaluate(path, crop_pct=1.0)["correct"] == reference["correct"]
+    assert evaluate(path, crop_pct=0.5)["correct"] != reference["correct"]  # the crop is applied
     arguments = ["evaluate", str(foreign), str(path), "--data", "digits", "--mean", str(MEAN), "--std", str(STD)]
     with pytest.raises(SystemExit) as ended:
         main([*arguments, "--crop-pct", "1", "--json"])
     out, err = capsys.readouterr()
-    assert ended.value.code == 0 and [row["correct"] for row in json.loads(out)["rows"]] == [told["correct"]] * 2
-    said = " ".join(err.split())
-    assert "it takes bytes, and so normalises them itself; --mean and --std did not touch it; told: crop_pct 1" in said
-    assert "assumed, as timm does: interpolation bicubic, crop_mode center" in said
+    assert ended.value.code == 0 and [row["correct"] for row in json.loads(out)["rows"]] == [reference["correct"]] * 2
+    text = " ".join(err.split())
+    assert "it takes uint8 images and normalizes them itself; --mean and --std have no effect on it" in text
+    assert "used: crop_pct 1; assumed, timm's defaults: interpolation bicubic, crop_mode center" in text
 
 
-def test_bytes_with_channels_first_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="bytes of 1 x 8 x 8, which with channels last are no images"):
-        evaluated(of_bytes(tmp_path, (1, 8, 8)))
+def test_uint8_input_with_channels_first_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="uint8 input of 1 x 8 x 8, which is no image with channels last"):
+        evaluate(uint8_file(tmp_path, (1, 8, 8)))
 
 
-def test_nothing_is_guessed_and_what_is_assumed_is_said(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for told in ({}, {"mean": (0.5,)}, {"interpolation": "bilinear"}):
-        with pytest.raises(ArtifactError, match="does not say how its images are prepared") as error:
-            evaluated(foreign, **told)
+def test_mean_and_std_are_required_and_other_values_assumed(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options in ({}, {"mean": (0.5,)}, {"interpolation": "bilinear"}):
+        with pytest.raises(ArtifactError, match="does not record its preprocessing") as error:
+            evaluate(foreign, **options)
         assert "--mean and --std" in str(error.value.hint)
     words = ["evaluate", str(foreign), "--data", "digits", "--mean", "0.5", "--std", "0.5", "--crop-mode", "squash"]
     with pytest.raises(SystemExit) as ended:
         main([*words, "--json"])
-    said = capsys.readouterr()
-    assert ended.value.code == 0 and json.loads(said.out)["rows"][0]["input"]["crop_mode"] == "squash"
-    assert "told: mean 0.5, std 0.5, crop_mode squash; assumed, as timm does:" in said.err
-    assert "interpolation bicubic, crop_pct 0.875" in " ".join(said.err.split())
+    out, err = capsys.readouterr()
+    assert ended.value.code == 0 and json.loads(out)["rows"][0]["input"]["crop_mode"] == "squash"
+    text = " ".join(err.split())
+    assert "used: mean 0.5, std 0.5, crop_mode squash; assumed, timm's defaults:" in text
+    assert "interpolation bicubic, crop_pct 0.875" in text
 
 
 @pytest.mark.parametrize(
-    "told",
+    "options",
     [{"mean": (0.5, 0.5, 0.5), "std": (0.5,)}, {"mean": (0.5,), "std": (0.0,)}, {"mean": (0.1,), "std": (np.nan,)}],
 )
-def test_values_that_cannot_be_are_refused(told: dict[str, Any], foreign: Path) -> None:
+def test_invalid_values_are_rejected(options: dict[str, Any], foreign: Path) -> None:
     with pytest.raises(InputError, match=r"--mean has 3 values|--(mean|std) cannot be"):
-        evaluated(foreign, **told)
+        evaluate(foreign, **options)
 
 
-def test_a_file_that_says_it_is_not_contradicted(tmp_path: Path) -> None:
+def test_options_must_not_contradict_the_file(tmp_path: Path) -> None:
     model, plan = create_model(ARCH, ARGS), Plan(ARCH, ARGS)
     write_model(tmp_path / "run", model, plan)
     config = input_config(model)
@@ -136,8 +136,8 @@ def test_a_file_that_says_it_is_not_contradicted(tmp_path: Path) -> None:
     export(model, path, input=config)
     same = {"mean": config.mean, "std": config.std, "crop_pct": config.crop_pct, "crop_mode": config.crop_mode}
     for artifact in (path, tmp_path / "run"):
-        assert evaluated(artifact, **same)["correct"] == evaluated(artifact)["correct"]
-        with pytest.raises(ArtifactError, match=r"says mean 0\.5, not 0\.4"):
-            evaluated(artifact, mean=(0.4,))
-        with pytest.raises(ArtifactError, match="says interpolation"):
-            evaluated(artifact, interpolation="hamming")
+        assert evaluate(artifact, **same)["correct"] == evaluate(artifact)["correct"]
+        with pytest.raises(ArtifactError, match=r"records mean 0\.5, not 0\.4"):
+            evaluate(artifact, mean=(0.4,))
+        with pytest.raises(ArtifactError, match="records interpolation"):
+            evaluate(artifact, interpolation="hamming")

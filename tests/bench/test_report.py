@@ -1,4 +1,4 @@
-"""What a report says is what was measured."""
+"""A report shows what was measured."""
 
 import json
 from pathlib import Path
@@ -24,6 +24,7 @@ COST = {
     "dense": {"params": 87338192, "macs": 17656811520, "macs_linear": 16934203392},
     "compressed": {"params": 54867152, "macs": 10932541440, "macs_linear": 10511020032},
 }
+PLAN = {"arch": "x", "arch_args": {}, "removed": {}, "appended": {}, "folded": [], "kept": {}, "heads": {}}
 
 
 def accuracy(correct: int) -> dict[str, object]:
@@ -44,7 +45,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         export(model, folder / name, input=input_config(model), classes=CLASSES)
     bench = suite.run([folder / "dense.onnx", folder / "model.onnx"], protocol="paper", batch=2, warmup=1, runs=20)
     plan = {
-        "arch": "x",
+        **PLAN,
         "removed": {"blocks.1.attn": "norm_identity"},
         "kept": {"blocks.0.mlp": [0, 2, 5], "residual": [1, 3]},
         "appended": {"blocks.1": "gelu"},
@@ -76,7 +77,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return folder, data
 
 
-def test_the_manager_sees_before_after_and_change(measured: tuple[Path, dict[str, object]]) -> None:
+def test_the_summary_shows_before_after_and_change(measured: tuple[Path, dict[str, object]]) -> None:
     rows = {row[0].split(" (")[0]: row[1:] for row in run.summary_table(measured[1]).rows}
     assert rows["accuracy, test images"] == ("97.0 % (524 of 540)", "96.5 % (521 of 540)", "-0.6 points (p = 0.45)")
     assert rows["parameters"] == ("87.34 M", "54.87 M", "-37.2 %")
@@ -84,14 +85,14 @@ def test_the_manager_sees_before_after_and_change(measured: tuple[Path, dict[str
     assert {"latency, median", "throughput", "speed-up, in turns", "file size"} <= set(rows)
 
 
-def test_each_row_tells_its_own_change() -> None:
-    """A machine that stalls moves the throughput, not the median of rounds in turn: one row does not say both."""
+def test_each_row_shows_its_own_change() -> None:
+    """A stalled machine changes the throughput, not the median of interleaved rounds: they have separate rows."""
 
     def row(rate: float, p50: float) -> dict[str, object]:
         about = {"runtime": "onnxruntime", "device": "cpu", "precision": "fp32", "batch": 2}
         return about | {"images_per_second": rate, "latency_ms": {"p50": p50}}
 
-    def told(high: float | None) -> list[tuple[str, ...]]:
+    def cells(high: float | None) -> list[tuple[str, ...]]:
         ratio = {
             "median": 1.5,
             "ci95": [1.4 if high else 0.0, high],
@@ -102,14 +103,14 @@ def test_each_row_tells_its_own_change() -> None:
         return [row[1:] for row in rows if "batch 2" in row[0]]
 
     measured = [("3 ms", "2 ms", "-33.3 %"), ("3,831 images/s", "121 images/s", "-96.8 %")]
-    assert told(1.6) == [*measured, ("", "1.50x", "95 % interval 1.40 to 1.60: faster")]
-    assert told(None) == [*measured, ("", "1.50x", "no interval: that takes 6 rounds")]
+    assert cells(1.6) == [*measured, ("", "1.50x", "95 % interval 1.40 to 1.60: faster")]
+    assert cells(None) == [*measured, ("", "1.50x", "no interval: at least 6 rounds are needed")]
 
 
 def test_the_page_names_what_was_removed_measured_and_published(measured: tuple[Path, dict[str, object]]) -> None:
     page = (measured[0] / "report.md").read_text()
     for text in (
-        "blocks.1.attn: norm_identity (its normalised input stands in its place)",
+        "blocks.1.attn: norm_identity (replaced by its normalized input)",
         "folded into linear layers: blocks.1.mlp",
         "| blocks.0 | 3 of 8 |",
         "blocks.1: followed by gelu",
@@ -125,7 +126,7 @@ def test_the_page_names_what_was_removed_measured_and_published(measured: tuple[
     assert run.read_report(measured[0]) == json.loads(json.dumps(measured[1]))
 
 
-def test_published_figures_have_units_and_stand_beside_what_is_counted_here() -> None:
+def test_published_figures_have_units_and_are_beside_our_counts() -> None:
     published = {"source": "SERo", "top1": 80.25, "params_m": 54.9, "macs_g": 10.5, "images_per_second": 1960.3}
     published |= {"speedup": 2.4, "macs_linear": True, "deviation": "widths differ", "note": "", "hardware": "A6000"}
     page = run.markdown({"recipe": "x", "cost": COST, "published": published})
@@ -155,13 +156,13 @@ def test_counts_are_written_in_full_and_the_same_everywhere(capsys: pytest.Captu
     assert shown.count("951,836") == 2 and "0.228 " in shown
 
 
-def test_an_engine_has_no_threads_to_tell_of(measured: tuple[Path, dict[str, Any]]) -> None:
+def test_an_engine_has_no_threads(measured: tuple[Path, dict[str, Any]]) -> None:
     (row, *_) = measured[1]["bench"][0]["rows"]
     table = run.bench_table([{"rows": [{**row, "threads": None}, {**row, "threads": 2}]}])
     assert [cells[table.columns.index("threads")] for cells in table.rows] == ["", "2"]
 
 
-def test_remarks_are_said_once_with_their_runtimes_and_short_names() -> None:
+def test_remarks_appear_once_with_their_runtimes_and_short_names() -> None:
     def entry(runtime: str, *names: str, warnings: tuple[str, ...], notes: tuple[str, ...] = ()) -> dict[str, object]:
         return {
             "rows": [{"artifact": name, "runtime": runtime} for name in names],
@@ -174,8 +175,8 @@ def test_remarks_are_said_once_with_their_runtimes_and_short_names() -> None:
     )
     busy = ("others kept 1 core busy",)
     folders = entry("torch", "/runs/x/state/dense", "/runs/x", warnings=("/runs/x, batch 2: noisy", *busy))
-    said = list_warnings([{**files, "warnings": (*files["warnings"], *busy), "notes": ("device: cpu",)}, folders])
-    assert said == [
+    lines = list_warnings([{**files, "warnings": (*files["warnings"], *busy), "notes": ("device: cpu",)}, folders])
+    assert lines == [
         "- note (onnxruntime): device: cpu",
         "- note (onnxruntime): dense.onnx, batch 2: noisy",
         "- note (onnxruntime, torch): others kept 1 core busy",
@@ -183,9 +184,9 @@ def test_remarks_are_said_once_with_their_runtimes_and_short_names() -> None:
     ]
 
 
-def test_layers_that_went_are_in_natural_order() -> None:
+def test_removed_layers_are_in_natural_order() -> None:
     removed = {f"blocks.{number}.attn": "double" for number in (10, 11, 9)}
-    page = run.markdown({"recipe": "x", "cost": COST, "plan": {"removed": removed}})
+    page = run.markdown({"recipe": "x", "cost": COST, "plan": {**PLAN, "removed": removed}})
     assert page.index("blocks.9.attn") < page.index("blocks.10.attn") < page.index("blocks.11.attn")
 
 
@@ -203,14 +204,14 @@ def test_a_run_without_data_has_a_report_too() -> None:
 
 def test_runs_side_by_side(measured: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
     folder, _ = measured
-    found = compare.compare_runs([folder])
-    compare.plot(found["runs"], tmp_path / "plot.png")
-    assert found["table"]["rows"][0][:2] == [folder.name, "96.5 % (521 of 540)"]
-    assert found["table"]["rows"][0][-1] == "passed"
+    comparison = compare.compare_runs([folder])
+    compare.plot(comparison["runs"], tmp_path / "plot.png")
+    (row,) = comparison["table"]["rows"]
+    assert (*row[:2], row[-1]) == (folder.name, "96.5 % (521 of 540)", "passed")
     with Image.open(tmp_path / "plot.png") as image:
         assert image.width > 500
     with pytest.raises(InputError):
-        compare.plot(found["runs"], tmp_path / "plot.exe")
+        compare.plot(comparison["runs"], tmp_path / "plot.exe")
     with pytest.raises(ArtifactError):
         compare.compare_runs([tmp_path])
 
@@ -232,7 +233,7 @@ def test_the_cost_of_a_model_fits_the_report() -> None:
     assert rows[0] == ("parameters", f"{counted['params']:,}", f"{counted['params']:,}", "+0.0 %")
 
 
-def test_exported_files_are_told_with_accuracy_speed_and_hash_in_one_row() -> None:
+def test_an_exported_file_has_accuracy_speed_and_hash_in_one_row() -> None:
     known = {"file": "model.onnx", "sha256": "0123456789abcdef", "bytes": 712340, "precision": "fp32", "verified": True}
     speed = {"images_per_second": 9457.4, "batch": 256}
     engine = {**known, "file": "model.engine", "verified": False, "accuracy": None, "speed": None}
@@ -240,25 +241,25 @@ def test_exported_files_are_told_with_accuracy_speed_and_hash_in_one_row() -> No
     files = [{**known, "accuracy": accuracy(529), "speed": speed}, engine, slow]
     data = {"recipe": "x", "cost": COST, "artifacts": files}
     page = run.markdown(data)
-    told = "98.0 % (529 of 540) | 9,457 (batch 256) | fp32 | 712,340 | yes | 0123456789ab"
-    assert f"| model.onnx | {told} |" in page and "| model.engine | - | - | fp32 | 712,340 | no |" in page
+    cells = "98.0 % (529 of 540) | 9,457 (batch 256) | fp32 | 712,340 | yes | 0123456789ab"
+    assert f"| model.onnx | {cells} |" in page and "| model.engine | - | - | fp32 | 712,340 | no |" in page
     assert "| model.xml | - | 0.299 (batch 1) |" in page
     rows = {row[0]: row for row in run.summary_table(data).rows}
     assert rows["accuracy of model.onnx"][2] == "98.0 % (529 of 540)" and "accuracy of model.engine" not in rows
 
 
-def test_equal_ways_of_weights_are_one_row() -> None:
+def test_equal_weights_of_several_blocks_are_one_row() -> None:
     def tensor(block: int, torch: list[int]) -> dict[str, object]:
         name = f"blocks.{block}.mlp.fc1.weight"
         turned = {"tensor": "val_3", "shape": torch[::-1], "bytes": 4096}
-        held = {"model.onnx": turned, "edge.onnx": turned, "model.xml": {**turned, "shape": torch}}
+        files = {"model.onnx": turned, "edge.onnx": turned, "model.xml": {**turned, "shape": torch}}
         sizes = {"dense": {name: [128, 16]}, "planned": torch, "torch": torch}
-        return {"name": name, "change": "sliced", **sizes, "files": held}
+        return {"name": name, "change": "sliced", **sizes, "files": files}
 
     gone = {**tensor(3, []), "change": "removed", "planned": None, "torch": None, "files": {}}
     about = {"bytes": 9, "of_model": 5, "of_constants": 1, "of_graph": 3, "parameters": 2}
-    files = [{"file": name, **about} for name in ("edge.onnx", "model.onnx", "model.xml")]
-    ways = {"tensors": [tensor(0, [64, 16]), tensor(1, [32, 16]), tensor(2, [64, 16]), gone], "files": files}
+    sizes = [{"file": name, **about} for name in ("edge.onnx", "model.onnx", "model.xml")]
+    ways = {"tensors": [tensor(0, [64, 16]), tensor(1, [32, 16]), tensor(2, [64, 16]), gone], "files": sizes}
     verify = {"passed": True, "checks": [], "weights": ways}
     page = run.markdown({"recipe": "x", "cost": COST, "verify": verify})
     way = "| blocks.{0,2}.mlp.fc1.weight | sliced | 128x16 | 64x16 | 64x16 |"
@@ -268,13 +269,13 @@ def test_equal_ways_of_weights_are_one_row() -> None:
     assert "model.onnx: 9 bytes, 5 of them the tensors of the model (2 parameters), 1 constants, 3 the graph" in page
 
 
-def test_a_speed_up_is_told_with_what_its_interval_says() -> None:
+def test_a_speed_up_is_shown_with_its_interval() -> None:
     near = {"median": 1.18, "ci95": [0.89, 1.26], "verdict": "not distinguishable"}
-    found = run.describe_speeds({"rows": [{"runtime": "torch"}], "ratios": [near]})
-    assert found == ["torch: 1.180 times as fast, 95 % interval 0.89 to 1.26: not distinguishable"]
+    speeds = run.describe_speeds({"rows": [{"runtime": "torch"}], "ratios": [near]})
+    assert speeds == ["torch: 1.180 times as fast, 95 % interval 0.89 to 1.26: not distinguishable"]
 
 
-def test_figures_stand_right_and_words_left() -> None:
+def test_numbers_are_aligned_right_and_words_left() -> None:
     table = Table("", ("name", "value", "how"), (("a", "1.5", "2 of 3"), ("b", "-", "not run"), ("c", "", "")))
     assert table.markdown().splitlines()[1] == "| --- | ---: | --- |"
     files = Table("", ("file", "bytes", "sha256"), (("model.onnx", "712,406", "94487752a12a"),))

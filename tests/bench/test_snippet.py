@@ -42,6 +42,7 @@ class OnePhoto:
     """A data set of one image."""
 
     labels = np.zeros(1, int)
+    prepared = False  # images, not tensors
 
     def __init__(self, path: Path, mode: str = "RGB") -> None:
         self.path, self.mode = path, mode
@@ -70,14 +71,14 @@ def best(onnx: Path, photo: Path) -> str:
     ],
     ids=["center", "squash", "wide", "grey"],
 )
-def test_the_ten_lines_prepare_images_as_the_evaluation_does(
+def test_the_ten_lines_preprocess_images_like_the_evaluation(
     input: InputConfig, size: tuple[int, int], tmp_path: Path
 ) -> None:
     noise = np.random.default_rng(1).integers(0, 255, (size[1], size[0], 3)).astype(np.uint8)
     Image.fromarray(noise).save(tmp_path / "photo.png")
     lines = snippet(input.to_dict(), image=str(tmp_path / "photo.png")).splitlines()
     scope: dict[str, object] = {}
-    exec("\n".join([*lines[:2], *lines[4:9]]), scope)  # the session and the answer left out
+    exec("\n".join([*lines[:2], *lines[4:9]]), scope)  # without the session and the printed class
     photo = OnePhoto(tmp_path / "photo.png", "L" if input.size[0] == 1 else "RGB")
     expected = calibration_images(photo, input, 1, 0).numpy()
     # timm scales by 255 and normalises in float32, the lines in float64: four roundings of values up to 1 / std.
