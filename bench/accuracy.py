@@ -22,9 +22,9 @@ from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.recipe.load import load_recipe
 from vitcompress.training.data import DataOptions, open_test
-from vitcompress.training.datasets import few
+from vitcompress.training.datasets import Images, few
 from vitcompress.training.distributed import Runtime
-from vitcompress.training.loaders import EvalLoader, Images
+from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import evaluate_images, mcnemar
 
 DIGITS = "digits"

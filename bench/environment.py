@@ -177,13 +177,13 @@ def sample_warnings(samples: Sequence[timing.Samples], rows: Sequence[RunnerReco
 
 def comparison_warnings(rows: Sequence[BenchRow]) -> Iterator[str]:
     """Differences that make a ratio unfair: image sizes, numbers of classes, devices, numbers of CPU threads."""
-    facts = {
+    properties: dict[str, list[object]] = {
         "image sizes": ["x".join(map(str, row["input_size"])) for row in rows],
         "numbers of classes": [row.get("classes") for row in rows],
         "devices": [row["device"] for row in rows],
         "numbers of threads": [row["threads"] if _kind(row) == "cpu" else None for row in rows],
     }
-    for what, values in facts.items():
+    for what, values in properties.items():
         groups: dict[str, dict[str, None]] = {}  # value -> artifacts, each once and in order
         for row, value in zip(rows, values, strict=True):
             if value is not None:

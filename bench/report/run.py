@@ -198,8 +198,8 @@ def markdown(report: Report) -> str:
     for table in report.get("tables") or ():
         parts += [f"## {table['title']}", _table(table)]
     if published := report.get("published"):
-        lines = _published_lines(published, report["cost"]["compressed"])
-        parts += ["## As published by others, not measured here", _bullets(lines)]
+        figures = _published_lines(published, report["cost"]["compressed"])
+        parts += ["## As published by others, not measured here", _bullets(figures)]
     if notes := report.get("notes"):
         parts += ["## Notes", _bullets(notes)]
     model = report.get("model") or {}

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vitcompress import recipes, surgery
@@ -67,7 +67,8 @@ def export_model(name: str, form: str, settings: Line) -> Line:
         surgery.fold_linears(model, plan)
     folded = time.perf_counter()
     exporter = EXPORTERS[form]
-    options = ExportOptions(**{key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()})
+    fields: Line = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+    options = ExportOptions(**fields)
     exporter.check_options(options)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"model{exporter.suffix}"
@@ -112,7 +113,7 @@ def peak_gib() -> float:
     return (machine.peak_bytes() or 0) / 2**30
 
 
-WORK = {"export": export_model, "slice": slice_model}
+WORK: dict[str, Callable[..., Line]] = {"export": export_model, "slice": slice_model}
 
 if __name__ == "__main__":
     sys.stdout.write(json.dumps(WORK[sys.argv[1]](*json.loads(sys.argv[2]))) + "\n")

@@ -47,7 +47,8 @@ def run_widths(options: Options) -> Iterator[Line]:
     dense, model = prune_recipe("up_deit_s")  # a standard DeiT-S has no unaligned widths
     yield from realised(dense, {"up_deit_s": model}, options, WIDTH_AIM)
     for name, step in RELEASED.items():
-        dense, released = prune_recipe(name, [f"step.{step}.target=ratios", f"step.{step}.amount=", f"step.{step}.round_to=2"])
+        changes = [f"step.{step}.{change}" for change in ("target=ratios", "amount=", "round_to=2")]
+        dense, released = prune_recipe(name, changes)
         models = {f"{name} as released": released, f"{name} aligned": prune_recipe(name)[1]}
         yield from realised(dense, models, options, WIDTH_AIM)
 

@@ -19,6 +19,7 @@ from vitcompress.families import family_of
 from vitcompress.io.progress import Progress
 from vitcompress.methods.base import Context
 from vitcompress.methods.upvit import method as upvit
+from vitcompress.methods.upvit.options import Options as UpOptions
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
 from vitcompress.recipe.load import load_recipe
@@ -79,7 +80,7 @@ def _time_plan(
 ) -> tuple[float, Plan]:
     """Seconds of computing a plan, and the plan."""
     folder.mkdir()
-    options = upvit.Options(target_args=TARGET, images=images, **settings)
+    options = UpOptions(target_args=TARGET, images=images, **settings)
     began = time.perf_counter()
     plan = upvit.plan(model, replace(context, folder=folder), options)
     return time.perf_counter() - began, plan

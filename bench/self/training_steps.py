@@ -1,6 +1,6 @@
 """Training steps with vitcompress's hooks, compared with plain ones."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,9 +10,9 @@ from vitcompress.bench import timing
 from vitcompress.bench.artifacts import synthetic_images
 from vitcompress.bench.self.parts import Line, Options, time_ratio
 from vitcompress.families import family_of
-from vitcompress.methods.sero import method as sero
 from vitcompress.methods.sero.exploration import Exploration
 from vitcompress.methods.sero.options import CriterionPass
+from vitcompress.methods.sero.options import Options as SeroOptions
 from vitcompress.models.create import create_model, input_config
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.surgery.masks import mask_channels
@@ -44,14 +44,13 @@ def time_exploration(options: Options) -> Iterator[Line]:
     cycles: dict[str, Callable[[], None]] = {}
     for criterion in (None, *EXPLORATION):
         model = create_model(options.arch).train()
-        step = Step(model, input_config(model).size, options.batch, criterion)
-        cycles[criterion or "plain"] = lambda step=step: [step() for _ in range(REFRESH)]  # type: ignore[misc]
+        cycles[criterion or "plain"] = Step(model, input_config(model).size, options.batch, criterion).cycle
     base, *others = _measure(cycles, options, max(3, options.runs // 2))
     for samples, (criterion, aim) in zip(others, EXPLORATION.items(), strict=True):
         yield time_ratio(f"exploration step, {criterion} criterion", samples, base, aim)
 
 
-def _measure(steps: dict[str, Callable[[], None]], options: Options, runs: int) -> list[timing.Samples]:
+def _measure(steps: Mapping[str, Callable[[], None]], options: Options, runs: int) -> list[timing.Samples]:
     targets = [timing.Target(name, step) for name, step in steps.items()]
     return timing.measure(targets, timing.Protocol("steps", options.batch, warmup=1, runs=runs))
 
@@ -67,7 +66,7 @@ class Step:
         self.images, self.targets = synthetic_images(size, batch, 0), torch.zeros(batch, dtype=torch.long)
         self.hooks: Exploration | None = None
         if criterion is not None:
-            settings = sero.Options(sparsity=SPARSITY, refresh=REFRESH, criterion_pass=criterion)
+            settings = SeroOptions(sparsity=SPARSITY, refresh=REFRESH, criterion_pass=criterion)
             self.hooks = Exploration(model, family_of(model), settings, lambda epoch, step, steps: SPARSITY, seed=0)
 
     def __call__(self) -> None:
@@ -82,6 +81,11 @@ class Step:
         if self.hooks:
             self.hooks.after_update()
         self.number += 1
+
+    def cycle(self) -> None:
+        """All steps from one refresh of the masks to the next."""
+        for _ in range(REFRESH):
+            self()
 
     def _backward(self) -> None:
         logits = self.model(self.images)

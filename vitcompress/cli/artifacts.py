@@ -1,7 +1,7 @@
 """`vitcompress verify`, `export`, `bench` and `evaluate`: commands on finished models."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -29,15 +29,16 @@ def verify(folder: Path, as_json: bool, debug: bool) -> int:
     with show_progress(debug) as progress:
         from vitcompress.bench.report import files
         from vitcompress.bench.report import run as reports
+        from vitcompress.bench.report.records import VerificationRecord
         from vitcompress.cli.output import tables
         from vitcompress.pipeline.folder import dense_folder_of_run
         from vitcompress.verify import verify_folder
 
         progress.stage(f"Verify {folder}")
         verification = verify_folder(folder, dense=dense_folder_of_run(folder), progress=progress)
-        data = verification.to_dict()
-        weights = files.weight_table(verification.weights)
-    summary = [*files.describe_bytes(verification.weights), reports.count_verdicts(data)]
+        data = cast(VerificationRecord, verification.to_dict())
+        weights = files.weight_table(data["weights"])
+    summary = [*files.describe_bytes(data["weights"]), reports.count_verdicts(data)]
     print_result(data, as_json, lambda _: tables.print_verification(data["checks"], weights, summary))
     return 0 if verification.passed else 1
 
@@ -62,11 +63,11 @@ def export(
     with show_progress(debug) as progress:
         from vitcompress.cli.output import tables
         from vitcompress.exporters.options import ExportOptions
-        from vitcompress.pipeline.export_folder import export_folder, settle
+        from vitcompress.pipeline.export_folder import export_folder, verify_export
 
         settings = ExportOptions(**{key: value for key, value in options.items() if value not in (None, ())})
         done = export_folder(folder, name, options=settings, out=out, progress=progress)
-        outcome = settle(folder, done, progress)
+        outcome = verify_export(folder, done, progress)
     data = {"folder": str(outcome.path.parent), **done.to_dict(), **outcome.to_dict()}
     print_result(data, as_json, tables.print_export)
     file = done.path.name

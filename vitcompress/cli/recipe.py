@@ -1,7 +1,7 @@
 """`vitcompress recipe` runs a recipe, `vitcompress recipes` lists and prints them."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -67,6 +67,7 @@ def recipe(
         shipped.text(source)  # reports an unknown name without importing torch
     with show_progress(debug) as progress:
         from vitcompress.bench.report import run as reports
+        from vitcompress.bench.report.records import Report
         from vitcompress.cli.output import tables, terminal
         from vitcompress.exporters import EXPORTERS
         from vitcompress.pipeline.dry_run import dry_run_recipe
@@ -82,10 +83,9 @@ def recipe(
             result = run_recipe(loaded, settings, progress)
     if dry_run:
         return print_dry_run(plan, as_json, tables.print_dry_run)
-    data = {"folder": str(result.folder), "passed": result.passed, **result.report}
-    print_result(
-        data, as_json, lambda _: tables.print_run(reports.summary_table(result.report), f"{result.folder}/report.md")
-    )
+    report = cast(Report, result.report)
+    data = {"folder": str(result.folder), "passed": result.passed, **report}
+    print_result(data, as_json, lambda _: tables.print_run(reports.summary_table(report), f"{result.folder}/report.md"))
     if not result.passed:
         return report_failure("a check failed", f"`vitcompress verify {result.folder}` shows which", as_json)
     if pending := result.pending:

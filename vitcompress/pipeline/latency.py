@@ -14,6 +14,7 @@ from torch import nn
 
 from vitcompress import surgery
 from vitcompress.bench import machine, suite
+from vitcompress.bench.report.records import BenchRow
 from vitcompress.errors import DeviceError, InputError
 from vitcompress.exporters.onnx.export import ONNX
 from vitcompress.exporters.precision import HALF, present_layers
@@ -93,7 +94,7 @@ def measured_on(job: Job) -> dict[str, Any]:
     return {**machine.facts(), "device": str(job.runtime.device), "threads": job.recipe.run.threads}
 
 
-def _measure(job: Job, model: nn.Module, runtime: str, protocol: suite.BenchOptions) -> dict[str, Any]:
+def _measure(job: Job, model: nn.Module, runtime: str, protocol: suite.BenchOptions) -> BenchRow:
     """A row of the benchmark."""
     options = replace(protocol, batch=job.recipe.bench.batch or 1, seed=job.recipe.run.seed)
     with tempfile.TemporaryDirectory() as folder, closing(_runner(job, model, runtime, Path(folder))) as runner:

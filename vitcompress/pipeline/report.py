@@ -4,12 +4,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from vitcompress import surgery
 from vitcompress.bench.plots import structure
 from vitcompress.bench.report import recorded
 from vitcompress.bench.report import run as reports
+from vitcompress.bench.report.records import AccuracyRecord, ArtifactRecord, BenchRecord, Report
 from vitcompress.errors import ArtifactError
 from vitcompress.exporters.sidecar import read_sidecar, sidecar_path
 from vitcompress.io.files import read_json
@@ -18,7 +19,7 @@ from vitcompress.methods.base import Choice
 from vitcompress.methods.latency import other_machine
 from vitcompress.models.checkpoint import read_plan
 from vitcompress.models.cost import count_cost
-from vitcompress.pipeline.export import all_exported, class_names, exported, island_remarks
+from vitcompress.pipeline.export import class_names, describe_fp32_layers, exported_paths
 from vitcompress.pipeline.job import Job, JobStep
 from vitcompress.pipeline.latency import measured_on
 from vitcompress.recipe.schema import Recipe
@@ -64,8 +65,8 @@ def write_report(job: Job) -> None:
     accuracy, measured = _read(files.accuracy), _read(files.benchmark)
     published = job.recipe.published
     pruned = surgery.apply_to_copy(job.blank, plan)
-    reports.write_report(
-        job.folder,
+    report = cast(
+        Report,
         {
             "recipe": job.recipe.name,
             "summary": job.recipe.summary,
@@ -88,8 +89,8 @@ def write_report(job: Job) -> None:
             "before_recovery": _read(files.before_recovery),
             "recovery": _read(files.recovery),
             "bench": measured,
-            "artifacts": [_artifact(path, accuracy or {}, measured or []) for path in exported(job, "model")],
-            "files": {path.name: int(_sidecar(path)["bytes"]) for path in all_exported(job)},
+            "artifacts": [_artifact(path, accuracy or {}, measured or []) for path in exported_paths(job, "model")],
+            "files": {path.name: int(_sidecar(path)["bytes"]) for path in exported_paths(job)},
             "verify": read_json(files.verification),
             "folding": _read(files.folding),
             "searched": None if job.structure_only else describe_measured_models(job.recipe),
@@ -100,6 +101,7 @@ def write_report(job: Job) -> None:
             "notes": list(_remarks(job)),
         },
     )
+    reports.write_report(job.folder, report)
 
 
 def _read(path: Path) -> Any:
@@ -114,12 +116,18 @@ def _sidecar(path: Path) -> dict[str, Any]:
     return sidecar
 
 
-def _artifact(path: Path, accuracy: Mapping[str, Any], measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _artifact(path: Path, accuracy: Mapping[str, AccuracyRecord], measured: Sequence[BenchRecord]) -> ArtifactRecord:
     """An exported file with its accuracy and its speed."""
     sidecar = _sidecar(path)
-    facts = {key: sidecar[key] for key in ("sha256", "bytes", "precision", "verified")}
-    speed = recorded.find_speed(measured, sidecar["sha256"])
-    return {"file": path.name, **facts, "accuracy": accuracy.get(path.name), "speed": speed}
+    return {
+        "file": path.name,
+        "sha256": sidecar["sha256"],
+        "bytes": sidecar["bytes"],
+        "precision": sidecar["precision"],
+        "verified": sidecar["verified"],
+        "accuracy": accuracy.get(path.name),
+        "speed": recorded.find_speed(measured, sidecar["sha256"]),
+    }
 
 
 def _remarks(job: Job) -> Iterator[str]:
@@ -142,7 +150,7 @@ def _remarks(job: Job) -> Iterator[str]:
     dense = (_read(job.files.accuracy) or {}).get("dense")
     if dense and job.data is not None and guessed(dense["correct"], job.data.test.labels):
         yield "The dense model is no better than guessing, so these accuracies do not show what pruning costs."
-    yield from island_remarks(job)
+    yield from describe_fp32_layers(job)
     yield from job.onnx_notes()
     if job.runtime.device.type == "cpu":
         yield "Measured on a CPU: ratios do not carry over to other hardware."

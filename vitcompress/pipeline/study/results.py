@@ -29,7 +29,7 @@ HOW_PAIRS_ARE_COMPARED = (
 
 def write_results(folder: Path, study: Study, runs: Sequence[Run], speed: Mapping[str, Any] | None) -> dict[str, Any]:
     """Write study.json and study.md; returns the content of study.json, which has no paths."""
-    reported = {run.name: reports.read_report(run.folder) for run in runs}
+    reported: dict[str, Any] = {run.name: reports.read_report(run.folder) for run in runs}
     records = [_run_record(run, reported[run.name], speed) for run in runs]
     rows = [_row_record(row, [record for record in records if record["row"] == row.name]) for row in study.rows]
     first, dense = reported[runs[0].name], dict[int, dict[str, Any]]()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitcompress.bench import accuracy, suite
+from vitcompress.bench.report.records import BenchRecord
 from vitcompress.exporters.onnx.export import ONNX
 from vitcompress.exporters.runtimes import RunnerOptions
 from vitcompress.exporters.sidecar import sidecar_path
@@ -66,7 +67,7 @@ def _count_correct(files: Mapping[str, Path], runner: RunnerOptions) -> dict[str
     }
 
 
-def _rename(result: dict[str, Any], files: Mapping[str, Path]) -> dict[str, Any]:
+def _rename(result: BenchRecord, files: Mapping[str, Path]) -> BenchRecord:
     """`result` with the names of runs instead of their files."""
     names = {str(file): name for name, file in files.items()}
     for row in result["rows"]:
