@@ -140,7 +140,7 @@ def test_every_family_is_cut_and_masked_is_sliced(variant: str) -> None:
     assert count_cost(sliced, size).macs < 0.6 * count_cost(dense, size).macs
 
 
-def test_each_attention_keeps_a_head_whatever_is_asked(tmp_path: Path) -> None:
+def test_each_attention_keeps_a_head_at_any_share(tmp_path: Path) -> None:
     plan = planned(tmp_path, model(4), keep_heads=0.01, keep_head_dim=0.01, keep_ratio=0.01)
     assert set(plan.heads.values()) == {1}
     assert all(len(kept) >= 1 for kept in plan.kept.values())
@@ -229,7 +229,9 @@ def test_structure_needs_no_weights() -> None:
         ({"keep_ratio": 1.0, "keep_heads": 1.0, "keep_head_dim": 1.0}, "nothing is removed"),
     ],
 )
-def test_what_cannot_be_met_is_refused_and_nothing_is_left(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_unreachable_targets_are_rejected_and_nothing_is_written(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     dense = model()
     options = half(**changes)
     with pytest.raises(PlanError, match=words):
@@ -239,7 +241,7 @@ def test_what_cannot_be_met_is_refused_and_nothing_is_left(changes: dict[str, An
     assert not list(tmp_path.iterdir())
 
 
-def test_gradients_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+def test_gradients_that_are_not_finite_are_rejected(tmp_path: Path) -> None:
     dense = model()
     with torch.no_grad():
         dense.get_submodule("head").weight.fill_(torch.nan)

@@ -1,4 +1,4 @@
-"""Latencies as a target: a clock is asked, and what it told is kept for the machine that it was told on."""
+"""Latencies as a target: they are measured by a clock and kept for the machine that they were measured on."""
 
 from pathlib import Path
 from typing import Any
@@ -25,73 +25,73 @@ HALF: dict[str, Any] = {
 
 
 def test_a_latency_is_aimed_at_with_the_clock_of_the_context(tmp_path: Path) -> None:
-    """A clock that counts parameters stands for a machine; the runtime's name reaches it."""
-    made, asked = model(4, 32), set()
+    """A clock that counts parameters replaces a machine; it receives the name of the runtime."""
+    vit, runtimes = model(4, 32), set()
 
     def tell(candidate: Any, runtime: str) -> float:
-        asked.add(runtime)
+        runtimes.add(runtime)
         return sum(p.numel() for p in candidate.parameters()) / 1000
 
-    whole = tell(made, "torch")
+    whole = tell(vit, "torch")
     options = Options(**HALF, target="latency", amount=0.5 * whole, latency_on="torch")
-    found = isomorphic.plan(made, context(tmp_path, made, latency=clock(tell)), options)
-    assert asked == {"torch"}
+    data = isomorphic.plan(vit, context(tmp_path, vit, latency=clock(tell)), options)
+    assert runtimes == {"torch"}
     known = len(list(tmp_path.glob("latency-torch-*.json")))
     (tmp_path / "widths.json").unlink()  # killed before it was done: what was measured is not measured again
-    never = context(tmp_path, made, latency=clock(lambda *about: pytest.fail("measured again")))
-    assert isomorphic.plan(made, never, options) == found and known >= 5
-    assert abs(tell(surgery.apply_to_copy(made, found), "torch") / whole - 0.5) < 0.03
+    never = context(tmp_path, vit, latency=clock(lambda *about: pytest.fail("measured again")))
+    assert isomorphic.plan(vit, never, options) == data and known >= 5
+    assert abs(tell(surgery.apply_to_copy(vit, data), "torch") / whole - 0.5) < 0.03
     with pytest.raises(PlanError, match="latencies cannot be measured"):
-        isomorphic.plan(made, context(tmp_path / "none", made), options)
+        isomorphic.plan(vit, context(tmp_path / "none", vit), options)
     beyond = Options(**HALF, target="latency", amount=1e-6)
     with pytest.raises(
         PlanError, match=r"1e-06 ms on onnxruntime cannot be reached: this structure allows [\d.]+ ms to [\d.]+ ms"
     ):
-        isomorphic.plan(made, context(tmp_path / "beyond", made, latency=clock(tell)), beyond)
+        isomorphic.plan(vit, context(tmp_path / "beyond", vit, latency=clock(tell)), beyond)
 
 
 def test_a_target_out_of_reach_while_something_else_ran_is_measured_anew(tmp_path: Path) -> None:
-    """Kept times would refuse it for ever."""
-    made, slower, told = model(4, 32), [1e4], RecordedProgress()
+    """Kept times would reject it forever."""
+    vit, slower, notes = model(4, 32), [1e4], RecordedProgress()
     tell = lambda candidate, _: slower[0] * sum(p.numel() for p in candidate.parameters()) / 1000  # noqa: E731
-    half = sum(p.numel() for p in made.parameters()) / 2000
+    half = sum(p.numel() for p in vit.parameters()) / 2000
     options = Options(**HALF, target="latency", amount=half, latency_on="torch")
     with pytest.raises(PlanError, match="cannot be reached") as caught:
-        isomorphic.plan(made, context(tmp_path, made, latency=clock(tell)), options)
+        isomorphic.plan(vit, context(tmp_path, vit, latency=clock(tell)), options)
     assert "measures anew" in str(caught.value.hint) and not list(tmp_path.glob("latency-torch-*"))
     slower[0] = 1.0
-    isomorphic.plan(made, context(tmp_path, made, latency=clock(tell), progress=told), options)
+    isomorphic.plan(vit, context(tmp_path, vit, latency=clock(tell), progress=notes), options)
     assert read_json(tmp_path / "widths.json")["target"]["reached"] == pytest.approx(half, rel=0.03)
-    measured = [note for note in told.notes if note.startswith("a candidate takes ")]
+    measured = [note for note in notes.notes if note.startswith("a candidate takes ")]
     assert len(measured) == len(list(tmp_path.glob("latency-torch-*"))) >= 5
     assert f"a candidate takes {2 * half:.4g} ms on torch" in measured, "the whole model is one of them"
 
 
-def test_what_ran_beside_a_candidate_refuses_nothing(tmp_path: Path) -> None:
-    """Every median is half as long again as what the model takes: the target lies below the least of them, and above
-    what the smallest model takes. That one is looked at more closely, before the run and in it, and once.
+def test_other_load_on_the_machine_rejects_no_target(tmp_path: Path) -> None:
+    """Every median is 1.5 times the undisturbed time: the target is below the smallest median, and above the time of
+    the smallest model. Only this model is measured again for longer, once before the run and once in it.
     """
-    made, closely, told = model(4, 32), list[int](), RecordedProgress()
+    vit, closely, notes = model(4, 32), list[int](), RecordedProgress()
     size = lambda candidate, *_: sum(p.numel() for p in candidate.parameters())  # noqa: E731
     disturbed = Clock(
         lambda candidate, _: 1.5e-3 * size(candidate),
         lambda candidate, _: (closely.append(size(candidate)), 1e-3 * size(candidate))[1],
     )
-    family, plan = family_of(made), context(tmp_path, made).plan
+    family, plan = family_of(vit), context(tmp_path, vit).plan
     least = {"amount": 1e-6, "target": "latency", "latency_on": "torch"}
     with pytest.raises(PlanError, match=r"allows [\d.]+ ms to") as caught:
-        isomorphic.check_reach(made, family, plan, Options(**HALF, **least), disturbed)
+        isomorphic.check_reach(vit, family, plan, Options(**HALF, **least), disturbed)
     shortest = float(str(caught.value).split("allows ")[1].split(" ms")[0])
-    assert not closely, "what lies so far below is refused at once"
+    assert not closely, "a target far below is rejected without a longer measurement"
     wanted = Options(**HALF, **{**least, "amount": 0.9 * shortest})
-    isomorphic.check_reach(made, family, plan, wanted, disturbed)
-    isomorphic.plan(made, context(tmp_path, made, latency=disturbed, progress=told), wanted)
-    found = read_json(tmp_path / "widths.json")["target"]
+    isomorphic.check_reach(vit, family, plan, wanted, disturbed)
+    isomorphic.plan(vit, context(tmp_path, vit, latency=disturbed, progress=notes), wanted)
+    data = read_json(tmp_path / "widths.json")["target"]
     assert closely[0] == closely[1] == pytest.approx(1000 * shortest / 1.5, rel=1e-3) and len(closely) == 2
-    assert found["least"] == pytest.approx(shortest / 1.5, rel=1e-3) and found["least"] < found["amount"]
+    assert data["least"] == pytest.approx(shortest / 1.5, rel=1e-3) and data["least"] < data["amount"]
     beyond = Options(**HALF, **{**least, "amount": 0.6 * shortest})
-    with pytest.raises(PlanError, match=f"allows {found['least']:.4g} ms to"):
-        isomorphic.plan(made, context(tmp_path / "beyond", made, latency=disturbed), beyond)
+    with pytest.raises(PlanError, match=f"allows {data['least']:.4g} ms to"):
+        isomorphic.plan(vit, context(tmp_path / "beyond", vit, latency=disturbed), beyond)
 
 
 def test_kept_latencies_belong_to_the_machine_that_they_were_taken_on(
@@ -100,7 +100,7 @@ def test_kept_latencies_belong_to_the_machine_that_they_were_taken_on(
     """One of two machines is twice as fast: its times are not mixed with the other's. Where a time is kept, no model is
     sliced for it.
     """
-    made, told, sliced = model(4, 32), RecordedProgress(), list[str]()
+    vit, notes, sliced = model(4, 32), RecordedProgress(), list[str]()
     real = width._deploy
     monkeypatch.setattr(
         width,
@@ -113,21 +113,21 @@ def test_kept_latencies_belong_to_the_machine_that_they_were_taken_on(
         options = Options(**HALF, target="latency", amount=0.5 * factor * whole, latency_on="torch")
         around = context(
             tmp_path,
-            made,
+            vit,
             latency=clock(lambda m, _: factor * sum(p.numel() for p in m.parameters()) / 1000),
             measured_on=lambda: {"cpu": cpu, "versions": {"torch": "2"}},
-            progress=told,
+            progress=notes,
         )
-        isomorphic.plan(made, around, options)
-        found: dict[str, Any] = read_json(tmp_path / "widths.json")["target"]
-        return found
+        isomorphic.plan(vit, around, options)
+        data: dict[str, Any] = read_json(tmp_path / "widths.json")["target"]
+        return data
 
-    whole = sum(p.numel() for p in made.parameters()) / 1000
+    whole = sum(p.numel() for p in vit.parameters()) / 1000
     slow = kept("slow", 1.0)
-    assert slow["most"] == pytest.approx(whole) and not any("anew" in note for note in told.notes)
+    assert slow["most"] == pytest.approx(whole) and not any("anew" in note for note in notes.notes)
     fast = kept("fast", 0.5)
     assert (fast["most"], fast["reached"]) == (slow["most"] / 2, slow["reached"] / 2)
-    (line,) = (note for note in told.notes if "anew" in note)
+    (line,) = (note for note in notes.notes if "anew" in note)
     assert line == (
         "latencies on torch are measured anew: those kept were taken elsewhere (cpu is 'slow' there, 'fast' here)"
     )

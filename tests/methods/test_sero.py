@@ -28,17 +28,21 @@ from vitcompress.methods.sero.exploration import Exploration
 SMALL = sero.Options(sparsity=0.5, epochs=4, refresh=2, lr=1e-3, round_to=2)
 
 
+def with_layout(layout: Any) -> sero.Options:
+    return replace(SMALL, layout=layout, round_to=8 if layout == "ragged" else SMALL.round_to)
+
+
 def explore(folder: Path, options: sero.Options = SMALL, **changes: Any) -> tuple[Any, dict[str, torch.Tensor], Any]:
     """The plan, the weights handed over, and what was recorded."""
-    made = model()
-    found = sero.plan(made, context(folder, made, **changes), options)
-    return found, load_tensors(folder / LEFT_WEIGHTS), read_json(folder / "exploration.json")
+    dense = model()
+    delta = sero.plan(dense, context(folder, dense, **changes), options)
+    return delta, load_tensors(folder / LEFT_WEIGHTS), read_json(folder / "exploration.json")
 
 
-def exploration(made: nn.Module, **changes: Any) -> Exploration:
+def exploration(dense: nn.Module, **changes: Any) -> Exploration:
     """Ready to choose half of all units at its first step."""
     plain = sero.Options(sparsity=0.5, refresh=1, weight_scale="none", layout="ragged", round_to=1)
-    return Exploration(made, family_of(made), replace(plain, **changes), lambda *at: 0.5, seed=0)
+    return Exploration(dense, family_of(dense), replace(plain, **changes), lambda *at: 0.5, seed=0)
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -56,12 +60,12 @@ def test_the_schedule_is_cubic_after_the_warm_up_and_ends_flat() -> None:
 @pytest.mark.parametrize("layout", ["ragged", "uniform"])
 @pytest.mark.parametrize("criterion", ["gradient", "gradient_times_weight", "weight", "random"])
 def test_plan(criterion: Any, layout: Any, tmp_path: Path) -> None:
-    """The budget is met, the model untouched, the mask nowhere in the weights, the answer kept."""
-    made = model()
-    before = {name: value.clone() for name, value in made.state_dict().items()}
-    options = replace(SMALL, criterion=criterion, layout=layout, epochs=2)
-    found = sero.plan(made, context(tmp_path, made), options)
-    assert same(dict(made.state_dict()), before) and not any(m._forward_hooks for m in made.modules())
+    """The budget is met, the model unchanged, no mask is in the weights, and a second call returns the kept plan."""
+    dense = model()
+    before = {name: value.clone() for name, value in dense.state_dict().items()}
+    options = replace(with_layout(layout), criterion=criterion, epochs=2)
+    delta = sero.plan(dense, context(tmp_path, dense), options)
+    assert same(dict(dense.state_dict()), before) and not any(m._forward_hooks for m in dense.modules())
     left, record = load_tensors(tmp_path / LEFT_WEIGHTS), read_json(tmp_path / "exploration.json")
     assert {name: t.shape for name, t in left.items()} == {name: t.shape for name, t in before.items()}
     assert not same(left, before)
@@ -69,7 +73,7 @@ def test_plan(criterion: Any, layout: Any, tmp_path: Path) -> None:
     assert 0.5 * units - 2 <= live <= 0.5 * units
     assert record["trace"][-1]["wanted"] == 0.5 and record["skipped"] == 0
     widths = {row["space"]: row["kept"] for row in record["spaces"]}
-    assert all(len(found.kept[name]) == widths[name] for name in found.kept)
+    assert all(len(delta.kept[name]) == widths[name] for name in delta.kept)
     by_layer, by_epoch, by_score = METHODS["sero"].report(tmp_path).charts
     assert sum(sum(line.gone) for line in by_score.lines) == units - live
     assert (by_score.level is not None) == (layout == "ragged") and len(by_epoch.lines[0].x) == 2
@@ -77,9 +81,9 @@ def test_plan(criterion: Any, layout: Any, tmp_path: Path) -> None:
     if by_score.level is not None:  # one number parts what lives from what does not
         shown = [(y, out) for line in by_score.lines for y, out in zip(line.y, line.gone, strict=True)]
         assert max(y for y, out in shown if out) <= by_score.level == min(y for y, out in shown if not out)
-    made.load_state_dict(left)
-    surgery.apply_to_copy(made, found)(torch.zeros(1, 1, 8, 8))
-    assert sero.plan(model(), context(tmp_path, model()), options) == found
+    dense.load_state_dict(left)
+    surgery.apply_to_copy(dense, delta)(torch.zeros(1, 1, 8, 8))
+    assert sero.plan(model(), context(tmp_path, model()), options) == delta
 
 
 def test_masks_are_plan_data_in_the_state_and_nowhere_else(tmp_path: Path) -> None:
@@ -116,95 +120,95 @@ def test_stopped_and_resumed_is_never_stopped(criterion_pass: Any, tmp_path: Pat
 
 def test_units_return_only_where_masked_ones_are_scored(tmp_path: Path) -> None:
     """In the masked pass a pruned unit's gradient is exactly zero, so what the released code prunes never returns."""
-    options = replace(SMALL, layout="ragged", refresh=1, lr=1e-2)
+    options = replace(with_layout("ragged"), refresh=1, lr=1e-2)
     dense = explore(tmp_path / "dense", options)[2]["revived"]
     masked = explore(tmp_path / "masked", replace(options, criterion_pass="masked"))[2]["revived"]
     assert sum(dense.values()) > 0 and sum(masked.values()) == 0
 
 
-def loss_of(made: nn.Module) -> torch.Tensor:
+def loss_of(dense: nn.Module) -> torch.Tensor:
     x = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    return functional.cross_entropy(made(x), torch.tensor([0, 1, 2, 0]))
+    return functional.cross_entropy(dense(x), torch.tensor([0, 1, 2, 0]))
 
 
 def test_scores_are_the_mean_gradients_of_the_writers() -> None:
     """Eq. 1 to 3 written out for timm's fused layout: q and k averaged; v and fc1 alone, proj and fc2 not counted."""
-    made = model()
-    found = exploration(made)
-    scores = found._scores(lambda: loss_of(made).backward())
-    qkv, fc1 = made.blocks[1].attn.qkv.weight.grad.abs().mean(1), made.blocks[1].mlp.fc1.weight.grad.abs().mean(1)
+    dense = model()
+    explored = exploration(dense)
+    scores = explored._scores(lambda: loss_of(dense).backward())
+    qkv, fc1 = dense.blocks[1].attn.qkv.weight.grad.abs().mean(1), dense.blocks[1].mlp.fc1.weight.grad.abs().mean(1)
     want = {"blocks.1.qk": (qkv[:16] + qkv[16:32]) / 2, "blocks.1.v": qkv[32:], "blocks.1.mlp": fc1}
     for name, value in want.items():
         assert np.allclose(scores[name], value.numpy(), rtol=1e-6, atol=0)
-    found.close()
+    explored.close()
 
 
 def test_masked_units_receive_no_gradient_and_the_dense_pass_scores_them() -> None:
-    made = model()
-    found = exploration(made)
-    found.before_step(0, 0, 10, lambda: loss_of(made).backward())
-    dead = ~torch.as_tensor(found.live["blocks.0.mlp"])
+    dense = model()
+    explored = exploration(dense)
+    explored.before_step(0, 0, 10, lambda: loss_of(dense).backward())
+    dead = ~torch.as_tensor(explored.live["blocks.0.mlp"])
     assert dead.any() and not dead.all()
-    scored = found._scores(lambda: loss_of(made).backward())["blocks.0.mlp"]
+    scored = explored._scores(lambda: loss_of(dense).backward())["blocks.0.mlp"]
     assert (scored[dead.numpy()] > 0).all()
-    made.zero_grad()
-    loss_of(made).backward()
-    mlp = made.blocks[0].mlp
+    dense.zero_grad()
+    loss_of(dense).backward()
+    mlp = dense.blocks[0].mlp
     assert (mlp.fc1.weight.grad[dead] == 0).all() and (mlp.fc2.weight.grad[:, dead] == 0).all()
     assert (mlp.fc1.weight.grad[~dead] != 0).any()
-    found.close()
-    assert not any(module._forward_hooks for module in made.modules())
+    explored.close()
+    assert not any(module._forward_hooks for module in dense.modules())
 
 
 def test_a_gradient_that_is_not_finite_skips_the_refresh() -> None:
-    made = model()
-    found = exploration(made)
+    dense = model()
+    explored = exploration(dense)
 
     def overflow() -> None:
-        loss_of(made).backward()
-        made.blocks[0].mlp.fc1.weight.grad[0, 0] = float("nan")
+        loss_of(dense).backward()
+        dense.blocks[0].mlp.fc1.weight.grad[0, 0] = float("nan")
 
-    found.before_step(0, 0, 10, overflow)
-    assert found.skipped == 1 and all(live.all() for live in found.live.values()) and found.sparsity == 0
-    made.zero_grad()  # as the training does before every step
-    found.before_step(0, 1, 10, lambda: loss_of(made).backward())
-    kept = {name: live.copy() for name, live in found.live.items()}
+    explored.before_step(0, 0, 10, overflow)
+    assert explored.skipped == 1 and all(live.all() for live in explored.live.values()) and explored.sparsity == 0
+    dense.zero_grad()  # as the training does before every step
+    explored.before_step(0, 1, 10, lambda: loss_of(dense).backward())
+    kept = {name: live.copy() for name, live in explored.live.items()}
     assert not all(live.all() for live in kept.values())
-    made.zero_grad()
-    found.before_step(0, 2, 10, overflow)
-    assert found.skipped == 2 and all((found.live[name] == kept[name]).all() for name in kept)
-    found.close()
+    dense.zero_grad()
+    explored.before_step(0, 2, 10, overflow)
+    assert explored.skipped == 2 and all((explored.live[name] == kept[name]).all() for name in kept)
+    explored.close()
 
 
 def test_an_exploration_without_finite_gradients_does_not_end_silently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Exploration._gradient_elements
-    monkeypatch.setattr(Exploration, "_gradient_elements", lambda self, weight: real(self, weight) * float("inf"))
+    real = Exploration._gradient
+    monkeypatch.setattr(Exploration, "_gradient", lambda self, weight: real(self, weight) * float("inf"))
     with pytest.raises(VitcompressError, match="finite gradients"):
         explore(tmp_path, replace(SMALL, epochs=2))
 
 
 def test_weight_scale_on_the_gradient() -> None:
-    made = model()
-    loss_of(made).backward()
-    plain = {name: parameter.grad.clone() for name, parameter in made.named_parameters()}
-    exploration(made, weight_scale="gradient").before_update()
-    for name, parameter in made.named_parameters():
-        linear = isinstance(made.get_submodule(name.rpartition(".")[0]), nn.Linear) and name.endswith("weight")
+    dense = model()
+    loss_of(dense).backward()
+    plain = {name: parameter.grad.clone() for name, parameter in dense.named_parameters()}
+    exploration(dense, weight_scale="gradient").before_update()
+    for name, parameter in dense.named_parameters():
+        linear = isinstance(dense.get_submodule(name.rpartition(".")[0]), nn.Linear) and name.endswith("weight")
         assert torch.equal(parameter.grad, plain[name] * parameter.abs() if linear else plain[name]), name
-    assert not torch.equal(made.head.weight.grad, plain["head.weight"])  # the classifier too
+    assert not torch.equal(dense.head.weight.grad, plain["head.weight"])  # the classifier too
 
 
 def test_weight_scale_on_the_update() -> None:
-    made = model()
-    found = exploration(made, weight_scale="update")
-    before = made.head.weight.detach().clone()
-    found.before_update()
+    dense = model()
+    explored = exploration(dense, weight_scale="update")
+    before = dense.head.weight.detach().clone()
+    explored.before_update()
     with torch.no_grad():
-        made.head.weight.add_(0.5)
-    found.after_update()
-    step = (made.head.weight - before).detach()
+        dense.head.weight.add_(0.5)
+    explored.after_update()
+    step = (dense.head.weight - before).detach()
     assert torch.allclose(step, 0.5 * before.abs() / before.abs().mean(), rtol=1e-5, atol=1e-6)
     assert float(step.mean()) == pytest.approx(0.5, rel=1e-4)  # the learning rate means what it meant
 
@@ -218,10 +222,10 @@ def test_the_way_of_scoring_and_scaling_matters(tmp_path: Path) -> None:
         "masked": replace(SMALL, criterion_pass="masked"),
         "unscaled": replace(SMALL, weight_scale="none"),
     }
-    found = {name: explore(tmp_path / name, options) for name, options in ways.items()}
-    assert not same(found["plain"][1], found["unscaled"][1])
-    assert len({found[name][0].digest for name in ways if name != "unscaled"}) == 5
-    each = {row["space"]: row["live"] / row["size"] for row in found["each"][2]["spaces"]}
+    results = {name: explore(tmp_path / name, options) for name, options in ways.items()}
+    assert not same(results["plain"][1], results["unscaled"][1])
+    assert len({results[name][0].digest for name in ways if name != "unscaled"}) == 5
+    each = {row["space"]: row["live"] / row["size"] for row in results["each"][2]["spaces"]}
     assert set(each.values()) == {0.5}
 
 
@@ -233,7 +237,7 @@ def test_tables_tell_what_was_achieved(tmp_path: Path) -> None:
     for kind, (live, total) in record["counts"].items():
         assert rows[kind][1:4] == [str(total), str(live), f"{100 * (1 - live / total):.2f} %"]
     assert len(widths["rows"]) == 9 and [row[0] for row in trace["rows"]] == ["1", "2", "3", "4"]
-    assert METHODS["sero"].report(tmp_path / "nowhere") == StepReport([], [], [])
+    assert METHODS["sero"].report(tmp_path / "nowhere") == StepReport()
     assert METHODS["sero"].report(tmp_path).remarks == []
     write_json(tmp_path / "exploration.json", record | {"skipped": 3})
     assert "skipped 3 refreshes" in METHODS["sero"].report(tmp_path).remarks[0]
@@ -242,18 +246,18 @@ def test_tables_tell_what_was_achieved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"), [({"sparsity": 0.999}, "at most"), ({"epochs": 1}, "nothing would be explored")]
 )
-def test_what_cannot_be_done_is_refused_before_training(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
-    made = model()
+def test_impossible_options_are_rejected_before_training(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    dense = model()
     for ask in (
-        lambda options: sero.structure(made, family_of(made), context(tmp_path, made).plan, options),
-        lambda options: sero.plan(made, context(tmp_path, made), options),
+        lambda options: sero.structure(dense, family_of(dense), context(tmp_path, dense).plan, options),
+        lambda options: sero.plan(dense, context(tmp_path, dense), options),
     ):
         with pytest.raises(PlanError, match=sentence):
             ask(replace(SMALL, **change))
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("wrong", [{}, {"sparsity": 0}, {"sparsity": 1}, {"sparsity": 0.5, "layout": "x"}])
+@pytest.mark.parametrize("wrong", [{"sparsity": 0}, {"sparsity": 1}, {"sparsity": 0.5, "layout": "x"}])
 def test_options_are_checked(wrong: dict[str, Any]) -> None:
     check = TypeAdapter(sero.Options)
     with pytest.raises(ValidationError):
@@ -263,9 +267,9 @@ def test_options_are_checked(wrong: dict[str, Any]) -> None:
 
 
 def test_structure_is_a_plan_of_the_same_size(tmp_path: Path) -> None:
-    made = model()
-    guess = sero.structure(made, family_of(made), context(tmp_path, made).plan, SMALL)
-    found = explore(tmp_path)[0]
-    units = [sum(map(len, plan.kept.values())) for plan in (guess, found)]
-    spaces = [sum(s.size for s in family_of(made).spaces(made) if s.name in plan.kept) for plan in (guess, found)]
+    dense = model()
+    guess = sero.structure(dense, family_of(dense), context(tmp_path, dense).plan, SMALL)
+    delta = explore(tmp_path)[0]
+    units = [sum(map(len, plan.kept.values())) for plan in (guess, delta)]
+    spaces = [sum(s.size for s in family_of(dense).spaces(dense) if s.name in plan.kept) for plan in (guess, delta)]
     assert abs((spaces[0] - units[0]) - (spaces[1] - units[1])) <= 2  # one FFN block

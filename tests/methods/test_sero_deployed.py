@@ -14,7 +14,7 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.methods.sero import method as sero
-from vitcompress.methods.sero.layout import LayoutRules, Live, deployed, padded, padding, project, unit_spaces
+from vitcompress.methods.sero.layout import LayoutRules, Live, deploy, padding, project, unit_spaces
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.cost import count_cost
 from vitcompress.plan import Plan
@@ -25,13 +25,13 @@ OPTIONS = sero.Options(sparsity=0.4, layout="ragged", epochs=2)
 
 
 def masked(model: nn.Module, live: Live, x: torch.Tensor) -> torch.Tensor:
-    gates = {name: torch.tensor(found, dtype=torch.float64) for name, found in live.items()}
+    gates = {name: torch.tensor(channels, dtype=torch.float64) for name, channels in live.items()}
     with mask_channels(model, family_of(model), gates):
         return logits(model, x)
 
 
-def drawn(model: nn.Module, layout: Any, seed: int = 4) -> tuple[Any, Live]:
-    """Scores by lot that favour v, as SERo finds it."""
+def random_live(model: nn.Module, layout: Any, seed: int = 4) -> tuple[Any, Live]:
+    """Random scores that favour v, as SERo measures them."""
     spaces, draw = unit_spaces(family_of(model).spaces(model)), np.random.default_rng(seed)
     scores = {space.name: draw.random(space.size) + (space.kind == "v") for space in spaces}
     return spaces, project(spaces, scores, scores, 0.4, LayoutRules(layout, 1))
@@ -46,10 +46,8 @@ def test_padded_attention_computes_the_same_at_one_width(variant: str, wider: st
     model = build(variant)
     spaces, x = unit_spaces(family_of(model).spaces(model)), images(variant)
     live = {s.name: np.arange(s.size) % (s.size // s.heads) < (2 if s.kind == wider else 1) for s in spaces}
-    kept, heads = deployed(spaces, live)
-    uniform = Plan("any", kept=kept, heads=heads)
-    plan = Plan("any", kept=kept, heads=heads, padded=padded(spaces, kept))
-    assert len(plan.padded) == len({s.attention for s in spaces if s.attention}) and padding(live, kept) == {}
+    uniform, plan = (deploy(Plan("any"), spaces, live, pad=pad) for pad in (False, True))
+    assert len(plan.padded) == len({s.attention for s in spaces if s.attention}) and padding(live, plan.kept) == {}
     assert_same(logits(surgery.apply_to_copy(model, plan), x), masked(model, live, x))
     assert_moved(logits(model, x), masked(model, live, x))
     size = tuple(x.shape[1:])
@@ -57,10 +55,9 @@ def test_padded_attention_computes_the_same_at_one_width(variant: str, wider: st
     assert work[1] > work[0]  # the zeros are multiplied
 
 
-def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_widths_that_the_kernel_receives(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = build("plain"), list[tuple[int, ...]]()
-    spaces, live = drawn(model, "uniform")
-    kept, heads = deployed(spaces, live)
+    spaces, live = random_live(model, "uniform")
     attend = F.scaled_dot_product_attention
 
     def spy(*parts: Any, **how: Any) -> Any:
@@ -69,8 +66,8 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
         return attend(*parts, **how)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    for names in ((), padded(spaces, kept)):
-        logits(surgery.apply_to_copy(model, Plan("any", kept=kept, heads=heads, padded=names)), images("plain"))
+    for pad in (False, True):
+        logits(surgery.apply_to_copy(model, deploy(Plan("any"), spaces, live, pad=pad)), images("plain"))
     unequal, equal = seen[:2], seen[2:]
     assert any(len(set(widths)) > 1 for widths in unequal)
     assert equal == [(max(widths),) * 3 for widths in unequal]
@@ -82,18 +79,18 @@ def test_padding_survives_the_next_slice_and_the_disk(tmp_path: Any) -> None:
     first = Plan(base.arch, base.arch_args, kept={"blocks.0.qk": (0, 4, 8, 12)}, padded=("blocks.0.attn",))
     later = Plan(base.arch, base.arch_args, kept={"blocks.0.v": tuple(c for c in range(16) if c % 4 < 3)})
     both = first.then(later)
-    made = surgery.apply_to_copy(surgery.apply_to_copy(model, first), later)
-    assert made.blocks[0].attn.padded and both.padded == ("blocks.0.attn",)
+    pruned = surgery.apply_to_copy(surgery.apply_to_copy(model, first), later)
+    assert pruned.blocks[0].attn.padded and both.padded == ("blocks.0.attn",)
     assert Plan.from_json(both.to_json()) == both
-    assert_same(logits(surgery.apply_to_copy(model, both), images("plain")), logits(made, images("plain")))
-    write_model(tmp_path, made, both)
+    assert_same(logits(surgery.apply_to_copy(model, both), images("plain")), logits(pruned, images("plain")))
+    write_model(tmp_path, pruned, both)
     loaded = load_model(tmp_path).double()
     assert loaded.blocks[0].attn.padded
     dropped = both.then(Plan(base.arch, base.arch_args, removed={"blocks.0.attn": "drop"}))
     assert dropped.padded == ()
 
 
-def test_padding_what_is_not_there_is_refused() -> None:
+def test_padding_of_an_unknown_attention_is_rejected() -> None:
     with pytest.raises(PlanError, match=r"padded\.blocks\.7\.attn: the model has no such attention"):
         surgery.apply_to_copy(build("plain"), Plan("any", padded=("blocks.7.attn",)))
 
@@ -102,13 +99,13 @@ def test_padding_what_is_not_there_is_refused() -> None:
 
 
 def emptied(live: Live, *names: str) -> Live:
-    return {name: np.zeros_like(found) if name in names else found for name, found in live.items()}
+    return {name: np.zeros_like(channels) if name in names else channels for name, channels in live.items()}
 
 
 def deployment(model: nn.Module, live: Live) -> tuple[nn.Module, Plan]:
     """The weights that are handed over, and the plan for them."""
     copy = deepcopy(model)
-    return copy, sero._deployed(copy, family_of(copy), Plan("any"), live, OPTIONS)
+    return copy, sero._deploy(copy, family_of(copy), Plan("any"), live, OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -128,13 +125,13 @@ def deployment(model: nn.Module, live: Live) -> tuple[nn.Module, Plan]:
 )
 def test_an_empty_branch_goes_and_its_bias_stays(variant: str, names: tuple[str, ...]) -> None:
     model, x = build(variant), images(variant)
-    live = emptied(drawn(model, "ragged")[1], *names)
+    live = emptied(random_live(model, "ragged")[1], *names)
     weights, delta = deployment(model, live)
     sliced = surgery.apply_to_copy(weights, delta)
     assert set(delta.removed) == {name.replace(".v", ".attn") for name in names}
-    found, wanted = logits(sliced, x), masked(model, live, x)
-    assert_same(found, wanted)
-    lost = surgery.apply_to_copy(model, delta)  # without moving the biases the answers are others
+    wanted = masked(model, live, x)
+    assert_same(logits(sliced, x), wanted)
+    lost = surgery.apply_to_copy(model, delta)  # without moving the biases the logits differ
     assert_moved(logits(lost, x), wanted)
     gone = [name for name, _ in sliced.named_modules() if any(name.startswith(site) for site in delta.removed)]
     assert not gone
@@ -152,7 +149,7 @@ def test_a_bias_does_not_cross_an_activation_or_a_bypass() -> None:
     ):
         model, x = surgery.apply_to_copy(build("plain"), plan), images("plain")
         name = "blocks.1.v" if plan.appended else "blocks.1.mlp"
-        live = emptied(drawn(model, "ragged")[1], name)
+        live = emptied(random_live(model, "ragged")[1], name)
         weights, delta = deployment(model, live)
         assert delta.removed == {} and name in delta.kept
         assert_same(logits(surgery.apply_to_copy(weights, delta), x), masked(model, live, x))
@@ -160,7 +157,7 @@ def test_a_bias_does_not_cross_an_activation_or_a_bypass() -> None:
 
 def test_an_empty_branch_without_a_bias_goes_and_leaves_nothing() -> None:
     model, x = build("no_proj_bias"), images("no_proj_bias")
-    live = emptied(drawn(model, "ragged")[1], "blocks.1.v")
+    live = emptied(random_live(model, "ragged")[1], "blocks.1.v")
     weights, delta = deployment(model, live)
     assert set(delta.removed) == {"blocks.1.attn"}
     changed = {n for n, tensor in weights.named_parameters() if not torch.equal(tensor, model.get_parameter(n))}
@@ -175,12 +172,12 @@ def test_a_bias_does_not_go_where_a_layer_scale_of_zero_would_swallow_it(zeros: 
     model, x = build("layer_scale"), images("layer_scale")
     with torch.no_grad():
         model.get_parameter("blocks.0.ls2.gamma")[zeros] = 0.0
-    live = emptied(drawn(model, "ragged")[1], "blocks.1.v")
+    live = emptied(random_live(model, "ragged")[1], "blocks.1.v")
     weights, delta = deployment(model, live)
     assert delta.removed == {} and "blocks.1.v" in delta.kept
-    found = logits(surgery.apply_to_copy(weights, delta), x)
-    assert torch.isfinite(found).all()
-    assert_same(found, masked(model, live, x))
+    channels = logits(surgery.apply_to_copy(weights, delta), x)
+    assert torch.isfinite(channels).all()
+    assert_same(channels, masked(model, live, x))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +186,7 @@ def test_a_bias_does_not_go_where_a_layer_scale_of_zero_would_swallow_it(zeros: 
 )
 def test_swin_and_pools_keep_the_branch(variant: str, name: str) -> None:
     model, x = build(variant), images(variant)
-    live = emptied(drawn(model, "ragged")[1], name)
+    live = emptied(random_live(model, "ragged")[1], name)
     weights, delta = deployment(model, live)
     assert delta.removed == {} and name in delta.kept
     assert name.endswith(".mlp") or delta.heads

@@ -13,7 +13,7 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.methods.sero import method as sero
-from vitcompress.methods.sero.layout import KINDS, LayoutRules, _above_quantile, deployed, padding, project, unit_spaces
+from vitcompress.methods.sero.layout import KINDS, LayoutRules, _above_quantile, deploy, padding, project, unit_spaces
 from vitcompress.models.cost import Cost, count_cost
 from vitcompress.plan import Plan
 from vitcompress.surgery.masks import mask_channels
@@ -22,11 +22,11 @@ LAYOUTS = ("ragged", "uniform", "tied", "padded")
 TOKENS = 197
 
 
-def dense(arch: str) -> nn.Module:
+def build_on_meta(arch: str) -> nn.Module:
     """Shapes alone."""
     with torch.device("meta"):
-        made: nn.Module = timm.create_model(arch)
-    return made
+        model: nn.Module = timm.create_model(arch)
+    return model
 
 
 # Parameters in millions: the dense count less L [n_qk (2E + 2) + (n_v + n_f) (2E + 1)] for n removed units per block.
@@ -41,7 +41,7 @@ PUBLISHED = [
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("arch", "sparsity", "millions"), PUBLISHED)
 def test_published_sizes(arch: str, sparsity: float, millions: float, layout: Any) -> None:
-    model = dense(arch)
+    model = build_on_meta(arch)
     width, before = model.embed_dim, count_cost(model, (3, 224, 224))
     base = Plan(arch)
     delta = sero.structure(model, family_of(model), base, sero.Options(sparsity=sparsity, layout=layout))
@@ -79,33 +79,33 @@ def halved(model: nn.Module, arch: str, of_attention: float, of_ffn: float) -> C
 
 @pytest.mark.parametrize(("arch", "of_attention", "of_ffn", "giga"), PUBLISHED_MACS)
 def test_published_macs(arch: str, of_attention: float, of_ffn: float, giga: set[float]) -> None:
-    assert round(halved(dense(arch), arch, of_attention, of_ffn).macs / 1e9, 1) in giga
+    assert round(halved(build_on_meta(arch), arch, of_attention, of_ffn).macs / 1e9, 1) in giga
 
 
 def test_published_sizes_of_one_branch_sliced() -> None:
     """Table 2: the same masks with only the FFNs, and with only the attentions sliced."""
-    model, arch = dense("deit_base_patch16_224"), "deit_base_patch16_224"
+    model, arch = build_on_meta("deit_base_patch16_224"), "deit_base_patch16_224"
     for of_attention, of_ffn, params, macs in ((0.0, 0.7425, 44.5, 9.3), (0.616, 0.0, 69.1, 13.7)):
-        found = halved(model, arch, of_attention, of_ffn)
-        assert found.params / 1e6 == pytest.approx(params, abs=0.2)  # heads are cut to whole channels
-        assert round(found.macs / 1e9, 1) == macs
+        live_units = halved(model, arch, of_attention, of_ffn)
+        assert live_units.params / 1e6 == pytest.approx(params, abs=0.2)  # heads are cut to whole channels
+        assert round(live_units.macs / 1e9, 1) == macs
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_size_of_swin_s_at_half(layout: Any) -> None:
     """Half of the blocks' linear weights gone leaves 26.05 M, which the paper prints as 25 M; biases go with them."""
-    model = dense("swin_small_patch4_window7_224")
+    model = build_on_meta("swin_small_patch4_window7_224")
     spaces = unit_spaces(family_of(model).spaces(model))
     biases = sum(space.size // 2 * (2 if space.kind == "qk" else 1) for space in spaces)
     delta = sero.structure(model, family_of(model), Plan("any"), sero.Options(sparsity=0.5, layout=layout))
-    found = sum(p.numel() for p in surgery.apply_to_copy(model, delta).parameters())
-    assert (found + biases) / 1e6 == pytest.approx(26.05, abs=1e-3 * 26.05 + 0.005)
+    live_units = sum(p.numel() for p in surgery.apply_to_copy(model, delta).parameters())
+    assert (live_units + biases) / 1e6 == pytest.approx(26.05, abs=1e-3 * 26.05 + 0.005)
 
 
 @pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.7])
 def test_the_published_identity_of_shares(sparsity: float) -> None:
     """Table 3: (QK + V + 4 FFN) / 6 is the sparsity, whatever the scores say."""
-    model = dense("deit_tiny_patch16_224")
+    model = build_on_meta("deit_tiny_patch16_224")
     spaces = unit_spaces(family_of(model).spaces(model))
     draw = np.random.default_rng(3)
     scores = {space.name: draw.gamma(1 + (space.kind == "v"), size=space.size) for space in spaces}
@@ -119,7 +119,7 @@ def test_the_published_identity_of_shares(sparsity: float) -> None:
 @pytest.mark.parametrize("threshold", ["global", "per_layer"])
 def test_ragged_keeps_what_lies_above_the_threshold_of_the_released_code(sparsity: float, threshold: Any) -> None:
     """numpy.percentile of all scores, or of each layer's; units strictly above it stay."""
-    spaces, scores = drawn(dense("deit_tiny_patch16_224"), seed=5)
+    spaces, scores = random_scores(build_on_meta("deit_tiny_patch16_224"), seed=5)
     live = project(spaces, scores, scores, sparsity, LayoutRules("ragged", 1, threshold))
     pooled = [np.concatenate([scores[space.name] for space in spaces])] * len(spaces)
     for space, together in zip(spaces, pooled if threshold == "global" else scores.values(), strict=True):
@@ -135,7 +135,7 @@ def test_the_rounded_share_would_be_one_unit_off() -> None:
     assert (_above_quantile(10, 0.0), _above_quantile(2, 0.999)) == (10, 1)
 
 
-def drawn(model: nn.Module, seed: int = 0) -> tuple[Any, dict[str, np.ndarray]]:
+def random_scores(model: nn.Module, seed: int = 0) -> tuple[Any, dict[str, np.ndarray]]:
     spaces = unit_spaces(family_of(model).spaces(model))
     draw = np.random.default_rng(seed)
     return spaces, {space.name: draw.random(space.size) for space in spaces}
@@ -144,8 +144,8 @@ def drawn(model: nn.Module, seed: int = 0) -> tuple[Any, dict[str, np.ndarray]]:
 @pytest.mark.parametrize("sparsity", [0.0, 0.2, 0.5, 0.7])
 @pytest.mark.parametrize("layout", ["uniform", "tied", "padded"])
 def test_widths_of_a_layout(layout: Any, sparsity: float) -> None:
-    model = dense("deit_small_patch16_224")
-    spaces, scores = drawn(model)
+    model = build_on_meta("deit_small_patch16_224")
+    spaces, scores = random_scores(model)
     live = project(spaces, scores, scores, sparsity, LayoutRules(layout, 8))
     widths = {}
     for space in spaces:
@@ -158,38 +158,38 @@ def test_widths_of_a_layout(layout: Any, sparsity: float) -> None:
         if layout == "tied" and name.endswith(".qk"):
             assert width == widths[name.replace(".qk", ".v")] >= 16
     total = sum(space.size for space in spaces)
-    achieved = 1 - sum(int(found.sum()) for found in live.values()) / total
+    achieved = 1 - sum(int(live_units.sum()) for live_units in live.values()) / total
     assert sparsity <= achieved < sparsity + 8 / total + 1e-12  # within one FFN block of the budget
 
 
 def test_the_best_blocks_of_all_layers_are_taken() -> None:
     """One layer whose scores are all higher keeps everything, and pays with the others."""
     model = build("plain")
-    spaces, scores = drawn(model)
+    spaces, scores = random_scores(model)
     scores = {name: 10 + score if name.startswith("blocks.1") else score for name, score in scores.items()}
     live = project(spaces, scores, scores, 0.3, LayoutRules("uniform", 2))
-    assert all(found.all() for name, found in live.items() if name.startswith("blocks.1"))
+    assert all(live_units.all() for name, live_units in live.items() if name.startswith("blocks.1"))
     even = project(spaces, scores, scores, 0.5, LayoutRules("uniform", 2, "per_layer"))
-    assert all(found.mean() == 0.5 for found in even.values())
+    assert all(live_units.mean() == 0.5 for live_units in even.values())
     single = project(spaces, scores, scores, 0.5, LayoutRules("ragged", 1, "per_layer"))
-    assert all(found.mean() == 0.5 for found in single.values())
+    assert all(live_units.mean() == 0.5 for live_units in single.values())
 
 
-def test_equal_scores_are_told_apart_the_same_way_every_time() -> None:
-    spaces, scores = drawn(build("plain"))
+def test_equal_scores_have_a_fixed_order() -> None:
+    spaces, scores = random_scores(build("plain"))
     none = {name: np.zeros_like(score) for name, score in scores.items()}
     live = project(spaces, none, scores, 0.5, LayoutRules("ragged", 1))
     by_size = project(spaces, scores, none, 0.5, LayoutRules("ragged", 1))
     assert all((live[name] == by_size[name]).all() for name in live)
     first = project(spaces, none, none, 0.5, LayoutRules("uniform", 2))
-    for found in first.values():
-        assert found[: found.size // 4].any()
+    for live_units in first.values():
+        assert live_units[: live_units.size // 4].any()
     assert all((first[n] == project(spaces, none, none, 0.5, LayoutRules("uniform", 2))[n]).all() for n in first)
 
 
-def test_too_sparse_is_refused_with_what_is_possible() -> None:
-    model = dense("deit_tiny_patch16_224")
-    with pytest.raises(PlanError, match=r"at most 0\.9\d+ of the units can go") as caught:
+def test_too_high_a_sparsity_is_rejected_with_the_possible_one() -> None:
+    model = build_on_meta("deit_tiny_patch16_224")
+    with pytest.raises(PlanError, match=r"at most 0\.9\d+ of the units can be removed") as caught:
         sero.structure(
             model, family_of(model), Plan("deit_tiny_patch16_224"), sero.Options(sparsity=0.99, layout="tied")
         )
@@ -214,7 +214,7 @@ def emptied(spaces: Any, live: dict[str, np.ndarray], what: str) -> dict[str, np
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_masked_is_sliced(variant: str, layout: Any) -> None:
     model = build(variant)
-    spaces, scores = drawn(model, 4)
+    spaces, scores = random_scores(model, 4)
     live = project(spaces, scores, scores, 0.4, LayoutRules(layout, 2))
     check_masked_is_sliced(model, spaces, live, variant)
 
@@ -222,7 +222,7 @@ def test_masked_is_sliced(variant: str, layout: Any) -> None:
 @pytest.mark.parametrize("what", ["qk head", "v head", "qk all", "v all", "mlp all"])
 def test_masked_is_sliced_where_nothing_lives(what: str) -> None:
     model = build("plain")
-    spaces, scores = drawn(model, 4)
+    spaces, scores = random_scores(model, 4)
     live = emptied(spaces, project(spaces, scores, scores, 0.4, LayoutRules("ragged", 1)), what)
     delta = check_masked_is_sliced(model, spaces, live, "plain")
     assert ("blocks.0.attn" in delta.heads) == (what in ("v head", "v all"))
@@ -231,13 +231,12 @@ def test_masked_is_sliced_where_nothing_lives(what: str) -> None:
 def check_masked_is_sliced(model: nn.Module, spaces: Any, live: dict[str, np.ndarray], variant: str) -> Plan:
     """Float64: gates on the whole model against the model that is deployed."""
     x = images(variant)
-    gates = {name: torch.tensor(found, dtype=torch.float64) for name, found in live.items()}
+    gates = {name: torch.tensor(live_units, dtype=torch.float64) for name, live_units in live.items()}
     before = logits(model, x)
     with mask_channels(model, family_of(model), gates):
         masked = logits(model, x)
-    kept, heads = deployed(spaces, live)
-    delta = Plan("any", kept=kept, heads=heads)
-    sero._silence(model, spaces, padding(live, kept))
+    delta = deploy(Plan("any"), spaces, live)
+    sero._zero(model, spaces, padding(live, delta.kept))
     assert_same(logits(surgery.apply_to_copy(model, delta), x), masked)
     assert_moved(masked, before)
     return delta
@@ -245,9 +244,9 @@ def check_masked_is_sliced(model: nn.Module, spaces: Any, live: dict[str, np.nda
 
 def test_a_layout_that_rounds_nothing_up_pads_nothing() -> None:
     model = build("plain")
-    spaces, scores = drawn(model)
+    spaces, scores = random_scores(model)
     for layout in ("uniform", "tied"):
         live = project(spaces, scores, scores, 0.4, LayoutRules(layout, 2))
-        assert padding(live, deployed(spaces, live)[0]) == {}
+        assert padding(live, deploy(Plan("any"), spaces, live).kept) == {}
     ragged = project(spaces, scores, scores, 0.4, LayoutRules("ragged", 1))
-    assert padding(ragged, deployed(spaces, ragged)[0])
+    assert padding(ragged, deploy(Plan("any"), spaces, ragged).kept)

@@ -88,7 +88,7 @@ def test_every_candidate_loads_into_the_shallower_model() -> None:
 # ----------------------------------------------------------------------------------------------------------------- plan
 
 
-def test_what_was_measured_is_told_in_forward_order(tmp_path: Path) -> None:
+def test_measurements_are_reported_in_forward_order(tmp_path: Path) -> None:
     for number in (0, 2, 10):
         write_json(tmp_path / f"scores-blocks.{number}.mlp.json", [1.0, 2.0])
         write_json(tmp_path / f"blocks-{number}.json", {"ways": [f"block blocks.{number}"], "scores": [1.0]})
@@ -174,7 +174,7 @@ def test_the_least_important_channels_go(tmp_path: Path) -> None:
     assert set(plan.kept) == {f"blocks.{n}.mlp" for n in range(3)}
 
 
-def test_a_proxy_that_is_too_small_is_said(tmp_path: Path) -> None:
+def test_too_few_proxy_images_are_reported(tmp_path: Path) -> None:
     from vitcompress.io.progress import Progress
 
     class Notes(Progress):
@@ -219,7 +219,7 @@ def test_targets_that_cannot_be_reached(options: Any, message: str, tmp_path: Pa
     assert caught.value.exit_code == 2  # type: ignore[attr-defined]
 
 
-def test_swin_is_refused_with_its_reason() -> None:
+def test_swin_is_rejected_with_its_reason() -> None:
     with torch.device("meta"):
         dense = timm.create_model("swin_small_patch4_window7_224")
     base, options = Plan("swin_small_patch4_window7_224"), upvit.Options(target="swin_tiny_patch4_window7_224")
@@ -281,7 +281,7 @@ def test_published_targets(arch: str, goal: str, args: Any, params: int) -> None
     assert plan.standard["arch"] == goal
 
 
-def test_all_but_regrouped_heads_is_held_against_masks() -> None:
+def test_all_spaces_except_regrouped_heads_are_compared_with_masks() -> None:
     dense, x = build("plain"), pictures("plain")
     base = contract("plain").plan
     plan = upvit.structure(

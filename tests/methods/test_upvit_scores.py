@@ -151,7 +151,7 @@ def test_more_directions_tell_more_and_there_are_one_less_than_classes() -> None
 
 
 def test_the_estimate_of_an_attention_is_near_its_deletion() -> None:
-    """Small enough, a channel's loss moves answers linearly: the estimate is S(c) itself then, without q k twice."""
+    """Deleting a small channel changes the logits linearly: the estimate then equals S(c), and counts q k once."""
     dense, x = build("plain"), pictures("plain", count=2)
     with torch.no_grad():
         for block in dense.blocks:

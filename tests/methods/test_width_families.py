@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {
     "upvit": upvit.Options(target_args={"embed_dim": 8, "num_heads": 2}),
 }
 TARGETS = {"pvt": {"embed_dims": [8, 16], "depths": [1, 1]}, "swiglu": {"embed_dim": 8, "num_heads": 2}}
-REFUSED = {
+UNSUPPORTED = {
     ("upvit", "swin"): "each head has a relative position table",
     ("upvit", "eva"): "these embeddings rotate the channels of q and k by their position in the head",
 }
@@ -39,12 +39,12 @@ REFUSED = {
     ],
 )
 @pytest.mark.parametrize("method", OPTIONS)
-def test_every_family_is_pruned_or_the_reason_is_said(method: str, variant: str, tmp_path: Path) -> None:
+def test_every_family_is_pruned_or_rejected_with_a_reason(method: str, variant: str, tmp_path: Path) -> None:
     model, row = build(variant), contract(variant)
     family, base, options = family_of(model), Plan(row.arch, row.arch_args), OPTIONS[method]
     if method == "upvit" and variant.split("_")[0] in TARGETS:
         options = upvit.Options(target_args=TARGETS[variant.split("_")[0]])
-    if reason := REFUSED.get((method, family.name)):
+    if reason := UNSUPPORTED.get((method, family.name)):
         with pytest.raises(PlanError, match=reason) as caught:
             METHODS[method].structure(model, family, base, options)
         assert caught.value.hint
@@ -98,7 +98,7 @@ def test_q_and_k_under_a_rotary_embedding_keep_the_width_of_their_heads() -> Non
             assert qk == heads * 4 > v, (method, path)
 
 
-def test_widths_that_a_rotary_embedding_cannot_tie_are_refused() -> None:
+def test_tied_widths_are_rejected_under_a_rotary_embedding() -> None:
     model, row = build("rotary"), contract("rotary")
     with pytest.raises(PlanError, match="q and k lose channels with their heads only") as caught:
         sero.structure(model, family_of(model), Plan(row.arch, row.arch_args), replace(OPTIONS["sero"], layout="tied"))

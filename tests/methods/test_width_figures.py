@@ -1,8 +1,8 @@
 """Published parameters and MACs of every recipe against what the code counts, without any training.
 
 Shares fix the totals of isomorphic pruning and HetDPT+ whatever the weights are: with the released rounding
-(`round_to = 2`), and aligned and solved for the published MACs, which is what the recipes do. Where a recipe comes to
-something else than was published it says why.
+(`round_to = 2`), and aligned and solved for the published MACs, which is what the recipes do. Recipes that deviate
+from the published sizes give the reason.
 """
 
 import functools
@@ -24,8 +24,8 @@ HETDPT_PLUS = ("hetdpt_plus_3_7g", "hetdpt_plus_2_4g", "hetdpt_plus_1_1g")
 @functools.cache
 def shipped(name: str) -> dict[str, Any]:
     """The record of a recipe as it is shipped."""
-    (found,) = compare_sizes([name])
-    return found
+    (record,) = compare_sizes([name])
+    return record
 
 
 def off(recipe: Recipe, macs: str) -> tuple[float, float]:
@@ -50,8 +50,8 @@ def test_released_settings_of_isomorphic_pruning(name: str) -> None:
 
 @pytest.mark.parametrize("name", ISOMORPHIC)
 def test_aligned_isomorphic_recipes_meet_the_published_macs(name: str) -> None:
-    found = shipped(name)
-    assert abs(found["params_m"]["off"]) <= 0.03 and abs(found["macs_g"]["off"]) <= 0.01 and not found["macs_linear"]
+    record = shipped(name)
+    assert abs(record["params_m"]["off"]) <= 0.03 and abs(record["macs_g"]["off"]) <= 0.01 and not record["macs_linear"]
 
 
 @pytest.mark.parametrize("name", HETDPT_PLUS)
@@ -63,27 +63,27 @@ def test_inferred_ratios_of_hetdpt_plus(name: str) -> None:
 
 @pytest.mark.parametrize("name", HETDPT_PLUS)
 def test_aligned_hetdpt_plus_recipes_meet_the_published_macs(name: str) -> None:
-    found = shipped(name)
-    assert abs(found["params_m"]["off"]) <= 0.03 and abs(found["macs_g"]["off"]) <= 0.01 and found["macs_linear"]
+    record = shipped(name)
+    assert abs(record["params_m"]["off"]) <= 0.03 and abs(record["macs_g"]["off"]) <= 0.01 and record["macs_linear"]
 
 
 @pytest.mark.parametrize("name", [name for name in recipes.names() if not name.startswith("digits_")])
 def test_a_recipe_meets_what_was_published_or_says_why_not(name: str) -> None:
-    found = shipped(name)
-    assert (found["met"] is not False) == (not found["reason"]), found
-    if found["reason"]:
-        assert found["reason"].endswith(".") and len(found["reason"].split()) > 5
+    record = shipped(name)
+    assert (record["met"] is not False) == (not record["reason"]), record
+    if record["reason"]:
+        assert record["reason"].endswith(".") and len(record["reason"].split()) > 5
 
 
 def test_dinov2_giant_is_deployed_without_its_layer_scales() -> None:
     """Two in each of 40 blocks, but the 15 that went with their branches, are folded: by so much less is counted."""
-    found = shipped("dinov2_g_hetdpt")["params_m"]
-    unfolded = round(1e6 * found["counted"]) + (2 * 40 - 15) * 1536
-    assert unfolded == 927118948 and round(unfolded / 1e6, 2) == found["published"]
+    record = shipped("dinov2_g_hetdpt")["params_m"]
+    unfolded = round(1e6 * record["counted"]) + (2 * 40 - 15) * 1536
+    assert unfolded == 927118948 and round(unfolded / 1e6, 2) == record["published"]
 
 
 def test_counted_sizes_are_those_of_the_outlook() -> None:
-    found = shipped("nose_deit_s_3")
+    record = shipped("nose_deit_s_3")
     cost = dry_run_recipe(load_recipe("nose_deit_s_3"), RunOptions(structure_only=True))["cost"]["compressed"]
-    assert found["params_m"] == {"published": None, "counted": cost["params"] / 1e6, "off": None}
-    assert found["macs_g"]["counted"] == cost["macs"] / 1e9 and found["met"] is None
+    assert record["params_m"] == {"published": None, "counted": cost["params"] / 1e6, "off": None}
+    assert record["macs_g"]["counted"] == cost["macs"] / 1e9 and record["met"] is None

@@ -1,16 +1,16 @@
-"""From scores of units to the channels that live: an exact budget in a layout that the runtime can use.
+"""From scores of units to live channels: an exact budget, in a layout that runtimes can use.
 
-A unit is one channel of a q/k, v or FFN space: in DeiT each owns twice the residual width in weights, so the share of
-units removed is the share of the blocks' linear weights removed. The threshold is one over all layers and kinds.
+A unit is one channel of a q/k, v or FFN space. In DeiT each unit has twice the residual width in weights, so the share
+of removed units is the share of the blocks' linear weights that is removed. One threshold covers all layers and kinds.
 
-    ragged    single units above the threshold; heads and layers end up as they may. SERo as published, for comparison
-    uniform   every head of an attention keeps as many q/k channels, and as many v channels; multiples of `round_to`
-    tied      q/k and v keep as many: attention kernels that know one head width
+    ragged    single units above the threshold; heads and layers have any width. SERo as published, for comparison
+    uniform   all heads of an attention keep the same number of q/k and of v channels; multiples of `round_to`
+    tied      q/k and v keep the same number: attention kernels that support one head width
     padded    as uniform, with zeros in the attention up to the wider of q/k and v: the same kernels, SERo's own widths
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,19 +18,20 @@ import numpy as np
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Space
+from vitcompress.plan import Plan
 
 Layout = Literal["ragged", "uniform", "tied", "padded"]
 Threshold = Literal["global", "per_layer"]
 Scores = Mapping[str, np.ndarray]
-Live = dict[str, np.ndarray]
-APART: tuple[Layout, ...] = ("ragged", "uniform")  # q/k and v end at widths of their own
+Live = dict[str, np.ndarray]  # space -> whether each channel is live, (channels,)
+APART: tuple[Layout, ...] = ("ragged", "uniform")  # q/k and v get different widths
 KINDS = ("qk", "v", "mlp")
-TIED_WIDTH = 16  # the least head width that fused attention kernels take
+TIED_WIDTH = 16  # smallest head width of fused attention kernels
 
 
 @dataclass(frozen=True)
 class LayoutRules:
-    """How live channels may lie. round_to: widths (per head) are multiples of it."""
+    """Where live channels may be. round_to: widths (per head) are multiples of it."""
 
     layout: Layout
     round_to: int
@@ -39,10 +40,10 @@ class LayoutRules:
 
 @dataclass(frozen=True)
 class _Ladder:
-    """Spaces that grow together, a step at a time: every head of every space to `edges[i]` channels, best first.
+    """Spaces that grow together, step by step: with step i, every head of every space has its best `edges[i]` channels.
 
-    orders: per space, channels of each head from the best to the worst, (heads, channels). values: mean score of the
-    units that each step adds, never rising.
+    orders: per space, the channels of each head from the best to the worst, (heads, channels). values: mean score of
+    the units that each step adds, never increasing.
     """
 
     spaces: tuple[Space, ...]
@@ -51,12 +52,21 @@ class _Ladder:
     values: np.ndarray
 
     def units(self, steps: int) -> int:
-        """How many units the first `steps` steps hold."""
+        """Number of units after `steps` steps."""
         return sum(space.heads for space in self.spaces) * (self.edges[steps - 1] if steps else 0)
+
+    def live(self, steps: int) -> Live:
+        """The channels after `steps` steps."""
+        live: Live = {}
+        for space, order in zip(self.spaces, self.orders, strict=True):
+            rows = np.zeros(order.shape, dtype=bool)
+            np.put_along_axis(rows, order[:, : self.edges[steps - 1]], True, axis=1)
+            live[space.name] = rows.ravel()
+        return live
 
 
 def prunable(spaces: Iterable[Space]) -> tuple[Space, ...]:
-    """The spaces that lose channels, be it with their heads alone."""
+    """The spaces that lose channels, including those that lose whole heads only."""
     return tuple(space for space in spaces if space.kind in KINDS)
 
 
@@ -66,80 +76,74 @@ def unit_spaces(spaces: Iterable[Space]) -> tuple[Space, ...]:
 
 
 def project(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: float, rules: LayoutRules) -> Live:
-    """Space -> whether each channel lives, (channels,), when `sparsity` of all units goes.
+    """The live channels after `sparsity` of all units is removed.
 
-    scores: (channels,) each, the higher the better; equal ones are told apart by `ties`, then by their number.
+    scores: (channels,) each, higher is better; equal scores are ordered by `ties`, then by channel.
 
     Raises:
         PlanError: the layout cannot be that sparse.
     """
     if rules.layout == "ragged":
-        _check_some_live(spaces, sparsity)
-        return _ragged(spaces, scores, ties, sparsity, rules.threshold)
-    _check_alignment(spaces, rules.round_to)
+        return _project_ragged(spaces, scores, ties, sparsity, rules.threshold)
+    for space in spaces:
+        if rules.round_to > (width := space.size // space.heads):
+            raise PlanError(
+                f"round_to is {rules.round_to}, but {space.name} has only {width} channels per head",
+                hint=f"set round_to to {width} or less",
+            )
     ladders = [_ladder(group, scores, ties, rules) for group in _groups(spaces, rules.layout)]
     together = [ladders] if rules.threshold == "global" else [[ladder] for ladder in ladders]
     live: Live = {}
     for members in together:
-        for ladder, steps in zip(members, _climbed(members, sparsity, strict=len(together) == 1), strict=True):
-            live |= _lowest_rungs(ladder, steps)
+        for ladder, steps in zip(members, _climb(members, sparsity, strict=len(together) == 1), strict=True):
+            live |= ladder.live(steps)
     return live
 
 
-def _check_some_live(spaces: Sequence[Space], sparsity: float) -> None:
+def _project_ragged(
+    spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: float, threshold: Threshold
+) -> Live:
     total = sum(space.size for space in spaces)
     if round((1 - sparsity) * total) < 1:
         raise PlanError(
-            f"sparsity is {sparsity:g}, which takes all {total} units: no layer would be left", hint="lower sparsity"
+            f"sparsity is {sparsity:g}, which removes all {total} units: no layer would be left", hint="lower sparsity"
         )
-
-
-def _check_alignment(spaces: Sequence[Space], round_to: int) -> None:
-    for space in spaces:
-        width = space.size // space.heads
-        if round_to > width:
-            raise PlanError(
-                f"round_to is {round_to}, but {space.name} has only {width} channels per head",
-                hint=f"set round_to to {width} or less",
-            )
-
-
-def _ragged(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: float, threshold: Threshold) -> Live:
     together = [list(spaces)] if threshold == "global" else [[space] for space in spaces]
     live: Live = {}
     for members in together:
-        score, tie = (np.concatenate([kind[space.name] for space in members]) for kind in (scores, ties))
-        found = np.zeros(len(score), dtype=bool)
-        found[_best_first(score, tie)[: _above_quantile(len(score), sparsity)]] = True
+        score, tie = (np.concatenate([values[space.name] for space in members]) for values in (scores, ties))
+        channels = np.zeros(len(score), dtype=bool)
+        channels[_best_first(score, tie)[: _above_quantile(len(score), sparsity)]] = True
         ends = np.cumsum([space.size for space in members])
-        live |= dict(zip((space.name for space in members), np.split(found, ends[:-1]), strict=True))
+        live |= dict(zip((space.name for space in members), np.split(channels, ends[:-1]), strict=True))
     return live
 
 
 def _above_quantile(total: int, sparsity: float) -> int:
-    """How many of `total` different scores are larger than their `sparsity` quantile, linearly interpolated: what the
-    released code keeps (numpy.percentile, strictly above), which may be one more or less than the rounded share.
+    """How many of `total` different scores exceed their `sparsity` quantile, linearly interpolated.
+
+    The released code keeps these (numpy.percentile, strictly above), one more or less than the rounded share.
     """
     return total - 1 - math.floor(sparsity * (total - 1)) if sparsity else total
 
 
 def _best_first(score: np.ndarray, tie: np.ndarray) -> np.ndarray:
-    return np.lexsort((-tie, -score))  # stable: the first of what is equal in both comes first
+    return np.lexsort((-tie, -score))  # stable: channels equal in both keep their order
 
 
 def _groups(spaces: Sequence[Space], layout: Layout) -> list[tuple[Space, ...]]:
-    """The spaces that must end at equal widths."""
-    found: dict[str, tuple[Space, ...]] = {}
+    """The spaces that must have equal widths."""
+    groups: dict[str, tuple[Space, ...]] = {}
     for space in spaces:
         key = space.attention if layout == "tied" and space.attention else space.name
-        found[key] = (*found.get(key, ()), space)
-    for group in found.values():
+        groups[key] = (*groups.get(key, ()), space)
+    for group in groups.values():
         if len({space.size // space.heads for space in group}) > 1:
             raise PlanError(
-                f"{' and '.join(space.name for space in group)} cannot be tied: their heads differ in width already",
+                f"{' and '.join(space.name for space in group)} cannot be tied: their heads already differ in width",
                 hint="use layout = 'uniform'",
             )
-    return list(found.values())
+    return list(groups.values())
 
 
 def _ladder(group: tuple[Space, ...], scores: Scores, ties: Scores, rules: LayoutRules) -> _Ladder:
@@ -148,23 +152,23 @@ def _ladder(group: tuple[Space, ...], scores: Scores, ties: Scores, rules: Layou
     edges = (*range(min(first, width), width, rules.round_to), width)
     orders, ranked = [], []
     for space in group:
-        score, tie = (kind[space.name].reshape(space.heads, -1) for kind in (scores, ties))
+        score, tie = (values[space.name].reshape(space.heads, -1) for values in (scores, ties))
         order = np.stack([_best_first(*head) for head in zip(score, tie, strict=True)])
         orders.append(order)
         ranked.append(np.take_along_axis(score, order, axis=1))
     steps = np.split(np.concatenate(ranked).mean(axis=0, dtype=np.float64), edges[:-1])
-    values = np.minimum.accumulate([step.mean() for step in steps])  # rounding must not turn the order round
+    values = np.minimum.accumulate([step.mean() for step in steps])  # rounding must not reverse the order
     return _Ladder(group, tuple(orders), edges, values)
 
 
-def _climbed(ladders: Sequence[_Ladder], sparsity: float, *, strict: bool) -> list[int]:
-    """Steps taken on each ladder: one everywhere, then the most valuable that the budget still holds."""
+def _climb(ladders: Sequence[_Ladder], sparsity: float, *, strict: bool) -> list[int]:
+    """Steps taken on each ladder: one everywhere, then the most valuable ones within the budget."""
     total = sum(ladder.units(len(ladder.edges)) for ladder in ladders)
-    room = round((1 - sparsity) * total) - sum(ladder.units(1) for ladder in ladders)
+    least = sum(ladder.units(1) for ladder in ladders)
+    room = round((1 - sparsity) * total) - least
     if room < 0 and strict:
-        least = sum(ladder.units(1) for ladder in ladders)
         raise PlanError(
-            f"sparsity is {sparsity:g}, but in this layout at most {1 - least / total:.4f} of the units can go",
+            f"sparsity is {sparsity:g}, but in this layout at most {1 - least / total:.4f} of the units can be removed",
             hint="lower sparsity or round_to, or use layout = 'ragged'",
         )
     taken, stuck = [1] * len(ladders), set[int]()
@@ -172,77 +176,65 @@ def _climbed(ladders: Sequence[_Ladder], sparsity: float, *, strict: bool) -> li
     for _, step, i in sorted(rungs):
         more = ladders[i].units(step + 1) - ladders[i].units(step)
         if i in stuck or more > room:
-            stuck.add(i)  # what lies above it on this ladder is worth less; smaller steps of others may fit
+            stuck.add(i)  # later steps of this ladder are worth less; smaller steps of others may fit
             continue
         room -= more
         taken[i] = step + 1
     return taken
 
 
-def _lowest_rungs(ladder: _Ladder, steps: int) -> Live:
-    live: Live = {}
-    for space, order in zip(ladder.spaces, ladder.orders, strict=True):
-        found = np.zeros(order.shape, dtype=bool)
-        np.put_along_axis(found, order[:, : ladder.edges[steps - 1]], True, axis=1)
-        live[space.name] = found.ravel()
-    return live
-
-
 # ----------------------------------------------------------------------------------------------------------- deployment
 
 
-def deployed(spaces: Sequence[Space], live: Live) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
-    """`Plan.kept` and `Plan.heads` that hold every live channel; spaces that keep all are left out.
+def deploy(
+    base: Plan, spaces: Sequence[Space], live: Live, *, pad: bool = False, removed: Collection[str] = ()
+) -> Plan:
+    """The plan that drops the attentions and FFNs in `removed` and keeps all live channels of the others.
 
-    A head without live v channels adds nothing and goes, with its channels that are no units. Where heads are unequal,
-    which is so in the ragged layout only, each keeps as many as the widest, and a branch without live channels that is
-    not removed (see `empty`) keeps one: `padding` says which channels those are, and that they must be zero.
+    A head without live v channels contributes nothing and is removed, with its channels that are no units. If heads are
+    unequal (in the ragged layout only), each keeps as many channels as the widest, and a branch without live channels
+    that is not removed keeps one: `padding` names these channels, which must be zero.
+    pad: pad q, k and v of each attention to the widest of them.
     """
     kept: dict[str, tuple[int, ...]] = {}
     heads: dict[str, int] = {}
+    widths: dict[str, set[int]] = {}
     alive = {space.attention: _alive_heads(live[space.name], space) for space in spaces if space.kind == "v"}
-    for space in spaces:
+    for space in (space for space in spaces if (space.attention or space.name) not in removed):
         rows = live.get(space.name, np.ones(space.size, dtype=bool)).reshape(space.heads, -1)
         stay = alive.get(space.attention, range(space.heads))
         width = max(1, *(int(rows[head].sum()) for head in stay))
+        if space.attention:
+            widths.setdefault(space.attention, set()).add(width)
         if width == rows.shape[1] and len(stay) == space.heads:
             continue
-        kept[space.name] = tuple(head * rows.shape[1] + c for head in stay for c in _padded(rows[head], width))
+        kept[space.name] = tuple(head * rows.shape[1] + c for head in stay for c in _fill(rows[head], width))
         if len(stay) < space.heads:
             heads[space.attention] = len(stay)
-    return kept, heads
+    padded = tuple(name for name, own in widths.items() if pad and len(own) > 1)
+    return base.delta(removed=dict.fromkeys(removed, "drop"), kept=kept, heads=heads, padded=padded)
 
 
-def empty(spaces: Sequence[Space], live: Live) -> set[str]:
-    """The attentions without a live v channel and the FFNs without a live hidden one: all they add is a bias."""
+def empty_branches(spaces: Sequence[Space], live: Live) -> set[str]:
+    """The attentions without a live v channel and the FFNs without a live hidden one: they only add a bias."""
     return {space.attention or space.name for space in spaces if space.kind != "qk" and not live[space.name].any()}
 
 
-def padded(spaces: Sequence[Space], kept: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """The attentions whose heads `kept` leaves unequal in q/k and v: those that `Plan.padded` is to name."""
-    widths: dict[str, set[int]] = {}
-    for space in spaces:
-        if space.attention:
-            widths.setdefault(space.attention, set()).add(len(kept.get(space.name, range(space.size))))
-    return tuple(name for name, of in widths.items() if len(of) > 1)
-
-
 def padding(live: Live, kept: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Space -> channels that are kept for the shape alone. A space that keeps all channels pads with all dead ones."""
-    found = {
+    """Space -> channels that are kept for the shape alone; all dead channels of a space that keeps every channel."""
+    dead = {
         name: tuple(c for c in kept.get(name, range(len(channels))) if not channels[c])
         for name, channels in live.items()
     }
-    return {name: channels for name, channels in found.items() if channels}
+    return {name: channels for name, channels in dead.items() if channels}
 
 
 def _alive_heads(v: np.ndarray, space: Space) -> list[int]:
-    found: list[int] = np.flatnonzero(v.reshape(space.heads, -1).any(axis=1)).tolist()
-    return found or [0]
+    alive: list[int] = np.flatnonzero(v.reshape(space.heads, -1).any(axis=1)).tolist()
+    return alive or [0]
 
 
-def _padded(head: np.ndarray, width: int) -> list[int]:
-    """The live channels of a head and the first dead ones, `width` in all, in order."""
-    order = np.argsort(~head, kind="stable")
-    found: list[int] = sorted(order[:width].tolist())
-    return found
+def _fill(head: np.ndarray, width: int) -> list[int]:
+    """The live channels of a head and the first dead ones, `width` in all, in ascending order."""
+    channels: list[int] = np.argsort(~head, kind="stable")[:width].tolist()
+    return sorted(channels)
