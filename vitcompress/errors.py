@@ -1,18 +1,18 @@
-"""Everything vitcompress raises on purpose.
+"""All exceptions that vitcompress raises on purpose.
 
 VitcompressError            exit 1
-├── CheckFailedError        exit 1: done, but a check or a gate fell short
-└── InputError              exit 2: what the user gave is wrong; nothing was written
-    ├── RecipeError         all mistakes of one recipe at once
-    ├── UnsupportedModelError   a model of a kind no family covers
+├── CheckFailedError        exit 1: the work was done, but a check or a limit failed
+└── InputError              exit 2: invalid input; nothing was written
+    ├── RecipeError         all problems of one recipe
+    ├── UnsupportedModelError   a model that no family supports
     ├── WeightsError        missing, truncated, pickled or foreign weights
     ├── DataError           missing or unusable images
     ├── PlanError           a plan that contradicts itself or its model
-    ├── ArtifactError       a file that is not what its name says
+    ├── ArtifactError       a file with unexpected content
     ├── MissingExtraError   an optional package that is not installed
-    ├── PrecisionError      numbers that the precision asked for cannot hold
-    ├── DeviceError         a device, provider or version of a runtime that is not there
-    └── OutputError         a folder that cannot be written or holds something else
+    ├── PrecisionError      values that the requested precision cannot represent
+    ├── DeviceError         a device, provider or runtime version that this machine lacks
+    └── OutputError         a folder that cannot be written or belongs to something else
 """
 
 import difflib
@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 
 class VitcompressError(Exception):
-    """A message with the value seen and what is allowed; `hint` is the next step."""
+    """The message states the value and what is allowed; `hint` is the next step."""
 
     exit_code = 1
 
@@ -31,17 +31,17 @@ class VitcompressError(Exception):
 
 
 class CheckFailedError(VitcompressError):
-    """The work was done, but a check or a gate fell short."""
+    """The work was done, but a check or a limit failed."""
 
 
 class InputError(VitcompressError):
-    """What the user gave cannot be used."""
+    """Invalid input."""
 
     exit_code = 2
 
 
 class RecipeError(InputError):
-    """A recipe with one or more mistakes; `problems` holds one line each."""
+    """An invalid recipe. problems: one line each."""
 
     def __init__(self, source: str, problems: Iterable[str], *, hint: str | None = None) -> None:
         self.problems = tuple(problems)
@@ -50,11 +50,11 @@ class RecipeError(InputError):
 
 
 class UnsupportedModelError(InputError):
-    """A model of a kind that no family covers."""
+    """A model that no family supports."""
 
 
 class WeightsError(InputError):
-    """Weights that are missing, damaged, pickled, or of another model."""
+    """Weights that are missing, damaged, pickled or of another model."""
 
 
 class DataError(InputError):
@@ -66,7 +66,7 @@ class PlanError(InputError):
 
 
 class ArtifactError(InputError):
-    """A file that is not what its name or its sidecar says."""
+    """A file whose content contradicts its name or its sidecar."""
 
 
 class MissingExtraError(InputError):
@@ -79,28 +79,28 @@ class MissingExtraError(InputError):
 
 
 class PrecisionError(InputError):
-    """Weights, or results inside the model, that the precision asked for cannot hold."""
+    """Weights or activations that the requested precision cannot represent."""
 
 
 class DeviceError(InputError):
-    """A device, provider, precision or version of a runtime that this machine does not have."""
+    """A device, provider, precision or runtime version that this machine lacks."""
 
 
 class OutputError(InputError):
-    """A folder that cannot be written, or that holds something else."""
+    """A folder that cannot be written or belongs to something else."""
 
 
 def first_line(error: BaseException) -> str:
-    """What `error` says, without what follows on other lines; its class where it says nothing."""
+    """The first line of the error's message, or its class if it has none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def close_matches(word: str, choices: Iterable[str], *, count: int = 3) -> list[str]:
-    """The `choices` most like `word`, best first."""
+    """The `choices` most similar to `word`, best first."""
     return difflib.get_close_matches(word, list(choices), n=count, cutoff=0.5)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """`", did you mean x?"` when one of `choices` is close to `word`, else an empty string."""
+    """`", did you mean x?"` if one of `choices` is similar to `word`, else an empty string."""
     close = close_matches(word, choices, count=1)
     return f", did you mean {close[0]}?" if close else ""

@@ -1,4 +1,4 @@
-"""Files and states on disk: a failure or a crash at any moment leaves what was there before, or all of the new."""
+"""Atomic files and states: after a failure or a crash, the old content or all of the new content exists."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ import torch
 from contracts import build, contract
 
 from vitcompress.errors import ArtifactError, OutputError
-from vitcompress.io.checks import LEDGER, Check, Verification, update_verification
+from vitcompress.io.checks import Check, Verification, update_verification
 from vitcompress.io.files import read_json, write_file, write_json, write_text
 from vitcompress.io.tensors import save_tensors
 from vitcompress.io.training_state import load_state, save_state
@@ -24,7 +24,7 @@ from vitcompress.models.checkpoint import write_model
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    """A path below a regular file: no user may write there, not even root."""
+    """A path below a regular file is not writable for any user, including root."""
     (tmp_path / "file").write_text("")
     below = tmp_path / "file" / "run"
     for save in (
@@ -39,8 +39,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert load_state(below) is None
 
 
-@pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX's")
-def test_files_have_the_permissions_that_the_umask_gives(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.name != "posix", reason="POSIX permissions")
+def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         save_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(1)})
@@ -69,8 +69,8 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def forked(work: Callable[[], int]) -> int:
-    """Exit status of a child process that does `work`: negative when a signal ended it."""
+def run_forked(work: Callable[[], int]) -> int:
+    """Exit status of a child process that runs `work`; negative if a signal ended it."""
     child = os.fork()
     if child == 0:
         status = 255
@@ -82,13 +82,13 @@ def forked(work: Callable[[], int]) -> int:
 
 
 def test_a_limit_in_the_middle_of_a_file(tmp_path: Path) -> None:
-    """The kernel refuses to write on, as a full disk does: what was there before stays, and no half file."""
+    """The kernel limits the file size, like a full disk: old files stay, partial files are removed."""
     big = {"a": torch.zeros(100_000)}
     save_state(tmp_path / "state", 1, {"a": torch.ones(3)}, {"was": "here"})
 
     def limited() -> int:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-        refused = 0
+        failures = 0
         for save in (
             lambda: save_tensors(tmp_path / "new.safetensors", big),
             lambda: write_text(tmp_path / "new.txt", "x" * 99_999),
@@ -97,10 +97,10 @@ def test_a_limit_in_the_middle_of_a_file(tmp_path: Path) -> None:
             try:
                 save()
             except OutputError as error:
-                refused += "cannot be written: " in error.message
-        return refused
+                failures += "cannot be written: " in error.message
+        return failures
 
-    assert forked(limited) == 3
+    assert run_forked(limited) == 3
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
     state = load_state(tmp_path / "state")
     assert state is not None
@@ -109,7 +109,7 @@ def test_a_limit_in_the_middle_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_has_its_own_sentence(tmp_path: Path) -> None:
+def test_a_full_disk_has_its_own_message(tmp_path: Path) -> None:
     def fill(beside: Path) -> None:
         with Path("/dev/full").open("w") as full:
             full.write("x")
@@ -134,8 +134,8 @@ def test_json_is_plain_and_stable(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="folders are locked on POSIX")
-def test_verdicts_that_are_recorded_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
-    """As when a folder is exported to several formats at once, each of which adds its verdict to the same file."""
+def test_concurrent_updates_are_all_kept(tmp_path: Path) -> None:
+    """For example while a folder is exported to several formats at once."""
 
     def record(name: str) -> None:
         for number in range(25):
@@ -144,12 +144,12 @@ def test_verdicts_that_are_recorded_at_the_same_time_are_all_kept(tmp_path: Path
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(record, "abcd"))
-    names = {check["name"] for check in read_json(tmp_path / LEDGER)["checks"]}
+    names = {check["name"] for check in read_json(tmp_path / "verify.json")["checks"]}
     assert names == {f"{name}.{number}" for name in "abcd" for number in range(25)}
-    assert [path.name for path in tmp_path.iterdir()] == [LEDGER]
+    assert [path.name for path in tmp_path.iterdir()] == ["verify.json"]
 
 
-def test_the_last_state_is_the_one_that_counts(tmp_path: Path) -> None:
+def test_the_last_state_is_loaded(tmp_path: Path) -> None:
     assert load_state(tmp_path) is None
     for epoch, value in ((1, 10.0), (2, 20.0), (2, 21.0), (12, 30.0), (3, 40.0)):
         save_state(tmp_path, epoch, {"a": torch.tensor(value)}, {"value": value})
@@ -163,7 +163,7 @@ WATCHED = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmt
 
 
 def save_until(folder: Path, stop: int) -> int:
-    """Save epoch 2 and kill the process before its file operation number `stop`; how many there were."""
+    """Save epoch 2 and kill the process before its file operation number `stop`. Returns their number."""
     steps = 0
 
     def hook(event: str, args: tuple) -> None:
@@ -173,29 +173,29 @@ def save_until(folder: Path, stop: int) -> int:
             if steps == stop:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.addaudithook(hook)  # stays for the life of the process: call this in a child
+    sys.addaudithook(hook)  # cannot be removed: call this in a child process
     save_state(folder, 2, {"a": torch.full((50,), 2.0)}, {"value": 2})
     return steps
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
-def test_killed_before_any_step_of_a_save_leaves_one_whole_state(epoch: int, tmp_path: Path) -> None:
-    """Killed before the 1st, 2nd, ... file operation; saving the same epoch again is no exception."""
+def test_a_save_that_is_killed_leaves_one_complete_state(epoch: int, tmp_path: Path) -> None:
+    """Killed before the 1st, 2nd, ... file operation; also if the same epoch is saved again."""
     start = tmp_path / "start"
     save_state(start, epoch, {"a": torch.full((50,), 1.0)}, {"value": 1})
     whole = shutil.copytree(start, tmp_path / "whole")
-    total = forked(lambda: save_until(whole, 0))
+    total = run_forked(lambda: save_until(whole, 0))
     assert 6 <= total < 255
     seen = []
     for stop in range(1, total + 1):
         folder = shutil.copytree(start, tmp_path / f"killed-{stop}")
-        assert forked(lambda folder=folder, stop=stop: save_until(folder, stop)) == -signal.SIGKILL
+        assert run_forked(lambda folder=folder, stop=stop: save_until(folder, stop)) == -signal.SIGKILL
         state = load_state(folder)
         assert state is not None
         seen.append(state.data["value"])
         assert torch.equal(state.tensors["a"], torch.full((50,), float(seen[-1])))
         assert state.epoch == (2 if seen[-1] == 2 else epoch)
         save_state(folder, 3, {"a": torch.zeros(1)}, {})
-        assert len(list(folder.iterdir())) == 1, "leftovers go with the next save"
-    assert seen == sorted(seen), "old until one moment, new from then on"
+        assert len(list(folder.iterdir())) == 1, "the next save removes leftovers"
+    assert seen == sorted(seen), "the old state until one operation, the new one after it"
     assert set(seen) == {1, 2}

@@ -51,7 +51,7 @@ def _tables(keys: set[str]) -> set[str]:
 def test_types_limits_defaults_and_values() -> None:
     keys = {key.key: key for key in keys_of("digits_sero")}
     sparsity, layout, lr = (keys[f"step.0.{name}"] for name in ("sparsity", "layout", "lr"))
-    assert sparsity.type == "number, more than 0, less than 1" and sparsity.required and sparsity.value
+    assert sparsity.type == "number, more than 0, less than 1" and sparsity.value
     assert layout.type == "one of ragged, uniform, tied, padded" and layout.default == "uniform"
     assert lr.about.startswith("of the exploration (peak") and "(peak" not in keys["step.0.epochs"].about
     assert keys["export.batch"].type == "list of 3: whole number, 1 or more"
@@ -96,7 +96,7 @@ def test_the_schema_accepts_every_recipe(name: str, validator: jsonschema.Draft2
         {"finetune": {"augmentation": {"remode": "grey"}}},
         {"fine": {}},
         {"step": []},
-        {"step": [{"method": "hetdpt"}]},
+        {"step": [{"pruned_layers": 2}]},
         {"step": [{"method": "hetdtp", "pruned_layers": 2}]},
         {"step": [{"method": "hetdpt", "pruned_layers": 2, "sparsity": 0.5}]},
         {"model": {}},

@@ -1,4 +1,4 @@
-"""The keys of a recipe: type, default, limits and description, read from the dataclasses that validate it."""
+"""The keys of a recipe, read from the types that validate it: a list for people and a JSON Schema for editors."""
 
 import types
 import typing
@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic import create_model
 from pydantic.fields import FieldInfo
 
 from vitcompress import recipes
 from vitcompress.errors import InputError, did_you_mean
-from vitcompress.io.plugins import load_plugin
+from vitcompress.io.plugins import load_plugin, load_plugins
 from vitcompress.io.validation import parts_of
 from vitcompress.methods import METHODS, Method, find_method
 from vitcompress.recipe.load import load_recipe
@@ -25,12 +26,11 @@ BOUNDS = {
     Le: ("le", "{:g} or less"),
     Lt: ("lt", "less than {:g}"),
 }
-QUOTED = "published"  # figures, not settings
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key. value: in the recipe that was asked about; None where a method was, or where it is not set."""
+    """One key of a recipe. value: its value in that recipe; None if it is not set, or for the keys of a method."""
 
     key: str
     type: str
@@ -43,26 +43,67 @@ class Key:
         return asdict(self)
 
 
+def recipe_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of a recipe in TOML; `method` selects the keys of a `[[step]]`.
+
+    Methods of other installed packages are included.
+    """
+    methods = {**METHODS, **load_plugins("methods", Method)}
+    # One model for all tables and options, so that pydantic gives every type a name of its own.
+    options: dict[str, Any] = {f"step_{name}": (method.options, ...) for name, method in methods.items()}
+    schema: dict[str, Any] = _without_null(create_model("Recipe", __base__=Tables, **options).model_json_schema())
+    steps = []
+    for name in methods:
+        reference = schema["properties"].pop(f"step_{name}")["$ref"]
+        step = schema["$defs"][reference.rpartition("/")[2]]
+        method = {"const": name, "description": f"what to remove: {step.get('description', name)}"}
+        required = ["method", *step.get("required", [])]
+        steps.append({**step, "properties": {"method": method, **step.get("properties", {})}, "required": required})
+    description = "the pruning steps, in order; `vitcompress recipes` describes the methods"
+    schema["properties"]["step"] = {
+        "description": description,
+        "type": "array",
+        "minItems": 1,
+        "items": {"oneOf": steps, "discriminator": {"propertyName": "method"}},
+    }
+    required = ["step", *(key for key in schema["required"] if key not in options)]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "required": required}
+
+
+def _without_null(schema: Any) -> Any:
+    """The schema without nulls, which TOML lacks, and without defaults that are whole tables."""
+    if isinstance(schema, list):
+        return [_without_null(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: _without_null(part) for key, part in schema.items() if key != "default" or part not in (None, {})}
+    if isinstance(kept.get("default"), dict):
+        del kept["default"]
+    if {"type": "null"} in kept.get("anyOf", ()):
+        kept["anyOf"].remove({"type": "null"})
+        if len(kept["anyOf"]) == 1:
+            kept |= kept.pop("anyOf")[0]
+    return kept
+
+
 def keys_of(source: str) -> list[Key]:
-    """All keys of a recipe (a name or a file), or of a recipe with one step of the method called `source`.
+    """All keys of the recipe `source` (name or file), or of a recipe with one step of the method `source`.
 
     Raises:
-        InputError: neither a method nor a recipe; with the nearest names.
+        InputError: neither a method nor a recipe; names the nearest.
     """
-    inner = {name: _table_in(hint) for name, hint in typing.get_type_hints(Tables).items() if name != QUOTED}
-    common = {name: table for name, table in inner.items() if table is not None}
+    tables = {name: table for name, hint in typing.get_type_hints(Tables).items() if (table := _table_in(hint))}
+    del tables["published"]  # quoted figures, not settings
     if method := _method(source):
-        steps = [("step.0", method.options, None)]
-        tables: list[tuple[str, Any, Any]] = [(name, table, None) for name, table in common.items()]
-    else:
-        recipe = load_recipe(source)
-        steps = [(f"step.{i}", find_method(s.method).options, s.options) for i, s in enumerate(recipe.steps)]
-        tables = [(name, table, getattr(recipe, name)) for name, table in common.items()]
-    return [key for name, table, values in (*steps, *tables) for key in _keys(name, table, values)]
+        return [*_keys("step.0", method.options), *(key for pair in tables.items() for key in _keys(*pair))]
+    recipe = load_recipe(source)
+    steps = [(f"step.{i}", find_method(s.method).options, s.options) for i, s in enumerate(recipe.steps)]
+    common = [(name, table, getattr(recipe, name)) for name, table in tables.items()]
+    return [key for name, table, values in (*steps, *common) for key in _keys(name, table, values)]
 
 
 def _method(source: str) -> Method | None:
-    """The method called `source`; None for a recipe. Raises InputError if it is neither, nor a file."""
+    """The method `source`; None for a recipe. Raises InputError if it is neither, nor a file."""
     names = (*recipes.names(), *recipes.study_names())
     if source not in METHODS and (source in names or source.endswith(".toml") or Path(source).exists()):
         return None
@@ -75,48 +116,44 @@ def _method(source: str) -> Method | None:
     return method
 
 
-def _keys(prefix: str, table: type[Any], values: Any) -> Iterator[Key]:
-    """The keys of one table, those of the tables in it among them."""
+def _keys(prefix: str, table: type[Any], values: Any = None) -> Iterator[Key]:
+    """The keys of a table and of the tables inside it. values: an instance of `table` with the recipe's values."""
     hints = typing.get_type_hints(table, include_extras=True)
     for field in fields(table):
-        name, own = f"{prefix}.{field.name}", None if values is None else getattr(values, field.name)
-        if inner := _table_in(hints[field.name]):
-            yield from _keys(name, inner, own)
+        hint, name = hints[field.name], f"{prefix}.{field.name}"
+        value = None if values is None else getattr(values, field.name)
+        if inner := _table_in(hint):
+            yield from _keys(name, inner, value)
             continue
+        texts = [part.description for part in parts_of(hint) if isinstance(part, FieldInfo) and part.description]
         default, required = _default(field)
-        yield Key(name, words(hints[field.name]), default, _description(hints[field.name]), own, required)
+        yield Key(name, describe_type(hint), default, texts[-1] if texts else "", value, required)
 
 
 def _table_in(hint: Any) -> type[Any] | None:
-    """The dataclass that a field holds, if it holds one."""
+    """The dataclass inside a type hint, if there is one."""
     return next((kind for kind in parts_of(hint) if isinstance(kind, type) and is_dataclass(kind)), None)
 
 
-def _description(hint: Any) -> str:
-    """The text of the outermost `Doc` of a type hint."""
-    texts = [part.description for part in parts_of(hint) if isinstance(part, FieldInfo) and part.description]
-    return texts[-1] if texts else ""
-
-
 def _default(field: "Field[Any]") -> tuple[Any, bool]:
-    """A field's default, and whether it has none."""
+    """The default of a field, and whether it has none."""
     if field.default_factory is not MISSING:
         return field.default_factory(), False
     return (None, True) if field.default is MISSING else (field.default, False)
 
 
-def words(hint: Any) -> str:
-    """A type and what it allows, in words."""
+def describe_type(hint: Any) -> str:
+    """A type and its limits in words."""
     kind, parts = typing.get_origin(hint), typing.get_args(hint)
     if kind is Annotated:
         bounds = [BOUNDS[type(b)][1].format(getattr(b, BOUNDS[type(b)][0])) for b in parts[1:] if type(b) in BOUNDS]
-        return ", ".join([words(parts[0]), *bounds])
+        return ", ".join([describe_type(parts[0]), *bounds])
     if kind is Literal:
         return "one of " + ", ".join(map(str, parts))
     if kind in (typing.Union, types.UnionType):
-        return " or ".join(words(part) for part in parts if part is not types.NoneType)
+        return " or ".join(describe_type(part) for part in parts if part is not types.NoneType)
     if kind is tuple:
-        many = parts[-1] is Ellipsis
-        inner = list(dict.fromkeys(words(part) for part in parts if part is not Ellipsis))
-        return f"list of {'' if many else f'{len(parts)}: '}{', '.join(inner)}"
+        size = "" if parts[-1] is Ellipsis else f"{len(parts)}: "
+        items = dict.fromkeys(describe_type(part) for part in parts if part is not Ellipsis)
+        return f"list of {size}{', '.join(items)}"
     return WORDS.get(kind or hint, str(hint))

@@ -1,4 +1,4 @@
-"""Read a recipe from TOML and check it as a whole; all mistakes are reported at once."""
+"""Read and validate a recipe. All problems are reported at once."""
 
 import hashlib
 import json
@@ -8,24 +8,22 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from pydantic import create_model
-
 from vitcompress import recipes
 from vitcompress.errors import InputError, RecipeError, did_you_mean
-from vitcompress.io.validation import STRICT, keys_hint, validate
+from vitcompress.io.validation import keys_hint, validate, validate_options
 from vitcompress.methods import METHODS, find_method
 from vitcompress.recipe.overrides import assign
 from vitcompress.recipe.schema import Recipe, Step, Tables, plain_data
 
 
 def load_recipe(source: str, sets: Sequence[str] = (), *, formats: Collection[str] = ()) -> Recipe:
-    """Read a recipe by name or from a file, change what `sets` (`table.key=value`) say, and check it.
+    """Read a recipe by name or from a file, apply `sets` (`table.key=value`) and validate it.
 
-    formats: the export formats there are; empty leaves them unchecked.
+    formats: the known export formats; empty: formats are not checked.
 
     Raises:
-        RecipeError: with every mistake.
-        InputError: no such recipe; with the nearest names.
+        RecipeError: with all problems.
+        InputError: no such recipe; names the nearest.
     """
     name, text = read_text(source, "recipe", recipes.names(), recipes.text)
     data = parse_toml(source, text)
@@ -34,21 +32,21 @@ def load_recipe(source: str, sets: Sequence[str] = (), *, formats: Collection[st
 
 
 def parse_toml(source: str, text: str) -> dict[str, Any]:
-    """TOML as plain data. Raises RecipeError for what is none; `source` tells which."""
+    """TOML as plain data. Raises RecipeError, which names `source`, if it is not TOML."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        hint = "`vitcompress recipes show digits_hetdpt > mine.toml` gives one to start from"
+        hint = "start from a working recipe: `vitcompress recipes show digits_hetdpt > mine.toml`"
         raise RecipeError(source, [f"not valid TOML: {error}"], hint=hint) from None
 
 
 def build_recipe(
     source: str, data: dict[str, Any], sets: Sequence[str] = (), *, formats: Collection[str] = ()
 ) -> Recipe:
-    """The recipe that `data`, the content of its TOML, is after `sets`.
+    """Validate `data`, the content of a recipe's TOML, after applying `sets`.
 
     Raises:
-        RecipeError: with all mistakes of all its tables.
+        RecipeError: with all problems of all tables.
     """
     data = deepcopy(data)
     problems = [problem for text in sets if (problem := assign(data, text))]
@@ -63,14 +61,14 @@ def build_recipe(
 
 
 def dense_key(recipe: Recipe) -> str:
-    """Twelve hex digits of all that the dense model's training depends on: recipes that agree share the model."""
+    """Hash (12 hex digits) of every setting that the trained dense model depends on: equal keys share the model."""
     data = {key: value for key, value in plain_data(recipe.data).items() if key != "workers"}
     parts = {"model": recipe.model, "data": data, "dense": recipe.dense, "seed": recipe.run.seed, "amp": recipe.run.amp}
     return hashlib.sha256(json.dumps(plain_data(parts), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def read_text(source: str, what: str, names: Collection[str], text: Callable[[str], str]) -> tuple[str, str]:
-    """The name and the text of a recipe or study (`what`) given by name, as one of `names`, or by path."""
+    """Name and text of a recipe or study (`what`); source: one of `names`, or the path of a TOML file."""
     path = Path(source)
     if source in names or not (path.suffix == ".toml" or path.exists()):
         return source, text(source)
@@ -79,7 +77,7 @@ def read_text(source: str, what: str, names: Collection[str], text: Callable[[st
     except UnicodeDecodeError:
         raise RecipeError(source, ["not a text file (UTF-8 expected)"]) from None
     except OSError as error:
-        hint = f"give the name of one, as in {min(names)}, or the path of a .toml file"
+        hint = f"write the name of a {what}, for example {min(names)}, or the path of a .toml file"
         raise InputError(f"the {what} {source} cannot be read: {error.strerror}", hint=hint) from None
 
 
@@ -87,8 +85,8 @@ def _steps(raw: Any, problems: list[str]) -> tuple[Step, ...]:
     if not isinstance(raw, list) or not raw or not all(isinstance(step, dict) for step in raw):
         problems.append("step   at least one [[step]] with a method is needed")
         return ()
-    found = [_step(dict(step), f"step[{number}].", problems) for number, step in enumerate(raw)]
-    return tuple(step for step in found if step is not None)
+    steps = [_step(dict(step), f"step[{number}].", problems) for number, step in enumerate(raw)]
+    return tuple(step for step in steps if step is not None)
 
 
 def _step(data: dict[str, Any], prefix: str, problems: list[str]) -> Step | None:
@@ -101,33 +99,32 @@ def _step(data: dict[str, Any], prefix: str, problems: list[str]) -> Step | None
     except InputError as error:
         problems.append(f"{prefix}method   {error.message}: {error.hint}")
         return None
-    table = create_model("StepTable", __config__=STRICT, step=(method.options, ...))
-    checked = validate(table, {"step": data}, prefix, problems)
-    return None if checked is None else Step(str(name), vars(checked)["step"])
+    options = validate_options(method.options, data, prefix, problems)
+    return None if options is None else Step(str(name), options)
 
 
 def _contradictions(tables: Tables, formats: Collection[str]) -> list[str]:
-    """Mistakes that no table shows alone."""
-    found = []
+    """Problems between tables."""
+    problems = []
     if tables.model.weights == "train" and tables.dense is None:
-        found.append('dense   model.weights = "train" needs a [dense] table that says how to train')
+        problems.append('dense   model.weights = "train" needs a [dense] table with the training options')
     if tables.model.weights != "train" and tables.dense is not None:
-        found.append(f'dense   is only used with model.weights = "train", got {tables.model.weights!r}')
+        problems.append(f'dense   is only used with model.weights = "train", got {tables.model.weights!r}')
     if tables.finetune.distillation != "none" and tables.finetune.teacher is None:
-        found.append('finetune.teacher   distillation needs a teacher: "dense", a timm name, or a run folder')
+        problems.append('finetune.teacher   distillation needs a teacher: "dense", a timm name, or a run folder')
     if tables.dense is not None and tables.dense.distillation != "none":
-        found.append(
+        problems.append(
             f'dense.distillation   got {tables.dense.distillation!r}, the dense model has no teacher: use "none"'
         )
-    found += [
+    problems += [
         f"{name}.alpha   got {options.alpha:g}, which gives the labels a negative weight; "
-        "up to 1, or set label_weight too"
+        "use at most 1, or set label_weight too"
         for name, options in (("dense", tables.dense), ("finetune", tables.finetune))
         if options is not None and options.alpha > 1 and options.label_weight is None
     ]
-    found += [
+    problems += [
         f"export.formats   got {name!r}, expected one of {', '.join(formats)}{did_you_mean(name, formats)}"
         for name in tables.export.formats
         if formats and name not in formats
     ]
-    return found
+    return problems

@@ -1,8 +1,5 @@
-"""A recipe is what the user asked for: TOML, checked as a whole, all mistakes reported at once.
-
-The tables of a recipe are the options of the modules that do the work, so that a field is described in one place:
-`[data]` is `data.DataOptions`, `[dense]` and `[finetune]` are `train_options.TrainOptions`, each `[[step]]` the options
-of its method.
+"""The tables of a recipe. Each table is the options of the module that does the work, so a key is described once:
+`[data]` is `DataOptions`, `[dense]` and `[finetune]` are `TrainOptions`, each `[[step]]` the options of its method.
 """
 
 from dataclasses import dataclass, field
@@ -42,8 +39,8 @@ class Finetune(TrainOptions):
     teacher_weights: Annotated[str | None, Doc("a checkpoint for a timm name; None: timm's pretrained weights")] = None
 
 
-def _listed(value: Any) -> Any:
-    """One word for a list of one."""
+def _as_tuple(value: Any) -> Any:
+    """A single name is a list of one; in strict mode, pydantic takes tuples only."""
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
@@ -56,7 +53,7 @@ class ExportTable(ExportOptions):
     )
     islands: Annotated[
         tuple[str, ...],
-        BeforeValidator(_listed),
+        BeforeValidator(_as_tuple, tuple[str, ...] | str),
         Doc("names of modules that stay in fp32 at a lower precision; `auto` searches for the smallest set"),
     ] = ()
 
@@ -72,7 +69,7 @@ class ProtocolTable:
 
     @property
     def changes(self) -> dict[str, int | None]:
-        """What of the protocol is set otherwise."""
+        """The settings that differ from the protocol's."""
         return {"batch": self.batch, "warmup": self.warmup, "runs": self.runs}
 
 
@@ -123,7 +120,7 @@ class Step:
 
 
 class Tables(BaseModel):
-    """All of a recipe but its steps, whose form depends on their method."""
+    """A recipe without its steps, whose keys depend on their method."""
 
     model_config = STRICT
 
@@ -141,7 +138,7 @@ class Tables(BaseModel):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe that passed every check that needs neither the model nor the data."""
+    """A recipe that passed every check which needs neither the model nor the data."""
 
     name: str
     summary: str
@@ -156,14 +153,14 @@ class Recipe:
     published: Published | None
 
     def to_toml(self) -> str:
-        """Every setting, defaults included; equal recipes give equal text, which loads back to an equal recipe."""
+        """All settings including defaults, as TOML that loads as an equal recipe. Equal recipes have equal text."""
         tables = {name: value for name, value in vars(self).items() if name != "steps"}
         steps = [{"method": step.method, **plain_data(step.options)} for step in self.steps]
         return tomli_w.dumps({**plain_data(tables), "step": steps})
 
 
 def plain_data(value: Any) -> dict[str, Any]:
-    """Dataclasses as tables; what is None is left out, as TOML has no word for it."""
+    """A dataclass as nested dicts without None values, which TOML cannot express."""
     return dict(_without_none(to_jsonable_python(value)))
 
 
