@@ -1,4 +1,4 @@
-"""Plans: plain data that comes back from its file as it was, and that tells every mistake at once."""
+"""Plans: lossless as JSON, validated as a whole, and composed with `then`."""
 
 import json
 from dataclasses import replace
@@ -23,7 +23,7 @@ WHOLE = Plan(
 )
 
 
-def test_a_plan_equals_what_its_file_gives_back() -> None:
+def test_a_plan_survives_json() -> None:
     again = Plan.from_json(WHOLE.to_json())
     assert again == WHOLE
     assert again.digest == WHOLE.digest
@@ -37,12 +37,12 @@ def test_the_digest_depends_on_content_alone() -> None:
         assert replace(WHOLE, **change).digest != WHOLE.digest
 
 
-def test_arguments_that_json_cannot_hold_are_refused() -> None:
+def test_arguments_must_be_json() -> None:
     with pytest.raises(PlanError, match="plain data"):
         Plan("deit_tiny_patch16_224", {"norm_layer": object()})
 
 
-def test_every_problem_of_a_file_is_told_at_once() -> None:
+def test_all_problems_of_a_file_are_reported_at_once() -> None:
     data = json.loads(WHOLE.to_json())
     data["removed"] = {"blocks.0.attn": "dropp", "blocks.1.attn": ["drop"]}
     data["appended"] = {"blocks.0": "relu"}
@@ -57,7 +57,7 @@ def test_every_problem_of_a_file_is_told_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "not JSON"),
         ("{", "not JSON"),
@@ -73,13 +73,13 @@ def test_every_problem_of_a_file_is_told_at_once() -> None:
         ('{"arch": "x", "format": 1, "folded": [1]}', "folded: expected a list"),
     ],
 )
-def test_damaged_files(text: str, told: str) -> None:
+def test_damaged_files(text: str, message: str) -> None:
     with pytest.raises(PlanError) as caught:
         Plan.from_json(text)
-    assert told in caught.value.message
+    assert message in caught.value.message
 
 
-def test_later_channels_count_in_what_is_left() -> None:
+def test_later_channels_are_indices_into_the_kept_ones() -> None:
     base = Plan("x")
     first = replace(base, kept={"residual": (9, 4, 7), "blocks.0.mlp": (1, 2)}, heads={"blocks.0.attn": 4})
     second = replace(base, kept={"residual": (2, 0), "blocks.0.v": (5,)}, heads={"blocks.0.attn": 2})
@@ -97,7 +97,7 @@ def test_then_is_associative(one: list[int], two: list[int], three: list[int]) -
     assert left.kept["s"] == tuple(one[two[c]] for c in three[:2])
 
 
-def test_what_a_later_removal_swallows_is_forgotten() -> None:
+def test_edits_inside_a_module_that_is_removed_later_are_dropped() -> None:
     first = Plan(
         "x",
         removed={"blocks.1.attn": "drop", "blocks.1.mlp.act": "identity", "blocks.10.attn": "drop"},
@@ -119,7 +119,7 @@ def test_what_a_later_removal_swallows_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    ("later", "told"),
+    ("later", "message"),
     [
         (Plan("y"), "cannot follow"),
         (Plan("x", {"depth": 3}), "cannot follow"),
@@ -132,14 +132,14 @@ def test_what_a_later_removal_swallows_is_forgotten() -> None:
         (Plan("x", kept={"residual": (-1,)}), "counts beyond"),
     ],
 )
-def test_plans_that_cannot_follow(later: Plan, told: str) -> None:
+def test_plans_that_cannot_follow(later: Plan, message: str) -> None:
     first = Plan(
         "x",
         removed={"blocks.1.attn": "drop", "blocks.2": "drop"},
         folded=("blocks.0.mlp",),
         kept={"residual": (4, 5, 6)},
     )
-    with pytest.raises(PlanError, match=told):
+    with pytest.raises(PlanError, match=message):
         first.then(later)
 
 
