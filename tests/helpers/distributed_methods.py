@@ -36,11 +36,11 @@ def widened(module: Any, args: Any) -> Any:
 
 
 def main(folder: Path) -> None:
-    made = model().double()
-    made.register_forward_pre_hook(widened)
+    vit = model().double()
+    vit.register_forward_pre_hook(widened)
     runtime = start("cpu")
-    METHODS["hetdpt"].plan(made, context(folder, made, runtime=runtime), OPTIONS)
-    METHODS["isomorphic"].plan(made, context(folder / "isomorphic", made, runtime=runtime), WIDTHS)
+    METHODS["hetdpt"].plan(vit, context(folder, vit, runtime=runtime), OPTIONS)
+    METHODS["isomorphic"].plan(vit, context(folder / "isomorphic", vit, runtime=runtime), WIDTHS)
     stop()
 
 

@@ -36,31 +36,31 @@ BOTH = (0, 1)
 
 
 def training(folder: Path, runtime: Runtime) -> None:
-    made = create_model(killed_training.ARCH, killed_training.ARGS, seed=0)
-    family = family_of(made)
-    gated = GatedModel(made, family, [s for s in family.sites(made) if s.kind in ("attention", "activation")])
+    vit = create_model(killed_training.ARCH, killed_training.ARGS, seed=0)
+    family = family_of(vit)
+    gated = GatedModel(vit, family, [s for s in family.sites(vit) if s.kind in ("attention", "activation")])
     gated.register_forward_hook(lambda *_: sys.audit(STEP))
-    at = TrainingContext(input_config(made), runtime, folder / "search", "search", 0, Progress())
+    at = TrainingContext(input_config(vit), runtime, folder / "search", "search", 0, Progress())
     train(gated, images(), images(), OPTIONS, at, fading(gated))
     if runtime.is_main:
         save_tensors(folder / "trained.safetensors", gated.state_dict())
 
 
 def exploration(folder: Path, runtime: Runtime) -> None:
-    made = model()
-    made.register_forward_hook(lambda *_: sys.audit(STEP))
+    vit = model()
+    vit.register_forward_hook(lambda *_: sys.audit(STEP))
     options = sero.Options(sparsity=0.5, epochs=4, refresh=2, lr=1e-3, round_to=2)
-    found = sero.plan(made, context(folder, made, runtime=runtime), options)
+    plan = sero.plan(vit, context(folder, vit, runtime=runtime), options)
     if runtime.is_main:
-        write_text(folder / "plan.json", found.to_json())
+        write_text(folder / "plan.json", plan.to_json())
 
 
 def scoring(folder: Path, runtime: Runtime) -> None:
-    made = model()
+    vit = model()
     options = upvit.Options(target_args={"embed_dim": 8, "num_heads": 1, "depth": 2}, images=24)
-    found = upvit.plan(made, context(folder, made, runtime=runtime), options)
+    plan = upvit.plan(vit, context(folder, vit, runtime=runtime), options)
     if runtime.is_main:
-        write_text(folder / "plan.json", found.to_json())
+        write_text(folder / "plan.json", plan.to_json())
 
 
 # Work -> case -> which processes die, before which call of what.
@@ -85,9 +85,9 @@ def together(
     work: Callable[[Path, Runtime], None], folder: Path, kill: tuple[tuple[int, ...], str, int] | None
 ) -> list[int]:
     """The exit codes, or minus the signals, of two processes; when one has died, what is left is killed."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     children: dict[int, int] = {}
     for rank in range(2):
         child = os.fork()

@@ -24,7 +24,7 @@ CLASSES = 3
 
 
 class Untouchable:
-    """The test split: looking at one of its images is what a method must never do."""
+    """The test split, of which a method must not read an image."""
 
     labels = np.arange(CLASSES)
 
@@ -32,7 +32,7 @@ class Untouchable:
         return CLASSES
 
     def __getitem__(self, index: int) -> Any:
-        raise AssertionError("a method looked at the test split")
+        raise AssertionError("a method read a test image")
 
 
 def arguments(depth: int = 3, width: int = 16) -> dict[str, Any]:
@@ -49,12 +49,12 @@ def arguments(depth: int = 3, width: int = 16) -> dict[str, Any]:
 
 def model(depth: int = 3, width: int = 16, **more: Any) -> nn.Module:
     """Random weights, larger than timm's so that every layer matters."""
-    made = create_model(ARCH, arguments(depth, width) | more, seed=1)
+    vit = create_model(ARCH, arguments(depth, width) | more, seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in vit.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15)
-    return made
+    return vit
 
 
 def images(per_class: int, seed: int) -> ArrayImages:
@@ -66,25 +66,25 @@ def images(per_class: int, seed: int) -> ArrayImages:
     return ArrayImages(pixels.astype(np.uint8), labels)
 
 
-def clock(tell: Callable[[nn.Module, str], float]) -> Clock:
-    """One that nothing disturbs."""
-    return Clock(tell, tell)
+def clock(measure: Callable[[nn.Module, str], float]) -> Clock:
+    """A clock without disturbances."""
+    return Clock(measure, measure)
 
 
-def context(folder: Path, made: nn.Module, **changes: Any) -> Context:
-    """Everything on one CPU process; `changes` replace fields."""
+def context(folder: Path, vit: nn.Module, **changes: Any) -> Context:
+    """A context on one CPU process; `changes` replace fields."""
     untouchable: Images = Untouchable()
     splits = Splits("noise", ("a", "b", "c"), images(16, 3), images(8, 4), untouchable)
-    args = arguments(len(family_of(made).blocks(made)))
-    found = Context(
+    args = arguments(len(family_of(vit).blocks(vit)))
+    base = Context(
         Plan(ARCH, args),
-        family_of(made),
+        family_of(vit),
         splits,
-        input_config(made),
+        input_config(vit),
         Runtime(torch.device("cpu")),
         folder,
         0,
         Progress(),
         TrainOptions(epochs=2, batch_size=16, lr=1e-3),
     )
-    return replace(found, **changes)
+    return replace(base, **changes)

@@ -3,7 +3,7 @@
 import pytest
 
 from vitcompress.errors import PlanError
-from vitcompress.io.text import choose
+from vitcompress.io.text import suggest_range
 from vitcompress.methods.hetdpt.allocation import (
     Row,
     allocate_budget,
@@ -82,8 +82,8 @@ DATA = {"A printed": A, "A exact": exact(LISTING), "B printed": B, "B exact": ex
 )
 def test_leave_two_out_errors(name, errors):
     for degree, (mae, rmse) in enumerate(errors, start=1):
-        found = validate(DATA[name], degree)
-        assert (found.mae, found.rmse) == pytest.approx((mae, rmse), abs=1e-4)
+        validation = validate(DATA[name], degree)
+        assert (validation.mae, validation.rmse) == pytest.approx((mae, rmse), abs=1e-4)
     assert choose_degree(DATA[name])[0].degree == 2
 
 
@@ -124,9 +124,9 @@ def test_rank_deficient_degrees_are_not_eligible():
 )
 @pytest.mark.parametrize("least", [0, 1])
 def test_splits_without_tie_break(name, budget, split, prediction, least):
-    found = allocate_budget(DATA[name], LAYERS, budget, min_pruned_per_type=least, tie_break="none")
-    assert found.chosen == found.best == split
-    predicted = {(s.attention, s.activation): s.prediction for s in found.splits}
+    allocation = allocate_budget(DATA[name], LAYERS, budget, min_pruned_per_type=least, tie_break="none")
+    assert allocation.chosen == allocation.best == split
+    predicted = {(s.attention, s.activation): s.prediction for s in allocation.splits}
     assert predicted[split] == pytest.approx(prediction, abs=1e-3)
 
 
@@ -145,8 +145,8 @@ def test_ties_go_to_the_faster_model(rows, budget, best, chosen):
     def macs(attention, activation):
         return -tokens * (attention * (4 * width**2 + 2 * tokens * width) + activation * 7 * width**2)
 
-    found = allocate_budget(rows, LAYERS, budget, cost=macs)
-    assert (found.best, found.chosen, found.tie) == (best, chosen, best != chosen)
+    allocation = allocate_budget(rows, LAYERS, budget, cost=macs)
+    assert (allocation.best, allocation.chosen, allocation.tie) == (best, chosen, best != chosen)
     assert allocate_budget(rows, LAYERS, budget).chosen == chosen, "without a cost, more activations count as faster"
 
 
@@ -183,10 +183,10 @@ def test_jackknife_winners(rows, budget, counts):
 
 
 def test_near_ties_lie_within_the_cross_validation_error():
-    found = allocate_budget(A, LAYERS, 8)
-    near = {(s.attention, s.activation) for s in found.splits if s.near_tie}
+    allocation = allocate_budget(A, LAYERS, 8)
+    near = {(s.attention, s.activation) for s in allocation.splits if s.near_tie}
     assert near == {(4, 4), (3, 5), (5, 3)}
-    assert found.margin == pytest.approx(73.95 - 73.83, abs=0.01)
+    assert allocation.margin == pytest.approx(73.95 - 73.83, abs=0.01)
 
 
 def test_splits_keep_one_layer_of_each_type():
@@ -207,14 +207,14 @@ def test_splits_keep_one_layer_of_each_type():
         ((0, 6), 2, 0, "prune widths"),
     ],
 )
-def test_impossible_budgets_are_refused_with_those_that_are_possible(layers, budget, least, hint):
+def test_impossible_budgets_name_the_possible_ones(layers, budget, least, hint):
     with pytest.raises(PlanError, match=f"no split of {budget}") as caught:
         feasible_splits(layers, budget, least)
     assert str(caught.value.hint).startswith(hint)
     possible = [b for b in range(1, 25) if _splits_exist(layers, b, least)]
     assert hint.startswith("choose") == bool(possible)
     if possible:
-        assert hint == choose("pruned_layers", possible[0], possible[-1])
+        assert hint == suggest_range("pruned_layers", possible[0], possible[-1])
         assert possible == list(range(possible[0], possible[-1] + 1))
 
 
@@ -226,10 +226,10 @@ def _splits_exist(layers, budget, least):
 
 
 def test_few_rows():
-    """Too few rows for full rank in every fold still give an answer, and say so; fewer than four are refused."""
+    """Too few rows for full rank in every fold still give a split, marked as such; fewer than four are an error."""
     rows = [Row(1, 1, 90), Row(0.5, 1, 80), Row(1, 0.5, 70), Row(0.5, 0.5, 60)]
-    found = allocate_budget(rows, (4, 4), 2, min_pruned_per_type=0)
-    assert found.best == (2, 0)
-    assert not any(v.full_rank for v in found.degrees)
+    allocation = allocate_budget(rows, (4, 4), 2, min_pruned_per_type=0)
+    assert allocation.best == (2, 0)
+    assert not any(v.full_rank for v in allocation.degrees)
     with pytest.raises(PlanError, match="at least 4"):
         allocate_budget(rows[:3], (4, 4), 2)

@@ -1,4 +1,4 @@
-"""What a report says of where the choice of each step comes from."""
+"""How a report describes the choice of each step."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,6 @@ from vitcompress.recipe.load import load_recipe
 from vitcompress.recipe.schema import Recipe, Step
 
 DIGITS = "vit_tiny_patch16_224"
-THEN = "what follows starts from the weights trained so"
 
 
 def with_step(name: str, **options: Any) -> Recipe:
@@ -34,18 +33,18 @@ def with_step(name: str, **options: Any) -> Recipe:
         ("digits_isomorphic", f"the dense {DIGITS}"),
         (
             "digits_sero",
-            f"the dense {DIGITS} while it trained under masks; what follows starts from the weights trained so",
+            f"the dense {DIGITS} while it trained under masks; the next step starts from these weights",
         ),
     ],
 )
-def test_a_search_says_what_it_looked_at(recipe: str, on: str) -> None:
-    found = load_recipe(recipe)
-    assert (describe_choice(found, searched=True), describe_measured_models(found)) == ("search", on)
-    widths = found.steps[-1].method in ("upvit", "isomorphic", "sero")
-    assert describe_choice(found, searched=False) == (ARBITRARY if widths else SPREAD)
+def test_a_search_names_the_model_that_it_measured(recipe: str, on: str) -> None:
+    loaded = load_recipe(recipe)
+    assert (describe_choice(loaded, searched=True), describe_measured_models(loaded)) == ("search", on)
+    widths = loaded.steps[-1].method in ("upvit", "isomorphic", "sero")
+    assert describe_choice(loaded, searched=False) == (ARBITRARY if widths else SPREAD)
 
 
-def test_of_several_steps_each_is_told_with_the_model_that_it_was_given() -> None:
+def test_each_of_several_steps_names_the_model_that_it_measured() -> None:
     recipe = load_recipe("hetdpt_plus_2_4g")
     assert [step.method for step in recipe.steps] == ["hetdpt", "recover", "fold", "isomorphic"]
     assert describe_choice(recipe, searched=True) == "hetdpt: published, isomorphic: search"
@@ -75,14 +74,14 @@ def test_what_was_not_searched_for_was_chosen_on_nothing(recipe: Recipe, by: str
 
 
 def test_listed_examples_stand_for_a_search() -> None:
-    found = with_step("digits_hetdpt", example_attention=(1,), example_activation=(2,))
-    assert (describe_choice(found, searched=True), describe_choice(found, searched=False)) == (
+    loaded = with_step("digits_hetdpt", example_attention=(1,), example_activation=(2,))
+    assert (describe_choice(loaded, searched=True), describe_choice(loaded, searched=False)) == (
         "search",
         "an example in the recipe",
     )
 
 
-def test_steps_that_choose_nothing_are_not_told() -> None:
+def test_steps_that_choose_nothing_are_not_named() -> None:
     silent = {name for name, method in METHODS.items() if method.describe(method_options(name)).choice is None}
     assert silent == {"fold", "recover"}
 

@@ -25,58 +25,58 @@ FAST = CollectionOptions(epochs=1, images_per_class=8, lr=1e-3, interleaved=3)
 def run(
     folder: Path, options: CollectionOptions = FAST, budget: int = 2, depth: int = 3, **changes: Any
 ) -> list[Record]:
-    made = model(depth)
-    return collect(made, context(folder, made, **changes), DepthOptions(pruned_layers=budget), TE, options)
+    vit = model(depth)
+    return collect(vit, context(folder, vit, **changes), DepthOptions(pruned_layers=budget), TE, options)
 
 
 def test_the_published_points(tmp_path: Path) -> None:
     """12 blocks, budget 8, 3 + 3 interleaved: the 22 retained ratios of Table 10, from 21 rounds."""
-    found = run(tmp_path, CollectionOptions(epochs=0), budget=8, depth=12)
-    points = Counter((12 - len(r["attention"]), 12 - len(r["activation"])) for r in found)
+    records = run(tmp_path, CollectionOptions(epochs=0), budget=8, depth=12)
+    points = Counter((12 - len(r["attention"]), 12 - len(r["activation"])) for r in records)
     single = [(12 - n, 12) for n in range(9)] + [(12, 12 - n) for n in range(1, 9)]
     assert points == Counter([*single, (11, 11), (11, 10), (10, 10), (10, 9), (9, 9)])
-    assert len(found) == 22
-    first = next(r for r in found if r["key"] == "activation_01")
-    second = next(r for r in found if r["key"] == "interleaved_02")
+    assert len(records) == 22
+    first = next(r for r in records if r["key"] == "activation_01")
+    second = next(r for r in records if r["key"] == "interleaved_02")
     assert second["activation"] == first["activation"], "the first interleaved round is not repeated"
-    exact = rows(found, {"attention": 12, "activation": 12})
+    exact = rows(records, {"attention": 12, "activation": 12})
     assert {(round(r.attention * 12, 9), round(r.activation * 12, 9)) for r in exact} == set(points)
 
 
 def test_fast_trainings_are_those_of_the_released_scripts(tmp_path: Path) -> None:
     """AdamW at 5e-5 per 512 images, decay 0.05 for matrices only, no repeated views, whatever the recovery uses."""
-    made, views = model(), Augmentation(no_aug=False, mixup=0.8, repeats=3)
+    vit, views = model(), Augmentation(no_aug=False, mixup=0.8, repeats=3)
     recovery = TrainOptions(
         batch_size=4096, optimizer="sgd", lr=0.1, weight_decay=0.08, decay_all=True, drop_path=0.1, augmentation=views
     )
-    around = context(tmp_path, made, train=recovery)
-    found = fast_options(around, CollectionOptions(batch_size=1024), 10, 100_000)
-    assert (found.optimizer, found.lr, found.weight_decay, found.decay_all) == ("adamw", 1e-4, 0.05, False)
-    assert (found.batch_size, found.drop_path, found.augmentation) == (1024, 0.1, replace(views, repeats=0))
+    around = context(tmp_path, vit, train=recovery)
+    settings = fast_options(around, CollectionOptions(batch_size=1024), 10, 100_000)
+    assert (settings.optimizer, settings.lr, settings.weight_decay, settings.decay_all) == ("adamw", 1e-4, 0.05, False)
+    assert (settings.batch_size, settings.drop_path, settings.augmentation) == (1024, 0.1, replace(views, repeats=0))
     assert fast_options(around, CollectionOptions(), 10, 100_000).lr == pytest.approx(4e-4)  # 4096 images a batch
     assert fast_options(around, CollectionOptions(), 10, 100).batch_size == 100
 
 
 def test_attention_first(tmp_path: Path) -> None:
-    found = run(tmp_path, CollectionOptions(epochs=0, interleaved=2, order="attention_first"))
-    assert [r["key"] for r in found if r["chain"] == "interleaved"] == ["interleaved_02"]
-    (mixed,) = (r for r in found if r["chain"] == "interleaved")
+    records = run(tmp_path, CollectionOptions(epochs=0, interleaved=2, order="attention_first"))
+    assert [r["key"] for r in records if r["chain"] == "interleaved"] == ["interleaved_02"]
+    (mixed,) = (r for r in records if r["chain"] == "interleaved")
     assert mixed["removed"].endswith("mlp.act")
-    assert mixed["attention"] == next(r for r in found if r["key"] == "attention_01")["attention"]
+    assert mixed["attention"] == next(r for r in records if r["key"] == "attention_01")["attention"]
 
 
 def test_each_round_removes_the_lowest_transfer_entropy(tmp_path: Path) -> None:
-    found = run(tmp_path)
-    for record in found[1:]:
+    records = run(tmp_path)
+    for record in records[1:]:
         table = read_json(tmp_path / f"te_{record['key']}.json")
         assert record["removed"] == min(table["rows"], key=lambda row: row["transfer_entropy"])["site"]
-    orders = removal_orders(found)
+    orders = removal_orders(records)
     for kind in ("attention", "activation"):
-        chain = [r for r in found if r["chain"] == kind]
+        chain = [r for r in records if r["chain"] == kind]
         assert [r[kind] for r in chain] == [orders[kind][: n + 1] for n in range(len(chain))]
         assert len(orders[kind]) == 2, "one layer of a type stays"
-    assert found[0]["chain"] == "dense"
-    assert all(0 <= r["accuracy"] <= 100 for r in found)
+    assert records[0]["chain"] == "dense"
+    assert all(0 <= r["accuracy"] <= 100 for r in records)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()], "no resume state is left"
 
 

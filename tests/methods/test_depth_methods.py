@@ -28,8 +28,8 @@ every_depth_method = pytest.mark.parametrize("name", DEPTH)
 
 @every_depth_method
 def test_two_layers_are_removed_and_drawn(name: str, tmp_path: Path) -> None:
-    given, method = model(), METHODS[name]
-    plan = method.plan(given, context(tmp_path, given), OPTIONS[name])
+    vit, method = model(), METHODS[name]
+    plan = method.plan(vit, context(tmp_path, vit), OPTIONS[name])
     assert len(plan.removed) == 2
     kinds = {"nose": {"attn"}, "activation_only": {"act"}}.get(name)
     assert kinds is None or {site.rsplit(".", 1)[1] for site in plan.removed} == kinds
@@ -37,15 +37,15 @@ def test_two_layers_are_removed_and_drawn(name: str, tmp_path: Path) -> None:
     assert set(charts) == {"hetdpt": {"HetDPT", "transfer"}, "random": set(), "fixed": set()}.get(name, set(charts))
     if "transfer" in charts:
         assert sum(sum(line.gone) for line in charts["transfer"].lines) == 2
-    assert bool(method.estimate(given, family_of(given), OPTIONS[name])) == (name not in ("random", "fixed"))
+    assert bool(method.estimate(vit, family_of(vit), OPTIONS[name])) == (name not in ("random", "fixed"))
 
 
 @every_depth_method
 def test_a_budget_larger_than_the_model(name: str) -> None:
-    given, method = model(), METHODS[name]
+    vit, method = model(), METHODS[name]
     options = method.options(attention=(0, 7)) if name == "fixed" else method.options(pruned_layers=5)
     with pytest.raises(PlanError) as caught:
-        method.structure(given, family_of(given), context(Path(), given).plan, options)
+        method.structure(vit, family_of(vit), context(Path(), vit).plan, options)
     assert any(word in str(caught.value) + str(caught.value.hint) for word in ("pruned_layers", "block 7"))
 
 
@@ -62,11 +62,11 @@ PUBLISHED: dict[str, Any] = {"published_attention": (0, 2), "published_activatio
 
 
 def test_published_layers_need_no_search(tmp_path: Path) -> None:
-    given = model()
+    vit = model()
     options = hetdpt.Options(
         pruned_layers=3, attention_bypass="norm_identity", both_pruned_output_act="gelu", **PUBLISHED
     )
-    plan = hetdpt.plan(given, context(tmp_path, given), options)
+    plan = hetdpt.plan(vit, context(tmp_path, vit), options)
     assert plan.removed == {
         "blocks.0.attn": "norm_identity",
         "blocks.2.attn": "norm_identity",
@@ -74,7 +74,7 @@ def test_published_layers_need_no_search(tmp_path: Path) -> None:
     }
     assert plan.appended == {"blocks.2": "gelu"}
     assert read_json(tmp_path / "choice.json") == {"attention": [0, 2], "activation": [2], "both": [2]}
-    assert hetdpt.estimate(given, family_of(given), options) == []
+    assert hetdpt.estimate(vit, family_of(vit), options) == []
 
 
 @pytest.mark.parametrize(
@@ -85,41 +85,41 @@ def test_unscored_layers_are_spread_and_the_last_of_each_type_stays(
     count: int, attention: list[int], activation: list[int]
 ) -> None:
     """Removing late attentions only would make an exported file faster than other layers do."""
-    given = model(depth=12)
-    assert depth.spread_layers(given, family_of(given), count) == {"attention": attention, "activation": activation}
+    vit = model(depth=12)
+    assert depth.spread_layers(vit, family_of(vit), count) == {"attention": attention, "activation": activation}
 
 
 @pytest.mark.parametrize("lists", [{}, {"published_attention": (0, 0), "published_activation": (2,)}])
 def test_published_layers_must_match_the_budget(lists: Any, tmp_path: Path) -> None:
-    given = model()
+    vit = model()
     published = PUBLISHED | {"published_attention": (), "published_activation": ()} | lists
     with pytest.raises(PlanError, match="pruned_layers is 3"):
-        hetdpt.plan(given, context(tmp_path, given), hetdpt.Options(pruned_layers=3, **published))
+        hetdpt.plan(vit, context(tmp_path, vit), hetdpt.Options(pruned_layers=3, **published))
 
 
 def test_an_example_replaces_the_search_in_a_structure(tmp_path: Path) -> None:
-    given = model()
-    family, base = family_of(given), context(tmp_path, given).plan
+    vit = model()
+    family, base = family_of(vit), context(tmp_path, vit).plan
     options = hetdpt.Options(pruned_layers=3, example_attention=(0,), example_activation=(1, 2))
-    assert set(hetdpt.structure(given, family, base, options).removed) == {
+    assert set(hetdpt.structure(vit, family, base, options).removed) == {
         "blocks.0.attn",
         "blocks.1.mlp.act",
         "blocks.2.mlp.act",
     }
-    other = hetdpt.structure(given, family, base, replace(options, example_attention=(1,)))
+    other = hetdpt.structure(vit, family, base, replace(options, example_attention=(1,)))
     assert "blocks.0.attn" not in other.removed
     with pytest.raises(PlanError, match=r"example_attention and .* name 3 different layers, pruned_layers is 2"):
-        hetdpt.structure(given, family, base, replace(options, pruned_layers=2))
+        hetdpt.structure(vit, family, base, replace(options, pruned_layers=2))
 
 
 def test_too_few_rounds_for_a_split() -> None:
-    given = model(6)
-    base = context(Path(), given).plan
+    vit = model(6)
+    base = context(Path(), vit).plan
     few = CollectionOptions(rounds=2)
     with pytest.raises(PlanError, match="rounds is 2"):
-        hetdpt.structure(given, family_of(given), base, hetdpt.Options(pruned_layers=5, collection=few))
+        hetdpt.structure(vit, family_of(vit), base, hetdpt.Options(pruned_layers=5, collection=few))
     every = hetdpt.Options(pruned_layers=5, collection=few, candidates="all")
-    hetdpt.structure(given, family_of(given), base, every)
+    hetdpt.structure(vit, family_of(vit), base, every)
 
 
 @pytest.mark.parametrize(
@@ -128,30 +128,30 @@ def test_too_few_rounds_for_a_split() -> None:
 )
 def test_the_dry_run_counts_the_rounds_that_run(budget: int, options: Any, rounds: int, tmp_path: Path) -> None:
     """A budget of 10 on 6 blocks: 5 rounds per type, as one layer of each stays, and 5 interleaved ones."""
-    given = model(6)
+    vit = model(6)
     settings = CollectionOptions(epochs=0, **options)
     entropy, tuning = hetdpt.estimate_allocation(
-        given, family_of(given), hetdpt.AllocationOptions(pruned_layers=budget, te=TE, collection=settings)
+        vit, family_of(vit), hetdpt.AllocationOptions(pruned_layers=budget, te=TE, collection=settings)
     )
-    collection.collect(given, context(tmp_path, given), DepthOptions(pruned_layers=budget), TE, settings)
+    collection.collect(vit, context(tmp_path, vit), DepthOptions(pruned_layers=budget), TE, settings)
     tables = [read_json(path) for path in tmp_path.glob("te_*.json")]
     assert tuning.rounds == len(tables) == rounds
     assert entropy.rounds == sum(len(table["rows"]) + 1 for table in tables)
 
 
 def test_the_dry_run_counts_the_measurements_of_greedy_transfer_entropy(tmp_path: Path) -> None:
-    given = model(4)
-    (row,) = nose.NOSE.estimate(given, family_of(given), nose.Options(pruned_layers=3, te=TE))
-    nose.NOSE.plan(given, context(tmp_path, given), nose.Options(pruned_layers=3, te=TE))
+    vit = model(4)
+    (row,) = nose.NOSE.estimate(vit, family_of(vit), nose.Options(pruned_layers=3, te=TE))
+    nose.NOSE.plan(vit, context(tmp_path, vit), nose.Options(pruned_layers=3, te=TE))
     tables = read_json(tmp_path / "transfer_entropy.json")
     assert row.rounds == sum(len(table["rows"]) + 1 for table in tables) == 5 + 4 + 3
     assert (row.epochs, row.images) == (1, tables[0]["images"])
 
 
 def test_hetdpt_respects_its_split_and_its_candidates(tmp_path: Path) -> None:
-    given = model(4)
+    vit = model(4)
     options = hetdpt.Options(pruned_layers=3, search=STEP_2, **STEP_1)
-    plan = hetdpt.plan(given, context(tmp_path, given), options)
+    plan = hetdpt.plan(vit, context(tmp_path, vit), options)
     allocation, choice = read_json(tmp_path / "allocation.json"), read_json(tmp_path / "choice.json")
     assert [len(choice["attention"]), len(choice["activation"])] == allocation["chosen"]
     assert min(allocation["chosen"]) >= 1
@@ -166,16 +166,16 @@ def test_hetdpt_respects_its_split_and_its_candidates(tmp_path: Path) -> None:
 
 
 def test_without_step_2_the_removal_order_decides(tmp_path: Path) -> None:
-    given = model(4)
-    ablations.no_step2(given, context(tmp_path, given), hetdpt.AllocationOptions(pruned_layers=3, **STEP_1))
+    vit = model(4)
+    ablations.no_step2(vit, context(tmp_path, vit), hetdpt.AllocationOptions(pruned_layers=3, **STEP_1))
     allocation, choice = read_json(tmp_path / "allocation.json"), read_json(tmp_path / "choice.json")
     for kind, count in zip(("attention", "activation"), allocation["chosen"], strict=True):
         assert choice[kind] == sorted(read_json(tmp_path / f"{kind}_03.json")[kind][:count])
 
 
 def test_static_transfer_entropy_takes_the_lowest_of_both_types(tmp_path: Path) -> None:
-    given = model()
-    plan = METHODS["te_static"].plan(given, context(tmp_path, given), OPTIONS["te_static"])
+    vit = model()
+    plan = METHODS["te_static"].plan(vit, context(tmp_path, vit), OPTIONS["te_static"])
     rows = sorted(read_json(tmp_path / "transfer_entropy.json")["rows"], key=lambda row: row["transfer_entropy"])
     assert len(rows) == 6
     assert set(plan.removed) == {row["site"] for row in rows[:2]}
@@ -185,19 +185,19 @@ def test_static_transfer_entropy_takes_the_lowest_of_both_types(tmp_path: Path) 
 @pytest.mark.parametrize("name", ["nose", "activation_only", "te_static"])
 def test_a_report_without_a_bootstrap(name: str, resamples: int, tmp_path: Path) -> None:
     """A deviation needs two resamples."""
-    given = model()
+    vit = model()
     options = replace(OPTIONS[name], te=EntropyOptions(images=12, resamples=resamples))
-    METHODS[name].plan(given, context(tmp_path, given), options)
+    METHODS[name].plan(vit, context(tmp_path, vit), options)
     (table,) = METHODS[name].report(tmp_path).tables
     assert all((row[3] == "") == (resamples < 2) for row in table["rows"])
 
 
 def test_random_layers_follow_the_seed(tmp_path: Path) -> None:
-    given = model(6)
+    vit = model(6)
     options = ablations.RandomOptions(pruned_layers=4, attention=3)
 
     def draw(seed: int, folder: str) -> Any:
-        return ablations.random(given, context(tmp_path / folder, given, seed=seed), options).removed
+        return ablations.random(vit, context(tmp_path / folder, vit, seed=seed), options).removed
 
     draws = [draw(seed, str(seed)) for seed in range(5)]
     assert len({tuple(sorted(removed)) for removed in draws}) > 1
@@ -213,9 +213,9 @@ def test_random_layers_follow_the_seed(tmp_path: Path) -> None:
     ],
 )
 def test_first_and_last_layers(pick: Any, removed: set[str], tmp_path: Path) -> None:
-    given = model()
+    vit = model()
     options = ablations.RandomOptions(pruned_layers=3, pick=pick)
-    assert set(ablations.random(given, context(tmp_path, given), options).removed) == removed
+    assert set(ablations.random(vit, context(tmp_path, vit), options).removed) == removed
 
 
 def test_dilution_follows_the_released_schedule() -> None:
@@ -232,23 +232,23 @@ def test_dilution_follows_the_released_schedule() -> None:
 
 
 def test_nose_measures_dropped_and_deploys_doubled(tmp_path: Path) -> None:
-    given = model()
-    plan = nose.NOSE.plan(given, context(tmp_path, given), OPTIONS["nose"])
+    vit = model()
+    plan = nose.NOSE.plan(vit, context(tmp_path, vit), OPTIONS["nose"])
     assert set(plan.removed.values()) == {"double"}
     first = read_json(tmp_path / "transfer_entropy.json")[0]
     other = tmp_path / "doubled"
-    nose.NOSE.plan(given, context(other, given), replace(OPTIONS["nose"], te_bypass="double"))
+    nose.NOSE.plan(vit, context(other, vit), replace(OPTIONS["nose"], te_bypass="double"))
     assert read_json(other / "transfer_entropy.json")[0]["rows"] != first["rows"]
 
 
 def test_a_second_step_counts_the_layers_that_are_left(tmp_path: Path) -> None:
     """In dense numbers."""
-    given = model(4)
-    around = context(tmp_path, given)
-    first = ablations.fixed(given, around, FixedOptions(attention=(1,), activation=(1,)))
-    pruned = surgery.apply_to_copy(given, first)
+    vit = model(4)
+    around = context(tmp_path, vit)
+    first = ablations.fixed(vit, around, FixedOptions(attention=(1,), activation=(1,)))
+    pruned = surgery.apply_to_copy(vit, first)
     again = context(tmp_path / "second", pruned, plan=around.plan.then(first))
     second = METHODS["hetdpt"].plan(pruned, again, OPTIONS["hetdpt"])
     assert len(second.removed) == 2
     assert not set(second.removed) & set(first.removed)
-    surgery.apply_to_copy(given, around.plan.then(first).then(second))
+    surgery.apply_to_copy(vit, around.plan.then(first).then(second))

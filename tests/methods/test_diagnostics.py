@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,16 +28,16 @@ FAST = CollectionOptions(epochs=1, images_per_class=8)
 
 
 def test_gradient_is_what_closing_the_gate_a_little_does(tmp_path: Path) -> None:
-    made = model()
-    about = context(tmp_path, made)
-    rows = diagnostics.gradient_disparity(made, about, BUDGET, images=30)
+    vit = model()
+    about = context(tmp_path, vit)
+    rows = diagnostics.gradient_disparity(vit, about, BUDGET, images=30)
     assert [(row["kind"], row["index"]) for row in rows] == [
         (k, i) for k in ("attention", "activation") for i in range(3)
     ]
     assert all(row["rms"] >= row["magnitude"] * (1 - 1e-9) >= abs(row["mean"]) * (1 - 1e-9) for row in rows)
     ((pixels, targets),) = calibration_images(about, 30)
-    sites = depth.all_layers(made, about.family)
-    probe = depth.gate_layers(made.double(), about, sites, BUDGET).eval()
+    sites = depth.all_layers(vit, about.family)
+    probe = depth.gate_layers(vit.double(), about, sites, BUDGET).eval()
     step = 1e-5
     for row in rows:
         losses = []
@@ -50,27 +51,32 @@ def test_gradient_is_what_closing_the_gate_a_little_does(tmp_path: Path) -> None
 
 
 def test_recovery_rows(tmp_path: Path) -> None:
-    made = model()
-    before = {name: value.clone() for name, value in made.state_dict().items()}
-    about = context(tmp_path, made)
-    rows = diagnostics.recovery_asymmetry(made, about, BUDGET, FAST, blocks=[0, 2])
+    vit = model()
+    before = {name: value.clone() for name, value in vit.state_dict().items()}
+    about = context(tmp_path, vit)
+    rows = diagnostics.recovery_asymmetry(vit, about, BUDGET, FAST, blocks=[0, 2])
     assert [(row["kind"], row["index"]) for row in rows] == [
         (k, i) for k in ("attention", "activation") for i in (0, 2)
     ]
     assert all(0 <= row[state] <= 100 for row in rows for state in ("dense", "before", "after"))
-    assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in vit.state_dict().items())
 
 
-def test_part_of_a_run_when_asked_for(tmp_path: Path) -> None:
-    made = model()
+PUBLISHED = {"layers": "published", "published_attention": (0,), "published_activation": (1,)}
+
+
+@pytest.mark.parametrize("layers", [{}, PUBLISHED], ids=["search", "published"])
+def test_diagnostics_are_part_of_a_run_with_or_without_a_search(layers: Any, tmp_path: Path) -> None:
+    vit = model()
     options = hetdpt.Options(
         pruned_layers=2,
         te=EntropyOptions(images=12, resamples=2),
         collection=FAST,
         diagnostics=True,
         search=SearchOptions(factor=0.25, images_per_class=8),
+        **layers,
     )
-    METHODS["hetdpt"].plan(made, context(tmp_path, made), options)
+    METHODS["hetdpt"].plan(vit, context(tmp_path, vit), options)
     gradients, recovery = (
         read_json(tmp_path / f"{name}.json") for name in ("gradient_disparity", "recovery_asymmetry")
     )
@@ -89,4 +95,6 @@ def test_part_of_a_run_when_asked_for(tmp_path: Path) -> None:
     assert (tmp_path / "drawn" / "both.png").read_bytes().startswith(b"\x89PNG")
     shutil.rmtree(tmp_path / "drawn")
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
-    assert any(stage.rounds == 6 for stage in hetdpt.estimate(model(), family_of(model()), options))
+    assert any(row.rounds == 6 for row in hetdpt.estimate(vit, family_of(vit), options) if "alone" in row.title)
+    assert hetdpt.describe(options).uses_heldout
+    assert (tmp_path / "search.json").exists() == (not layers)

@@ -18,12 +18,12 @@ ENDS = {"training": "trained.safetensors", "exploration": "exploration.json", "s
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("killed")
+    folder = tmp_path_factory.mktemp("killed")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    script = [sys.executable, killed_processes.__file__, str(made)]
+    script = [sys.executable, killed_processes.__file__, str(folder)]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return made
+    return folder
 
 
 CASES = [(work.__name__, case) for work, cases in killed_processes.CASES.items() for case in cases]

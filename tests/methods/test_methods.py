@@ -80,8 +80,8 @@ def start(name: str, *, earlier: bool = False) -> tuple[nn.Module, Plan]:
 
 def run(name: str, folder: Path, *, earlier: bool = False, **changes: Any) -> Plan:
     """The plan of a row."""
-    given, plan = start(name, earlier=earlier)
-    return METHODS[name].plan(given, context(folder, given, plan=plan, **changes), OPTIONS[name])
+    vit, plan = start(name, earlier=earlier)
+    return METHODS[name].plan(vit, context(folder, vit, plan=plan, **changes), OPTIONS[name])
 
 
 def size(plan: Plan) -> Any:
@@ -91,9 +91,9 @@ def size(plan: Plan) -> Any:
     return len(plan.removed) + blocks, widths, sorted(plan.heads.values()), len(plan.folded), len(plan.padded)
 
 
-def carry_out(given: nn.Module, plan: Plan, around: Context) -> nn.Module:
+def carry_out(vit: nn.Module, plan: Plan, around: Context) -> nn.Module:
     """The model after a step, with the weights that it handed over."""
-    copy = deepcopy(given)
+    copy = deepcopy(vit)
     load_handed_over(copy, around.folder, around.plan, around.runtime)
     return surgery.apply_plan(copy, plan)
 
@@ -105,13 +105,13 @@ def pixels() -> torch.Tensor:
 @every_method
 def test_a_plan_leaves_the_model_unchanged_and_affects_its_copy(name: str, tmp_path: Path) -> None:
     """The context raises if a test image is read. Folding changes no outputs."""
-    given, plan = start(name)
-    before = {key: value.clone() for key, value in given.state_dict().items()}
-    around = context(tmp_path, given, plan=plan)
-    delta = METHODS[name].plan(given, around, OPTIONS[name])
-    assert all(torch.equal(value, before[key]) for key, value in given.state_dict().items())
-    assert not any(module._forward_hooks for module in given.modules())
-    change = (carry_out(given, delta, around)(pixels()) - given(pixels())).abs().max()
+    vit, plan = start(name)
+    before = {key: value.clone() for key, value in vit.state_dict().items()}
+    around = context(tmp_path, vit, plan=plan)
+    delta = METHODS[name].plan(vit, around, OPTIONS[name])
+    assert all(torch.equal(value, before[key]) for key, value in vit.state_dict().items())
+    assert not any(module._forward_hooks for module in vit.modules())
+    change = (carry_out(vit, delta, around)(pixels()) - vit(pixels())).abs().max()
     assert change < 1e-4 if delta.folded else change > 1e-3
     assert Plan.from_json(delta.to_json()) == delta
 
@@ -119,11 +119,11 @@ def test_a_plan_leaves_the_model_unchanged_and_affects_its_copy(name: str, tmp_p
 @every_method
 def test_structure_has_the_size_of_the_plan(name: str, tmp_path: Path) -> None:
     """On the meta device, and in the same way for the method and for its name."""
-    given, plan = start(name)
+    vit, plan = start(name)
     blank = surgery.apply_plan(create_on_meta(plan.arch, plan.arch_args), plan)
     delta = METHODS[name].structure(blank, family_of(blank), plan, OPTIONS[name])
     assert size(delta) == size(run(name, tmp_path))
-    surgery.apply_to_copy(given, delta)
+    surgery.apply_to_copy(vit, delta)
     for method in (name, METHODS[name]):
         assert structure_of_steps(blank, family_of(blank), plan, [(method, OPTIONS[name])]) == plan.then(delta)
 
@@ -131,10 +131,10 @@ def test_structure_has_the_size_of_the_plan(name: str, tmp_path: Path) -> None:
 @every_method
 def test_a_plan_composes_with_the_one_before(name: str, tmp_path: Path) -> None:
     """In dense channel and block numbers. Both models compute with the same weights: only rounding may differ."""
-    given, plan = start(name, earlier=True)
+    vit, plan = start(name, earlier=True)
     delta = run(name, tmp_path, earlier=True)
     composed = surgery.apply_plan(model(4), plan.then(delta))
-    torch.testing.assert_close(composed(pixels()), surgery.apply_to_copy(given, delta)(pixels()), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(composed(pixels()), surgery.apply_to_copy(vit, delta)(pixels()), rtol=1e-4, atol=1e-5)
 
 
 class Calls(Progress):
@@ -178,9 +178,9 @@ def test_options_are_plain_data_and_documented(name: str) -> None:
 
 @every_method
 def test_descriptions(name: str, tmp_path: Path) -> None:
-    method, given = METHODS[name], start(name)[0]
+    method, vit = METHODS[name], start(name)[0]
     assert method.summary and isinstance(method.describe(OPTIONS[name]), StepInfo)
-    estimates = method.estimate(given, family_of(given), OPTIONS[name])
+    estimates = method.estimate(vit, family_of(vit), OPTIONS[name])
     assert all(estimate.rounds >= 1 and estimate.epochs >= 1 for estimate in estimates)
     assert not any(vars(method.report(tmp_path)).values()), "nothing was measured in this folder"
     run(name, tmp_path)
@@ -235,22 +235,22 @@ def batches(count: int = 3) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 @pytest.mark.parametrize("data", ["splits", "batches", "generator"])
 @pytest.mark.parametrize("name", ["isomorphic", "hetdpt", "recover", "nose"])
 def test_methods_run_without_a_recipe(name: str, data: str, tmp_path: Path) -> None:
-    given, plan = start(name)
-    source: Any = {"splits": context(tmp_path, given).data.train, "batches": list(batches()), "generator": batches()}
-    around = context_for(given, source[data], plan=plan, train=context(tmp_path, given).train)
+    vit, plan = start(name)
+    source: Any = {"splits": context(tmp_path, vit).data.train, "batches": list(batches()), "generator": batches()}
+    around = context_for(vit, source[data], plan=plan, train=context(tmp_path, vit).train)
     assert around.folder.is_dir() and len(around.data.heldout) == (6 if data == "splits" else 3)
-    delta = METHODS[name].plan(given, around, OPTIONS[name])
-    assert (carry_out(given, delta, around)(pixels()) - given(pixels())).abs().max() > 1e-3
+    delta = METHODS[name].plan(vit, around, OPTIONS[name])
+    assert (carry_out(vit, delta, around)(pixels()) - vit(pixels())).abs().max() > 1e-3
     folder = around.folder
     del around
     assert not folder.exists()
 
 
 def test_a_context_needs_no_data(tmp_path: Path) -> None:
-    given = model()
-    around = context_for(given, folder=tmp_path, seed=3)
+    vit = model()
+    around = context_for(vit, folder=tmp_path, seed=3)
     assert around.plan.arch == "vit_tiny_patch16_224" and around.folder == tmp_path
-    assert len(ablations.random(given, around, OPTIONS["random"]).removed) == 2
+    assert len(ablations.random(vit, around, OPTIONS["random"]).removed) == 2
     with pytest.raises(InputError, match="no training images") as caught:
-        METHODS["isomorphic"].plan(given, context_for(given), OPTIONS["isomorphic"])
+        METHODS["isomorphic"].plan(vit, context_for(vit), OPTIONS["isomorphic"])
     assert "pass data" in str(caught.value.hint)

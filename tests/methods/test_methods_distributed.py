@@ -19,15 +19,15 @@ SCRIPT = Path(__file__).parents[1] / "helpers" / "distributed_methods.py"
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """What one process and what two processes left."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    found = []
+    folders = []
     for world in (1, 2):
         folder = tmp_path_factory.mktemp(f"world{world}")
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"] if world > 1 else []
         command = [sys.executable, *torchrun, str(SCRIPT), str(folder)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        found.append(folder)
-    return found[0], found[1]
+        folders.append(folder)
+    return folders[0], folders[1]
 
 
 def both(folders: tuple[Path, Path], name: str) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""The depth methods on Swin, PVTv2 and gated FFNs: the same code, or a refusal with its reason."""
+"""The depth methods on Swin, PVTv2, DINOv3 and SwiGLU FFNs: the same code, or an error with the reason."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +14,13 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
+from vitcompress.io.files import read_json
 from vitcompress.io.tensors import load_tensors
 from vitcompress.methods import METHODS, depth, nose
 from vitcompress.methods.base import LEFT_WEIGHTS, Context
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.hetdpt import method as hetdpt
+from vitcompress.methods.hetdpt.collection import CollectionOptions, collect
 from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
 
@@ -52,15 +54,15 @@ PVT_SENTENCE = r"PVTv2's MLP has a depth-wise 3x3 convolution and cannot be fold
 
 
 def world(name: str, folder: Path) -> tuple[nn.Module, Context]:
-    """A model of three blocks with random weights, and what a method is given with it."""
+    """A model of three blocks with random weights, and the context of a step."""
     arch, args = ARCHS[name]
-    made = create_model(arch, {**args, **GREY}, seed=1)
+    vit = create_model(arch, {**args, **GREY}, seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in vit.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15)
-    given = {**args, **GREY}
-    return made, context(folder, made, plan=Plan(arch, given))
+    arguments = {**args, **GREY}
+    return vit, context(folder, vit, plan=Plan(arch, arguments))
 
 
 def pixels() -> torch.Tensor:
@@ -70,27 +72,27 @@ def pixels() -> torch.Tensor:
 @pytest.mark.parametrize("family", ["swin", "eva"])
 @pytest.mark.parametrize("method", [name for name in DEPTH if name != "fixed"])
 def test_every_depth_method_works_on_other_families(method: str, family: str, tmp_path: Path) -> None:
-    made, around = world(family, tmp_path)
-    found = METHODS[method].plan(made, around, OPTIONS[method])
-    assert len(found.removed) == 2
-    assert all(name.startswith(tuple(around.family.blocks(made))) for name in found.removed)
+    vit, around = world(family, tmp_path)
+    plan = METHODS[method].plan(vit, around, OPTIONS[method])
+    assert len(plan.removed) == 2
+    assert all(name.startswith(tuple(around.family.blocks(vit))) for name in plan.removed)
     with torch.no_grad():
-        small = surgery.apply_to_copy(made, found)
-        assert (small(pixels()) - made(pixels())).abs().max() > 1e-4
-    assert METHODS[method].structure(made, family_of(made), around.plan, OPTIONS[method]).arch == found.arch
+        small = surgery.apply_to_copy(vit, plan)
+        assert (small(pixels()) - vit(pixels())).abs().max() > 1e-4
+    assert METHODS[method].structure(vit, family_of(vit), around.plan, OPTIONS[method]).arch == plan.arch
 
 
 @pytest.mark.parametrize("method", DEPTH)
 def test_pvt_keeps_its_activations(method: str, tmp_path: Path) -> None:
-    """Whatever removes activations is refused with the reason, before anything is measured; NOSE is not."""
-    made, around = world("pvt", tmp_path)
-    ask = METHODS[method].structure
+    """Methods that remove activations are rejected before anything is measured. NOSE is not."""
+    vit, around = world("pvt", tmp_path)
+    structure = METHODS[method].structure
     if method == "nose":
-        assert len(METHODS[method].plan(made, around, OPTIONS[method]).removed) == 2
+        assert len(METHODS[method].plan(vit, around, OPTIONS[method]).removed) == 2
         return
     for call in (
-        lambda: ask(made, family_of(made), around.plan, OPTIONS[method]),
-        lambda: METHODS[method].plan(made, around, OPTIONS[method]),
+        lambda: structure(vit, family_of(vit), around.plan, OPTIONS[method]),
+        lambda: METHODS[method].plan(vit, around, OPTIONS[method]),
     ):
         with pytest.raises(PlanError, match=PVT_SENTENCE) as caught:
             call()
@@ -100,39 +102,39 @@ def test_pvt_keeps_its_activations(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gated_ffn", ["mean_gate", "drop_gate", "drop_ffn"])
 def test_hetdpt_on_gated_ffns(gated_ffn: Any, tmp_path: Path) -> None:
-    made, around = world("swiglu", tmp_path)
+    vit, around = world("swiglu", tmp_path)
     options: hetdpt.Options = replace(OPTIONS["hetdpt"], gated_ffn=gated_ffn)
-    found = METHODS["hetdpt"].plan(made, around, options)
-    (ffn,) = [name for name in found.removed if ".mlp" in name]
-    assert (ffn.endswith(".mlp"), found.removed[ffn]) == (
+    plan = METHODS["hetdpt"].plan(vit, around, options)
+    (ffn,) = [name for name in plan.removed if ".mlp" in name]
+    assert (ffn.endswith(".mlp"), plan.removed[ffn]) == (
         gated_ffn == "drop_ffn",
         {"drop_ffn": "drop"}.get(gated_ffn, gated_ffn),
     )
     assert (tmp_path / LEFT_WEIGHTS).is_file() == (gated_ffn == "mean_gate")
-    small = surgery.apply_to_copy(made, found)
-    folded = surgery.fold_linears(small, found).plan.folded
+    small = surgery.apply_to_copy(vit, plan)
+    folded = surgery.fold_linears(small, plan).plan.folded
     assert (ffn.removesuffix(".act") in folded) == (gated_ffn != "drop_ffn")
 
 
 def test_the_mean_of_a_gate_is_handed_over_with_the_weights(tmp_path: Path) -> None:
     """What is deployed multiplies the values with the mean of the gate over training images."""
-    made, around = world("swiglu", tmp_path)
+    vit, around = world("swiglu", tmp_path)
     options = depth.DepthOptions(pruned_layers=1)
-    plan = depth.record_choice(made, around, {"activation": [1]}, options)
-    means = depth.gate_means(made, around)["blocks.1.mlp"]
+    plan = depth.record_choice(vit, around, {"activation": [1]}, options)
+    means = depth.gate_means(vit, around)["blocks.1.mlp"]
     gates: list[torch.Tensor] = []
-    handle = made.blocks[1].mlp.act.register_forward_hook(lambda module, args, out: gates.append(out.flatten(0, 1)))
+    handle = vit.blocks[1].mlp.act.register_forward_hook(lambda module, args, out: gates.append(out.flatten(0, 1)))
     with torch.no_grad():
         for seen, _ in calibration_images(around, depth.GATE_IMAGES):
-            made(seen)
+            vit(seen)
     handle.remove()
     measured = torch.cat(gates)
     # Two means of n float32 numbers, one summed in float64: apart by roundings of the sums' size.
     bound = len(measured) * 2.0**-24 * measured.abs().mean(0) + 2.0**-24
     assert bool(((means - measured.mean(0)).abs() <= bound).all())
     weights = load_tensors(tmp_path / LEFT_WEIGHTS)
-    made.load_state_dict(weights, strict=True)
-    small = surgery.apply_to_copy(made, plan)
+    vit.load_state_dict(weights, strict=True)
+    small = surgery.apply_to_copy(vit, plan)
     x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(3))
     fresh, _ = world("swiglu", tmp_path)
     before = fresh.blocks[1].mlp
@@ -144,9 +146,60 @@ def test_the_mean_of_a_gate_is_handed_over_with_the_weights(tmp_path: Path) -> N
 
 
 def test_fading_starts_from_the_gates_as_they_are(tmp_path: Path) -> None:
-    made, around = world("swiglu", tmp_path)
-    found = METHODS["activation_only"].plan(
-        made, around, nose.ActivationOptions(pruned_layers=1, te=OPTIONS["nose"].te)
-    )
-    assert set(found.removed.values()) == {"mean_gate"}
+    vit, around = world("swiglu", tmp_path)
+    plan = METHODS["activation_only"].plan(vit, around, nose.ActivationOptions(pruned_layers=1, te=OPTIONS["nose"].te))
+    assert set(plan.removed.values()) == {"mean_gate"}
     assert not (tmp_path / LEFT_WEIGHTS).exists()
+    ((ffn, mean),) = depth.read_mean_gates(tmp_path).items()
+    torch.testing.assert_close(mean, depth.gate_means(vit, around)[ffn], rtol=0, atol=0)
+
+
+def test_every_round_of_the_collection_measures_gates_on_its_own_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fine-tuning changes them: means of the dense weights would be those of another function."""
+    vit, around = world("swiglu", tmp_path)
+    frozen = list[dict[str, torch.Tensor]]()
+    original = depth.freeze_gates
+
+    def record(model: nn.Module, means: dict[str, torch.Tensor]) -> nn.Module:
+        if means:
+            current = depth.gate_means(model, around)
+            assert all(torch.equal(mean, current[ffn]) for ffn, mean in means.items())
+            frozen.append(means)
+        return original(model, means)
+
+    monkeypatch.setattr(depth, "freeze_gates", record)
+    fast = CollectionOptions(epochs=1, images_per_class=8, lr=1e-2, interleaved=0)
+    collect(vit, around, depth.DepthOptions(pruned_layers=2), OPTIONS["nose"].te, fast)
+    second = list(frozen[1])[0]
+    assert not torch.equal(frozen[1][second], depth.gate_means(vit, around)[second])
+
+
+def test_untrained_rounds_resume_with_the_same_gates(tmp_path: Path) -> None:
+    """Without fine-tuning nothing is saved: the model of a round is rebuilt from all removals before it."""
+    fast = CollectionOptions(epochs=0, interleaved=0)
+    options, te = depth.DepthOptions(pruned_layers=2), OPTIONS["nose"].te
+    for name in ("whole", "resumed"):
+        vit, around = world("swiglu", tmp_path / name)
+        collect(vit, around, options, te, fast)
+        (tmp_path / name / "activation_02.json").unlink()
+        (tmp_path / name / "te_activation_02.json").unlink()
+    vit, around = world("swiglu", tmp_path / "resumed")
+    collect(vit, around, options, te, fast)
+    vit, around = world("swiglu", tmp_path / "whole" / "again")
+    collect(vit, around, options, te, fast)
+    tables = [read_json(tmp_path / name / "te_activation_02.json") for name in ("resumed", "whole/again")]
+    assert tables[0] == tables[1]
+
+
+def test_the_cost_of_a_split_is_that_of_the_layers_that_the_chains_removed(tmp_path: Path) -> None:
+    """In Swin the attentions of early stages have more windows than the later ones."""
+    swin, around = world("swin", tmp_path)
+    options = hetdpt.AllocationOptions(pruned_layers=1, min_pruned_per_type=0)
+    costs = [depth.count_macs(swin, around, {"attention": [block]}, options) for block in range(3)]
+    assert costs[0] == costs[1] < costs[2]
+    records = [{"chain": "attention", "attention": [2], "activation": []}]
+    assert hetdpt.split_cost(swin, around, options, records, 1, 0) == costs[2]
+    both = depth.count_macs(swin, around, {"attention": [2, 0]}, options)
+    assert hetdpt.split_cost(swin, around, options, records, 2, 0) == both

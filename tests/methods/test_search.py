@@ -32,8 +32,8 @@ FAST = SearchOptions(factor=0.5, images_per_class=8, lr=5e-3)
 TWO = DepthOptions(pruned_layers=2)
 
 
-def all_sites(made: nn.Module) -> set[str]:
-    return {site.name for site in depth.all_layers(made, family_of(made))}
+def all_sites(vit: nn.Module) -> set[str]:
+    return {site.name for site in depth.all_layers(vit, family_of(vit))}
 
 
 def test_schedule_of_the_paper() -> None:
@@ -73,17 +73,17 @@ def test_learning_rate_restarts_at_each_removal() -> None:
 @pytest.mark.parametrize("more", [{}, {"init_values": 0.5}], ids=["plain", "layer_scale"])
 def test_searched_model_is_the_deployed_model(tmp_path: Path, bypass: Any, output_act: Any, more: Any) -> None:
     """In float64, where the two may only differ in the order of a few additions."""
-    made = model(**more).double().eval()
-    about = context(tmp_path, made)
+    vit = model(**more).double().eval()
+    about = context(tmp_path, vit)
     options = DepthOptions(pruned_layers=3, attention_bypass=bypass, both_pruned_output_act=output_act)
-    probe = depth.gate_layers(made, about, depth.all_layers(made, about.family), options).eval()
+    probe = depth.gate_layers(vit, about, depth.all_layers(vit, about.family), options).eval()
     pixels = torch.randn(4, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    dense = made(pixels)
+    dense = vit(pixels)
     torch.testing.assert_close(probe(pixels), dense, rtol=0, atol=0)
     for name in ("blocks.0.attn", "blocks.1.attn", "blocks.1.mlp.act"):
         probe.set_gate(name, 0.0)
-    plan = depth.plan_layers(made, about.plan, {"attention": [0, 1], "activation": [1]}, options)
-    deployed = surgery.apply_to_copy(made, plan).eval()(pixels)
+    plan = depth.plan_layers(vit, about.plan, {"attention": [0, 1], "activation": [1]}, options)
+    deployed = surgery.apply_to_copy(vit, plan).eval()(pixels)
     torch.testing.assert_close(probe(pixels), deployed, rtol=0, atol=1e-12)
     assert (deployed - dense).abs().max() > 1e-3
     assert plan.appended == ({"blocks.1": "gelu"} if output_act == "gelu" else {})
@@ -91,10 +91,10 @@ def test_searched_model_is_the_deployed_model(tmp_path: Path, bypass: Any, outpu
 
 @pytest.mark.parametrize("bypass", ["drop", "norm_identity", "double"])
 def test_score_gradient_is_the_derivative_of_the_loss_by_the_gate(tmp_path: Path, bypass: Any) -> None:
-    made = model().double().eval()
-    about = context(tmp_path, made)
-    sites = depth.all_layers(made, about.family)
-    probe = depth.gate_layers(made, about, sites, DepthOptions(pruned_layers=1, attention_bypass=bypass)).eval()
+    vit = model().double().eval()
+    about = context(tmp_path, vit)
+    sites = depth.all_layers(vit, about.family)
+    probe = depth.gate_layers(vit, about, sites, DepthOptions(pruned_layers=1, attention_bypass=bypass)).eval()
     pixels = torch.randn(4, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     gradients = torch.autograd.grad(probe(pixels).square().sum(), probe.score_parameters())
     step = 1e-5
@@ -112,9 +112,9 @@ def test_score_gradient_is_the_derivative_of_the_loss_by_the_gate(tmp_path: Path
 
 
 def test_every_parameter_learns_and_scores_never_decay(tmp_path: Path) -> None:
-    made = model()
-    about = context(tmp_path, made)
-    probe = depth.gate_layers(made, about, depth.layers(made, about.family)["attention"], TWO)
+    vit = model()
+    about = context(tmp_path, vit)
+    probe = depth.gate_layers(vit, about, depth.layers(vit, about.family)["attention"], TWO)
     decay, bare, scores = parameter_groups(probe, TrainOptions(lr=0.1, weight_decay=0.05), 3.0)
     assert {id(p) for group in (decay, bare, scores) for p in group["params"]} == {id(p) for p in probe.parameters()}
     assert (decay["weight_decay"], bare["weight_decay"], scores["weight_decay"]) == (0.05, 0.0, 0.0)
@@ -124,36 +124,36 @@ def test_every_parameter_learns_and_scores_never_decay(tmp_path: Path) -> None:
 
 
 def run(folder: Path, events: Any, candidates: set[str], **changes: Any) -> tuple[Any, list[Any]]:
-    made = model()
-    about = context(folder, made, **changes)
-    found = search(made, about, TWO, FAST, events, candidates)
-    return found, read_json(folder / "search_epochs.json")
+    vit = model()
+    about = context(folder, vit, **changes)
+    result = search(vit, about, TWO, FAST, events, candidates)
+    return result, read_json(folder / "search_epochs.json")
 
 
 def test_the_lowest_score_of_the_scheduled_type_goes(tmp_path: Path) -> None:
     candidates = all_sites(model()) - {"blocks.0.mlp.act"}
-    found, epochs = run(tmp_path, [G, A], candidates)
-    assert found["removal_epochs"] == [2, 4]
+    result, epochs = run(tmp_path, [G, A], candidates)
+    assert result["removal_epochs"] == [2, 4]
     assert [e["epoch"] for e in epochs] == [0, 1, 2, 3]
     assert [e["epoch"] for e in epochs if e["removed"]] == [1, 3]
     for epoch, ending in ((1, ".mlp.act"), (3, ".attn")):
         scores = {name: value for name, value in epochs[epoch]["scores"].items() if name.endswith(ending)}
         assert epochs[epoch]["removed"] == min(scores.keys() & candidates, key=lambda name: scores[name])
         assert len(set(scores.values())) == 3, "scores tell layers apart"
-    assert len(found["attention"]) == len(found["activation"]) == 1
-    assert found["order"] == [e["removed"] for e in epochs if e["removed"]]
+    assert len(result["attention"]) == len(result["activation"]) == 1
+    assert result["order"] == [e["removed"] for e in epochs if e["removed"]]
     assert all(value > 0 for value in epochs[0]["gradient"].values())
     assert all(0 <= value <= 1 for value in epochs[0]["positive_share"].values())
     assert not (tmp_path / "search").exists(), "the search's weights are not kept"
 
 
 def test_direct_importance_pools_both_types(tmp_path: Path) -> None:
-    found, epochs = run(tmp_path, either(2), all_sites(model()))
+    result, epochs = run(tmp_path, either(2), all_sites(model()))
     first, second = epochs[1], epochs[3]
     assert first["removed"] == min(first["scores"], key=first["scores"].get)
     left = {name: value for name, value in second["scores"].items() if name != first["removed"]}
     assert second["removed"] == min(left, key=lambda name: left[name])
-    assert len(found["attention"]) + len(found["activation"]) == 2
+    assert len(result["attention"]) + len(result["activation"]) == 2
 
 
 class Stop(Progress):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vitcompress import surgery
 from vitcompress.methods import depth
 from vitcompress.methods.base import Context
-from vitcompress.methods.calibration import training_subset, calibration_images
+from vitcompress.methods.calibration import calibration_images, training_subset
 from vitcompress.methods.depth import DepthOptions
 from vitcompress.methods.transfer_entropy import EntropyOptions, Measurement, Moments, entropies, greedy, table
 from vitcompress.surgery.gates import GatedModel
@@ -24,38 +24,38 @@ EXACT = 1e-10
 
 @pytest.fixture
 def world(tmp_path: Path) -> tuple[nn.Module, Context]:
-    made = model()
-    return made, context(tmp_path, made)
+    vit = model()
+    return vit, context(tmp_path, vit)
 
 
-def logits_of(made: nn.Module, about: Context) -> Tensor:
+def logits_of(vit: nn.Module, about: Context) -> Tensor:
     """(images, classes) of the same images, one batch after the other."""
     loader = calibration_images(about, OPTIONS.images)
     with torch.no_grad():
-        return torch.cat([made.eval()(batch) for batch, _ in loader])
+        return torch.cat([vit.eval()(batch) for batch, _ in loader])
 
 
-def entropy_of(made: nn.Module, about: Context) -> float:
+def entropy_of(vit: nn.Module, about: Context) -> float:
     """The definition: one standard deviation per channel over all images."""
-    return float(np.log(np.std(logits_of(made, about).double().numpy(), axis=0)).sum())
+    return float(np.log(np.std(logits_of(vit, about).double().numpy(), axis=0)).sum())
 
 
-def without(made: nn.Module, about: Context, attentions: list[int], activations: list[int]) -> nn.Module:
+def without(vit: nn.Module, about: Context, attentions: list[int], activations: list[int]) -> nn.Module:
     removed: dict[depth.Kind, list[int]] = {"attention": attentions, "activation": activations}
-    return surgery.apply_to_copy(made, depth.plan_layers(made, about.plan, removed, BUDGET))
+    return surgery.apply_to_copy(vit, depth.plan_layers(vit, about.plan, removed, BUDGET))
 
 
-def gated(made: nn.Module, about: Context) -> GatedModel:
-    return depth.gate_layers(made, about, depth.all_layers(made, about.family), BUDGET)
+def gated(vit: nn.Module, about: Context) -> GatedModel:
+    return depth.gate_layers(vit, about, depth.all_layers(vit, about.family), BUDGET)
 
 
 def test_streaming_equals_all_features_at_once(world: tuple[nn.Module, Context]) -> None:
-    made, about = world
-    (found,) = entropies(gated(made, about), [()], Measurement.of(about, OPTIONS))
-    assert found.value == pytest.approx(entropy_of(made, about), abs=EXACT)
-    assert (found.images, found.clamped, len(found.resampled)) == (30, 0, OPTIONS.resamples)
-    right = logits_of(made, about).argmax(dim=1).numpy() == training_subset(about, 10).labels
-    assert found.accuracy == pytest.approx(100 * right.mean())
+    vit, about = world
+    (result,) = entropies(gated(vit, about), [()], Measurement.of(about, OPTIONS))
+    assert result.value == pytest.approx(entropy_of(vit, about), abs=EXACT)
+    assert (result.images, result.clamped, len(result.resampled)) == (30, 0, OPTIONS.resamples)
+    right = logits_of(vit, about).argmax(dim=1).numpy() == training_subset(about, 10).labels
+    assert result.accuracy == pytest.approx(100 * right.mean())
 
 
 @pytest.mark.parametrize("sizes", [(7, 1, 40, 2), (50,), (1,) * 50])
@@ -77,56 +77,56 @@ def test_moments_do_not_depend_on_batches_and_survive_a_large_mean(sizes: tuple[
 
 
 def test_transfer_entropy_is_the_difference_that_surgery_makes(world: tuple[nn.Module, Context]) -> None:
-    made, about = world
-    sites = depth.all_layers(made, about.family)
-    found = table(gated(made, about), sites, Measurement.of(about, OPTIONS))
-    dense = entropy_of(made, about)
-    for row in found["rows"]:
+    vit, about = world
+    sites = depth.all_layers(vit, about.family)
+    result = table(gated(vit, about), sites, Measurement.of(about, OPTIONS))
+    dense = entropy_of(vit, about)
+    for row in result["rows"]:
         lists = ([row["index"]], []) if row["kind"] == "attention" else ([], [row["index"]])
-        expected = dense - entropy_of(without(made, about, *lists), about)
+        expected = dense - entropy_of(without(vit, about, *lists), about)
         # The edited model adds the same float32 numbers, some in another order: 1e-5 of a logit, over its deviation.
         assert row["transfer_entropy"] == pytest.approx(expected, abs=1e-4)
         assert abs(expected) > 1e-3, "the layer changes the entropy"
-    lowest = min(found["rows"], key=lambda row: row["transfer_entropy"])
-    assert found["chosen"] == lowest["site"]
-    assert sum(row["lowest_share"] for row in found["rows"]) == pytest.approx(1)
+    lowest = min(result["rows"], key=lambda row: row["transfer_entropy"])
+    assert result["chosen"] == lowest["site"]
+    assert sum(row["lowest_share"] for row in result["rows"]) == pytest.approx(1)
 
 
 def test_sign(world: tuple[nn.Module, Context]) -> None:
-    made, about = world
-    sites = depth.layers(made, about.family)["attention"]
+    vit, about = world
+    sites = depth.layers(vit, about.family)["attention"]
     both = {
-        sign: table(gated(made, about), sites, Measurement.of(about, EntropyOptions(30, sign, 4)))["rows"]
+        sign: table(gated(vit, about), sites, Measurement.of(about, EntropyOptions(30, sign, 4)))["rows"]
         for sign in ("signed", "abs")
     }
     assert [row["score"] for row in both["abs"]] == [abs(row["score"]) for row in both["signed"]]
 
 
 def test_greedy_skips_the_whole_set_together(world: tuple[nn.Module, Context]) -> None:
-    made, about = world
-    sites = depth.layers(made, about.family)["attention"]
-    tables = greedy(gated(made, about), sites, 2, Measurement.of(about, OPTIONS))
+    vit, about = world
+    sites = depth.layers(vit, about.family)["attention"]
+    tables = greedy(gated(vit, about), sites, 2, Measurement.of(about, OPTIONS))
     first = next(site.index for site in sites if site.name == tables[0]["chosen"])
     assert [len(one["rows"]) for one in tables] == [3, 2]
     assert tables[0]["entropy"] == tables[1]["entropy"], "always against the dense model"
-    dense = entropy_of(made, about)
+    dense = entropy_of(vit, about)
     for row in tables[1]["rows"]:
-        joint = dense - entropy_of(without(made, about, [first, row["index"]], []), about)
+        joint = dense - entropy_of(without(vit, about, [first, row["index"]], []), about)
         assert row["transfer_entropy"] == pytest.approx(joint, abs=1e-4)
 
 
 def test_a_channel_that_never_varies_is_clamped_and_counted(world: tuple[nn.Module, Context]) -> None:
-    made, about = world
+    vit, about = world
     with torch.no_grad():
-        made.get_parameter("head.weight")[1] = 0
-    (found,) = entropies(gated(made, about), [()], Measurement.of(about, OPTIONS))
-    assert found.clamped == 1
-    assert np.isfinite(found.value)
+        vit.get_parameter("head.weight")[1] = 0
+    (result,) = entropies(gated(vit, about), [()], Measurement.of(about, OPTIONS))
+    assert result.clamped == 1
+    assert np.isfinite(result.value)
 
 
 def test_gates_and_mode_are_as_before(world: tuple[nn.Module, Context]) -> None:
-    made, about = world
-    probe = gated(made, about).train()
+    vit, about = world
+    probe = gated(vit, about).train()
     probe.set_gate("blocks.1.attn", 0.0)
     before = probe.gate_values()
     entropies(probe, [(), ("blocks.0.attn",)], Measurement.of(about, OPTIONS))

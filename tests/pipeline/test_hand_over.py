@@ -1,6 +1,7 @@
 """The next step and the fine-tuning start from the weights that a step trained, also in a resumed run."""
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import load_tensors, save_tensors
 from vitcompress.io.training_state import load_state
-from vitcompress.methods import METHODS
-from vitcompress.methods.base import LEFT, LEFT_WEIGHTS, seal
+from vitcompress.methods import METHODS, depth
+from vitcompress.methods.base import LEFT, LEFT_WEIGHTS, context_for, seal
 from vitcompress.models.checkpoint import load_model_files
 from vitcompress.pipeline import dense as dense_stage
 from vitcompress.pipeline import preflight, prune, recover
@@ -212,3 +213,27 @@ def test_a_whole_run_with_steps_in_between(tmp_path: Path) -> None:
     result = run_recipe(load_recipe(str(tmp_path / "steps.toml")), RunOptions(out=tmp_path / "run"))
     assert result.passed
     assert any(table["title"].startswith("Folded") for table in result.report["tables"])
+
+
+@pytest.mark.slow
+def test_a_faded_gate_ends_at_the_mean_that_was_measured(tmp_path: Path) -> None:
+    """With a learning rate of 0 the recovered model is the one that transfer entropy was measured on."""
+    text = RECIPE.replace('"vit_tiny_patch16_224"', '"vit_giant_patch14_dinov2"')
+    text = text.replace("init_values = 0.5", "init_values = 0.5, mlp_ratio = 4.0")
+    start, end = text.index("[[step]]"), text.index("[finetune]")
+    step = '[[step]]\nmethod = "activation_only"\npruned_layers = 1\nte = { images = 20 }\n\n'
+    text = text[:start] + step + text[end:].replace("epochs = 0", "epochs = 1\nlr = 0\nmin_lr = 0")
+    faded, dense = job_with_dense(tmp_path / "run", text)
+    recover.recover(faded)
+    kept = load_model_files(faded.files.unfolded_plan, faded.files.unfolded)
+    (site,) = (site for site in faded.family.sites(dense) if site.name in kept.plan.removed)
+    around = context_for(dense, plan=faded.base, folder=tmp_path / "again")
+    around = replace(around, data=faded.data)
+    measured = depth.gate_layers(dense, around, [site], faded.recipe.steps[0].options).eval()
+    measured.set_gate(site.name, 0.0)
+    x = torch.rand(8, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        dropped = surgery.apply_to_copy(dense, kept.plan)
+        # Both add the same few hundred float32 terms of order 1.
+        torch.testing.assert_close(kept(x), measured(x), rtol=1e-4, atol=1e-5)
+        assert (dropped(x) - kept(x)).abs().max() > 1e-3, "the gate at its bias is another function"

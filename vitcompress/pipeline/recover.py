@@ -1,13 +1,14 @@
 """Recover the accuracy of the pruned model by fine-tuning, with a distillation teacher."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 
-from torch import nn
+from torch import Tensor, nn
 
 from vitcompress import surgery
 from vitcompress.io.files import write_json, write_text
 from vitcompress.io.tensors import save_tensors
+from vitcompress.methods.depth import freeze_gates, read_mean_gates
 from vitcompress.pipeline.dense import heldout_accuracy, load_dense, train_model, training_record
 from vitcompress.pipeline.job import Job, Work
 from vitcompress.pipeline.prune import Steps, run_steps
@@ -58,20 +59,21 @@ def _finetune(job: Job, dense: nn.Module, steps: Steps) -> nn.Module:
         result = train_model(job, pruned, options, folder, "recovery", TrainingControls(teacher))
     else:
         # The layers of the last step fade out; those of the steps before are removed from the start.
-        gated = _add_gates(job, deepcopy(steps.model), steps.last)
+        means = job.runtime.broadcast(read_mean_gates(step.files.path) if job.runtime.is_main else None)
+        gated = _add_gates(job, deepcopy(steps.model), steps.last, means)
         fade = _gate_schedule(gated, step.method.dilute(step.options, options.epochs))
         fade(-1)
         result = train_model(job, gated, options, folder, "recovery", TrainingControls(teacher, after_epoch=fade))
         pruned = deepcopy(steps.model)  # without the hooks of the gates
         pruned.load_state_dict(gated.model.state_dict())
-        surgery.apply_plan(pruned, steps.last)
+        surgery.apply_plan(freeze_gates(pruned, means), steps.last)
     if job.runtime.is_main:
         write_json(job.files.recovery, training_record(result))
     return pruned
 
 
-def _add_gates(job: Job, model: nn.Module, delta: Plan) -> GatedModel:
-    """`model` with a gate on each layer that `delta` removes."""
+def _add_gates(job: Job, model: nn.Module, delta: Plan, means: Mapping[str, Tensor]) -> GatedModel:
+    """`model` with a gate on each layer that `delta` removes. means: SwiGLU FFN -> the gate that it fades to."""
     removed = delta.removed
     gateable = [site for site in job.family.sites(model) if site.kind in GATED_KINDS]
     sites = [site for site in gateable if site.name in removed or site.gates in removed]
@@ -79,7 +81,13 @@ def _add_gates(job: Job, model: nn.Module, delta: Plan) -> GatedModel:
     gated_ffn = next((removed.get(site.name, "drop_ffn") for site in sites if site.gates), "mean_gate")
     act = "gelu" if delta.appended else "none"
     return GatedModel(
-        model, job.family, sites, attention_bypass=bypass, both_pruned_output_act=act, gated_ffn=gated_ffn
+        model,
+        job.family,
+        sites,
+        attention_bypass=bypass,
+        both_pruned_output_act=act,
+        gated_ffn=gated_ffn,
+        gate_means={ffn: mean.to(job.runtime.device) for ffn, mean in means.items()},
     )
 
 

@@ -1,13 +1,13 @@
-"""HetDPT, stage 1, step 1: measured points for the accuracy predictor, and the order in which layers of a type go.
+"""HetDPT, stage 1, step 1: measured points for the accuracy predictor, and orders in which layers are removed.
 
-Algorithm 1 (single type) and Algorithm 2 (interleaved) of the paper. A chain starts from the dense weights; each
-round removes the layer of the wanted type with the lowest transfer entropy on the current weights, fine-tunes fast,
-and records the held-out accuracy. Both single-type chains start anew from the dense weights. The interleaved chain
-alternates types; its first round is the first round of a single-type chain and is not trained twice, so that 8 + 8 +
-5 trainings and the dense point give the 22 rows of the paper's Table 10 at the default of 3 + 3 layers.
+Algorithm 1 (single type) and Algorithm 2 (interleaved) of the paper. Every chain starts from the dense weights. Each
+round removes the layer of one type with the lowest transfer entropy on the current weights, fine-tunes briefly, and
+records the held-out accuracy. The interleaved chain alternates types; its first round is the first round of a
+single-type chain and is not trained twice, so 8 + 8 + 5 trainings and the dense point give the 22 rows of the paper's
+Table 10 with the default of 3 + 3 layers.
 
-Differs from the paper: accuracy is that of the last epoch on a split held out from the training set, not of the test
-set.
+Differs from the paper: accuracies are of the last epoch, on images held out from the training set instead of test
+images.
 """
 
 import shutil
@@ -48,14 +48,14 @@ Record = dict[str, Any]
 
 
 def collect(
-    model: nn.Module, context: Context, budget: DepthOptions, te: EntropyOptions, options: CollectionOptions
+    model: nn.Module, context: Context, depth: DepthOptions, te: EntropyOptions, options: CollectionOptions
 ) -> list[Record]:
-    """All rows of step 1, the dense point first; a killed run goes on with the round it was in.
+    """All rows of step 1, the dense point first; a killed run resumes with its last round.
 
-    A row holds the chain, the dense block numbers removed so far per type in order of removal, and the held-out
-    accuracy in percent before and after fine-tuning.
+    A row has the chain, per type the dense block numbers in order of removal, and the held-out accuracy in percent
+    before and after fine-tuning.
     """
-    return _Collector(model, context, budget, te, options).run()
+    return _Collector(model, context, depth, te, options).run()
 
 
 def check_options(options: CollectionOptions) -> None:
@@ -68,7 +68,7 @@ def check_options(options: CollectionOptions) -> None:
 
 
 def removal_orders(records: Sequence[Record]) -> dict[Kind, list[int]]:
-    """Block numbers in the order in which the single-type chains removed them: the candidates of step 2."""
+    """Block numbers of each type in the order in which its single-type chain removed them."""
     return {kind: max((r[kind] for r in records if r["chain"] == kind), key=len, default=[]) for kind in KINDS}
 
 
@@ -98,7 +98,7 @@ def _interleaved(options: CollectionOptions) -> list[Kind]:
 
 
 def rows(records: Sequence[Record], counts: dict[Kind, int]) -> list[Row]:
-    """The points of the accuracy predictor; `counts` is the number of layers of each type before any was removed."""
+    """The points of the accuracy predictor. counts: layers of each type in the dense model."""
     return [
         Row(
             1 - len(r["attention"]) / counts["attention"],
@@ -110,15 +110,18 @@ def rows(records: Sequence[Record], counts: dict[Kind, int]) -> list[Row]:
 
 
 class _Collector:
-    """The chains of one collection; holds the model of the round that was last trained."""
+    """The chains of one collection.
+
+    latest: key and model of the last round. shared: key of the round that two chains start from.
+    """
 
     def __init__(
-        self, model: nn.Module, context: Context, budget: DepthOptions, te: EntropyOptions, options: CollectionOptions
+        self, model: nn.Module, context: Context, depth: DepthOptions, te: EntropyOptions, options: CollectionOptions
     ) -> None:
-        self.dense, self.context, self.budget, self.te, self.options = model, context, budget, te, options
+        self.dense, self.context, self.depth, self.te, self.options = model, context, depth, te, options
         self.sites = layers(model, context.family)
         self.latest: tuple[str, nn.Module] | None = None
-        self.shared = ""  # the round that two chains start from
+        self.shared = ""
 
     def run(self) -> list[Record]:
         mixed = _interleaved(self.options)
@@ -132,10 +135,10 @@ class _Collector:
         return [self._dense_record(), *single["attention"], *single["activation"], *interleaved[len(start) :]]
 
     def _single(self, kind: Kind) -> list[Record]:
-        return self._chain(kind, [kind] * _rounds(len(self.sites[kind]), self.budget.pruned_layers, self.options), [])
+        return self._chain(kind, [kind] * _rounds(len(self.sites[kind]), self.depth.pruned_layers, self.options), [])
 
     def _chain(self, name: str, kinds: Sequence[Kind], start: Sequence[Record]) -> list[Record]:
-        """Carry a chain on from `start` until it has removed one layer for each of `kinds`."""
+        """Continue a chain from `start` until it has removed one layer of each of `kinds`."""
         records = list(start)
         for number in range(len(records), len(kinds)):
             if not self._left(records, kinds[number]):
@@ -151,9 +154,9 @@ class _Collector:
         return records
 
     def _left(self, records: Sequence[Record], kind: Kind) -> list[Site]:
-        """Layers of a type that may still go; the last one stays."""
-        gone = records[-1][kind] if records else []
-        left = [site for site in self.sites[kind] if site.index not in gone]
+        """Layers of a type that may be removed; the last one stays."""
+        removed = records[-1][kind] if records else []
+        left = [site for site in self.sites[kind] if site.index not in removed]
         return left if len(left) > 1 else []
 
     def _round(self, key: str, chain: str, records: Sequence[Record], kind: Kind) -> Record:
@@ -170,19 +173,19 @@ class _Collector:
             "epochs": self.options.epochs,
             "seed": self.context.seed,
         }
-        pruned = self._edited(before, record)
-        at_once = accuracy(pruned, self.context)
-        self._train(pruned, record)
-        self.latest = key, pruned
-        record |= {"accuracy_before": at_once, "accuracy": accuracy(pruned, self.context)}
+        model = self._remove(before, record)
+        untrained = accuracy(model, self.context)
+        self._train(model, record)
+        self.latest = key, model
+        record |= {"accuracy_before": untrained, "accuracy": accuracy(model, self.context)}
         self.context.progress.note(
-            f"{key}: {table['chosen']} gone, held-out {at_once:.1f} -> {record['accuracy']:.1f} %"
+            f"{key}: removed {table['chosen']}, held-out {untrained:.1f} -> {record['accuracy']:.1f} %"
         )
         return record
 
     def _entropies(self, model: nn.Module, candidates: Sequence[Site]) -> Record:
-        open_model = gate_layers(model, self.context, candidates, self.budget)
-        return transfer_entropy.table(open_model, candidates, Measurement.of(self.context, self.te))
+        gated = gate_layers(model, self.context, candidates, self.depth)
+        return transfer_entropy.table(gated, candidates, Measurement.of(self.context, self.te))
 
     def _dense_record(self) -> Record:
         def measure() -> Record:
@@ -203,26 +206,29 @@ class _Collector:
         return record
 
     def _model(self, records: Sequence[Record]) -> nn.Module:
-        """The fine-tuned model after the last of `records`, from memory or from what its training saved."""
+        """The fine-tuned model after `records`, from memory or from the states of its training."""
         if not records:
             return deepcopy(self.dense).to(self.context.runtime.device)
         if self.latest is None or self.latest[0] != records[-1]["key"]:
-            model = self._edited(self.dense, records[-1])
-            self._train(model, records[-1])
+            model = self.dense
+            # A training leaves all weights. Without one, gates are constants of the model of each round.
+            for record in records[-1:] if self.options.epochs else records:
+                model = self._remove(model, record)
+                self._train(model, record)
             self.latest = records[-1]["key"], model
         return self.latest[1]
 
-    def _edited(self, source: nn.Module, record: Record) -> nn.Module:
+    def _remove(self, source: nn.Module, record: Record) -> nn.Module:
         """A copy of `source` without those layers of `record` that it still has."""
         left = layers(source, self.context.family)
-        gone = {kind: [site.index for site in left[kind] if site.index in record[kind]] for kind in KINDS}
-        return remove_layers(source, self.context, gone, self.budget).to(self.context.runtime.device)
+        removed = {kind: [site.index for site in left[kind] if site.index in record[kind]] for kind in KINDS}
+        return remove_layers(source, self.context, removed, self.depth).to(self.context.runtime.device)
 
     def _train(self, model: nn.Module, record: Record) -> None:
         key = record["key"]
         fine_tune(model, self.context, self.options, self.options.epochs, key, f"step 1, {key}")
 
     def _forget(self, record: Record) -> None:
-        """Drop the resume state of a round that no later one starts from."""
+        """Delete the training state of a round that no later round starts from."""
         if record["key"] != self.shared and self.context.runtime.is_main:
             shutil.rmtree(self.context.folder / record["key"], ignore_errors=True)

@@ -15,6 +15,7 @@ exact, and the searched function is the deployed one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
@@ -89,15 +90,7 @@ def allocate(model: nn.Module, context: Context, options: AllocationOptions) -> 
     """Step 1: its rows, and the numbers of attentions and activations to remove, recorded as `allocation.json`."""
     context.progress.stage("HetDPT step 1: collection for the budget allocation")
     records = collection.collect(model, context, options, options.te, options.collection)
-    layers = depth.layers(model, context.family)
-    counts = {kind: len(sites) for kind, sites in layers.items()}
-    orders = collection.removal_orders(records)
-
-    def cost(*split: int) -> float:
-        """MACs without the layers that the chains removed first, and if these are too few the first others."""
-        ranked = {kind: list(dict.fromkeys((*orders[kind], *(s.index for s in layers[kind])))) for kind in KINDS}
-        removed = {kind: ranked[kind][:count] for kind, count in zip(KINDS, split, strict=True)}
-        return depth.count_macs(model, context, removed, options)
+    counts = {kind: len(sites) for kind, sites in depth.layers(model, context.family).items()}
 
     def choose() -> dict[str, Any]:
         allocation = allocate_budget(
@@ -106,13 +99,23 @@ def allocate(model: nn.Module, context: Context, options: AllocationOptions) -> 
             options.pruned_layers,
             min_pruned_per_type=options.min_pruned_per_type,
             tie_break=options.tie_break,
-            cost=cost,
+            cost=partial(split_cost, model, context, options, records),
         )
         return allocation.to_json()
 
     allocation = context.memo("allocation", choose)
     context.progress.note(summarize(allocation))
     return records, (allocation["chosen"][0], allocation["chosen"][1])
+
+
+def split_cost(
+    model: nn.Module, context: Context, options: AllocationOptions, records: Sequence[Record], *split: int
+) -> float:
+    """MACs of a split: without the layers that the chains removed first, and then the first others."""
+    orders, layers = collection.removal_orders(records), depth.layers(model, context.family)
+    ranked = {kind: list(dict.fromkeys((*orders[kind], *(site.index for site in layers[kind])))) for kind in KINDS}
+    removed = {kind: ranked[kind][:count] for kind, count in zip(KINDS, split, strict=True)}
+    return depth.count_macs(model, context, removed, options)
 
 
 def summarize(allocation: dict[str, Any]) -> str:

@@ -1,13 +1,13 @@
 """HetDPT, stage 1, step 2: learnable importance search.
 
-From the dense weights, weights and one score per layer are trained together. The forward pass sees only a gate per
-layer, 1 at first; the score receives d loss / d gate (straight-through). A low score means that the loss falls when the
-layer is weakened. At scheduled epochs the layer with the lowest score among the candidates of the scheduled type is
-gated to 0 for good. The result is the layers; the weights of the search are discarded.
+Starting from the dense weights, weights and one score per layer are trained together. The forward pass uses only a gate
+per layer, 1 at first; the score receives d loss / d gate (straight-through). A low score means that the loss falls when
+the layer is weakened. At scheduled epochs the gate of the candidate of the scheduled type with the lowest score is set
+to 0 for good. The result is the removed layers; the weights are discarded.
 
-Differs from the released script: gates do what deployment will (the script puts a GELU behind every block without
-activation while searching, the deployed model only behind blocks that lost both), and the restarts of the learning rate
-work (the script's stay at the minimum from the first epoch on).
+Differs from the released script: the searched function is the deployed one (the script puts a GELU after every block
+without activation, the deployed model only after blocks that lost both), and the learning rate restarts (the script's
+stays at the minimum from the first epoch on).
 """
 
 import math
@@ -62,7 +62,7 @@ def estimate(count: int, options: SearchOptions) -> Estimate:
 
 
 def removal_epochs(count: int, factor: float = 1.0) -> list[int]:
-    """After how many epochs the layers go, one each: 4, 9, 16, ..., (count + 1)^2, stretched by `factor`."""
+    """After how many epochs a layer is removed: 4, 9, 16, ..., (count + 1)^2, scaled by `factor`."""
     epochs: list[int] = []
     for i in range(1, count + 1):
         epochs.append(max(epochs[-1] + 1 if epochs else 1, round(factor * (i + 1) ** 2)))
@@ -70,7 +70,7 @@ def removal_epochs(count: int, factor: float = 1.0) -> list[int]:
 
 
 def alternating(attentions: int, activations: int) -> list[Event]:
-    """Which type goes when: in turn, the larger target first (activation on ties), then what is left of it."""
+    """The type of each removal: alternating, first the type with more (activation on ties), then the rest of it."""
     left: dict[Kind, int] = {"attention": attentions, "activation": activations}
     turn: Kind = "attention" if attentions > activations else "activation"
     events: list[Event] = []
@@ -83,12 +83,12 @@ def alternating(attentions: int, activations: int) -> list[Event]:
 
 
 def either(count: int) -> list[Event]:
-    """`count` removals from both types pooled: direct importance, the paper's ablation without a budget per type."""
+    """`count` removals of either type: direct importance, the paper's ablation without a budget per type."""
     return [frozenset(KINDS)] * count
 
 
 def lr_scale(epoch: float, removals: Sequence[int], lowest: float) -> float:
-    """The learning rate at a fractional epoch as a share of its peak: cosine from 1 to `lowest` after each removal."""
+    """Learning rate at a fractional epoch, relative to its peak: cosine from 1 to `lowest` after each removal."""
     done = [0, *[e for e in removals if e <= epoch]]
     if len(done) == 1:
         return lowest
@@ -105,25 +105,24 @@ def search(
     events: Sequence[Event],
     candidates: Collection[str],
 ) -> dict[Kind, list[int]]:
-    """Train weights and scores; the dense block numbers removed per type, in order of removal.
+    """Train weights and scores; return the dense block numbers of each type in order of removal.
 
-    events: which types may lose a layer at each scheduled removal. candidates: sites that may go. A killed search
-    goes on after its last finished epoch. Scores, gradients and removals of every epoch are kept in
-    `search_epochs.json`.
+    events: the types that may lose a layer at each scheduled removal. candidates: sites that may be removed. A killed
+    search resumes after its last finished epoch. `search_epochs.json` records scores, gradients and removals.
     """
     sites = in_forward_order(all_layers(model, context.family))
 
     def run() -> Record:
         return _Search(gate_layers(model, context, sites, budget), context, options, events, candidates).run()
 
-    found: dict[Kind, list[int]] = context.memo("search", run)
+    removed: dict[Kind, list[int]] = context.memo("search", run)
     if context.runtime.is_main:
-        shutil.rmtree(context.folder / "search", ignore_errors=True)  # the weights have done their work
-    return found
+        shutil.rmtree(context.folder / "search", ignore_errors=True)  # its weights are no longer needed
+    return removed
 
 
 class _Search:
-    """One search: the gated model, its schedule, and what each epoch saw."""
+    """One search: the gated model, its schedule, and a record of each epoch."""
 
     def __init__(
         self,
@@ -155,35 +154,35 @@ class _Search:
         return self._result()
 
     def _after_epoch(self, epoch: int) -> None:
-        """Write down what the epoch saw, and remove a layer when one is due. epoch: number from 0, just over."""
+        """Record the finished `epoch` (from 0), and remove a layer if one is scheduled."""
         record: Record = {"epoch": epoch, "scores": self.model.scores_of(), **self.watch.take(), "removed": None}
         if epoch + 1 in self.removals:
             site = self._lowest(self.events[self.removals.index(epoch + 1)])
             self.model.set_gate(site.name, 0.0)
             record["removed"] = site.name
-            self.context.progress.note(f"step 2, after epoch {epoch + 1}: {site.name} goes")
+            self.context.progress.note(f"step 2, after epoch {epoch + 1}: removed {site.name}")
         if self.context.runtime.is_main:
             earlier = read_json(self.path) if self.path.is_file() else []
             write_json(self.path, [*(r for r in earlier if r["epoch"] < epoch), record])
 
     def _lowest(self, kinds: Event) -> Site:
-        """The candidate of `kinds` that is left with the lowest score; decided on rank 0."""
+        """The remaining candidate of `kinds` with the lowest score, the same on every rank."""
         scores = self.model.scores_of()
         left = [site for site in self.candidates if kind_of(site) in kinds and self.model.gate_of(site.name) == 1.0]
         name = self.context.runtime.broadcast(min(left, key=lambda site: scores[site.name]).name)
         return next(site for site in left if site.name == name)
 
     def _result(self) -> Record:
-        """Block numbers per type; the order is that of the epochs' records."""
+        """Block numbers per type, in the order of the recorded epochs."""
         order = [r["removed"] for r in read_json(self.path) if r["removed"]] if self.context.runtime.is_main else []
         order = self.context.runtime.broadcast(order)
         index = {site.name: site.index for site in self.model.sites}
-        gone = sorted(
+        removed = sorted(
             (site for site in self.model.sites if self.model.gate_of(site.name) == 0.0),
             key=lambda site: order.index(site.name),
         )
         return {
-            **{kind: [index[site.name] for site in gone if site.kind == kind] for kind in KINDS},
+            **{kind: [index[site.name] for site in removed if site.kind == kind] for kind in KINDS},
             "order": order,
             "removal_epochs": self.removals,
             "sites": {site.name: {"kind": site.kind, "index": site.index} for site in self.model.sites},
@@ -191,7 +190,7 @@ class _Search:
 
 
 def parameter_groups(model: GatedModel, options: TrainOptions, score_lr: float) -> list[dict[str, Any]]:
-    """Scores in a group of their own without decay; weights without decay where they are vectors or timm says so."""
+    """Three groups: weights with decay, vectors and timm's exceptions without, and scores without at their own rate."""
     plain = model.no_weight_decay()
     decay: list[nn.Parameter] = []
     bare: list[nn.Parameter] = []
@@ -207,9 +206,9 @@ def parameter_groups(model: GatedModel, options: TrainOptions, score_lr: float) 
 
 
 class _GradientWatch:
-    """Adds up |gradient| of every score and how often it is positive, over the optimiser steps of one epoch.
+    """Sums |gradient| of every score and how often it is positive, over the optimiser steps of one epoch.
 
-    Read just before a step, where gradients are summed over processes and accumulation, and without fp16's loss scale.
+    Gradients are read just before a step: summed over processes and accumulation, and without the loss scale of fp16.
     """
 
     def __init__(self, model: GatedModel) -> None:
@@ -227,14 +226,14 @@ class _GradientWatch:
             handle.remove()
 
     def take(self) -> dict[str, dict[str, float]]:
-        """Mean |gradient| and the share of steps with a positive one, per layer; starts anew."""
+        """Mean |gradient| and the share of steps with a positive one, per layer. Resets the sums."""
         steps = max(1, self.steps)
-        found = {
+        means = {
             "gradient": dict(zip(self.names, (self.magnitude / steps).tolist(), strict=True)),
             "positive_share": dict(zip(self.names, (self.positive / steps).tolist(), strict=True)),
         }
         self._clear()
-        return found
+        return means
 
     def _clear(self) -> None:
         self.steps = 0
@@ -245,7 +244,7 @@ class _GradientWatch:
         gradients = [p.grad.detach().float() for p in self.parameters if p.grad is not None]
         if len(gradients) < len(self.names):
             return
-        # Fused optimisers take fp16's loss scale out of the gradients themselves, inside the step.
+        # Fused optimisers remove the loss scale of fp16 inside the step.
         scale = getattr(optimizer, "grad_scale", None)
         now = (torch.stack(gradients) / (1.0 if scale is None else scale)).cpu()
         if not torch.isfinite(now).all():
