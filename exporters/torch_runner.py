@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,41 +68,35 @@ class TorchRunner:
     def input_size(self) -> tuple[int, int, int]:
         return self.input.size
 
-    @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
+        return self._forward(images.to(self._device, self._type)).float().cpu()
+
+    @torch.inference_mode()
+    def _forward(self, images: Tensor) -> Tensor:
         self._apply_settings()
         with self._attention():
-            out: Tensor = self._call(images.to(self._device, self._type))
-        return out.float().cpu()
+            out: Tensor = self._call(images)
+        return out
 
     def bind(self, images: Tensor) -> BoundCall:
-        target: dict[str, Any] = {"device": self._device, "dtype": self._type}
-        resident = images.to(**target)
-        host = self._host_copy(images)
-        if self._options.cuda_graph:
-            return self._add_call(self._record(resident, host))
-        output = None if host is None else self._host_copy(self(images))
+        resident = images.to(self._device, self._type)
+        run = self._record(resident) if self._options.cuda_graph else partial(self._forward, resident)
+        host, output = (self._host_copy(images), self._host_copy(run())) if self._transfers else (None, None)
 
         @torch.inference_mode()
         def step() -> None:
-            self._apply_settings()
-            with self._attention():
-                out = self._call(resident if host is None else host.to(**target, non_blocking=True))
+            if host is not None:
+                resident.copy_(host, non_blocking=True)
+            logits = run()
             if output is not None:
-                output.copy_(out, non_blocking=True)  # no run waits for it, or for page-locked memory
+                output.copy_(logits, non_blocking=True)  # no run waits for it, or for page-locked memory
 
-        return self._add_call(step)
-
-    def _add_call(self, step: Callable[[], None]) -> BoundCall:
-        """`step` as a bound call, which CUDA events can time on a GPU."""
         if self._device.type != "cuda":
             return self._bindings.add(BoundCall(step))
         return self._bindings.add(QueuedCall(step, torch.cuda.current_stream(self._device)))
 
-    def _host_copy(self, tensor: Tensor) -> Tensor | None:
-        """Images or logits in (page-locked) memory of the host, if runs include transfers."""
-        if not self._transfers:
-            return None
+    def _host_copy(self, tensor: Tensor) -> Tensor:
+        """Images or logits in (page-locked) memory of the host."""
         host = tensor.to("cpu", self._type)
         return host.pin_memory() if self._device.type == "cuda" else host
 
@@ -111,7 +106,7 @@ class TorchRunner:
         return self._options.transfers and self._device.type != "cpu"
 
     @torch.inference_mode()
-    def _record(self, resident: Tensor, host: Tensor | None) -> Callable[[], None]:
+    def _record(self, resident: Tensor) -> Callable[[], Tensor]:
         """One run as a CUDA graph. Kernels are chosen and memory is allocated before it is recorded."""
         self._apply_settings()
         create_stream: Any = torch.cuda.Stream
@@ -122,19 +117,14 @@ class TorchRunner:
                 self._call(resident)
             graph: Any = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=side):
-                out = self._call(resident)
+                logits: Tensor = self._call(resident)
         torch.cuda.current_stream(self._device).wait_stream(side)
-        output = self._host_copy(out)
 
-        @torch.inference_mode()
-        def step() -> None:
-            if host is not None:
-                resident.copy_(host, non_blocking=True)
+        def replay() -> Tensor:
             graph.replay()
-            if output is not None:
-                output.copy_(out, non_blocking=True)
+            return logits
 
-        return step
+        return replay
 
     def _apply_settings(self) -> None:
         if torch.get_num_threads() != self._threads:

@@ -30,6 +30,7 @@ from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.exporters.uint8 import build_deployed, can_fold_normalization
 from vitcompress.io.files import write_file
 from vitcompress.io.progress import Progress
+from vitcompress.models.cost import without_gradients
 from vitcompress.models.create import InputConfig
 
 INPUT, OUTPUT = "images", "logits"
@@ -166,17 +167,18 @@ def _trace(model: nn.Module, example: Tensor, opset: int) -> Any:
     attention: Any = torch.ops.aten.scaled_dot_product_attention.default
     table = {} if opset >= ATTENTION_NODE_FROM else {attention: _attention}
     try:
-        return torch.onnx.export(
-            model,
-            (example,),
-            dynamo=True,
-            opset_version=opset,
-            dynamic_shapes=({0: torch.export.Dim("batch")},),
-            input_names=[INPUT],
-            output_names=[OUTPUT],
-            custom_translation_table=table,
-            verbose=False,
-        )
+        with without_gradients(model):  # else a mask that is computed from parameters changes the layout of the outputs
+            return torch.onnx.export(
+                model,
+                (example,),
+                dynamo=True,
+                opset_version=opset,
+                dynamic_shapes=({0: torch.export.Dim("batch")},),
+                input_names=[INPUT],
+                output_names=[OUTPUT],
+                custom_translation_table=table,
+                verbose=False,
+            )
     except torch.onnx.OnnxExporterError as error:
         why = first_line(error.__cause__ or error)
         raise VitcompressError(
@@ -194,19 +196,22 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Attention without a mask as MatMul, Softmax, MatMul; q, k and v are (batch, heads, tokens, channels).
+    """Attention as MatMul, Add (of an additive mask), Softmax, MatMul; q, k, v are (batch, heads, tokens, channels).
 
     torch's own decomposition computes the shape of the transposed k at run time, with seven more nodes per attention,
     and scales both q and k by the root of the scale. Here only q is scaled, before the product. TensorRT documents this
     form (and scaling both by the root) for its fusion, ONNX Runtime folds one scale into the product as well as two,
     and OpenVINO leaves no scale behind.
     """
-    if attn_mask is not None or is_causal or enable_gqa or dropout_p:
-        raise NotImplementedError("attention with a mask, dropout or grouped queries has no translation")
+    boolean = attn_mask is not None and attn_mask.dtype == onnx_ir.DataType.BOOL
+    if boolean or is_causal or enable_gqa or dropout_p:
+        raise NotImplementedError("attention with a boolean mask, dropout or grouped queries has no translation")
     factor = opset20.CastLike(
         opset20.Constant(value_float=float(query.shape[-1] ** -0.5 if scale is None else scale)), query
     )
     scores = opset20.MatMul(opset20.Mul(query, factor), opset20.Transpose(key, perm=[0, 1, 3, 2]))
+    if attn_mask is not None:
+        scores = opset20.Add(scores, attn_mask)
     return opset20.MatMul(opset20.Softmax(scores, axis=-1), value)
 
 

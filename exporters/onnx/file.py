@@ -5,14 +5,14 @@ Runners and verification both read files with these functions.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
+import onnx_ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped,unused-ignore]
 from onnx import numpy_helper
 
@@ -161,22 +161,22 @@ def _read_values(tensor: Any, folder: Path) -> bytes:
 def graph_facts(path: Path) -> Facts:
     """Facts about the graph of `path`. Raises ArtifactError like `read_onnx`."""
     model = read_onnx(path)
-    constants = {tensor.name: tensor for tensor in model.graph.initializer}
-    nodes = model.graph.node
+    nodes = list(onnx_ir.load(path).graph)
+    products = [node for node in nodes if node.op_type in ("MatMul", "Gemm", "Conv")]
+    weights = (_constant(node.inputs[1]) for node in products)
+    factors = [  # the third input, of Gemm and Conv, is a bias
+        (node, value) for node in nodes if node.op_type == "Mul" or node in products for value in node.inputs[:2]
+    ]
     return Facts(
         operators=dict(Counter(node.op_type for node in nodes)),
-        weights=tuple(sorted(_weights(nodes, constants))),
-        no_work=tuple(node.name or node.op_type for node in nodes if _is_idle(node, constants, path.parent)),
-        zero_products=tuple(_zero_products(nodes, constants, path.parent)),
+        weights=tuple(
+            sorted(weight_key(tuple(w.shape)) for n in products if (w := _constant(n.inputs[1])) is not None)
+        ),
+        no_work=tuple(node.name or node.op_type for node in nodes if _is_idle(node)),
+        zero_products=tuple(node.name or str(value) for node, value in factors if _is_zero(value)),
         metadata=metadata(model),
         opset=max(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")),
     )
-
-
-def _weights(nodes: Iterable[Any], constants: dict[str, Any]) -> Iterator[tuple[int, ...]]:
-    for node in nodes:
-        if node.op_type in ("MatMul", "Gemm", "Conv") and node.input[1] in constants:
-            yield weight_key(tuple(constants[node.input[1]].dims))
 
 
 def weight_key(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -184,24 +184,16 @@ def weight_key(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(sizes)) if len(sizes) == 2 else sizes
 
 
-def _is_idle(node: Any, constants: dict[str, Any], folder: Path) -> bool:
+def _constant(value: onnx_ir.Value | None) -> Any:
+    return None if value is None else value.const_value
+
+
+def _is_idle(node: onnx_ir.Node) -> bool:
     """Whether a node returns its input unchanged."""
-    if node.op_type != "Pad":
-        return node.op_type in IDLE
-    amounts = constants.get(node.input[1])
-    return amounts is not None and not _values(amounts, folder).any()
+    return node.op_type in IDLE or (node.op_type == "Pad" and _is_zero(node.inputs[1]))
 
 
-def _zero_products(nodes: Iterable[Any], constants: dict[str, Any], folder: Path) -> Iterator[str]:
-    """Products with a constant of zeros: something was masked instead of removed."""
-    for node in nodes:
-        if node.op_type in ("Mul", "MatMul", "Gemm", "Conv"):
-            for name in node.input[:2]:  # the third one, of Gemm and Conv, is a bias
-                tensor = constants.get(name)
-                if tensor is not None and math.prod(tensor.dims) and not _values(tensor, folder).any():
-                    yield node.name or name
-
-
-def _values(tensor: Any, folder: Path) -> np.ndarray:
-    values: np.ndarray = numpy_helper.to_array(tensor, base_dir=str(folder))
-    return values
+def _is_zero(value: onnx_ir.Value | None) -> bool:
+    """Whether a value is a constant of zeros. As a factor it means that something was masked instead of removed."""
+    constant = _constant(value)
+    return constant is not None and constant.size > 0 and not constant.numpy().any()

@@ -1,4 +1,4 @@
-"""What a runner holds is free when it is closed, also where its bound calls are still there."""
+"""Closing a runner frees its memory, even if its bound calls still exist."""
 
 import weakref
 from pathlib import Path
@@ -12,7 +12,7 @@ from vitcompress.bench import timing
 from vitcompress.bench.artifacts import synthetic_images
 from vitcompress.errors import VitcompressError
 from vitcompress.exporters import EXPORTERS
-from vitcompress.exporters.runner import Queued
+from vitcompress.exporters.runner import QueuedCall
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import input_config
@@ -22,39 +22,39 @@ X = images("plain", dtype=torch.float32)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made, model = tmp_path_factory.mktemp("run"), build("plain", dtype=torch.float32)
-    write_model(made, model, contract("plain").plan)
+    folder, model = tmp_path_factory.mktemp("run"), build("plain", dtype=torch.float32)
+    write_model(folder, model, contract("plain").plan)
     for exporter in (EXPORTERS["onnx"], EXPORTERS["openvino"]):
         if not exporter.unavailable():
-            exporter.export(model, made / f"model{exporter.suffix}", input=input_config(model))
-    return made
+            exporter.export(model, folder / f"model{exporter.suffix}", input=input_config(model))
+    return folder
 
 
-def held(runner: Any) -> list[Any]:
-    """What is large."""
+def large_parts(runner: Any) -> list[Any]:
+    """Weak references to the parts that use much memory."""
     parts = {
-        "OnnxRunner": ("_session.session",),
+        "OnnxRunner": ("session",),
         "OpenVinoRunner": ("_compiled", "_request"),
         "TorchRunner": ("_call",),
     }
-    found = []
+    references = []
     for place in parts[type(runner).__name__]:
         part = runner
         for name in place.split("."):
             part = getattr(part, name)
-        found.append(weakref.ref(part))
-    return found
+        references.append(weakref.ref(part))
+    return references
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "model.xml", ""])
-def test_nothing_is_held_by_calls_of_a_closed_runner(name: str, folder: Path) -> None:
+def test_closing_a_runner_frees_the_memory_of_its_calls(name: str, folder: Path) -> None:
     if not (path := folder / name).exists():
         pytest.skip("OpenVINO is not here")
     runner = open_runner(path)
     other = open_runner(path)
     calls, stays = [runner.bind(X), runner.bind(X[:1])], other.bind(X)
     target = timing.Target(runner.name, calls[0], runner.synchronize)
-    parts = held(runner)
+    parts = large_parts(runner)
     for call in calls:
         call()
     assert all(part() is not None for part in parts)
@@ -68,10 +68,10 @@ def test_nothing_is_held_by_calls_of_a_closed_runner(name: str, folder: Path) ->
     other.close()
 
 
-def test_the_images_and_the_stream_of_a_call_on_a_gpu_are_given_back() -> None:
-    given = torch.zeros(3)
-    call, seen = Queued(given.add_, None, (given,)), weakref.ref(given)
-    del given
+def test_releasing_a_call_on_a_gpu_frees_its_images() -> None:
+    tensor = torch.zeros(3)
+    call, seen = QueuedCall(tensor.add_, None, (tensor,)), weakref.ref(tensor)
+    del tensor
     assert seen() is not None
     call.release()
     assert seen() is None
@@ -79,8 +79,8 @@ def test_the_images_and_the_stream_of_a_call_on_a_gpu_are_given_back() -> None:
         call.step()
 
 
-def test_a_call_that_nobody_has_any_more_is_not_kept(folder: Path) -> None:
-    """A sweep over batches binds many."""
+def test_a_call_without_references_is_not_kept(folder: Path) -> None:
+    """A sweep over batches binds many calls."""
     runner = open_runner(folder)
     call = runner.bind(synthetic_images((3, 8, 8), 2, 0))
     seen = weakref.ref(call)

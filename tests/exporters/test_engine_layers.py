@@ -1,8 +1,8 @@
-"""What an inspector's account says of an engine, in both forms, and that each check can fail.
+"""Checks of inspector output, in both forms; each check can fail.
 
-Recorded is the ResNet-18 of TensorRT 8: no account of a transformer, and none in the form of TensorRT 11, was found
-under a licence that lets it be kept here. The other samples are written: fields as documented, kinds and names of
-layers as users of TensorRT 9 and 10 show them (github.com/NVIDIA/TensorRT/issues/3665 and 4397).
+The ResNet-18 of TensorRT 8 is recorded. No output for a transformer, and none of TensorRT 11, is available under a
+licence that allows keeping it here. The other samples are written by hand: fields as documented, kinds and names of layers as
+users of TensorRT 9 and 10 report them (github.com/NVIDIA/TensorRT/issues/3665 and 4397).
 """
 
 import json
@@ -15,8 +15,8 @@ import torch
 from contracts import build
 
 from vitcompress.errors import ArtifactError
-from vitcompress.exporters.base import unfused
-from vitcompress.exporters.tensorrt.layers import Limits, read, truth, untold
+from vitcompress.exporters.base import unfused_warnings
+from vitcompress.exporters.tensorrt.layers import layer_checks, parse_layers, unavailable_checks
 from vitcompress.families import family_of
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy
@@ -24,33 +24,35 @@ from vitcompress.surgery import apply_to_copy
 DATA = Path(__file__).parent / "data"
 
 
-def account(version: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((DATA / f"inspector_{version}.json").read_text())
-    return found
+def inspector_output(version: int) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((DATA / f"inspector_{version}.json").read_text())
+    return data
 
 
-def verdicts(found: dict[str, Any], precision: str = "fp16", attentions: int = 1, **limits: float) -> dict[str, str]:
-    checks = truth(read(json.dumps(found)), precision, attentions, Limits(**limits))
+def verdicts(data: dict[str, Any], precision: str = "fp16", attentions: int = 1) -> dict[str, str]:
+    checks = layer_checks(parse_layers(json.dumps(data)), precision, attentions)
     return {check.name.removeprefix("engine."): check.verdict for check in checks}
 
 
-def retyped(found: dict[str, Any], text: str, layers: str = "") -> dict[str, Any]:
-    """The account with another type wherever a layer's kind contains `layers`."""
-    for layer in found["Layers"]:
+def retyped(data: dict[str, Any], text: str, layers: str = "") -> dict[str, Any]:
+    """`data` with another type in all layers whose kind contains `layers`."""
+    for layer in data["Layers"]:
         if layers in layer["LayerType"]:
             for tensor in (*layer["Inputs"], *layer["Outputs"]):
                 tensor["Datatype" if "Datatype" in tensor else "Format/Datatype"] = text
             layer.pop("Weights", None)
-    return found
+    return data
 
 
-def test_an_engine_that_tells_nothing_passes_none_of_the_checks() -> None:
-    told = truth(read(json.dumps(account(11))), "fp16", 1)
-    assert [(check.name, "not_run") for check in told] == [(c.name, c.verdict) for c in untold("no inspector")]
+def test_without_inspector_output_no_check_runs() -> None:
+    checks = layer_checks(parse_layers(json.dumps(inspector_output(11))), "fp16", 1)
+    assert [(check.name, "not_run") for check in checks] == [
+        (c.name, c.verdict) for c in unavailable_checks("no inspector")
+    ]
 
 
-def test_both_forms_tell_the_same() -> None:
-    old, new = (read(json.dumps(account(version))) for version in (10, 11))
+def test_both_forms_give_the_same_layers() -> None:
+    old, new = (parse_layers(json.dumps(inspector_output(version))) for version in (10, 11))
     assert old == new and len(old) == 14
     assert sum(layer.heavy for layer in old) == 7  # patch embedding, q/k/v, attention, projection, two of the FFN, head
     assert {layer.precision for layer in old if layer.heavy} == {"fp16"}
@@ -60,14 +62,14 @@ def test_both_forms_tell_the_same() -> None:
 
 @pytest.mark.parametrize("version", [10, 11])
 def test_a_good_engine_passes(version: int) -> None:
-    assert verdicts(account(version)) == {"precision": "passed", "attention": "passed", "copies": "passed"}
+    assert verdicts(inspector_output(version)) == {"precision": "passed", "attention": "passed", "copies": "passed"}
 
 
 @pytest.mark.parametrize("version", [10, 11])
 def test_a_silently_wider_engine_fails(version: int) -> None:
-    assert verdicts(retyped(account(version), "Float", "gemm"))["precision"] == "failed"
-    assert verdicts(account(version), "bf16")["precision"] == "failed"
-    assert verdicts(retyped(account(version), "BFloat16"), "bf16")["precision"] == "passed"
+    assert verdicts(retyped(inspector_output(version), "Float", "gemm"))["precision"] == "failed"
+    assert verdicts(inspector_output(version), "bf16")["precision"] == "failed"
+    assert verdicts(retyped(inspector_output(version), "BFloat16"), "bf16")["precision"] == "passed"
 
 
 @pytest.mark.parametrize(
@@ -85,57 +87,56 @@ def test_a_silently_wider_engine_fails(version: int) -> None:
         ("", None),
     ],
 )
-def test_types_are_read_from_every_wording(text: str, precision: str | None) -> None:
+def test_types_in_every_format(text: str, precision: str | None) -> None:
     layer = {"Name": "a", "LayerType": "gemm", "Inputs": [{"Name": "t", "Format/Datatype": text}], "Outputs": []}
-    assert read(json.dumps({"Layers": [layer]}))[0].inputs == (precision,)
+    assert parse_layers(json.dumps({"Layers": [layer]}))[0].inputs == (precision,)
 
 
-def test_attention_left_apart_fails_and_a_pruned_one_is_not_missed() -> None:
-    unfused = account(10)
-    for layer in unfused["Layers"]:
+def test_separate_attention_fails_and_pruned_attention_is_not_missed() -> None:
+    separate = inspector_output(10)
+    for layer in separate["Layers"]:
         if "mha" in layer["Name"]:
             layer["Name"], layer["TacticName"] = "__myl_MaxSubExpSumDivMul_myl3_6", "__myl_MaxSubExpSumDivMul"
-    assert verdicts(unfused)["attention"] == "failed"
-    assert verdicts(account(10), attentions=2)["attention"] == "failed"
-    assert verdicts(account(10), attentions=0)["attention"] == "passed"
-    assert verdicts(retyped(account(10), "Float"), "fp32")["attention"] == "not_run"
+    assert verdicts(separate)["attention"] == "failed"
+    assert verdicts(inspector_output(10), attentions=2)["attention"] == "failed"
+    assert verdicts(inspector_output(10), attentions=0)["attention"] == "passed"
+    assert verdicts(retyped(inspector_output(10), "Float"), "fp32")["attention"] == "not_run"
 
 
 def test_many_casts_fail() -> None:
-    found = account(11)
-    found["Layers"] += [{**found["Layers"][-1], "Name": f"__myl_CastMove_myl3_{n}"} for n in range(3)]
-    assert verdicts(found)["copies"] == "failed"
-    assert verdicts(found, copies=0.5)["copies"] == "passed"
+    data = inspector_output(11)
+    data["Layers"] += [{**data["Layers"][-1], "Name": f"__myl_CastMove_myl3_{n}"} for n in range(3)]
+    assert verdicts(data)["copies"] == "failed"
 
 
-def test_tf32_in_an_fp32_engine_fails_and_is_allowed_where_asked_for() -> None:
-    found = retyped(account(10), "Float")
-    assert verdicts(found, "fp32")["precision"] == verdicts(found, "tf32")["precision"] == "passed"
-    for layer in found["Layers"]:
+def test_tf32_fails_in_fp32_and_passes_if_requested() -> None:
+    data = retyped(inspector_output(10), "Float")
+    assert verdicts(data, "fp32")["precision"] == verdicts(data, "tf32")["precision"] == "passed"
+    for layer in data["Layers"]:
         if layer["LayerType"] == "gemm":
             layer["TacticName"] = "sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n_tilesize128x128x32_stage3"
-    assert verdicts(found, "fp32")["precision"] == "failed"
-    assert verdicts(found, "tf32")["precision"] == "passed"
+    assert verdicts(data, "fp32")["precision"] == "failed"
+    assert verdicts(data, "tf32")["precision"] == "passed"
 
 
-def test_what_the_account_leaves_open_is_not_passed() -> None:
-    assert verdicts(retyped(account(10), "N/A due to dynamic shapes"))["precision"] == "not_run"
+def test_unknown_precisions_do_not_pass() -> None:
+    assert verdicts(retyped(inspector_output(10), "N/A due to dynamic shapes"))["precision"] == "not_run"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"Layers": [1]}', '{"Layers": ["a", "b"], "Bindings": []}'])
-def test_what_is_no_account_is_refused(text: str) -> None:
+def test_other_json_is_rejected(text: str) -> None:
     with pytest.raises(ArtifactError):
-        read(text)
+        parse_layers(text)
 
 
-def test_a_recorded_account_is_read() -> None:
+def test_recorded_inspector_output() -> None:
     """In all 40 layers: 21 convolutions and products, all in fp16; 2 of the 25 that do anything reformat (8 %)."""
-    layers = read((DATA / "inspector_8_resnet18.json").read_text())
+    layers = parse_layers((DATA / "inspector_8_resnet18.json").read_text())
     assert [layer.name for layer in layers if layer.heavy] == ["Conv_0 + Relu_1", "Conv_24 + Relu_25", "Gemm_48"]
     assert [layer.kind for layer in layers if layer.copies] == ["Reformat", "Reformat"]
     assert [layer.kind for layer in layers if layer.idle] == ["NoOp"]
     for wanted, verdict in (("fp16", "passed"), ("fp32", "failed")):
-        assert truth(layers, wanted, attentions=0)[0].verdict == verdict
+        assert layer_checks(layers, wanted, attentions=0)[0].verdict == verdict
 
 
 def tensor(kind: str, *sizes: int) -> dict[str, Any]:
@@ -147,15 +148,15 @@ def layer(name: str, kind: str, inputs: list[dict[str, Any]], tactic: str = "") 
 
 
 def test_factors_of_a_product_do_not_widen_it() -> None:
-    """An fp16 product is given alpha and beta as single fp32 values."""
+    """An fp16 product has alpha and beta as single fp32 values."""
     half, factor = tensor("Half", 12, 197, 64), tensor("Float", 1)
-    found = [layer("__mye6723_unroll0", "gemm", [half, half, factor, factor], "sm80_xmma_gemm_f16f16_f16f16_f16_nn")]
-    assert verdicts({"Layers": found}, attentions=0)["precision"] == "passed"
-    found[0]["Inputs"][2] = tensor("Float", 12, 197, 64)
-    assert verdicts({"Layers": found}, attentions=0)["precision"] == "failed"
+    data = [layer("__mye6723_unroll0", "gemm", [half, half, factor, factor], "sm80_xmma_gemm_f16f16_f16f16_f16_nn")]
+    assert verdicts({"Layers": data}, attentions=0)["precision"] == "passed"
+    data[0]["Inputs"][2] = tensor("Float", 12, 197, 64)
+    assert verdicts({"Layers": data}, attentions=0)["precision"] == "failed"
 
 
-def test_a_module_that_is_called_mha_is_no_fused_attention() -> None:
+def test_a_module_with_the_name_mha_is_not_fused_attention() -> None:
     half = tensor("Half", 1, 40, 256)
     projection = layer("/layers_0/mha/query/MatMul_myl0_9", "gemm", [half], "sm80_xmma_gemm_f16f16_f16f16_f16_nn")
     fused = layer("_gemm_mha_v2_myl0_17", "kgen", [half, half, half], "_gemm_mha_v2_0x957a2fe2")
@@ -164,18 +165,18 @@ def test_a_module_that_is_called_mha_is_no_fused_attention() -> None:
 
 
 def test_a_linear_layer_in_a_generated_kernel_is_heavy() -> None:
-    found = [layer("__myl_FcCastAddErf_myl0_3", "fusion", [tensor("Float", 197, 192)], "by_fusion_tactic")]
-    assert verdicts({"Layers": found}, attentions=0)["precision"] == "failed"
+    data = [layer("__myl_FcCastAddErf_myl0_3", "fusion", [tensor("Float", 197, 192)], "by_fusion_tactic")]
+    assert verdicts({"Layers": data}, attentions=0)["precision"] == "failed"
 
 
-def test_what_does_no_work_is_not_counted() -> None:
-    found = account(10)
-    found["Layers"] += [layer(f"__mye{n}", kind, []) for n, kind in enumerate(["wait", "signal", "shape_call"] * 9)]
-    checks = truth(read(json.dumps(found)), "fp16", 1)
-    assert checks == truth(read(json.dumps(account(10))), "fp16", 1)
+def test_idle_layers_are_not_counted() -> None:
+    data = inspector_output(10)
+    data["Layers"] += [layer(f"__mye{n}", kind, []) for n, kind in enumerate(["wait", "signal", "shape_call"] * 9)]
+    checks = layer_checks(parse_layers(json.dumps(data)), "fp16", 1)
+    assert checks == layer_checks(parse_layers(json.dumps(inspector_output(10))), "fp16", 1)
 
 
-def test_casts_are_known_by_three_letters_too() -> None:
+def test_abbreviated_names_of_casts() -> None:
     names = (
         "__myl_Cas_myl0_1",
         "__myl_CasMov_myl0_2",
@@ -183,16 +184,16 @@ def test_casts_are_known_by_three_letters_too() -> None:
         "__myl_CasMeaSub_myl0_4",
         "__myl_Fc_myl0_5",
     )
-    layers = read(json.dumps({"Layers": [layer(name, "kgen", []) for name in names]}))
-    assert [found.copies for found in layers] == [True, True, True, False, False]
+    layers = parse_layers(json.dumps({"Layers": [layer(name, "kgen", []) for name in names]}))
+    assert [layer.copies for layer in layers] == [True, True, True, False, False]
 
 
-def test_layers_that_stand_for_many_leave_open_what_they_are() -> None:
-    found = [layer("{ForeignNode[/blocks.0/norm1...head]}", "Myelin", [tensor("Half", 1, 3, 8, 8)])]
-    assert verdicts({"Layers": found}) == {"precision": "not_run", "attention": "not_run", "copies": "passed"}
+def test_opaque_layers_do_not_pass() -> None:
+    data = [layer("{ForeignNode[/blocks.0/norm1...head]}", "Myelin", [tensor("Half", 1, 3, 8, 8)])]
+    assert verdicts({"Layers": data}) == {"precision": "not_run", "attention": "not_run", "copies": "passed"}
 
 
-def test_attentions_of_unequal_widths_are_told_before_any_gpu_shows_it() -> None:
+def test_attentions_of_unequal_widths_cause_a_warning() -> None:
     whole = build("plain", dtype=torch.float32)
     spaces = {space.name: space for space in family_of(whole).spaces(whole)}
     qk = next(space for space in spaces.values() if space.kind == "qk")
@@ -200,18 +201,18 @@ def test_attentions_of_unequal_widths_are_told_before_any_gpu_shows_it() -> None
     half = tuple(head * width + channel for head in range(qk.heads) for channel in range(width // 2))
     plan = Plan("any", kept={qk.name: half})
     narrow, padded = apply_to_copy(whole, plan), apply_to_copy(whole, replace(plan, padded=(qk.attention,)))
-    (told,) = unfused(narrow, "fp16")
-    assert told.startswith(f"1 attention ({qk.attention}) with heads whose q and k") and "layout" in told
-    assert unfused(narrow, "fp32") == unfused(padded, "fp16") == unfused(whole, "bf16") == []
+    (warning,) = unfused_warnings(narrow, "fp16")
+    assert warning.startswith(f"1 attention ({qk.attention}) with heads whose q and k") and "layout" in warning
+    assert unfused_warnings(narrow, "fp32") == unfused_warnings(padded, "fp16") == unfused_warnings(whole, "bf16") == []
 
 
 @pytest.mark.parametrize(("unknown", "verdict"), [(0, "passed"), (1, "passed"), (2, "not_run"), (10, "not_run")])
-def test_a_verdict_on_precision_needs_that_of_nine_in_ten_heavy_layers(unknown: int, verdict: str) -> None:
-    half, untold = tensor("Half", 1, 40, 256), tensor("N/A due to dynamic shapes", -1, 40, 256)
-    found = [layer(f"mm{n}", "gemm", [untold if n < unknown else half]) for n in range(10)]
-    assert verdicts({"Layers": found}, attentions=0)["precision"] == verdict
+def test_the_precision_of_nine_in_ten_heavy_layers_must_be_known(unknown: int, verdict: str) -> None:
+    half, unknown_type = tensor("Half", 1, 40, 256), tensor("N/A due to dynamic shapes", -1, 40, 256)
+    data = [layer(f"mm{n}", "gemm", [unknown_type if n < unknown else half]) for n in range(10)]
+    assert verdicts({"Layers": data}, attentions=0)["precision"] == verdict
 
 
-def test_an_account_without_a_heavy_layer_settles_no_precision() -> None:
-    found = [layer("__myl_Add_myl0_1", "kgen", [tensor("Half", 1, 40, 256)])]
-    assert verdicts({"Layers": found}, attentions=0)["precision"] == "not_run"
+def test_without_heavy_layers_the_precision_is_not_run() -> None:
+    data = [layer("__myl_Add_myl0_1", "kgen", [tensor("Half", 1, 40, 256)])]
+    assert verdicts({"Layers": data}, attentions=0)["precision"] == "not_run"

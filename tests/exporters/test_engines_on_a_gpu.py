@@ -1,4 +1,4 @@
-"""What only a GPU shows of engines, in both flavours: built there, run, held against the model, inspected, measured."""
+"""Engines of both libraries on a GPU: build, run, compare with the model, inspect, measure."""
 
 import json
 from contextlib import closing
@@ -14,7 +14,7 @@ from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.exporters.tensorrt.export import layers_path
-from vitcompress.exporters.tensorrt.layers import read
+from vitcompress.exporters.tensorrt.layers import parse_layers
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 
-def called(*words: str | Path) -> dict[str, Any]:
+def run_command(*words: str | Path) -> dict[str, Any]:
     done = CliRunner().invoke(main, [*map(str, words), "--json"])
     assert done.exit_code == 0, done.output
     return dict(json.loads(done.stdout))
@@ -43,10 +43,10 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         pytest.skip(why)
     run = tmp_path_factory.mktemp(request.param) / "run"
     write_model(run, create_model(ARCH, ARGS), Plan(ARCH, ARGS))
-    wishes = ("--precision", "fp16", "--batch", "1:4:8", "--workspace", "1G")
-    wishes += ("--optimization-level", "2") if request.param == "trt" else ()
-    done = CliRunner().invoke(main, ["export", str(run), "--format", request.param, *wishes, "--json"])
-    assert done.exit_code in (0, 1), done.output  # 1: the truth about so small an engine may fall short
+    options = ("--precision", "fp16", "--batch", "1:4:8", "--workspace", "1G")
+    options += ("--optimization-level", "2") if request.param == "trt" else ()
+    done = CliRunner().invoke(main, ["export", str(run), "--format", request.param, *options, "--json"])
+    assert done.exit_code in (0, 1), done.output  # 1: checks of so small an engine may fail
     return run / json.loads(done.stdout)["path"]
 
 
@@ -57,7 +57,7 @@ def expected(engine: Path, images: torch.Tensor) -> torch.Tensor:
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Within what the agreement gate allows in fp16."""
+    """Within the limit of the agreement checks in fp16."""
     return float((got - want).abs().max()) <= 1e-2 * float(want.abs().max())
 
 
@@ -67,22 +67,22 @@ IMAGES = torch.randn(8, 3, 112, 112, generator=torch.Generator().manual_seed(0))
 def test_it_agrees_with_the_model_and_the_folder_verifies(engine: Path) -> None:
     known = read_sidecar(engine) or {}
     assert known["verified"] is True and known["verification"]["verdict"] == "passed"
-    found = called("verify", engine.parent)
-    assert {c["verdict"] for c in found["checks"] if c["name"].startswith(f"agreement.{engine.name}")} == {"passed"}
+    result = run_command("verify", engine.parent)
+    assert {c["verdict"] for c in result["checks"] if c["name"].startswith(f"agreement.{engine.name}")} == {"passed"}
 
 
-def test_it_answers_at_every_batch_of_its_range_and_at_no_other(engine: Path) -> None:
+def test_it_runs_at_every_batch_of_its_range_and_at_no_other(engine: Path) -> None:
     with closing(open_runner(engine)) as runner:
         for batch in (1, 3, 8):
             assert close(runner(IMAGES[:batch]), expected(engine, IMAGES[:batch]))
         about = runner.describe()
         assert about["device"] == "cuda:0" and about["device_name"] and about["batch_range"] == [1, 4, 8]
-    refused = CliRunner().invoke(main, ["bench", str(engine), "--batch", "9", "--json"])
-    assert refused.exit_code == 2 and "takes batches of 1 to 8, got 9" in json.loads(refused.stdout)["error"]
+    rejected = CliRunner().invoke(main, ["bench", str(engine), "--batch", "9", "--json"])
+    assert rejected.exit_code == 2 and "takes batches of 1 to 8, got 9" in json.loads(rejected.stdout)["error"]
 
 
-def test_its_layers_are_told_and_heavy_ones_compute_in_half_precision(engine: Path) -> None:
-    layers = read(layers_path(engine).read_text())
+def test_its_layers_are_recorded_and_heavy_ones_compute_in_half_precision(engine: Path) -> None:
+    layers = parse_layers(layers_path(engine).read_text())
     assert any(layer.heavy for layer in layers)
     checks = {check["name"]: check for check in (read_sidecar(engine) or {})["build"]["truth"]}
     assert set(checks) == {"engine.precision", "engine.attention", "engine.copies"}
@@ -90,7 +90,7 @@ def test_its_layers_are_told_and_heavy_ones_compute_in_half_precision(engine: Pa
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True])
-def test_bindings_take_turns_and_answer_for_their_own_images(cuda_graph: bool, engine: Path) -> None:
+def test_alternating_bindings_use_their_own_images(cuda_graph: bool, engine: Path) -> None:
     with closing(open_runner(engine, cuda_graph=cuda_graph)) as runner:
         parts = [IMAGES[:1], IMAGES[1:5]]
         bound: list[Any] = [runner.bind(part) for part in parts]
@@ -102,11 +102,11 @@ def test_bindings_take_turns_and_answer_for_their_own_images(cuda_graph: bool, e
 
 
 @pytest.mark.parametrize("settings", [(), ("--cuda-graph",), ("--transfers",), ("--cuda-graph", "--transfers")])
-def test_it_is_measured_with_every_setting_beside_the_model_in_torch(settings: tuple[str, ...], engine: Path) -> None:
-    how = ("--protocol", "paper", "--runs", "20", "--batch", "1,8")
-    found = called("bench", engine, engine.parent, *how, *settings)
-    assert not [said for said in found["warnings"] if "devices" in said]
-    rows = found["rows"]
+def test_bench_measures_every_setting_beside_the_model_in_torch(settings: tuple[str, ...], engine: Path) -> None:
+    options = ("--protocol", "paper", "--runs", "20", "--batch", "1,8")
+    result = run_command("bench", engine, engine.parent, *options, *settings)
+    assert not [warning for warning in result["warnings"] if "devices" in warning]
+    rows = result["rows"]
     assert [(row["runtime"].startswith("TensorRT"), row["batch"]) for row in rows] == [
         (True, 1),
         (False, 1),
@@ -118,7 +118,7 @@ def test_it_is_measured_with_every_setting_beside_the_model_in_torch(settings: t
         assert (row["cuda_graph"], row["transfers"]) == ("--cuda-graph" in settings, "--transfers" in settings)
 
 
-def test_measured_kernels_are_remembered_from_build_to_build(engine: Path, tmp_path: Path) -> None:
+def test_the_timing_cache_is_reused(engine: Path, tmp_path: Path) -> None:
     if (read_sidecar(engine) or {})["format"] != "trt":
         pytest.skip("TensorRT for RTX has no such cache")
     cache, out = tmp_path / "kernels.bin", tmp_path / "model.engine"
@@ -127,5 +127,5 @@ def test_measured_kernels_are_remembered_from_build_to_build(engine: Path, tmp_p
         assert CliRunner().invoke(main, words).exit_code in (0, 1)
         assert cache.stat().st_size > 0
     cache.write_bytes(b"nothing of the kind")
-    refused = CliRunner().invoke(main, words)
-    assert refused.exit_code == 2 and "not a timing cache" in refused.stderr
+    rejected = CliRunner().invoke(main, words)
+    assert rejected.exit_code == 2 and "not a timing cache" in rejected.stderr

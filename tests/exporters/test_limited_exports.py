@@ -1,6 +1,6 @@
-"""Exports to places that cannot be written, to disks that are full, and stopped by Ctrl-C: none of it pretended.
+"""Exports to places that cannot be written, to full disks, and stopped by Ctrl-C, without simulation.
 
-Whoever may write everywhere (root) gives that up first, with setpriv; full disks are small file systems in memory.
+Root drops its right to write everywhere with setpriv; full disks are small file systems in memory.
 """
 
 import json
@@ -28,8 +28,8 @@ ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth":
 ROOT = os.name == "posix" and os.geteuid() == 0
 NOBODY = 65534
 ENGINE = "m.rtx.engine"
-# What root gives up: to write where permissions forbid it, and to do as owner what it is not the owner of.
-HUMBLE = ["setpriv", "--bounding-set=-dac_override,-fowner"] if ROOT and shutil.which("setpriv") else []
+# The rights that root drops: to ignore permissions, and to act as the owner of files of others.
+DROP_RIGHTS = ["setpriv", "--bounding-set=-dac_override,-fowner"] if ROOT and shutil.which("setpriv") else []
 
 pytestmark = [
     pytest.mark.skipif(EXPORTERS["trt-rtx"].unavailable() is not None, reason="no TensorRT for RTX here"),
@@ -48,14 +48,14 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def closed(folder: Path) -> Path:
-    """Nobody may write here."""
+    """A folder in which nobody may write."""
     folder.mkdir()
     folder.chmod(0o555)
     return folder
 
 
 def with_a_foreign_sidecar(folder: Path) -> Path:
-    """Everybody may write here, but replace only what is their own, which the sidecar is not."""
+    """A folder in which everybody may write, but replace only their own files, which the sidecar is not."""
     folder.mkdir()
     (folder / ENGINE).write_text("an older engine")
     (folder / f"{ENGINE}.json").write_text("{}")
@@ -67,7 +67,7 @@ def with_a_foreign_sidecar(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
-    """A disk of 60 kB, None where this machine does not allow one to be made."""
+    """A disk of 60 kB, None if this machine does not allow creating one."""
     folder = tmp_path_factory.mktemp("disk")
     command = ["mount", "-t", "tmpfs", "-o", "size=60k", "tmpfs", str(folder)]
     mounted = shutil.which("mount") and subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -77,10 +77,10 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
 
 
 @pytest.fixture(scope="module")
-def ends(small: Path | None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """How exports to such places ended, by the place: all of them in one process without root's rights."""
-    if ROOT and not HUMBLE:
-        pytest.skip("root may write everywhere, and there is no setpriv to give that up with")
+def results_by_place(small: Path | None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Place -> result of the export to it; all exports run in one process without root's rights."""
+    if ROOT and not DROP_RIGHTS:
+        pytest.skip("root may write everywhere, and there is no setpriv to drop that right")
     world = tmp_path_factory.mktemp("world")
     places = {"closed": f"trt-rtx={closed(world / 'closed') / ENGINE}"}
     if ROOT:
@@ -90,11 +90,11 @@ def ends(small: Path | None, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     folders = [world, *([] if small is None else [small])]
     run = saved(world / "run")
     before = list(map(tree, folders))
-    words = [*HUMBLE, sys.executable, str(HERE / "limited_exports.py"), str(run), *places.values()]
+    words = [*DROP_RIGHTS, sys.executable, str(HERE / "limited_exports.py"), str(run), *places.values()]
     done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    found = dict(zip(places, map(json.loads, done.stdout.splitlines()), strict=True))
-    assert list(map(tree, folders)) == before, "something was written, or left half-written"
-    return found
+    results = dict(zip(places, map(json.loads, done.stdout.splitlines()), strict=True))
+    assert list(map(tree, folders)) == before, "something was written, or left incomplete"
+    return results
 
 
 @pytest.mark.parametrize(
@@ -106,18 +106,18 @@ def ends(small: Path | None, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         ("full, OpenVINO", "the disk is full"),
     ],
 )
-def test_a_place_that_cannot_take_it_is_named_and_left_as_it_was(
-    place: str, sentence: str, ends: dict[str, dict[str, Any]]
+def test_an_unwritable_place_is_named_and_unchanged(
+    place: str, sentence: str, results_by_place: dict[str, dict[str, Any]]
 ) -> None:
-    if place not in ends:
-        pytest.skip("this machine does not allow such a place to be made")
-    said = ends[place]
-    assert (said["code"], said["kind"], said["traceback"]) == (2, "OutputError", False)
-    assert sentence in said["error"] and said["hint"]
+    if place not in results_by_place:
+        pytest.skip("this machine does not allow creating such a place")
+    error = results_by_place[place]
+    assert (error["code"], error["kind"], error["traceback"]) == (2, "OutputError", False)
+    assert sentence in error["error"] and error["hint"]
 
 
 def test_ctrl_c_during_a_build_leaves_nothing(tmp_path: Path) -> None:
-    """Pressed as soon as the build's source lies there, while engines for six kinds of GPU are being built from it."""
+    """Pressed as soon as the source of the build exists, during the build for six kinds of GPU."""
     run = saved(tmp_path / "run", embed_dim=128, depth=6)
     before = tree(run)
     words = ["export", str(run), "--format", "trt-rtx", "--precision", "fp16", "--sm", "75,80,86,89,120,121"]
@@ -127,6 +127,6 @@ def test_ctrl_c_during_a_build_leaves_nothing(tmp_path: Path) -> None:
         while process.poll() is None and not list(run.glob(".*.part/*.onnx.json")):
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate()
-    assert process.returncode == 130 and "stopped" in said.splitlines() and "Traceback" not in said
+        _, error = process.communicate()
+    assert process.returncode == 130 and "stopped" in error.splitlines() and "Traceback" not in error
     assert tree(run) == before

@@ -1,4 +1,4 @@
-"""Runtimes that report to their makers what is imported, converted and run do not do so on our behalf."""
+"""Runtimes that report imports, conversions and runs to their vendors do not do so when used by vitcompress."""
 
 import os
 import subprocess
@@ -9,9 +9,9 @@ import pytest
 
 from vitcompress.exporters import EXPORTERS
 
-SETTINGS = {"CI", "TF_BUILD", "JENKINS_URL", "ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME"}  # keep them still, or elsewhere
+SETTINGS = {"CI", "TF_BUILD", "JENKINS_URL", "ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME"}  # disable or redirect telemetry
 FORMATS = {"onnx": "onnxruntime", "openvino": "openvino"}
-OURS = """
+SCRIPT = """
 import sys, torch
 from pathlib import Path
 from contracts import build
@@ -27,8 +27,8 @@ for name in sys.argv[2:]:
 """
 
 
-def left_in_the_home(home: Path, code: str, *arguments: str) -> list[str]:
-    """The files that a process has left in its user's home, apart from torch's."""
+def files_in_home(home: Path, code: str, *arguments: str) -> list[str]:
+    """The files that a process writes to its user's home, except torch's."""
     home.mkdir()
     kept = {key: value for key, value in os.environ.items() if key not in SETTINGS}
     environment = {**kept, "HOME": str(home), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -38,9 +38,9 @@ def left_in_the_home(home: Path, code: str, *arguments: str) -> list[str]:
     return [str(path.relative_to(home)) for path in home.rglob("*") if path.is_file() and "torch" not in str(path)]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="where they write is known of Linux")
-def test_no_identifier_is_made_and_nothing_is_kept_to_be_sent(tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="their files are known on Linux only")
+def test_no_identifier_is_written_and_nothing_is_stored_for_sending(tmp_path: Path) -> None:
     names = [name for name in FORMATS if EXPORTERS[name].unavailable() is None]
-    if not left_in_the_home(tmp_path / "theirs", f"import {', '.join(FORMATS[name] for name in names)}"):
-        pytest.skip("these versions tell nobody of being imported")
-    assert left_in_the_home(tmp_path / "ours", OURS, str(tmp_path), *names) == []
+    if not files_in_home(tmp_path / "theirs", f"import {', '.join(FORMATS[name] for name in names)}"):
+        pytest.skip("these versions do not report imports")
+    assert files_in_home(tmp_path / "ours", SCRIPT, str(tmp_path), *names) == []

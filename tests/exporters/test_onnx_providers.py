@@ -1,4 +1,4 @@
-"""Execution providers of ONNX Runtime: asked for by name, told what they need, else refused in one sentence."""
+"""Execution providers of ONNX Runtime: chosen by name, configured, or rejected with a reason and a remedy."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_table_names_what_this_onnx_runtime_calls_them() -> None:
+def test_the_table_has_the_names_of_onnx_runtime() -> None:
     ours = {CPU, CUDA, TENSORRT} & set(ort.get_available_providers())
     assert CPU in ours and all(PROVIDERS[name].present for name in ours)
     assert PROVIDERS[RTX].present is libraries.rtx_installed()
@@ -47,29 +47,29 @@ def test_the_table_names_what_this_onnx_runtime_calls_them() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 @pytest.mark.parametrize("name", ON_GPUS)
 def test_without_a_gpu_the_remedy_is_named(name: str, onnx: Path) -> None:
-    with pytest.raises(DeviceError, match=rf"{name} was asked for: .*torch finds no cuda here") as caught:
+    with pytest.raises(DeviceError, match=rf"{name} is not available: .*torch finds no cuda here") as caught:
         open_runner(onnx, provider=name)
     assert PROVIDERS[name].remedy in str(caught.value.hint) and "--device cpu" in str(caught.value.hint)
     assert "pip install" in str(provider_problem(name))
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"provider": "CUDAExecutionProvidr"}, "did you mean CUDAExecutionProvider"),
-        ({"provider": CPU, "device": "cuda"}, "does not compute on cuda"),
-        ({"provider": CUDA, "device": "cpu"}, "does not compute on cpu"),
-        ({"device": "cuda:x"}, "not known"),
-        ({"cuda_graph": True}, "a CUDA graph was asked for"),
+        ({"provider": CPU, "device": "cuda"}, "does not run on cuda"),
+        ({"provider": CUDA, "device": "cpu"}, "does not run on cpu"),
+        ({"device": "cuda:x"}, "unknown"),
+        ({"cuda_graph": True}, "CUDA graphs are not supported"),
     ],
 )
-def test_what_does_not_go_together_is_refused(options: dict[str, Any], says: str, onnx: Path) -> None:
-    with pytest.raises(DeviceError, match=says) as caught:
+def test_contradicting_settings_are_rejected(options: dict[str, Any], message: str, onnx: Path) -> None:
+    with pytest.raises(DeviceError, match=message) as caught:
         open_runner(onnx, **options)
     assert caught.value.hint
 
 
-def test_a_cache_where_nothing_is_built_is_refused(onnx: Path, tmp_path: Path) -> None:
+def test_a_cache_without_a_build_is_rejected(onnx: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="builds nothing"):
         open_runner(onnx, engine_cache=tmp_path / "cache")
     assert list(tmp_path.iterdir()) == []
@@ -83,13 +83,17 @@ def test_the_cpu_by_its_name_is_the_default(onnx: Path) -> None:
             assert about["batch_range"] is None and about["provider_options"] == {}
 
 
-def test_tensorrt_is_told_the_range_of_batches_and_no_precision(tmp_path: Path) -> None:
-    told = PROVIDERS[TENSORRT].options(ProviderSettings(1, profile=PROFILE, cache=tmp_path, stream=7))
-    assert {told[f"trt_{kind}_enable"] for kind in ("fp16", "bf16", "int8")} == {
+def test_tensorrt_options_have_the_batch_range_and_no_precision(tmp_path: Path) -> None:
+    options = PROVIDERS[TENSORRT].options(ProviderSettings(1, profile=PROFILE, cache=tmp_path, stream=7))
+    assert {options[f"trt_{kind}_enable"] for kind in ("fp16", "bf16", "int8")} == {
         "0"
-    }  # the file says what it computes in
-    assert [told[f"trt_profile_{kind}_shapes"] for kind in ("min", "opt", "max")] == list(PROFILE)
-    assert (told["device_id"], told["user_compute_stream"], told["trt_engine_cache_path"]) == ("1", "7", str(tmp_path))
+    }  # the file states its precision
+    assert [options[f"trt_profile_{kind}_shapes"] for kind in ("min", "opt", "max")] == list(PROFILE)
+    assert (options["device_id"], options["user_compute_stream"], options["trt_engine_cache_path"]) == (
+        "1",
+        "7",
+        str(tmp_path),
+    )
     rtx = PROVIDERS[RTX].options(ProviderSettings(profile=PROFILE, cache=tmp_path))
     assert (rtx["nv_profile_opt_shapes"], rtx["nv_runtime_cache_path"]) == (PROFILE[1], str(tmp_path))
     bare = PROVIDERS[TENSORRT].options(ProviderSettings())
@@ -97,12 +101,12 @@ def test_tensorrt_is_told_the_range_of_batches_and_no_precision(tmp_path: Path) 
 
 
 @pytest.mark.skipif(TENSORRT not in ort.get_available_providers(), reason="not in this ONNX Runtime")
-def test_the_library_knows_every_option_that_it_is_told() -> None:
+def test_the_library_knows_every_option() -> None:
     folder = Path(ort.__file__).parent / "capi"
     (library,) = (path for path in folder.iterdir() if "providers_tensorrt" in path.name)
-    told = PROVIDERS[TENSORRT].options(ProviderSettings(profile=PROFILE, cache=folder))
+    options = PROVIDERS[TENSORRT].options(ProviderSettings(profile=PROFILE, cache=folder))
     known = library.read_bytes()
-    assert [key for key in told if key.startswith("trt_") and key.encode() not in known] == []
+    assert [key for key in options if key.startswith("trt_") and key.encode() not in known] == []
 
 
 @pytest.mark.parametrize(
@@ -127,14 +131,14 @@ def test_the_library_knows_every_option_that_it_is_told() -> None:
         (RTX, "fp16", "fp32", DeviceError),
     ],
 )
-def test_precision_is_the_files_and_tf32_is_never_called_fp32(
+def test_the_file_determines_the_precision_and_tf32_is_never_reported_as_fp32(
     name: str, stored: str | None, wanted: str | None, computed: Any
 ) -> None:
     if computed is DeviceError:
         with pytest.raises(DeviceError):
-            providers.precision_of(Path("m.onnx"), stored, wanted, PROVIDERS[name])
+            providers.resolve_precision(Path("m.onnx"), stored, wanted, PROVIDERS[name])
     else:
-        assert providers.precision_of(Path("m.onnx"), stored, wanted, PROVIDERS[name]) == computed
+        assert providers.resolve_precision(Path("m.onnx"), stored, wanted, PROVIDERS[name]) == computed
 
 
 @pytest.fixture
@@ -148,38 +152,38 @@ def logged() -> Iterator[None]:
 @pytest.mark.skipif(libraries.util.find_spec("tensorrt") is not None, reason="TensorRT is installed")
 def test_a_library_that_is_missing_is_named(onnx: Path, logged: None) -> None:
     options = ort.SessionOptions()
-    given = providers.attach(PROVIDERS[TENSORRT], options, ProviderSettings())
-    with pytest.raises(RuntimeError) as caught, libraries.native_errors() as said:
-        ort.InferenceSession(str(onnx), options, providers=given, enable_fallback=0)
-    assert libraries.said_by(caught.value).startswith("Please install TensorRT libraries")
-    assert re.fullmatch(r"libnvinfer\.so\.\d+ is missing", str(libraries.missing(said)))
+    argument = providers.attach(PROVIDERS[TENSORRT], options, ProviderSettings())
+    with pytest.raises(RuntimeError) as caught, libraries.capture_stderr() as lines:
+        ort.InferenceSession(str(onnx), options, providers=argument, enable_fallback=0)
+    assert libraries.error_text(caught.value).startswith("Please install TensorRT libraries")
+    assert re.fullmatch(r"libnvinfer\.so\.\d+ is missing", str(libraries.missing_library(lines)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a driver")
 @pytest.mark.skipif(not libraries.rtx_installed(), reason="the package of the provider is not installed")
-def test_a_plugin_that_cannot_be_loaded_says_what_it_misses() -> None:
+def test_a_plugin_that_cannot_be_loaded_names_the_missing_library() -> None:
     with pytest.raises(DeviceError, match=r"cannot be loaded: lib\S+ is missing"):
         providers.attach(PROVIDERS[RTX], ort.SessionOptions(), ProviderSettings())
 
 
-def test_what_libraries_write_is_caught_and_nothing_later(capfd: pytest.CaptureFixture[str]) -> None:
-    with libraries.native_errors() as said:
+def test_stderr_is_captured_inside_the_block_only(capfd: pytest.CaptureFixture[str]) -> None:
+    with libraries.capture_stderr() as lines:
         os.write(2, b"first\nno lib.so.1: cannot open shared object file\nlast\n\n")
     os.write(2, b"later\n")
-    assert said[0] == "first" and capfd.readouterr().err == "later\n"
-    assert libraries.missing(said) == "lib.so.1 is missing" and libraries.missing(said[2:]) is None
+    assert lines[0] == "first" and capfd.readouterr().err == "later\n"
+    assert libraries.missing_library(lines) == "lib.so.1 is missing" and libraries.missing_library(lines[2:]) is None
 
 
-def test_threads_do_not_take_what_another_has_caught(capfd: pytest.CaptureFixture[str]) -> None:
-    """Each gets its own lines, and standard error is the process's own again when both are done."""
+def test_each_thread_captures_its_own_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    """Standard error is restored when both are done."""
     first_is_in, caught = threading.Event(), dict[str, list[str]]()
 
     def catch(name: str, wait: float) -> None:
-        with libraries.native_errors() as said:
+        with libraries.capture_stderr() as lines:
             first_is_in.set()
             time.sleep(wait)
             os.write(2, f"{name}\n".encode())
-        caught[name] = said
+        caught[name] = lines
 
     first = threading.Thread(target=catch, args=("first", 0.2))
     first.start()
@@ -190,39 +194,39 @@ def test_threads_do_not_take_what_another_has_caught(capfd: pytest.CaptureFixtur
     assert caught == {"first": ["first"], "second": ["second"]} and capfd.readouterr().err == "later\n"
 
 
-def test_what_fails_inside_gives_standard_error_back(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="inside"), libraries.native_errors() as said:
-        print("held back", file=sys.__stderr__, end="")
+def test_an_error_restores_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="inside"), libraries.capture_stderr() as lines:
+        print("buffered", file=sys.__stderr__, end="")
         raise ValueError("inside")
     os.write(2, b"later\n")
-    assert said == ["held back"] and capfd.readouterr().err == "later\n"
+    assert lines == ["buffered"] and capfd.readouterr().err == "later\n"
 
 
-def test_a_process_without_a_standard_error_has_nothing_to_catch() -> None:
-    kept = os.dup(2)
+def test_a_process_without_stderr_captures_nothing() -> None:
+    stderr = os.dup(2)
     os.close(2)
     try:
-        with libraries.native_errors() as said:
+        with libraries.capture_stderr() as lines:
             pass
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-    assert said == []
+        os.dup2(stderr, 2)
+        os.close(stderr)
+    assert lines == []
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX's")
-def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
-    """What lies there is executed."""
-    made = libraries.prepared_cache(tmp_path / "mine" / "cache")
-    assert made.is_dir() and made.stat().st_mode & 0o077 == 0
-    assert libraries.prepared_cache(made) == made
-    made.chmod(0o777)
+def test_a_cache_that_others_can_write_to_is_rejected(tmp_path: Path) -> None:
+    """Its files are executed."""
+    cache = libraries.prepare_cache(tmp_path / "mine" / "cache")
+    assert cache.is_dir() and cache.stat().st_mode & 0o077 == 0
+    assert libraries.prepare_cache(cache) == cache
+    cache.chmod(0o777)
     with pytest.raises(OutputError, match="others can write") as caught:
-        libraries.prepared_cache(made)
+        libraries.prepare_cache(cache)
     assert "chmod" in str(caught.value.hint)
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="Not a directory"):
-        libraries.prepared_cache(tmp_path / "file" / "cache")
+        libraries.prepare_cache(tmp_path / "file" / "cache")
 
 
 # ------------------------------------------------------------------------------------------------------------ on a GPU
@@ -243,11 +247,11 @@ def expected(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPUS)
-def test_a_provider_computes_everything_heavy_and_answers_as_the_model(name: str, onnx: Path, tmp_path: Path) -> None:
+def test_a_provider_runs_all_heavy_operators_and_agrees_with_the_model(name: str, onnx: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache" if PROVIDERS[here(name)].builds else None
     with closing(open_runner(onnx, provider=name, batch=(1, 4, 8), engine_cache=cache)) as runner:
         about = runner.describe()
-        share = 1e-2 if about["precision"] == "tf32" else 1e-3  # the agreement gate's
+        share = 1e-2 if about["precision"] == "tf32" else 1e-3  # as in the agreement checks
         for batch in (1, 3, 8):
             x = X.repeat(8, 1, 1, 1)[:batch]
             assert (runner(x) - expected(x)).abs().max() <= share * expected(x).abs().max()
@@ -264,7 +268,7 @@ def test_a_provider_computes_everything_heavy_and_answers_as_the_model(name: str
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [n for n in ON_GPUS if PROVIDERS[n].graph_number])
 def test_each_binding_replays_its_own_graph(name: str, onnx: Path) -> None:
-    """Two bindings of other images and sizes, in turns: a graph that was mixed up would answer for the other."""
+    """Two alternating bindings with other images and sizes: a wrong graph would return the other logits."""
     with closing(open_runner(onnx, provider=here(name), batch=(1, 4, 8), cuda_graph=True)) as runner:
         inputs = [X[:1], X.flip(0)]
         bound = [runner.bind(x) for x in inputs]
@@ -284,6 +288,6 @@ def test_each_binding_replays_its_own_graph(name: str, onnx: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [n for n in ON_GPUS if not PROVIDERS[n].graph_number])
-def test_a_graph_for_all_inputs_is_refused(name: str, onnx: Path) -> None:
-    with pytest.raises(InputError, match="keeps one CUDA graph"):
+def test_providers_with_one_graph_per_session_reject_graphs(name: str, onnx: Path) -> None:
+    with pytest.raises(InputError, match="supports only one CUDA graph per session"):
         open_runner(onnx, provider=here(name), cuda_graph=True)

@@ -1,4 +1,4 @@
-"""What the recorded reasons for an opset say of a runtime, counted in what the runtime makes of the file."""
+"""The recorded reasons for an opset hold: count the operators of the runtimes' optimised graphs."""
 
 from collections import Counter
 from pathlib import Path
@@ -23,15 +23,15 @@ openvino = pytest.mark.skipif(EXPORTERS["openvino"].unavailable() is not None, r
 
 
 def model(qk: int = 16) -> nn.Module:
-    """Heads of 16 channels, `qk` of them left of each q and k."""
-    made = create_model(ARCH, ARGS)
-    spaces = [space for space in family_of(made).spaces(made) if space.kind == "qk"]
+    """Heads of 16 channels, with `qk` channels of each q and k."""
+    network = create_model(ARCH, ARGS)
+    spaces = [space for space in family_of(network).spaces(network) if space.kind == "qk"]
     kept = {space.name: tuple(c for c in range(space.size) if c % 16 < qk) for space in spaces}
-    return made if qk == 16 else surgery.apply_plan(made, Plan(ARCH, ARGS, kept=kept))
+    return network if qk == 16 else surgery.apply_plan(network, Plan(ARCH, ARGS, kept=kept))
 
 
-def written(made: nn.Module, path: Path, opset: int) -> Path:
-    return export(made, path, input=input_config(made), options=ExportOptions(opset=opset)).path
+def written(network: nn.Module, path: Path, opset: int) -> Path:
+    return export(network, path, input=input_config(network), options=ExportOptions(opset=opset)).path
 
 
 @pytest.mark.parametrize("qk", [16, 8])
@@ -41,8 +41,8 @@ def test_onnx_runtime_folds_the_scale_into_a_product(qk: int, tmp_path: Path) ->
     options = ort.SessionOptions()
     options.optimized_model_filepath, options.log_severity_level = str(tmp_path / "optimised.onnx"), 3
     ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    found = Counter(node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node)
-    assert (found["FusedMatMul"], found["MatMul"], found["Mul"]) == (DEPTH, DEPTH, 0)
+    operators = Counter(node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node)
+    assert (operators["FusedMatMul"], operators["MatMul"], operators["Mul"]) == (DEPTH, DEPTH, 0)
 
 
 def layers(compiled: Any) -> Counter[str]:
@@ -52,13 +52,13 @@ def layers(compiled: Any) -> Counter[str]:
 
 @openvino
 @pytest.mark.parametrize("qk", [16, 8])
-def test_openvino_fuses_attention_and_nothing_is_left_beside_it(qk: int, tmp_path: Path) -> None:
+def test_openvino_fuses_attention_completely(qk: int, tmp_path: Path) -> None:
     from vitcompress.exporters.openvino.library import core
 
-    made = model(qk)
-    path = EXPORTERS["openvino"].export(made, tmp_path / "m.xml", input=input_config(made)).path
-    node = written(made, tmp_path / "m.onnx", 23)  # attention in one node to begin with
-    how = {"INFERENCE_PRECISION_HINT": "f32"}
-    ours, whole = (layers(core().compile_model(str(m), "CPU", how)) for m in (path, node))
+    network = model(qk)
+    path = EXPORTERS["openvino"].export(network, tmp_path / "m.xml", input=input_config(network)).path
+    node = written(network, tmp_path / "m.onnx", 23)  # attention as one node
+    config = {"INFERENCE_PRECISION_HINT": "f32"}
+    ours, whole = (layers(core().compile_model(str(m), "CPU", config)) for m in (path, node))
     assert (ours["Subgraph"], ours["Softmax"]) == (whole["Subgraph"], whole["Softmax"]) == (DEPTH, 0)
     assert 0 < ours["Eltwise"] <= whole["Eltwise"] and ours["Transpose"] <= whole["Transpose"]

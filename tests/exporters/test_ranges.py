@@ -1,4 +1,4 @@
-"""The scan finds what half precision cannot hold, names the layer, and says which islands help."""
+"""The scan names layers that overflow in half precision, and the fp32 layers that avoid it."""
 
 from collections.abc import Callable
 
@@ -9,8 +9,8 @@ from too_large import large_ffn, large_pool_scores, large_residual, large_scores
 from torch import nn
 
 from vitcompress.errors import PrecisionError
-from vitcompress.exporters.precision import in_precision
-from vitcompress.exporters.ranges import LARGEST, PART, check_half, needed_islands, scan
+from vitcompress.exporters.precision import convert_precision
+from vitcompress.exporters.ranges import CHUNK, LARGEST, check_fp16, required_layers, scan_ranges
 
 X = images("plain", dtype=torch.float32)
 
@@ -22,10 +22,10 @@ def plain() -> nn.Module:
 @torch.no_grad()
 def test_ranges_are_those_of_the_modules() -> None:
     model = plain()
-    found = scan(model, X)
-    assert found.given[""] == pytest.approx(float(model(X).abs().max()))
-    assert found.inside["blocks.0.mlp.fc1"] == pytest.approx(found.given["blocks.0.mlp.fc1"])
-    assert found.overflowing() == {}
+    ranges = scan_ranges(model, X)
+    assert ranges.outputs[""] == pytest.approx(float(model(X).abs().max()))
+    assert ranges.inside["blocks.0.mlp.fc1"] == pytest.approx(ranges.outputs["blocks.0.mlp.fc1"])
+    assert ranges.overflowing() == {}
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -37,54 +37,54 @@ def test_ranges_are_those_of_the_modules() -> None:
         (large_pool_scores, "attn_pool", ("attn_pool.softmax",)),
     ],
 )
-def test_what_overflows_is_named_and_its_island_helps(
+def test_overflows_are_named_and_fp32_layers_avoid_them(
     make: Callable[[nn.Module], nn.Module], layer: str, islands: tuple[str, ...]
 ) -> None:
     model = make(build("attention_pool", dtype=torch.float32))
     with pytest.raises(PrecisionError, match=layer) as caught:
-        check_half(model, X)
+        check_fp16(model, X)
     assert "65504" in caught.value.message and "--islands" in str(caught.value.hint)
-    needed = needed_islands(model, scan(model, X))
+    needed = required_layers(model, scan_ranges(model, X))
     assert needed == islands
-    check_half(model, X, needed)
+    check_fp16(model, X, needed)
     with torch.no_grad():
-        assert torch.isfinite(in_precision(model, "fp16", needed)(X)).all()
+        assert torch.isfinite(convert_precision(model, "fp16", needed)(X)).all()
 
 
-def test_a_residual_stream_that_is_too_large_has_no_island() -> None:
+def test_no_fp32_layer_helps_a_large_residual_stream() -> None:
     model = large_residual(plain())
-    assert needed_islands(model, scan(model, X)) is None
+    assert required_layers(model, scan_ranges(model, X)) is None
     with pytest.raises(PrecisionError, match="blocks") as caught:
-        check_half(model, X)
+        check_fp16(model, X)
     assert "--islands" not in str(caught.value.hint)
 
 
-def test_a_weight_that_is_too_large_counts_where_its_results_are_not() -> None:
+def test_a_weight_that_is_too_large_overflows_by_itself() -> None:
     model = plain()
     with torch.no_grad():
         head = model.get_submodule("head")
         head.weight[:, 0] = 1e5
         model.get_submodule("norm").weight[0] = model.get_submodule("norm").bias[0] = 0
-    found = scan(model, X)
-    assert found.given["head"] < found.inside["head"] == pytest.approx(1e5)
-    assert needed_islands(model, found) == ("head",)
-    check_half(model, X, ("head",))
+    ranges = scan_ranges(model, X)
+    assert ranges.outputs["head"] < ranges.inside["head"] == pytest.approx(1e5)
+    assert required_layers(model, ranges) == ("head",)
+    check_fp16(model, X, ("head",))
     with pytest.raises(PrecisionError, match="head reaches 100000 ") as caught:
-        check_half(model, X, offer_islands=False)
+        check_fp16(model, X, offer_islands=False)
     assert "--islands" not in str(caught.value.hint)
 
 
-def test_a_classifier_gives_logits_that_only_fp32_holds_when_it_is_an_island() -> None:
+def test_a_classifier_in_fp32_may_return_large_logits() -> None:
     model = plain()
     with torch.no_grad():
         model.get_submodule("head").bias.add_(1e5)
-    found = scan(model, X)
-    assert found.given[""] > LARGEST and needed_islands(model, found) == ("head",)
-    check_half(model, X, ("head",))
+    ranges = scan_ranges(model, X)
+    assert ranges.outputs[""] > LARGEST and required_layers(model, ranges) == ("head",)
+    check_fp16(model, X, ("head",))
     with torch.no_grad():
-        assert torch.isfinite(in_precision(model, "fp16", ("head",))(X)).all()
+        assert torch.isfinite(convert_precision(model, "fp16", ("head",))(X)).all()
 
 
-def test_what_is_no_number_is_not_forgotten() -> None:
-    found = scan(plain(), torch.cat([torch.full((PART, *X.shape[1:]), torch.nan), X]))
-    assert found.overflowing() and "blocks.0.mlp.fc1" in found.overflowing()
+def test_nan_is_recorded() -> None:
+    ranges = scan_ranges(plain(), torch.cat([torch.full((CHUNK, *X.shape[1:]), torch.nan), X]))
+    assert ranges.overflowing() and "blocks.0.mlp.fc1" in ranges.overflowing()

@@ -1,4 +1,4 @@
-"""Runners answer as the model does, on exactly what was asked for, and refuse files that are not what they seem."""
+"""Runners agree with the model, run as requested or not at all, and reject damaged and unsafe files."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 from vitcompress.errors import ArtifactError, DeviceError, InputError
 from vitcompress.exporters.onnx.export import export
-from vitcompress.exporters.onnx.providers import assignment, heavy_elsewhere
+from vitcompress.exporters.onnx.providers import misplaced_nodes, node_assignment
 from vitcompress.exporters.runtimes import RunnerOptions, TorchRunner, open_runner
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model, input_config
@@ -27,11 +27,11 @@ X = images("plain", dtype=torch.float32)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with an ONNX file."""
-    made = tmp_path_factory.mktemp("run")
+    folder = tmp_path_factory.mktemp("run")
     model = build("plain", dtype=torch.float32)
-    write_model(made, model, contract("plain").plan)
-    export(model, made / "model.onnx", input=input_config(model))
-    return made
+    write_model(folder, model, contract("plain").plan)
+    export(model, folder / "model.onnx", input=input_config(model))
+    return folder
 
 
 @torch.no_grad()
@@ -40,7 +40,7 @@ def expected(x: torch.Tensor = X) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["model.onnx", ""])
-def test_file_and_folder_answer_as_the_model(folder: Path, name: str) -> None:
+def test_file_and_folder_agree_with_the_model(folder: Path, name: str) -> None:
     runner = open_runner(folder / name if name else folder)
     torch.testing.assert_close(runner(X), expected())
     assert runner.input_size == (3, 8, 8)
@@ -61,7 +61,7 @@ def test_a_timm_name_is_a_runner() -> None:
 
 
 class Batches(list):
-    """What an EvalLoader is to an evaluation."""
+    """Replaces an EvalLoader."""
 
     total = len(X)
 
@@ -94,13 +94,13 @@ def test_torch_in_half_precision(precision: str) -> None:
     assert not torch.equal(own, expected())
 
 
-def test_another_attention_kernel_answers_the_same() -> None:
+def test_another_attention_kernel_has_the_same_outputs() -> None:
     runner = TorchRunner(build("plain", dtype=torch.float32), RunnerOptions(sdpa="math"), name="model")
     torch.testing.assert_close(runner(X), expected())
 
 
-def test_every_model_that_is_to_be_compiled_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch by itself compiles eight of a class, and runs the others as they are. Its limits are given back."""
+def test_every_model_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch by default compiles eight models of a class, and runs others uncompiled. The limits are restored."""
     compiled, limits = [], ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
     before = [getattr(torch._dynamo.config, name) for name in limits]
 
@@ -109,16 +109,16 @@ def test_every_model_that_is_to_be_compiled_is_compiled(monkeypatch: pytest.Monk
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
-    shared, made = {"img_size": 8, "patch_size": 4, "depth": 1, "num_heads": 1, "num_classes": 2}, range(1, 10)
+    shared, sizes = {"img_size": 8, "patch_size": 4, "depth": 1, "num_heads": 1, "num_classes": 2}, range(1, 10)
     with ExitStack() as stack:
-        for number in made:
+        for number in sizes:
             model = create_model("vit_tiny_patch16_224", {**shared, "embed_dim": 8 * number})
             runner = TorchRunner(model, RunnerOptions(compile=True), name="model")
             stack.callback(runner.close)
             runner(X[:2])
             assert len(compiled) == number
         runner(X[:1])
-        assert len(compiled) == len(made) + 1  # another batch has kernels of its own
+        assert len(compiled) == len(sizes) + 1  # another batch has kernels of its own
         assert [getattr(torch._dynamo.config, name) for name in limits] != before
     assert [getattr(torch._dynamo.config, name) for name in limits] == before
 
@@ -138,7 +138,7 @@ def test_every_model_that_is_to_be_compiled_is_compiled(monkeypatch: pytest.Monk
         ("", {"precision": "tf32"}),
     ],
 )
-def test_nothing_falls_back_in_silence(folder: Path, artifact: str, options: dict[str, str]) -> None:
+def test_there_are_no_silent_fallbacks(folder: Path, artifact: str, options: dict[str, str]) -> None:
     with pytest.raises(DeviceError) as caught:
         open_runner(folder / artifact if artifact else folder, **options)
     assert next(iter(reversed(options.values()))) in caught.value.message or "cuda" in caught.value.message.lower()
@@ -156,18 +156,18 @@ def test_nothing_falls_back_in_silence(folder: Path, artifact: str, options: dic
         ("", {"threads": -1}),
     ],
 )
-def test_settings_of_another_runtime_are_refused(folder: Path, artifact: str, options: dict[str, object]) -> None:
+def test_settings_of_another_runtime_are_rejected(folder: Path, artifact: str, options: dict[str, object]) -> None:
     with pytest.raises(InputError):
         open_runner(folder / artifact if artifact else folder, **options)
 
 
-def test_a_provider_that_did_not_take_the_work_is_seen(folder: Path) -> None:
+def test_misplaced_nodes_are_detected(folder: Path) -> None:
     options = ort.SessionOptions()
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     session = ort.InferenceSession(folder / "model.onnx", options, providers=["CPUExecutionProvider"])
-    places = assignment(session)
-    assert heavy_elsewhere(places, "CPUExecutionProvider") == []
-    assert {"Gemm", "Conv"} & set(heavy_elsewhere(places, "CUDAExecutionProvider")) == {"Gemm", "Conv"}
+    operators = node_assignment(session)
+    assert misplaced_nodes(operators, "CPUExecutionProvider") == []
+    assert {"Gemm", "Conv"} & set(misplaced_nodes(operators, "CUDAExecutionProvider")) == {"Gemm", "Conv"}
 
 
 @pytest.mark.parametrize("content", [b"", b"not a model", b"\x08", bytes(range(256))])
@@ -194,7 +194,7 @@ def test_a_file_that_is_not_the_one_its_sidecar_describes(folder: Path, tmp_path
 
 
 @pytest.mark.parametrize("name", ["model.engine", "model.xml", "model.txt", "nothing.onnx", "nowhere"])
-def test_what_cannot_be_run_is_said(name: str, tmp_path: Path) -> None:
+def test_an_unknown_or_missing_artifact(name: str, tmp_path: Path) -> None:
     if name == "model.txt":
         (tmp_path / name).write_text("x")
     with pytest.raises(ArtifactError) as caught:
@@ -203,7 +203,7 @@ def test_what_cannot_be_run_is_said(name: str, tmp_path: Path) -> None:
 
 
 def outside(location: str, tmp_path: Path) -> Path:
-    """A small model whose weight lies at `location`."""
+    """A small model whose weight is stored in `location`."""
     weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
     for key, value in (("location", location), ("offset", "0"), ("length", "16")):
         weight.external_data.add(key=key, value=value)
@@ -218,7 +218,7 @@ def outside(location: str, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("location", ["../secret", "/etc/hostname", "a/../../secret", "link", "missing", ""])
-def test_external_data_outside_the_folder_is_refused(location: str, tmp_path: Path) -> None:
+def test_external_data_outside_the_folder_are_rejected(location: str, tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(bytes(16))
     path = outside(location, tmp_path)
     if location == "link":
@@ -236,7 +236,7 @@ def test_external_data_inside_the_folder_is_read(tmp_path: Path) -> None:
         open_runner(path)(torch.ones(2, 1, 2, 4))
 
 
-def test_a_model_without_an_image_input_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_an_image_input_is_rejected(tmp_path: Path) -> None:
     ends = [helper.make_tensor_value_info(n, TensorProto.INT64, [3]) for n in ("x", "y")]
     graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "g", ends[:1], ends[1:])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "x.onnx")

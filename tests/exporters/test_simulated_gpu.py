@@ -1,4 +1,4 @@
-"""Recipes on a GPU, run where there is none: on tensors that are only said to be on one."""
+"""Recipes on a simulated GPU."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from on_simulated_gpu import python
 
 from vitcompress.io.files import read_json
 
-NOT_OF_BOTH = """
+MIXED_DEVICES = """
 import numpy as np
 import torch
 
@@ -49,8 +49,8 @@ STEPS = {
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU: run the tests marked gpu")
 
 
-def test_it_refuses_what_a_gpu_refuses() -> None:
-    python("-c", NOT_OF_BOTH)
+def test_it_rejects_what_a_gpu_rejects() -> None:
+    python("-c", MIXED_DEVICES)
 
 
 AMP = {"hetdpt": "none", "sero": "fp16", "upvit": "none", "isomorphic": "fp16"}
@@ -73,8 +73,8 @@ def test_recipes_have_everything_on_the_gpu(tmp_path: Path) -> None:
         text = whole_runs.RECIPE if step is None else whole_runs.with_steps(step)
         recipe = tmp_path / f"{method}.toml"
         recipe.write_text(text.replace("[finetune]", f"[finetune]{TRAINING}"))
-        wishes = ("--device", "cuda", "--set", f"run.amp={AMP[method]}", "--json", "--debug")
-        commands.append(["recipe", str(recipe), "--out", str(tmp_path / method / "run"), *wishes])
+        options = ("--device", "cuda", "--set", f"run.amp={AMP[method]}", "--json", "--debug")
+        commands.append(["recipe", str(recipe), "--out", str(tmp_path / method / "run"), *options])
     python("-c", COMMANDS, json.dumps(commands))
     for method in STEPS:
         report = read_json(tmp_path / method / "run" / "report.json")

@@ -1,4 +1,4 @@
-"""The tests for GPUs, run where there is none: on stand-ins for TensorRT and the CUDA provider of ONNX Runtime."""
+"""The tests for GPUs, run with a simulated TensorRT and a simulated CUDA provider of ONNX Runtime."""
 
 import pytest
 import torch
@@ -8,9 +8,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a re
 
 
 def test_the_tests_for_gpus_pass() -> None:
-    """Those of what there is a stand-in for, engines measured with all settings at once."""
+    """All tests of simulated libraries; engines are measured with all settings at once."""
     files = (HERE.parent / "exporters/test_engines_on_a_gpu.py", HERE.parent / "exporters/test_onnx_providers.py")
-    left_out = " or ".join(("rtx", "settings0", "settings1", "settings2", "kernels"))  # the last one builds three times
-    those = f"trt and not ({left_out}) or CUDAExecutionProvider"
-    said = python("-m", "pytest", "-n0", "-rA", "-m", "gpu", "-k", those, *files)
-    assert said.count("PASSED") == 8 and "SKIPPED" not in said
+    excluded = " or ".join(("rtx", "settings0", "settings1", "settings2", "kernels"))  # the last one builds three times
+    selection = f"trt and not ({excluded}) or CUDAExecutionProvider"
+    output = python("-m", "pytest", "-n0", "-rA", "-m", "gpu", "-k", selection, *files)
+    assert output.count("PASSED") == 8 and "SKIPPED" not in output

@@ -1,4 +1,4 @@
-"""Engines of TensorRT for RTX, built for real: what they are made from, what stands beside them, what is refused."""
+"""Engines of TensorRT for RTX, built with the real library: their bytes, their sidecars, and rejected options."""
 
 import errno
 import json
@@ -25,9 +25,9 @@ from vitcompress.exporters.tensorrt import export, runner
 from vitcompress.exporters.tensorrt import targets as tensorrt_targets
 from vitcompress.exporters.tensorrt.build import Built
 from vitcompress.exporters.tensorrt.build import build as build_engine
-from vitcompress.exporters.tensorrt.export import _doubts, layers_path, source_path
-from vitcompress.exporters.tensorrt.flavours import RTX, RTX_DEFAULT, header_of, log_of
-from vitcompress.io.files import differing, file_sha256
+from vitcompress.exporters.tensorrt.export import _header_warnings, layers_path, source_path
+from vitcompress.exporters.tensorrt.flavours import RTX, RTX_DEFAULT, create_log, read_header
+from vitcompress.io.files import file_sha256, find_changed_files
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
@@ -39,10 +39,10 @@ SMALL: dict[str, Any] = {"sm": (89,), "batch": (1, 2, 4)}
 
 class Listener(Progress):
     def __init__(self) -> None:
-        self.heard: list[tuple[str, int, int]] = []
+        self.updates: list[tuple[str, int, int]] = []
 
     def update(self, label: str, done: int, total: int, text: str = "") -> None:
-        self.heard.append((label, done, total))
+        self.updates.append((label, done, total))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def model() -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def made(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def engine(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An fp16 engine for one capability; tests that change it work on a copy."""
     path = tmp_path_factory.mktemp("engine") / "model.rtx.engine"
     TENSORRT_RTX.export(
@@ -70,7 +70,7 @@ def built(model: nn.Module, path: Path, **options: Any) -> dict[str, Any]:
     return TENSORRT_RTX.export(model, path, input=input_config(model), options=wanted).to_dict()
 
 
-def test_an_engine_for_other_gpus_than_the_one_here_is_built_and_not_opened(
+def test_an_engine_for_other_gpus_is_built_and_not_opened(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (export, runner, tensorrt_targets):
@@ -80,42 +80,42 @@ def test_an_engine_for_other_gpus_than_the_one_here_is_built_and_not_opened(
     assert path.is_file() and "truth" not in json.loads(sidecar_path(path).read_text())["build"]
 
 
-def test_the_sidecar_says_what_the_engine_is(made: Path) -> None:
-    found = json.loads(sidecar_path(made).read_text())
-    assert found["files"] == {made.name: file_sha256(made)} and found["bytes"] == made.stat().st_size
-    assert (found["format"], found["precision"], found["verified"]) == ("trt-rtx", "fp16", False)
-    assert found["source"] == {"name": source_path(made).name, "sha256": file_sha256(source_path(made))}
-    build = found["build"]
+def test_the_sidecar_describes_the_engine(engine: Path) -> None:
+    sidecar = json.loads(sidecar_path(engine).read_text())
+    assert sidecar["files"] == {engine.name: file_sha256(engine)} and sidecar["bytes"] == engine.stat().st_size
+    assert (sidecar["format"], sidecar["precision"], sidecar["verified"]) == ("trt-rtx", "fp16", False)
+    assert sidecar["source"] == {"name": source_path(engine).name, "sha256": file_sha256(source_path(engine))}
+    build = sidecar["build"]
     assert (build["sm"], build["batch"], build["tf32"]) == ([89], [1, 2, 4], False)
     assert build["runtime_version"] == tensorrt_rtx.__version__
     assert build["header"] == {"written_by": RTX.title, "version": tensorrt_rtx.__version__, "sm": [89]}
     assert build["warnings"] == []
-    known = {key: json.loads(text) for key, text in found["metadata"].items()}
-    assert found["opset"] == 20 and "TensorRT" in found["opset_reason"] == known["opset_reason"]
+    known = {key: json.loads(text) for key, text in sidecar["metadata"].items()}
+    assert sidecar["opset"] == 20 and "TensorRT" in sidecar["opset_reason"] == known["opset_reason"]
     assert known["plan_sha256"] == "ab12" and known["classes"][0] == "ant" and known["size"] == [3, 8, 8]
-    assert differing(sidecar_path(source_path(made))) == []
-    assert json.loads(sidecar_path(source_path(made)).read_text())["build"] == {"batch": [1, 2, 4]}
-    assert not layers_path(made).exists() or torch.cuda.is_available()
+    assert find_changed_files(sidecar_path(source_path(engine))) == []
+    assert json.loads(sidecar_path(source_path(engine)).read_text())["build"] == {"batch": [1, 2, 4]}
+    assert not layers_path(engine).exists() or torch.cuda.is_available()
 
 
-def rebuilt(made: Path, *targets: int, **options: Any) -> Built:
-    """Only the build, from the ONNX file beside `made`."""
+def rebuilt(engine: Path, *targets: int, **options: Any) -> Built:
+    """Only the build, from the ONNX file beside `engine`."""
     wanted = ExportOptions(**{"precision": "fp16", **SMALL, **options})
-    return build_engine(RTX, source_path(made), (3, 8, 8), wanted, targets or (89,))
+    return build_engine(RTX, source_path(engine), (3, 8, 8), wanted, targets or (89,))
 
 
-def test_two_builds_are_the_same_bytes_and_others_are_not(made: Path) -> None:
-    data = made.read_bytes()
-    assert rebuilt(made).data == data
-    assert len({rebuilt(made, 80).data, rebuilt(made, batch=(1, 2, 8)).data, data}) == 3
+def test_two_builds_have_the_same_bytes(engine: Path) -> None:
+    data = engine.read_bytes()
+    assert rebuilt(engine).data == data
+    assert len({rebuilt(engine, 80).data, rebuilt(engine, batch=(1, 2, 8)).data, data}) == 3
 
 
-def test_each_target_is_in_the_file(made: Path) -> None:
-    assert header_of(rebuilt(made, 120, 80).data)["sm"] == [80, 120]
-    assert header_of(made.read_bytes())["sm"] == [89]
+def test_each_target_is_in_the_file(engine: Path) -> None:
+    assert read_header(rebuilt(engine, 120, 80).data)["sm"] == [80, 120]
+    assert read_header(engine.read_bytes())["sm"] == [89]
 
 
-def test_the_default_targets_are_stated_and_tf32_is_off_unless_asked_for(model: nn.Module, tmp_path: Path) -> None:
+def test_the_default_targets_are_recorded_and_tf32_is_off_unless_requested(model: nn.Module, tmp_path: Path) -> None:
     plain, path = built(model, tmp_path / "m.engine", precision="fp32", sm=()), tmp_path / "m.engine"
     assert tuple(plain["build"]["sm"]) == tuple(plain["build"]["header"]["sm"]) == RTX_DEFAULT
     assert "default" in plain["build"]["sm_reason"] and plain["build"]["tf32"] is False
@@ -124,40 +124,43 @@ def test_the_default_targets_are_stated_and_tf32_is_off_unless_asked_for(model: 
     assert path.read_bytes() != without_tf32
     assert (tf32["precision"], tf32["build"]["tf32"]) == ("tf32", True)
     assert tf32["source"]["sha256"] == plain["source"]["sha256"]  # the same fp32 file
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.engine", "m.engine.json"]  # the older one's is gone, too
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "m.engine",
+        "m.engine.json",
+    ]  # without the older ONNX file
 
 
-def test_the_build_shows_its_progress(made: Path) -> None:
+def test_the_build_shows_its_progress(engine: Path) -> None:
     listener = Listener()
-    build_engine(RTX, source_path(made), (3, 8, 8), ExportOptions(**SMALL), (89,), listener)
-    dones = [done for _, done, _ in listener.heard]
-    label, done, total = listener.heard[-1]
+    build_engine(RTX, source_path(engine), (3, 8, 8), ExportOptions(**SMALL), (89,), listener)
+    dones = [done for _, done, _ in listener.updates]
+    label, done, total = listener.updates[-1]
     assert "TensorRT for RTX" in label and done == total > 1 and dones == sorted(dones) and len(set(dones)) > 2
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
-        ({"sm": (90,)}, "data centres"),
-        ({"sm": (100,)}, "data centres"),
-        ({"sm": (61,)}, "does not know compute capability 61"),
-        ({"sm": (75, 89)}, "fp16 only, fp32 was asked for"),
-        ({"batch": (8, 4, 16)}, "not in order"),
-        ({"batch": (1, 16, 8)}, "not in order"),
-        ({"timing_cache": Path("kernels.bin")}, "timing_cache was given"),
-        ({"optimization_level": 2}, "optimization_level was given"),
-        ({"hardware_compatible": "ampere+"}, "hardware_compatible was given"),
-        ({"version_compatible": True}, "version_compatible was given"),
+        ({"sm": (90,)}, "data centre"),
+        ({"sm": (100,)}, "data centre"),
+        ({"sm": (61,)}, "does not support compute capability 61"),
+        ({"sm": (75, 89)}, "fp16 only, but the precision is fp32"),
+        ({"batch": (8, 4, 16)}, "not in ascending order"),
+        ({"batch": (1, 16, 8)}, "not in ascending order"),
+        ({"timing_cache": Path("kernels.bin")}, "timing_cache is 'kernels.bin'"),
+        ({"optimization_level": 2}, "optimization_level is 2"),
+        ({"hardware_compatible": "ampere+"}, "has no such option"),
+        ({"version_compatible": True}, "version_compatible is True"),
         ({"precision": "int3"}, "int3"),
         ({"opset": 17}, "17"),
     ],
 )
-def test_what_is_not_offered_is_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(InputError, match=says):
+def test_unsupported_options_are_rejected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         TENSORRT_RTX.check(ExportOptions(**options))
 
 
-def test_a_refused_target_comes_with_what_to_do(model: nn.Module, tmp_path: Path) -> None:
+def test_an_unsupported_target_is_rejected_with_a_remedy(model: nn.Module, tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         built(model, tmp_path / "m.engine", sm=(89, 90))
     assert "--format trt" in str(caught.value.hint) and "75, 80, 86, 89" in caught.value.message
@@ -167,7 +170,7 @@ def test_a_refused_target_comes_with_what_to_do(model: nn.Module, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tensorrt_proper_says_what_it_lacks_here() -> None:
+def test_tensorrt_reports_what_is_missing() -> None:
     reason, why_not = EXPORTERS["trt"].unavailable(), EXPORTERS["trt"].cannot_run()
     if torch.cuda.is_available() and shutil.which("trtexec"):
         return
@@ -177,70 +180,70 @@ def test_tensorrt_proper_says_what_it_lacks_here() -> None:
     assert TENSORRT_RTX.unavailable() is None
 
 
-def test_a_graph_that_the_library_refuses_is_named_by_its_node(model: nn.Module, tmp_path: Path) -> None:
+def test_an_unsupported_graph_is_reported_with_its_node(model: nn.Module, tmp_path: Path) -> None:
     """Attention as one node whose values are wider than its keys."""
     wide = pruned_keys(model)
-    with pytest.raises(VitcompressError, match=r"cannot take the node .*attention.*\(Attention\)") as caught:
+    with pytest.raises(VitcompressError, match=r"does not support the node .*attention.*\(Attention\)") as caught:
         built(wide, tmp_path / "m.engine", opset=23, precision="fp16")
     assert "--opset 20" in str(caught.value.hint) and "same" in caught.value.message
     assert list(tmp_path.iterdir()) == []
 
 
 def pruned_keys(model: nn.Module) -> nn.Module:
-    """The model with half of the channels of queries and keys, all of the values."""
+    """The model with half of the channels of q and k, and all channels of v."""
     copy = build("plain", dtype=torch.float32)
     kept = {name: tuple(range(0, s.size, 2)) for name, s in spaces_of(copy).items() if s.kind == "qk"}
     surgery.apply_plan(copy, Plan("vit_tiny_patch16_224", {}, kept=kept))
     return copy
 
 
-def test_a_build_that_fails_leaves_no_builder_to_the_garbage_collector(tmp_path: Path) -> None:
-    """Which would free it while the next one is made and logs, under a lock that freeing takes, too."""
-    (tmp_path / "m.onnx").write_bytes(b"nothing of the kind")
+def test_a_failed_build_keeps_no_reference_to_its_builder(tmp_path: Path) -> None:
+    """Otherwise the garbage collector could free it under a lock of the library: a deadlock."""
+    (tmp_path / "m.onnx").write_bytes(b"not ONNX")
     with pytest.raises(VitcompressError) as caught:
         build_engine(RTX, tmp_path / "m.onnx", (3, 8, 8), ExportOptions(**SMALL), (89,))
-    held = [value for frame, _ in walk_tb(caught.value.__traceback__) for value in frame.f_locals.values()]
-    assert held and not any(type(value).__module__.startswith("tensorrt") for value in held)
+    values = [value for frame, _ in walk_tb(caught.value.__traceback__) for value in frame.f_locals.values()]
+    assert values and not any(type(value).__module__.startswith("tensorrt") for value in values)
 
 
-def test_a_file_that_is_no_onnx_is_said_to_be_none(tmp_path: Path) -> None:
-    (tmp_path / "m.onnx").write_bytes(b"nothing of the kind")
+def test_a_file_that_is_not_onnx(tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").write_bytes(b"not ONNX")
     with pytest.raises(VitcompressError, match="ONNX"):
         build_engine(RTX, tmp_path / "m.onnx", (3, 8, 8), ExportOptions(**SMALL), (89,))
 
 
 @pytest.mark.parametrize("place", ["m.engine", "m.engine.json", "m.engine.onnx"])
-def test_a_place_that_cannot_be_written_is_found_before_the_build(place: str, model: nn.Module, tmp_path: Path) -> None:
+def test_an_unwritable_place_is_an_error_before_the_build(place: str, model: nn.Module, tmp_path: Path) -> None:
     (tmp_path / place).mkdir()
     began = Listener()
     with pytest.raises(OutputError, match=place):
         TENSORRT_RTX.export(
             model, tmp_path / "m.engine", input=input_config(model), options=ExportOptions(**SMALL), progress=began
         )
-    assert [path.name for path in tmp_path.iterdir()] == [place] and began.heard == []
+    assert [path.name for path in tmp_path.iterdir()] == [place] and began.updates == []
 
 
-def test_a_full_disk_leaves_what_stood_there(
-    model: nn.Module, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_leaves_the_previous_files(
+    model: nn.Module, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for path in made.parent.iterdir():
+    for path in engine.parent.iterdir():
         shutil.copy(path, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     def full(descriptor: int) -> None:
-        if list(tmp_path.glob(f".{made.name}.*/.{made.name}.*")):  # the engine is being written, its source is there
+        if list(tmp_path.glob(f".{engine.name}.*/.{engine.name}.*")):  # the engine is being written
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OutputError, match="disk is full"):
-        built(model, tmp_path / made.name)
+        built(model, tmp_path / engine.name)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_an_engine_that_takes_bytes(model: nn.Module, tmp_path: Path) -> None:
-    made = built(model, tmp_path / "m.engine", precision="fp16", uint8=True)
-    assert made["metadata"]["input"] == '"uint8"' and made["metadata"]["layout"] == '"NHWC"'
-    assert made["build"]["warnings"] == []
+    engine = built(model, tmp_path / "m.engine", precision="fp16", uint8=True)
+    assert engine["metadata"]["input"] == '"uint8"' and engine["metadata"]["layout"] == '"NHWC"'
+    assert engine["build"]["warnings"] == []
 
 
 STOPPED = """
@@ -253,16 +256,16 @@ from vitcompress.exporters.tensorrt.build import build
 from vitcompress.exporters.tensorrt.flavours import RTX
 from vitcompress.io.progress import Progress
 
-heard = Event()
+updates = Event()
 
 def interrupted(number, frame):
-    heard.set()
+    updates.set()
     raise KeyboardInterrupt
 
 class Beginning(Progress):
     def update(self, label, done, total, text=""):
         print(done, total, flush=True)
-        heard.wait()  # on a busy machine the signal may else come when nothing is left to be done
+        updates.wait()  # otherwise the signal may come after the end of the build on a busy machine
 
 signal.signal(signal.SIGINT, interrupted)
 options = ExportOptions(precision="fp16")
@@ -270,32 +273,32 @@ build(RTX, Path(sys.argv[1]), (3, 8, 8), options, (75, 80, 86, 89, 120, 121), Be
 """
 
 
-def test_ctrl_c_cancels_the_build(made: Path) -> None:
-    words = [sys.executable, "-c", STOPPED, str(source_path(made))]
+def test_ctrl_c_cancels_the_build(engine: Path) -> None:
+    words = [sys.executable, "-c", STOPPED, str(source_path(engine))]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
         assert p.stdout is not None
         first = p.stdout.readline()
         p.send_signal(signal.SIGINT)
-        out, said = p.communicate(timeout=120)
-    assert b"KeyboardInterrupt" in said and p.returncode not in (0, -signal.SIGABRT, -signal.SIGSEGV), said
+        out, errors = p.communicate(timeout=120)
+    assert b"KeyboardInterrupt" in errors and p.returncode not in (0, -signal.SIGABRT, -signal.SIGSEGV), errors
     done, total = map(int, (first + out).split()[-2:])
     assert done < total
 
 
-def test_the_header_of_other_files_says_nothing() -> None:
-    assert header_of(b"\x08\n\x12" + bytes(61)) == {"written_by": None, "version": None, "sm": None}
-    assert header_of(b"ftrt" + bytes(20) + bytes([10, 12, 0, 36]) + bytes(36))["version"] == "10.12.0.36"
+def test_the_read_header_other_files_says_nothing() -> None:
+    assert read_header(b"\x08\n\x12" + bytes(61)) == {"written_by": None, "version": None, "sm": None}
+    assert read_header(b"ftrt" + bytes(20) + bytes([10, 12, 0, 36]) + bytes(36))["version"] == "10.12.0.36"
 
 
-def test_a_header_that_says_something_else_is_told(made: Path) -> None:
-    data = made.read_bytes()
-    assert _doubts(RTX, data, tensorrt_rtx.__version__, (89,)) == []
-    assert len(_doubts(RTX, b"ftrt" + data[4:], "1.2.3.4", (80,))) == 3
+def test_a_contradicting_header_causes_warnings(engine: Path) -> None:
+    data = engine.read_bytes()
+    assert _header_warnings(RTX, data, tensorrt_rtx.__version__, (89,)) == []
+    assert len(_header_warnings(RTX, b"ftrt" + data[4:], "1.2.3.4", (80,))) == 3
 
 
-def test_a_failure_is_told_by_the_first_error_and_the_last() -> None:
-    log = log_of(tensorrt_rtx)
-    assert log.first_and_last_error() == log.last_error() == "it gives no reason"
+def test_an_error_has_the_first_and_the_last_message() -> None:
+    log = create_log(tensorrt_rtx)
+    assert log.first_and_last_error() == log.last_error() == "no reason reported"
     log.log(tensorrt_rtx.ILogger.ERROR, "out of memory\nat a line of the library")
     assert log.first_and_last_error() == log.last_error() == "out of memory"
     for message in ("skipped a tactic", "no implementation for a node"):

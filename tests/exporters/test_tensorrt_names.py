@@ -13,13 +13,13 @@ from vitcompress.exporters.tensorrt.worker import TYPES
 
 HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "data" / "tensorrt_names.json").read_text())
-# What the tests on the stand-in do not reach: why a graph is refused, and bf16.
+# Names that tests with the simulated library do not reach: errors of the parser, and bf16.
 UNREACHED: Names = {
     "DataType": dict.fromkeys(TYPES),
     "OnnxParser": {"get_error": ["index"]},
     "ParserError": {"desc": [], "node_name": [], "node_operator": []},
 }
-# What only TensorRT for RTX has, and only a GPU runs.
+# Names that only TensorRT for RTX has, and only a GPU reaches.
 OF_RTX: Names = {
     "ICudaEngine": {"create_runtime_config": [], "create_execution_context": ["runtime_config"]},
     "IRuntimeConfig": dict.fromkeys(("cuda_graph_strategy", "dynamic_shapes_kernel_specialization_strategy")),
@@ -29,11 +29,11 @@ OF_RTX: Names = {
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module that takes TensorRT's place in the tests on the simulated GPU; nothing is replaced by its import."""
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that replaces TensorRT on the simulated GPU; importing it replaces nothing."""
     folder = HERE.parent / "helpers" / "simulated"
     monkeypatch.syspath_prepend(str(folder))
-    spec = importlib.util.spec_from_file_location("stand_in_for_tensorrt", folder / "tensorrt.py")
+    spec = importlib.util.spec_from_file_location("simulated_tensorrt", folder / "tensorrt.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -41,44 +41,44 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def lacking(known: Names, used: Names) -> list[str]:
-    """Names in `used` that a library which has those in `known` does not have."""
-    found = []
+    """Names in `used` that a library with the names in `known` does not have."""
+    missing = []
     for kind, attributes in used.items():
         for name, words in attributes.items():
             if name not in known.get(kind, {}):
-                found.append(f"{kind}.{name}")
+                missing.append(f"{kind}.{name}")
             else:
-                found += [f"{kind}.{name}({word})" for word in words or () if word not in (known[kind][name] or ())]
-    return found
+                missing += [f"{kind}.{name}({word})" for word in words or () if word not in (known[kind][name] or ())]
+    return missing
 
 
-def of_stand_in(library: Any) -> Names:
-    """What the stand-in offers; how its objects are made is its own affair, but for those that callers make."""
+def names_of_simulated(library: Any) -> Names:
+    """Names of the simulated library, with the constructors of those classes only that callers create."""
     names = names_of(library)
-    made = ("Builder", "OnnxParser", "Runtime")
+    created_by_callers = ("Builder", "OnnxParser", "Runtime")
     return {
-        kind: {name: words for name, words in attributes.items() if name != "__init__" or kind in made}
+        kind: {name: words for name, words in attributes.items() if name != "__init__" or kind in created_by_callers}
         for kind, attributes in names.items()
     }
 
 
-def test_tensorrt_has_every_name(stand_in: Any) -> None:
-    """In each version: what is recorded is what they have in common."""
-    used = of_stand_in(stand_in)
+def test_tensorrt_has_every_name(simulated: Any) -> None:
+    """The record has the names that all versions have in common."""
+    used = names_of_simulated(simulated)
     assert used.keys() | UNREACHED.keys() == USED
     assert lacking(RECORDED["names"], used) == lacking(RECORDED["names"], UNREACHED) == []
     oldest, newest = RECORDED["versions"][0], RECORDED["versions"][-1]
     assert numbers(oldest)[:2] == TRT.oldest and numbers(newest)[0] == 11
 
 
-def test_tensorrt_for_rtx_has_every_name(stand_in: Any) -> None:
+def test_tensorrt_for_rtx_has_every_name(simulated: Any) -> None:
     library = pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")
     known = names_of(library)
     assert lacking(known, UNREACHED) == lacking(known, OF_RTX) == []
-    assert lacking(known, of_stand_in(stand_in)) == []
+    assert lacking(known, names_of_simulated(simulated)) == []
 
 
-def test_a_name_that_a_library_lacks_is_found() -> None:
+def test_missing_names_are_reported() -> None:
     known = RECORDED["names"]
     assert lacking(known, {"Runtime": {"deserialize_engine": []}, "IBuilderConfig": {"set_flag": ["flags"]}}) == [
         "Runtime.deserialize_engine",

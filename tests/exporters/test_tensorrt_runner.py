@@ -1,4 +1,4 @@
-"""Which engines are opened, and what is said of those that are not. Running one needs a GPU; refusing one does not."""
+"""Which engines are opened, and why others are rejected. Running one needs a GPU; rejecting one does not."""
 
 import io
 import json
@@ -21,11 +21,11 @@ from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar, sidecar_path
 from vitcompress.exporters.tensorrt import runner, targets
-from vitcompress.exporters.tensorrt.flavours import RTX, log_of
+from vitcompress.exporters.tensorrt.flavours import RTX, create_log
 from vitcompress.exporters.tensorrt.messages import receive, send
 from vitcompress.exporters.tensorrt.process import EngineProcess, _environment
-from vitcompress.exporters.tensorrt.runner import vouched
-from vitcompress.exporters.tensorrt.worker import RefusedError, _kind, serve
+from vitcompress.exporters.tensorrt.runner import read_trusted_sidecar
+from vitcompress.exporters.tensorrt.worker import EngineError, _kind, serve
 from vitcompress.io.files import file_sha256
 from vitcompress.models.create import input_config
 
@@ -46,36 +46,36 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(built: Path, tmp_path: Path) -> Path:
-    """A copy that may be damaged."""
+    """A copy that tests may damage."""
     for path in (built, sidecar_path(built)):
         shutil.copy(path, tmp_path)
     return tmp_path / built.name
 
 
-def claim(engine: Path, **build: Any) -> None:
-    """Change what the sidecar says of the build, and let it vouch for the bytes that are there."""
+def set_build(engine: Path, **build: Any) -> None:
+    """Change the build in the sidecar, with the hash of the current bytes."""
     known = read_sidecar(engine) or {}
     amend_sidecar(engine, build={**known["build"], **build}, files={engine.name: file_sha256(engine)})
 
 
 def test_an_engine_without_a_sidecar_is_not_opened_unless_trusted(engine: Path) -> None:
     sidecar_path(engine).unlink()
-    with pytest.raises(ArtifactError, match="not vouched for") as caught:
+    with pytest.raises(ArtifactError, match="is not trusted") as caught:
         open_runner(engine)
     assert "--trust" in str(caught.value.hint)
-    assert vouched(engine, trust=True) == {}
+    assert read_trusted_sidecar(engine, trust=True) == {}
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "another file"])
-def test_an_engine_that_is_not_what_its_sidecar_describes_is_not_opened(damage: str, engine: Path) -> None:
+def test_an_engine_that_does_not_match_its_sidecar_is_not_opened(damage: str, engine: Path) -> None:
     data = bytearray(engine.read_bytes())
     data[-1] ^= 1
     engine.write_bytes({"truncated": data[:1000], "changed": data, "another file": b"vtrt" + bytes(100)}[damage])
-    with pytest.raises(ArtifactError, match=r"not vouched for.*sha256"):
+    with pytest.raises(ArtifactError, match=r"is not trusted.*sha256"):
         open_runner(engine)
 
 
-def test_a_renamed_engine_is_not_vouched_for_by_the_sidecar_of_another(engine: Path) -> None:
+def test_a_renamed_engine_is_not_trusted(engine: Path) -> None:
     other = engine.with_name("other.engine")
     engine.rename(other)
     sidecar_path(engine).rename(sidecar_path(other))
@@ -83,7 +83,7 @@ def test_a_renamed_engine_is_not_vouched_for_by_the_sidecar_of_another(engine: P
         open_runner(other)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="there is no file"):
         open_runner(tmp_path / "model.engine")
 
@@ -91,30 +91,30 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"vtrt", b"\x08\n\x12\x07pytorch" + bytes(100), b"\x03\x07\x00\x00{}" + bytes(99)]
 )
-def test_a_file_that_is_no_engine_is_said_to_be_none(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_engine(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.engine").write_bytes(content)
     with pytest.raises(ArtifactError, match="is not a TensorRT engine"):
         open_runner(tmp_path / "model.engine", trust=True)
 
 
-def test_an_engine_of_the_other_library_is_told_by_its_first_bytes(engine: Path) -> None:
-    engine.write_bytes(b"ftrt" + engine.read_bytes()[4:])  # TensorRT proper, with a sidecar that says it is of RTX
-    claim(engine)
-    with pytest.raises(ArtifactError, match="was written by TensorRT, its sidecar says trt-rtx"):
+def test_the_first_bytes_of_an_engine_identify_its_library(engine: Path) -> None:
+    engine.write_bytes(b"ftrt" + engine.read_bytes()[4:])  # TensorRT, with a sidecar that names RTX
+    set_build(engine)
+    with pytest.raises(ArtifactError, match="was written by TensorRT, but its sidecar names trt-rtx"):
         open_runner(engine)
     amend_sidecar(engine, format="trt")
     with pytest.raises(InputError, match="TensorRT"):  # not installed, or of another version
         open_runner(engine)
     engine.write_bytes(b"vtrt" + engine.read_bytes()[4:])
-    claim(engine)
-    with pytest.raises(ArtifactError, match="was written by TensorRT for RTX, its sidecar says trt"):
+    set_build(engine)
+    with pytest.raises(ArtifactError, match="was written by TensorRT for RTX, but its sidecar names trt"):
         open_runner(engine)
 
 
-def test_an_engine_of_another_version_is_refused_with_the_version_that_runs_it(engine: Path) -> None:
-    claim(engine, runtime_version="1.4.0.9")
+def test_an_engine_of_another_version_is_rejected_with_the_right_version(engine: Path) -> None:
+    set_build(engine, runtime_version="1.4.0.9")
     with pytest.raises(
-        DeviceError, match=rf"built by TensorRT for RTX 1\.4\.0\.9, here is {tensorrt_rtx.__version__}"
+        DeviceError, match=rf"built by TensorRT for RTX 1\.4\.0\.9, which the installed {tensorrt_rtx.__version__}"
     ) as caught:
         open_runner(engine)
     assert "tensorrt-rtx==1.4.0.9" in str(caught.value.hint)
@@ -126,9 +126,11 @@ def test_an_engine_of_another_version_is_refused_with_the_version_that_runs_it(e
         open_runner(engine, trust=True)  # then by its header
 
 
-def test_an_engine_for_another_gpu_is_refused(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_for_another_gpu_is_rejected(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "capability", lambda index: 75)  # a Turing GPU, which no test machine has
-    with pytest.raises(DeviceError, match="built for compute capability 80, 86, 89, 120, this GPU has 75") as caught:
+    with pytest.raises(
+        DeviceError, match="built for compute capability 80, 86, 89, 120, but this GPU has 75"
+    ) as caught:
         open_runner(engine)
     assert "--sm 75" in str(caught.value.hint)
     monkeypatch.setattr(runner, "capability", lambda index: 90)
@@ -138,43 +140,46 @@ def test_an_engine_for_another_gpu_is_refused(engine: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
-        ({"device": "cpu"}, "an engine for a GPU, cpu was asked for"),
-        ({"device": "cuda:x"}, "cuda:x was asked for"),
+        ({"device": "cpu"}, "runs on a GPU, but the device is cpu"),
+        ({"device": "cuda:x"}, "device 'cuda:x' is unknown"),
         ({"device": "cuda:63"}, "no cuda:63"),
-        ({"precision": "bf16"}, "built in fp16, bf16 was asked for"),
-        ({"compile": True}, "compile is a setting of torch, .* runs in TensorRT for RTX"),
-        ({"provider": "CPUExecutionProvider"}, "provider is a setting of ONNX Runtime, .* runs in TensorRT for RTX"),
+        ({"precision": "bf16"}, "built in fp16, but the precision is bf16"),
+        ({"compile": True}, "compile is a setting of torch, but .* runs in TensorRT for RTX"),
+        (
+            {"provider": "CPUExecutionProvider"},
+            "provider is a setting of ONNX Runtime, but .* runs in TensorRT for RTX",
+        ),
     ],
 )
-def test_what_an_engine_cannot_be_asked_is_refused(settings: dict[str, Any], says: str, engine: Path) -> None:
-    with pytest.raises(InputError, match=says):
+def test_unsupported_settings_are_rejected(settings: dict[str, Any], message: str, engine: Path) -> None:
+    with pytest.raises(InputError, match=message):
         open_runner(engine, **settings)
 
 
 @pytest.mark.skipif(not NO_GPU, reason="about machines without a GPU")
-def test_without_a_gpu_the_way_out_is_named(engine: Path) -> None:
+def test_without_a_gpu_a_remedy_is_named(engine: Path) -> None:
     with pytest.raises(DeviceError, match="this machine has no cuda:0") as caught:
         open_runner(engine)
     assert "target" in str(caught.value.hint)
 
 
-def test_an_engine_that_brings_code_along_needs_trust(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_compatible_engine_needs_trust(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "capability", lambda index: 89)
-    claim(engine, version_compatible=True, runtime_version="1.0.0.0")
-    with pytest.raises(ArtifactError, match="brings a runtime along, as code"):
+    set_build(engine, version_compatible=True, runtime_version="1.0.0.0")
+    with pytest.raises(ArtifactError, match="version-compatible engine and contains executable code"):
         open_runner(engine)
 
 
-def test_the_process_answers_what_it_cannot_do(engine: Path) -> None:
-    """The real process and library: the file is hashed again, and what the library says is handed on."""
-    asked, answers = io.BytesIO(), io.BytesIO()
-    send(asked, {"path": str(engine), "sha256": "0" * 64, "flavour": "trt-rtx", "index": 0, **OPEN})
-    asked.seek(0)
-    serve(asked, answers)
+def test_the_process_reports_errors(engine: Path) -> None:
+    """With the real process and library: the file is hashed again, and errors of the library are reported."""
+    requests, answers = io.BytesIO(), io.BytesIO()
+    send(requests, {"path": str(engine), "sha256": "0" * 64, "flavour": "trt-rtx", "index": 0, **OPEN})
+    requests.seek(0)
+    serve(requests, answers)
     answers.seek(0)
-    assert receive(answers)[0] == {"error": "the file was changed meanwhile", "kind": "refused"}
+    assert receive(answers)[0] == {"error": "the file has changed", "kind": "engine"}
     if NO_GPU:
         with pytest.raises(VitcompressError, match=r"cannot be run: .*(CUDA|NVIDIA)"):
             EngineProcess(engine, file_sha256(engine), RTX, 0, RunnerOptions(), host_code=False)
@@ -182,7 +187,7 @@ def test_the_process_answers_what_it_cannot_do(engine: Path) -> None:
 
 @pytest.fixture
 def driver_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the library does where torch works and the driver is too old for the library: it warns and gives nothing."""
+    """If the driver is too old for the library only, the library warns and returns a null pointer."""
 
     def none(log: Any) -> Any:
         log.log(tensorrt_rtx.ILogger.WARNING, "CUDA initialization failure with error: 35")
@@ -192,38 +197,38 @@ def driver_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tensorrt_rtx, kind, none)
 
 
-def test_a_library_that_does_not_work_with_the_driver_says_so(
+def test_a_library_that_does_not_work_with_the_driver(
     engine: Path, driver_too_old: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the work, in doctor, and when an engine is opened; an engine is not to blame for it."""
+    """It is reported before the build, in doctor, and when an engine is opened, as an error of the machine."""
     with pytest.raises(DeviceError, match=r"does not work with this driver or GPU: .*error: 35"):
-        RTX.made("Builder", log_of(tensorrt_rtx))
+        RTX.create("Builder", create_log(tensorrt_rtx))
     monkeypatch.setattr(targets, "capability", lambda: 89)
     assert "error: 35" in str(EXPORTERS["trt-rtx"].cannot_run())
-    asked, answers = io.BytesIO(), io.BytesIO()
-    send(asked, {"path": str(engine), "sha256": file_sha256(engine), "flavour": "trt-rtx", "index": 0, **OPEN})
-    asked.seek(0)
+    requests, answers = io.BytesIO(), io.BytesIO()
+    send(requests, {"path": str(engine), "sha256": file_sha256(engine), "flavour": "trt-rtx", "index": 0, **OPEN})
+    requests.seek(0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
-    serve(asked, answers)
+    serve(requests, answers)
     answers.seek(0)
-    said = receive(answers)[0]
-    assert "error: 35" in said["error"] and said["kind"] == "machine"
+    answer = receive(answers)[0]
+    assert "error: 35" in answer["error"] and answer["kind"] == "machine"
 
 
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (RefusedError("no memory or no context for it: Error Code 1: Cuda Runtime (out of memory)"), DeviceError),
-        (RefusedError("it cannot be opened: Serialization assertion failed"), ArtifactError),
+        (EngineError("no memory or no context for it: Error Code 1: Cuda Runtime (out of memory)"), DeviceError),
+        (EngineError("it cannot be opened: Serialization assertion failed"), ArtifactError),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"), DeviceError),
         (RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"), DeviceError),
         (RuntimeError("an illegal memory access was encountered"), VitcompressError),
     ],
 )
-def test_what_the_machine_lacks_is_not_the_engines_fault(
+def test_errors_of_the_machine_are_no_errors_of_the_engine(
     error: Exception, kind: type[VitcompressError], engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gate moves engines away that are at fault."""
+    """Only engines with errors of their own are moved away."""
     process = EngineProcess.__new__(EngineProcess)
     process._path = engine
     pipe = io.BytesIO()
@@ -235,20 +240,20 @@ def test_what_the_machine_lacks_is_not_the_engines_fault(
     assert type(caught.value) is kind
 
 
-def test_a_process_that_dies_is_one_message(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crashed_process_is_an_error_message(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(VitcompressError, match=r"the process that ran .* has ended"):
         EngineProcess(engine, file_sha256(engine), RTX, 0, RunnerOptions(), host_code=False)
 
 
-def test_the_process_is_given_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_inherits_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    given = _environment()
-    assert "HF_TOKEN" not in given and given["CUDA_VISIBLE_DEVICES"] == "0" and "PATH" in given
+    environment = _environment()
+    assert "HF_TOKEN" not in environment and environment["CUDA_VISIBLE_DEVICES"] == "0" and "PATH" in environment
 
 
-def test_messages_pass_a_pipe_and_what_is_none_is_refused() -> None:
+def test_messages_pass_a_pipe_and_others_are_rejected() -> None:
     pipe = io.BytesIO()
     send(pipe, {"do": "run"}, b"\x00\n{}")
     pipe.seek(0)
@@ -262,17 +267,17 @@ def test_messages_pass_a_pipe_and_what_is_none_is_refused() -> None:
         receive(io.BytesIO(b'{"bytes": 9}\nshort'))
 
 
-def test_bench_refuses_an_engine_that_nobody_vouches_for(engine: Path) -> None:
+def test_bench_rejects_an_engine_without_sidecar(engine: Path) -> None:
     sidecar_path(engine).unlink()
     done = CliRunner().invoke(main, ["bench", str(engine), "--json"])
-    assert done.exit_code == 2 and "not vouched for" in json.loads(done.stdout)["error"]
+    assert done.exit_code == 2 and "is not trusted" in json.loads(done.stdout)["error"]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CAN_RUN, reason=f"TensorRT for RTX: {EXPORTERS['trt-rtx'].cannot_run()}")
 @pytest.mark.parametrize("transfers", [False, True])
 @pytest.mark.parametrize("cuda_graph", [False, True])
-def test_an_engine_answers_and_times_itself(cuda_graph: bool, transfers: bool, engine: Path) -> None:
+def test_an_engine_runs_and_is_timed(cuda_graph: bool, transfers: bool, engine: Path) -> None:
     model = build("plain", dtype=torch.float32)
     images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     runner = open_runner(engine, cuda_graph=cuda_graph, transfers=transfers)

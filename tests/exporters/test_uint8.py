@@ -1,4 +1,4 @@
-"""Bytes as input: folding the normalisation into the first convolution changes nothing but where the rounding falls."""
+"""Bytes as input: folding the normalisation into the first convolution only changes rounding."""
 
 from copy import deepcopy
 
@@ -7,7 +7,7 @@ import torch
 from contracts import build
 from torch import Tensor, nn
 
-from vitcompress.exporters.uint8 import deployed, folded, folds, from_bytes, to_bytes
+from vitcompress.exporters.uint8 import build_deployed, can_fold_normalization, fold_normalization, from_bytes, to_bytes
 from vitcompress.models.create import InputConfig, input_config
 
 INPUT = InputConfig((3, 8, 8), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bicubic", 0.9, "center")
@@ -26,16 +26,16 @@ def some_bytes(size: tuple[int, int, int], count: int = 4) -> Tensor:
 
 
 def normalised(bytes: Tensor, input: InputConfig) -> Tensor:
-    """Written down anew, in float64."""
+    """An independent implementation in float64."""
     mean, std = (torch.tensor(v, dtype=torch.float64) for v in (input.mean, input.std))
     return ((bytes.double() / 255 - mean) / std).permute(0, 3, 1, 2)
 
 
 def test_bytes_survive_normalising_and_back() -> None:
-    given = torch.arange(256, dtype=torch.uint8).repeat(3).view(1, 16, 16, 3)
-    images = from_bytes(given, INPUT)
+    pixels = torch.arange(256, dtype=torch.uint8).repeat(3).view(1, 16, 16, 3)
+    images = from_bytes(pixels, INPUT)
     assert images.shape == (1, 3, 16, 16) and images.dtype == torch.float32
-    assert torch.equal(to_bytes(images, INPUT), given)
+    assert torch.equal(to_bytes(images, INPUT), pixels)
 
 
 @torch.no_grad()
@@ -47,38 +47,38 @@ def test_the_folded_convolution_is_within_its_rounding_bound(variant: str, scale
     """
     model, input = sized(variant)
     stem = model.get_submodule("patch_embed.proj")
-    made = folded(model, input, scale).get_submodule("patch_embed.proj")
-    given = some_bytes(input.size)
-    expected = deepcopy(stem).double()(normalised(given, input))
-    x = given.permute(0, 3, 1, 2).double() / scale
-    difference = (deepcopy(made).double()(x) - expected).abs()
-    size = deepcopy(made).double()
+    folded = fold_normalization(model, input, scale).get_submodule("patch_embed.proj")
+    pixels = some_bytes(input.size)
+    expected = deepcopy(stem).double()(normalised(pixels, input))
+    x = pixels.permute(0, 3, 1, 2).double() / scale
+    difference = (deepcopy(folded).double()(x) - expected).abs()
+    size = deepcopy(folded).double()
     size.weight.abs_()
     size.bias.abs_()
     terms = 2 * (stem.weight[0].numel() + 4)
     bound = (2.0**-24 + 4 * terms * 2.0**-53) * size(x)
     assert (difference <= bound).all()
-    assert not torch.equal(made.weight, stem.weight)
+    assert not torch.equal(folded.weight, stem.weight)
     assert not (2 * difference <= bound * 1e-3).all()  # the bound is not far above what rounding does
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("variant", "in_front"), [("plain", False), ("swin", False), ("pvt", True)])
-def test_the_model_answers_to_bytes_as_to_images(variant: str, in_front: bool) -> None:
+def test_bytes_give_the_same_outputs_as_images(variant: str, in_front: bool) -> None:
     model, input = sized(variant)
-    assert folds(model) is not in_front
-    given = some_bytes(input.size)
-    expected = deepcopy(model).double()(normalised(given, input))
-    module = deployed(model, input, uint8=True).double()
+    assert can_fold_normalization(model) is not in_front
+    pixels = some_bytes(input.size)
+    expected = deepcopy(model).double()(normalised(pixels, input))
+    module = build_deployed(model, input, uint8=True).double()
     # W' and b' (or factor and offset) were rounded to fp32, relative 2**-24, and a few blocks amplify that little.
-    torch.testing.assert_close(module(given), expected, rtol=0, atol=2.0**-17 * float(expected.abs().max()))
-    assert not torch.allclose(module(255 - given), expected)
+    torch.testing.assert_close(module(pixels), expected, rtol=0, atol=2.0**-17 * float(expected.abs().max()))
+    assert not torch.allclose(module(255 - pixels), expected)
 
 
 @torch.no_grad()
 def test_in_half_precision_the_folded_weights_are_normal_numbers() -> None:
     model, input = sized("plain")
-    module = deployed(model, input, "fp16", uint8=True)
+    module = build_deployed(model, input, "fp16", uint8=True)
     weight = module.get_parameter("model.model.patch_embed.proj.weight")
     original = model.get_submodule("patch_embed.proj").weight
     large = original.abs() > 1e-3

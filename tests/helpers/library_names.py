@@ -1,11 +1,13 @@
-"""What a library of TensorRT's kind calls things: classes, their attributes, and the parameters of their methods."""
+"""The names of a TensorRT library: classes, their attributes, and the parameters of their methods."""
 
 import inspect
 import re
 from types import ModuleType
 from typing import Any
 
-Names = dict[str, dict[str, list[str] | None]]  # class -> attribute -> parameters, None of what is no method
+Names = dict[
+    str, dict[str, list[str] | None]
+]  # class -> attribute -> parameters, None if not a method
 # Classes of TensorRT that the exporters use.
 USED = frozenset(
     {
@@ -54,7 +56,7 @@ def attributes(kind: Any) -> dict[str, list[str] | None]:
 
 
 def parameters(value: Any) -> list[str] | None:
-    """Names that a method's parameters have, in any of its overloads; the object itself is none of them."""
+    """Names of a method's parameters in all its overloads, without the object itself."""
     if inspect.isfunction(value):
         return list(inspect.signature(value).parameters)[1:]
     lines = SIGNATURE.findall(getattr(value, "__doc__", None) or "") if callable(value) else []
@@ -63,12 +65,12 @@ def parameters(value: Any) -> list[str] | None:
 
 
 def parts(text: str) -> list[str]:
-    """The parts between commas that stand in no bracket."""
-    found, depth = [""], 0
+    """The parts between commas outside all brackets."""
+    result, depth = [""], 0
     for letter in text:
         depth += (letter in "([{<") - (letter in ")]}>")
         if letter == "," and not depth:
-            found.append("")
+            result.append("")
         else:
-            found[-1] += letter
-    return found
+            result[-1] += letter
+    return result

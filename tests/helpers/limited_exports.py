@@ -1,8 +1,8 @@
-"""A script for test_limited_exports: exports a run folder to the places that are given, and says how each one ended.
+"""A script for test_limited_exports: export a run folder to several places, and print how each export ended.
 
     python limited_exports.py RUN FORMAT=PLACE ...
 
-Prints one line of JSON for each: the exit code of `vitcompress export`, and its error as `--json` gives it.
+Prints one line of JSON per export: the exit code of `vitcompress export`, and its error from `--json`.
 """
 
 import json
@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from vitcompress import cli
 
 
-def main(run: str, wishes: list[str]) -> None:
-    for wish in wishes:
-        name, _, place = wish.partition("=")
+def main(run: str, targets: list[str]) -> None:
+    for target in targets:
+        name, _, place = target.partition("=")
         words = ["export", run, "--format", name, "--out", place]
         done = CliRunner().invoke(cli.main, [*words, *(["--sm", "89"] if name == "trt-rtx" else []), "--json"])
         line = {"code": done.exit_code, "traceback": "Traceback" in done.output, **json.loads(done.stdout)}

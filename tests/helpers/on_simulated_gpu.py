@@ -1,4 +1,4 @@
-"""Starts Python where `simulated` makes it believe in a GPU: processes of their own, as parts of torch are replaced."""
+"""Run Python with a simulated GPU, in processes of their own, because parts of torch are replaced."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ ENVIRONMENT = {
 
 
 def python(*words: str | Path) -> str:
-    """What Python, started with `words`, writes to its standard output; it must succeed."""
+    """The standard output of Python with the arguments `words`, which must succeed."""
     command = [sys.executable, *map(str, words)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,7 @@
-"""Records what TensorRT calls things, from its Python bindings alone: `python tests/record_tensorrt_names.py FOLDER...`
+"""Record the names of TensorRT from its bindings alone: `python tests/helpers/record_tensorrt_names.py FOLDER...`
 
-Each FOLDER holds an unpacked wheel `tensorrt_cu12_bindings` or `tensorrt_cu13_bindings` of one version. Bindings want
-libraries that are not on PyPI; empty ones in their place are enough to read the names. Needs a C compiler `cc`.
+Each FOLDER holds an unpacked wheel `tensorrt_cu12_bindings` or `tensorrt_cu13_bindings` of one version. The bindings
+need libraries that are not on PyPI; empty ones are enough to read the names. Needs a C compiler `cc`.
 """
 
 import json
@@ -27,7 +27,7 @@ FUNCTIONS = (
     "getPluginRegistry",
     "initLibNvInferPlugins",
 )
-ASK = """
+SCRIPT = """
 import json, sys
 from library_names import USED, names_of
 import tensorrt_bindings as library
@@ -37,7 +37,7 @@ json.dump([library.__version__, names], sys.stdout)
 
 
 def empty_libraries(folder: Path) -> None:
-    """Libraries that have the functions which bindings look for, and do nothing."""
+    """Build libraries with the functions that the bindings load, without content."""
     source = folder / "empty.c"
     source.write_text("".join(f"void *{name}(void) {{ return 0; }}\n" for name in FUNCTIONS))
     for library in LIBRARIES:
@@ -45,21 +45,21 @@ def empty_libraries(folder: Path) -> None:
             subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / f"lib{library}.so.{major}", source], check=True)
 
 
-def recorded(bindings: Path, libraries: Path) -> tuple[str, Names]:
+def record(bindings: Path, libraries: Path) -> tuple[str, Names]:
     """Version and names of the bindings in a folder."""
     here = str(Path(__file__).parent)
     environment = {**os.environ, "LD_LIBRARY_PATH": str(libraries), "PYTHONPATH": f"{bindings}{os.pathsep}{here}"}
-    done = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True)
     version, names = json.loads(done.stdout)
     return version, names
 
 
 def shared(one: Names, other: Names) -> Names:
-    """What two versions both have."""
+    """The names that both versions have."""
     return {
         kind: {
-            name: given and [word for word in given if word in (other[kind][name] or ())]
-            for name, given in attributes.items()
+            name: parameters and [word for word in parameters if word in (other[kind][name] or ())]
+            for name, parameters in attributes.items()
             if name in other[kind]
         }
         for kind, attributes in one.items()
@@ -68,12 +68,14 @@ def shared(one: Names, other: Names) -> Names:
 
 
 def main(folders: list[str]) -> None:
-    """Write down the names that all versions have in common."""
+    """Write the names that all versions have in common."""
     with TemporaryDirectory() as libraries:
         empty_libraries(Path(libraries))
-        found = [recorded(Path(folder).resolve(), Path(libraries)) for folder in folders]
-    common = reduce(shared, (names for _, names in found))
-    versions = sorted((version for version, _ in found), key=lambda v: [int(n) for n in v.split(".") if n.isdecimal()])
+        records = [record(Path(folder).resolve(), Path(libraries)) for folder in folders]
+    common = reduce(shared, (names for _, names in records))
+    versions = sorted(
+        (version for version, _ in records), key=lambda v: [int(n) for n in v.split(".") if n.isdecimal()]
+    )
     RECORD.write_text(json.dumps({"versions": versions, "names": common}, indent=1) + "\n")
 
 

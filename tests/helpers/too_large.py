@@ -1,4 +1,4 @@
-"""Models that are made not to fit into fp16, each in one part of it."""
+"""Change models so that fp16 cannot represent one part of them."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from torch import nn
 
 @torch.no_grad()
 def large_ffn(model: nn.Module) -> nn.Module:
-    """Inside the first FFN only: what it gives is as large as before."""
+    """Inside the first FFN only: its outputs stay as large as before."""
     fc1, fc2 = (model.get_submodule(f"blocks.0.mlp.{name}") for name in ("fc1", "fc2"))
     fc1.weight.mul_(3e4)
     fc1.bias.add_(6e4)
@@ -16,14 +16,14 @@ def large_ffn(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def large_scores(model: nn.Module) -> nn.Module:
-    """In the second attention: q and k of 16 channels each are so large that their products overflow, not they."""
+    """In the second attention: the products of q and k (16 channels each) overflow, q and k themselves do not."""
     model.get_submodule("blocks.1.attn.qkv").weight[:32].mul_(3e3)
     return model
 
 
 @torch.no_grad()
 def large_pool_scores(model: nn.Module) -> nn.Module:
-    """The same in a pool by attention."""
+    """The same in an attention pool."""
     for name in ("attn_pool.q", "attn_pool.kv"):
         model.get_submodule(name).weight[:16].mul_(3e3)
     return model
@@ -31,6 +31,6 @@ def large_pool_scores(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def large_residual(model: nn.Module, size: float = 1e5) -> nn.Module:
-    """In the residual stream; with 5e4 all fits, but its numbers lie 32 apart there, more than the blocks add."""
+    """In the residual stream. 5e4 fits, but numbers of this size are 32 apart in fp16, more than the blocks add."""
     model.get_submodule("patch_embed.proj").bias.add_(size)
     return model

@@ -1,8 +1,8 @@
-"""A GPU that is not there: its tensors lie in the memory of the host, and are only said to be on cuda:0.
+"""A simulated GPU: its tensors are in the memory of the host and only report cuda:0.
 
-What torch refuses on a GPU is refused here: tensors of two devices in one operation, NumPy on a tensor of the GPU, a
-generator of the other device. So the code for GPUs can be run where there is none. It shows that everything lies where
-it must, and nothing of kernels, speed or memory.
+It rejects what torch rejects on a GPU: tensors of two devices in one operation, NumPy on a tensor of the GPU, a
+generator of the other device. So code for GPUs can be tested without one. This checks the placement of tensors, not
+kernels, speed or memory.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 MIXED = "Expected all tensors to be on the same device"
-# What may see tensors of both devices.
+# Functions that accept tensors of both devices.
 CROSSING = ("copy_", "set_", "_has_compatible_shallow_copy_type", "is_same_size")
 GENERATOR, AUTOCAST, MAKE_SUBCLASS = torch.Generator, torch.autocast, torch.Tensor._make_subclass
 
@@ -39,7 +39,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 class Devices(TorchFunctionMode):
-    """Knows of every tensor on which device it is said to be."""
+    """Tracks the simulated device of every tensor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.__name__, dict(kwargs or {})
@@ -55,10 +55,10 @@ def _attribute(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, of = args[0], func.__self__.__name__
     if of in ("device", "is_cuda", "is_cpu") and is_on_gpu(tensor):
         return {"device": GPU, "is_cuda": True, "is_cpu": False}[of]
-    found = func(*args, **kwargs)
-    if isinstance(found, Tensor) and found is not tensor:
-        put(found, is_on_gpu(tensor))
-    return found
+    result = func(*args, **kwargs)
+    if isinstance(result, Tensor) and result is not tensor:
+        put(result, is_on_gpu(tensor))
+    return result
 
 
 def _assign(func: Any, args: Any, kwargs: Any) -> None:
@@ -98,14 +98,14 @@ def _to_numpy(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
-    """`Tensor.register_hook`: the gradient that a hook is given lies where its tensor does."""
+    """`Tensor.register_hook`: the gradient that a hook receives is on the device of its tensor."""
     tensor, hook = args
 
     def placed(gradient: Tensor) -> Any:
-        found = hook(put(gradient, is_on_gpu(tensor)))
-        if found is not None and is_on_gpu(found) != is_on_gpu(tensor):
-            raise RuntimeError(f"{MIXED}: a hook answers with a gradient on the other one")
-        return found
+        result = hook(put(gradient, is_on_gpu(tensor)))
+        if result is not None and is_on_gpu(result) != is_on_gpu(tensor):
+            raise RuntimeError(f"{MIXED}: a hook returns a gradient on the other one")
+        return result
 
     return func(tensor, placed)
 
@@ -130,54 +130,54 @@ SPECIAL: dict[str, Callable[[Any, Any, Any], Any]] = {
 
 
 def _compute(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Any other function: its results lie where it is told to put them, else where its tensors are."""
-    told = kwargs.get("device")
-    wanted = None if told is None else names_gpu(told)
+    """Any other function: its results are on the requested device, or on that of its tensors."""
+    device = kwargs.get("device")
+    wanted = None if device is None else names_gpu(device)
     kwargs |= {"device": "cpu"} if wanted else {}
     kwargs |= {"pin_memory": False} if "pin_memory" in kwargs else {}
-    given = tensors_in((args, kwargs))
+    inputs = tensors_in((args, kwargs))
     if wanted is None and name not in CROSSING:
-        _check_together(name, args, given)
-    there = any(map(is_on_gpu, given)) if wanted is None else wanted
+        _check_together(name, args, inputs)
+    there = any(map(is_on_gpu, inputs)) if wanted is None else wanted
     if kwargs.get("generator") is not None and getattr(kwargs["generator"], "on_gpu", False) != there:
         raise RuntimeError(f"Expected a '{'cuda' if there else 'cpu'}' device type for generator, got the other")
-    found = func(*args, **kwargs)
-    for tensor in tensors_in(found):
-        if all(tensor is not one for one in given):
+    result = func(*args, **kwargs)
+    for tensor in tensors_in(result):
+        if all(tensor is not one for one in inputs):
             put(tensor, there)
-    if wanted and isinstance(found, Tensor) and not is_on_gpu(found):
-        return put(found.clone(), True)  # as_tensor gives back what it was given
-    return found
+    if wanted and isinstance(result, Tensor) and not is_on_gpu(result):
+        return put(result.clone(), True)  # as_tensor returns its argument
+    return result
 
 
-def _check_together(name: str, args: Any, given: list[Tensor]) -> None:
-    """Raise where torch would: single numbers of the host may go to a GPU, and so may indices."""
+def _check_together(name: str, args: Any, inputs: list[Tensor]) -> None:
+    """Raise like torch: only single numbers and indices may be on the host beside tensors on a GPU."""
     if name == "__setitem__" and not tensors_in(args[1]):
         return  # a copy
     first_on_gpu = is_on_gpu(args[0]) if args and isinstance(args[0], Tensor) else True
-    off = [tensor for tensor in given if not is_on_gpu(tensor) and tensor.device.type != "meta"]
-    if not off or not any(map(is_on_gpu, given)):
+    off = [tensor for tensor in inputs if not is_on_gpu(tensor) and tensor.device.type != "meta"]
+    if not off or not any(map(is_on_gpu, inputs)):
         return
     indices = tensors_in(args[1]) if name in ("__getitem__", "__setitem__") and first_on_gpu else []
     apart = [one for one in off if one.dim() and all(one is not index for index in indices)]
     changed = (name.endswith("_") and not name.endswith("__")) or name in ("__getitem__", "__setitem__")
     if apart or (changed and not first_on_gpu):
-        shapes = ", ".join(f"{tuple(one.shape)} {'cuda:0' if is_on_gpu(one) else 'cpu'}" for one in given)
+        shapes = ", ".join(f"{tuple(one.shape)} {'cuda:0' if is_on_gpu(one) else 'cpu'}" for one in inputs)
         raise RuntimeError(f"{MIXED}: {name} of {shapes}")
 
 
 class Generator(GENERATOR):
-    """One that knows its device."""
+    """A generator with a simulated device."""
 
     on_gpu = False
 
     def __new__(cls, device: Any = "cpu") -> "Generator":
-        made = GENERATOR.__new__(cls, "cpu")
-        made.on_gpu = names_gpu(device)
-        return made
+        generator = GENERATOR.__new__(cls, "cpu")
+        generator.on_gpu = names_gpu(device)
+        return generator
 
     def __init__(self, device: Any = "cpu") -> None:
-        """The device is known already."""
+        """The device is set already."""
 
     @property
     def device(self) -> torch.device:
@@ -185,7 +185,7 @@ class Generator(GENERATOR):
 
 
 class Autocast(AUTOCAST):
-    """Mixed precision on the GPU, done by the processor."""
+    """Mixed precision on the GPU, computed on the CPU."""
 
     def __init__(self, device_type: str, dtype: Any = None, **settings: Any) -> None:
         on_gpu = device_type == "cuda"
@@ -194,15 +194,15 @@ class Autocast(AUTOCAST):
 
 
 def _parameter(*args: Any, **kwargs: Any) -> Tensor:
-    """What makes a parameter of a tensor, its second argument; modes are not asked about it."""
+    """Creates a parameter from a tensor, the second argument; function modes do not see this call."""
     return put(MAKE_SUBCLASS(*args, **kwargs), is_on_gpu(args[1]))
 
 
 def install() -> None:
-    """From now on this process has a GPU."""
+    """Simulate a GPU in this process from now on."""
     about = SimpleNamespace(name="simulated GPU", total_memory=2**36, major=9, minor=0)
     state = torch.zeros(16, dtype=torch.uint8)
-    answers = {
+    results = {
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
         **dict.fromkeys(("max_memory_allocated", "memory_allocated", "max_memory_reserved"), 2**20),
         **dict.fromkeys(("init", "set_device", "reset_peak_memory_stats", "empty_cache")),
@@ -216,16 +216,16 @@ def install() -> None:
         "get_rng_state": state,
         "get_rng_state_all": [state],
     }
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, lambda *args, found=answer, **kwargs: found)
-    for name, stands_in in {
+    for name, result in results.items():
+        setattr(torch.cuda, name, lambda *args, result=result, **kwargs: result)
+    for name, replacement in {
         "synchronize": wait,
         "Stream": Stream,
         "Event": Event,
         "CUDAGraph": Graph,
         "graph": Recording,
     }.items():
-        setattr(torch.cuda, name, stands_in)
+        setattr(torch.cuda, name, replacement)
     torch.cuda.stream = lambda stream=None: stream or Stream()  # type: ignore[assignment]
     torch.cuda.current_stream = lambda *args, **kwargs: Stream()  # type: ignore[assignment]
     torch.Tensor._make_subclass = staticmethod(_parameter)  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
-"""ONNX Runtime's CUDA provider where there is none: a session on the CPU that says it were on the GPU.
+"""A simulated CUDA provider of ONNX Runtime: a session on the CPU that reports the GPU.
 
-It takes addresses "on the GPU" only, as the real one does of tensors that stay there.
+Like the real one, it binds only addresses "on the GPU".
 """
 
 from types import SimpleNamespace
@@ -45,8 +45,8 @@ class OnGpu:
     def io_binding(self) -> Binding:
         return Binding(self.session.io_binding())
 
-    def run(self, names: list[str], given: dict[str, Any], options: Any = None) -> Any:
-        return self.session.run(names, given)
+    def run(self, names: list[str], feed: dict[str, Any], options: Any = None) -> Any:
+        return self.session.run(names, feed)
 
     def run_with_iobinding(self, bound: Binding, options: Any = None) -> None:
         self.session.run_with_iobinding(bound.binding)

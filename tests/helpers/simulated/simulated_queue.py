@@ -1,4 +1,4 @@
-"""Streams, events and graphs of the simulated GPU: all work is done at once, or recorded where a graph is."""
+"""Streams, events and graphs of the simulated GPU: all work runs immediately, or is recorded in a graph."""
 
 import time
 from collections.abc import Callable
@@ -10,13 +10,13 @@ GPU = torch.device("cuda", 0)
 
 
 def wait(*args: Any) -> None:
-    """All is done already; a stream that is being recorded cannot be waited for."""
+    """All work is done already; waiting for a stream that is being recorded is an error."""
     if Graph.recording is not None:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 
 class Stream:
-    """Everything on it is done at once."""
+    """All its work runs immediately."""
 
     cuda_stream = 0
 
@@ -27,10 +27,10 @@ class Stream:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Nothing to go back to."""
+        """There is no previous stream to restore."""
 
     def wait_stream(self, other: "Stream") -> None:
-        """It is done already."""
+        """Its work is done already."""
 
     def synchronize(self) -> None:
         wait()
@@ -48,7 +48,7 @@ class Event:
 
 
 class Graph:
-    """A CUDA graph of what was given to `work_of_a_graph` while it was recorded."""
+    """A CUDA graph of the work that was queued while it was recorded."""
 
     recording: list[Callable[[], None]] | None = None
 
@@ -72,5 +72,5 @@ class Recording:
 
 
 def queue(work: Callable[[], None]) -> None:
-    """Do it, or record it where a graph is being recorded."""
+    """Run `work`, or record it if a graph is being recorded."""
     work() if Graph.recording is None else Graph.recording.append(work)

@@ -1,4 +1,4 @@
-"""Makes every process that has this folder in its PYTHONPATH believe in a GPU, for torch and for ONNX Runtime."""
+"""Simulate a GPU for torch and ONNX Runtime in every process that has this folder in its PYTHONPATH."""
 
 import simulated_gpu
 import simulated_provider

@@ -1,8 +1,8 @@
-"""Stands in for TensorRT where none can run: engines are ONNX files, run by ONNX Runtime at the addresses given.
+"""A simulated TensorRT: its engines are ONNX files, which ONNX Runtime runs at the addresses of the bound tensors.
 
-It shows our side of the conversation with the library, and nothing of the library itself. Classes, their attributes
-and the parameters of their methods are named as the library's, and there are no others: what passes here uses none that
-the library lacks (`tests/exporters/test_tensorrt_names.py`).
+It tests our calls of the library, not the library itself. All classes, attributes and parameters have the names of the
+library, and there are no others: code that works here uses no name that the library lacks
+(`tests/exporters/test_tensorrt_names.py`).
 """
 
 import ctypes
@@ -30,7 +30,7 @@ class ILogger:
 
 
 class IProgressMonitor:
-    """What a build tells of itself."""
+    """Receives the progress of a build."""
 
 
 class NetworkDefinitionCreationFlag(enum.IntEnum):
@@ -141,13 +141,13 @@ class Runtime:
         end = start + int.from_bytes(data[HEADER:start], "little")
         try:
             return ICudaEngine(json.loads(data[start:end]), data[end:], self._logger)
-        except Exception as error:  # noqa: BLE001 - whatever a damaged file leads to
+        except Exception as error:  # noqa: BLE001 - a damaged file can raise anything
             self._logger.log(ILogger.ERROR, f"not an engine: {error}")
             return None
 
 
 class ICudaEngine:
-    """An ONNX file with the shapes of a profile, {input: (least, best, largest)}."""
+    """An ONNX file with the shapes of a profile, {input: (minimum, optimal, maximum)}."""
 
     __slots__ = ("_contexts", "_ends", "_inputs", "_logger", "_outputs", "_session", "_shapes", "num_io_tensors")
 
@@ -202,7 +202,7 @@ LAYERS = json.dumps(
 
 
 class IExecutionContext:
-    """What is set and run of an engine."""
+    """Shapes and addresses of one engine, and its runs."""
 
     __slots__ = ("_addresses", "_engine", "_images", "_settled", "active_optimization_profile", "nvtx_verbosity")
 
@@ -242,15 +242,15 @@ class IExecutionContext:
 
     def _run_with(self, memory: dict[str, np.ndarray]) -> Callable[[], None]:
         def run() -> None:
-            given = {name: memory[name] for name in self._engine._inputs}
-            found = self._engine._session.run(list(self._engine._outputs), given)
-            for name, value in zip(self._engine._outputs, found, strict=True):
+            feed = {name: memory[name] for name in self._engine._inputs}
+            values = self._engine._session.run(list(self._engine._outputs), feed)
+            for name, value in zip(self._engine._outputs, values, strict=True):
                 memory[name][...] = value
 
         return run
 
     def _at(self, name: str) -> np.ndarray:
-        """The memory that was given for a tensor."""
+        """The memory bound to a tensor."""
         shape, kind = self.get_tensor_shape(name), np.dtype(TYPES[self._engine._ends[name].type][1])
         size = int(np.prod(shape)) * kind.itemsize
         return np.frombuffer((ctypes.c_char * size).from_address(self._addresses[name]), kind).reshape(shape)
