@@ -17,7 +17,7 @@ from vitcompress.errors import InputError, VitcompressError
 from vitcompress.families import family_of
 from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
-from vitcompress.methods import METHODS, ablations, auxiliary, find_method, isomorphic, nose
+from vitcompress.methods import METHODS, ablations, auxiliary, find_method, isomorphic, magnitude, nose
 from vitcompress.methods.base import Context, Method, StepInfo, StepReport, context_for, load_handed_over
 from vitcompress.methods.depth import FixedOptions
 from vitcompress.methods.hetdpt import method as hetdpt
@@ -55,6 +55,7 @@ ROWS = {
     "random": Row(ablations.RandomOptions(pruned_layers=2)),
     "fixed": Row(FixedOptions(attention=(0,), activation=(2,))),
     "isomorphic": Row(isomorphic.Options(images=24, align=isomorphic.Alignment(residual=1, ffn=1, head_dim=1))),
+    "magnitude": Row(magnitude.Options()),
     "sero": Row(sero.Options(sparsity=0.5, epochs=2, refresh=2, lr=1e-3, round_to=2, threshold="per_layer")),
     "upvit": Row(upvit.Options(target_args={"embed_dim": 8, "num_heads": 1, "depth": 3}, images=6)),
     "recover": Row(auxiliary.RecoverOptions(epochs=2, lr=1e-2)),
@@ -196,7 +197,7 @@ def test_descriptions(name: str, tmp_path: Path) -> None:
 
 
 def test_a_method_is_known_by_name_or_passed_as_an_object() -> None:
-    own = Method("own", "of a user", FixedOptions, ablations.fixed, ablations.structure_fixed)
+    own = Method("own", "of a user", FixedOptions, ablations.FIXED.plan, ablations.FIXED.structure)
     assert find_method("nose") is METHODS["nose"] and find_method(own) is own
     with pytest.raises(InputError, match="no method 'isomorfic', did you mean isomorphic") as caught:
         find_method("isomorfic")
@@ -250,7 +251,7 @@ def test_a_context_needs_no_data(tmp_path: Path) -> None:
     vit = model()
     around = context_for(vit, folder=tmp_path, seed=3)
     assert around.plan.arch == "vit_tiny_patch16_224" and around.folder == tmp_path
-    assert len(ablations.random(vit, around, OPTIONS["random"]).removed) == 2
+    assert len(ablations.RANDOM.plan(vit, around, OPTIONS["random"]).removed) == 2
     with pytest.raises(InputError, match="no training images") as caught:
         METHODS["isomorphic"].plan(vit, context_for(vit), OPTIONS["isomorphic"])
     assert "pass data" in str(caught.value.hint)

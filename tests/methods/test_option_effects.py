@@ -147,6 +147,7 @@ CASES: dict[str, list[Case]] = {
         Case("images", 12),
         Case("attention_scale", "reset"),
     ],
+    "magnitude": [Case("keep_heads", 0.25, family="four heads")],
     "sero": [
         Case("sparsity", 0.25),
         Case("epochs", 3),
@@ -233,7 +234,7 @@ def receive(family: str, folder: Path) -> tuple[nn.Module, Context]:
     """The model that a method receives, and its context."""
     if family == "swiglu":
         return world("swiglu", folder)
-    dense = model(4)
+    dense = model(4, num_heads=4 if family == "four heads" else 2)
     around = context(folder, dense)
     kind, bypass = {"without activations": ("mlp.act", "identity"), "without attentions": ("attn", "drop")}.get(
         family, ("", "")

@@ -7,6 +7,7 @@ from vitcompress.methods.auxiliary import FOLD, RECOVER
 from vitcompress.methods.base import Method
 from vitcompress.methods.hetdpt.method import HETDPT
 from vitcompress.methods.isomorphic import ISOMORPHIC
+from vitcompress.methods.magnitude import MAGNITUDE
 from vitcompress.methods.nose import ACTIVATION_ONLY, NOSE
 from vitcompress.methods.sero.method import SERO
 from vitcompress.methods.upvit.method import UPVIT
@@ -23,6 +24,7 @@ METHODS: dict[str, Method] = {
         RANDOM,
         FIXED,
         ISOMORPHIC,
+        MAGNITUDE,
         SERO,
         RECOVER,
         FOLD,
