@@ -15,26 +15,30 @@ EXPORTERS: dict[str, Exporter] = {exporter.name: exporter for exporter in (ONNX,
 BY_SUFFIX = {suffix: e for e in reversed(EXPORTERS.values()) for suffix in (e.file_suffix, *e.other_suffixes)}
 
 
-def find_exporter(name: str) -> Exporter:
+def find_exporter(name: str | Exporter) -> Exporter:
     """The exporter of the format `name`: a built-in one, or an entry point in the group `vitcompress.exporters`.
+
+    An Exporter is returned unchanged.
 
     Raises:
         InputError: there is no such format, or the entry point does not load.
     """
+    if isinstance(name, Exporter):
+        return name
     exporter = EXPORTERS.get(name) or load_plugin("exporters", name, Exporter)
     if exporter is None:
         raise InputError(
             f"there is no export format {name!r}{did_you_mean(name, EXPORTERS)}",
-            hint=f"the formats are {', '.join(EXPORTERS)}",
+            hint=f"use one of {', '.join(EXPORTERS)}, or install the package that declares it",
         )
     return exporter
 
 
-def available_exporter(name: str, *, hint: str) -> Exporter:
+def available_exporter(name: str | Exporter, *, hint: str) -> Exporter:
     """`find_exporter`, which also raises InputError with `hint` if this machine cannot write the format."""
     exporter = find_exporter(name)
     if reason := exporter.unavailable():
-        raise InputError(f"{name} cannot be exported on this machine: {reason}", hint=hint)
+        raise InputError(f"{exporter.name} cannot be exported on this machine: {reason}", hint=hint)
     return exporter
 
 

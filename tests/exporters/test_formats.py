@@ -1,0 +1,78 @@
+"""The table of exporters, and exporters of other packages."""
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from contracts import build
+
+from vitcompress.errors import ArtifactError, InputError
+from vitcompress.exporters import EXPORTERS, available_exporter, exporter_of, find_exporter
+from vitcompress.exporters.onnx.export import ONNX
+from vitcompress.exporters.runtimes import RUNNERS, open_runner
+from vitcompress.models.create import input_config
+
+PLUGIN = """
+from dataclasses import replace
+from vitcompress.exporters.onnx.export import ONNX as EXPORTER
+EXPORTER = replace(EXPORTER, name="mine", suffix=".mine")
+WRONG = 1
+"""
+
+
+def install(folder: Path, entry_point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a package with an entry point in a folder of `sys.path`."""
+    info = folder / "tool-1.dist-info"
+    info.mkdir(parents=True)
+    (folder / "exporting_tool.py").write_text(PLUGIN)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tool\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[vitcompress.exporters]\n{entry_point}\n")
+    monkeypatch.syspath_prepend(folder)
+
+
+def test_every_built_in_format_declares_its_runner_and_its_readable_tensors() -> None:
+    assert set(RUNNERS) == {".onnx", ".xml", ".engine", ".trt", ".plan"}
+    readable = {exporter.file_suffix for exporter in EXPORTERS.values() if exporter.contents}
+    assert readable == {".onnx", ".xml"}
+    for name, exporter in EXPORTERS.items():
+        assert find_exporter(name) is find_exporter(exporter) is exporter
+        assert RUNNERS[exporter.file_suffix] is exporter.runner
+        by_suffix = exporter_of(Path(f"model{exporter.suffix}"))
+        assert by_suffix is not None and by_suffix.runner is exporter.runner
+
+
+def test_an_unknown_format_is_rejected_with_the_closest_name() -> None:
+    with pytest.raises(InputError, match="no export format 'onxx', did you mean onnx") as caught:
+        find_exporter("onxx")
+    assert "openvino" in str(caught.value.hint)
+
+
+def test_an_unavailable_format_is_rejected_with_the_reason() -> None:
+    with pytest.raises(InputError, match="onnx cannot be exported on this machine: no disk") as caught:
+        available_exporter(replace(ONNX, unavailable=lambda: "no disk"), hint="buy one")
+    assert caught.value.hint == "buy one"
+
+
+def test_an_exporter_of_another_package_is_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path / "site", "mine = exporting_tool:EXPORTER", monkeypatch)
+    exporter = available_exporter("mine", hint="")
+    assert (exporter.name, exporter.file_suffix) == ("mine", ".mine") and "mine" not in EXPORTERS
+    model, images = build("plain", dtype=torch.float32), torch.zeros(1, 3, 8, 8)
+    path = exporter.export(model, tmp_path / "model.mine", input=input_config(model)).path
+    with closing(open_runner(path)) as runner, torch.no_grad():
+        torch.testing.assert_close(runner(images), model(images))
+    assert exporter.contents is not None and exporter.contents(path).tensors
+
+
+def test_an_entry_point_that_is_no_exporter_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path / "site", "wrong = exporting_tool:WRONG", monkeypatch)
+    with pytest.raises(InputError, match="wrong = exporting_tool:WRONG is not a Exporter"):
+        find_exporter("wrong")
+
+
+def test_a_file_of_an_unknown_format_cannot_be_run(tmp_path: Path) -> None:
+    (tmp_path / "model.mine").touch()
+    with pytest.raises(ArtifactError, match="cannot be run"):
+        open_runner(tmp_path / "model.mine")
