@@ -122,7 +122,7 @@ def test_ctrl_c_at_each_stage_and_the_same_command_continues(monkeypatch: pytest
 @pytest.mark.parametrize("command", ["verify", "export"])
 def test_a_file_instead_of_its_run_folder(command: str, folder: Path) -> None:
     message = expect_error(command, str(folder / "model.onnx"))
-    assert "is a file" in message and f"name its folder: {folder}" in message
+    assert "is a file" in message and f"use its folder: {folder}" in message
 
 
 @pytest.mark.parametrize("name", ["model.engine", "model.txt", "model"])

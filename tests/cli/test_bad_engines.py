@@ -96,13 +96,13 @@ def claim(engine: Path, content: bytes) -> Path:
 @pytest.mark.parametrize(
     ("make", "sentence", "step"),
     [
-        (truncated, "not vouched for", "--trust"),
+        (truncated, "is not trusted", "--trust"),
         (renamed, "there is no such file", "--trust"),
         (renamed_with_its_sidecar, "missing", "--trust"),
         (cut_to_its_header, "is not a TensorRT engine", "export it again"),
-        (of_tensorrt_proper, "written by TensorRT, its sidecar says trt-rtx", "export it again"),
-        (of_rtx_called_proper, "written by TensorRT for RTX, its sidecar says trt", "export it again"),
-        (of_another_version, f"built by TensorRT for RTX 1.4.0.9, here is {tensorrt_rtx.__version__}", "==1.4.0.9"),
+        (of_tensorrt_proper, "written by TensorRT, but its sidecar names trt-rtx", "export it again"),
+        (of_rtx_called_proper, "written by TensorRT for RTX, but its sidecar names trt", "export it again"),
+        (of_another_version, f"built by TensorRT for RTX 1.4.0.9, which the installed {tensorrt_rtx.__version__} does not run", "==1.4.0.9"),
     ],
 )
 def test_a_damaged_engine(
@@ -146,7 +146,7 @@ def test_an_engine_without_a_gpu(command: tuple[str, ...], home: Path) -> None:
 
 def test_a_batch_outside_the_range_of_an_engine(home: Path) -> None:
     message = expect_error("bench", str(home), "--batch", "1,8")
-    assert "takes batches of 1 to 4, got 8" in message and "--batch L:B:L" in message
+    assert "takes batches of 1 to 4, got 8" in message and "--batch MIN:OPT:MAX" in message
 
 
 @without_gpu
@@ -160,10 +160,10 @@ def test_tensorrt_without_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--batch", "8:4:16"), "not in order"),
-        (("--batch", "4:2:1"), "not in order"),
-        (("--batch", "0:1:2"), "expected least:best:largest"),
-        (("--sm", "61"), "does not know compute capability 61"),
+        (("--batch", "8:4:16"), "not in ascending order"),
+        (("--batch", "4:2:1"), "not in ascending order"),
+        (("--batch", "0:1:2"), "expected MIN:OPT:MAX"),
+        (("--sm", "61"), "does not support compute capability 61"),
         (("--sm", "90"), "--format trt"),
         (("--sm", "ampere"), "expected compute capabilities"),
         (("--precision", "fp8"), "fp8"),
@@ -227,7 +227,7 @@ def test_a_model_outside_the_range_of_half_precision(form: str, islands: str) ->
     with_large("patch_embed.proj")
     options = ("--islands", islands) if islands else ()
     message = expect_error("export", "run", "--format", form, "--precision", "fp16", *options)
-    assert re.search(r"^\S+ reaches 1000\d\d on these images, half precision ends at 65504", message), message
+    assert re.search(r"^\S+ reaches 1000\d\d on these images, the largest number in half precision is 65504", message), message
     assert "use --precision bf16" in message and "--islands" not in message
 
 
@@ -235,7 +235,7 @@ def test_a_model_outside_the_range_of_half_precision(form: str, islands: str) ->
 def test_a_layer_outside_the_range_of_half_precision_can_stay_in_fp32(form: str, remedy: str) -> None:
     with_large("head")
     message = expect_error("export", "run", "--format", form, "--precision", "fp16")
-    assert re.search(r"^head reaches (999|1000)\d\d on these images, half precision ends at 65504 ", message), message
+    assert re.search(r"^head reaches (999|1000)\d\d on these images, the largest number in half precision is 65504 ", message), message
     assert f"use {remedy}--precision bf16" in message
 
 

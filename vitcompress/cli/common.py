@@ -31,21 +31,11 @@ class Stopped(Exception):
 class Commands(click.Group):
     """The commands, and the one place where an error becomes a panel (or JSON) and an exit code."""
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> NoReturn:
+    def main(self, args: Sequence[str] | None = None, **extra: Any) -> NoReturn:  # type: ignore[override]
         """As click's `main`, but the exit code is always 0, 1, 2 or 130."""
         arguments = list(sys.argv[1:] if args is None else args)
-        call = functools.partial(
-            super().main, arguments, prog_name or "vitcompress", complete_var, standalone_mode=False, **extra
-        )
-        code = _exit_code(call, arguments)
+        extra |= {"prog_name": extra.get("prog_name") or "vitcompress", "standalone_mode": False}
+        code = _exit_code(functools.partial(super().main, arguments, **extra), arguments)
         try:
             sys.stdout.flush()
         except (OSError, AttributeError):  # a full disk, or no standard output at all

@@ -60,7 +60,7 @@ def parse_batch_range(ctx: click.Context, param: click.Parameter, value: str | N
         return None
     parts = value.split(":")
     if len(parts) not in (1, 3) or not all(part.isdecimal() and int(part) for part in parts):
-        raise click.BadParameter(f"got {value!r}, expected smallest:best:largest, as in 1:256:256, or one number")
+        raise click.BadParameter(f"got {value!r}, expected MIN:OPT:MAX, as in 1:256:256, or one number")
     return tuple(int(part) for part in parts) * (3 // len(parts))
 
 
@@ -89,9 +89,7 @@ def add_options(*options: Decorator) -> Decorator:
 export_options = add_options(
     click.option("--precision", metavar="PRECISION", help="fp32 (default), tf32, fp16 or bf16, if the format has it."),
     click.option("--opset", type=int, help="ONNX operator set (default: chosen and recorded with the reason)."),
-    click.option(
-        "--batch", callback=parse_batch_range, metavar="S:B:L", help="Smallest, best and largest batch (trt)."
-    ),
+    click.option("--batch", callback=parse_batch_range, metavar="MIN:OPT:MAX", help="Batch sizes of an engine (trt)."),
     click.option("--sm", callback=parse_capabilities, metavar="LIST", help="Compute capabilities, as in 80,89 (trt)."),
     click.option(
         "--islands",

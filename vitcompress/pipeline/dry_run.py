@@ -25,7 +25,7 @@ from vitcompress.pipeline.stages import STAGES
 from vitcompress.pipeline.teacher import check_hub_classes, check_teacher, comes_from_hub
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training import distributed
-from vitcompress.training.data import Splits, check_named, open_data
+from vitcompress.training.data import check_named, open_data
 
 
 def dry_run_recipe(recipe: Recipe, options: RunOptions) -> dict[str, Any]:
@@ -38,17 +38,29 @@ def dry_run_recipe(recipe: Recipe, options: RunOptions) -> dict[str, Any]:
         InputError: the recipe itself cannot work: no such model, or a budget larger than the model.
     """
     recipe = apply_options(recipe, options)
-    data, missing = _open_data(recipe, options)
-    runtime = distributed.Runtime(_device(recipe))
-    job = create_job(recipe, options, runtime, Progress(), data)
+    folder, data, missing = output_folder(recipe, options), None, list[str]()
+    done = _is_done(folder, options)
+    no_path = None if options.structure_only else _problem(partial(check_named, recipe.data))
+    if not options.structure_only and no_path is None:
+        try:
+            data = open_data(recipe.data, recipe.run.seed)
+        except InputError as error:
+            missing = [] if done else [_sentence(error)]
+    device_problem = _problem(partial(distributed.check_device, recipe.run.device, recipe.run.amp))
+    device = torch.device("cpu") if device_problem else distributed.check_device(recipe.run.device, recipe.run.amp)
+    job = create_job(recipe, options, distributed.Runtime(device), Progress(), data)
+    missing += [problem for check in _checks(job, options, done) if (problem := _problem(check))]
+    notes = (
+        [f"all is done: {folder}; --fresh starts over"] if done else [*filter(None, [no_path]), *_notes(job, options)]
+    )
     return {
         "recipe": recipe.name,
-        "folder": str(job.folder),
+        "folder": str(folder),
         "stages": [asdict(work) for stage in STAGES for work in stage.estimate(job)],
         "layers": describe_choice(recipe, searched=False),
         "cost": {"dense": count_cost(job.blank, job.input.size).to_dict(), "compressed": final_cost(job).to_dict()},
-        "missing": [*missing, *_problems(job, options)],
-        "notes": list(_notes(job, options)),
+        "missing": missing,
+        "notes": notes,
     }
 
 
@@ -59,33 +71,6 @@ def final_cost(job: Job) -> Cost:
     return count_cost(model, job.input.size)
 
 
-def _device(recipe: Recipe) -> torch.device:
-    """The recipe's device, or the CPU if it is missing, which `_problems` reports."""
-    try:
-        return distributed.check_device(recipe.run.device, recipe.run.amp)
-    except InputError:
-        return torch.device("cpu")
-
-
-def _open_data(recipe: Recipe, options: RunOptions) -> tuple[Splits | None, list[str]]:
-    """The data, or why it cannot be opened."""
-    if options.structure_only or _missing_path(recipe):
-        return None, []
-    try:
-        return open_data(recipe.data, recipe.run.seed), []
-    except InputError as error:
-        return None, [] if _is_done(output_folder(recipe, options), options) else [_sentence(error)]
-
-
-def _missing_path(recipe: Recipe) -> str | None:
-    """The note for a recipe that needs a folder of images and names none."""
-    try:
-        check_named(recipe.data)
-    except InputError as error:
-        return _sentence(error)
-    return None
-
-
 def _is_done(folder: Path, options: RunOptions) -> bool:
     """Whether a run has nothing to do, and so needs no data and no weights."""
     with suppress(OSError):  # reported by `check_folder`
@@ -93,21 +78,21 @@ def _is_done(folder: Path, options: RunOptions) -> bool:
     return False
 
 
-def _problems(job: Job, options: RunOptions) -> Iterator[str]:
-    for check in _checks(job, options):
-        try:
-            check()
-        except InputError as error:
-            yield _sentence(error)
+def _problem(check: Callable[[], object]) -> str | None:
+    try:
+        check()
+    except InputError as error:
+        return _sentence(error)
+    return None
 
 
-def _checks(job: Job, options: RunOptions) -> Iterator[Callable[[], object]]:
+def _checks(job: Job, options: RunOptions, done: bool) -> Iterator[Callable[[], object]]:
     """The checks of a run, in its order, except those that download or measure."""
     recipe, fresh = job.recipe, options.fresh
     yield partial(check_folder, job.folder, recipe, structure_only=job.structure_only, fresh=fresh)
     yield partial(check_formats, recipe)
     yield partial(distributed.check_device, recipe.run.device, recipe.run.amp)
-    if _is_done(job.folder, options):
+    if done:
         return
     yield from local_checks(job)
     if _downloads_weights(job, options):
@@ -122,11 +107,7 @@ def _checks(job: Job, options: RunOptions) -> Iterator[Callable[[], object]]:
 
 
 def _notes(job: Job, options: RunOptions) -> Iterator[str]:
-    if _is_done(job.folder, options):
-        yield f"all is done: {job.folder}; --fresh starts over"
-        return
-    if not job.structure_only and (note := _missing_path(job.recipe)):
-        yield note
+    """Downloads, what is not checked, and differences on this machine."""
     if _downloads_weights(job, options):
         yield f"A run first downloads the weights of {job.recipe.model.name} from timm's hub; --weights PATH avoids it."
     if _downloads_teacher(job):

@@ -44,8 +44,7 @@ def prepare(
 def local_checks(job: Job) -> tuple[Callable[[], None], ...]:
     """The checks that download nothing and measure nothing, in order."""
     return (
-        partial(check_islands, job),
-        partial(check_widths, job),
+        partial(check_exports, job),
         partial(check_training, job),
         partial(check_bench, job),
         partial(check_room, job),
@@ -68,14 +67,10 @@ def check_formats(recipe: Recipe) -> None:
         )
 
 
-def check_islands(job: Job) -> None:
-    """Raise InputError for an fp32 island that the dense model does not have."""
-    expand_layers(job.blank, (name for name in job.recipe.export.islands if name != AUTO))
-
-
-def check_widths(job: Job) -> None:
-    """Raise InputError for steps that leave attentions, or may do so, that an export format does not support."""
+def check_exports(job: Job) -> None:
+    """Raise InputError for unknown fp32 layers, and for attentions that an export format does not support."""
     table = job.recipe.export
+    expand_layers(job.blank, (name for name in table.islands if name != AUTO))
     for exporter in (EXPORTERS[name] for name in table.formats if name in EXPORTERS):
         options = table.only(exporter.uses)
         exporter.check_model(job.models[-1], options)

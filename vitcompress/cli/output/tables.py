@@ -4,11 +4,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.table import Column
-from rich.table import Table as RichTable
 from rich.text import Text
 
-from vitcompress.cli.output.terminal import print_line, print_pairs, print_table, print_text, stream_console
+from vitcompress.cli.output.terminal import print_line, print_pairs, print_table, print_text, print_texts
 from vitcompress.io.text import (
     NOT_MEASURED,
     Table,
@@ -29,17 +27,15 @@ def _print(table: Table) -> None:
 
 def print_checks(checks: Iterable[Mapping[str, Any]]) -> None:
     """Verdict, value and tolerance of each check; for one that did not run, the command that runs it."""
-    headers = (Column("check", overflow="fold"), "verdict", "value", "tolerance", Column("detail", overflow="fold"))
-    table = RichTable(*headers, header_style="bold")
+    rows = []
     for check in checks:
-        verdict, numbers = str(check["verdict"]), (check.get("value"), check.get("tolerance"))
-        table.add_row(
-            Text(str(check["name"])),
-            Text(verdict.replace("_", " "), style=STYLES.get(verdict, "")),
-            *(Text("" if number is None else format_number(number)) for number in numbers),
-            Text(_detail(check)),
-        )
-    stream_console(stderr=False).print(table)
+        numbers = ("" if check.get(key) is None else format_number(check[key]) for key in ("value", "tolerance"))
+        rows.append((check["name"], _styled(check["verdict"]), *numbers, _detail(check)))
+    print_texts(("check", "verdict", "value", "tolerance", "detail"), rows)
+
+
+def _styled(verdict: str) -> Text:
+    return Text(verdict.replace("_", " "), style=STYLES[verdict])
 
 
 def _detail(check: Mapping[str, Any]) -> str:
@@ -161,11 +157,8 @@ def _describe_input(done: Mapping[str, Any]) -> str:
 
 def _print_search(search: Mapping[str, Any]) -> None:
     """The sets of fp32 layers that were tested, and the one that was chosen."""
-    table = RichTable("fp32 layers", "verdict", "tested by", "reason", header_style="bold")
-    for test in search["tries"]:
-        verdict = Text(test["verdict"], style=STYLES[test["verdict"]])
-        table.add_row(Text(", ".join(test["islands"]) or "none"), verdict, Text(test["by"]), Text(test["reason"]))
-    stream_console(stderr=False).print(table)
+    rows = [(", ".join(t["islands"]) or "none", _styled(t["verdict"]), t["by"], t["reason"]) for t in search["tries"]]
+    print_texts(("fp32 layers", "verdict", "tested by", "reason"), rows)
     minimal = "none of them can be left out" if search["smallest"] else "a smaller set may exist"
     proxy = "; tested on a proxy, verify on the target" if search["proxy"] else ""
     images = f"{search['images']} images{'' if search['real'] else ' of noise'}"

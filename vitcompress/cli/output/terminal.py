@@ -11,7 +11,7 @@ from rich.markdown import Markdown
 from rich.measure import Measurement
 from rich.panel import Panel
 from rich.syntax import Syntax
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from vitcompress.errors import CheckFailedError, InputError, RecipeError, VitcompressError
@@ -52,8 +52,18 @@ def print_markdown(text: str) -> None:
 
 
 def _print_rich(rendered: Syntax | Markdown, text: str) -> None:
-    console = stream_console(stderr=False)
-    console.print(rendered) if console.is_terminal else print_text(text)
+    if sys.stdout is not None and sys.stdout.isatty():
+        stream_console(stderr=False).print(rendered)
+    else:
+        print_text(text)
+
+
+def print_texts(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
+    """A table of texts, which are wrapped and aligned left."""
+    table = Table(*(Column(name, overflow="fold") for name in columns), header_style="bold")
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    stream_console(stderr=False).print(table)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

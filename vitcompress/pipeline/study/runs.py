@@ -43,12 +43,7 @@ class Run:
         return dense_folder(self.recipe, self.folder)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The duration of a run in seconds, and the error message if it failed."""
-
-    seconds: float
-    problem: str | None = None
+Outcome = tuple[float, str | None]  # the duration of a run in seconds, and the error message if it failed
 
 
 def create_runs(study: Study, folder: Path, seeds: int) -> tuple[Run, ...]:
@@ -74,12 +69,11 @@ def execute_runs(runs: Sequence[Run], jobs: int, progress: Progress) -> None:
         progress.note(f"{len(runs) - len(waiting)} of {len(runs)} runs are already done")
     failed: dict[str, list[str]] = {}
     outcomes = _run_here(waiting, progress) if jobs == 1 else _run_in_processes(waiting, jobs)
-    for number, (run, outcome) in enumerate(outcomes, len(runs) - len(waiting) + 1):
-        if outcome.problem is not None:
-            failed.setdefault(outcome.problem, []).append(run.name)
+    for number, (run, (seconds, problem)) in enumerate(outcomes, len(runs) - len(waiting) + 1):
+        if problem is not None:
+            failed.setdefault(problem, []).append(run.name)
         progress.update("runs", number, len(runs))
-        status = "failed" if outcome.problem else "done"
-        progress.note(f"{number} of {len(runs)}: {run.name} {status} ({outcome.seconds:.0f} s)")
+        progress.note(f"{number} of {len(runs)}: {run.name} {'failed' if problem else 'done'} ({seconds:.0f} s)")
     if failed:
         lines = [f"{', '.join(names)}: {problem}" for problem, names in failed.items()]
         raise VitcompressError(
@@ -107,13 +101,13 @@ def _run_in_processes(runs: Sequence[Run], jobs: int) -> Iterator[tuple[Run, Out
 
 def _execute(run: Run, progress: Progress | None = None) -> Outcome:
     """Start or continue one run. Errors are returned, so that the other runs continue."""
-    start = time.monotonic()
+    start, problem = time.monotonic(), None
     try:
         with cpu_threads(run.recipe.run.threads):
             run_recipe(run.recipe, RunOptions(out=run.folder), progress)
     except VitcompressError as error:
-        return Outcome(time.monotonic() - start, error.message)
-    return Outcome(time.monotonic() - start)
+        problem = error.message
+    return time.monotonic() - start, problem
 
 
 def _exit_with_parent() -> None:
