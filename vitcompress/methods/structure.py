@@ -21,11 +21,12 @@ def deltas_of_steps(model: nn.Module, family: Family, base: Plan, steps: Iterabl
         PlanError: a step removes more than the model has.
         InputError: no such method.
     """
-    plan = base
-    for method, options in steps:
+    plan, delta = base, base.delta()
+    for number, (method, options) in enumerate(steps):
+        if number:  # the last delta is applied by the caller, if at all
+            model, plan = surgery.apply_to_copy(model, delta), plan.then(delta)
         delta = find_method(method).structure(model, family, plan, options)
         yield delta
-        model, plan = surgery.apply_to_copy(model, delta), plan.then(delta)
 
 
 def structure_of_steps(model: nn.Module, family: Family, base: Plan, steps: Iterable[Step]) -> Plan:
