@@ -121,6 +121,12 @@ def test_recipes_are_listed_and_shown() -> None:
     assert shown == {"name": "digits_nose", "toml": recipes.text("digits_nose")}
 
 
+def test_the_schema_of_recipes_knows_all_methods() -> None:
+    schema = json.loads(invoke("recipes", "schema").stdout)
+    methods = {step["properties"]["method"]["const"] for step in schema["properties"]["step"]["items"]["oneOf"]}
+    assert schema["required"] and methods >= {"hetdpt", "nose", "isomorphic", "sero", "upvit"}
+
+
 WRONG: list[tuple[tuple[str, ...], str]] = [
     (("recip",), "recipe"),
     (("--nope",), "--nope"),

@@ -93,8 +93,8 @@ def test_a_latency_target_is_not_measured_on_another_device(tmp_path: Path) -> N
     with pytest.raises(DeviceError, match=r"the latency target is for cuda:77") as caught:
         check_latency(job(tmp_path, *sets, device="cuda:77"), fresh=True)
     assert "latency_on=torch" in str(caught.value.hint)
-    missing = dry_run._problems(job(tmp_path, *sets, device="cuda:77"), RunOptions())
-    assert any("the latency target is for cuda:77" in line for line in missing)
+    checks = dry_run._checks(job(tmp_path, *sets, device="cuda:77"), RunOptions(), done=False)
+    assert any("the latency target is for cuda:77" in (dry_run._problem(check) or "") for check in checks)
 
 
 def test_without_a_clock_the_structure_is_that_of_the_shares(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_without_a_clock_the_structure_is_that_of_the_shares(tmp_path: Path) -> 
     options: Any = job(tmp_path, "step.0.target=latency", "step.0.amount=1.0").recipe.steps[0].options
     assert isinstance(options, isomorphic.Options) and METHODS["isomorphic"].options is isomorphic.Options
     timed = job(tmp_path, "step.0.target=latency", "step.0.amount=1.0")
-    assert timed.structure == job(tmp_path, "step.0.target=ratios").structure
+    assert timed.structure == job(tmp_path, "step.0.target=ratios", "step.0.amount=").structure
 
 
 PER_MS = 1000  # parameters per millisecond of the simulated clock

@@ -11,7 +11,7 @@ from torch import nn
 from whole_runs import LOGITS, SMALL, digits, logits, onnx_logits, tree, with_steps
 
 from vitcompress import surgery
-from vitcompress.errors import WeightsError
+from vitcompress.errors import OutputError, WeightsError
 from vitcompress.families import Family, family_of
 from vitcompress.io.tensors import save_tensors
 from vitcompress.io.training_state import load_state
@@ -21,9 +21,10 @@ from vitcompress.models.cost import count_cost
 from vitcompress.models.create import create_model
 from vitcompress.pipeline.dry_run import dry_run_recipe
 from vitcompress.pipeline.job import RunOptions
+from vitcompress.pipeline.run import run_recipe
 from vitcompress.plan import Plan
 from vitcompress.surgery.gates import GatedModel
-from vitcompress.training.data import open_data
+from vitcompress.training.data import DataOptions, open_data
 
 
 def test_without_heldout_images_fixed_layers_are_still_removed(tmp_path: Path) -> None:
@@ -156,6 +157,21 @@ def test_a_dry_run_lists_everything_that_is_missing(tmp_path: Path) -> None:
     only = dry_run_recipe(recipe, RunOptions(out=tmp_path / "new", structure_only=True))
     assert only["missing"] == [] and not [row for row in only["stages"] if row["epochs"]]
     assert tree(tmp_path) == before
+
+
+def test_images_from_python_replace_those_of_the_recipe(tmp_path: Path) -> None:
+    """They are recorded, so that the run continues with them, and with no others."""
+    digits_data = replace(open_data(DataOptions(), 0), name="mine")
+    recipe, options = (
+        world.recipe(tmp_path, *world.BARE, "data.source=imagefolder", text=SMALL),
+        RunOptions(tmp_path / "run"),
+    )
+    result = run_recipe(recipe, options, data=digits_data)
+    assert result.passed and result.report["accuracy"]["dense"]["total"] == len(digits_data.test)
+    assert 'source = "python:mine (' in (tmp_path / "run" / "recipe.toml").read_text()
+    assert run_recipe(recipe, options, data=digits_data).report == result.report
+    with pytest.raises(OutputError, match=r"data\.source"):
+        run_recipe(recipe, options, data=replace(digits_data, name="others"))
 
 
 NOSE = 'method = "nose"\npruned_layers = 2\nte = { images = 20 }'
