@@ -66,7 +66,7 @@ def test_published_layers_need_no_search(tmp_path: Path) -> None:
     options = hetdpt.Options(
         pruned_layers=3, attention_bypass="norm_identity", both_pruned_output_act="gelu", **PUBLISHED
     )
-    plan = hetdpt.plan(vit, context(tmp_path, vit), options)
+    plan = hetdpt.HETDPT.plan(vit, context(tmp_path, vit), options)
     assert plan.removed == {
         "blocks.0.attn": "norm_identity",
         "blocks.2.attn": "norm_identity",
@@ -94,22 +94,22 @@ def test_published_layers_must_match_the_budget(lists: Any, tmp_path: Path) -> N
     vit = model()
     published = PUBLISHED | {"published_attention": (), "published_activation": ()} | lists
     with pytest.raises(PlanError, match="pruned_layers is 3"):
-        hetdpt.plan(vit, context(tmp_path, vit), hetdpt.Options(pruned_layers=3, **published))
+        hetdpt.HETDPT.plan(vit, context(tmp_path, vit), hetdpt.Options(pruned_layers=3, **published))
 
 
 def test_an_example_replaces_the_search_in_a_structure(tmp_path: Path) -> None:
     vit = model()
     family, base = family_of(vit), context(tmp_path, vit).plan
     options = hetdpt.Options(pruned_layers=3, example_attention=(0,), example_activation=(1, 2))
-    assert set(hetdpt.structure(vit, family, base, options).removed) == {
+    assert set(hetdpt.HETDPT.structure(vit, family, base, options).removed) == {
         "blocks.0.attn",
         "blocks.1.mlp.act",
         "blocks.2.mlp.act",
     }
-    other = hetdpt.structure(vit, family, base, replace(options, example_attention=(1,)))
+    other = hetdpt.HETDPT.structure(vit, family, base, replace(options, example_attention=(1,)))
     assert "blocks.0.attn" not in other.removed
     with pytest.raises(PlanError, match=r"example_attention and .* name 3 different layers, pruned_layers is 2"):
-        hetdpt.structure(vit, family, base, replace(options, pruned_layers=2))
+        hetdpt.HETDPT.structure(vit, family, base, replace(options, pruned_layers=2))
 
 
 def test_too_few_rounds_for_a_split() -> None:
@@ -117,9 +117,9 @@ def test_too_few_rounds_for_a_split() -> None:
     base = context(Path(), vit).plan
     few = CollectionOptions(rounds=2)
     with pytest.raises(PlanError, match="rounds is 2"):
-        hetdpt.structure(vit, family_of(vit), base, hetdpt.Options(pruned_layers=5, collection=few))
+        hetdpt.HETDPT.structure(vit, family_of(vit), base, hetdpt.Options(pruned_layers=5, collection=few))
     every = hetdpt.Options(pruned_layers=5, collection=few, candidates="all")
-    hetdpt.structure(vit, family_of(vit), base, every)
+    hetdpt.HETDPT.structure(vit, family_of(vit), base, every)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_the_dry_run_counts_the_measurements_of_greedy_transfer_entropy(tmp_path
 def test_hetdpt_respects_its_split_and_its_candidates(tmp_path: Path) -> None:
     vit = model(4)
     options = hetdpt.Options(pruned_layers=3, search=STEP_2, **STEP_1)
-    plan = hetdpt.plan(vit, context(tmp_path, vit), options)
+    plan = hetdpt.HETDPT.plan(vit, context(tmp_path, vit), options)
     allocation, choice = read_json(tmp_path / "allocation.json"), read_json(tmp_path / "choice.json")
     assert [len(choice["attention"]), len(choice["activation"])] == allocation["chosen"]
     assert min(allocation["chosen"]) >= 1
@@ -167,7 +167,7 @@ def test_hetdpt_respects_its_split_and_its_candidates(tmp_path: Path) -> None:
 
 def test_without_step_2_the_removal_order_decides(tmp_path: Path) -> None:
     vit = model(4)
-    ablations.no_step2(vit, context(tmp_path, vit), hetdpt.AllocationOptions(pruned_layers=3, **STEP_1))
+    ablations.HETDPT_NO_STEP2.plan(vit, context(tmp_path, vit), hetdpt.AllocationOptions(pruned_layers=3, **STEP_1))
     allocation, choice = read_json(tmp_path / "allocation.json"), read_json(tmp_path / "choice.json")
     for kind, count in zip(("attention", "activation"), allocation["chosen"], strict=True):
         assert choice[kind] == sorted(read_json(tmp_path / f"{kind}_03.json")[kind][:count])
@@ -197,7 +197,7 @@ def test_random_layers_follow_the_seed(tmp_path: Path) -> None:
     options = ablations.RandomOptions(pruned_layers=4, attention=3)
 
     def draw(seed: int, folder: str) -> Any:
-        return ablations.random(vit, context(tmp_path / folder, vit, seed=seed), options).removed
+        return ablations.RANDOM.plan(vit, context(tmp_path / folder, vit, seed=seed), options).removed
 
     draws = [draw(seed, str(seed)) for seed in range(5)]
     assert len({tuple(sorted(removed)) for removed in draws}) > 1
@@ -215,7 +215,7 @@ def test_random_layers_follow_the_seed(tmp_path: Path) -> None:
 def test_first_and_last_layers(pick: Any, removed: set[str], tmp_path: Path) -> None:
     vit = model()
     options = ablations.RandomOptions(pruned_layers=3, pick=pick)
-    assert set(ablations.random(vit, context(tmp_path, vit), options).removed) == removed
+    assert set(ablations.RANDOM.plan(vit, context(tmp_path, vit), options).removed) == removed
 
 
 def test_dilution_follows_the_released_schedule() -> None:
@@ -245,7 +245,7 @@ def test_a_second_step_counts_the_layers_that_are_left(tmp_path: Path) -> None:
     """In dense numbers."""
     vit = model(4)
     around = context(tmp_path, vit)
-    first = ablations.fixed(vit, around, FixedOptions(attention=(1,), activation=(1,)))
+    first = ablations.FIXED.plan(vit, around, FixedOptions(attention=(1,), activation=(1,)))
     pruned = surgery.apply_to_copy(vit, first)
     again = context(tmp_path / "second", pruned, plan=around.plan.then(first))
     second = METHODS["hetdpt"].plan(pruned, again, OPTIONS["hetdpt"])

@@ -13,7 +13,7 @@ from vitcompress.methods import depth
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import calibration_images, training_subset
 from vitcompress.methods.depth import DepthOptions
-from vitcompress.methods.transfer_entropy import EntropyOptions, Measurement, Moments, entropies, greedy, table
+from vitcompress.methods.transfer_entropy import EntropyOptions, Moments, entropies, greedy, measure
 from vitcompress.surgery.gates import GatedModel
 
 BUDGET = DepthOptions(pruned_layers=2)
@@ -51,7 +51,7 @@ def gated(vit: nn.Module, about: Context) -> GatedModel:
 
 def test_streaming_equals_all_features_at_once(world: tuple[nn.Module, Context]) -> None:
     vit, about = world
-    (result,) = entropies(gated(vit, about), [()], Measurement.of(about, OPTIONS))
+    (result,) = entropies(gated(vit, about), [()], about, OPTIONS)
     assert result.value == pytest.approx(entropy_of(vit, about), abs=EXACT)
     assert (result.images, result.clamped, len(result.resampled)) == (30, 0, OPTIONS.resamples)
     right = logits_of(vit, about).argmax(dim=1).numpy() == training_subset(about, 10).labels
@@ -79,7 +79,7 @@ def test_moments_do_not_depend_on_batches_and_survive_a_large_mean(sizes: tuple[
 def test_transfer_entropy_is_the_difference_that_surgery_makes(world: tuple[nn.Module, Context]) -> None:
     vit, about = world
     sites = depth.all_layers(vit, about.family)
-    result = table(gated(vit, about), sites, Measurement.of(about, OPTIONS))
+    result = measure(gated(vit, about), sites, about, OPTIONS)
     dense = entropy_of(vit, about)
     for row in result["rows"]:
         lists = ([row["index"]], []) if row["kind"] == "attention" else ([], [row["index"]])
@@ -96,7 +96,7 @@ def test_sign(world: tuple[nn.Module, Context]) -> None:
     vit, about = world
     sites = depth.layers(vit, about.family)["attention"]
     both = {
-        sign: table(gated(vit, about), sites, Measurement.of(about, EntropyOptions(30, sign, 4)))["rows"]
+        sign: measure(gated(vit, about), sites, about, EntropyOptions(30, sign, 4))["rows"]
         for sign in ("signed", "abs")
     }
     assert [row["score"] for row in both["abs"]] == [abs(row["score"]) for row in both["signed"]]
@@ -105,7 +105,7 @@ def test_sign(world: tuple[nn.Module, Context]) -> None:
 def test_greedy_skips_the_whole_set_together(world: tuple[nn.Module, Context]) -> None:
     vit, about = world
     sites = depth.layers(vit, about.family)["attention"]
-    tables = greedy(gated(vit, about), sites, 2, Measurement.of(about, OPTIONS))
+    tables = greedy(gated(vit, about), sites, 2, about, OPTIONS)
     first = next(site.index for site in sites if site.name == tables[0]["chosen"])
     assert [len(one["rows"]) for one in tables] == [3, 2]
     assert tables[0]["entropy"] == tables[1]["entropy"], "always against the dense model"
@@ -119,7 +119,7 @@ def test_a_channel_that_never_varies_is_clamped_and_counted(world: tuple[nn.Modu
     vit, about = world
     with torch.no_grad():
         vit.get_parameter("head.weight")[1] = 0
-    (result,) = entropies(gated(vit, about), [()], Measurement.of(about, OPTIONS))
+    (result,) = entropies(gated(vit, about), [()], about, OPTIONS)
     assert result.clamped == 1
     assert np.isfinite(result.value)
 
@@ -129,6 +129,6 @@ def test_gates_and_mode_are_as_before(world: tuple[nn.Module, Context]) -> None:
     probe = gated(vit, about).train()
     probe.set_gate("blocks.1.attn", 0.0)
     before = probe.gate_values()
-    entropies(probe, [(), ("blocks.0.attn",)], Measurement.of(about, OPTIONS))
+    entropies(probe, [(), ("blocks.0.attn",)], about, OPTIONS)
     assert probe.gate_values() == before
     assert probe.training

@@ -25,16 +25,14 @@ from vitcompress.methods.base import (
     Choice,
     Context,
     Estimate,
-    Method,
     StepInfo,
     reject_unused,
 )
 from vitcompress.methods.depth import KINDS, Bypass, DepthOptions, FixedOptions, Kind
-from vitcompress.methods.hetdpt import collection, report, search
+from vitcompress.methods.hetdpt import collection, search
 from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.methods.hetdpt.search import SearchOptions
-from vitcompress.methods.transfer_entropy import EntropyOptions, Measurement
-from vitcompress.plan import Plan
+from vitcompress.methods.transfer_entropy import EntropyOptions
 from vitcompress.training.distributed import derived_seed
 
 
@@ -64,68 +62,47 @@ class RandomOptions(DepthOptions):
     attention: Annotated[int | None, Ge(0), Doc("number of attentions among them; None: random")] = None
 
 
-def te_static(model: nn.Module, context: Context, options: StaticOptions) -> Plan:
-    structure(model, context.family, context.plan, options)
+Layers = Mapping[Kind, Sequence[int]]
+
+
+def te_static(model: nn.Module, context: Context, options: StaticOptions) -> Layers:
     context.progress.stage("transfer entropy of every layer")
     sites = depth.all_layers(model, context.family)
 
     def measure() -> dict[str, Any]:
         gated = depth.gate_layers(model, context, sites, options, options.te_bypass)
-        return transfer_entropy.table(gated, sites, Measurement.of(context, options.te))
+        return transfer_entropy.measure(gated, sites, context, options.te)
 
     ranked = sorted(context.memo("transfer_entropy", measure)["rows"], key=lambda row: row["score"])
     lowest = {row["site"] for row in ranked[: options.pruned_layers]}
-    return depth.record_choice(model, context, _by_kind(site for site in sites if site.name in lowest), options)
+    return _by_kind(site for site in sites if site.name in lowest)
 
 
-def no_step2(model: nn.Module, context: Context, options: hetdpt.AllocationOptions) -> Plan:
-    structure_no_step2(model, context.family, context.plan, options)
+def no_step2(model: nn.Module, context: Context, options: hetdpt.AllocationOptions) -> Layers:
     records, split = hetdpt.allocate(model, context, options)
     orders = collection.removal_orders(records)
-    chosen = {kind: orders[kind][:count] for kind, count in zip(KINDS, split, strict=True)}
-    return depth.record_choice(model, context, chosen, options)
+    return {kind: orders[kind][:count] for kind, count in zip(KINDS, split, strict=True)}
 
 
-def no_step1(model: nn.Module, context: Context, options: DirectOptions) -> Plan:
-    structure_no_step1(model, context.family, context.plan, options)
+def no_step1(model: nn.Module, context: Context, options: DirectOptions) -> Layers:
     context.progress.stage("direct importance: learnable scores without a budget per type")
     candidates = {site.name for site in depth.all_layers(model, context.family)}
-    chosen = search.search(model, context, options, options.search, search.either(options.pruned_layers), candidates)
-    return depth.record_choice(model, context, chosen, options)
+    return search.search(model, context, options, options.search, search.either(options.pruned_layers), candidates)
 
 
-def random(model: nn.Module, context: Context, options: RandomOptions) -> Plan:
-    depth.spread_layers(model, context.family, options.pruned_layers)
-    return depth.record_choice(model, context, _pick(model, context.family, options, context.seed), options)
+def unscored(model: nn.Module, family: Family, options: DepthOptions) -> Layers:
+    """As many layers by position. Raises PlanError if there are too few."""
+    return depth.spread_layers(model, family, options.pruned_layers)
 
 
-def fixed(model: nn.Module, context: Context, options: FixedOptions) -> Plan:
-    return depth.record_choice(model, context, _named(options), options)
-
-
-def structure(model: nn.Module, family: Family, base: Plan, options: DepthOptions) -> Plan:
-    """The same number of layers, by position. Raises PlanError if there are too few."""
-    return depth.plan_layers(model, base, depth.spread_layers(model, family, options.pruned_layers), options)
-
-
-def structure_no_step2(model: nn.Module, family: Family, base: Plan, options: hetdpt.AllocationOptions) -> Plan:
+def unscored_no_step2(model: nn.Module, family: Family, options: hetdpt.AllocationOptions) -> Layers:
     hetdpt.check_allocation(model, family, options)
-    return structure(model, family, base, options)
+    return unscored(model, family, options)
 
 
-def structure_no_step1(model: nn.Module, family: Family, base: Plan, options: DirectOptions) -> Plan:
+def unscored_no_step1(model: nn.Module, family: Family, options: DirectOptions) -> Layers:
     search.check_options(options.search)
-    return structure(model, family, base, options)
-
-
-def structure_random(model: nn.Module, family: Family, base: Plan, options: RandomOptions) -> Plan:
-    """Layers drawn as in `random`, with seed 0."""
-    depth.spread_layers(model, family, options.pruned_layers)
-    return depth.plan_layers(model, base, _pick(model, family, options, seed=0), options)
-
-
-def structure_fixed(model: nn.Module, family: Family, base: Plan, options: FixedOptions) -> Plan:
-    return depth.plan_layers(model, base, _named(options), options)
+    return unscored(model, family, options)
 
 
 def estimate_te_static(model: nn.Module, family: Family, options: StaticOptions) -> list[Estimate]:
@@ -137,7 +114,8 @@ def estimate_no_step1(model: nn.Module, family: Family, options: DirectOptions) 
     return [search.estimate(options.pruned_layers, options.search)]
 
 
-def _named(options: FixedOptions) -> dict[Kind, Sequence[int]]:
+def named(options: FixedOptions) -> Layers:
+    """The layers in the options. Raises PlanError if there are none, or one twice."""
     lists: dict[Kind, Sequence[int]] = {"attention": options.attention, "activation": options.activation}
     if not any(lists.values()) or any(len(set(numbers)) != len(numbers) for numbers in lists.values()):
         raise PlanError(
@@ -149,8 +127,9 @@ def _named(options: FixedOptions) -> dict[Kind, Sequence[int]]:
     return lists
 
 
-def _pick(model: nn.Module, family: Family, options: RandomOptions, seed: int) -> dict[Kind, list[int]]:
-    """Keeps one layer of each type. The result is the same on every process."""
+def pick(model: nn.Module, family: Family, options: RandomOptions, seed: int = 0) -> Layers:
+    """Keeps one layer of each type. The result is the same on every process. Raises PlanError if there are too few."""
+    depth.spread_layers(model, family, options.pruned_layers)
     sites = depth.in_forward_order(depth.all_layers(model, family))
     if options.pick == "last":
         sites.reverse()
@@ -188,53 +167,50 @@ def _by_kind(sites: Iterable[Site]) -> dict[Kind, list[int]]:
     return {kind: [index for index, own in chosen if own == kind] for kind in KINDS}
 
 
-TE_STATIC = Method(
+TE_STATIC = depth.depth_method(
     "te_static",
     "attentions and activations with the lowest transfer entropy, measured once",
-    options=StaticOptions,
-    plan=te_static,
-    structure=structure,
+    StaticOptions,
+    te_static,
+    unscored,
     estimate=estimate_te_static,
     describe=lambda options: StepInfo(MEASURED_LAYERS),
-    report=report.report,
 )
 
-HETDPT_NO_STEP2 = Method(
+HETDPT_NO_STEP2 = depth.depth_method(
     "hetdpt_no_step2",
     "HetDPT's split of the budget, layers in the order that collection removed them",
-    options=hetdpt.AllocationOptions,
-    plan=no_step2,
-    structure=structure_no_step2,
+    hetdpt.AllocationOptions,
+    no_step2,
+    unscored_no_step2,
     estimate=hetdpt.estimate_allocation,
     describe=lambda options: StepInfo(TRAINED, uses_heldout=True),
-    report=report.report,
 )
 
-HETDPT_NO_STEP1 = Method(
+HETDPT_NO_STEP1 = depth.depth_method(
     "hetdpt_no_step1",
     "learnable importance of both types pooled, without a split of the budget",
-    options=DirectOptions,
-    plan=no_step1,
-    structure=structure_no_step1,
+    DirectOptions,
+    no_step1,
+    unscored_no_step1,
     estimate=estimate_no_step1,
     describe=lambda options: StepInfo(TRAINED),
-    report=report.report,
 )
 
-RANDOM = Method(
+RANDOM = depth.depth_method(
     "random",
     "random layers, or the first or last ones",
-    options=RandomOptions,
-    plan=random,
-    structure=structure_random,
+    RandomOptions,
+    lambda model, context, options: pick(model, context.family, options, context.seed),
+    pick,
     describe=lambda options: StepInfo(Choice("chance" if options.pick == "random" else f"the {options.pick} ones")),
 )
 
-FIXED = Method(
+FIXED = depth.depth_method(
     "fixed",
     "the layers that the recipe names",
-    options=FixedOptions,
-    plan=fixed,
-    structure=structure_fixed,
+    FixedOptions,
+    lambda model, context, options: named(options),
+    lambda model, family, options: named(options),
     describe=lambda options: StepInfo(Choice("the recipe")),
 )

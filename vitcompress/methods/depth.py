@@ -1,6 +1,6 @@
 """Shared by the depth-pruning methods: options, plans from layer numbers, and copies with removed or gated layers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,9 @@ from vitcompress.families.gated_ffn import freeze_gate
 from vitcompress.io.files import read_json
 from vitcompress.io.text import suggest_range
 from vitcompress.io.validation import Doc
-from vitcompress.methods.base import Context
+from vitcompress.methods.base import Context, Method
 from vitcompress.methods.calibration import calibration_images
+from vitcompress.methods.hetdpt.report import report
 from vitcompress.models.cost import count_cost
 from vitcompress.plan import Plan, check_bypasses
 from vitcompress.surgery.gates import GatedModel
@@ -209,6 +210,33 @@ def record_choice(
     elif means:
         context.hand_over(freeze_gates(deepcopy(model), means))
     return plan_layers(model, context.plan, removed, options)
+
+
+def depth_method(  # noqa: PLR0913 (a table row)
+    name: str,
+    summary: str,
+    options: type[BypassOptions],
+    choose: Callable[[nn.Module, Context, Any], Blocks],
+    unscored: Callable[[nn.Module, Family, Any], Blocks],
+    *,
+    fades: bool = False,
+    **optional: Any,
+) -> Method:
+    """A method from two functions that name layers: by measurements, and for a structure.
+
+    choose(model, context, options): the layers to remove. unscored(model, family, options): as many layers without data
+    or scores; raises PlanError for options that are wrong or have no effect, and so runs before `choose`. fades: the
+    layers fade out during the recovery. optional: further fields of Method.
+    """
+
+    def plan(model: nn.Module, context: Context, options: Any) -> Plan:
+        unscored(model, context.family, options)
+        return record_choice(model, context, choose(model, context, options), options, fades=fades)
+
+    def structure(model: nn.Module, family: Family, base: Plan, options: Any) -> Plan:
+        return plan_layers(model, base, unscored(model, family, options), options)
+
+    return Method(name, summary, options, plan, structure, **{"report": report, **optional})
 
 
 # --------------------------------------------------------------------------------------------------------------- copies

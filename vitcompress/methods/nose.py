@@ -23,9 +23,7 @@ from vitcompress.io.validation import Doc
 from vitcompress.methods import depth, transfer_entropy
 from vitcompress.methods.base import MEASURED_LAYERS, Context, Estimate, Method, StepInfo, reject_unused
 from vitcompress.methods.depth import Bypass, DepthOptions, Kind
-from vitcompress.methods.hetdpt import report
-from vitcompress.methods.transfer_entropy import EntropyOptions, Measurement
-from vitcompress.plan import Plan
+from vitcompress.methods.transfer_entropy import EntropyOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,30 +44,23 @@ class Options(ActivationOptions):
     te_bypass: Annotated[Bypass, Doc("replacement while transfer entropy is measured")] = "drop"
 
 
-def _check(model: nn.Module, family: Family, kind: Kind, options: ActivationOptions) -> dict[Kind, list[int]]:
-    """Layers for `structure`. Raises PlanError if there are too few, or an option has no effect."""
+def _unscored(kind: Kind, model: nn.Module, family: Family, options: ActivationOptions) -> dict[Kind, list[int]]:
     unused = "gated_ffn" if kind == "attention" else "attention_bypass"
     reject_unused(options, {unused: f"only {kind} layers are removed"})
     return depth.spread_layers(model, family, options.pruned_layers, (kind,))
 
 
-def _plan(kind: Kind, model: nn.Module, context: Context, options: ActivationOptions) -> Plan:
-    _check(model, context.family, kind, options)
+def _choose(kind: Kind, model: nn.Module, context: Context, options: ActivationOptions) -> dict[Kind, list[int]]:
     context.progress.stage(f"greedy transfer entropy of {kind} layers")
     sites = depth.layers(model, context.family)[kind]
     bypass = options.te_bypass if isinstance(options, Options) else None
 
     def select() -> list[dict[str, Any]]:
         gated = depth.gate_layers(model, context, sites, options, bypass)
-        return transfer_entropy.greedy(gated, sites, options.pruned_layers, Measurement.of(context, options.te))
+        return transfer_entropy.greedy(gated, sites, options.pruned_layers, context, options.te)
 
     chosen = {table["chosen"] for table in context.memo("transfer_entropy", select)}
-    blocks: dict[Kind, list[int]] = {kind: [site.index for site in sites if site.name in chosen]}
-    return depth.record_choice(model, context, blocks, options, fades=True)
-
-
-def _structure(kind: Kind, model: nn.Module, family: Family, base: Plan, options: ActivationOptions) -> Plan:
-    return depth.plan_layers(model, base, _check(model, family, kind, options), options)
+    return {kind: [site.index for site in sites if site.name in chosen]}
 
 
 def _estimate(kind: Kind, model: nn.Module, family: Family, options: ActivationOptions) -> list[Estimate]:
@@ -95,15 +86,15 @@ def dilute(options: ActivationOptions, epochs: int) -> Callable[[int], float]:
 
 
 def _method(name: str, kind: Kind, options: type[ActivationOptions]) -> Method:
-    return Method(
+    return depth.depth_method(
         name,
         f"{kind}s only: greedy transfer entropy, faded out during the recovery",
-        options=options,
-        plan=partial(_plan, kind),
-        structure=partial(_structure, kind),
+        options,
+        partial(_choose, kind),
+        partial(_unscored, kind),
+        fades=True,
         estimate=partial(_estimate, kind),
         describe=lambda options: StepInfo(MEASURED_LAYERS),
-        report=report.report,
         dilute=dilute,
     )
 

@@ -27,7 +27,6 @@ from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.distributed import Runtime, derived_seed
-from vitcompress.training.loaders import EvalLoader
 
 SMALLEST_DEVIATION = 1e-12
 
@@ -41,21 +40,6 @@ class EntropyOptions:
     ] = 10_240
     sign: Annotated[Literal["signed", "abs"], Doc("`signed` as in the paper, or `abs`, the absolute change")] = "signed"
     resamples: Annotated[int, Ge(0), Doc("bootstrap resamples, which show how certain a choice is; 0: none")] = 20
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Images and options of a measurement, and the processes that share it. seed: of the bootstrap resamples."""
-
-    loader: EvalLoader
-    options: EntropyOptions
-    runtime: Runtime
-    seed: int
-
-    @classmethod
-    def of(cls, context: Context, options: EntropyOptions) -> "Measurement":
-        """On training images of the context."""
-        return cls(calibration_images(context, options.images), options, context.runtime, context.seed)
 
 
 @dataclass(frozen=True)
@@ -113,7 +97,9 @@ class Moments:
         return (self.squares.clamp(min=0.0) / self.weight.clamp(min=1.0)[:, None]).sqrt()
 
 
-def entropies(gated: GatedModel, removed: Sequence[Iterable[str]], on: Measurement) -> list[Entropy]:
+def entropies(
+    gated: GatedModel, removed: Sequence[Iterable[str]], context: Context, options: EntropyOptions
+) -> list[Entropy]:
     """H without each of the sets `removed` of sites, from one pass over the images.
 
     Gates and mode are restored. All sets share their resamples, so differences between sets are paired.
@@ -121,10 +107,11 @@ def entropies(gated: GatedModel, removed: Sequence[Iterable[str]], on: Measureme
     sets = [frozenset(names) for names in removed]
     moments: list[Moments | None] = [None] * len(sets)
     correct = torch.zeros(len(sets), dtype=torch.float64)
-    weights = _weights(on.loader.total, on.options.resamples, on.seed)[:, on.runtime.rank :: on.runtime.world_size]
+    loader, runtime = calibration_images(context, options.images), context.runtime
+    weights = _weights(loader.total, options.resamples, context.seed)[:, runtime.rank :: runtime.world_size]
     seen = 0
     with _measuring(gated), torch.no_grad():
-        for images, targets in on.loader:
+        for images, targets in loader:
             batch = weights[:, seen : seen + len(images)]
             seen += len(images)
             for i, names in enumerate(sets):
@@ -132,48 +119,55 @@ def entropies(gated: GatedModel, removed: Sequence[Iterable[str]], on: Measureme
                 logits = gated(images)
                 correct[i] += (logits.argmax(dim=1) == targets).sum().item()
                 moments[i] = _add(moments[i], logits, batch)
-    hits = on.runtime.all_sum(correct)
-    return [_entropy(m.over_all(on.runtime), float(hit)) for m, hit in zip(moments, hits, strict=True) if m is not None]
+    hits = runtime.all_sum(correct)
+    return [_entropy(m.over_all(runtime), float(hit)) for m, hit in zip(moments, hits, strict=True) if m is not None]
 
 
-def table(
-    gated: GatedModel, candidates: Sequence[Site], on: Measurement, *, gone: Iterable[str] = ()
+def measure(
+    gated: GatedModel,
+    candidates: Sequence[Site],
+    context: Context,
+    options: EntropyOptions,
+    *,
+    removed: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Transfer entropy of each candidate relative to the whole model, as plain data; `chosen` is the lowest, on rank 0.
 
-    gone: sites that are removed together with each candidate. NOSE, which always compares with the dense model, passes
-    those chosen before; HetDPT passes the current model instead.
+    removed: sites that are removed together with each candidate. NOSE, which always compares with the dense model,
+    passes those chosen before; HetDPT passes the current model instead.
     """
-    sets = [frozenset[str](), *(frozenset(gone) | {site.name} for site in candidates)]
-    reference, *without = entropies(gated, sets, on)
-    rows = [_row(site, reference, entropy, on.options) for site, entropy in zip(candidates, without, strict=True)]
+    sets = [frozenset[str](), *(frozenset(removed) | {site.name} for site in candidates)]
+    reference, *without = entropies(gated, sets, context, options)
+    rows = [_row(site, reference, entropy, options) for site, entropy in zip(candidates, without, strict=True)]
     picks = [min(range(len(rows)), key=lambda i: rows[i]["resampled"][r]) for r in range(len(reference.resampled))]
     for i, row in enumerate(rows):
         del row["resampled"]
         row["lowest_share"] = picks.count(i) / len(picks) if picks else None
-    chosen = on.runtime.broadcast(min(rows, key=lambda row: row["score"])["site"])
+    chosen = context.runtime.broadcast(min(rows, key=lambda row: row["score"])["site"])
     return {
         "images": reference.images,
         "entropy": reference.value,
         "accuracy": reference.accuracy,
-        "sign": on.options.sign,
+        "sign": options.sign,
         "rows": rows,
         "chosen": chosen,
     }
 
 
-def greedy(gated: GatedModel, candidates: Sequence[Site], count: int, on: Measurement) -> list[dict[str, Any]]:
+def greedy(
+    gated: GatedModel, candidates: Sequence[Site], count: int, context: Context, options: EntropyOptions
+) -> list[dict[str, Any]]:
     """NOSE's selection, one table per round: each chooses the candidate with the lowest TE of it and all earlier ones.
 
     Nothing is trained in between. Because the whole set is removed together, layers that compensate for each other are
     noticed.
     """
-    gone: list[str] = []
+    removed: list[str] = []
     tables = []
     for _ in range(count):
-        left = [site for site in candidates if site.name not in gone]
-        tables.append(table(gated, left, on, gone=gone))
-        gone.append(tables[-1]["chosen"])
+        left = [site for site in candidates if site.name not in removed]
+        tables.append(measure(gated, left, context, options, removed=removed))
+        removed.append(tables[-1]["chosen"])
     return tables
 
 

@@ -28,7 +28,7 @@ from vitcompress.methods.calibration import accuracy
 from vitcompress.methods.depth import KINDS, DepthOptions, Kind, gate_layers, layers, remove_layers
 from vitcompress.methods.hetdpt.allocation import Row
 from vitcompress.methods.hetdpt.finetune import FastTraining, fine_tune
-from vitcompress.methods.transfer_entropy import EntropyOptions, Measurement
+from vitcompress.methods.transfer_entropy import EntropyOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +99,7 @@ def _interleaved(options: CollectionOptions) -> list[Kind]:
 
 def rows(records: Sequence[Record], counts: dict[Kind, int]) -> list[Row]:
     """The points of the accuracy predictor. counts: layers of each type in the dense model."""
-    return [
-        Row(
-            1 - len(r["attention"]) / counts["attention"],
-            1 - len(r["activation"]) / counts["activation"],
-            r["accuracy"],
-        )
-        for r in records
-    ]
+    return [Row(*(1 - len(r[kind]) / counts[kind] for kind in KINDS), r["accuracy"]) for r in records]
 
 
 class _Collector:
@@ -165,14 +158,8 @@ class _Collector:
         table = self.context.memo(f"te_{key}", lambda: self._entropies(before, self._left(records, kind)))
         index = next(site.index for site in self.sites[kind] if site.name == table["chosen"])
         removed: Record = {k: [*(records[-1][k] if records else []), *([index] if k == kind else [])] for k in KINDS}
-        record: Record = {
-            "key": key,
-            "chain": chain,
-            "removed": table["chosen"],
-            **removed,
-            "epochs": self.options.epochs,
-            "seed": self.context.seed,
-        }
+        settings = {"epochs": self.options.epochs, "seed": self.context.seed}
+        record: Record = {"key": key, "chain": chain, "removed": table["chosen"], **removed, **settings}
         model = self._remove(before, record)
         untrained = accuracy(model, self.context)
         self._train(model, record)
@@ -185,22 +172,13 @@ class _Collector:
 
     def _entropies(self, model: nn.Module, candidates: Sequence[Site]) -> Record:
         gated = gate_layers(model, self.context, candidates, self.depth)
-        return transfer_entropy.table(gated, candidates, Measurement.of(self.context, self.te))
+        return transfer_entropy.measure(gated, candidates, self.context, self.te)
 
     def _dense_record(self) -> Record:
         def measure() -> Record:
             value = accuracy(deepcopy(self.dense).to(self.context.runtime.device), self.context)
-            return {
-                "key": "dense",
-                "chain": "dense",
-                "removed": None,
-                "attention": [],
-                "activation": [],
-                "epochs": 0,
-                "seed": self.context.seed,
-                "accuracy_before": value,
-                "accuracy": value,
-            }
+            empty = {"removed": None, "attention": [], "activation": [], "epochs": 0, "seed": self.context.seed}
+            return {"key": "dense", "chain": "dense", **empty, "accuracy_before": value, "accuracy": value}
 
         record: Record = self.context.memo("dense", measure)
         return record

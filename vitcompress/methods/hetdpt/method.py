@@ -13,7 +13,7 @@ Deviations: every choice uses images held out from the training set (the release
 exact, and the searched function is the deployed one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -25,14 +25,13 @@ from vitcompress.errors import PlanError
 from vitcompress.families import Family
 from vitcompress.io.validation import Doc
 from vitcompress.methods import depth
-from vitcompress.methods.base import PUBLISHED, TRAINED, Context, Estimate, Method, StepInfo, reject_unused
+from vitcompress.methods.base import PUBLISHED, TRAINED, Context, Estimate, StepInfo, reject_unused
 from vitcompress.methods.depth import KINDS, DepthOptions, Indices, Kind
-from vitcompress.methods.hetdpt import collection, diagnostics, report, search
+from vitcompress.methods.hetdpt import collection, diagnostics, search
 from vitcompress.methods.hetdpt.allocation import TieBreak, allocate_budget, feasible_splits
 from vitcompress.methods.hetdpt.collection import CollectionOptions, Record
 from vitcompress.methods.hetdpt.search import SearchOptions
 from vitcompress.methods.transfer_entropy import EntropyOptions
-from vitcompress.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +71,16 @@ class Options(AllocationOptions):
     diagnostics: Annotated[bool, Doc("also measure gradient disparity and recovery asymmetry")] = False
 
 
-def plan(model: nn.Module, context: Context, options: Options) -> Plan:
-    structure(model, context.family, context.plan, options)
+def choose(model: nn.Module, context: Context, options: Options) -> Mapping[Kind, Sequence[int]]:
     if options.diagnostics:
         diagnostics.measure(model, context, options, options.te.images, options.collection)
     if options.layers == "published":
-        return depth.record_choice(model, context, _listed(options, "published"), options)
+        return _listed(options, "published")
     records, (attentions, activations) = allocate(model, context, options)
     context.progress.stage("HetDPT step 2: learnable importance search")
     events = search.alternating(attentions, activations)
     candidates = _candidates(model, context, options, records)
-    chosen = search.search(model, context, options, options.search, events, candidates)
-    return depth.record_choice(model, context, chosen, options)
+    return search.search(model, context, options, options.search, events, candidates)
 
 
 def allocate(model: nn.Module, context: Context, options: AllocationOptions) -> tuple[list[Record], tuple[int, int]]:
@@ -132,7 +129,7 @@ def summarize(allocation: dict[str, Any]) -> str:
     return text + (f"; within that error as well: {', '.join(rivals)}" if rivals else "")
 
 
-def structure(model: nn.Module, family: Family, base: Plan, options: Options) -> Plan:
+def unscored(model: nn.Module, family: Family, options: Options) -> Mapping[Kind, Sequence[int]]:
     """The published lists, the example lists, or as many layers by position.
 
     Raises:
@@ -144,12 +141,12 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
     reject_unused(options, dict.fromkeys(unused, f"layers is {options.layers!r}"))
     if published:
         collection.check_options(options.collection)
-        return depth.plan_layers(model, base, _listed(options, "published"), options)
+        return _listed(options, "published")
     check_allocation(model, family, options, orders=options.candidates == "collected")
     search.check_options(options.search)
     if options.example_attention or options.example_activation:
-        return depth.plan_layers(model, base, _listed(options, "example"), options)
-    return depth.plan_layers(model, base, depth.spread_layers(model, family, options.pruned_layers), options)
+        return _listed(options, "example")
+    return depth.spread_layers(model, family, options.pruned_layers)
 
 
 def check_allocation(model: nn.Module, family: Family, options: AllocationOptions, *, orders: bool = True) -> None:
@@ -226,13 +223,12 @@ def _candidates(model: nn.Module, context: Context, options: Options, records: S
     return {site.name for site in sites if site.index in orders[depth.kind_of(site)][: options.pruned_layers]}
 
 
-HETDPT = Method(
+HETDPT = depth.depth_method(
     "hetdpt",
     "attentions and activations: budget split by prediction, layers by learnable importance",
-    options=Options,
-    plan=plan,
-    structure=structure,
+    Options,
+    choose,
+    unscored,
     estimate=estimate,
     describe=describe,
-    report=report.report,
 )
