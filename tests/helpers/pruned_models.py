@@ -8,11 +8,12 @@ from contracts import build, contract, having, kept_channels
 from torch import nn
 
 from vitcompress import surgery
+from vitcompress.errors import ArtifactError
 from vitcompress.families import family_of
 from vitcompress.io.checks import Check
 from vitcompress.methods.depth import depth_plan
 from vitcompress.plan import Plan
-from vitcompress.verify.weights import weight_checks
+from vitcompress.verify.files import PlannedOriginal, read_tensors
 
 
 def pruned(variant: str) -> tuple[nn.Module, nn.Module, Plan]:
@@ -26,6 +27,11 @@ def pruned(variant: str) -> tuple[nn.Module, nn.Module, Plan]:
     return dense, model, surgery.fold_linears(model, plan).plan
 
 
-def file_checks(model: nn.Module, path: Path) -> list[Check]:
-    """The checks of one file."""
-    return weight_checks(model, pruned("layer_scale")[2], [path])[0][1:]
+def check_weights(model: nn.Module, path: Path) -> Check:
+    """The weight check of one file."""
+    try:
+        tensors = read_tensors(path, PlannedOriginal(model, torch.empty(0), plan=pruned("layer_scale")[2]))
+    except ArtifactError as error:
+        return Check("weights", "failed", detail=error.message)
+    assert tensors is not None
+    return tensors.check("weights")

@@ -1,4 +1,4 @@
-"""The bounds themselves, at numbers whose roundings can be worked out by hand."""
+"""The bounds, at numbers whose roundings can be computed by hand."""
 
 import math
 
@@ -8,35 +8,35 @@ from contracts import build, images, logits
 from torch import Tensor, nn
 
 from vitcompress.families import family_of
-from vitcompress.verify.tolerance import Reference, fold_excess, gamma, reference
+from vitcompress.verify.tolerance import Reference, _gamma, fold_excess, reference
 
 ULP = 2.0**-23  # between neighbours in float32 from 1 to 2
 LARGE = 2.0 - ULP  # the largest number below 2, which one unit in the last place changes by the unit roundoff
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
     with torch.no_grad():
-        made.weight.copy_(weight)
+        layer.weight.copy_(weight)
         if bias is not None:
-            made.bias.copy_(bias)
-    return made
+            layer.bias.copy_(bias)
+    return layer
 
 
-def test_the_bound_on_roundings_in_a_row() -> None:
+def test_the_bound_on_successive_roundings() -> None:
     """Higham, section 3.1: n u / (1 - n u), with u = 2^-11 in float16."""
-    assert gamma(1024, torch.float16) == 1.0
-    assert gamma(2, torch.float16) == pytest.approx(2 / 2046, rel=1e-15)
-    assert gamma(0, torch.float64) == 0.0
+    assert _gamma(1024, torch.float16) == 1.0
+    assert _gamma(2, torch.float16) == pytest.approx(2 / 2046, rel=1e-15)
+    assert _gamma(0, torch.float64) == 0.0
 
 
 @pytest.mark.parametrize("folds", [1, 2])
 @pytest.mark.parametrize("units", [0, 1, 3, 5])
 @pytest.mark.parametrize("where", ["weight", "bias"])
-def test_a_fold_is_held_against_one_rounding_of_each_number_per_fold(where: str, units: int, folds: int) -> None:
-    """All numbers are positive and rounded the same way, so that nothing cancels: the bound is reached.
+def test_a_fold_may_round_each_number_once_per_fold(where: str, units: int, folds: int) -> None:
+    """All numbers are positive and rounded the same way, so that nothing cancels and the bound is reached.
 
-    To 1e-5, which covers the roundings in float64 and that (1 + u)^2 - 1 is a little more than 2 u.
+    Up to 1e-5, which covers the roundings in float64 and that (1 + u)^2 - 1 is a little more than 2 u.
     """
     weight, bias = torch.full((3, 4), -LARGE), torch.full((3,), -LARGE)
     x = torch.rand(5, 4, generator=torch.Generator().manual_seed(0)) if where == "weight" else torch.zeros(5, 4)
@@ -52,8 +52,8 @@ def test_a_fold_is_held_against_one_rounding_of_each_number_per_fold(where: str,
     assert quotient == pytest.approx(units / folds, rel=1e-5)
 
 
-def test_a_layer_scale_is_the_diagonal_that_it_is() -> None:
-    """Two layers and a scale of powers of two: the product is exact, and any other one is not."""
+def test_a_layer_scale_is_a_diagonal_matrix() -> None:
+    """Two layers and a scale of powers of two: the product is exact, and any other result exceeds the bound."""
     first, second = linear(2 * torch.eye(4, 6)), linear(torch.ones(16, 4), torch.full((16,), 4.0))
     scale = 2.0 ** torch.arange(-8, 8)
     folded = linear(scale[:, None] * (torch.ones(16, 4) @ (2 * torch.eye(4, 6))), 4 * scale)
@@ -64,8 +64,8 @@ def test_a_layer_scale_is_the_diagonal_that_it_is() -> None:
     assert fold_excess([first, second, scale], folded, x, folds=2)[1] > 0.1
 
 
-def test_in_float64_what_is_left_is_the_arithmetic() -> None:
-    """A product in float64 keeps the bound of its sums; thirty times that bound is seen as thirty, give or take one."""
+def test_in_float64_only_the_arithmetic_differs() -> None:
+    """A product in float64 keeps the bound of its sums; thirty times that bound gives thirty, within one."""
     generator = torch.Generator().manual_seed(0)
     one, two = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((24, 6), (6, 24)))
     bias = torch.randn(6, generator=generator, dtype=torch.float64)
@@ -74,20 +74,20 @@ def test_in_float64_what_is_left_is_the_arithmetic() -> None:
     difference, quotient = fold_excess(chain, folded, x)
     assert difference > 0 and quotient <= 1
     terms = (x.abs() @ one.abs().T) @ two.abs().T + bias.abs()
-    with torch.no_grad():  # each layer's sums, the one of the product of both, and their biases, on both sides
-        folded.bias += 30 * gamma(2 * (6 + 24 + 2 + 1), torch.float64) * terms[0]
+    with torch.no_grad():  # the sums of both layers, of their product, and their biases, on both sides
+        folded.bias += 30 * _gamma(2 * (6 + 24 + 2 + 1), torch.float64) * terms[0]
     assert fold_excess(chain, folded, x)[1] == pytest.approx(30, abs=1)
 
 
-def test_two_evaluations_are_further_apart_than_one_is_from_the_truth() -> None:
-    """Their variances add up; in float64 both are smaller by the roundoffs."""
+def test_two_evaluations_differ_more_than_one_from_the_exact_result() -> None:
+    """Their variances add up; in float64 both are smaller by the quotient of the roundoffs."""
     truth = Reference(torch.zeros(1, 2), tolerance=3.0, roundoff=2.0**-11)
     assert truth.between == pytest.approx(3 * math.sqrt(2), rel=1e-15)
     assert truth.exact_between == pytest.approx(3 * math.sqrt(2) * 2.0**-42, rel=1e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_reference_is_the_model_in_float64_with_its_weights_as_they_are_stored(dtype: torch.dtype) -> None:
+def test_the_reference_is_the_model_in_float64_with_its_stored_weights(dtype: torch.dtype) -> None:
     model, x = build("plain", dtype=dtype), images("plain", dtype=torch.float32)
     truth = reference(model, x)
     assert truth.exact.dtype == torch.float64 and truth.roundoff == torch.finfo(dtype).eps / 2

@@ -1,4 +1,4 @@
-"""The limits of rounding: their statistics, that right models keep them, and that wrong ones do not."""
+"""The limits of rounding: their statistics; correct models keep them, and wrong models exceed them."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -12,25 +12,25 @@ from vitcompress import surgery
 from vitcompress.io.checks import largest_difference
 from vitcompress.methods.depth import depth_plan
 from vitcompress.verify.fold import fold_checks
-from vitcompress.verify.tolerance import arithmetic_limit, factor, reference, storage_limit, unit_roundoff
+from vitcompress.verify.tolerance import _arithmetic_limit, _factor, _roundoff, reference, storage_limit
 
 
 @pytest.mark.parametrize("shared", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("count", [1, 40])
-def test_the_largest_of_normal_deviations_rarely_exceeds_the_factor(count: int, shared: float) -> None:
-    """Whatever the correlation, `shared`: of 50,000 largest ones at most p, and five deviations of that count."""
+def test_the_largest_of_gaussian_variables_rarely_exceeds_the_factor(count: int, shared: float) -> None:
+    """For any correlation `shared`: of 50,000 samples at most a share p, plus five deviations of that count."""
     generator = torch.Generator().manual_seed(0)
     one, each = (torch.randn(50_000, n, generator=generator) for n in (1, count))
     largest = (shared**0.5 * one + (1 - shared) ** 0.5 * each).abs().amax(1)
     for p in (0.05, 1e-3):
-        exceed = int((largest > factor(p) * largest.mean()).sum())
+        exceed = int((largest > _factor(p) * largest.mean()).sum())
         assert exceed <= 50_000 * p + 5 * (50_000 * p) ** 0.5
     assert float(largest.max()) > 1.5 * float(largest.mean())
 
 
-def test_a_sum_errs_as_a_sum_in_random_order_does() -> None:
-    """The variance over 3000 orders lies between a quarter of the formula's and all of it: an error is uniform within
-    half a unit in the last place, which is u/2 to u times the number. Five deviations of that estimate are allowed.
+def test_the_error_of_a_sum_is_that_of_a_random_order() -> None:
+    """The variance over 3000 orders is between a quarter of the formula's and all of it: an error is uniform within
+    half a unit in the last place, which is u/2 to u times the number. Five standard deviations of it are allowed.
     """
     n, generator = 64, torch.Generator().manual_seed(0)
     terms = torch.rand(n, generator=generator).add_(0.3)
@@ -39,12 +39,12 @@ def test_a_sum_errs_as_a_sum_in_random_order_does() -> None:
     for column in orders.unbind(1):
         total = total + column
     exact = float(terms.double().sum())
-    found = float((total.double() - exact).square().mean())
+    variance = float((total.double() - exact).square().mean())
     squares = float(terms.double().square().sum())
-    u = unit_roundoff(torch.float32)
+    u = _roundoff(torch.float32)
     model = u**2 / 3 * (n + 1) / 6 * (2 * exact**2 + squares)
     allowed = 1 + 5 * (2 / 3000) ** 0.5
-    assert model / 4 / allowed < found < model * allowed
+    assert model / 4 / allowed < variance < model * allowed
 
 
 @every_variant
@@ -52,18 +52,18 @@ def test_a_sum_errs_as_a_sum_in_random_order_does() -> None:
 def test_a_model_keeps_the_limit_of_its_own_precision(variant: str, dtype: torch.dtype) -> None:
     model, x = build(variant, dtype=dtype), images(variant, dtype=torch.float32)
     truth = reference(model, x)
-    found = largest_difference(logits(model, x.to(dtype)), truth.exact)
-    assert 0 < found <= truth.tolerance
-    assert truth.tolerance == pytest.approx(arithmetic_limit(model, x))  # the same draws each time
+    difference = largest_difference(logits(model, x.to(dtype)), truth.exact)
+    assert 0 < difference <= truth.tolerance
+    assert truth.tolerance == pytest.approx(_arithmetic_limit(model, x))  # the same draws each time
 
 
-def test_the_limit_is_in_proportion_to_the_roundoff() -> None:
-    """To first order: float16 and bfloat16 add up alike, and round 8 times apart. 2 % of that is of second order."""
+def test_the_limit_is_proportional_to_the_roundoff() -> None:
+    """To first order: sums are alike, and bfloat16 rounds 8 times as much. 2 % of that is of second order."""
     model, x = build("plain", dtype=torch.float32), images("plain", dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():  # the same numbers in all types
             parameter.copy_(parameter.bfloat16())
-    limits = [arithmetic_limit(deepcopy(model).to(kind), x) for kind in (torch.bfloat16, torch.float16)]
+    limits = [_arithmetic_limit(deepcopy(model).to(kind), x) for kind in (torch.bfloat16, torch.float16)]
     assert limits[0] / limits[1] == pytest.approx(8, rel=0.1)
 
 
@@ -107,8 +107,8 @@ def test_a_wrong_fold_fails_end_to_end(harm: Callable[[nn.Module], None]) -> Non
 @pytest.mark.parametrize("size", [1e4, 1e6])
 @pytest.mark.parametrize("which", [0, slice(None)])
 def test_a_large_bias_behind_a_fold_neither_hides_nor_widens_its_limit(which: int | slice, size: float) -> None:
-    """What a bias of the classifier adds is the same before and after the fold, so it is no part of their difference.
-    Float32 answers of that size lie 1e-3 and more apart.
+    """A bias of the classifier adds the same before and after the fold, so it is no part of their difference.
+    Float32 logits of that size are 1e-3 and more apart.
     """
     x, checks = images("plain", dtype=torch.float32), []
     for bias, harm in ((0.0, None), (size, None), (size, one_weight)):
@@ -124,16 +124,16 @@ def test_a_large_bias_behind_a_fold_neither_hides_nor_widens_its_limit(which: in
     assert biased.tolerance == pytest.approx(plain.tolerance, rel=1e-2)  # rounding of 1e6 in float64 is 1e-10
 
 
-def test_weights_that_were_not_rounded_have_no_limit_to_keep() -> None:
+def test_the_limit_of_weights_that_were_not_rounded_is_0() -> None:
     model, x = build("plain", dtype=torch.float32), images("plain", dtype=torch.float32)
     assert storage_limit(model, {}, x) == 0.0
     once, twice = (storage_limit(model, {"blocks.0.mlp.fc1": times}, x) for times in (1, 2))
     assert twice / once == pytest.approx(2**0.5, rel=0.02)  # the same draws; 2 % is of second order
 
 
-def test_drawing_leaves_the_model_as_it_was() -> None:
+def test_drawing_errors_does_not_change_the_model() -> None:
     model, x = build("swin", dtype=torch.float32), images("swin", dtype=torch.float32)
     before, state = logits(model, x), {name: value.clone() for name, value in model.state_dict().items()}
-    assert arithmetic_limit(model, x) > 0
+    assert _arithmetic_limit(model, x) > 0
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert torch.equal(logits(model, x), before)

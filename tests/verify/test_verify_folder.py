@@ -1,4 +1,4 @@
-"""Checks pass for what is right, fail for what is wrong by as little as it takes, and are recorded as they were."""
+"""Checks of folds and run folders pass for correct models, fail for the smallest mistakes, and are recorded."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ import onnx
 import pytest
 import torch
 from contracts import build, contract, every_variant, having, images, logits, sites_of
-from damage import carry
+from damage import add_unused_weight
 from onnx import TensorProto, helper
 from torch import nn
 
@@ -20,13 +20,14 @@ from vitcompress.families import family_of
 from vitcompress.io.checks import Check
 from vitcompress.io.files import write_text
 from vitcompress.io.progress import Progress
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
 from vitcompress.methods.depth import depth_plan
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
 from vitcompress.verify.fold import _layer, fold_checks
-from vitcompress.verify.folder import DENSE, verify_folder
+from vitcompress.verify.folder import verify_folder
 from vitcompress.verify.tolerance import fold_excess, reference, storage_limit
 
 
@@ -57,24 +58,24 @@ def test_every_fold_is_within_its_bound(variant: str) -> None:
     assert {c.tolerance for c in own} <= {1.0} and all(c.value and c.value > 0 for c in own)
 
 
-def test_layer_scales_are_checked_with_the_layer_they_went_into() -> None:
+def test_layer_scales_are_checked_with_the_layer_that_they_are_folded_into() -> None:
     unfolded, folded, _, after = folding("layer_scale")
     names = [c.name for c in fold_checks(unfolded, folded, after.folded, images("layer_scale", dtype=torch.float32))]
     assert "fold.blocks.0.attn.proj" in names
     assert "fold.blocks.0.mlp" in names
 
 
-def test_a_fold_that_is_off_by_a_few_units_in_the_last_place_is_noticed() -> None:
-    """By 64 times what rounding explains."""
+def test_a_fold_with_an_error_of_a_few_units_in_the_last_place_fails() -> None:
+    """64 times what rounding explains."""
     unfolded, folded, _, after = folding("plain")
     with torch.no_grad():
         folded.get_submodule("blocks.0.mlp").weight[0] *= 1 + 64 * torch.finfo(torch.float32).eps
-    found = verdicts(fold_checks(unfolded, folded, after.folded, images("plain", dtype=torch.float32)))
-    assert (found["fold.blocks.0.mlp"], found["fold.blocks.1.mlp"]) == ("failed", "passed")
+    checks = verdicts(fold_checks(unfolded, folded, after.folded, images("plain", dtype=torch.float32)))
+    assert (checks["fold.blocks.0.mlp"], checks["fold.blocks.1.mlp"]) == ("failed", "passed")
 
 
-def test_the_folds_together_are_held_against_their_rounding_alone() -> None:
-    """Both are evaluated in float64, so that only what storing the products rounds is allowed for."""
+def test_all_folds_together_are_allowed_their_rounding_alone() -> None:
+    """Both models are evaluated in float64, so that only the rounding of the stored products is allowed."""
     unfolded, folded, _, after = folding("plain")
     x = images("plain", dtype=torch.float32)
     checks = {check.name: check for check in fold_checks(unfolded, folded, after.folded, x)}
@@ -86,19 +87,19 @@ def test_the_folds_together_are_held_against_their_rounding_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "chain"), [("attn.proj", ["attn.proj", "ls1"]), ("mlp", ["mlp.fc1", "mlp.fc2", "ls2"])]
 )
-def test_each_fold_is_allowed_as_many_roundings_as_there_were(name: str, chain: list[str]) -> None:
+def test_each_fold_is_allowed_its_number_of_roundings(name: str, chain: list[str]) -> None:
     unfolded, folded, _, after = folding("layer_scale")
     x, block = images("layer_scale", dtype=torch.float32), unfolded.get_submodule("blocks.0")
     values = {check.name: check.value for check in fold_checks(unfolded, folded, after.folded, x)}
-    layers, given = [_layer(unfolded.double(), f"blocks.0.{part}") for part in chain], list[torch.Tensor]()
+    layers, inputs = [_layer(unfolded.double(), f"blocks.0.{part}") for part in chain], list[torch.Tensor]()
     first = block.get_submodule(chain[0])
-    first.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0].flatten(0, -2)))
+    first.register_forward_pre_hook(lambda module, args: inputs.append(args[0].flatten(0, -2)))
     logits(unfolded, x.double())
-    found = fold_excess(layers, folded.get_submodule(f"blocks.0.{name}"), given[0], folds=len(chain) - 1)
-    assert values[f"fold.blocks.0.{name}"] == found[1]
+    _, quotient = fold_excess(layers, folded.get_submodule(f"blocks.0.{name}"), inputs[0], folds=len(chain) - 1)
+    assert values[f"fold.blocks.0.{name}"] == quotient
 
 
-def test_a_fold_that_changes_answers_fails_by_its_answers_too() -> None:
+def test_a_fold_that_changes_classes_fails_by_its_outputs_too() -> None:
     unfolded, folded, _, after = folding("plain")
     with torch.no_grad():
         folded.get_submodule("blocks.1.mlp").weight.neg_()
@@ -108,12 +109,12 @@ def test_a_fold_that_changes_answers_fails_by_its_answers_too() -> None:
     assert changed and checks["fold.agreement"].value == changed and checks["fold.agreement"].verdict == "failed"
 
 
-def test_a_missing_bias_is_noticed() -> None:
+def test_a_missing_bias_fails() -> None:
     unfolded, folded, _, after = folding("plain")
     with torch.no_grad():
         folded.get_submodule("blocks.1.mlp").bias.zero_()
-    found = verdicts(fold_checks(unfolded, folded, after.folded, images("plain", dtype=torch.float32)))
-    assert (found["fold.blocks.1.mlp"], found["fold"]) == ("failed", "failed")
+    checks = verdicts(fold_checks(unfolded, folded, after.folded, images("plain", dtype=torch.float32)))
+    assert (checks["fold.blocks.1.mlp"], checks["fold"]) == ("failed", "failed")
 
 
 # -------------------------------------------------------------------------------------------------------------- folders
@@ -121,14 +122,14 @@ def test_a_missing_bias_is_noticed() -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder as a recipe leaves it."""
+    """The run folder of a finished recipe."""
     folder = tmp_path_factory.mktemp("run")
     unfolded, folded, plan, after = folding("layer_scale")
     save_tensors(folder / "state/unfolded.safetensors", unfolded.state_dict(), {"plan": plan.digest})
     write_text(folder / "state/unfolded_plan.json", plan.to_json())
     write_model(folder, folded, after)
     dense, base = build("layer_scale", dtype=torch.float32), Plan(plan.arch, plan.arch_args)
-    write_model(folder / DENSE, dense, base)
+    write_model(RunFolder(folder).dense, dense, base)
     for name, model, of in (("dense", dense, base), ("model", folded, after)):
         export(model, folder / f"{name}.onnx", input=input_config(model), plan_digest=of.digest)
     return folder
@@ -139,37 +140,39 @@ def folder(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
-def test_a_finished_folder_passes_and_says_so(folder: Path) -> None:
-    found = verify_folder(folder, images("layer_scale", dtype=torch.float32))
-    assert {c.name for c in found.checks if c.verdict == "failed"} == set()
-    assert found.passed
+def test_a_finished_folder_passes_and_its_checks_are_recorded(folder: Path) -> None:
+    verification = verify_folder(folder, images("layer_scale", dtype=torch.float32))
+    assert {c.name for c in verification.checks if c.verdict == "failed"} == set()
+    assert verification.passed
     written = json.loads((folder / "verify.json").read_text())
-    assert written == found.as_data()
+    assert written == verification.to_dict()
     names = [check["name"] for check in written["checks"]]
     assert all(any(topic in name for name in names) for topic in ("fold", "slice", "reload", "onnx"))
     assert {"value", "tolerance", "verdict", "passed"} <= set(written["checks"][0])
 
 
-def test_it_tells_which_part_it_is_at(folder: Path) -> None:
-    """On large models each part takes minutes: it is named before its work begins, and done when all are."""
-    told: list[tuple[str, int, int, str]] = []
+def test_progress_names_each_part_before_its_work_begins(folder: Path) -> None:
+    """On large models each part takes minutes."""
+    updates: list[tuple[str, int, int, str]] = []
 
-    class Told(Progress):
+    class Recorded(Progress):
         def update(self, label: str, done: int, total: int, text: str = "") -> None:
-            told.append((label, done, total, text))
+            updates.append((label, done, total, text))
 
-    verify_folder(folder, progress=Told())
-    parts = ["fold", "slice", "reload", "onnx", "weights", ""]
-    assert told[:6] == [("model checked", done, 5, part) for done, part in enumerate(parts)]
-    assert told[6:] == [("dense model checked", 0, 1, ""), ("dense model checked", 1, 1, "")]
+    verify_folder(folder, progress=Recorded())
+    parts = ["fold", "slice", "reload", "weights", ""]
+    assert updates[:5] == [("model checked", done, 4, part) for done, part in enumerate(parts)]
+    assert updates[5:7] == [("files checked", 0, 1, "model.onnx"), ("files checked", 1, 1, "")]
+    label = "files of the dense model checked"
+    assert updates[7:] == [(label, 0, 1, "dense.onnx"), (label, 1, 1, "")]
     (folder / "dense.onnx").unlink()
     (folder / "dense.onnx.json").unlink()
-    told.clear()
-    verify_folder(folder, progress=Told())
-    assert len(told) == 6
+    updates.clear()
+    verify_folder(folder, progress=Recorded())
+    assert len(updates) == 7
 
 
-def test_a_second_look_uses_the_images_and_answers_of_the_first(folder: Path) -> None:
+def test_a_second_verification_uses_the_images_and_outputs_of_the_first(folder: Path) -> None:
     verify_folder(folder, images("layer_scale", dtype=torch.float32))
     again = verify_folder(folder)
     (recorded,) = (check for check in again.checks if check.name == "reload.recorded")
@@ -181,82 +184,77 @@ def test_a_second_look_uses_the_images_and_answers_of_the_first(folder: Path) ->
         moved[-1, 0] += part * recorded.tolerance
         save_tensors(folder / "state/verify.safetensors", {**tensors, "logits": moved})
         assert verdicts(list(verify_folder(folder).checks))["reload.recorded"] == verdict
-    others = verify_folder(folder, -tensors["images"])  # to them no answers were recorded
+    others = verify_folder(folder, -tensors["images"])  # no outputs were recorded for them
     assert others.passed and "reload.recorded" not in verdicts(list(others.checks))
 
 
 @pytest.mark.parametrize("folds", [True, False])
-def test_without_the_weights_of_before_no_fold_is_checked(folder: Path, folds: bool) -> None:
+def test_without_the_unfolded_weights_no_fold_is_checked(folder: Path, folds: bool) -> None:
     (folder / "state/unfolded.safetensors").unlink()
     if not folds:
         write_model(folder, build("plain", dtype=torch.float32), contract("plain").plan)
-    (found,) = (check for check in verify_folder(folder).checks if check.name.startswith("fold"))
-    assert (found.name, found.verdict) == ("fold", "not_run")
-    assert found.detail == ("the unfolded weights are not in the folder" if folds else "nothing was folded")
+    (check,) = (check for check in verify_folder(folder).checks if check.name.startswith("fold"))
+    assert (check.name, check.verdict) == ("fold", "not_run")
+    assert check.detail == ("the unfolded weights are not in the folder" if folds else "nothing was folded")
 
 
 def test_without_images_noise_is_used(folder: Path) -> None:
     assert verify_folder(folder).passed
 
 
-def test_another_model_in_the_place_of_the_onnx_file_fails(folder: Path) -> None:
+def test_another_model_instead_of_the_onnx_file_fails(folder: Path) -> None:
     (folder / "dense.onnx").replace(folder / "model.onnx")
-    found = verdicts(list(verify_folder(folder).checks))
-    failing = {name for name, verdict in found.items() if verdict == "failed"}
-    assert failing >= {"onnx.batch1", "onnx.shapes", "onnx.layers", "onnx.file", "onnx.plan"}
+    failing = {name for name, verdict in verdicts(list(verify_folder(folder).checks)).items() if verdict == "failed"}
+    assert failing >= {"onnx.shapes", "onnx.layers", "onnx.file", "onnx.plan", "agreement.model.onnx"}
 
 
 @pytest.mark.parametrize(
-    ("known", "size", "why"),
+    ("metadata", "size", "check"),
     [
-        ({"author": "no JSON"}, 16, "cannot run"),
-        ({"precision": '"int4"'}, 8, "is not vitcompress's"),
-        ({"islands": "7"}, 8, "is not vitcompress's"),
-        ({}, 8, "answers"),
+        ({"author": "no JSON"}, 16, "agreement"),
+        ({"precision": '"int4"'}, 8, "weights"),
+        ({"islands": "7"}, 8, "weights"),
+        ({}, 8, "agreement"),
     ],
 )
-@pytest.mark.parametrize(("file", "check"), [("model.onnx", "onnx"), ("dense.onnx", "onnx.dense")])
-def test_a_file_of_another_tool_in_the_place_of_an_onnx_file_fails_and_no_older_verdict_stands(
-    file: str, check: str, known: dict[str, str], size: int, why: str, folder: Path
+@pytest.mark.parametrize("file", ["model.onnx", "dense.onnx"])
+def test_a_file_of_another_tool_fails_and_replaces_older_results(
+    file: str, metadata: dict[str, str], size: int, check: str, folder: Path
 ) -> None:
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ("n", 3, size, size)) for name in "xy")
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "other", [x], [y])
     model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)])
-    helper.set_model_props(model, known)
+    helper.set_model_props(model, metadata)
     onnx.save(model, folder / file)
-    failed = {found.name: found.detail for found in verify_folder(folder).checks if found.verdict == "failed"}
-    assert why in failed[check]
+    failed = {check.name for check in verify_folder(folder).checks if check.verdict == "failed"}
+    assert f"{check}.{file}" in failed
     recorded = json.loads((folder / "verify.json").read_text())
-    assert not recorded["passed"] and check in {one["name"] for one in recorded["checks"] if not one["passed"]}
+    assert not recorded["passed"] and failed <= {one["name"] for one in recorded["checks"] if not one["passed"]}
 
 
-def test_another_model_in_the_place_of_the_dense_onnx_file_fails(folder: Path) -> None:
+def test_another_model_instead_of_the_dense_onnx_file_fails(folder: Path) -> None:
     shutil.copy(folder / "model.onnx", folder / "dense.onnx")
-    found = verdicts(list(verify_folder(folder).checks))
-    failing = {name for name, verdict in found.items() if verdict == "failed"}
-    assert failing >= {"onnx.dense.batch1", "onnx.dense.shapes", "onnx.dense.file", "onnx.dense.plan"}
-    assert not any(name.startswith("onnx.b") for name in failing)
+    failing = {name for name, verdict in verdicts(list(verify_folder(folder).checks)).items() if verdict == "failed"}
+    assert failing >= {"onnx.dense.shapes", "onnx.dense.file", "onnx.dense.plan", "agreement.dense.onnx"}
+    assert not any("model.onnx" in name for name in failing)
 
 
-def test_the_dense_onnx_file_is_held_against_the_weights_of_the_dense_model(folder: Path) -> None:
-    checks = ["weights", "weights.dense.onnx", "weights.dense.onnx.bytes"]
-    found = [(check.name, check.verdict) for check in verify_folder(folder).checks if check.name in checks]
-    assert found == [(name, "passed") for name in checks]
-    carry(folder / "dense.onnx")
+def test_the_dense_onnx_file_is_compared_with_the_weights_of_the_dense_model(folder: Path) -> None:
+    checks = verdicts(list(verify_folder(folder).checks))
+    assert checks["weights"] == checks["weights.dense.onnx"] == "passed"
+    add_unused_weight(folder / "dense.onnx")
     failed = [check.name for check in verify_folder(folder).checks if check.verdict == "failed"]
-    assert failed == ["weights.dense.onnx", "weights.dense.onnx.bytes"]
+    assert failed == ["weights.dense.onnx"]
 
 
-def test_a_dense_model_that_is_elsewhere_is_compared_and_one_that_is_nowhere_is_not(
-    folder: Path, tmp_path: Path
-) -> None:
-    moved = (folder / DENSE).rename(tmp_path / "elsewhere")
+def test_a_dense_model_elsewhere_is_compared_and_a_missing_one_is_not(folder: Path, tmp_path: Path) -> None:
+    moved = RunFolder(folder).dense.rename(tmp_path / "elsewhere")
     checks = verify_folder(folder).checks
-    assert any(check.name == "onnx.dense" and str(folder / DENSE) in check.detail for check in checks)
-    found = verdicts(list(checks))
-    assert found["onnx.dense"] == "not_run" and found["onnx.dense.checker"] == "passed"
-    found = verdicts(list(verify_folder(folder, dense=moved).checks))
-    assert found["onnx.dense.batch1"] == "passed" and "onnx.dense" not in found
+    (missing,) = (check for check in checks if check.name == "agreement.dense.onnx")
+    assert missing.verdict == "not_run" and str(RunFolder(folder).dense) in missing.detail
+    assert verdicts(list(checks))["onnx.dense.checker"] == "passed"
+    compared = verdicts(list(verify_folder(folder, dense=moved).checks))
+    assert compared["agreement.dense.onnx.error"] == compared["onnx.dense.idle"] == "passed"
 
 
 def test_weights_of_another_training_fail_the_fold_check(folder: Path) -> None:
@@ -264,18 +262,23 @@ def test_weights_of_another_training_fail_the_fold_check(folder: Path) -> None:
     plan = Plan.from_json((folder / "plan.json").read_text())
     tensors["blocks.0.mlp.weight"] *= 1.001
     save_tensors(folder / "model.safetensors", tensors, {"plan": plan.digest})
-    found = verdicts(list(verify_folder(folder).checks))
-    assert (found["fold.blocks.0.mlp"], found["fold"], found["onnx.batch1"]) == ("failed", "failed", "failed")
+    checks = verdicts(list(verify_folder(folder).checks))
+    names = ("fold.blocks.0.mlp", "fold", "agreement.model.onnx.error", "weights.model.onnx")
+    assert [checks[name] for name in names] == ["failed"] * 4
 
 
-def test_what_cannot_run_here_is_not_run(folder: Path) -> None:
+def test_without_an_onnx_file_its_check_is_not_run(folder: Path) -> None:
     for name in ("model.onnx", "dense.onnx"):
         (folder / name).unlink()
-    (folder / "model.engine").write_bytes(b"x")
-    found = {check.name: check for check in verify_folder(folder).checks}
-    for name in ("onnx", "model.engine"):
-        assert found[name].verdict == "not_run"
-        assert found[name].command
+    (check,) = (check for check in verify_folder(folder).checks if check.name == "onnx")
+    assert check.verdict == "not_run" and check.command == f"vitcompress export {folder} --format onnx"
+
+
+@pytest.mark.parametrize("name", ["model.engine", "edge.engine"])
+def test_an_engine_without_a_sidecar_fails(name: str, folder: Path) -> None:
+    (folder / name).write_bytes(b"x")
+    checks = {check.name: check for check in verify_folder(folder).checks}
+    assert checks[f"{name}.file"].verdict == "failed" and "is missing" in checks[f"{name}.file"].detail
 
 
 def test_a_damaged_folder_is_an_input_error(folder: Path, tmp_path: Path) -> None:

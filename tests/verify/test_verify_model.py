@@ -1,4 +1,4 @@
-"""The model that is loaded is the one that was saved, and the one of timm that the plan says it is."""
+"""A loaded model is the one that was saved, and the plain timm model that its plan names."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -10,13 +10,16 @@ import torch
 from contracts import build, contract, images
 
 from vitcompress.errors import OutputError
-from vitcompress.io.checks import LEDGER, Check
+from vitcompress.exporters.onnx.export import export
+from vitcompress.io.checks import Check
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
 from vitcompress.models.checkpoint import load_model, write_model
-from vitcompress.models.standard import WEIGHTS, save_standard
+from vitcompress.models.create import input_config
+from vitcompress.models.standard import save_standard
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy
-from vitcompress.verify.folder import SEEN, known_images, noise, reload_check, standard_check, verify_folder
+from vitcompress.verify.folder import noise_images, recorded_images, reload_check, standard_check, verify_folder
 from vitcompress.verify.tolerance import reference
 
 X = images("plain", dtype=torch.float32)
@@ -39,7 +42,7 @@ def test_reload_sees_another_function_of_the_same_tensors() -> None:
     other = deepcopy(model)
     other.get_submodule("blocks.0.attn").scale *= 1.01
     other.get_submodule("norm").eps = 0.1
-    assert "answers" in reload_check(model, other, images("plain", dtype=torch.float32)).detail
+    assert "outputs" in reload_check(model, other, images("plain", dtype=torch.float32)).detail
 
 
 def test_reload_sees_a_tensor_that_only_one_of_them_has() -> None:
@@ -50,7 +53,7 @@ def test_reload_sees_a_tensor_that_only_one_of_them_has() -> None:
         assert reload_check(ours, theirs, X).detail == "1 wrong: statistics"
 
 
-def test_models_are_asked_at_rest() -> None:
+def test_models_are_compared_in_eval_mode() -> None:
     model = build("plain", dtype=torch.float32, attn_drop_rate=0.5).train()
     assert reload_check(model, deepcopy(model), X).verdict == "passed"
 
@@ -60,7 +63,7 @@ def test_models_are_asked_at_rest() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model of three blocks that has lost its second one: one of two blocks."""
+    """A model of three blocks without its second one: a model of two blocks."""
     row = contract("plain", depth=3)
     goal: dict[str, Any] = {"arch": row.arch, "args": {**row.arch_args, "depth": 2}}
     plan = replace(row.plan, removed={"blocks.1": "drop"}, standard=goal)
@@ -72,58 +75,52 @@ def folder(tmp_path: Path) -> Path:
 
 def standard(folder: Path) -> Check:
     plan = Plan.from_json((folder / "plan.json").read_text())
-    return standard_check(folder, load_model(folder), plan, X)
+    return standard_check(RunFolder(folder), load_model(folder), plan, X)
 
 
-def test_the_standard_model_is_verified_with_its_folder_and_answers_within_rounding(folder: Path) -> None:
+def test_the_standard_model_is_verified_with_its_folder_and_differs_by_rounding_only(folder: Path) -> None:
     assert {check.name: check.verdict for check in verify_folder(folder, X).checks}["standard"] == "passed"
-    found = standard(folder)
-    assert (found.verdict, found.tolerance) == ("passed", reference(load_model(folder), X).between)
+    check = standard(folder)
+    assert (check.verdict, check.tolerance) == ("passed", reference(load_model(folder), X).between)
 
 
-def test_another_model_than_the_plan_says_fails(folder: Path) -> None:
-    tensors = load_tensors(folder / WEIGHTS)
+def test_another_model_than_the_planned_one_fails(folder: Path) -> None:
+    tensors = load_tensors(RunFolder(folder).standard)
     tensors["blocks.1.mlp.fc2.weight"][3, 5] *= 1.01
-    save_tensors(folder / WEIGHTS, tensors, {})
+    save_tensors(RunFolder(folder).standard, tensors, {})
     assert standard(folder).verdict == "failed"
     tensors.pop("blocks.1.mlp.fc2.weight")
-    save_tensors(folder / WEIGHTS, tensors, {})
-    found = standard(folder)
-    assert found.verdict == "failed" and "does not load into vit_tiny_patch16_224" in found.detail
-    (folder / WEIGHTS).unlink()
-    found = standard(folder)
-    assert found.verdict == "failed" and "standard.safetensors is missing" in found.detail
+    save_tensors(RunFolder(folder).standard, tensors, {})
+    check = standard(folder)
+    assert check.verdict == "failed" and "does not load into vit_tiny_patch16_224" in check.detail
+    RunFolder(folder).standard.unlink()
+    check = standard(folder)
+    assert check.verdict == "failed" and "standard.safetensors is missing" in check.detail
 
 
 # --------------------------------------------------------------------------------------------------------------- images
 
 
-def test_noise_is_not_passed_off_as_images(folder: Path) -> None:
-    """What serves the files is told which of both it is given, now and whenever the folder is verified again."""
-    told: list[tuple[bool, torch.Tensor]] = []
-
-    def served(where: Path, given: torch.Tensor, real: bool, dense: Path) -> list[Check]:
-        assert (where, dense) == (folder, folder / "state/dense")
-        told.append((real, given))
-        return [Check("served", "passed")]
-
+def test_noise_is_not_reported_as_images(folder: Path) -> None:
+    """Neither when a folder is verified, nor when it is verified again without the images."""
     model = load_model(folder)
-    for given, real, expected in ((None, False, noise(model)), (X, True, X), (None, True, X)):
-        found = verify_folder(folder, given, served=served)
-        assert Check("served", "passed") in found.checks
-        assert told[-1][0] is real and torch.equal(told[-1][1], expected)
-        again, known = known_images(folder, model)
-        assert known is real and torch.equal(again, expected)
+    export(model, folder / "model.onnx", input=input_config(model))
+    for x, real, expected in ((None, False, noise_images(model)), (X, True, X), (None, True, X)):
+        checks = {check.name: check for check in verify_folder(folder, x).checks}
+        assert checks["agreement.model.onnx.error"].detail.endswith("on noise") is not real
+        known, is_real = recorded_images(folder, model)
+        assert is_real is real and torch.equal(known, expected)
 
 
-def test_what_was_never_verified_must_be_recorded_and_what_was_need_not(folder: Path) -> None:
-    """A read-only copy can be checked all the same; places that are taken cannot be written by anybody."""
-    (folder / LEDGER).mkdir()
-    with pytest.raises(OutputError, match=LEDGER):
+def test_only_a_folder_that_was_verified_before_may_be_read_only(folder: Path) -> None:
+    """Paths at which there is a folder cannot be written by anybody."""
+    files = RunFolder(folder)
+    files.verification.mkdir()
+    with pytest.raises(OutputError, match=r"verify\.json"):
         verify_folder(folder)
-    (folder / LEDGER).rmdir()
+    files.verification.rmdir()
     assert verify_folder(folder).passed
-    before = (folder / LEDGER).read_bytes()
-    (folder / SEEN).mkdir(parents=True)
+    before = files.verification.read_bytes()
+    files.recorded_outputs.mkdir(parents=True)
     assert verify_folder(folder, X).passed
-    assert (folder / LEDGER).read_bytes() == before
+    assert files.verification.read_bytes() == before

@@ -1,6 +1,7 @@
-"""Each thing that can be wrong with an ONNX file fails the check that is made for it, and no other."""
+"""Each mistake in the structure of an ONNX file fails the check for it, and no other."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,29 +9,29 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from contracts import build, images
+from contracts import build, contract, images
 from onnx import helper, numpy_helper
-from torch import Tensor
 
 from vitcompress.exporters.onnx.export import export
 from vitcompress.io.checks import Check
 from vitcompress.models.create import input_config
-from vitcompress.verify import onnx as verify_onnx
-from vitcompress.verify import outputs
-from vitcompress.verify.onnx import _logits, file_checks, onnx_checks, structure_checks
-from vitcompress.verify.tolerance import reference
+from vitcompress.plan import Plan
+from vitcompress.verify.files import PlannedOriginal, file_label, is_about, structure_checks
+from vitcompress.verify.onnx import graph_checks
 
 MODEL = build("plain", dtype=torch.float32)
-X = images("plain", count=20, dtype=torch.float32)
+PLAN = contract("plain").plan
+ORIGINAL = PlannedOriginal(MODEL, images("plain", dtype=torch.float32), plan=PLAN)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export(MODEL, tmp_path_factory.mktemp("made") / "model.onnx", input=input_config(MODEL)).path
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("exported") / "model.onnx"
+    return export(MODEL, path, input=input_config(MODEL), plan_digest=PLAN.digest).path
 
 
-def edited(made: Path, folder: Path, edit: Callable[[Any], object]) -> Path:
-    model = onnx.load(str(made))
+def edited(exported: Path, folder: Path, edit: Callable[[Any], object]) -> Path:
+    model = onnx.load(str(exported))
     edit(model.graph)
     onnx.save(model, str(folder / "model.onnx"))
     return folder / "model.onnx"
@@ -38,10 +39,6 @@ def edited(made: Path, folder: Path, edit: Callable[[Any], object]) -> Path:
 
 def wrong(checks: list[Check]) -> dict[str, str]:
     return {check.name.removeprefix("onnx."): check.detail for check in checks if check.verdict != "passed"}
-
-
-def weight_of(graph: Any, sizes: set[int], number: int = 0) -> Any:
-    return [tensor for tensor in graph.initializer if len(tensor.dims) == 2 and set(tensor.dims) == sizes][number]
 
 
 def times_zero(graph: Any) -> None:
@@ -87,77 +84,58 @@ def other_operator(old: str) -> Callable[[Any], None]:
         (other_operator("LayerNormalization"), "layers", "1 wrong: LayerNorms: 4 in the file, 5 in torch"),
     ],
 )
-def test_what_is_wrong_with_the_graph(
-    edit: Callable[[Any], None], check: str, says: str, made: Path, tmp_path: Path
+def test_each_mistake_in_the_graph_fails_its_own_check(
+    edit: Callable[[Any], None], check: str, says: str, exported: Path, tmp_path: Path
 ) -> None:
-    assert wrong(structure_checks(MODEL, made)) == {}
-    ((name, detail),) = wrong(structure_checks(MODEL, edited(made, tmp_path, edit))).items()
-    assert name == check and says in detail
+    problems = wrong(graph_checks(MODEL, PLAN.digest, edited(exported, tmp_path, edit), "onnx"))
+    assert wrong(graph_checks(MODEL, PLAN.digest, exported, "onnx")) == {}
+    assert set(problems) == {check} and says in problems[check]
 
 
-def test_a_file_that_is_not_well_formed_or_was_replaced(made: Path, tmp_path: Path) -> None:
-    assert wrong(file_checks(made)) == {}
-    unknown = edited(made, tmp_path, other_operator("Softmax"))
-    assert set(wrong(file_checks(unknown))) == {"checker"}  # no sidecar lies beside it
+def test_a_file_that_is_not_well_formed_or_was_replaced(exported: Path, tmp_path: Path) -> None:
+    assert wrong(structure_checks(exported, ORIGINAL)) == {}
+    unknown = edited(exported, tmp_path, other_operator("Softmax"))
+    assert set(wrong(structure_checks(unknown, None))) == {"checker"}  # it has no sidecar
 
     def of_another_size(graph: Any) -> None:
         graph.output[0].type.tensor_type.shape.dim[1].dim_value = 7
 
-    assert set(wrong(file_checks(edited(made, tmp_path, of_another_size)))) == {"checker"}
-    sidecar = made.with_name("model.onnx.json")
+    assert set(wrong(structure_checks(edited(exported, tmp_path, of_another_size), None))) == {"checker"}
+    sidecar = exported.with_name("model.onnx.json")
     (tmp_path / sidecar.name).write_bytes(sidecar.read_bytes())
-    (tmp_path / made.name).write_bytes(made.read_bytes())
-    assert wrong(file_checks(tmp_path / made.name)) == {}
-    assert set(wrong(file_checks(edited(made, tmp_path, passed_on)))) == {"file"}
+    (tmp_path / exported.name).write_bytes(exported.read_bytes())
+    assert wrong(structure_checks(tmp_path / exported.name, ORIGINAL)) == {}
+    assert set(wrong(structure_checks(edited(exported, tmp_path, passed_on), None))) == {"file"}
+    (tmp_path / exported.name).write_bytes(b"nothing of the kind")
+    assert set(wrong(structure_checks(tmp_path / exported.name, ORIGINAL))) == {"checker", "file"}
 
 
-def test_it_is_asked_at_batches_of_one_two_and_five_and_then_for_every_image(
-    made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, answer = list[int](), _logits
-
-    def counted(session: Any, given: Tensor) -> Tensor:
-        asked.append(len(given))
-        return answer(session, given)
-
-    monkeypatch.setattr(verify_onnx, "_logits", counted)
-    allowed, agree = list[float](), outputs.agreement_check
-
-    def limited(name: str, expected: Tensor, got: Tensor, tolerance: float) -> Check:
-        allowed.append(tolerance)
-        return agree(name, expected, got, tolerance)
-
-    monkeypatch.setattr(verify_onnx, "agreement_check", limited)
-    checks = {check.name: check for check in onnx_checks(MODEL, made, X)}
-    assert allowed == [reference(MODEL, X[:5]).between]
-    assert asked == [1, 1, 2, 5, 16, 4]  # the first time to see the shape of an answer
-    assert {check.verdict for check in checks.values()} == {"passed"}
-    assert checks["onnx.agreement"].detail.startswith("0 of 20 ")
-    asked.clear()
-    assert wrong(onnx_checks(MODEL, made, X[:2])) == {}
-    assert asked == [1, 1, 2, 5, 6]  # three times the two
+def test_a_file_of_another_plan_fails(exported: Path) -> None:
+    ((name, detail),) = wrong(structure_checks(exported, replace(ORIGINAL, plan=Plan("vit", {})))).items()
+    assert name == "plan" and detail.startswith("1 wrong: the file names ")
 
 
-def test_answers_are_held_against_their_rounding_and_those_of_other_weights_fail(made: Path, tmp_path: Path) -> None:
-    truth = reference(MODEL, X[:5])
-    checks = {check.name: check for check in onnx_checks(MODEL, made, X)}
-    batches = [checks[f"onnx.batch{size}"] for size in (1, 2, 5)]
-    assert {check.tolerance for check in batches} == {truth.tolerance}
-    assert all(check.value and 0 < check.value <= truth.tolerance for check in batches)
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("model.onnx", "onnx"),
+        ("dense.onnx", "onnx.dense"),
+        ("model-fp16.onnx", "onnx.model-fp16"),
+        ("model.rtx.engine.onnx", "model.rtx.engine.source"),
+        ("model.engine", "model.engine"),
+        ("model.xml", "model.xml"),
+    ],
+)
+def test_the_names_of_checks_tell_the_files_apart(name: str, label: str) -> None:
+    assert file_label(Path(name)) == label
+    assert is_about(Path(name), f"{label}.file") and is_about(Path(name), label)
+    others = {"model.onnx", "dense.onnx", "model-fp16.onnx", "model.engine", "model.xml"} - {name}
+    assert not any(is_about(Path(other), f"{label}.file") for other in others)
 
-    def negated(graph: Any) -> None:
-        head = weight_of(graph, {16, 5})
-        head.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(head), head.name))
 
-    found = wrong(onnx_checks(MODEL, edited(made, tmp_path, negated), X))
-    assert set(found) == {"batch1", "batch2", "batch5", "agreement"}
-
-
-def test_bf16_is_not_asked_on_the_cpu(made: Path, tmp_path: Path) -> None:
-    model = onnx.load(str(made))
-    told = {entry.key: entry for entry in model.metadata_props}
-    told["precision"].value = '"bf16"'
-    onnx.save(model, str(tmp_path / "model.onnx"))
-    (check,) = (check for check in onnx_checks(MODEL, tmp_path / "model.onnx", X) if check.name == "onnx.batch1")
-    assert (check.verdict, check.command) == ("not_run", f"vitcompress verify {tmp_path}")
-    assert wrong(onnx_checks(MODEL, tmp_path / "model.onnx", X)).keys() == {"batch1"}
+def test_checks_of_files_with_longer_names_are_not_those_of_a_file() -> None:
+    path = Path("model.onnx")
+    for name in ("agreement.model.onnx", "agreement.model.onnx.kl", "weights.model.onnx", "weights.model.onnx.bytes"):
+        assert is_about(path, name)
+    for name in ("agreement.model.onnx2.kl", "weights.model.onnx_old", "onnx.dense.idle", "weights", "agreement.model"):
+        assert not is_about(path, name)

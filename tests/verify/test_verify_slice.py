@@ -1,4 +1,4 @@
-"""Masked is sliced, for every family and every kind of channel; and a channel sliced wrongly does not pass."""
+"""Masked equals sliced, for every family and every kind of channel; a wrong channel fails."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +10,12 @@ from contracts import build, contract, every_variant, images, kept_channels, spa
 
 from vitcompress import surgery
 from vitcompress.io.files import write_text
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.methods.depth import depth_plan
 from vitcompress.models.checkpoint import load_model, load_model_files, write_model
 from vitcompress.plan import Plan
 from vitcompress.verify.folder import verify_folder
-from vitcompress.verify.slice import keep_given, slice_check, slice_checks
+from vitcompress.verify.slice import keep_step_input, slice_check, slice_folder_checks
 
 
 def delta(variant: str, model: Any, *, whole_heads: bool = False) -> Plan:
@@ -25,7 +26,7 @@ def delta(variant: str, model: Any, *, whole_heads: bool = False) -> Plan:
 
 
 @every_variant
-def test_masked_is_sliced(variant: str) -> None:
+def test_masked_equals_sliced(variant: str) -> None:
     model = build(variant, dtype=torch.float32)
     check = slice_check(model, delta(variant, model), images(variant, dtype=torch.float32))
     assert check.verdict == "passed", check
@@ -69,15 +70,15 @@ def test_regrouped_heads_have_no_mask() -> None:
 @pytest.mark.parametrize(
     ("qk", "v", "mixed"),
     [
-        ((0, 1, 4, 5), (8, 9, 12, 13), True),  # the first two heads choose among what the last two carry
+        ((0, 1, 4, 5), (8, 9, 12, 13), True),  # the first two heads choose among the values of the last two
         ((0, 1, 2, 3), (0, 1, 2, 3), True),  # one head becomes two
         ((0, 1, 4, 5), (0, 1, 4, 5), False),
     ],
 )
-def test_heads_are_regrouped_that_are_not_each_a_part_of_one(
+def test_heads_are_regrouped_unless_each_is_a_part_of_one_old_head(
     qk: tuple[int, ...], v: tuple[int, ...], mixed: bool
 ) -> None:
-    """What else is sliced is checked all the same, on a model that has the new heads."""
+    """The other channels are checked on a model that has the new heads."""
     model, x = build("plain", dtype=torch.float32), images("plain", dtype=torch.float32)
     new = {"blocks.0.qk": qk, "blocks.0.v": v}
     plan = replace(contract("plain").plan, kept=new, heads={"blocks.0.attn": 2})
@@ -90,23 +91,23 @@ def test_heads_are_regrouped_that_are_not_each_a_part_of_one(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What a run leaves that slices once after removing an activation, and then trains."""
+    """The folder of a run that removes an activation, slices once and then trains."""
     model = build("plain", dtype=torch.float32)
     base = contract("plain").plan
     base = base.then(depth_plan(model, base, [], [0]))
     surgery.apply_plan(model, base)
     added = delta("plain", model)
     step = tmp_path / "state/step-1-isomorphic"
-    keep_given(step, model, base)
+    keep_step_input(step, model, base)
     write_text(step / "plan.json", added.to_json())
     surgery.apply_plan(model, added)
     write_model(tmp_path, model, base.then(added))
     return tmp_path
 
 
-def test_a_run_folder_is_checked_from_what_it_keeps(folder: Path) -> None:
-    found = {check.name: check.verdict for check in verify_folder(folder).checks}
-    assert (found["slice"], found["slice.plan"]) == ("passed", "passed")
+def test_a_run_folder_is_checked_with_its_step_inputs(folder: Path) -> None:
+    verdicts = {check.name: check.verdict for check in verify_folder(folder).checks}
+    assert (verdicts["slice"], verdicts["slice.plan"]) == ("passed", "passed")
 
 
 def test_each_step_that_sliced_is_checked_and_their_channels_are_those_of_the_dense_model(folder: Path) -> None:
@@ -114,27 +115,30 @@ def test_each_step_that_sliced_is_checked_and_their_channels_are_those_of_the_de
     narrow = tuple(range(1, len(base.kept["blocks.0.mlp"])))
     added = replace(contract("plain").plan, kept={"blocks.0.mlp": narrow})
     step = folder / "state/step-2-sero"
-    keep_given(step, model, base)
+    keep_step_input(step, model, base)
     write_text(step / "plan.json", added.to_json())
     plan, x = base.then(added), images("plain", dtype=torch.float32)
     assert plan.kept["blocks.0.mlp"] not in (base.kept["blocks.0.mlp"], narrow)
-    found = {check.name: check.verdict for check in slice_checks(folder, plan, x)}
-    assert found == dict.fromkeys(("slice.step-1-isomorphic", "slice.step-2-sero", "slice.plan"), "passed")
-    assert slice_checks(folder, base, x)[-1].verdict == "failed"
+    verdicts = {check.name: check.verdict for check in slice_folder_checks(RunFolder(folder), plan, x)}
+    assert verdicts == dict.fromkeys(("slice.step-1-isomorphic", "slice.step-2-sero", "slice.plan"), "passed")
+    assert slice_folder_checks(RunFolder(folder), base, x)[-1].verdict == "failed"
 
 
-def test_a_step_that_is_done_again_keeps_the_model_that_it_was_first_given(folder: Path) -> None:
+def test_a_repeated_step_keeps_its_first_input(folder: Path) -> None:
     step = folder / "state/step-1-isomorphic"
     before = {path.name: path.read_bytes() for path in step.iterdir()}
-    keep_given(step, build("plain", seed=1), contract("plain").plan)
+    keep_step_input(step, build("plain", seed=1), contract("plain").plan)
     assert {path.name: path.read_bytes() for path in step.iterdir()} == before
 
 
 def test_a_deployed_plan_that_keeps_other_channels_fails(folder: Path) -> None:
     plan = Plan.from_json((folder / "plan.json").read_text())
     other = replace(plan, kept={**plan.kept, "blocks.0.mlp": plan.kept["blocks.0.mlp"][:-1]})
-    found = {check.name: check for check in slice_checks(folder, other, images("plain", dtype=torch.float32))}
-    assert found["slice.plan"].verdict == "failed" and "blocks.0.mlp" in found["slice.plan"].detail
+    checks = {
+        check.name: check
+        for check in slice_folder_checks(RunFolder(folder), other, images("plain", dtype=torch.float32))
+    }
+    assert checks["slice.plan"].verdict == "failed" and "blocks.0.mlp" in checks["slice.plan"].detail
 
 
 def test_a_fold_between_the_steps_is_checked_too(folder: Path) -> None:
@@ -143,17 +147,17 @@ def test_a_fold_between_the_steps_is_checked_too(folder: Path) -> None:
     )
     base = Plan.from_json((folder / "state/step-1-isomorphic/given_plan.json").read_text())
     step = folder / "state/step-0-fold"
-    keep_given(step, model, base)
+    keep_step_input(step, model, base)
     folded = surgery.fold_linears(surgery.apply_to_copy(model, contract("plain").plan), contract("plain").plan).plan
     assert folded.folded == ("blocks.0.mlp",)
     write_text(step / "plan.json", folded.to_json())
-    found = {check.name: check.verdict for check in verify_folder(folder).checks}
+    verdicts = {check.name: check.verdict for check in verify_folder(folder).checks}
     names = {f"fold{part}.step-0-fold" for part in ("", ".agreement", ".blocks.0.mlp")}
-    assert {name: found[name] for name in names} == dict.fromkeys(names, "passed")
-    assert found["slice"] == "passed"
+    assert {name: verdicts[name] for name in names} == dict.fromkeys(names, "passed")
+    assert verdicts["slice"] == "passed"
 
 
-def test_without_the_weights_of_before_it_is_not_run(folder: Path) -> None:
+def test_without_the_weights_before_slicing_it_is_not_run(folder: Path) -> None:
     (folder / "state/step-1-isomorphic/given_plan.json").unlink()
     checks = {check.name: check for check in verify_folder(folder).checks}
     assert checks["slice"].verdict == "not_run" and "before slicing" in checks["slice"].detail

@@ -16,7 +16,7 @@ from vitcompress.surgery.shapes import PlannedTensor
 from vitcompress.verify.engine import engine_checks
 from vitcompress.verify.onnx import checker_check, graph_checks
 from vitcompress.verify.outputs import PREFIX, Original, output_checks
-from vitcompress.verify.weights import CHECK, FileTensors, compare_tensors, plan_rows
+from vitcompress.verify.weights import CHECK, FileTensors, compare_tensors, exported_module, plan_rows
 
 ENGINES = {TENSORRT.file_suffix, *TENSORRT.other_suffixes}
 
@@ -64,7 +64,8 @@ def read_tensors(path: Path, original: PlannedOriginal) -> FileTensors | None:
     exporter = exporter_of(path)
     if exporter is None or exporter.contents is None:
         return None
-    return compare_tensors(original.model, exporter.contents(path), original.rows)
+    contents = exporter.contents(path)
+    return compare_tensors(exported_module(original.model, contents.metadata), contents, original.rows)
 
 
 def structure_checks(path: Path, original: PlannedOriginal | None) -> list[Check]:

@@ -30,6 +30,7 @@ from vitcompress.surgery.shapes import PlannedTensor, Shape, planned_tensors
 CHECK = "weights"
 SMALL = 64  # values: larger tensors are no scalars and shapes that a graph computes with
 FEW = 16  # different values of a mask, at most
+WINDOW_MASK = -100.0  # of timm's Swin
 INDEX = (torch.int64, torch.int32, torch.bool)  # types that graphs index and select with
 
 
@@ -80,15 +81,15 @@ class FileTensors:
         return problem_check(name, self.problems, detail)
 
 
-def compare_tensors(model: nn.Module, contents: Contents, rows: Iterable[PlannedTensor] = ()) -> FileTensors:
-    """Compare the tensors of a file with those of `model`, in the precision and input type that its metadata state.
+def compare_tensors(module: nn.Module, contents: Contents, rows: Iterable[PlannedTensor] = ()) -> FileTensors:
+    """Compare the tensors of a file with those of `module`, the `exported_module`.
 
     rows: of the plan, to name the dense tensor that has the shape of an unknown one.
 
     Raises:
-        ArtifactError: the file is damaged, or was not written by vitcompress.
+        ArtifactError: the file is damaged.
     """
-    tensors = tensors_of(exported_module(model, contents.metadata))
+    tensors = tensors_of(module)
     matches, rest = _match(tensors, contents.tensors)
     missing = {name: tensor for name, tensor in tensors.items() if name not in matches}
     constants, unknown, gathered = list[Stored](), list[Stored](), set[str | None]()
@@ -157,12 +158,13 @@ def _is_required(tensor: Tensor) -> bool:
 
 
 def _find_gathered(stored: Stored, missing: Mapping[str, Tensor]) -> str | None:
-    """The tensor whose values `stored` repeats, as exporters write table[index] of Swin's position biases."""
+    """The tensor whose values `stored` repeats: Swin's position biases are table[index], some with the window mask."""
     for name, tensor in missing.items():
-        kind = np.dtype(f"u{tensor.element_size()}")
-        if stored.size == prod(stored.shape) * kind.itemsize >= tensor.nbytes:
-            values, own = (np.unique(np.frombuffer(data, kind)) for data in (stored.read(), tensor_bytes(tensor)))
-            if np.array_equal(values, own):
+        fits = stored.size == prod(stored.shape) * tensor.element_size() >= tensor.nbytes
+        if fits and tensor.is_floating_point():
+            values = torch.frombuffer(bytearray(stored.read()), dtype=tensor.dtype).float()
+            own, masked = (table.detach().unique().float() for table in (tensor, tensor + WINDOW_MASK))
+            if torch.isin(own, values).all() and torch.isin(values, torch.cat([own, masked])).all():
                 return name
     return None
 
