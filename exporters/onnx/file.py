@@ -20,6 +20,7 @@ from vitcompress.errors import ArtifactError
 from vitcompress.exporters.contents import Contents, Stored
 
 IDLE = ("Identity", "Dropout")
+PRODUCTS = ("MatMul", "Gemm", "Conv")
 INDEX = (onnx.TensorProto.INT64, onnx.TensorProto.INT32, onnx.TensorProto.BOOL)
 LONGEST_LIST = 64  # numbers in an attribute of a node
 
@@ -162,18 +163,15 @@ def graph_facts(path: Path) -> Facts:
     """Facts about the graph of `path`. Raises ArtifactError like `read_onnx`."""
     model = read_onnx(path)
     nodes = list(onnx_ir.load(path).graph)
-    products = [node for node in nodes if node.op_type in ("MatMul", "Gemm", "Conv")]
-    weights = (_constant(node.inputs[1]) for node in products)
-    factors = [  # the third input, of Gemm and Conv, is a bias
-        (node, value) for node in nodes if node.op_type == "Mul" or node in products for value in node.inputs[:2]
-    ]
+    weights = (_constant(node.inputs[1]) for node in nodes if node.op_type in PRODUCTS)
+    factors = (  # the third input, of Gemm and Conv, is a bias
+        (node, value) for node in nodes if node.op_type in ("Mul", *PRODUCTS) for value in node.inputs[:2]
+    )
     return Facts(
         operators=dict(Counter(node.op_type for node in nodes)),
-        weights=tuple(
-            sorted(weight_key(tuple(w.shape)) for n in products if (w := _constant(n.inputs[1])) is not None)
-        ),
+        weights=tuple(sorted(weight_key(tuple(weight.shape)) for weight in weights if weight is not None)),
         no_work=tuple(node.name or node.op_type for node in nodes if _is_idle(node)),
-        zero_products=tuple(node.name or str(value) for node, value in factors if _is_zero(value)),
+        zero_products=tuple(str(node.name or value.name) for node, value in factors if value and _is_zero(value)),
         metadata=metadata(model),
         opset=max(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")),
     )
