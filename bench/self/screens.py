@@ -7,26 +7,15 @@ Times include loading the images, as in a real step.
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
-import torch
-from torch import nn
-
+import vitcompress as vc
 from vitcompress.bench.self.parts import Line, Options
 from vitcompress.families import family_of
-from vitcompress.io.progress import Progress
-from vitcompress.methods.base import Context
-from vitcompress.methods.upvit import method as upvit
-from vitcompress.methods.upvit.options import Options as UpOptions
-from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
 from vitcompress.recipe.load import load_recipe
 from vitcompress.training.data import open_data
-from vitcompress.training.distributed import Runtime
-from vitcompress.training.loop import train
-from vitcompress.training.trainer import TrainingContext
 
 RECIPE = "digits_up"
 TARGET = {"embed_dim": 32, "num_heads": 2}  # half of every width
@@ -46,44 +35,28 @@ def run(options: Options) -> Iterator[Line]:
 
     Uses ten images per unit of `runs` (20: 200 of the 1068 training images).
     """
-    images = 10 * options.runs
-    model, context = _train_dense(options.folder)
-    seconds, exact = _time_plan(model, context, options.folder / "exact", images, {"score": "exact"})
+    recipe, images = load_recipe(RECIPE), 10 * options.runs
+    data = open_data(recipe.data, recipe.run.seed)
+    args = {**recipe.model.args, "num_classes": len(data.classes)}
+    model = vc.create_model(recipe.model.name, seed=recipe.run.seed, **args)
+    assert recipe.dense is not None
+    vc.finetune(model, data.train, data.heldout, device="cpu", seed=recipe.run.seed, **asdict(recipe.dense))
+
+    def time_plan(settings: Mapping[str, Any]) -> tuple[float, Plan]:
+        began = time.perf_counter()
+        plan = vc.plan(model, "upvit", data.train, device="cpu", target_args=TARGET, images=images, **settings)
+        return time.perf_counter() - began, plan
+
+    seconds, exact = time_plan({"score": "exact"})
     yield {"what": "exact scores", "text": f"{seconds:.1f} s for {images} images", "seconds": seconds, "images": images}
-    sizes = {space.name: space.size for space in context.family.spaces(model)}
-    for number, (name, settings) in enumerate(SCREENS.items()):
+    sizes = {space.name: space.size for space in family_of(model).spaces(model)}
+    for name, settings in SCREENS.items():
         more = {"screen_images": images // 4} if settings.get("screen") == "images" else {}
-        own, plan = _time_plan(model, context, options.folder / f"screen-{number}", images, settings | more)
+        own, plan = time_plan(settings | more)
         cheaper, common = seconds / own, share_in_common(sizes, exact, plan)
         text = f"{cheaper:.1f} times cheaper, {100 * common:.1f} % of the removed channels in common with exact scores"
         figures = {"cheaper": cheaper, "in_common": common, **AIMS, "seconds": own, "images": images}
         yield {"what": f"screen: {name}", "text": text, **figures}
-
-
-def _train_dense(folder: Path) -> tuple[nn.Module, Context]:
-    """The trained dense model of the recipe, and the context of its first step."""
-    recipe = load_recipe(RECIPE)
-    data = open_data(recipe.data, recipe.run.seed)
-    args = dict(recipe.model.args) | {"num_classes": len(data.classes)}
-    model = create_model(recipe.model.name, args, seed=recipe.run.seed)
-    runtime, input = Runtime(torch.device("cpu")), input_config(model)
-    assert recipe.dense is not None, recipe.name
-    at = TrainingContext(input, runtime, folder / "dense", "dense", recipe.run.seed, Progress())
-    train(model, data.train, data.heldout, recipe.dense, at)
-    base = Plan(recipe.model.name, args)
-    known = (base, family_of(model), data, input, runtime, folder, recipe.run.seed, Progress())
-    return model, Context(*known, train=recipe.finetune)
-
-
-def _time_plan(
-    model: nn.Module, context: Context, folder: Path, images: int, settings: Mapping[str, Any]
-) -> tuple[float, Plan]:
-    """Seconds of computing a plan, and the plan."""
-    folder.mkdir()
-    options = UpOptions(target_args=TARGET, images=images, **settings)
-    began = time.perf_counter()
-    plan = upvit.plan(model, replace(context, folder=folder), options)
-    return time.perf_counter() - began, plan
 
 
 def share_in_common(sizes: Mapping[str, int], exact: Plan, other: Plan) -> float:

@@ -26,7 +26,7 @@ from vitcompress.training.augmentation import Augmentation
 from vitcompress.training.distributed import Runtime, start, stop
 from vitcompress.training.loaders import EvalLoader, TrainLoader
 from vitcompress.training.loop import train
-from vitcompress.training.metrics import judged
+from vitcompress.training.metrics import evaluate_images
 from vitcompress.training.options import TrainOptions
 from vitcompress.training.trainer import TrainingContext, TrainingControls
 
@@ -85,7 +85,7 @@ def main(folder: Path) -> None:
         tensors |= {f"{optimizer}.{name}": value for name, value in module.state_dict().items()}
     tensors |= {f"start.{name}": value for name, value in gated().state_dict().items()}
     loader = EvalLoader(images(), input_config(module.model), 5, runtime)
-    accuracy, right = judged(module, loader, runtime)
+    accuracy, right = evaluate_images(module, loader, runtime)
     facts |= {"accuracy": asdict(accuracy), "correct": right.tolist()}
     with torch.no_grad():
         answers = [functional.log_softmax(module(pixels), 1) for pixels, _ in loader]

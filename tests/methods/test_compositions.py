@@ -55,13 +55,15 @@ def apply_methods(results: Iterable[Result]) -> Iterator[Result]:
                 yield composed, surgery.apply_to_copy(model, delta)
 
 
-@pytest.mark.parametrize("variant", ["layer_scale", "swiglu", "dinov3", "swin", "pvt"])
-def test_composed_plans_rebuild_the_model(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variant", "steps"), [("layer_scale", 3), ("swiglu", 2), ("dinov3", 2), ("swin", 2), ("pvt", 3)]
+)
+def test_composed_plans_rebuild_the_model(variant: str, steps: int, tmp_path: Path) -> None:
     assert set(OPTIONS) == set(METHODS)
     x, results = images(variant), [(contract(variant, depth=3).plan, build(variant, depth=3))]
-    for _ in range(3):
+    for _ in range(steps):
         results = list(apply_methods(results))
         for plan, model in results:
             write_model(tmp_path, model, plan)
             assert_same(logits(load_model(tmp_path), x), logits(model, x))
-    assert any(len(plan.removed) + len(plan.kept) + len(plan.folded) > 5 for plan, _ in results)
+    assert {bool(plan.kept) and bool(plan.removed) for plan, _ in results} == {True, False}

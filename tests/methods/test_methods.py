@@ -160,7 +160,7 @@ class Calls(Progress):
 def test_killed_and_resumed_is_uninterrupted(name: str, tmp_path: Path) -> None:
     calls = Calls()
     whole = run(name, tmp_path / "whole", progress=calls)
-    for share in (0.3, 0.8):
+    for share in (0.3, 0.8) if calls.count else ():  # a method that reports nothing is not interrupted
         folder = tmp_path / f"{share}"
         with pytest.raises(KeyboardInterrupt):
             run(name, folder, progress=Calls(round(share * (calls.count - 1))))

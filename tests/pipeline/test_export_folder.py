@@ -12,7 +12,7 @@ from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters import EXPORTERS, doctor
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.options import ExportOptions
-from vitcompress.exporters.sidecar import class_names
+from vitcompress.exporters.sidecar import read_class_names
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model, input_config
 from vitcompress.pipeline.export_folder import export_folder
@@ -43,7 +43,7 @@ def test_the_export_answers_as_the_folder_does(folder: Path) -> None:
 
 
 def test_class_names_stay_and_a_precision_gets_a_file_of_its_own(folder: Path) -> None:
-    assert class_names(folder / "model.onnx") == ()
+    assert read_class_names(folder / "model.onnx") == ()
     model = load_model(folder)
     export(model, folder / "model.onnx", input=input_config(model), classes=("ant", "bee", "cow"))
     before = (folder / "model.onnx").read_bytes()

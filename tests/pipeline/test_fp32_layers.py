@@ -13,8 +13,8 @@ from torch import nn
 from vitcompress.cli import main
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.options import ExportOptions
-from vitcompress.exporters.precision import in_precision
-from vitcompress.exporters.ranges import Ranges, scan
+from vitcompress.exporters.precision import convert_precision
+from vitcompress.exporters.ranges import Ranges, scan_ranges
 from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.checks import Check
 from vitcompress.models.checkpoint import write_model
@@ -56,14 +56,14 @@ def torch_judge(model: nn.Module) -> Judge:
 
     @torch.no_grad()
     def ask(islands: tuple[str, ...]) -> list[Check]:
-        got = in_precision(model, "fp16", islands)(X)
+        got = convert_precision(model, "fp16", islands)(X)
         return judged(compare(model(X), got, SHARES["fp16"]), SHARES["fp16"], "torch", "torch on the CPU")
 
     return Judge("torch", True, ask)
 
 
 def found(model: nn.Module, fixed: Sequence[str] = ()) -> Search:
-    return search(model, torch_judge(model), scan(model, X), X, fixed=fixed)
+    return search(model, torch_judge(model), scan_ranges(model, X), X, fixed=fixed)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_exactly_the_needed_islands_are_found(
     assert verdicts[chosen].verdict == "passed" and set(verdicts[chosen].figures) == {"flips", "kl", "cosine", "error"}
     assert (None if first is None else verdicts[()].by) == first
     assert first is None or verdicts[()].verdict == "failed"
-    assert json.loads(json.dumps(result.as_data(), allow_nan=False))["chosen"] == list(chosen)
+    assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["chosen"] == list(chosen)
 
 
 def test_only_a_search_that_ran_out_of_tries_is_not_known_to_be_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import whole_runs as world
 from click.testing import CliRunner
-from damage import carry
+from damage import add_unused_weight
 from PIL import Image
 from whole_runs import ARCH, ARGS, SMALL
 
@@ -40,13 +40,13 @@ STRUCTURE: dict[str, Any] = {"text": untrained(SMALL), "structure_only": True, "
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, world.Told]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, world.RecordedProgress]:
     """A whole run that takes bytes, in fp16 with islands that are searched."""
     return world.run(tmp_path_factory.mktemp("home"), text=f'{HALF}islands = "auto"\nuint8 = true\n')
 
 
 @pytest.mark.slow
-def test_both_files_are_searched_verified_and_measured(finished: tuple[Any, world.Told]) -> None:
+def test_both_files_are_searched_verified_and_measured(finished: tuple[Any, world.RecordedProgress]) -> None:
     result, told = finished
     assert result.passed
     verdicts = {check["name"]: check for check in result.report["verify"]["checks"]}
@@ -64,7 +64,7 @@ def test_both_files_are_searched_verified_and_measured(finished: tuple[Any, worl
 
 
 @pytest.mark.slow
-def test_dense_files_are_held_against_the_dense_model(finished: tuple[Any, world.Told], tmp_path: Path) -> None:
+def test_dense_files_are_held_against_the_dense_model(finished: tuple[Any, world.RecordedProgress], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished[0].folder, folder)
     (folder / "dense.onnx").write_bytes((folder / "model.onnx").read_bytes())
@@ -78,7 +78,7 @@ def test_dense_files_are_held_against_the_dense_model(finished: tuple[Any, world
 
 
 @pytest.mark.slow
-def test_the_lines_of_the_report_give_the_file_bytes(finished: tuple[Any, world.Told], tmp_path: Path) -> None:
+def test_the_lines_of_the_report_give_the_file_bytes(finished: tuple[Any, world.RecordedProgress], tmp_path: Path) -> None:
     folder = finished[0].folder
     (code,) = re.findall(r"```python\n(.*?)```", (folder / "report.md").read_text(), re.DOTALL)
     assert "uint8" in code and "255" not in code
@@ -164,7 +164,7 @@ def test_a_file_that_was_taken_away_is_exported_again(structure: Path, tmp_path:
 def test_a_file_with_a_weight_that_is_not_its_own_is_moved_away(stem: str, structure: Path, tmp_path: Path) -> None:
     shutil.copytree(structure.parent, tmp_path, dirs_exist_ok=True)
     folder, name = tmp_path / "run", f"{stem}.onnx"
-    carry(folder / name)
+    add_unused_weight(folder / name)
     for left in ("verify.json", "report.json"):
         (folder / left).unlink()
     result, told = world.run(tmp_path, **STRUCTURE)

@@ -122,7 +122,7 @@ def test_labels_may_count_fully_beside_the_teacher() -> None:
 
 
 def test_patch_tokens_and_features_are_compared() -> None:
-    """Eq. D2, and the mean squared distance of pooled features; in eval mode the wrapper returns the logits of its model."""
+    """Eq. D2, and the mean squared distance of pooled features; in eval mode only logits are returned."""
     teacher, images, targets = vit(seed=1), torch.randn(6, 1, 4, 4), torch.arange(6) % 3
     narrow: Any = vit(embed_dim=4, num_heads=1)
     student: Any = student_of(narrow, "soft_patch", teacher).train()

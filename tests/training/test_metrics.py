@@ -17,8 +17,8 @@ from vitcompress.training.metrics import (
     Accuracy,
     calibration_images,
     evaluate,
-    guessed,
     evaluate_images,
+    guessed,
     mcnemar,
     wilson,
 )

@@ -124,5 +124,5 @@ def test_optimisers_with_other_state_resume_too(tmp_path: Path) -> None:
             fit(copy.deepcopy(resumed), tmp_path / name / "broken", options, after_epoch=stop)
         fit(resumed, tmp_path / name / "broken", options)
         assert same(weights(whole), weights(resumed)), name
-    with pytest.raises(InputError, match="optimizer 'adamx' cannot be made"):
+    with pytest.raises(InputError, match="optimizer 'adamx' cannot be created"):
         fit(vit(), tmp_path / "x", dataclasses.replace(OPTIONS, optimizer="adamx"))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from vitcompress.families.edited_block import fixed_size_error
 
 
-class SlicedAttention(nn.Module):
-    """Self-attention over timm's `qkv` and `proj` layers.
+class AnyWidthAttention(nn.Module):
+    """Base of all sliced attentions; subclasses define `forward`.
 
     Args:
         dense: the attention to replace, of timm or sliced. Its modules and parameters in `PARTS` are reused.
@@ -26,6 +26,10 @@ class SlicedAttention(nn.Module):
     """
 
     PARTS: tuple[str, ...] = ("qkv", "attn_drop", "proj", "proj_drop")
+    qkv: Any
+    attn_drop: Any
+    proj: Any
+    proj_drop: Any
 
     def __init__(self, dense: Any, qk_dim: int, v_dim: int, num_heads: int) -> None:
         super().__init__()
@@ -37,10 +41,6 @@ class SlicedAttention(nn.Module):
     def resize(self, qk_dim: int, v_dim: int, num_heads: int) -> None:
         """Store the widths of the parameters after slicing."""
         self.qk_dim, self.v_dim, self.num_heads = qk_dim, v_dim, num_heads
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """x: normalized tokens, (batch, tokens, channels) -> same shape."""
-        return self.attend(*self.project(x), attn_mask=attn_mask, is_causal=is_causal)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of the tokens x, each (batch, heads, tokens, channels of a head)."""
@@ -65,6 +65,14 @@ class SlicedAttention(nn.Module):
         return out
 
 
+class SlicedAttention(AnyWidthAttention):
+    """Self-attention (VisionTransformer)."""
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """x: normalized tokens, (batch, tokens, channels) -> same shape."""
+        return self.attend(*self.project(x), attn_mask=attn_mask, is_causal=is_causal)
+
+
 class SlicedRotaryAttention(SlicedAttention):
     """Attention that rotates q and k by the position of their patch (Eva). Prefix tokens have no position."""
 
@@ -86,20 +94,16 @@ class SlicedRotaryAttention(SlicedAttention):
         return torch.cat([prefix, apply_rot_embed_cat(patches, rope, half=self.rotate_half)], dim=2)
 
 
-class SlicedPositionAttention(SlicedAttention):
-    """Attention with a table of score biases by relative position (BEiT, Swin), for one window size."""
+class PositionAttention(AnyWidthAttention):
+    """Base of attentions with a table of score biases by relative position, for one window size."""
 
-    PARTS = ("relative_position_bias_table", *SlicedAttention.PARTS)
+    PARTS = ("relative_position_bias_table", *AnyWidthAttention.PARTS)
     relative_position_bias_table: nn.Parameter | None
     relative_position_index: Tensor
 
     def __init__(self, dense: Any, qk_dim: int, v_dim: int, num_heads: int) -> None:
         super().__init__(dense, qk_dim, v_dim, num_heads)
         self.register_buffer("relative_position_index", dense.relative_position_index, persistent=False)
-
-    def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
-        """x: normalized tokens, (batch, tokens, channels) -> same shape. The bias shared by all blocks is None."""
-        return self.attend(*self.project(x), attn_mask=self.position_bias())
 
     def position_bias(self) -> Tensor | None:
         """What is added to the scores, (1, heads, tokens, tokens)."""
@@ -113,7 +117,15 @@ class SlicedPositionAttention(SlicedAttention):
         raise fixed_size_error()
 
 
-class SlicedWindowAttention(SlicedPositionAttention):
+class SlicedPositionAttention(PositionAttention):
+    """Attention over all tokens with relative positions (BEiT)."""
+
+    def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
+        """x: normalized tokens, (batch, tokens, channels) -> same shape. The bias shared by all blocks is None."""
+        return self.attend(*self.project(x), attn_mask=self.position_bias())
+
+
+class SlicedWindowAttention(PositionAttention):
     """Attention within windows (Swin)."""
 
     def __init__(self, dense: Any, qk_dim: int, v_dim: int, num_heads: int) -> None:
@@ -131,10 +143,16 @@ class SlicedWindowAttention(SlicedPositionAttention):
         return self.attend(*self.project(x), attn_mask=bias)
 
 
-class SlicedReductionAttention(SlicedAttention):
+class SlicedReductionAttention(AnyWidthAttention):
     """Attention with spatially reduced keys and values (PVTv2)."""
 
     PARTS = ("q", "kv", "attn_drop", "proj", "proj_drop", "pool", "sr", "norm", "act")
+    q: Any
+    kv: Any
+    pool: Any
+    sr: Any
+    norm: Any
+    act: Any
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """x: normalized tokens, (batch, height x width, channels) -> same shape. feat_size: height, width."""

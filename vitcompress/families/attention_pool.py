@@ -10,16 +10,21 @@ from timm.layers import AttentionPoolLatent, Mlp
 from torch import Tensor, nn
 
 from vitcompress.families import blocks
-from vitcompress.families.attention import SlicedAttention
+from vitcompress.families.attention import AnyWidthAttention
 from vitcompress.families.base import Axis, Space, input_axis, linear_axes, norm_axes
 
 
-class SlicedPool(SlicedAttention):
+class SlicedPool(AnyWidthAttention):
     """AttentionPoolLatent with any widths of q/k, v and stream."""
 
     PARTS = ("latent", "q", "kv", "proj", "proj_drop", "norm", "mlp")
+    latent: nn.Parameter
+    q: Any
+    kv: Any
+    norm: Any
+    mlp: Any
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """x: tokens, (batch, tokens, channels) -> (batch, channels)."""
         q = self.q(self.latent.expand(x.shape[0], -1, -1))  # per image, as in timm: their masks may differ
         k, v = self.kv(x).split((self.qk_dim, self.v_dim), dim=-1)

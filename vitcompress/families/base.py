@@ -119,7 +119,7 @@ class Family:
     set_width(model, space, width): store the new width of a residual space in the attributes that timm reads.
     prepare(model): rewrite the model in place into an equal one that `spaces` describes, for example with the biases of
         q, k and v in their layer. Called for every model before anything else, possibly more than once.
-    timm_state(state): a state dict with the names that timm's unprepared model has.
+    timm_state(model): the state dict of a dense model with the names that timm's unprepared model has.
     linear_pair(model, ffn): the layers that `surgery.fold` multiplies; None if the FFN does not consist of two.
     scales(model): path of each LayerScale (module or parameter) -> path of the linear layer just before it.
     entry(model): parameters of which every token receives exactly one before the first block, with only sums after
@@ -140,7 +140,7 @@ class Family:
     slice_attention: Callable[[nn.Module, int, int, int], nn.Module]
     set_width: Callable[[nn.Module, str, int], None]
     prepare: Callable[[nn.Module], None] = lambda model: None
-    timm_state: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda state: state
+    timm_state: Callable[[nn.Module], dict[str, Tensor]] = lambda model: model.state_dict()
     linear_pair: Callable[[nn.Module, str], LinearPair | None] = lambda model, ffn: None
     scales: Callable[[nn.Module], dict[str, str]] = lambda model: {}
     not_foldable: str = ""

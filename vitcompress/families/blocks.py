@@ -18,9 +18,6 @@ Describe = Callable[[nn.Module, str, Any], tuple[list[Space], list[Axis]]]  # a 
 Stream = Callable[[nn.Module, str, list[Axis]], Space]  # of the stage at a path, from the axes inside its blocks
 
 
-# ---------------------------------------------------------------------------------------------------- what is supported
-
-
 def is_empty(*parts: nn.Module | None) -> bool:
     """Whether none of these modules computes anything."""
     return all(part is None or isinstance(part, nn.Identity) for part in parts)
@@ -30,10 +27,11 @@ def model_problem(
     model: Any, kind: type, stem: type, blocks: Blocks, block_problem: Callable[[Any], str | None]
 ) -> str | None:
     """The first problem of a model: of its type, its stem, a block or a norm."""
-    if not isinstance(model, kind):
+    stem_type = type(getattr(model, "patch_embed", None))
+    if not issubclass(type(model), kind):
         return f"it is a {type(model).__name__}"
-    if not isinstance(model.patch_embed, stem):
-        return f"its stem is a {type(model.patch_embed).__name__}"
+    if not issubclass(stem_type, stem):
+        return f"its stem is a {stem_type.__name__}"
     norms = (module for name, module in model.named_modules() if "norm" in name.rpartition(".")[2])
     problems = (*map(block_problem, blocks(model).values()), *map(norm_problem, norms))
     return next((problem for problem in problems if problem), None)
@@ -63,9 +61,6 @@ def part_problem(block: nn.Module, blocks: type, attentions: tuple[type, ...], f
     return "its gated FFN has no biases" if isinstance(mlp, GluMlp) and mlp.fc1.bias is None else None
 
 
-# ------------------------------------------------------------------------------------------------------- packed biases
-
-
 def pack_biases(model: nn.Module) -> None:
     """Move separate biases of q, k and v into the `qkv` layer, which timm then calls as a module.
 
@@ -90,9 +85,6 @@ def unpack_biases(model: nn.Module) -> dict[str, Tensor]:
             q, _, v = state.pop(f"{name}.qkv.bias").chunk(3)
             state |= {f"{name}.q_bias": q, f"{name}.v_bias": v}
     return state
-
-
-# --------------------------------------------------------------------------------------------------- blocks and sites
 
 
 def staged_blocks(model: nn.Module, stages: str) -> dict[str, nn.Module]:
@@ -129,9 +121,6 @@ def _block_sites(path: str, block: Any, index: int, linear_without_act: bool) ->
     if hasattr(block, "mlp"):
         yield Site(f"{path}.mlp", "ffn", path, index, f"{path}.drop_path2")
     yield Site(path, "block", path, index)
-
-
-# -------------------------------------------------------------------------------------------------------------- spaces
 
 
 def block_spaces(
@@ -203,9 +192,6 @@ def ffn(model: nn.Module, path: str, mlp: Any) -> tuple[list[Space], list[Axis]]
         axes += linear_axes(model, f"{name}.dwconv")
     space = Space(name, "mlp", hidden, (*axes, input_axis(f"{name}.fc2")))
     return [space], [input_axis(f"{name}.fc1"), *linear_axes(model, f"{name}.fc2")]
-
-
-# ------------------------------------------------------------------------------------------------------------- folding
 
 
 def list_scales(blocks: Mapping[str, nn.Module]) -> dict[str, str]:

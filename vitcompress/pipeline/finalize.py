@@ -17,7 +17,7 @@ from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.io.files import write_json
 from vitcompress.models.checkpoint import load_model, load_model_files, read_plan, write_model
 from vitcompress.models.standard import save_standard
-from vitcompress.pipeline.export import drop_failed, runnable
+from vitcompress.pipeline.export import quarantine_failed, runnable_files
 from vitcompress.pipeline.job import Job, Work
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import calibration_images, evaluate_images, mcnemar
@@ -64,7 +64,7 @@ def verify_run(job: Job) -> None:
         for check in result.checks:
             if check.verdict != "passed":
                 job.progress.note(f"{check.name}: {check.verdict.replace('_', ' ')}, {check.detail}")
-    drop_failed(job)
+    quarantine_failed(job)
 
 
 def _test_images(job: Job) -> Tensor | None:
@@ -103,7 +103,7 @@ def _models(job: Job) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     """One after the other, so that only one is in memory."""
     for name, folder in (("dense", job.dense_folder), ("compressed", job.folder)):
         yield name, load_model(folder, job.runtime.device)
-    for path, device in runnable(job, "model").values():
+    for path, device in runnable_files(job, "model").values():
         with closing(open_runner(path, device=device)) as runner:
             yield path.name, runner
 
@@ -134,8 +134,8 @@ def estimate_bench(job: Job) -> Iterator[Work]:
 
 def _pairs(job: Job) -> Iterator[tuple[Path, Path, str | None]]:
     """Dense and compressed artifact of one format, and the device; None: that of the file."""
-    dense, runtimes = runnable(job, "dense"), job.recipe.bench.runtimes
-    for name, (path, device) in runnable(job, "model").items():
+    dense, runtimes = runnable_files(job, "dense"), job.recipe.bench.runtimes
+    for name, (path, device) in runnable_files(job, "model").items():
         if name in dense and (name != "onnx" or "onnxruntime" in runtimes):
             yield dense[name][0], path, device
     if "torch" in runtimes:

@@ -160,11 +160,11 @@ def _device(name: str, local_rank: int) -> torch.device:
         raise DeviceError("device 'mps' is requested, but this machine has no Apple GPU", hint="use --device cpu")
     if kind != "cuda":
         return torch.device(kind)
-    number, count = int(index or local_rank), hardware.count()
+    number, count = int(index or local_rank), hardware.count_gpus()
     if number >= count:
         devices = f"{count} CUDA device{'s' if count != 1 else ''}"
         raise DeviceError(
-            f"device 'cuda:{number}' is requested, but torch sees {devices}{hardware.because()}",
+            f"device 'cuda:{number}' is requested, but torch sees {devices}{hardware.cuda_reason()}",
             hint="use --device cpu, or auto",
         )
     return torch.device("cuda", number)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vitcompress.io.files import write_text, writing
+from vitcompress.io.files import convert_write_errors, write_text
 
 
 class RunLog:
@@ -49,7 +49,7 @@ class RunLog:
 
     def append(self, stage: str, record: Mapping[str, Any]) -> None:
         """Add one line. Raises OutputError when the disk is full."""
-        with writing(self.path):
+        with convert_write_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
                 file.write(json.dumps({"stage": stage, **record}) + "\n")
