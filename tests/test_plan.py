@@ -4,12 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
-from contracts import assert_composed, build, contract, images
+from contracts import VARIANTS, assert_composed, build, contract, images
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vitcompress.errors import PlanError
-from vitcompress.plan import Plan
+from vitcompress.families import family_of
+from vitcompress.plan import Plan, is_within, module_of
 from vitcompress.surgery import apply_to_copy
 
 WHOLE = Plan(
@@ -194,3 +195,19 @@ def test_plans_one_after_the_other_equal_their_composition(variant: str, steps: 
         delta = replace(base, **fields)
         composed, step_by_step = composed.then(delta), apply_to_copy(step_by_step, delta)
     assert_composed(model, composed, step_by_step, images(variant))
+
+
+def test_channels_of_a_removed_attention_are_dropped() -> None:
+    first = Plan("x", kept={"blocks.1.qk": (0, 1), "blocks.1.v": (2,), "blocks.10.v": (1,)}, heads={"blocks.1.attn": 3})
+    both = first.then(first.delta(removed={"blocks.1.attn": "drop"}))
+    assert both == first.delta(removed={"blocks.1.attn": "drop"}, kept={"blocks.10.v": (1,)})
+    with pytest.raises(PlanError, match=r"names what the first removed: blocks\.1\.v"):
+        both.then(first.delta(kept={"blocks.1.v": (0,)}))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_attention_spaces_are_named_after_their_attention(variant: str) -> None:
+    """`Plan.then` derives the attention of a space from the name of the space."""
+    for space in family_of(model := build(variant)).spaces(model):
+        assert space.attention == "" or is_within(module_of(space.name), [space.attention])
+        assert space.kind != "sr" or any(site.name == module_of(space.name) for site in family_of(model).sites(model))
