@@ -147,7 +147,7 @@ CASES: dict[str, list[Case]] = {
         Case("images", 12),
         Case("attention_scale", "reset"),
     ],
-    "magnitude": [Case("keep_heads", 1.0, family="four heads")],
+    "magnitude": [Case("keep_heads", 0.25, family="four heads")],
     "sero": [
         Case("sparsity", 0.25),
         Case("epochs", 3),
