@@ -32,6 +32,6 @@ def test_a_method_without_data_names_the_argument(tmp_path: Path) -> None:
         lambda: training_subset(around, 2),
         lambda: accuracy(model(), around),
     ):
-        with pytest.raises(InputError, match="no .* images") as caught:
+        with pytest.raises(InputError, match=r"no .* images") as caught:
             read()
         assert "pass data" in str(caught.value.hint)

@@ -172,7 +172,7 @@ def test_every_round_of_the_collection_measures_gates_on_its_own_weights(
     monkeypatch.setattr(depth, "freeze_gates", record)
     fast = CollectionOptions(epochs=1, images_per_class=8, lr=1e-2, interleaved=0)
     collect(vit, around, depth.DepthOptions(pruned_layers=2), OPTIONS["nose"].te, fast)
-    second = list(frozen[1])[0]
+    second = next(iter(frozen[1]))
     assert not torch.equal(frozen[1][second], depth.gate_means(vit, around)[second])
 
 

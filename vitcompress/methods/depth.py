@@ -212,7 +212,7 @@ def record_choice(
     return plan_layers(model, context.plan, removed, options)
 
 
-def depth_method(  # noqa: PLR0913 (a table row)
+def depth_method(
     name: str,
     summary: str,
     options: type[BypassOptions],

@@ -141,7 +141,7 @@ def feasible_splits(layers: tuple[int, int], budget: int, min_pruned_per_type: i
 
 
 def _affordable(layers: tuple[int, int], least: int) -> str:
-    """The budgets that have a split, in words; where none has one, what stands in the way."""
+    """The budgets that have a split, in words; if there is none, the reason."""
     fewest, most = min(layers), sum(layers) - 2
     if fewest < 1 or most < 1:
         return "prune widths: with one layer of each type to stay, none may go"
