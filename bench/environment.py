@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -33,12 +33,12 @@ PAPER = (
 @dataclass
 class Monitor:
     """joules: reads the energy counter of all processors in use, None without one. energy_of: what it counts, or why
-    there is none. conditions: set when the measurement has ended.
+    there is none. conditions: known when the measurement has ended.
     """
 
     joules: Callable[[], float] | None
     energy_of: str
-    conditions: Conditions
+    conditions: Conditions = field(init=False)
 
 
 def facts() -> MachineRecord:
@@ -62,24 +62,18 @@ def monitor(runners: Sequence[RunnerRecord]) -> Iterator[Monitor]:
             gpu = _gpu(indices[0])
         except LookupError as error:
             reason = str(error)
+    result = Monitor(*_energy_counter(runners, gpu, reason))
     before, seconds, pauses = machine.cpu_state(), machine.cpu_seconds(), machine.throttle_count()
-    conditions: Conditions = {
-        "cpu_before": before,
-        "cpu_after": before,
-        "other_processes_cores": None,
-        "held_back_by_quota": None,
-        "host_peak_bytes": None,
-        "gpu": None,
-        "gpu_unwatched": reason,
-    }
     with gpu_monitor.Watch(gpu) as watch:
-        yield Monitor(*_energy_counter(runners, gpu, reason), conditions)
-    conditions |= {
+        yield result
+    result.conditions = {
+        "cpu_before": before,
         "cpu_after": machine.cpu_state(),
         "other_processes_cores": machine.others_cores(seconds, machine.cpu_seconds()),
         "held_back_by_quota": None if pauses is None else (machine.throttle_count() or 0) - pauses,
         "host_peak_bytes": machine.peak_bytes(),
         "gpu": gpu_monitor.summary(watch.readings),
+        "gpu_unwatched": reason,
     }
 
 

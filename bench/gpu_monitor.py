@@ -2,9 +2,9 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import psutil
 
@@ -140,25 +140,14 @@ def summary(readings: list[GpuState]) -> GpuSummary | None:
     """Minimum and maximum of each value, and everything that throttled or shared the GPU; None without readings."""
     if not readings:
         return None
-
-    def extremes(values: Iterable[float | None]) -> list[float] | None:
-        known = [value for value in values if value is not None]
-        return [min(known), max(known)] if known else None
-
-    def union(values: Iterable[list[Any] | None]) -> list[Any] | None:
-        known = [items for items in values if items is not None]
-        return sorted({item for items in known for item in items}) if known else None
-
-    return {
-        "sm_clock_mhz": extremes(state["sm_clock_mhz"] for state in readings),
-        "memory_clock_mhz": extremes(state["memory_clock_mhz"] for state in readings),
-        "temperature_c": extremes(state["temperature_c"] for state in readings),
-        "power_w": extremes(state["power_w"] for state in readings),
-        "busy_percent": extremes(state["busy_percent"] for state in readings),
-        "throttled_by": union(state["throttled_by"] for state in readings),
-        "foreign_processes": union(state["foreign_processes"] for state in readings),
-        "looks": len(readings),
-    }
+    result: dict[str, object] = {"looks": len(readings)}
+    for name in GpuState.__annotations__:
+        known = [value for state in readings if (value := state[name]) is not None]  # type: ignore[literal-required]
+        if known and isinstance(known[0], list):
+            result[name] = sorted({item for items in known for item in items})
+        else:
+            result[name] = [min(known), max(known)] if known else None
+    return cast(GpuSummary, result)
 
 
 # --------------------------------------------------------------------------------------------------------------- energy

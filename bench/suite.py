@@ -73,20 +73,9 @@ class Bench:
         return [r for r in self.ratios if limit is not None and (r["ci95"][0] or 0.0) < limit]
 
     def to_dict(self) -> BenchRecord:
-        record: BenchRecord = {
-            "bench_format": FORMAT,
-            "rows": list(self.rows),
-            "ratios": list(self.ratios),
-            "machine": self.machine,
-            "warnings": list(self.warnings),
-            "notes": list(self.notes),
-            "disturbed": list(self.disturbed),
-            "fail_under": self.fail_under,
-            "passed": not self.too_slow,
-        }
-        if len(self.ratios) == 1:
-            record["ratio"] = self.ratios[0]
-        return record
+        fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        only = {"ratio": self.ratios[0]} if len(self.ratios) == 1 else {}
+        return cast(BenchRecord, {"bench_format": FORMAT, **fields, **only, "passed": not self.too_slow})
 
     def failure(self) -> str | None:
         """The ratio that is furthest below `fail_under`, as a sentence; None if none is."""
@@ -147,15 +136,13 @@ def compare(runners: Sequence[Runner], options: BenchOptions, progress: Progress
     """`run` for runners that are already open; they stay open."""
     parts = [_compare_at_batch(runners, options, protocol, progress) for protocol in options.protocols()]
     conditions = [condition for part in parts for condition in part.machine["conditions"]]
+    sentences = ("warnings", "notes", "disturbed")  # each of them once, although several batches may have it
     return Bench(
-        tuple(row for part in parts for row in part.rows),
-        tuple(ratio for part in parts for ratio in part.ratios),
-        {**parts[0].machine, "conditions": conditions},
-        # A sentence that several batches have in common appears once.
-        tuple(dict.fromkeys(text for part in parts for text in part.warnings)),
-        options.fail_under,
-        tuple(dict.fromkeys(text for part in parts for text in part.notes)),
-        tuple(dict.fromkeys(text for part in parts for text in part.disturbed)),
+        rows=tuple(row for part in parts for row in part.rows),
+        ratios=tuple(ratio for part in parts for ratio in part.ratios),
+        machine={**parts[0].machine, "conditions": conditions},
+        fail_under=options.fail_under,
+        **{name: tuple(dict.fromkeys(text for part in parts for text in getattr(part, name))) for name in sentences},
     )
 
 

@@ -48,8 +48,8 @@ def test_compress_checkpoint(tmp_path: Path) -> None:
         "--img-size",
         "32",
     )
-    training = ("--data", tmp_path / "data", "--classes", "2", "--epochs", "1", "--batch-size", "8", "--protocol", "paper")
-    out = run("compress_checkpoint.py", *model_arguments, *training, cwd=tmp_path)
+    training = ("--data", tmp_path / "data", "--classes", "2", "--epochs", "1", "--batch-size", "8")
+    out = run("compress_checkpoint.py", *model_arguments, *training, "--protocol", "paper", cwd=tmp_path)
     assert "verified: True" in out and (tmp_path / "compressed" / "model.onnx").is_file()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TABLE = re.compile(r"^\| avoid \| write \|\n\| --- \| --- \|\n((?:\|.*\n)+)", re.MULTILINE)
-# Inflected forms of a listed word; `held-out` is a standard term, and so are these words as parts of JSON keys of version 1.
+# Inflected forms of a listed word. `held-out` is a standard term.
 ENDINGS = {"judge": r"judg(?:e|es|ed|ing)", "refuse": r"refus(?:e|es|ed|ing|al)", "vouch": r"vouch(?:es|ed|ing)?"}
 NAMES = {"told", "said", "asked", "found", "given", "made", "held", "judged", "refused", "vouched"}
 STRINGS = {tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
@@ -27,7 +27,7 @@ def listed() -> list[str]:
 # In prose, these are rejected as parts of other phrases only: `given`, `found`, `made` and `held` are common English.
 PROSE = [word for word in listed() if word not in ("found", "given", "made", "held")]
 PATTERN = re.compile(
-    r"\b(?:" + "|".join(ENDINGS.get(word, re.escape(word)) for word in PROSE) + r")\b(?!-out)", re.IGNORECASE
+    r"(?<![`'\"])\b(?:" + "|".join(ENDINGS.get(word, re.escape(word)) for word in PROSE) + r")\b(?!-out)", re.IGNORECASE
 )
 
 

@@ -278,13 +278,6 @@ class CostRecord(TypedDict):
     macs_linear: int
 
 
-class CostPair(TypedDict):
-    """Cost before and after."""
-
-    dense: CostRecord
-    compressed: CostRecord
-
-
 class AccuracyRecord(TypedDict):
     """Counts and shares of correct images (first, among the first five), mean loss, Wilson's 95 % interval of top-1."""
 
@@ -311,13 +304,6 @@ class AccuracyPair(TypedDict, total=False):
     dense: AccuracyRecord
     compressed: AccuracyRecord
     mcnemar: McNemarRecord
-
-
-class PruningAccuracy(TypedDict):
-    """Accuracy on held-out images directly after pruning."""
-
-    dense: AccuracyRecord
-    pruned: AccuracyRecord
 
 
 class RecoveryRecord(TypedDict):
@@ -409,8 +395,9 @@ class PublishedRecord(TypedDict, total=False):
 class Report(TypedDict, total=False):
     """Content of report.json. Every key except `recipe` and `cost` may be missing or null.
 
-    searched: data and models that the search used. layers: how the layers were chosen. tables: measurements of the
-    methods. files: bytes of each exported file. bench: one entry per runtime, the dense model first.
+    before_recovery: on held-out images, directly after pruning. bench: one entry per runtime, the dense model first.
+    files: bytes of each exported file. searched: models that the search measured. layers: how layers were chosen.
+    tables: measurements of the methods.
     """
 
     recipe: Required[str]
@@ -419,9 +406,9 @@ class Report(TypedDict, total=False):
     plan: PlanRecord | None
     plan_sha256: str | None
     widths: TableRecord | None
-    cost: Required[CostPair]
+    cost: Required[Mapping[Literal["dense", "compressed"], CostRecord]]
     accuracy: AccuracyPair | None
-    before_recovery: PruningAccuracy | None
+    before_recovery: Mapping[Literal["dense", "pruned"], AccuracyRecord] | None
     recovery: RecoveryRecord | None
     bench: Sequence[BenchRecord] | None
     artifacts: Sequence[ArtifactRecord] | None

@@ -21,12 +21,7 @@ DEPTH_AIM, WIDTH_AIM = 0.97, 0.9  # published widths reached 0.74 (SERo), 0.63 (
 # NOSE's recipes choose their layers themselves; these are the attentions that its authors' search removed from DeiT-S.
 NOSE, GREEDY = "nose_deit_s_4", (0, 2, 4, 6)
 # Widths of one head's q/k and v, and of an FFN, 30 % in all: SERo's table 3 prunes q/k most and v least.
-SERO = {
-    "unaligned": (7, 49, 724),
-    "uniform": (8, 48, 720),
-    "tied": (32, 32, 576),
-    "padded": (8, 48, 720),
-}
+SERO = {"unaligned": (7, 49, 724), "uniform": (8, 48, 720), "tied": (32, 32, 576), "padded": (8, 48, 720)}
 RELEASED = {"deit_iso_2_6g": 0, "hetdpt_plus_2_4g": 3}  # recipe -> its step that prunes widths
 
 

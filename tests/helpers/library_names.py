@@ -5,9 +5,7 @@ import re
 from types import ModuleType
 from typing import Any
 
-Names = dict[
-    str, dict[str, list[str] | None]
-]  # class -> attribute -> parameters, None if not a method
+Names = dict[str, dict[str, list[str] | None]]  # class -> attribute -> parameters, None if not a method
 # Classes of TensorRT that the exporters use.
 USED = frozenset(
     {

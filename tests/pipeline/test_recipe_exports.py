@@ -64,7 +64,9 @@ def test_both_files_are_searched_verified_and_measured(finished: tuple[Any, worl
 
 
 @pytest.mark.slow
-def test_dense_files_are_held_against_the_dense_model(finished: tuple[Any, world.RecordedProgress], tmp_path: Path) -> None:
+def test_dense_files_are_compared_with_the_dense_model(
+    finished: tuple[Any, world.RecordedProgress], tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished[0].folder, folder)
     (folder / "dense.onnx").write_bytes((folder / "model.onnx").read_bytes())
@@ -78,7 +80,9 @@ def test_dense_files_are_held_against_the_dense_model(finished: tuple[Any, world
 
 
 @pytest.mark.slow
-def test_the_lines_of_the_report_give_the_file_bytes(finished: tuple[Any, world.RecordedProgress], tmp_path: Path) -> None:
+def test_the_lines_of_the_report_give_the_file_bytes(
+    finished: tuple[Any, world.RecordedProgress], tmp_path: Path
+) -> None:
     folder = finished[0].folder
     (code,) = re.findall(r"```python\n(.*?)```", (folder / "report.md").read_text(), re.DOTALL)
     assert "uint8" in code and "255" not in code

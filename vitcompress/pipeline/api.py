@@ -68,7 +68,7 @@ def create_model(
     return create.create_model(name, args, weights or ("hub" if pretrained else "random"), seed=seed)
 
 
-def plan(  # noqa: PLR0913 (each argument is public and has a default)
+def plan(
     model: nn.Module,
     method: str | Method = "isomorphic",
     data: Any = None,

@@ -1,8 +1,7 @@
 """Write exported files: check the range of fp16, search fp32 layers, export; and all exports of a recipe."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -80,26 +79,25 @@ def _search_layers(
     exporter: Exporter, original: Original, options: ExportOptions, input: InputConfig, progress: Progress | None
 ) -> Search:
     """Search the fp32 layers. Raises PrecisionError if fp16 overflows whatever layers are in fp32."""
-    fixed, model = tuple(name for name in options.islands if name != AUTO), original.model
-    run = partial(
-        search,
-        original,
-        best_evaluator(exporter, original, options, input),
-        (options.precision, "fp32"),
-        fixed=fixed,
-        progress=progress,
-    )
-    if options.precision != "fp16":  # bf16 represents whatever fp32 does
-        return run()
-    ranges = scan_ranges(model, original.images)
-    check_layers_help(model, ranges, fixed)
+    fixed = tuple(name for name in options.islands if name != AUTO)
+    limits: tuple[Any, ...] = ()  # bf16 represents whatever fp32 does
+    if options.precision == "fp16":
+        ranges = scan_ranges(original.model, original.images)
+        check_layers_help(original.model, ranges, fixed)
+        limits = fp16_limits(original.model, ranges, fixed)
+    evaluator = best_evaluator(exporter, original, options, input)
+    return search(original, evaluator, (options.precision, "fp32"), *limits, fixed=fixed, progress=progress)
+
+
+def fp16_limits(model: nn.Module, ranges: Ranges, fixed: Layers) -> tuple[Layers, Callable[[Layers], str | None]]:
+    """`required` and `problem` of a search: the layers whose results fp16 cannot represent."""
 
     def problem(layers: Layers) -> str | None:
         overflows = find_overflows(model, ranges, layers)
         return describe_overflows(overflows) if overflows else None
 
     overflows = find_overflows(model, ranges, fixed)
-    return run(required_layers(model, Ranges(overflows, ranges.given)) or (), problem)
+    return required_layers(model, replace(ranges, inside=overflows)) or (), problem
 
 
 def _selected_layers(result: Search, precision: str, path: Path) -> Layers:

@@ -63,7 +63,7 @@ class Trial:
 class Search:
     """The record `islands_search` of a sidecar: all trials, in order.
 
-    judge: title of the evaluator. chosen: the result, None if no set passed. smallest: no layer of it can be omitted.
+    `judge`: title of the evaluator. chosen: the result, None if no set passed. smallest: no layer of it can be omitted.
     """
 
     judge: str

@@ -96,7 +96,7 @@ def posterize(image: Image.Image, bits_to_keep: int, **_: Any) -> Image.Image:
 
 
 def allow_no_bits(transform: Any) -> None:
-    """Replace the posterize operation in the policies of timm's `transform` by `posterize`, as Pillow rejects 0 bits."""
+    """Replace the posterize operation in the policies of timm's `transform` by `posterize`, as Pillow rejects 0."""
     for operation in _operations(transform):
         if operation.name.startswith("Posterize"):
             operation.aug_fn = posterize

@@ -63,7 +63,7 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of a training: one record per epoch, held-out accuracy of the selected weights, and which were selected."""
+    """Result of a training: one record per epoch, held-out accuracy, and which weights were selected."""
 
     history: list[dict[str, Any]]
     raw: Accuracy | None
