@@ -12,7 +12,7 @@ from vitcompress.methods.depth import depth_plan
 from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan
 from vitcompress.surgery.shapes import planned_tensors
-from vitcompress.verify.weights import shape_check, plan_rows
+from vitcompress.verify.weights import plan_rows, shape_check
 
 
 def outline(plan: Plan) -> nn.Module:
