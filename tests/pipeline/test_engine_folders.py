@@ -1,4 +1,4 @@
-"""Run folders with an engine in them: what can be told of it without running it, what fails, and wrong wishes."""
+"""Run folders with an engine: checks without running it, failures, and invalid options."""
 
 import json
 import shutil
@@ -23,11 +23,11 @@ from vitcompress.pipeline import job
 from vitcompress.pipeline.dry_run import dry_run_recipe
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.plan import Plan
-from vitcompress.verify import quarantine
 from vitcompress.verify.folder import verify_folder
 
 pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")
 TENSORRT_RTX = EXPORTERS["trt-rtx"]
+ENGINE = "model-fp16.rtx.engine"
 
 
 @pytest.fixture(scope="module")
@@ -43,31 +43,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "num_heads": 2,
         "num_classes": 3,
     }
-    plan, made = Plan(arch, args, removed={"blocks.1.attn": "drop"}), tmp_path_factory.mktemp("run") / "run"
-    write_model(made, surgery.apply_to_copy(create_model(arch, args), plan), plan)
-    words = ["export", str(made), "--format", "trt-rtx", "--precision", "fp16", "--sm", "89", "--batch", "1:2:4"]
+    plan, run = Plan(arch, args, removed={"blocks.1.attn": "drop"}), tmp_path_factory.mktemp("run") / "run"
+    write_model(run, surgery.apply_to_copy(create_model(arch, args), plan), plan)
+    words = ["export", str(run), "--format", "trt-rtx", "--precision", "fp16", "--sm", "89", "--batch", "1:2:4"]
     done = CliRunner().invoke(main, [*words, "--json"])
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert (found["path"], found["verified"], found["build"]["sm"]) == ("model-fp16.rtx.engine", False, [89])
+    result = json.loads(done.stdout)
+    assert (result["path"], result["verified"], result["build"]["sm"]) == ("model-fp16.rtx.engine", False, [89])
     if TENSORRT_RTX.cannot_run():
-        assert found["verdict"] == "not_run" and "verify" in found["checks"][0]["command"]
-    return made
+        commands = {check["command"] for check in result["checks"] if check["verdict"] == "not_run"}
+        assert result["verdict"] == "not_run" and commands == {f"vitcompress verify {run}"}
+    return run
 
 
-def test_what_can_be_told_of_an_engine_without_running_it_is_verified(folder: Path) -> None:
-    found = {check.name: check for check in verify_folder(folder).checks}
-    engine = "model-fp16.rtx.engine"
-    expected = {f"{engine}.file", f"{engine}.source", f"{engine}.source.batch5", f"{engine}.source.plan"}
-    assert {name for name in expected if found[name].verdict != "passed"} == set()
+def test_an_engine_is_verified_without_running_it(folder: Path) -> None:
+    checks = {check.name: check for check in verify_folder(folder).checks}
+    names = {f"{ENGINE}.{kind}" for kind in ("file", "source", "source.plan", "source.idle", "source.file")}
+    names |= {f"agreement.{ENGINE}.onnx.error", f"weights.{ENGINE}.onnx"}
+    assert {name for name in names if checks[name].verdict != "passed"} == set()
 
 
 @pytest.mark.parametrize(
     ("damaged", "fails"),
     [
-        ("model-fp16.rtx.engine", {"file"}),
-        ("model-fp16.rtx.engine.json", {"file"}),
-        ("model-fp16.rtx.engine.onnx.json", {"source.file"}),
+        ("model-fp16.rtx.engine", {f"{ENGINE}.file", f"agreement.{ENGINE}"}),
+        ("model-fp16.rtx.engine.json", {f"{ENGINE}.file", f"agreement.{ENGINE}"}),
+        ("model-fp16.rtx.engine.onnx.json", {f"{ENGINE}.source.file", f"agreement.{ENGINE}.onnx"}),
     ],
 )
 def test_a_damaged_engine_fails_verification(damaged: str, fails: set[str], folder: Path, tmp_path: Path) -> None:
@@ -80,62 +81,59 @@ def test_a_damaged_engine_fails_verification(damaged: str, fails: set[str], fold
     else:
         (copy / damaged).write_bytes((copy / damaged).read_bytes()[:-1])
     checks = verify_folder(copy).checks
-    assert {c.name for c in checks if c.verdict == "failed"} == {f"model-fp16.rtx.engine.{name}" for name in fails}
+    assert {c.name for c in checks if c.verdict == "failed"} == fails
 
 
-ENGINE = "model-fp16.rtx.engine"
-
-
-def served(folder: Path) -> tuple[str, str, str | None]:
-    """Verdict, detail and command of what runs the engine, and whether the folder's other checks pass."""
-    found = quarantine.verify(folder)
-    (check,) = (check for check in found.checks if check.name == f"agreement.{ENGINE}")
-    assert found.passed == (check.verdict != "failed")
+def output_check(folder: Path) -> tuple[str, str, str | None]:
+    """Verdict, detail and command of the output check of the engine; the folder's other checks pass."""
+    verification = verify_folder(folder)
+    (check,) = (check for check in verification.checks if check.name == f"agreement.{ENGINE}")
+    assert verification.passed == (check.verdict != "failed")
     return check.verdict, check.detail, check.command
 
 
 def claim(engine: Path, **build: Any) -> None:
-    """Change what the sidecar says of the build, and let it vouch for the bytes that are there."""
+    """Change the build in the sidecar, which then has the hash of the present file."""
     known = read_sidecar(engine) or {}
     amend_sidecar(engine, build={**known["build"], **build}, files={engine.name: file_sha256(engine)})
 
 
-def test_an_engine_of_another_version_is_for_the_target_to_run(folder: Path, tmp_path: Path) -> None:
+def test_an_engine_of_another_version_runs_on_the_target(folder: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "run"))
     claim(copy / ENGINE, runtime_version="1.4.0.9")
-    verdict, detail, command = served(copy)
+    verdict, detail, command = output_check(copy)
     assert (verdict, command) == ("not_run", f"vitcompress verify {copy}")
     assert "built by TensorRT for RTX 1.4.0.9" in detail and "pip install tensorrt-rtx==1.4.0.9" in detail
     known = read_sidecar(copy / ENGINE) or {}
     assert known["verified"] is False and known["verification"]["verdict"] == "not_run"
 
 
-def test_an_engine_for_another_gpu_is_for_the_target_to_run(
+def test_an_engine_for_another_gpu_runs_on_the_target(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "run"))
     monkeypatch.setattr(runner, "capability", lambda index: 75)  # a Turing GPU, which no test machine has
-    verdict, detail, command = served(copy)
+    verdict, detail, command = output_check(copy)
     assert (verdict, command) == ("not_run", f"vitcompress verify {copy}")
     assert "built for compute capability 89, this GPU has 75" in detail and "--sm 75" in detail
 
 
-@pytest.mark.parametrize("foreign", ["of the other library", "no engine", "not vouched for"])
+@pytest.mark.parametrize("foreign", ["of the other library", "no engine", "with another hash"])
 def test_a_foreign_engine_fails(foreign: str, folder: Path, tmp_path: Path) -> None:
     """Also where it could not run anyway, and whatever its sidecar says of versions."""
     copy = Path(shutil.copytree(folder, tmp_path / "run"))
     engine = copy / ENGINE
     data = engine.read_bytes()
     engine.write_bytes({"of the other library": b"ftrt" + data[4:], "no engine": bytes(100)}.get(foreign, data + b"x"))
-    if foreign != "not vouched for":
+    if foreign != "with another hash":
         claim(engine, runtime_version="1.4.0.9")
         amend_sidecar(engine, format="trt-rtx" if foreign == "of the other library" else "")
-    assert served(copy)[0] == "failed"
+    assert output_check(copy)[0] == "failed"
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, str]:
-    """The words of a recipe, the folder that it has left, and what it said."""
+    """The command of a recipe, its run folder, and what it printed."""
     place = tmp_path_factory.mktemp("recipe")
     (place / "small.toml").write_text(whole_runs.SMALL)
     words = ["recipe", str(place / "small.toml"), "--out", str(place / "run"), "--export", "trt-rtx"]
@@ -146,12 +144,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, st
 
 
 @pytest.mark.skipif(TENSORRT_RTX.cannot_run() is None, reason="about machines that cannot run the engine")
-def test_a_recipe_warns_of_what_was_not_run_here_and_falls_short_only_where_that_is_required(
+def test_a_recipe_warns_of_checks_that_did_not_run_and_fails_only_if_they_are_required(
     small: tuple[list[str], Path, str],
 ) -> None:
-    words, run, said = small
-    assert "warning: not run here: agreement.model.rtx.engine" in said
-    assert f"on the target: vitcompress verify {run}" in said
+    words, run, printed = small
+    assert "warning: not run here: agreement.model.rtx.engine" in printed
+    assert f"on the target: vitcompress verify {run}" in printed
     again = CliRunner().invoke(main, [*words, "--require-verified"])
     assert again.exit_code == 1 and "not run here: agreement.model.rtx.engine" in again.stderr
     assert json.loads((run / "verify.json").read_text())["passed"] is True
@@ -164,49 +162,51 @@ def test_a_folded_layer_is_in_the_engine_and_the_pair_is_not(
     _, run, _ = small
     before = {check.name: check for check in verify_folder(run).checks}
     weights, size = before["weights.model.rtx.engine"], before["weights.model.rtx.engine.bytes"]
-    assert weights.verdict == size.verdict == "passed" and weights.detail.startswith("1 of 1 folded layers found")
+    assert weights.verdict == size.verdict == "passed" and weights.detail.startswith(
+        "1 of 1 folded layers are in the engine"
+    )
     copy = Path(shutil.copytree(run, tmp_path / "run"))
-    shutil.copy(copy / "dense.rtx.engine", copy / "model.rtx.engine")  # nothing was trained: its layers are the pair's
+    shutil.copy(
+        copy / "dense.rtx.engine", copy / "model.rtx.engine"
+    )  # untrained: it has the layers of the pair
     with (copy / "model.rtx.engine").open("ab") as file:
         file.write(bytes(1))
     amend_sidecar(copy / "model.rtx.engine", files={"model.rtx.engine": file_sha256(copy / "model.rtx.engine")})
     after = {check.name: check for check in verify_folder(copy).checks}
     assert after["model.rtx.engine.file"].verdict == "passed"
     weights, size = after["weights.model.rtx.engine"], after["weights.model.rtx.engine.bytes"]
-    assert weights.verdict == "failed" and "mlp.fc1.weight was folded, and is in the engine" in weights.detail
+    assert weights.verdict == "failed" and "mlp.fc1.weight was folded, but is in the engine" in weights.detail
     assert size.verdict == "failed" and size.value == (size.tolerance or 0) + 1
 
 
 @pytest.mark.skipif(TENSORRT_RTX.cannot_run() is None, reason="about machines that cannot run the engine")
 @pytest.mark.parametrize("name", ["m.engine", "m.rtx.engine"])
-def test_what_was_not_run_here_falls_short_where_it_is_required(name: str, folder: Path, tmp_path: Path) -> None:
+def test_a_required_check_that_did_not_run_fails(name: str, folder: Path, tmp_path: Path) -> None:
     words = ["export", str(folder), "--format", "trt-rtx", "--sm", "89", "--batch", "1:2:4"]
     done = CliRunner().invoke(main, [*words, "--out", str(tmp_path / name), "--require-verified"])
-    assert done.exit_code == 1 and "could not be checked here" in done.stderr and (tmp_path / name).is_file()
+    assert done.exit_code == 1 and "could not be verified here" in done.stderr and (tmp_path / name).is_file()
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--format", "trt-rtx", "--sm", "90"], "data centres"),
-        (["--format", "trt-rtx", "--sm", "ampere"], "no compute capability"),
-        (["--format", "trt-rtx", "--batch", "8:4:16"], "not in order"),
+        (["--format", "trt-rtx", "--sm", "90"], "data centre GPUs"),
+        (["--format", "trt-rtx", "--sm", "ampere"], "expected compute capabilities"),
+        (["--format", "trt-rtx", "--batch", "8:4:16"], "not in ascending order"),
         (["--format", "trt-rx"], "did you mean trt-rtx"),
         (["--format", "trt-rtx", "--precision", "fp8"], "TensorRT for RTX has no precision 'fp8'"),
-        (["--format", "trt-rtx", "--timing-cache", "cache"], "timing_cache was given as 'cache'"),
-        (["--format", "trt-rtx", "--opset", "23"], "half precision only, fp32 was asked for"),
-        (["--format", "onnx", "--sm", "89"], "means nothing to the format onnx"),
+        (["--format", "trt-rtx", "--timing-cache", "cache"], "timing_cache is 'cache'"),
+        (["--format", "trt-rtx", "--opset", "23"], "half precision only, but the precision is fp32"),
+        (["--format", "onnx", "--sm", "89"], "the format onnx has no such option"),
     ],
 )
-def test_wrong_wishes_are_one_message_and_leave_nothing(words: list[str], says: str, folder: Path) -> None:
+def test_invalid_options_are_one_message_and_leave_nothing(words: list[str], says: str, folder: Path) -> None:
     before = sorted(folder.iterdir())
     done = CliRunner().invoke(main, ["export", str(folder), *words, "--json"])
     assert done.exit_code == 2 and says in json.loads(done.stdout)["error"] and sorted(folder.iterdir()) == before
 
 
-def test_unequal_widths_in_one_attention_node_are_refused_before_anything_is_built(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_unequal_widths_in_one_attention_node_are_rejected_before_the_build(folder: Path, tmp_path: Path) -> None:
     plan = read_plan(folder / PLAN)
     args, qk = plan.arch_args, "blocks.0.qk"
     narrow = replace(plan, kept={qk: tuple(range(0, 16, 2))})
@@ -215,10 +215,10 @@ def test_unequal_widths_in_one_attention_node_are_refused_before_anything_is_bui
     words = ["export", str(run), "--precision", "fp16", "--opset", "23", "--json", "--format"]
     before = sorted(run.iterdir())
     done = CliRunner().invoke(main, [*words, "trt-rtx"])
-    said = json.loads(done.stdout)
+    printed = json.loads(done.stdout)
     assert done.exit_code == 2 and sorted(run.iterdir()) == before
-    assert said["error"].startswith("the heads of blocks.0.attn have 4 channels in q and k and 8 in v;")
-    assert "--opset 20" in said["hint"]
+    assert printed["error"].startswith("each head of blocks.0.attn has 4 channels in q and k and 8 in v;")
+    assert "--opset 20" in printed["hint"]
     assert CliRunner().invoke(main, [*words, "onnx"]).exit_code == 0, "ONNX takes any widths"
 
 
@@ -226,7 +226,7 @@ def test_unequal_widths_in_one_attention_node_are_refused_before_anything_is_bui
     ("step", "opset", "code"),
     [("", 23, 2), ('layout = "tied"', 23, 0), ('layout = "padded"', 23, 0), ("", 22, 0)],
 )
-def test_a_recipe_that_may_leave_unequal_widths_is_refused_before_the_training(
+def test_a_recipe_with_possibly_unequal_widths_is_rejected_before_the_training(
     step: str, opset: int, code: int, tmp_path: Path
 ) -> None:
     sero = whole_runs.with_steps(f'method = "sero"\nsparsity = 0.5\nepochs = 2\nround_to = 1\n{step}')
@@ -235,7 +235,7 @@ def test_a_recipe_that_may_leave_unequal_widths_is_refused_before_the_training(
     missing = dry_run_recipe(recipe, job.RunOptions(out=tmp_path / "run"))["missing"]
     assert len(missing) == (1 if code else 0)
     if code:
-        with pytest.raises(InputError, match="step 1, sero, gives q and k another width than v") as caught:
+        with pytest.raises(InputError, match="step 1, sero, may give q and k another width than v") as caught:
             run_recipe(recipe, job.RunOptions(out=tmp_path / "run"))
         assert "step.0.layout=tied" in str(caught.value.hint) and str(caught.value.hint) in missing[0]
         assert not (tmp_path / "run").exists()

@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_the_export_answers_as_the_folder_does(folder: Path) -> None:
+def test_the_export_has_the_outputs_of_the_folder(folder: Path) -> None:
     done = export_folder(folder)
     images = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     session = onnxruntime.InferenceSession(str(done.path), providers=["CPUExecutionProvider"])
@@ -52,29 +52,29 @@ def test_class_names_stay_and_a_precision_gets_a_file_of_its_own(folder: Path) -
     assert json.loads(done.metadata["classes"]) == ["ant", "bee", "cow"]
 
 
-def test_what_cannot_be_exported_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_invalid_exports_are_rejected(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="did you mean onnx"):
         export_folder(folder, "onxx")
-    with pytest.raises(InputError, match="sm was given"):
+    with pytest.raises(InputError, match="sm is 80"):
         export_folder(folder, options=ExportOptions(sm=(80,)))
-    with pytest.raises(InputError, match="taken for the dense model"):
+    with pytest.raises(InputError, match="name of a file of the dense model"):
         export_folder(folder, out=folder / "dense-2.onnx")
     with pytest.raises(ArtifactError):
         export_folder(tmp_path)
     assert not list(folder.glob("*.onnx"))
 
 
-def test_doctor_says_what_is_true_of_this_machine() -> None:
-    found = doctor.examine()
+def test_doctor_describes_this_machine() -> None:
+    facts = doctor.examine()
     assert (
-        found["versions"]["torch"] == torch.__version__.split("+")[0] or found["versions"]["torch"] == torch.__version__
+        facts["versions"]["torch"] == torch.__version__.split("+")[0] or facts["versions"]["torch"] == torch.__version__
     )
-    assert found["providers"]["CPUExecutionProvider"] is True
+    assert facts["providers"]["CPUExecutionProvider"] is True
     if not torch.cuda.is_available():
-        assert found["devices"]["cuda"] is None and found["providers"].get("CUDAExecutionProvider", False) is False
-    assert set(found["export"]) == set(EXPORTERS)
-    assert {item["package"]: item["present"] for item in found["optional"]}["sklearn"] is True
-    targets = {row["target"]: row for row in found["targets"]}
+        assert facts["devices"]["cuda"] is None and facts["providers"].get("CUDAExecutionProvider", False) is False
+    assert set(facts["export"]) == set(EXPORTERS)
+    assert {item["package"]: item["present"] for item in facts["optional"]}["sklearn"] is True
+    targets = {row["target"]: row for row in facts["targets"]}
     assert set(EXPORTERS) < set(targets)
     for name in ("onnx", "onnxruntime CPUExecutionProvider", "torch cpu"):
         assert targets[name]["run"] is targets[name]["measure"] is None and targets[name]["version"]
@@ -82,13 +82,13 @@ def test_doctor_says_what_is_true_of_this_machine() -> None:
     assert rtx["run"] is None or "pip install" in rtx["run"] or "GPU" in rtx["run"]
     if not torch.cuda.is_available():
         assert targets["torch cuda"]["run"] and targets["onnxruntime CUDAExecutionProvider"]["run"]
-    json.dumps(found)
+    json.dumps(facts)
 
 
-def test_doctor_tells_each_package_and_claims_nothing_of_all(capsys: pytest.CaptureFixture[str]) -> None:
-    found = doctor.examine()
-    found["optional"] = [{**item, "present": item["package"] != "tensorboard"} for item in found["optional"]]
-    tables.print_doctor(found)
+def test_doctor_reports_each_package_and_nothing_about_all(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = doctor.examine()
+    facts["optional"] = [{**item, "present": item["package"] != "tensorboard"} for item in facts["optional"]]
+    tables.print_doctor(facts)
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert "matplotlib (plots of reports and diagnostics): installed" in lines
     assert "tensorboard (training curves): pip install tensorboard" in lines

@@ -172,9 +172,7 @@ def run_export(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, di
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_command_line_selects_and_records_layers(
-    format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_records_the_search(format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_folder(tmp_path / "run", large_ffn(plain()))
     code, printed = run_export(capsys, str(folder), "--format", format, "--precision", "fp16", "--islands", "auto")
     assert code == 0

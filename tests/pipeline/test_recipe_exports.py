@@ -1,4 +1,4 @@
-"""What a recipe exports in half precision or with bytes as input is scanned, verified and measured like all else."""
+"""Files that a recipe exports in half precision or with bytes as input are scanned, verified and measured."""
 
 import json
 import re
@@ -25,7 +25,8 @@ from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.checkpoint import load_model
 from vitcompress.models.create import create_model, input_config
-from vitcompress.verify import quarantine
+from vitcompress.verify import verify_folder
+from vitcompress.verify.quarantine import rejected_exports
 
 HALF = SMALL + '[export]\nprecision = "fp16"\n'
 GATE = ("flips", "kl", "cosine", "error")
@@ -41,19 +42,19 @@ STRUCTURE: dict[str, Any] = {"text": untrained(SMALL), "structure_only": True, "
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, world.RecordedProgress]:
-    """A whole run that takes bytes, in fp16 with islands that are searched."""
+    """A whole run that takes bytes, in fp16 with searched fp32 layers."""
     return world.run(tmp_path_factory.mktemp("home"), text=f'{HALF}islands = "auto"\nuint8 = true\n')
 
 
 @pytest.mark.slow
 def test_both_files_are_searched_verified_and_measured(finished: tuple[Any, world.RecordedProgress]) -> None:
-    result, told = finished
+    result, progress = finished
     assert result.passed
     verdicts = {check["name"]: check for check in result.report["verify"]["checks"]}
     for name in ("dense.onnx", "model.onnx"):
         search = (read_sidecar(result.folder / name) or {})["islands_search"]
         assert search["chosen"] == [] and search["real"] and search["images"] == 64
-        assert [note for note in told.notes if note.startswith("fp32 islands: no island: passed")]
+        assert [note for note in progress.notes if note.startswith("fp16 with no layers in fp32: passed")]
         for kind in (*GATE, *(f"rounded.{kind}" for kind in GATE)):
             assert verdicts[f"agreement.{name}.{kind}"]["verdict"] == "passed"
         assert f"{name} keeps nothing in fp32" in " ".join(result.report["notes"])
@@ -71,12 +72,12 @@ def test_dense_files_are_compared_with_the_dense_model(
     shutil.copytree(finished[0].folder, folder)
     (folder / "dense.onnx").write_bytes((folder / "model.onnx").read_bytes())
     (home,) = finished[0].folder.parent.glob("dense-*")
-    found = quarantine.verify(folder, dense=home)
-    failed = {check.name for check in found.checks if check.verdict == "failed"}
+    verification = verify_folder(folder, dense=home)
+    failed = {check.name for check in verification.checks if check.verdict == "failed"}
     assert any(name.startswith("agreement.dense.onnx") for name in failed)
     assert not any(name.startswith("agreement.model.onnx") for name in failed)
-    elsewhere = [check for check in quarantine.verify(folder).checks if "agreement.dense" in check.name]
-    assert [check.verdict for check in elsewhere] == ["not_run"]
+    missing = [check for check in verify_folder(folder).checks if "agreement.dense" in check.name]
+    assert [check.verdict for check in missing] == ["not_run"]
 
 
 @pytest.mark.slow
@@ -115,8 +116,8 @@ def overflowing(path: Path, *, only_head: bool = False) -> str:
 
 
 @pytest.mark.skipif(EXPORTERS["openvino"].unavailable() is not None, reason="OpenVINO is not installed")
-def test_a_trained_run_whose_file_overflows_keeps_all_other_files_and_says_which(tmp_path: Path) -> None:
-    """OpenVINO has no islands, so its file in fp16 is refused after the training; with its head in fp32 ONNX is not."""
+def test_a_trained_run_keeps_all_files_but_those_that_overflow_and_reports_these(tmp_path: Path) -> None:
+    """OpenVINO has no fp32 layers, so its file in fp16 is rejected after the training; ONNX can have an fp32 head."""
     home = tmp_path / "tiny.toml"
     text = untrained(f'{HALF}islands = "head"\nformats = ["onnx", "openvino"]\n')
     home.write_text(text.replace("lr = 1e-3", "lr = 1e-9"))
@@ -127,13 +128,13 @@ def test_a_trained_run_whose_file_overflows_keeps_all_other_files_and_says_which
     assert set(report["files"]) == {"dense.onnx", "model.onnx"} and report["accuracy"]["model.onnx"]["total"]
     failed = {check["name"]: check["detail"] for check in report["verify"]["checks"] if check["verdict"] == "failed"}
     assert set(failed) == {"export.dense.xml", "export.model.xml"}, failed
-    for file, said in failed.items():
-        assert re.search(r"^head reaches \S+ on these images, half precision ends at 65504", said), said
-        assert "use --precision bf16" in said and f"| {file} | failed |" in (tmp_path / "run/report.md").read_text()
+    for file, detail in failed.items():
+        assert re.search(r"^head reaches \S+ on these images, the largest number in half precision is 65504", detail), detail
+        assert "use --precision bf16" in detail and f"| {file} | failed |" in (tmp_path / "run/report.md").read_text()
 
 
 @pytest.mark.parametrize("islands", ["[]", '"auto"'])
-def test_a_file_that_overflows_is_left_out_and_the_run_goes_on(islands: str, tmp_path: Path) -> None:
+def test_a_file_that_overflows_is_omitted_and_the_run_continues(islands: str, tmp_path: Path) -> None:
     text = untrained(f"{HALF}islands = {islands}\n")
     options = {"structure_only": True, "weights": overflowing(tmp_path / "large.safetensors")}
     result, _ = world.run(tmp_path, text=text, **options)
@@ -143,7 +144,7 @@ def test_a_file_that_overflows_is_left_out_and_the_run_goes_on(islands: str, tmp
     assert "65504" in failed["export.model.onnx"]["detail"] and "bf16" in failed["export.model.onnx"]["detail"]
     assert not list(result.folder.glob("*.onnx*"))
     assert [entry["rows"][0]["runtime"] for entry in result.report["bench"]] == ["torch"]
-    again = quarantine.verify(result.folder)
+    again = verify_folder(result.folder)
     assert {check.name for check in again.checks if check.verdict == "failed"} == set(failed)
 
 
@@ -153,36 +154,37 @@ def structure(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return world.run(tmp_path_factory.mktemp("structure"), **STRUCTURE)[0].folder
 
 
-def test_a_file_that_was_taken_away_is_exported_again(structure: Path, tmp_path: Path) -> None:
+def test_a_removed_file_is_exported_and_verified_again(structure: Path, tmp_path: Path) -> None:
     shutil.copytree(structure.parent, tmp_path, dirs_exist_ok=True)
     folder = tmp_path / "run"
     before = (folder / "model.onnx").read_bytes()
     for name in ("report.json", "model.onnx"):  # its sidecar stays
         (folder / name).unlink()
-    result, told = world.run(tmp_path, **STRUCTURE)
+    result, progress = world.run(tmp_path, **STRUCTURE)
     assert (folder / "model.onnx").read_bytes() == before and "model.onnx" in result.report["files"]
-    assert [stage for stage in told.stages if stage.startswith("Export")] == ["Export model.onnx"]
+    assert [stage for stage in progress.stages if stage.startswith("Export")] == ["Export model.onnx"]
+    assert (read_sidecar(folder / "model.onnx") or {})["verified"] is True
 
 
 @pytest.mark.parametrize("stem", ["model", "dense"])
-def test_a_file_with_a_weight_that_is_not_its_own_is_moved_away(stem: str, structure: Path, tmp_path: Path) -> None:
+def test_a_file_with_an_unknown_weight_is_moved_away(stem: str, structure: Path, tmp_path: Path) -> None:
     shutil.copytree(structure.parent, tmp_path, dirs_exist_ok=True)
     folder, name = tmp_path / "run", f"{stem}.onnx"
     add_unused_weight(folder / name)
     for left in ("verify.json", "report.json"):
         (folder / left).unlink()
-    result, told = world.run(tmp_path, **STRUCTURE)
+    result, progress = world.run(tmp_path, **STRUCTURE)
     assert not result.passed and name not in result.report["files"]
     failed = {check["name"] for check in result.report["verify"]["checks"] if check["verdict"] == "failed"}
     assert f"weights.{name}" in failed and not any(one.startswith("agreement") for one in failed)
     assert (folder / "failed" / name).is_file() and not list(folder.glob(f"{name}*"))
-    assert any(f"{name} does not match its model: moved to" in note and "left_over" in note for note in told.notes)
+    assert any(f"{name} does not match its model: moved to" in note and "left_over" in note for note in progress.notes)
     known = read_sidecar(folder / "failed" / name) or {}
     assert (known["verified"], known["verification"]["verdict"]) == (False, "failed")
-    assert "left_over" in quarantine.refused(folder)[name]
+    assert "left_over" in rejected_exports(folder)[name]
 
 
-def test_an_island_that_is_not_there_is_told_before_anything_is_done(tmp_path: Path) -> None:
+def test_an_unknown_fp32_layer_is_rejected_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no part 'blocks\.7'"):
         world.run(tmp_path, "export.islands=blocks.7", text=HALF)
     assert not (tmp_path / "run").exists()
