@@ -162,13 +162,10 @@ def test_a_folded_layer_is_in_the_engine_and_the_pair_is_not(
     _, run, _ = small
     before = {check.name: check for check in verify_folder(run).checks}
     weights, size = before["weights.model.rtx.engine"], before["weights.model.rtx.engine.bytes"]
-    assert weights.verdict == size.verdict == "passed" and weights.detail.startswith(
-        "1 of 1 folded layers are in the engine"
-    )
+    assert weights.verdict == size.verdict == "passed"
+    assert weights.detail.startswith("1 of 1 folded layers are in the engine")
     copy = Path(shutil.copytree(run, tmp_path / "run"))
-    shutil.copy(
-        copy / "dense.rtx.engine", copy / "model.rtx.engine"
-    )  # untrained: it has the layers of the pair
+    shutil.copy(copy / "dense.rtx.engine", copy / "model.rtx.engine")  # untrained: it has the layers of the pair
     with (copy / "model.rtx.engine").open("ab") as file:
         file.write(bytes(1))
     amend_sidecar(copy / "model.rtx.engine", files={"model.rtx.engine": file_sha256(copy / "model.rtx.engine")})

@@ -129,7 +129,7 @@ def test_a_trained_run_keeps_all_files_but_those_that_overflow_and_reports_these
     failed = {check["name"]: check["detail"] for check in report["verify"]["checks"] if check["verdict"] == "failed"}
     assert set(failed) == {"export.dense.xml", "export.model.xml"}, failed
     for file, detail in failed.items():
-        assert re.search(r"^head reaches \S+ on these images, the largest number in half precision is 65504", detail), detail
+        assert re.search(r"^head reaches \S+ on these images, the largest number in half precision is 65504", detail)
         assert "use --precision bf16" in detail and f"| {file} | failed |" in (tmp_path / "run/report.md").read_text()
 
 
