@@ -94,7 +94,7 @@ def _with_casts(node: Any, types: dict[str, int]) -> Iterator[Any]:
     casts = []
     for index, name in enumerate(node.output):
         kind = types.get(name)
-        if kind not in HALF or node.op_type in MOVES:
+        if kind is None or kind not in HALF or node.op_type in MOVES:
             continue
         source = node.output[index] = f"{name}.wide"
         if node.op_type not in ROUNDED_ALREADY:

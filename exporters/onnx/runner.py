@@ -59,7 +59,8 @@ class OnnxRunner:
         self._provider, self._device = providers.choose_provider(options.device, options.provider)
         self._precision = providers.resolve_precision(path, labels.get("precision"), options.precision, self._provider)
         providers.check_settings(self._provider, options)
-        self._threads, self._started_threads = check_threads(options), None
+        self._threads = check_threads(options)
+        self._started_threads: int | None = None
         self._cuda_graph, self._graph_numbers = options.cuda_graph, count(1)
         self._stream, self._bindings = _create_stream(self._device), Bindings()
         self._batch_range, settings = self._provider_settings(model, options)

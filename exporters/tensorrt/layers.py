@@ -13,7 +13,7 @@ from typing import Any
 
 from vitcompress.errors import ArtifactError
 from vitcompress.exporters.precision import HALF
-from vitcompress.io.checks import Check
+from vitcompress.io.checks import Check, Status
 
 # The first one that matches a text; integers and booleans are indices and shapes, not arithmetic.
 TYPES = (
@@ -144,7 +144,7 @@ def layer_checks(layers: Sequence[Layer], precision: str, attentions: int) -> tu
     copies = sum(layer.copies for layer in working)
     share = copies / len(working) if working else 1.0
     detail = f"{copies} of {len(working)} layers only cast or reformat"
-    verdict = "passed" if share <= MOST_COPIES else "failed"
+    verdict: Status = "passed" if share <= MOST_COPIES else "failed"
     return (
         _check_precision(layers, precision),
         _check_attention(layers, precision, attentions),
@@ -172,7 +172,7 @@ def _check_precision(layers: Sequence[Layer], requested: str) -> Check:
     detail = f"{right} of {len(known)} heavy layers in {requested}"
     detail += f", the others in {', '.join(others)}" if others else ""
     share = right / len(known)
-    verdict = "passed" if share >= LEAST_IN_PRECISION else "failed"
+    verdict: Status = "passed" if share >= LEAST_IN_PRECISION else "failed"
     return Check(PRECISION, verdict, share, LEAST_IN_PRECISION, detail)
 
 

@@ -39,7 +39,7 @@ class Commands(click.Group):
         try:
             sys.stdout.flush()
         except (OSError, AttributeError):  # a full disk, or no standard output at all
-            sys.stdout = None  # type: ignore[assignment]  # Python would flush it again and change the exit code
+            sys.stdout = None  # Python would flush it again and change the exit code
         sys.exit(code)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

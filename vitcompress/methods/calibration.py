@@ -5,7 +5,8 @@ from torch import nn
 from vitcompress.errors import InputError
 from vitcompress.methods.base import Context
 from vitcompress.training.data import balanced_subset, subset
-from vitcompress.training.loaders import EvalLoader, Images
+from vitcompress.training.datasets import Images
+from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import evaluate
 
 

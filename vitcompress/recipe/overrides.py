@@ -30,7 +30,7 @@ def assign(data: dict[str, Any], assignment: str) -> str | None:
             return f"--set {assignment}   there is no such place in the recipe"
         if not last:
             target = target[part] if isinstance(target, list) else target.setdefault(part, {})
-        elif value is REMOVED:
+        elif value is REMOVED and isinstance(target, dict):
             target.pop(part, None)
         else:
             target[part] = value

@@ -101,5 +101,5 @@ def _size_checks(path: Path, sidecar: dict[str, Any]) -> Iterator[Check]:
     if other is None or any(sidecar.get(key) != other.get(key) for key in SETTINGS):
         return
     if all(sidecar["build"].get(key) == other["build"].get(key) for key in BUILD_SETTINGS):
-        sizes = (float(file.stat().st_size) for file in (path, dense))
-        yield limit_check(f"{CHECK}.{path.name}.bytes", *sizes, f"bytes, at most those of {dense.name}")
+        size, most = float(path.stat().st_size), float(dense.stat().st_size)
+        yield limit_check(f"{CHECK}.{path.name}.bytes", size, most, f"bytes, at most those of {dense.name}")

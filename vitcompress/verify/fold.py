@@ -42,8 +42,8 @@ def fold_checks(unfolded: nn.Module, folded: nn.Module, names: Iterable[str], im
     stored = storage_limit(folded, {target: len(chain) - 1 for target, chain in chains.items()}, few)
     detail = "largest difference of the logits, float64" if chains else "nothing was folded"
     checks.append(limit_check("fold", difference, stored + truth.exact_between, detail))
-    logits = (model_logits(model, images) for model in (unfolded, folded))
-    return [*checks, agreement_check("fold.agreement", *logits, stored + truth.between)]
+    before, after = model_logits(unfolded, images), model_logits(folded, images)
+    return [*checks, agreement_check("fold.agreement", before, after, stored + truth.between)]
 
 
 def _chains(unfolded: nn.Module, names: tuple[str, ...]) -> dict[str, list[str]]:

@@ -89,8 +89,9 @@ def compare(expected: Tensor, outputs: Tensor, limit: float, image: Tensor | Non
     unexplained = flipped & (best[:, 0] - best[:, -1] > 2 * limit * scale)
     kl = F.kl_div(outputs.log_softmax(1), exact.log_softmax(1), reduction="none", log_target=True).sum(1)
     cosine = torch.where((exact == outputs).all(1), 1.0, F.cosine_similarity(exact, outputs, eps=1e-300))
-    counts = (len(images.unique()) for images in (image, image[flipped], image[unexplained]))
-    return Comparison(*counts, float(kl.max()), float(cosine.min()), largest_difference(exact, outputs) / scale)
+    total, flips, errors = (len(torch.unique(images)) for images in (image, image[flipped], image[unexplained]))
+    error = largest_difference(exact, outputs) / scale
+    return Comparison(total, flips, errors, float(kl.max()), float(cosine.min()), error)
 
 
 def largest_logit(logits: Tensor) -> float:
@@ -186,7 +187,7 @@ def _metadata(path: Path) -> dict[str, Any]:
 def _runner_checks(path: Path, original: Original, runner: Runner) -> list[Check]:
     about, images = runner.describe(), original.images
     takes_bytes = about.get("input_type") == "uint8" and runner.input is not None
-    if takes_bytes:
+    if takes_bytes and runner.input is not None:
         images = original.rounded_to_bytes(runner.input)
     batches = _batches(path, original, runner)
     calls = [(rows, runner(images[rows])) for rows in _rows(batches, len(images))]

@@ -163,7 +163,7 @@ def _find_gathered(stored: Stored, missing: Mapping[str, Tensor]) -> str | None:
         fits = stored.size == prod(stored.shape) * tensor.element_size() >= tensor.nbytes
         if fits and tensor.is_floating_point():
             values = torch.frombuffer(bytearray(stored.read()), dtype=tensor.dtype).float()
-            own, masked = (table.detach().unique().float() for table in (tensor, tensor + WINDOW_MASK))
+            own, masked = (torch.unique(table.detach()).float() for table in (tensor, tensor + WINDOW_MASK))
             if torch.isin(own, values).all() and torch.isin(values, torch.cat([own, masked])).all():
                 return name
     return None

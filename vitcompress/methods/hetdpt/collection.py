@@ -99,7 +99,8 @@ def _interleaved(options: CollectionOptions) -> list[Kind]:
 
 def rows(records: Sequence[Record], counts: dict[Kind, int]) -> list[Row]:
     """The points of the accuracy predictor. counts: layers of each type in the dense model."""
-    return [Row(*(1 - len(r[kind]) / counts[kind] for kind in KINDS), r["accuracy"]) for r in records]
+    first, second = KINDS
+    return [Row(1 - len(r[first]) / counts[first], 1 - len(r[second]) / counts[second], r["accuracy"]) for r in records]
 
 
 class _Collector:
@@ -177,7 +178,7 @@ class _Collector:
     def _dense_record(self) -> Record:
         def measure() -> Record:
             value = accuracy(deepcopy(self.dense).to(self.context.runtime.device), self.context)
-            empty = {"removed": None, "attention": [], "activation": [], "epochs": 0, "seed": self.context.seed}
+            empty: Record = {"removed": None, "attention": [], "activation": [], "epochs": 0, "seed": self.context.seed}
             return {"key": "dense", "chain": "dense", **empty, "accuracy_before": value, "accuracy": value}
 
         record: Record = self.context.memo("dense", measure)
