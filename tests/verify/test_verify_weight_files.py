@@ -23,7 +23,7 @@ from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import input_config
 from vitcompress.surgery import apply_plan
-from vitcompress.verify.files import PlannedOriginal, read_tensors
+from vitcompress.verify.files import PlannedOriginal, check_file, read_tensors
 from vitcompress.verify.weights import compare_tensors
 
 
@@ -60,6 +60,17 @@ def test_weights_of_openvino_are_compared_and_damage_fails(openvino_ir: Path, tm
     data.write_bytes(data.read_bytes()[:-1001])
     check = check_weights(model, path)
     assert check.verdict == "failed" and str(path) in check.detail
+
+
+def test_without_openvino_its_files_are_not_run(openvino_ir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only OpenVINO reads and runs them: verification on a machine without it must not fail."""
+    monkeypatch.setattr(library, "unavailable", lambda: "openvino is not installed")
+    _, model, plan = pruned("layer_scale")
+    original = PlannedOriginal(model, torch.zeros(1, 3, 8, 8), plan=plan)
+    checks = {check.name: check for check in check_file(openvino_ir, original).checks}
+    for name in ("weights.model.xml", "agreement.model.xml"):
+        assert checks[name].verdict == "not_run" and "openvino" in checks[name].detail
+        assert str(checks[name].command).startswith("vitcompress verify")
 
 
 @pytest.mark.parametrize("variant", ["layer_scale", "dinov3"])

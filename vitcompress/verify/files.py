@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from vitcompress.errors import ArtifactError
+from vitcompress.errors import ArtifactError, MissingExtraError
 from vitcompress.exporters import exporter_of
 from vitcompress.exporters.sidecar import find_mismatches, sidecar_path
 from vitcompress.exporters.tensorrt.export import TENSORRT
@@ -49,6 +49,9 @@ def check_file(path: Path, original: PlannedOriginal) -> FileResult:
         checks += [tensors.check(name)] if tensors else []
     except ArtifactError as error:
         checks.append(Check(name, "failed", detail=error.message))
+    except MissingExtraError as error:
+        command = original.command or f"vitcompress verify {path.parent}"
+        checks.append(Check(name, "not_run", detail=f"{error.message}; {error.hint}", command=command))
     if is_engine(path):
         checks += engine_checks(path, original.model, original.plan, original.rows, original.unfolded)
     checks += output_checks(path, original)
@@ -60,6 +63,7 @@ def read_tensors(path: Path, original: PlannedOriginal) -> FileTensors | None:
 
     Raises:
         ArtifactError: the file is damaged, or was not written by vitcompress.
+        MissingExtraError: reading the format needs a package that is not installed.
     """
     exporter = exporter_of(path)
     if exporter is None or exporter.contents is None:
