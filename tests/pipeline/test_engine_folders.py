@@ -115,7 +115,7 @@ def test_an_engine_for_another_gpu_runs_on_the_target(
     monkeypatch.setattr(runner, "capability", lambda index: 75)  # a Turing GPU, which no test machine has
     verdict, detail, command = output_check(copy)
     assert (verdict, command) == ("not_run", f"vitcompress verify {copy}")
-    assert "built for compute capability 89, this GPU has 75" in detail and "--sm 75" in detail
+    assert "built for compute capability 89, but this GPU has 75" in detail and "--sm 75" in detail
 
 
 @pytest.mark.parametrize("foreign", ["of the other library", "no engine", "with another hash"])

@@ -185,7 +185,7 @@ def test_a_file_with_an_unknown_weight_is_moved_away(stem: str, structure: Path,
 
 
 def test_an_unknown_fp32_layer_is_rejected_before_the_run(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no part 'blocks\.7'"):
+    with pytest.raises(InputError, match=r"no layer 'blocks\.7'"):
         world.run(tmp_path, "export.islands=blocks.7", text=HALF)
     assert not (tmp_path / "run").exists()
 
