@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a re
 def test_the_tests_for_gpus_pass() -> None:
     """All tests of simulated libraries; engines are measured with all settings at once."""
     files = (HERE.parent / "exporters/test_engines_on_a_gpu.py", HERE.parent / "exporters/test_onnx_providers.py")
-    excluded = " or ".join(("rtx", "settings0", "settings1", "settings2", "timing_cache"))  # the last one builds three times
+    excluded = "rtx or settings0 or settings1 or settings2 or timing_cache"  # the last one builds three times
     selection = f"trt and not ({excluded}) or CUDAExecutionProvider"
     output = python("-m", "pytest", "-n0", "-rA", "-m", "gpu", "-k", selection, *files)
     assert output.count("PASSED") == 8 and "SKIPPED" not in output
