@@ -11,7 +11,6 @@ from vitcompress.bench.plots.structure import REPLACEMENTS, Layer, Structure, Wi
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.io.files import write_json, write_text
 from vitcompress.methods.base import Chart, Line, ranked
-from vitcompress.models.checkpoint import PLAN
 from vitcompress.models.create import create_model
 from vitcompress.plan import GATE_REPLACEMENTS, Plan
 from vitcompress.surgery.check import REPLACEMENTS as ALLOWED
@@ -126,7 +125,7 @@ def test_curves_are_strong_only_where_channels_are_kept() -> None:
 
 def test_files(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    write_text(run / PLAN, plan().to_json())
+    write_text(run / "plan.json", plan().to_json())
     write_json(
         run / "state" / "step-0-isomorphic" / "widths.json",
         {"rows": [{"name": "residual", "kind": "residual", "kept": 1, "of": 2, "scores": [1.5, 0.5]}]},
@@ -135,7 +134,7 @@ def test_files(tmp_path: Path) -> None:
     assert [path.name for path in paths] == ["run-structure.png", "run-step-0-isomorphic.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     again = tmp_path / "other" / "run"
-    write_text(again / PLAN, plan().to_json())
+    write_text(again / "plan.json", plan().to_json())
     names = [path.name for path in draw([run, again], tmp_path / "both")]
     assert len(set(names)) == 3 and "other-run-structure.png" in names
 

@@ -14,7 +14,7 @@ from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsErro
 from vitcompress.families import family_of
 from vitcompress.io.files import write_text
 from vitcompress.io.tensors import checkpoint_part, load_tensors, save_tensors
-from vitcompress.models.checkpoint import PLAN, WEIGHTS, load_model, prune, save_model, write_model
+from vitcompress.models.checkpoint import load_model, prune, save_model, write_model
 from vitcompress.models.create import create_model, input_config, plan_of
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_plan, fold_linears
@@ -49,7 +49,7 @@ def test_saved_equals_loaded(variant: str, tmp_path: Path) -> None:
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
     assert torch.equal(logits(again, x), logits(model, x))
     assert_moved(logits(again, x), logits(build(variant, depth=3), x))
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [WEIGHTS, PLAN]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["model.safetensors", "plan.json"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -64,7 +64,7 @@ def saved(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("missing", [PLAN, WEIGHTS])
+@pytest.mark.parametrize("missing", ["plan.json", "model.safetensors"])
 def test_a_folder_without_a_part_is_not_a_finished_run(missing: str, tmp_path: Path) -> None:
     (saved(tmp_path) / missing).unlink()
     with pytest.raises(ArtifactError, match=f"not a finished run folder: {missing} is missing"):
@@ -72,22 +72,22 @@ def test_a_folder_without_a_part_is_not_a_finished_run(missing: str, tmp_path: P
 
 
 def test_an_edited_plan_is_rejected(tmp_path: Path) -> None:
-    plan = Plan.from_json((saved(tmp_path) / PLAN).read_text())
-    write_text(tmp_path / PLAN, replace(plan, appended={}).to_json())
+    plan = Plan.from_json((saved(tmp_path) / "plan.json").read_text())
+    write_text(tmp_path / "plan.json", replace(plan, appended={}).to_json())
     with pytest.raises(PlanError, match=r"model\.safetensors was saved with another plan"):
         load_model(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b"[1"])
 def test_a_damaged_plan(content: bytes, tmp_path: Path) -> None:
-    (saved(tmp_path) / PLAN).write_bytes(content)
+    (saved(tmp_path) / "plan.json").write_bytes(content)
     with pytest.raises(PlanError):
         load_model(tmp_path)
 
 
 def test_weights_of_another_shape(tmp_path: Path) -> None:
-    plan = Plan.from_json((saved(tmp_path) / PLAN).read_text())
-    save_tensors(tmp_path / WEIGHTS, {"head.weight": torch.zeros(3)}, {"plan": plan.digest})
+    plan = Plan.from_json((saved(tmp_path) / "plan.json").read_text())
+    save_tensors(tmp_path / "model.safetensors", {"head.weight": torch.zeros(3)}, {"plan": plan.digest})
     with pytest.raises(WeightsError, match=r"does not fit its plan: Missing key"):
         load_model(tmp_path)
 

@@ -17,7 +17,7 @@ from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar
 from vitcompress.exporters.tensorrt import runner
 from vitcompress.io.files import file_sha256
-from vitcompress.models.checkpoint import PLAN, read_plan, write_model
+from vitcompress.models.checkpoint import read_plan, write_model
 from vitcompress.models.create import create_model
 from vitcompress.pipeline import job
 from vitcompress.pipeline.dry_run import dry_run_recipe
@@ -204,7 +204,7 @@ def test_invalid_options_are_one_message_and_leave_nothing(words: list[str], say
 
 
 def test_unequal_widths_in_one_attention_node_are_rejected_before_the_build(folder: Path, tmp_path: Path) -> None:
-    plan = read_plan(folder / PLAN)
+    plan = read_plan(folder / "plan.json")
     args, qk = plan.arch_args, "blocks.0.qk"
     narrow = replace(plan, kept={qk: tuple(range(0, 16, 2))})
     run = tmp_path / "run"

@@ -18,8 +18,6 @@ from vitcompress.models.create import create_model, create_on_meta, plan_of
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_plan
 
-PLAN, WEIGHTS = "plan.json", "model.safetensors"
-
 
 def prune(model: nn.Module, plan: Plan) -> nn.Module:
     """Apply `plan` to a copy of `model`, whose attribute `plan` then describes the result.

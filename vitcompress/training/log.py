@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress.io.files import convert_write_errors, write_text
+from vitcompress.io.run_folder import RunFolder
 
 
 class RunLog:
@@ -18,13 +19,13 @@ class RunLog:
     @classmethod
     def beside(cls, folder: Path) -> "RunLog":
         """The log of the run that a training's `folder` belongs to: next to the run's `state`, else in the folder."""
-        states = [parent for parent in (folder, *folder.parents) if parent.name == "state"]
-        return cls((states[0].parent if states else folder) / "log.jsonl")
+        runs = [parent.parent for parent in (folder, *folder.parents) if parent == RunFolder(parent.parent).state]
+        return cls(RunFolder(runs[0] if runs else folder).log)
 
     def stage_of(self, folder: Path, label: str) -> str:
         """A name for the training that keeps its state in `folder`, unique within this log."""
         inside = folder.relative_to(self.path.parent).parts
-        return "/".join(inside[1:] if inside[:1] == ("state",) else inside) or label
+        return "/".join(inside[1:] if inside[:1] == (RunFolder(folder).state.name,) else inside) or label
 
     def records(self) -> list[dict[str, Any]]:
         """All complete records; an unfinished line of a killed process is left out."""
@@ -56,7 +57,7 @@ class RunLog:
 
     def tensorboard(self, stage: str, first_epoch: int) -> "Board":
         """A TensorBoard writer for `stage` that forgets epochs from `first_epoch` on; silent where not installed."""
-        return Board(self.path.parent / "tensorboard" / stage, first_epoch)
+        return Board(RunFolder(self.path.parent).tensorboard / stage, first_epoch)
 
 
 class Board:
