@@ -40,3 +40,10 @@ def test_paths_are_shortened_to_unique_suffixes() -> None:
     assert shorten_paths(["a/dense.onnx", "a/model.onnx"]) == ["dense.onnx", "model.onnx"]
     assert shorten_paths(["/r/a/model.onnx", "/r/b/model.onnx"]) == ["a/model.onnx", "b/model.onnx"]
     assert shorten_paths(["m.onnx", "a/m.onnx", "timm:x", "timm:x"]) == ["m.onnx", "a/m.onnx", "timm:x", "timm:x"]
+
+
+def test_a_table_is_built_from_records_with_format_strings_and_functions() -> None:
+    table = Table.of(
+        "scores", {"layer": "{site}", "top-1": lambda row: f"{row['top1']:.1f} %"}, [{"site": 3, "top1": 50}]
+    )
+    assert table == Table("scores", ("layer", "top-1"), (("3", "50.0 %"),))

@@ -1,7 +1,7 @@
 """Format numbers, ranges, tables and differences between settings."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,14 @@ class Table:
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, title: str, columns: Mapping[str, str | Callable[[Any], object]], records: Iterable[Any]) -> "Table":
+        """One row per record. columns: heading -> cell, a format string with the record's keys (`"{accuracy:.1f} %"`)
+        or a function of the record.
+        """
+        cells = [c.format_map if isinstance(c, str) else c for c in columns.values()]
+        return cls(title, tuple(columns), tuple(tuple(str(cell(record)) for cell in cells) for record in records))
 
     def markdown(self) -> str:
         head = [self.columns, tuple("---:" if self._is_numeric(i) else "---" for i in range(len(self.columns)))]
