@@ -1,6 +1,7 @@
 """Formatting of numbers, ranges and names."""
 
 from vitcompress.io.text import (
+    Table,
     describe_ratio,
     format_interval,
     format_milliseconds,
