@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError, PlanError, VitcompressError
 from vitcompress.families import Family, family_of
+from vitcompress.io import text
 from vitcompress.io.files import file_sha256, find_changed_files, read_json, write_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
@@ -181,9 +182,12 @@ class StepReport:
     charts: Sequence[Chart] = ()
 
 
-def table(title: str, columns: str, rows: Iterable[Sequence[Any]]) -> Table:
-    """A table of a report. columns: names separated by `, `."""
-    return {"title": title, "columns": columns.split(", "), "rows": [list(map(str, row)) for row in rows]}
+def table(title: str, columns: str | Mapping[str, str | Callable[[Any], object]], records: Iterable[Any]) -> Table:
+    """A table of a report as JSON data, with one row per record; columns as in `vitcompress.io.text.Table.of`."""
+    if isinstance(columns, str):
+        return {"title": title, "columns": columns.split(", "), "rows": [list(map(str, row)) for row in records]}
+    cells = text.Table.of(title, columns, records)
+    return {"title": title, "columns": list(columns), "rows": list(map(list, cells.rows))}
 
 
 def seal(folder: Path) -> None:
