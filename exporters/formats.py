@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from vitcompress.errors import InputError, did_you_mean
+from vitcompress.errors import InputError
 from vitcompress.exporters.base import Exporter
 from vitcompress.exporters.onnx.export import ONNX
 from vitcompress.exporters.openvino.export import OPENVINO
 from vitcompress.exporters.sidecar import DENSE, sidecar_path
 from vitcompress.exporters.tensorrt.export import TENSORRT, TENSORRT_RTX
-from vitcompress.io.plugins import load_plugin, load_plugins
+from vitcompress.io.plugins import find_by_name, load_plugins
 
 EXPORTERS: dict[str, Exporter] = {exporter.name: exporter for exporter in (ONNX, OPENVINO, TENSORRT, TENSORRT_RTX)}
 # Suffix -> exporter whose runner opens such files.
@@ -16,22 +16,8 @@ BY_SUFFIX = {suffix: e for e in reversed(EXPORTERS.values()) for suffix in (e.fi
 
 
 def find_exporter(name: str | Exporter) -> Exporter:
-    """The exporter of the format `name`: a built-in one, or an entry point in the group `vitcompress.exporters`.
-
-    An Exporter is returned unchanged.
-
-    Raises:
-        InputError: there is no such format, or the entry point does not load.
-    """
-    if isinstance(name, Exporter):
-        return name
-    exporter = EXPORTERS.get(name) or load_plugin("exporters", name, Exporter)
-    if exporter is None:
-        raise InputError(
-            f"there is no export format {name!r}{did_you_mean(name, EXPORTERS)}",
-            hint=f"use one of {', '.join(EXPORTERS)}, or install the package that declares it",
-        )
-    return exporter
+    """The exporter of the format `name`, built in or of an installed package. Raises InputError if there is none."""
+    return find_by_name(name, EXPORTERS, "exporters", "export format")
 
 
 def available_exporter(name: str | Exporter, *, hint: str) -> Exporter:

@@ -1,22 +1,38 @@
 """Methods, families and exporters of other installed packages: entry points in the group `vitcompress.<kind>`."""
 
+from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, TypeVar
 
-from vitcompress.errors import InputError
+from vitcompress.errors import InputError, did_you_mean
+
+T = TypeVar("T")
 
 
-def load_plugin(group: str, name: str, kind: type[Any]) -> Any | None:
-    """The object that an installed package declares as `name` in the entry point group `vitcompress.<group>`, or None.
+def find_by_name(
+    name: str | T, table: Mapping[str, T], group: str, what: str, others: Iterable[str] = (), hint: str = ""
+) -> T:
+    """The object called `name`: from `table`, or from an entry point in `vitcompress.<group>`. An object is returned
+    unchanged. what, others, hint: for the error: the kind of object, other names that are allowed, the next step.
 
     Raises:
-        InputError: the entry point does not load, or is not a `kind`.
+        InputError: there is none, or the entry point does not load, or is of another type than those in the table.
     """
-    return next((_load(point, kind) for point in entry_points(group=f"vitcompress.{group}", name=name)), None)
+    if not isinstance(name, str):
+        return name
+    if name in table:
+        return table[name]
+    for point in entry_points(group=f"vitcompress.{group}", name=name):
+        plugin: T = _load(point, type(next(iter(table.values()))))
+        return plugin
+    raise InputError(
+        f"there is no {what} {name!r}{did_you_mean(name, (*table, *others))}",
+        hint=hint or f"use one of {', '.join(table)}, or install the package that declares it",
+    )
 
 
 def load_plugins(group: str, kind: type[Any]) -> dict[str, Any]:
-    """All objects in the group, by name. Raises InputError as `load_plugin`."""
+    """All objects in the group, by name. Raises InputError if one does not load, or is not a `kind`."""
     return {point.name: _load(point, kind) for point in entry_points(group=f"vitcompress.{group}")}
 
 

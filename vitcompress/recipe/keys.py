@@ -12,8 +12,7 @@ from pydantic import create_model
 from pydantic.fields import FieldInfo
 
 from vitcompress import recipes
-from vitcompress.errors import InputError, did_you_mean
-from vitcompress.io.plugins import load_plugin, load_plugins
+from vitcompress.io.plugins import find_by_name, load_plugins
 from vitcompress.io.validation import parts_of
 from vitcompress.methods import METHODS, Method, find_method
 from vitcompress.recipe.load import load_recipe
@@ -107,13 +106,8 @@ def _method(source: str) -> Method | None:
     names = (*recipes.names(), *recipes.study_names())
     if source not in METHODS and (source in names or source.endswith(".toml") or Path(source).exists()):
         return None
-    method = METHODS.get(source) or load_plugin("methods", source, Method)
-    if method is None:
-        raise InputError(
-            f"there is no recipe and no method called {source!r}{did_you_mean(source, (*METHODS, *names))}",
-            hint=f"methods: {', '.join(METHODS)}; `vitcompress recipes` lists the recipes",
-        )
-    return method
+    hint = f"methods: {', '.join(METHODS)}; `vitcompress recipes` lists the recipes"
+    return find_by_name(source, METHODS, "methods", "recipe and no method called", names, hint)
 
 
 def _keys(prefix: str, table: type[Any], values: Any = None) -> Iterator[Key]:
