@@ -1,7 +1,8 @@
 """Tables and curves of the depth-pruning methods, from the JSON files of a step's folder."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -9,179 +10,139 @@ from vitcompress.io.files import read_json
 from vitcompress.methods.base import Chart, Line, StepReport, Table, table
 
 Row = Mapping[str, Any]
-CHAINS = ("dense", "attention_*", "activation_*", "interleaved_*")
+CHAINS = ("dense", "attention", "activation", "interleaved")
 
 
 def report(folder: Path) -> StepReport:
     """Tables in the order of the step's work, and curves; none for what it did not measure."""
-    data = {name: read_json(path) for name in TABLES if (path := folder / f"{name}.json").is_file()}
-    tables = [TABLES[name](content) for name, content in data.items()]
-    charts = [CHARTS[name](data[name]) for name in CHARTS if name in data]
-    if rows := _first_entropies(folder):
-        choice = read_json(folder / "choice.json") if (folder / "choice.json").is_file() else {}
-        charts.insert(0, _entropy_chart(rows, choice))
-    if "search" in data:
-        charts.insert(1, _search_chart(read_json(folder / "search_epochs.json"), data["search"].get("sites", {})))
-    if chains := list(_read_chains(folder)):
-        tables.insert(0, _collection(chains))
-        charts.insert(0, _collection_chart(chains))
-    return StepReport(tables, charts=charts)
-
-
-def _read_chains(folder: Path) -> Iterator[dict[str, Any]]:
-    for pattern in CHAINS:
-        for path in sorted(folder.glob(f"{pattern}.json")):
-            yield read_json(path)
-
-
-def _collection(records: Sequence[Row]) -> Table:
-    columns = "chain, attentions removed, activations removed, last removed, before fine-tuning %, after %"
-    rows = [
-        (
-            r["chain"],
-            len(r["attention"]),
-            len(r["activation"]),
-            r["removed"] or "",
-            f"{r['accuracy_before']:.2f}",
-            f"{r['accuracy']:.2f}",
-        )
-        for r in records
-    ]
-    return table("HetDPT step 1: held-out accuracies, the data of the predictor", columns, rows)
-
-
-def _allocation(allocation: Row) -> Table:
-    columns = (
-        "attentions + activations, predicted accuracy, below the best, within the error, wins with two points left out"
+    data = {path.stem: read_json(path) for path in sorted(folder.glob("*.json"))}
+    data["chains"] = [data[name] for chain in CHAINS for name in data if name.rstrip("_0123456789") == chain]
+    first = [data[name] for name in ("transfer_entropy", "te_attention_01", "te_activation_01") if name in data]
+    data["alone"] = [row for rounds in first for row in (rounds[0] if isinstance(rounds, list) else rounds)["rows"]]
+    return StepReport(
+        tables=[build(data[name]) for name, build in TABLES.items() if data.get(name)],
+        charts=[draw(data) for name, draw in CHARTS.items() if data.get(name)],
     )
-    rows = [
-        (
-            _name_split(s, allocation["chosen"]),
-            f"{s['prediction']:.2f}",
-            f"{s['gap']:.2f}",
-            "yes" if s["near_tie"] else "no",
-            f"{100 * s['jackknife']:.0f} %",
-        )
-        for s in allocation["splits"]
-    ]
-    fit = f"degree {allocation['polynomial']['degree']}, cross-validation error {allocation['rmse']:.2f}"
-    return table(f"HetDPT step 1: splits of the budget ({fit})", columns, rows)
-
-
-def _name_split(split: Row, chosen: Sequence[int]) -> str:
-    counts = [split["attention"], split["activation"]]
-    return f"{counts[0]} + {counts[1]}{' (chosen)' if counts == list(chosen) else ''}"
-
-
-def _search(result: Row) -> Table:
-    rows = zip(result["removal_epochs"], result["order"], strict=True)
-    return table("HetDPT step 2: order of removal", "after epoch, layer", rows)
 
 
 def _entropies(content: Any) -> Table:
     """The chosen layer of each greedy round, or all layers if they were measured once."""
     rounds = content if isinstance(content, list) else [content]
     greedy = len(rounds) > 1
-    chosen = [min(r["rows"], key=lambda row: row["score"]) for r in rounds] if greedy else rounds[0]["rows"]
-    rows = [
-        (
-            row["site"],
-            f"{row['entropy']:.3f}",
-            f"{row['transfer_entropy']:.4f}",
-            "" if row["deviation"] is None else f"{row['deviation']:.4f}",
-            f"{row['accuracy']:.1f}",
-        )
-        for row in chosen
-    ]
-    columns = "layer, entropy without it, transfer entropy, its deviation (bootstrap), top-1 without it %"
+    columns = {
+        "layer": "{site}",
+        "entropy without it": "{entropy:.3f}",
+        "transfer entropy": "{transfer_entropy:.4f}",
+        "its deviation (bootstrap)": lambda row: "" if row["deviation"] is None else f"{row['deviation']:.4f}",
+        "top-1 without it %": "{accuracy:.1f}",
+    }
     title = "Transfer entropy: the layer of each round" if greedy else "Transfer entropy of each layer alone"
-    return table(title, columns, rows)
+    chosen = [min(r["rows"], key=itemgetter("score")) for r in rounds] if greedy else rounds[0]["rows"]
+    return table(title, columns, chosen)
 
 
-def _gradients(rows: Sequence[Row]) -> Table:
-    cells = [(row["site"], f"{row['magnitude']:.2e}", f"{row['mean']:.2e}") for row in rows]
-    return table("Gradient disparity: d loss / d mask", "layer, mean magnitude, mean", cells)
+def _allocation(allocation: Row) -> Table:
+    def name(split: Row) -> str:
+        counts = [split["attention"], split["activation"]]
+        return f"{counts[0]} + {counts[1]}{' (chosen)' if counts == allocation['chosen'] else ''}"
+
+    columns = {
+        "attentions + activations": name,
+        "predicted accuracy": "{prediction:.2f}",
+        "below the best": "{gap:.2f}",
+        "within the error": lambda s: "yes" if s["near_tie"] else "no",
+        "wins with two points left out": lambda s: f"{100 * s['jackknife']:.0f} %",
+    }
+    fit = f"degree {allocation['polynomial']['degree']}, cross-validation error {allocation['rmse']:.2f}"
+    return table(f"HetDPT step 1: splits of the budget ({fit})", columns, allocation["splits"])
 
 
-def _recovery(rows: Sequence[Row]) -> Table:
-    cells = [(row["site"], *(f"{row[key]:.1f}" for key in ("dense", "before", "after"))) for row in rows]
-    columns = "layer removed alone, dense %, right after removal %, after fine-tuning %"
-    return table("Recovery asymmetry: held-out accuracy", columns, cells)
+def _removals(result: Row) -> Table:
+    removals = zip(result["removal_epochs"], result["order"], strict=True)
+    columns = {"after epoch": itemgetter(0), "layer": itemgetter(1)}
+    return table("HetDPT step 2: order of removal", columns, removals)
 
 
-# --------------------------------------------------------------------------------------------------------------- curves
+COLLECTION = {
+    "chain": "{chain}",
+    "attentions removed": lambda record: len(record["attention"]),
+    "activations removed": lambda record: len(record["activation"]),
+    "last removed": lambda record: record["removed"] or "",
+    "before fine-tuning %": "{accuracy_before:.2f}",
+    "after %": "{accuracy:.2f}",
+}
+GRADIENTS = {"layer": "{site}", "mean magnitude": "{magnitude:.2e}", "mean": "{mean:.2e}"}
+RECOVERY = {
+    "layer removed alone": "{site}",
+    "dense %": "{dense:.1f}",
+    "right after removal %": "{before:.1f}",
+    "after fine-tuning %": "{after:.1f}",
+}
+TABLES: dict[str, Callable[[Any], Table]] = {
+    "chains": partial(table, "HetDPT step 1: held-out accuracies, the data of the predictor", COLLECTION),
+    "gradient_disparity": partial(table, "Gradient disparity: d loss / d mask", GRADIENTS),
+    "recovery_asymmetry": partial(table, "Recovery asymmetry: held-out accuracy", RECOVERY),
+    "transfer_entropy": _entropies,
+    "allocation": _allocation,
+    "search": _removals,
+}
 
 
-def _collection_chart(records: Sequence[Row]) -> Chart:
+def _collection_chart(data: Row) -> Chart:
     chains: dict[str, list[tuple[int, float]]] = {}
-    for record in records:
+    for record in data["chains"]:
         count = len(record["attention"]) + len(record["activation"])
         chains.setdefault(record["chain"], []).append((count, record["accuracy"]))
     start = chains.pop("dense", [])
-    lines = [_line(name, [*start, *points]) for name, points in chains.items()]
+    lines = [Line(name, *zip(*start, *points, strict=True)) for name, points in chains.items()]
     return Chart("HetDPT step 1: chains of removals", "layers removed", "held-out top-1 after fine-tuning, %", lines)
 
 
-def _line(name: str, points: Sequence[tuple[float, float]]) -> Line:
-    return Line(name, [x for x, _ in points], [y for _, y in points])
-
-
-def _first_entropies(folder: Path) -> list[Row]:
-    """The rows of every layer alone in the model that the step received."""
-    paths = [folder / f"{name}.json" for name in ("transfer_entropy", "te_attention_01", "te_activation_01")]
-    contents = [read_json(path) for path in paths if path.is_file()]
-    return [row for content in contents for row in (content[0] if isinstance(content, list) else content)["rows"]]
-
-
-def _entropy_chart(rows: Sequence[Row], choice: Mapping[str, list[int]]) -> Chart:
-    lines = []
-    for kind, own in _by_kind(rows).items():
-        removed = [row["index"] in choice.get(kind, ()) for row in own]
-        lines.append(Line(kind, [row["index"] for row in own], [row["score"] for row in own], removed))
-    positive = all(row["score"] > 0 for row in rows)  # that of the first block is many times the others
+def _entropy_chart(data: Row) -> Chart:
+    lines = _lines(data["alone"], "score", lambda row: row["index"] in data.get("choice", {}).get(row["kind"], ()))
+    positive = all(row["score"] > 0 for row in data["alone"])  # that of the first block is many times the others
     return Chart("transfer entropy without each layer alone", "block", "score, nats", lines, log=positive)
 
 
-def _search_chart(records: Sequence[Row], sites: Mapping[str, Row]) -> Chart:
+def _search_chart(data: Row) -> Chart:
     """Scores by epoch; a line ends when its layer is removed."""
-    ends = {record["removed"]: record["epoch"] for record in records if record["removed"]}
+    ends = {record["removed"]: record["epoch"] for record in data["search_epochs"] if record["removed"]}
     lines = []
-    for name in records[0]["scores"]:
-        own = [r for r in records if r["epoch"] <= ends.get(name, r["epoch"])]
-        epochs, scores = [r["epoch"] + 1 for r in own], [r["scores"][name] for r in own]
-        site = sites.get(name, {"kind": "layer", "index": name})
+    for name in data["search_epochs"][0]["scores"]:
+        site = data["search"].get("sites", {}).get(name, {"kind": "layer", "index": name})
+        own = [record for record in data["search_epochs"] if record["epoch"] <= ends.get(name, record["epoch"])]
+        epochs, scores = [record["epoch"] + 1 for record in own], [record["scores"][name] for record in own]
         mark = str(site["index"]) if name in ends else ""
         lines.append(Line(name, epochs, scores, [name in ends] * len(own), mark, site["kind"]))
     return Chart("HetDPT step 2: learnable scores (numbers: blocks whose layer is removed)", "epoch", "score", lines)
 
 
-def _gradient_chart(rows: Sequence[Row]) -> Chart:
-    lines = [_line(kind, [(r["index"], r["magnitude"]) for r in own]) for kind, own in _by_kind(rows).items()]
+def _gradient_chart(data: Row) -> Chart:
+    lines = _lines(data["gradient_disparity"], "magnitude")
     return Chart("HetDPT: gradient disparity", "block", "mean |d loss / d m|", lines, log=True)
 
 
-def _recovery_chart(rows: Sequence[Row]) -> Chart:
+def _recovery_chart(data: Row) -> Chart:
     """Curves before fine-tuning are faint, like removed layers."""
-    lines = []
-    for kind, own in _by_kind(rows).items():
-        before, after = (_line(kind, [(r["index"], r[state]) for r in own]) for state in ("before", "after"))
-        lines += [replace(before, gone=[True] * len(own)), after]
+    before = _lines(data["recovery_asymmetry"], "before", lambda row: True)
+    pairs = zip(before, _lines(data["recovery_asymmetry"], "after"), strict=True)
     title = "HetDPT: recovery asymmetry (faint: not fine-tuned)"
-    return Chart(title, "block without its layer", "held-out top-1, %", lines)
+    return Chart(title, "block without its layer", "held-out top-1, %", [line for pair in pairs for line in pair])
 
 
-def _by_kind(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    return {kind: [row for row in rows if row["kind"] == kind] for kind in dict.fromkeys(row["kind"] for row in rows)}
+def _lines(rows: Sequence[Row], key: str, gone: Callable[[Row], bool] = lambda row: False) -> list[Line]:
+    """One curve per kind of layer: the values of `key` by block."""
+    kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in dict.fromkeys(row["kind"] for row in rows)}
+    return [
+        Line(kind, [row["index"] for row in own], [row[key] for row in own], list(map(gone, own)))
+        for kind, own in kinds.items()
+    ]
 
 
-TABLES: dict[str, Callable[[Any], Table]] = {
-    "gradient_disparity": _gradients,
-    "recovery_asymmetry": _recovery,
-    "transfer_entropy": _entropies,
-    "allocation": _allocation,
-    "search": _search,
-}
-CHARTS: dict[str, Callable[[Any], Chart]] = {
+CHARTS: dict[str, Callable[[Row], Chart]] = {
+    "chains": _collection_chart,
+    "alone": _entropy_chart,
+    "search": _search_chart,
     "gradient_disparity": _gradient_chart,
     "recovery_asymmetry": _recovery_chart,
 }
