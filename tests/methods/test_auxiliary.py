@@ -68,7 +68,7 @@ def test_fold_is_a_plan_and_leaves_the_model_unchanged(tmp_path: Path) -> None:
     options = auxiliary.FoldOptions()
     plan = auxiliary.fold(linear, context(tmp_path, model(), plan=base), options)
     assert plan.folded == ("blocks.1.mlp",) and plan.removed == {}
-    assert plan == auxiliary.structure_fold(linear, family_of(linear), base, options)
+    assert plan == METHODS["fold"].structure(linear, family_of(linear), base, options)
     assert "blocks.1.mlp.fc1.weight" in linear.state_dict()
     x = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(surgery.apply_to_copy(linear, plan)(x), linear(x), atol=1e-4)

@@ -7,13 +7,12 @@ turns an FFN that lost its activation into one linear layer on the residual stre
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge, Lt
 from torch import nn
 
 from vitcompress import surgery
-from vitcompress.families import Family
 from vitcompress.io.files import read_json
 from vitcompress.io.validation import Doc
 from vitcompress.methods.base import Context, Estimate, Method, StepInfo, StepReport, reject_unused, table
@@ -48,15 +47,9 @@ class FoldOptions:
 def recover(model: nn.Module, context: Context, options: RecoverOptions) -> Plan:
     """Train a copy of `model` as the recipe's recovery does, teacher included, and hand its weights over."""
     copy = deepcopy(model)
-    context.run_training(
-        copy,
-        context.data.train,
-        context.data.heldout,
-        recovery_settings(context.train, options),
-        "training",
-        label="recovery between steps",
-        controls=TrainingControls(context.teacher()),
-    )
+    data, label, settings = context.data, "recovery between steps", recovery_settings(context.train, options)
+    controls = TrainingControls(context.teacher())
+    context.run_training(copy, data.train, data.heldout, settings, "training", label=label, controls=controls)
     context.hand_over(copy.cpu())
     return context.plan.delta()
 
@@ -66,10 +59,8 @@ def recovery_settings(base: TrainOptions, options: RecoverOptions) -> TrainOptio
     taught = base.distillation
     unused = {"alpha": taught == "none", "teacher_smoothing": taught != "hard"}
     reject_unused(options, {name: no and f"finetune.distillation is {taught!r}" for name, no in unused.items()})
-    own: dict[str, Any] = {name: value for name, value in vars(options).items() if value is not None}
-    if options.lr is not None:
-        own["lr_base"] = None
-    return replace(base, **own)
+    own = {name: value for name, value in vars(options).items() if value is not None}
+    return replace(base, **own, **({"lr_base": None} if options.lr is not None else {}))
 
 
 def fold(model: nn.Module, context: Context, options: FoldOptions) -> Plan:
@@ -81,30 +72,17 @@ def fold(model: nn.Module, context: Context, options: FoldOptions) -> Plan:
     return folding.plan
 
 
-def structure_recover(model: nn.Module, family: Family, base: Plan, options: RecoverOptions) -> Plan:
-    """Training changes no structure."""
-    return base.delta()
-
-
-def structure_fold(model: nn.Module, family: Family, base: Plan, options: FoldOptions) -> Plan:
-    """The plan itself: what folds depends on shapes alone."""
-    return surgery.fold_linears(deepcopy(model), base.delta()).plan
-
-
-def estimate_recover(model: nn.Module, family: Family, options: RecoverOptions) -> list[Estimate]:
-    return [Estimate("recover between steps", 1, options.epochs)]
-
-
 def report_fold(folder: Path) -> StepReport:
     """The modules that were folded, and those that were not."""
+    columns = {
+        "module": "{module}",
+        "folded": lambda record: "yes" if record["folded"] else "no",
+        "why": "{reason}",
+        "parameters before": "{params_before}",
+        "after": "{params_after}",
+    }
     path = folder / "fold.json"
-    if not path.is_file():
-        return StepReport()
-    rows = [
-        [r["module"], "yes" if r["folded"] else "no", r["reason"], r["params_before"], r["params_after"]]
-        for r in read_json(path)
-    ]
-    return StepReport([table("Folded between the steps", "module, folded, why, parameters before, after", rows)])
+    return StepReport([table("Folded between the steps", columns, read_json(path))] if path.is_file() else [])
 
 
 RECOVER = Method(
@@ -112,8 +90,8 @@ RECOVER = Method(
     "train the model as it is, between two steps",
     options=RecoverOptions,
     plan=recover,
-    structure=structure_recover,
-    estimate=estimate_recover,
+    structure=lambda model, family, base, options: base.delta(),  # training changes no structure
+    estimate=lambda model, family, options: [Estimate("recover between steps", 1, options.epochs)],
     describe=lambda options: StepInfo(None, lambda finetune: recovery_settings(finetune, options)),
 )
 
@@ -123,7 +101,7 @@ FOLD = Method(
     "multiply out what has become linear, so that the next step prunes the product",
     options=FoldOptions,
     plan=fold,
-    structure=structure_fold,
+    structure=lambda model, family, base, options: surgery.fold_linears(deepcopy(model), base.delta()).plan,
     describe=lambda options: StepInfo(None),
     report=report_fold,
 )
