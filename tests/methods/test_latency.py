@@ -80,11 +80,11 @@ def test_other_load_on_the_machine_rejects_no_target(tmp_path: Path) -> None:
     family, plan = family_of(vit), context(tmp_path, vit).plan
     least = {"amount": 1e-6, "target": "latency", "latency_on": "torch"}
     with pytest.raises(PlanError, match=r"allows [\d.]+ ms to") as caught:
-        isomorphic.check_reach(vit, family, plan, Options(**HALF, **least), disturbed)
+        isomorphic.check_reach(Options(**HALF, **least), vit, family, plan, disturbed)
     shortest = float(str(caught.value).split("allows ")[1].split(" ms")[0])
     assert not closely, "a target far below is rejected without a longer measurement"
     wanted = Options(**HALF, **{**least, "amount": 0.9 * shortest})
-    isomorphic.check_reach(vit, family, plan, wanted, disturbed)
+    isomorphic.check_reach(wanted, vit, family, plan, disturbed)
     isomorphic.plan(vit, context(tmp_path, vit, latency=disturbed, progress=notes), wanted)
     data = read_json(tmp_path / "widths.json")["target"]
     assert closely[0] == closely[1] == pytest.approx(1000 * shortest / 1.5, rel=1e-3) and len(closely) == 2

@@ -263,7 +263,7 @@ def test_options_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         check.validate_json(json.dumps(wrong))
     assert check.validate_json(check.dump_json(SMALL)) == SMALL
-    assert sero.estimate(model(), family_of(model()), SMALL)[0].epochs == 4
+    assert sero.SERO.estimate(model(), family_of(model()), SMALL)[0].epochs == 4
 
 
 def test_structure_is_a_plan_of_the_same_size(tmp_path: Path) -> None:

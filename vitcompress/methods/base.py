@@ -69,8 +69,8 @@ PUBLISHED = Choice("published")
 
 @dataclass(frozen=True)
 class Line:
-    """One curve. gone: whether each point belongs to something that was removed. mark: a short word at the last point.
-    group: curves of one group have one colour; default: the name.
+    """One curve. gone: whether each point belongs to something that was removed. mark: a word at the last point. group:
+    curves of one group have one colour; default: the name.
     """
 
     name: str
@@ -97,10 +97,12 @@ class Chart:
     level_name: str = ""
 
 
-def ranked(name: str, scores: Sequence[float], kept: Sequence[int]) -> Line:
-    """Scores in descending order, over the share of channels with higher scores; those not in `kept` are gone."""
+def ranked(name: str, scores: Sequence[float], kept: Sequence[int] | int) -> Line:
+    """Scores in descending order, over the share of channels with higher scores. All but the channels `kept`, or the
+    `kept` best ones, are gone.
+    """
     order = sorted(range(len(scores)), key=lambda channel: -scores[channel])
-    stay = set(kept)
+    stay = set(order[:kept] if isinstance(kept, int) else kept)
     share = [rank / max(1, len(order) - 1) for rank in range(len(order))]
     return Line(name, share, [scores[c] for c in order], [c not in stay for c in order])
 
@@ -136,10 +138,8 @@ class Clock:
 
 @dataclass(frozen=True)
 class LatencyTarget:
-    """A latency that a step prunes to: `ms` per call on `runtime`.
-
-    unscored: options with which `plan` needs a clock but no data. check(model, family, base, clock): raises PlanError
-    if no structure that the step can choose has this latency.
+    """A latency that a step prunes to: `ms` per call on `runtime`. unscored: options with which `plan` needs no data.
+    check(model, family, base, clock): raises PlanError if no structure that the step can choose has this latency.
     """
 
     ms: float
@@ -152,13 +152,9 @@ class LatencyTarget:
 class StepInfo:
     """Properties of a step that follow from its options.
 
-    choice: how it chooses what to remove; None: it chooses nothing (it trains or folds).
-    training: from the options of [finetune] to those of the training whose weights the next step starts from; None:
-        the next step starts from the weights that this one received.
-    uses_heldout: whether it compares accuracies on held-out images.
-    equal_widths: how to set the options so that q, k and v of an attention keep equal widths (`layout=tied`); empty if
-        they always do.
-    latency: the latency that it prunes to, if any.
+    choice: None if it removes nothing (it trains or folds). training: options of [finetune] -> those of the training
+    whose weights the next step starts from; None: the step trains nothing. uses_heldout: whether it compares accuracies
+    on held-out images. equal_widths: the options for equal widths of q, k and v (`layout=tied`); empty if they are.
     """
 
     choice: Choice | None = MEASURED
@@ -182,12 +178,16 @@ class StepReport:
     charts: Sequence[Chart] = ()
 
 
-def table(title: str, columns: str | Mapping[str, str | Callable[[Any], object]], records: Iterable[Any]) -> Table:
+def table(title: str, columns: Mapping[str, str | Callable[[Any], object]], records: Iterable[Any]) -> Table:
     """A table of a report as JSON data, with one row per record; columns as in `vitcompress.io.text.Table.of`."""
-    if isinstance(columns, str):
-        return {"title": title, "columns": columns.split(", "), "rows": [list(map(str, row)) for row in records]}
-    cells = text.Table.of(title, columns, records)
-    return {"title": title, "columns": list(columns), "rows": list(map(list, cells.rows))}
+    rows = text.Table.of(title, columns, records).rows
+    return {"title": title, "columns": list(columns), "rows": list(map(list, rows))}
+
+
+def read_memo(folder: Path, name: str) -> Any:
+    """What `Context.memo` kept in `folder` as `name`; None if there is nothing."""
+    path = folder / f"{name}.json"
+    return read_json(path) if path.is_file() else None
 
 
 def seal(folder: Path) -> None:
@@ -275,10 +275,9 @@ class Context:
         return train(module, images, heldout, options, at, controls)
 
     def hand_over(self, model: nn.Module) -> None:
-        """Make the next step start from the weights of `model`: those of the step's input, trained.
+        """Make the next step start from `model`: this step's input, trained. Its plan is applied to these weights.
 
-        The plan of this step is applied to these weights. Call this before the step returns its plan: a plan on disk
-        means that the weights are on disk, too.
+        Call this before the step returns its plan: a plan on disk means that the weights are on disk, too.
         """
         if self.runtime.is_main:
             save_tensors(self.folder / LEFT_WEIGHTS, model.state_dict(), {"plan": self.plan.digest})

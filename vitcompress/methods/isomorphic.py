@@ -22,7 +22,6 @@ from torch import nn
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space
-from vitcompress.io.files import read_json
 from vitcompress.io.text import format_range
 from vitcompress.io.validation import Doc
 from vitcompress.methods import budget, latency
@@ -38,10 +37,11 @@ from vitcompress.methods.base import (
     StepInfo,
     StepReport,
     ranked,
+    read_memo,
     reject_unused,
     table,
 )
-from vitcompress.methods.budget import Counts, Ranking, Solution, Target, Units
+from vitcompress.methods.budget import Counts, Ranking, Target, Units
 from vitcompress.methods.scores import UNMEASURED, Criterion, Scores, compute_scores, random_scores
 from vitcompress.methods.width import ALL, CandidateClock, Candidates, Scope, groups_of
 from vitcompress.plan import Plan
@@ -72,8 +72,6 @@ class Alignment:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of isomorphic pruning."""
-
     keep_ratio: Annotated[Share, Doc("share of residual width and FFN channels kept")] = 0.5
     keep_heads: Annotated[Share, Doc("share of heads kept")] = 0.5
     keep_head_dim: Annotated[Share, Doc("share of a head's channels kept")] = 0.75
@@ -105,28 +103,64 @@ class Options:
         return Units(**asdict(self.align))
 
 
+@dataclass(frozen=True)
+class Aim:
+    """A target, the cost of the chosen widths, and the least and the most that this structure allows.
+
+    on: runtime that a latency is measured in.
+    """
+
+    kind: str
+    on: str | None
+    amount: float
+    reached: float
+    least: float
+    most: float
+
+    def format(self, value: float) -> str:
+        return f"{value:.4g} {UNITS[self.kind][1]}" + (f" on {self.on}" if self.on else "")
+
+    def remarks(self) -> list[str]:
+        """A sentence if the target was missed, with the difference and the allowed range."""
+        off = self.reached / self.amount - 1
+        if abs(off) <= (MISSED if self.on else budget.CLOSE):
+            return []
+        allowed = format_range(*(f"{value:.4g} {UNITS[self.kind][1]}" for value in (self.least, self.most)))
+        return [
+            f"isomorphic pruning missed its target: {self.format(self.amount)} was requested, the nearest widths have "
+            f"{self.format(self.reached)} ({100 * off:+.1f} %); this structure allows {allowed}, in finer steps with "
+            "smaller multiples in align"
+        ]
+
+
+def _aim(data: Mapping[str, Any]) -> Aim | None:
+    return Aim(**data["target"]) if "target" in data else None
+
+
 def plan(model: nn.Module, context: Context, options: Options) -> Plan:
     """Score all channels once and keep the share of every kind. Kept widths and costs go to `widths.json`."""
     spaces = context.family.spaces(model)
     _rank(spaces, random_scores(spaces, 0), options)  # rejects options before the scores are computed
 
-    def choose() -> dict[str, Any]:
+    def choose() -> dict[str, object]:
         context.progress.stage(f"score channels by {options.criterion}")
         ranking = _rank(spaces, compute_scores(model, spaces, context, options.criterion, options.images), options)
         candidates = Candidates(model, spaces, ranking.groups, context.plan, _clock(context, options))
         with latency.forget_if_rejected(context, options.latency_on):
-            counts, solution = _choose(ranking, candidates, options)
+            counts, aim = _choose(ranking, candidates, options)
         rows = [
             {"name": g.name, "kind": g.kind, "kept": counts[g.name], "of": g.size, "scores": g.scores.tolist()}
             for g in ranking.groups
         ]
         data = {"rows": rows, "cost": candidates.cost(counts).to_dict(), "plan": candidates.delta(counts).to_json()}
-        return data if solution is None else data | {"target": _target_record(options, solution)}
+        return data if aim is None else data | {"target": vars(aim)}
 
     data = context.memo(WIDTHS, choose)
-    for line in (_summarize(data), *_missed(data)):
-        context.progress.note(line)
-    delta = Plan.from_json(data["plan"])
+    cost, aim, delta = data["cost"], _aim(data), Plan.from_json(data["plan"])
+    reached = f", {aim.format(aim.reached)}" if aim and aim.on else ""
+    context.progress.note(f"{cost['params'] / 1e6:.2f} M parameters, {cost['macs'] / 1e9:.3f} G MACs{reached}")
+    for remark in aim.remarks() if aim else ():
+        context.progress.note(remark)
     if options.attention_scale == "reset":
         context.hand_over(reset_attention_scale(model, spaces, delta))
     return delta
@@ -142,7 +176,7 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
     return candidates.delta(_choose(ranking, candidates, options)[0])
 
 
-def check_reach(model: nn.Module, family: Family, base: Plan, options: Options, clock: Clock) -> None:
+def check_reach(options: Options, model: nn.Module, family: Family, base: Plan, clock: Clock) -> None:
     """Measure the largest and the smallest model. Raises PlanError if the requested latency is not in between."""
 
     def measure(build: Callable[[], nn.Module], delta: Plan, undisturbed: bool) -> float:
@@ -206,29 +240,23 @@ def _clock(context: Context, options: Options) -> CandidateClock | None:
 
 def _target(options: Options, candidates: Candidates) -> Target | None:
     """The target to solve for; None for shares as given, or for a latency without a clock."""
-    clock, (size, unit) = candidates.clock, UNITS.get(options.target, (1.0, ""))
-    if options.amount is None or (options.target == "latency" and clock is None):
+    is_latency = options.target == "latency"
+    if options.amount is None or (is_latency and candidates.clock is None):
         return None
-    if options.target != "latency" or clock is None:
+    size, unit = UNITS[options.target]
+    if not is_latency:
         return Target(options.amount, lambda counts: getattr(candidates.cost(counts), options.target) / size, unit)
-    undisturbed = partial(candidates.latency, undisturbed=True)
-    return Target(
-        options.amount,
-        candidates.latency,
-        unit,
-        options.latency_on,
-        undisturbed,
-        LATENCY_ROUNDS,
-        budget.CLOSE,
-    )
+    undisturbed, on = partial(candidates.latency, undisturbed=True), options.latency_on
+    return Target(options.amount, candidates.latency, unit, on, undisturbed, LATENCY_ROUNDS, budget.CLOSE)
 
 
-def _choose(ranking: Ranking, candidates: Candidates, options: Options) -> tuple[Counts, Solution | None]:
+def _choose(ranking: Ranking, candidates: Candidates, options: Options) -> tuple[Counts, Aim | None]:
     """How many channels each group keeps, and how the target was met, if there is one."""
     if (target := _target(options, candidates)) is None:
         return ranking.counts(), None
     solution = budget.solve(ranking, target)
-    return solution.counts, solution
+    on = target.runtime or None
+    return solution.counts, Aim(options.target, on, target.amount, solution.cost, solution.least, solution.most)
 
 
 def reset_attention_scale(model: nn.Module, spaces: Sequence[Space], delta: Plan) -> nn.Module:
@@ -261,73 +289,30 @@ def describe(options: Options) -> StepInfo:
     if options.target != "latency":
         return StepInfo(choice)
     unscored = replace(options, criterion="random", images=Options.images)
-    check = lambda model, family, base, clock: check_reach(model, family, base, options, clock)  # noqa: E731
+    check = partial(check_reach, options)
     return StepInfo(choice, latency=LatencyTarget(options.amount or 0.0, options.latency_on, unscored, check))
 
 
 def report(folder: Path) -> StepReport:
     """Kept widths, how the target was met, and the scores of each kind."""
-    path = folder / f"{WIDTHS}.json"
-    if not path.is_file():
+    if (data := read_memo(folder, WIDTHS)) is None:
         return StepReport()
-    data = read_json(path)
-    rows = [(row["name"], row["kind"].replace("_", " "), row["kept"], row["of"]) for row in data["rows"]]
-    tables = [table("Isomorphic pruning: widths", "where, kind, kept, of", rows)]
-    if aim := data.get("target"):
-        cells = [_format(aim, aim[key]) for key in ("amount", "reached", "least", "most")]
-        columns = "requested, reached, least possible, most possible"
-        tables.insert(0, table("Isomorphic pruning: target", columns, [cells]))
-    kinds = dict.fromkeys(row["kind"] for row in data["rows"])
-    return StepReport(tables, _missed(data), [_chart(kind, data["rows"]) for kind in kinds])
+    rows, aim = data["rows"], _aim(data)
+    kinds = {row["kind"]: row["kind"].replace("_", " ") for row in rows}
+    columns = {"where": "{name}", "kind": lambda row: kinds[row["kind"]], "kept": "{kept}", "of": "{of}"}
+    tables = [table("Isomorphic pruning: widths", columns, rows)]
+    if aim:
+        names = {"requested": "amount", "reached": "reached", "least possible": "least", "most possible": "most"}
+        costs = {heading: aim.format(getattr(aim, name)) for heading, name in names.items()}
+        tables.insert(0, table("Isomorphic pruning: target", {name: f"{{{name}}}" for name in costs}, [costs]))
+    charts = []
+    for kind, name in kinds.items():
+        lines = [ranked(row["name"], row["scores"], row["kept"]) for row in rows if row["kind"] == kind]
+        title = f"Isomorphic pruning: {name} scores, mean of each group 1"
+        x = "share of the group's channels, best first"
+        charts.append(Chart(title, x, "score", lines, by_depth=len(lines) > 1))
+    return StepReport(tables, aim.remarks() if aim else (), charts)
 
 
-def _chart(kind: str, rows: Sequence[Mapping[str, Any]]) -> Chart:
-    """Scores of one kind, one curve per group."""
-    lines = []
-    for row in (row for row in rows if row["kind"] == kind):
-        best = sorted(range(row["of"]), key=lambda channel: -row["scores"][channel])
-        lines.append(ranked(row["name"], row["scores"], best[: row["kept"]]))
-    title = f"Isomorphic pruning: {kind.replace('_', ' ')} scores, mean of each group 1"
-    return Chart(title, "share of the group's channels, best first", "score", lines, by_depth=len(lines) > 1)
-
-
-def _target_record(options: Options, solution: Solution) -> dict[str, Any]:
-    """How the target was met, as plain data."""
-    on = options.latency_on if options.target == "latency" else None
-    record = {"kind": options.target, "on": on, "amount": options.amount, "reached": solution.cost}
-    return record | {"least": solution.least, "most": solution.most}
-
-
-def _summarize(data: Mapping[str, Any]) -> str:
-    cost, aim = data["cost"], data.get("target", {})
-    text = f"{cost['params'] / 1e6:.2f} M parameters, {cost['macs'] / 1e9:.3f} G MACs"
-    return text + (f", {_format(aim, aim['reached'])}" if aim.get("on") else "")
-
-
-def _format(aim: Mapping[str, Any], value: float) -> str:
-    return f"{value:.4g} {UNITS[aim['kind']][1]}" + (f" on {aim['on']}" if aim["on"] else "")
-
-
-def _missed(data: Mapping[str, Any]) -> list[str]:
-    """A remark if the target was missed, with the difference and the allowed range."""
-    aim = data.get("target")
-    if aim is None or abs(off := aim["reached"] / aim["amount"] - 1) <= (MISSED if aim["on"] else budget.CLOSE):
-        return []
-    allowed = format_range(*(f"{aim[key]:.4g} {UNITS[aim['kind']][1]}" for key in ("least", "most")))
-    return [
-        f"isomorphic pruning missed its target: {_format(aim, aim['amount'])} was requested, the nearest widths have "
-        f"{_format(aim, aim['reached'])} ({100 * off:+.1f} %); this structure allows {allowed}, in finer steps with "
-        "smaller multiples in align"
-    ]
-
-
-ISOMORPHIC = Method(
-    "isomorphic",
-    "widths: residual, FFN, heads and their channels, each kind ranked among its own",
-    options=Options,
-    plan=plan,
-    structure=structure,
-    estimate=estimate,
-    describe=describe,
-    report=report,
-)
+SUMMARY = "widths: residual, FFN, heads and their channels, each kind ranked among its own"
+ISOMORPHIC = Method("isomorphic", SUMMARY, Options, plan, structure, estimate, describe, report)

@@ -6,9 +6,11 @@ and the channels within heads, which all heads of an attention and its q, k and 
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from vitcompress import surgery
@@ -20,6 +22,7 @@ from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
 
 Scope = Literal["isomorphic", "global", "local"]
+ZERO = torch.zeros(())
 ALL = "all"  # the common scope of everything but heads
 # (function that builds the model as deployed, its plan, whether to exclude other load) -> ms, see `Clock`
 CandidateClock = Callable[[Callable[[], nn.Module], Plan, bool], float]
@@ -36,37 +39,21 @@ def groups_of(spaces: Sequence[Space], scores: Scores, scope: Scope) -> tuple[Gr
         shared = ALL if scope == "global" and kind != "head" else f"{kind} {topology}"
         return Group(name, kind, normalize(values), name + kind if scope == "local" else shared)
 
-    groups = [
-        group(space.name, "ffn" if space.kind == "mlp" else "residual", scores[space.name], _topology(space))
-        for space in spaces
-        if space.kind in ("residual", "mlp")
-    ]
-    for attention, own in _attentions(spaces).items():
-        parts = [own] if _tied(own) else [[space] for space in own]
-        per_head = [
-            normalize(sum(scores[space.name] for space in part)).view(part[0].heads, -1)  # type: ignore[arg-type]
-            for part in parts
-        ]
-        groups.append(group(attention, "head", sum(values.mean(1) for values in per_head)))  # type: ignore[arg-type]
-        names = [_head_dim_group(part[0], own) for part in parts]
-        groups += [
-            group(name, "head_dim", values.mean(0)) for name, values in zip(names, per_head, strict=True) if name
-        ]
+    groups = []
+    for space in (space for space in spaces if space.kind in ("residual", "mlp")):
+        # Equal for spaces that the same layers read and write in the same order: the paper's isomorphic sub-graphs.
+        topology = " ".join(f"{axis.tensor.rsplit('.', 2)[-2:]}{axis.dim}{axis.copies}" for axis in space.axes)
+        groups.append(group(space.name, "ffn" if space.kind == "mlp" else "residual", scores[space.name], topology))
+    for attention in dict.fromkeys(space.attention for space in spaces if space.attention):
+        own = [space for space in spaces if space.attention == attention]
+        per_head = {}
+        for part in [own] if _tied(own) else [[space] for space in own]:
+            total = sum((scores[space.name] for space in part), ZERO)
+            per_head[part[0]] = normalize(total).view(part[0].heads, -1)
+        groups.append(group(attention, "head", sum((values.mean(1) for values in per_head.values()), ZERO)))
+        names = {_head_dim_group(first, own): values for first, values in per_head.items()}
+        groups += [group(name, "head_dim", values.mean(0)) for name, values in names.items() if name]
     return tuple(groups)
-
-
-def _topology(space: Space) -> str:
-    """Equal for spaces that the same layers read and write in the same order: the paper's isomorphic sub-graphs."""
-    return " ".join(f"{axis.tensor.rsplit('.', 2)[-2:]}{axis.dim}{axis.copies}" for axis in space.axes)
-
-
-def _attentions(spaces: Sequence[Space]) -> dict[str, list[Space]]:
-    """Attention -> its spaces."""
-    attentions: dict[str, list[Space]] = {}
-    for space in spaces:
-        if space.attention:
-            attentions.setdefault(space.attention, []).append(space)
-    return attentions
 
 
 def _tied(own: Sequence[Space]) -> bool:
@@ -82,21 +69,19 @@ def _head_dim_group(space: Space, own: Sequence[Space]) -> str:
     return "" if space.whole_heads else f"{space.attention if _tied(own) else space.name}.head_dim"
 
 
+@dataclass(frozen=True)
 class Candidates:
     """The plan, the cost after folding, and the latency for numbers of kept channels."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        spaces: Sequence[Space],
-        groups: Sequence[Group],
-        base: Plan,
-        clock: CandidateClock | None,
-    ) -> None:
-        self.model, self.spaces, self.base, self.clock = model, spaces, base, clock
-        self.groups = {group.name: group for group in groups}
-        self.attentions = _attentions(spaces)
-        self.input_size = input_config(model).size
+    model: nn.Module
+    spaces: Sequence[Space]
+    ranked: Sequence[Group]
+    base: Plan
+    clock: CandidateClock | None
+
+    @cached_property
+    def groups(self) -> dict[str, Group]:
+        return {group.name: group for group in self.ranked}
 
     def delta(self, counts: Counts) -> Plan:
         """The plan that keeps the best `counts` channels of every group, in addition to `base`."""
@@ -115,7 +100,7 @@ class Candidates:
         if not space.attention:
             return self.groups[space.name].best(counts[space.name])
         width = space.size // space.heads
-        name = _head_dim_group(space, self.attentions[space.attention])
+        name = _head_dim_group(space, [other for other in self.spaces if other.attention == space.attention])
         dims = self.groups[name].best(counts[name]) if name else range(width)
         heads = self.groups[space.attention].best(counts[space.attention])
         return tuple(head * width + dim for head in heads for dim in dims)
@@ -125,7 +110,7 @@ class Candidates:
         delta = self.delta(counts)
         if self.planned is not None:
             return self.planned(delta)
-        return count_cost(_deploy(self.shapes, self.base, delta), self.input_size)
+        return count_cost(_deploy(self.shapes, self.base, delta), input_config(self.model).size)
 
     @cached_property
     def shapes(self) -> nn.Module:
@@ -137,7 +122,7 @@ class Candidates:
         whole = deepcopy(self.shapes)
         records = surgery.fold_linears(whole, self.base).records
         scales = all(record.reason == surgery.INTO_THE_LINEAR for record in records)
-        return planned_cost(whole, self.input_size) if scales else None
+        return planned_cost(whole, input_config(self.model).size) if scales else None
 
     def latency(self, counts: Counts, *, undisturbed: bool = False) -> float:
         """Milliseconds of the deployed model."""

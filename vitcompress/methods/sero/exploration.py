@@ -1,8 +1,7 @@
 """SERo's exploration: train while a growing share of the units is masked; every refresh chooses the masks anew.
 
-Masks multiply the outputs of the layers that write a space (`surgery.masks.mask_channels`): output and gradients equal
-those of weights masked on both sides, and masked units receive no gradient (M in eq. 5). Masks are outside the model:
-in no state dict, and in the resume state as a list of live channels per space.
+Masks multiply the outputs of the layers that write a space: output and gradients equal those of weights masked on both
+sides, and masked units receive no gradient (M in eq. 5). They are in no state dict, but in the resume state.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,6 +19,8 @@ from vitcompress.surgery.masks import mask_channels
 from vitcompress.training.distributed import derived_seed
 
 Ranks = dict[str, np.ndarray]
+Schedule = Callable[[int, int, int], float]
+STATE = ("scores", "sparsity", "skipped", "revived", "trace")
 
 
 class Exploration:
@@ -29,27 +30,17 @@ class Exploration:
     the end of each epoch. sparsity_at(epoch, step, steps): the share of units to mask.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        family: Family,
-        options: Options,
-        sparsity_at: Callable[[int, int, int], float],
-        seed: int,
-    ) -> None:
-        self.model, self.family, self.options, self.sparsity_at = model, family, options, sparsity_at
-        self.seed = seed
+    def __init__(self, model: nn.Module, family: Family, options: Options, sparsity_at: Schedule, seed: int) -> None:
+        self.model, self.family, self.options, self.sparsity_at, self.seed = model, family, options, sparsity_at, seed
         self.masked_pass = options.criterion_pass == "masked" and options.criterion.startswith("gradient")
         self.spaces = unit_spaces(family.spaces(model))
         self.live: Live = {space.name: np.ones(space.size, dtype=bool) for space in self.spaces}
         self.scores: dict[str, list[float]] = {space.name: [] for space in self.spaces}
         self.sparsity = 0.0
         self.skipped, self.revived = 0, dict.fromkeys(KINDS, 0)
-        self.trace: list[dict[str, Any]] = []
+        self.trace: list[dict[str, object]] = []
         self._refresh_is_next, self._seen, self._before = False, dict[str, Tensor](), list[Tensor]()
         self._masks = ExitStack()
-
-    # ------------------------------------------------------------------------------------------------ around a step
 
     def before_step(self, epoch: int, step: int, steps: int, backward: Callable[[], object]) -> None:
         """Refresh the masks every `refresh` iterations."""
@@ -127,47 +118,34 @@ class Exploration:
         """Every linear layer, including the classifier, as in the released code."""
         return [module.weight for module in self.model.modules() if isinstance(module, nn.Linear)]
 
-    # ---------------------------------------------------------------------------------------------------- the masks
-
     def set(self, live: Mapping[str, np.ndarray]) -> None:
         """Mask all channels that are not live, instead of those masked before."""
         self._masks.close()
         self.live = dict(live)
-        like = next(self.model.parameters())
-        masks = {
-            name: torch.as_tensor(channels, device=like.device).to(like.dtype)
-            for name, channels in self.live.items()
-            if not channels.all()
-        }
+        like, masked = next(self.model.parameters()), {name: mask for name, mask in live.items() if not mask.all()}
+        masks = {name: torch.as_tensor(mask, device=like.device).to(like.dtype) for name, mask in masked.items()}
         self._masks.enter_context(mask_channels(self.model, self.family, masks))
 
     def close(self) -> None:
         """Remove all masks from the model."""
         self._masks.close()
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> dict[str, list[int]]:
         """Kind -> [live units, all units]."""
         own = {kind: [self.live[space.name] for space in self.spaces if space.kind == kind] for kind in KINDS}
         return {kind: [sum(int(live.sum()) for live in of), sum(map(len, of))] for kind, of in own.items()}
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """JSON data: the live channels of every masked space, and the scores for the next refresh."""
-        return {
-            "kept": {name: np.flatnonzero(live).tolist() for name, live in self.live.items() if not live.all()},
-            "seen": {name: value.tolist() for name, value in self._seen.items()} if self.masked_pass else {},
-            "scores": self.scores,
-            "sparsity": self.sparsity,
-            "skipped": self.skipped,
-            "revived": self.revived,
-            "trace": self.trace,
-        }
+        kept = {name: np.flatnonzero(live).tolist() for name, live in self.live.items() if not live.all()}
+        seen = {name: value.tolist() for name, value in self._seen.items()} if self.masked_pass else {}
+        return {"kept": kept, "seen": seen, **{name: getattr(self, name) for name in STATE}}
 
     def restore(self, data: Any) -> None:
         """Continue from `state`."""
-        self.sparsity, self.skipped, self.revived = data["sparsity"], data["skipped"], dict(data["revived"])
-        self.trace, self.scores, like = list(data["trace"]), data["scores"], next(self.model.parameters())
-        self._seen = {name: torch.tensor(values, device=like.device) for name, values in data["seen"].items()}
-        kept = data["kept"]
+        vars(self).update({name: data[name] for name in STATE})
+        device, kept = next(self.model.parameters()).device, data["kept"]
+        self._seen = {name: torch.tensor(values, device=device) for name, values in data["seen"].items()}
         self.set({s.name: np.isin(np.arange(s.size), kept.get(s.name, np.arange(s.size))) for s in self.spaces})
 
 

@@ -84,7 +84,7 @@ def project(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: flo
         PlanError: the layout cannot be that sparse.
     """
     if rules.layout == "ragged":
-        return _project_ragged(spaces, scores, ties, sparsity, rules.threshold)
+        return _project_ragged(spaces, scores, ties, sparsity, rules.threshold == "global")
     for space in spaces:
         if rules.round_to > (width := space.size // space.heads):
             raise PlanError(
@@ -100,15 +100,14 @@ def project(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: flo
     return live
 
 
-def _project_ragged(
-    spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: float, threshold: Threshold
-) -> Live:
+def _project_ragged(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: float, one: bool) -> Live:
+    """one: whether one threshold covers all spaces."""
     total = sum(space.size for space in spaces)
     if round((1 - sparsity) * total) < 1:
         raise PlanError(
             f"sparsity is {sparsity:g}, which removes all {total} units: no layer would be left", hint="lower sparsity"
         )
-    together = [list(spaces)] if threshold == "global" else [[space] for space in spaces]
+    together = [list(spaces)] if one else [[space] for space in spaces]
     live: Live = {}
     for members in together:
         score, tie = (np.concatenate([values[space.name] for space in members]) for values in (scores, ties))
@@ -183,9 +182,6 @@ def _climb(ladders: Sequence[_Ladder], sparsity: float, *, strict: bool) -> list
     return taken
 
 
-# ----------------------------------------------------------------------------------------------------------- deployment
-
-
 def deploy(
     base: Plan, spaces: Sequence[Space], live: Live, *, pad: bool = False, removed: Collection[str] = ()
 ) -> Plan:
@@ -199,16 +195,18 @@ def deploy(
     kept: dict[str, tuple[int, ...]] = {}
     heads: dict[str, int] = {}
     widths: dict[str, set[int]] = {}
-    alive = {space.attention: _alive_heads(live[space.name], space) for space in spaces if space.kind == "v"}
+    rows_of = {s.name: live.get(s.name, np.ones(s.size, dtype=bool)).reshape(s.heads, -1) for s in spaces}
+    alive = {s.attention: np.flatnonzero(rows_of[s.name].any(axis=1)).tolist() for s in spaces if s.kind == "v"}
     for space in (space for space in spaces if (space.attention or space.name) not in removed):
-        rows = live.get(space.name, np.ones(space.size, dtype=bool)).reshape(space.heads, -1)
-        stay = alive.get(space.attention, range(space.heads))
+        rows, stay = rows_of[space.name], alive.get(space.attention, range(space.heads)) or [0]
         width = max(1, *(int(rows[head].sum()) for head in stay))
         if space.attention:
             widths.setdefault(space.attention, set()).add(width)
         if width == rows.shape[1] and len(stay) == space.heads:
             continue
-        kept[space.name] = tuple(head * rows.shape[1] + c for head in stay for c in _fill(rows[head], width))
+        # The live channels of each head and the first dead ones, in ascending order.
+        best = {head: sorted(np.argsort(~rows[head], kind="stable")[:width].tolist()) for head in stay}
+        kept[space.name] = tuple(head * rows.shape[1] + channel for head in stay for channel in best[head])
         if len(stay) < space.heads:
             heads[space.attention] = len(stay)
     padded = tuple(name for name, own in widths.items() if pad and len(own) > 1)
@@ -222,19 +220,6 @@ def empty_branches(spaces: Sequence[Space], live: Live) -> set[str]:
 
 def padding(live: Live, kept: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Space -> channels that are kept for the shape alone; all dead channels of a space that keeps every channel."""
-    dead = {
-        name: tuple(c for c in kept.get(name, range(len(channels))) if not channels[c])
-        for name, channels in live.items()
-    }
+    stay = {name: kept.get(name, range(len(channels))) for name, channels in live.items()}
+    dead = {name: tuple(c for c in channels if not live[name][c]) for name, channels in stay.items()}
     return {name: channels for name, channels in dead.items() if channels}
-
-
-def _alive_heads(v: np.ndarray, space: Space) -> list[int]:
-    alive: list[int] = np.flatnonzero(v.reshape(space.heads, -1).any(axis=1)).tolist()
-    return alive or [0]
-
-
-def _fill(head: np.ndarray, width: int) -> list[int]:
-    """The live channels of a head and the first dead ones, `width` in all, in ascending order."""
-    channels: list[int] = np.argsort(~head, kind="stable")[:width].tolist()
-    return sorted(channels)

@@ -39,7 +39,7 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
     copy = deepcopy(model)
     exploration = _explore(copy, context, options)
     delta = _deploy(copy, context.family, context.plan, exploration.live, options)
-    context.memo(FILE, lambda: record(exploration, delta, options.sparsity))
+    context.memo(FILE, lambda: record(exploration, delta))
     context.hand_over(copy.cpu())
     counts = exploration.counts().items()
     shares = (f"{kind} {100 * (1 - live / total):.1f} %" for kind, (live, total) in counts if total)
@@ -59,11 +59,8 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
             hint="raise epochs or lower warmup_epochs",
         )
     gradients = options.criterion.startswith("gradient")
-    unused = {
-        "round_to": options.layout == "ragged" and "layout is 'ragged'",
-        "criterion_pass": not gradients and f"criterion is {options.criterion!r}, which uses no gradients",
-    }
-    reject_unused(options, unused)
+    unused = not gradients and f"criterion is {options.criterion!r}, which uses no gradients"
+    reject_unused(options, {"round_to": options.layout == "ragged" and "layout is 'ragged'", "criterion_pass": unused})
     spaces = layout.prunable(family.spaces(model))
     units = layout.unit_spaces(spaces)
     if not units:
@@ -73,7 +70,9 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
             "layout is 'tied', but under a rotary embedding q and k lose channels with their heads only, v separately",
             hint="use layout = 'padded', which keeps the same attention kernels, or 'uniform'",
         )
-    scores = {space.name: _score_by_position(space) for space in units}
+    # The same in every head and layer: lower, the later the channel.
+    widths = {space.name: (space.size // space.heads, space.heads) for space in units}
+    scores = {name: np.tile(1 - (np.arange(n) + 0.5) / n, heads) for name, (n, heads) in widths.items()}
     live = layout.project(units, scores, scores, options.sparsity, options.rules)
     return layout.deploy(base, spaces, live, pad=options.layout == "padded")
 
@@ -89,10 +88,6 @@ def _deploy(copy: nn.Module, family: Family, base: Plan, live: Live, options: Op
     return layout.deploy(base, spaces, live, pad=options.layout == "padded", removed=removed)
 
 
-def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimate]:
-    return [Estimate("exploration", 1, options.epochs)]
-
-
 def describe(options: Options) -> StepInfo:
     """The explored weights are handed over. Only padded and tied layouts keep q, k and v equally wide."""
     explored = f"{INPUT_MODEL} while it trained under masks; the next step starts from these weights"
@@ -102,21 +97,13 @@ def describe(options: Options) -> StepInfo:
     return StepInfo(choice, lambda finetune: _settings(finetune, options), equal_widths=widths)
 
 
-def _score_by_position(space: Space) -> np.ndarray:
-    """Scores that decrease with the channel's position in its head, equal in every layer."""
-    width = space.size // space.heads
-    return np.tile(1 - (np.arange(width) + 0.5) / width, space.heads)
-
-
 def _explore(copy: nn.Module, context: Context, options: Options) -> Exploration:
     """Train `copy` under masks, then remove them. Raises VitcompressError if the last epoch chose no masks."""
-    exploration = Exploration(
-        copy.to(context.runtime.device), context.family, options, sparsity_at(options), context.seed
-    )
-    images, heldout, train = context.data.train, context.data.heldout, _settings(context.train, options)
+    copy.to(context.runtime.device)
+    exploration = Exploration(copy, context.family, options, sparsity_at(options), context.seed)
+    data, train, controls = context.data, _settings(context.train, options), TrainingControls(hooks=exploration)
     try:
-        controls = TrainingControls(hooks=exploration)
-        context.run_training(copy, images, heldout, train, "exploration", controls=controls)
+        context.run_training(copy, data.train, data.heldout, train, "exploration", controls=controls)
     finally:
         exploration.close()
     if exploration.sparsity != options.sparsity:
@@ -130,17 +117,8 @@ def _explore(copy: nn.Module, context: Context, options: Options) -> Exploration
 def _settings(base: TrainOptions, options: Options) -> TrainOptions:
     """The recipe's training options, with labels only and the last weights, which belong to the last masks."""
     lr = options.lr or base.peak_lr
-    return replace(
-        base,
-        epochs=options.epochs,
-        lr=lr,
-        lr_base=None,
-        min_lr=min(base.min_lr, lr),
-        warmup_epochs=0,
-        ema=None,
-        distillation="none",
-        select="last",
-    )
+    plain = replace(base, epochs=options.epochs, warmup_epochs=0, ema=None, distillation="none", select="last")
+    return replace(plain, lr=lr, lr_base=None, min_lr=min(base.min_lr, lr))
 
 
 @torch.no_grad()
@@ -156,10 +134,10 @@ def _zero(model: nn.Module, spaces: tuple[Space, ...], channels: dict[str, tuple
 SERO = Method(
     "sero",
     "q/k, v and FFN channels: masks explored while training, one threshold over all layers",
-    options=Options,
-    plan=plan,
-    structure=structure,
-    estimate=estimate,
-    describe=describe,
-    report=report,
+    Options,
+    plan,
+    structure,
+    lambda model, family, options: [Estimate("exploration", 1, options.epochs)],
+    describe,
+    report,
 )

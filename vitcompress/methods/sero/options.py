@@ -16,8 +16,6 @@ WeightScale = Literal["gradient", "update", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of SERo."""
-
     sparsity: Annotated[float, Gt(0), Lt(1), Doc("share of all q/k, v and FFN units to remove")] = 0.5
     epochs: Annotated[int, Ge(1), Doc("of the exploration")] = 50
     warmup_epochs: Annotated[int, Ge(0), Doc("epochs of the exploration without masks")] = 1
