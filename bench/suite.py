@@ -12,7 +12,6 @@ from vitcompress.bench.memory import measure_memory
 from vitcompress.bench.report.records import BenchRecord, BenchRow, MachineRecord, RatioRecord, RunnerRecord
 from vitcompress.bench.report.run import bench_table
 from vitcompress.errors import InputError
-from vitcompress.exporters.runner import TimedCall
 from vitcompress.exporters.runtimes import Runner, RunnerOptions
 from vitcompress.io.progress import Progress
 from vitcompress.io.text import describe_ratio
@@ -157,7 +156,7 @@ def _compare_at_batch(
     comparison, threads = environment.comparison_warnings(rows), environment.thread_warnings(rows)
     return Bench(
         rows,
-        tuple(timing.ratio(samples[0], later).record(protocol.batch) for later in samples[1:]),
+        tuple(timing.ratio(samples[0], later) for later in samples[1:]),
         {**environment.facts(), "conditions": [monitor.conditions]},
         (*comparison, *threads, *environment.sample_warnings(samples, rows), *disturbed),
         notes=tuple(environment.protocol_notes(protocol, rows)),
@@ -167,8 +166,7 @@ def _compare_at_batch(
 
 def _target(runner: Runner, batch: int, seed: int) -> timing.Target:
     step = runner.bind(synthetic_images(runner.input_size, batch, seed))
-    timed = step.timed if isinstance(step, TimedCall) else None
-    return timing.Target(runner.name, step, runner.synchronize, timed)
+    return timing.Target(runner.name, step, runner.synchronize, getattr(step, "timed", None))
 
 
 def _description(runner: Runner) -> RunnerRecord:

@@ -1,11 +1,12 @@
 """The interface of all runtimes: options, and runners that can be called, described and timed."""
 
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -51,52 +52,11 @@ class RunnerOptions:
     engine_cache: Path | None = None
 
 
-class Runner(Protocol):
-    """A model that can be run, described and timed. `runner(images)` returns float32 logits on the CPU."""
-
-    name: str
-
-    @property
-    def input(self) -> InputConfig | None:
-        """Preprocessing of images; None if the artifact does not state it."""
-
-    @property
-    def input_size(self) -> tuple[int, int, int]:
-        """(channels, height, width)"""
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Logits, (batch, classes), float32. images: what `prepare_input` takes, on any device."""
-
-    def bind(self, images: Tensor) -> Callable[[], object]:
-        """One forward pass of `images` as a call without arguments, possibly a `TimedCall`.
-
-        The inputs are on the device already, unless transfers were requested. After `close` the call holds no memory
-        and raises a VitcompressError.
-        """
-
-    def synchronize(self) -> None:
-        """Wait until all queued work is complete."""
-
-    def describe(self) -> dict[str, Any]:
-        """Everything that affects the speed or the accuracy of this runner; see `fill_description`."""
-
-    def close(self) -> None:
-        """Free the memory of the runner and its bound calls, and restore changed settings. May be called twice."""
-
-
-@runtime_checkable
-class TimedCall(Protocol):
-    """A bound call that times itself: work that is queued on a GPU, or done in another process."""
-
-    def __call__(self) -> None:
-        """Run once."""
-
-    def timed(self, runs: int) -> tuple[list[float], float]:
-        """Milliseconds of each of `runs` runs, by CUDA events, and of all together by the wall clock."""
-
-
 class BoundCall:
-    """A forward pass as a call. step: runs it, and references everything that it needs."""
+    """A forward pass as a call. step: runs it, and references everything that it needs.
+
+    Calls that are queued on a GPU, or run in another process, time themselves with `timed`.
+    """
 
     def __init__(self, step: Callable[[], object]) -> None:
         self.step = step
@@ -114,27 +74,21 @@ def _raise_closed() -> None:
 
 
 class QueuedCall(BoundCall):
-    """A `TimedCall`: `step` queues one pass on `stream` and does not wait for it.
+    """A call whose `step` queues one pass on the CUDA stream `stream` and does not wait for it."""
 
-    tensors: inputs and outputs, which must exist as long as the call.
-    """
-
-    def __init__(self, step: Callable[[], object], stream: Any, tensors: tuple[torch.Tensor, ...] = ()) -> None:
+    def __init__(self, step: Callable[[], object], stream: Any) -> None:
         super().__init__(step)
-        self.stream, self._tensors = stream, tensors
-
-    def release(self) -> None:
-        super().release()
-        self._tensors = ()
+        self.stream = stream
 
     def __call__(self) -> None:
         with torch.cuda.stream(self.stream):
             self.step()
 
     def timed(self, runs: int) -> tuple[list[float], float]:
-        """See `TimedCall`. The passes are queued without waiting between them; the only wait is at the end.
+        """Milliseconds of each of `runs` runs, by CUDA events, and of all together by the wall clock.
 
-        Events are recorded on the stream of the passes and on its GPU, whichever is the current one.
+        The passes are queued without waiting between them; the only wait is at the end. Events are recorded on the
+        stream of the passes and on its GPU, whichever is the current one.
         """
         event: Any = torch.cuda.Event
         marks = [event(enable_timing=True) for _ in range(runs + 1)]
@@ -152,34 +106,65 @@ class QueuedCall(BoundCall):
         return [float(a.elapsed_time(b)) for a, b in pairwise(marks)], wall
 
 
-Call = TypeVar("Call", bound=BoundCall)
+class Runner(ABC):
+    """A model that can be run, described and timed.
 
+    input: preprocessing of images; None if the artifact does not state it. input_size: (channels, height, width).
+    takes_bytes: the file takes bytes with channels last and normalises them itself.
+    """
 
-class Bindings:
-    """The bound calls of one runner that are still referenced elsewhere."""
+    input: InputConfig | None
+    input_size: tuple[int, int, int]
+    takes_bytes = False
 
-    def __init__(self) -> None:
-        self._calls: WeakSet[BoundCall] = WeakSet()
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._calls = WeakSet[BoundCall]()  # those that are still referenced elsewhere
 
-    def add(self, call: Call) -> Call:
+    @abstractmethod
+    def __call__(self, images: Tensor) -> Tensor:
+        """Logits, (batch, classes), float32, on the CPU. images: what `prepare_input` takes, on any device."""
+
+    def bind(self, images: Tensor) -> BoundCall:
+        """One forward pass of `images` as a call without arguments.
+
+        The inputs are on the device already, unless transfers were requested. After `close` the call holds no memory
+        and raises a VitcompressError.
+        """
+        call = self._bind(images)
         self._calls.add(call)
         return call
 
-    def release(self) -> None:
+    @abstractmethod
+    def _bind(self, images: Tensor) -> BoundCall: ...
+
+    def synchronize(self) -> None:  # noqa: B027 - most runtimes return when the outputs are complete
+        """Wait until all queued work is complete."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Everything that affects the speed or the accuracy of this runner; see `fill_description`."""
+
+    def close(self) -> None:
+        """Free the memory of the runner and its bound calls, and restore changed settings. May be called twice."""
         for call in list(self._calls):
             call.release()
 
+    def _set_size(self, shape: Iterable[int]) -> None:
+        """Set `input_size`. shape: of one image as the file takes it."""
+        first, second, third = shape
+        self.input_size = (third, first, second) if self.takes_bytes else (first, second, third)
+
+    def _prepare(self, images: Tensor) -> np.ndarray:
+        return prepare_input(images, self.input, uint8=self.takes_bytes)
+
 
 # Keys of every runner's description, with the values for runtimes without such a property.
-DESCRIPTION: dict[str, Any] = {
+DESCRIPTION: dict[str, object] = {
     **dict.fromkeys(("artifact", "sha256", "runtime", "runtime_version", "device", "device_name", "provider")),
-    "precision": None,
-    "tf32": False,
-    "threads": None,
-    "sdpa": None,
+    **{"precision": None, "tf32": False, "threads": None, "sdpa": None},
     **dict.fromkeys(("compile", "channels_last", "cuda_graph", "transfers"), False),
-    "graph_optimization": None,
-    "weights": None,
+    **dict.fromkeys(("graph_optimization", "weights")),
 }
 # Setting -> the only runtime that has it, and the artifacts that run there.
 OWNED_SETTINGS = {
@@ -189,7 +174,7 @@ OWNED_SETTINGS = {
 }
 
 
-def fill_description(**known: Any) -> dict[str, Any]:
+def fill_description(**known: object) -> dict[str, Any]:
     """The result of `Runner.describe`: `known`, with the default of each other key of `DESCRIPTION`."""
     return {**DESCRIPTION, **known}
 

@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitcompress.errors import DeviceError, InputError
 from vitcompress.exporters.runner import (
-    Bindings,
     BoundCall,
     QueuedCall,
+    Runner,
     RunnerOptions,
     check_threads,
     fill_description,
@@ -37,7 +37,7 @@ COMPILED_VERSIONS = 1024  # of one function that torch.compile may keep; torch's
 RUNS_BEFORE_RECORDING = 3  # as torch's documentation of CUDA graphs recommends
 
 
-class TorchRunner:
+class TorchRunner(Runner):
     """A module in torch, in eval mode, on one device.
 
     Threads and TF32 are settings of the whole process: they are set before each call, so that runners with different
@@ -47,26 +47,23 @@ class TorchRunner:
     def __init__(
         self, model: nn.Module, options: RunnerOptions | None = None, *, name: str, sha256: str | None = None
     ) -> None:
-        self.name, self._sha256, self._options = name, sha256, options or RunnerOptions()
+        super().__init__(name)
+        self._sha256, self._options = sha256, options or RunnerOptions()
         reject_foreign_settings(self._options, "torch", name)
         self._device = _torch_device(self._options)
         self._precision = self._options.precision or "fp32"
         _check_options(self._options, self._device, self._precision)
         self._threads = check_threads(self._options) or torch.get_num_threads()
         self.input = input_config(model)
+        self.input_size = self.input.size
         self._type = TORCH_TYPES[self._precision]
         self._classes = getattr(model, "num_classes", None)
         placed = model.eval().to(self._device, self._type)
         self._weight_bytes = sum(t.nbytes for part in (placed.parameters(), placed.buffers()) for t in part)
         self._settings = ExitStack()  # restores torch's settings
         self._call: Any = _compile(placed, self._settings) if self._options.compile else placed
-        self._bindings = Bindings()
         matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
         self._restore = torch.get_num_threads(), matmul.allow_tf32, cudnn.allow_tf32
-
-    @property
-    def input_size(self) -> tuple[int, int, int]:
-        return self.input.size
 
     def __call__(self, images: Tensor) -> Tensor:
         return self._forward(images.to(self._device, self._type)).float().cpu()
@@ -78,7 +75,7 @@ class TorchRunner:
             out: Tensor = self._call(images)
         return out
 
-    def bind(self, images: Tensor) -> BoundCall:
+    def _bind(self, images: Tensor) -> BoundCall:
         resident = images.to(self._device, self._type)
         run = self._record(resident) if self._options.cuda_graph else partial(self._forward, resident)
         host, output = (self._host_copy(images), self._host_copy(run())) if self._transfers else (None, None)
@@ -91,9 +88,8 @@ class TorchRunner:
             if output is not None:
                 output.copy_(logits, non_blocking=True)  # no run waits for it, or for page-locked memory
 
-        if self._device.type != "cuda":
-            return self._bindings.add(BoundCall(step))
-        return self._bindings.add(QueuedCall(step, torch.cuda.current_stream(self._device)))
+        on_cuda = self._device.type == "cuda"
+        return QueuedCall(step, torch.cuda.current_stream(self._device)) if on_cuda else BoundCall(step)
 
     def _host_copy(self, tensor: Tensor) -> Tensor:
         """Images or logits in (page-locked) memory of the host."""
@@ -143,14 +139,13 @@ class TorchRunner:
             torch.mps.synchronize()
 
     def describe(self) -> dict[str, Any]:
-        on_cuda = self._device.type == "cuda"
         return fill_description(
             artifact=self.name,
             sha256=self._sha256,
             runtime="torch",
             runtime_version=torch.__version__,
             device=str(self._device),
-            device_name=torch.cuda.get_device_name(self._device) if on_cuda else None,
+            device_name=torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else None,
             precision=self._precision,
             tf32=self._precision == "tf32",
             threads=self._threads,
@@ -166,7 +161,7 @@ class TorchRunner:
     def close(self) -> None:
         if self._call is None:
             return  # later changes by others stay
-        self._bindings.release()
+        super().close()
         self._call = None
         self._settings.close()
         threads, matmul, cudnn = self._restore

@@ -15,22 +15,20 @@ from vitcompress.exporters.onnx import file, libraries, providers
 from vitcompress.exporters.onnx.providers import CPU, ProviderSettings
 from vitcompress.exporters.options import DEFAULTS
 from vitcompress.exporters.runner import (
-    Bindings,
     BoundCall,
     QueuedCall,
+    Runner,
     RunnerOptions,
     approximate_bytes,
     check_batch,
     check_threads,
     fill_description,
     parse_device,
-    prepare_input,
     reject_foreign_settings,
 )
 from vitcompress.exporters.sidecar import check_sha256, read_input
 from vitcompress.io.files import decode_json_values
 from vitcompress.io.hardware import package_versions
-from vitcompress.models.create import InputConfig
 
 LOG_WARNINGS, LOG_ERRORS, LOG_NOTHING = 2, 3, 4  # the first is ONNX Runtime's own default
 OUTPUT_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
@@ -39,7 +37,7 @@ RUNS_BEFORE_REPLAY = 3  # the first runs of a CUDA graph allocate memory and rec
 NO_GRAPH = "-1"  # graph number of a run that is neither recorded nor replayed
 
 
-class OnnxRunner:
+class OnnxRunner(Runner):
     """An ONNX file on exactly one execution provider; the CPU may keep the arithmetic of shapes.
 
     Raises:
@@ -55,14 +53,15 @@ class OnnxRunner:
         reject_foreign_settings(options, "ONNX Runtime", path.name)
         model = file.read_onnx(path)
         labels = decode_json_values(file.metadata(model))
-        self.name, self._file, self._sha256 = str(path), path.name, check_sha256(path)
+        super().__init__(str(path))
+        self._file, self._sha256 = path.name, check_sha256(path)
         self._provider, self._device = providers.choose_provider(options.device, options.provider)
         self._precision = providers.resolve_precision(path, labels.get("precision"), options.precision, self._provider)
         providers.check_settings(self._provider, options)
         self._threads = check_threads(options)
         self._started_threads: int | None = None
         self._cuda_graph, self._graph_numbers = options.cuda_graph, count(1)
-        self._stream, self._bindings = _create_stream(self._device), Bindings()
+        self._stream = _create_stream(self._device)
         self._batch_range, settings = self._provider_settings(model, options)
         self._provider_options = self._provider.options(settings)
         self.session = self._open(path, settings)
@@ -70,9 +69,10 @@ class OnnxRunner:
         self._input, self._output = _inputs_and_outputs(path, self.session)
         if isinstance(fixed := self._input.shape[0], int):
             self._batch_range = (fixed, fixed, fixed)
-        self._takes_bytes = self._input.type == "tensor(uint8)"
+        self.takes_bytes = self._input.type == "tensor(uint8)"
+        self._set_size(map(int, self._input.shape[1:]))
         self._transfers = options.transfers and self._stream is not None
-        self.input: InputConfig | None = read_input(self.name, labels, self.input_size)
+        self.input = read_input(self.name, labels, self.input_size)
 
     def _provider_settings(
         self, model: Any, options: RunnerOptions
@@ -145,20 +145,13 @@ class OnnxRunner:
             raise DeviceError(f"{name} supports no part of this model", hint="use another provider")
         return sorted({kind for other, kinds in operators.items() if other != name for kind in kinds})
 
-    @property
-    def input_size(self) -> tuple[int, int, int]:
-        """(channels, height, width)"""
-        first, second, third = map(int, self._input.shape[1:])
-        return (third, first, second) if self._takes_bytes else (first, second, third)
-
     def __call__(self, images: Tensor) -> Tensor:
         return torch.from_numpy(self._run(self._prepare(images)))
 
     def _prepare(self, images: Tensor) -> np.ndarray:
         if self._batch_range is not None:
             check_batch(self._file, self._batch_range, len(images))
-        data = prepare_input(images, self.input, uint8=self._takes_bytes)
-        return np.ascontiguousarray(data, dtype=INPUT_TYPES[self._input.type])
+        return np.ascontiguousarray(super()._prepare(images), dtype=INPUT_TYPES[self._input.type])
 
     def _run(self, data: np.ndarray) -> np.ndarray:
         """data: from `_prepare` -> (batch, classes), float32."""
@@ -167,14 +160,14 @@ class OnnxRunner:
         )[0]
         return np.asarray(logits.astype(np.float32, copy=False))
 
-    def bind(self, images: Tensor) -> BoundCall:
+    def _bind(self, images: Tensor) -> BoundCall:
         """Inputs and outputs stay on the provider's device, unless transfers were requested."""
-        if self._takes_bytes and self.input is None:
+        if self.takes_bytes and self.input is None:
             images = approximate_bytes(images)
         data = self._prepare(images)
         if self._transfers:
-            return self._bindings.add(BoundCall(partial(self._run, data)))
-        return self._bindings.add(self._bind_host(data) if self._stream is None else self._bind_cuda(data))
+            return BoundCall(partial(self._run, data))
+        return self._bind_host(data) if self._stream is None else self._bind_cuda(data)
 
     def _bind_host(self, data: np.ndarray) -> BoundCall:
         output = np.empty(self._output_shape(data), OUTPUT_TYPES[self._output.type])
@@ -182,7 +175,7 @@ class OnnxRunner:
         binding = self.session.io_binding()
         binding.bind_ortvalue_input(self._input.name, values[0])
         binding.bind_ortvalue_output(self._output.name, values[1])
-        return BoundCall(partial(_run_bound, self.session, binding, values))
+        return BoundCall(partial(_run_bound, self.session, binding, None, values))
 
     def _bind_cuda(self, data: np.ndarray) -> QueuedCall:
         """One pass on the session's stream. The tensors are torch's; each binding has its own CUDA graph."""
@@ -195,7 +188,7 @@ class OnnxRunner:
         binding.bind_input(self._input.name, "cuda", index, data.dtype.type, images.shape, images.data_ptr())
         binding.bind_output(self._output.name, "cuda", index, kind, logits.shape, logits.data_ptr())
         options = self._run_options(str(next(self._graph_numbers)) if self._cuda_graph else NO_GRAPH, wait=False)
-        call = QueuedCall(partial(self.session.run_with_iobinding, binding, options), self._stream, (images, logits))
+        call = QueuedCall(partial(_run_bound, self.session, binding, options, (images, logits)), self._stream)
         for _ in range(RUNS_BEFORE_REPLAY if self._cuda_graph else 0):
             call()
         self.synchronize()
@@ -239,12 +232,12 @@ class OnnxRunner:
             cuda_graph=self._cuda_graph,
             graph_optimization="ORT_ENABLE_ALL",
             classes=next((size for size in self._output.shape[1:2] if isinstance(size, int)), None),
-            input_type="uint8" if self._takes_bytes else "float32",
+            input_type="uint8" if self.takes_bytes else "float32",
             transfers=self._transfers,
         )
 
     def close(self) -> None:
-        self._bindings.release()
+        super().close()
         self.session = None
 
 
@@ -254,9 +247,9 @@ def _count_threads() -> int | None:
     return len(list(tasks.iterdir())) if tasks.is_dir() else None
 
 
-def _run_bound(session: Any, binding: Any, values: tuple[Any, ...]) -> None:
-    """One pass. values: those of `binding`, which references them itself only in some versions."""
-    session.run_with_iobinding(binding)
+def _run_bound(session: Any, binding: Any, options: Any, values: tuple[Any, ...]) -> None:
+    """One pass. values: those of `binding`, which references them itself only in some versions, if at all."""
+    session.run_with_iobinding(binding, options)
 
 
 def _create_stream(device: str) -> Any:

@@ -11,22 +11,20 @@ from torch import Tensor
 from vitcompress.errors import ArtifactError, DeviceError
 from vitcompress.exporters.openvino.library import core, error_text, load, read_ir, read_metadata
 from vitcompress.exporters.runner import (
-    Bindings,
     BoundCall,
+    Runner,
     RunnerOptions,
     check_threads,
     fill_description,
-    prepare_input,
     reject_foreign_settings,
 )
 from vitcompress.exporters.sidecar import check_sha256, read_input
 from vitcompress.io.files import decode_json_values
-from vitcompress.models.create import InputConfig
 
 HINTS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 
 
-class OpenVinoRunner:
+class OpenVinoRunner(Runner):
     """An OpenVINO model, one batch at a time (`LATENCY`, one stream).
 
     OpenVINO treats a precision as a hint and computes in another one if the processor lacks it (for example bf16
@@ -40,7 +38,8 @@ class OpenVinoRunner:
 
     def __init__(self, path: Path, options: RunnerOptions) -> None:
         reject_foreign_settings(options, "OpenVINO", path.name)
-        self.name, self._threads = str(path), check_threads(options)
+        super().__init__(str(path))
+        self._threads = check_threads(options)
         if (options.device or "cpu") != "cpu":
             raise DeviceError(
                 f"OpenVINO models run on the CPU, but the device is {options.device}", hint="use --device cpu"
@@ -49,12 +48,12 @@ class OpenVinoRunner:
         self._sha256 = check_sha256(path)
         labels = decode_json_values(read_metadata(model))
         self.precision = options.precision or str(labels.get("precision", "fp32"))
-        self._uint8 = labels.get("input") == "uint8"
-        self.input_size = _image_size(path, model)
-        self.input: InputConfig | None = read_input(self.name, labels, self.input_size)
+        shape, element = _image_shape(path, model)
+        self.takes_bytes = element == "u8"
+        self._set_size(shape)
+        self.input = read_input(self.name, labels, self.input_size)
         self._compiled: Any = self._compile(path, model)
         self._request: Any = self._compiled.create_infer_request()
-        self._bindings = Bindings()
 
     def _compile(self, path: Path, model: Any) -> Any:
         if self.precision not in HINTS:
@@ -79,7 +78,7 @@ class OpenVinoRunner:
         outputs = self._request.infer([self._prepare(images)], share_inputs=True)
         return torch.from_numpy(np.array(outputs[0], dtype=np.float32))
 
-    def bind(self, images: Tensor) -> BoundCall:
+    def _bind(self, images: Tensor) -> BoundCall:
         request = self._compiled.create_infer_request()
         data = self._prepare(images)
         request.set_input_tensor(0, load().Tensor(data, shared_memory=True))
@@ -87,13 +86,7 @@ class OpenVinoRunner:
         def step(keep: np.ndarray = data) -> None:
             request.infer()
 
-        return self._bindings.add(BoundCall(step))
-
-    def _prepare(self, images: Tensor) -> np.ndarray:
-        return prepare_input(images, self.input, uint8=self._uint8)
-
-    def synchronize(self) -> None:
-        """Do nothing: a request returns when its outputs are complete."""
+        return BoundCall(step)
 
     def describe(self) -> dict[str, Any]:
         get = self._compiled.get_property
@@ -108,22 +101,20 @@ class OpenVinoRunner:
             precision=self.precision,
             threads=int(get("INFERENCE_NUM_THREADS")),
             streams=int(get("NUM_STREAMS")),
-            input_type="uint8" if self._uint8 else "float32",
+            input_type="uint8" if self.takes_bytes else "float32",
             graph_optimization="LATENCY",
             classes=int(classes[1].get_length()) if len(classes) == 2 and classes[1].is_static else None,
         )
 
     def close(self) -> None:
-        self._bindings.release()
+        super().close()
         self._request = self._compiled = None
 
 
-def _image_size(path: Path, model: Any) -> tuple[int, int, int]:
-    """(channels, height, width) of the one image input."""
+def _image_shape(path: Path, model: Any) -> tuple[list[int], str]:
+    """Shape and element type of one image of the one input."""
     inputs = model.inputs
     shape = inputs[0].get_partial_shape() if len(inputs) == 1 else None
     if shape is None or shape.rank.is_dynamic or len(shape) != 4 or any(side.is_dynamic for side in list(shape)[1:]):
         raise ArtifactError(f"{path} does not take one image tensor of fixed size", hint="export it with vitcompress")
-    first, second, third = (side.get_length() for side in list(shape)[1:])
-    takes_bytes = inputs[0].get_element_type().get_type_name() == "u8"
-    return (third, first, second) if takes_bytes else (first, second, third)
+    return [side.get_length() for side in list(shape)[1:]], inputs[0].get_element_type().get_type_name()

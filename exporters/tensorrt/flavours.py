@@ -9,14 +9,6 @@ import torch
 from vitcompress.errors import DeviceError, InputError, MissingExtraError
 from vitcompress.io import hardware
 
-DATA_CENTRE = (
-    90,
-    100,
-    103,
-    107,
-    110,
-)  # Hopper and Blackwell for data centres and robots: not for TensorRT for RTX
-RTX_DEFAULT = (80, 86, 89, 120)  # Ampere, Ada and Blackwell: the default targets of TensorRT for RTX itself
 HEADER = 64  # bytes at the start of an engine
 MAGIC_BYTES, VERSION_BYTES = slice(0, 4), slice(24, 28)
 TARGETS_BYTE, TARGETS = 32, (75, 80, 86, 89, 120, 121)  # TensorRT for RTX: one bit each, the lowest first

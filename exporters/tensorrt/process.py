@@ -1,11 +1,16 @@
-"""The process of one engine, as seen by the process that uses it. `worker` is what runs inside."""
+"""The process of one engine, as seen by the process that uses it, and the messages between both.
 
+A message is one line of JSON, then as many bytes as it states. `worker` runs inside the process, and with it a file
+that may be malicious: messages are only data, without pickle, and their sizes are limited.
+"""
+
+import json
 import os
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -13,10 +18,9 @@ from torch import Tensor
 
 import vitcompress
 from vitcompress.errors import ArtifactError, DeviceError, VitcompressError
-from vitcompress.exporters.runner import RunnerOptions
-from vitcompress.exporters.tensorrt.flavours import Flavour
-from vitcompress.exporters.tensorrt.messages import receive, send
 
+MAX_LINE = 1 << 24  # the inspector output of a large engine has a few megabytes
+MAX_BYTES = 1 << 34
 EXIT_SECONDS = 10.0  # how long the process may take to end by itself
 # The environment variables that the process inherits: none with tokens or settings of other programs.
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "TEMP", "SYSTEMROOT", "LANG")
@@ -38,9 +42,8 @@ class EngineProcess:
         VitcompressError: a call failed, or the process has ended.
     """
 
-    def __init__(
-        self, path: Path, sha256: str, flavour: Flavour, index: int, options: RunnerOptions, *, host_code: bool
-    ) -> None:
+    def __init__(self, path: Path, **settings: object) -> None:
+        """settings: the other arguments of `worker.Engine`."""
         self._path = path
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "vitcompress.exporters.tensorrt.worker"],
@@ -50,15 +53,13 @@ class EngineProcess:
             env=_environment(),
         )
         self.pid = self._process.pid
-        engine = {"path": str(path.resolve()), "sha256": sha256, "flavour": flavour.name, "index": index}
-        settings = {"cuda_graph": options.cuda_graph, "transfers": options.transfers, "host_code": host_code}
         try:
-            self.facts, _ = self._request({**engine, **settings})
+            self.facts, _ = self._request({"path": str(path.resolve()), **settings})
         except BaseException:
             self.close()
             raise
 
-    def _request(self, request: dict[str, Any], data: bytes = b"") -> tuple[dict[str, Any], bytearray]:
+    def _request(self, request: dict[str, object], data: bytes = b"") -> tuple[dict[str, Any], bytearray]:
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             send(self._process.stdin, request, data)
@@ -105,3 +106,34 @@ def _environment() -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if k in INHERITED or k.startswith(INHERITED_PREFIXES)}
     package = str(Path(vitcompress.__file__).resolve().parent.parent)
     return {**inherited, "PYTHONPATH": os.pathsep.join([package, *filter(None, sys.path)])}
+
+
+def send(pipe: IO[bytes], message: dict[str, object], data: bytes | memoryview = b"") -> None:
+    """Raises BrokenPipeError if the other end is closed."""
+    pipe.write(json.dumps({**message, "bytes": len(data)}).encode() + b"\n")
+    pipe.write(data)
+    pipe.flush()
+
+
+def receive(pipe: IO[bytes]) -> tuple[dict[str, Any], bytearray]:
+    """The next message and its bytes.
+
+    Raises:
+        EOFError: the other end is closed.
+        ValueError: not a message.
+    """
+    line = pipe.readline(MAX_LINE)
+    if not line:
+        raise EOFError
+    message = json.loads(line)
+    count = message.pop("bytes", None) if isinstance(message, dict) else None
+    if not isinstance(count, int) or not 0 <= count <= MAX_BYTES:
+        raise ValueError("not a message")
+    data = bytearray(count)
+    view, position = memoryview(data), 0
+    while position < count:
+        size = pipe.readinto(view[position:])  # type: ignore[attr-defined]
+        if not size:
+            raise EOFError
+        position += size
+    return message, data

@@ -1,5 +1,6 @@
 """Run TensorRT engines: only with a matching sidecar, and each in a process of its own."""
 
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,12 @@ from torch import Tensor
 
 from vitcompress.errors import ArtifactError, DeviceError
 from vitcompress.exporters.runner import (
+    BoundCall,
+    Runner,
     RunnerOptions,
     check_batch,
     fill_description,
     parse_device,
-    prepare_input,
     reject_foreign_settings,
 )
 from vitcompress.exporters.sidecar import find_mismatches, read_input, read_sidecar, sidecar_path
@@ -31,7 +33,7 @@ from vitcompress.exporters.tensorrt.process import EngineProcess
 from vitcompress.io.files import decode_json_values, file_sha256
 
 
-class EngineRunner:
+class EngineRunner(Runner):
     """An engine on one GPU.
 
     Raises:
@@ -40,7 +42,8 @@ class EngineRunner:
     """
 
     def __init__(self, path: Path, options: RunnerOptions) -> None:
-        self.name, self._options = str(path), options
+        super().__init__(str(path))
+        self._options = options
         self._sidecar = read_trusted_sidecar(path, trust=options.trust)
         self._build: dict[str, Any] = self._sidecar.get("build", {})
         self._flavour = _choose_flavour(path, self._sidecar)
@@ -62,38 +65,36 @@ class EngineRunner:
             raise ArtifactError(
                 f"{path} is a version-compatible engine and contains executable code", hint="pass --trust to load it"
             )
-        self._process = EngineProcess(path, self._sha256, self._flavour, self._index, options, host_code=host_code)
-        self.facts = self._process.facts
-        self._takes_bytes = self.facts["input_type"] == "UINT8"
+        self._process = EngineProcess(
+            path,
+            sha256=self._sha256,
+            flavour=self._flavour.name,
+            index=self._index,
+            cuda_graph=options.cuda_graph,
+            transfers=options.transfers,
+            host_code=host_code,
+        )
+        self.facts, self.layers = self._process.facts, self._process.layers
+        self.takes_bytes = self.facts["input_type"] == "UINT8"
         self.input = read_input(self.name, decode_json_values(self._sidecar.get("metadata", {})))
+        if self.input is None:
+            self._set_size(self.facts["input_shape"][1:])
+        else:
+            self.input_size = self.input.size
         self._slots = count(1)
-
-    @property
-    def input_size(self) -> tuple[int, int, int]:
-        if self.input is not None:
-            return self.input.size
-        _, first, second, third = self.facts["input_shape"]
-        return (third, first, second) if self._takes_bytes else (first, second, third)
 
     def __call__(self, images: Tensor) -> Tensor:
         self._put(0, images)
         return self._process.logits(0)
 
-    def bind(self, images: Tensor) -> "BoundEngine":
+    def _bind(self, images: Tensor) -> "BoundEngine":
         slot = next(self._slots)
         self._put(slot, images)
         return BoundEngine(self._process, slot)
 
     def _put(self, slot: int, images: Tensor) -> None:
         check_batch(self.name, self.facts["batch"], len(images))
-        self._process.bind(slot, prepare_input(images, self.input, uint8=self._takes_bytes))
-
-    def synchronize(self) -> None:
-        """Do nothing: a call returns when its outputs are complete."""
-
-    def layers(self) -> str:
-        """The output of the engine inspector, as JSON."""
-        return self._process.layers()
+        self._process.bind(slot, self._prepare(images))
 
     def describe(self) -> dict[str, Any]:
         return fill_description(
@@ -109,7 +110,7 @@ class EngineRunner:
             transfers=self._options.transfers,
             graph_optimization=self._build.get("optimization_level"),
             sm=self._build.get("sm"),
-            input_type="uint8" if self._takes_bytes else "float32",
+            input_type="uint8" if self.takes_bytes else "float32",
             batch_range=self.facts["batch"],
             verified=self._sidecar.get("verified"),
             trusted_without_sidecar=not self._sidecar,
@@ -117,20 +118,16 @@ class EngineRunner:
         )
 
     def close(self) -> None:
+        super().close()
         self._process.close()
 
 
-class BoundEngine:
-    """A `TimedCall`: one pass over images on the GPU. `timed` runs in the process of the engine."""
+class BoundEngine(BoundCall):
+    """One pass over images on the GPU. `timed` runs in the process of the engine."""
 
     def __init__(self, process: EngineProcess, slot: int) -> None:
-        self._process, self._slot = process, slot
-
-    def __call__(self) -> None:
-        self._process.timed(self._slot, 1)
-
-    def timed(self, runs: int) -> tuple[list[float], float]:
-        return self._process.timed(self._slot, runs)
+        self.slot, self.timed = slot, partial(process.timed, slot)
+        super().__init__(partial(self.timed, 1))
 
 
 def read_trusted_sidecar(path: Path, *, trust: bool) -> dict[str, Any]:

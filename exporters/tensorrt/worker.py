@@ -21,7 +21,7 @@ from torch import Tensor
 from vitcompress.errors import DeviceError
 from vitcompress.exporters.runner import QueuedCall
 from vitcompress.exporters.tensorrt.flavours import FLAVOURS, RTX, create_log
-from vitcompress.exporters.tensorrt.messages import receive, send
+from vitcompress.exporters.tensorrt.process import receive, send
 
 # Messages about too little GPU memory, a GPU in exclusive use, or its driver.
 MACHINE_ERRORS = re.compile(

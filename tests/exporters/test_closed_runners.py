@@ -70,7 +70,7 @@ def test_closing_a_runner_frees_the_memory_of_its_calls(name: str, folder: Path)
 
 def test_releasing_a_call_on_a_gpu_frees_its_images() -> None:
     tensor = torch.zeros(3)
-    call, seen = QueuedCall(tensor.add_, None, (tensor,)), weakref.ref(tensor)
+    call, seen = QueuedCall(tensor.add_, None), weakref.ref(tensor)
     del tensor
     assert seen() is not None
     call.release()

@@ -22,11 +22,10 @@ from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.exporters.tensorrt import export, runner
-from vitcompress.exporters.tensorrt import targets as tensorrt_targets
 from vitcompress.exporters.tensorrt.build import Built
 from vitcompress.exporters.tensorrt.build import build as build_engine
-from vitcompress.exporters.tensorrt.export import _header_warnings, layers_path, source_path
-from vitcompress.exporters.tensorrt.flavours import RTX, RTX_DEFAULT, create_log, read_header
+from vitcompress.exporters.tensorrt.export import RTX_DEFAULT, _header_warnings, layers_path, source_path
+from vitcompress.exporters.tensorrt.flavours import RTX, create_log, read_header
 from vitcompress.io.files import file_sha256, find_changed_files
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import input_config
@@ -73,7 +72,7 @@ def built(model: nn.Module, path: Path, **options: Any) -> dict[str, Any]:
 def test_an_engine_for_other_gpus_is_built_and_not_opened(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (export, runner, tensorrt_targets):
+    for module in (export, runner):
         monkeypatch.setattr(module, "capability", lambda index=0: 86)  # a GPU that a test machine need not have
     path = tmp_path / "model.rtx.engine"
     assert built(model, path)["build"]["sm"] == [89]

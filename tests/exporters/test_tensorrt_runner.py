@@ -17,13 +17,11 @@ from vitcompress.cli import main
 from vitcompress.errors import ArtifactError, DeviceError, InputError, VitcompressError
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.options import ExportOptions
-from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar, sidecar_path
-from vitcompress.exporters.tensorrt import runner, targets
+from vitcompress.exporters.tensorrt import export, runner
 from vitcompress.exporters.tensorrt.flavours import RTX, create_log
-from vitcompress.exporters.tensorrt.messages import receive, send
-from vitcompress.exporters.tensorrt.process import EngineProcess, _environment
+from vitcompress.exporters.tensorrt.process import EngineProcess, _environment, receive, send
 from vitcompress.exporters.tensorrt.runner import read_trusted_sidecar
 from vitcompress.exporters.tensorrt.worker import EngineError, _kind, serve
 from vitcompress.io.files import file_sha256
@@ -182,7 +180,7 @@ def test_the_process_reports_errors(engine: Path) -> None:
     assert receive(answers)[0] == {"error": "the file has changed", "kind": "engine"}
     if NO_GPU:
         with pytest.raises(VitcompressError, match=r"cannot be run: .*(CUDA|NVIDIA)"):
-            EngineProcess(engine, file_sha256(engine), RTX, 0, RunnerOptions(), host_code=False)
+            EngineProcess(engine, sha256=file_sha256(engine), flavour="trt-rtx", index=0, **OPEN)
 
 
 @pytest.fixture
@@ -203,7 +201,7 @@ def test_a_library_that_does_not_work_with_the_driver(
     """It is reported before the build, in doctor, and when an engine is opened, as an error of the machine."""
     with pytest.raises(DeviceError, match=r"does not work with this driver or GPU: .*error: 35"):
         RTX.create("Builder", create_log(tensorrt_rtx))
-    monkeypatch.setattr(targets, "capability", lambda: 89)
+    monkeypatch.setattr(export, "capability", lambda: 89)
     assert "error: 35" in str(EXPORTERS["trt-rtx"].cannot_run())
     requests, answers = io.BytesIO(), io.BytesIO()
     send(requests, {"path": str(engine), "sha256": file_sha256(engine), "flavour": "trt-rtx", "index": 0, **OPEN})
@@ -243,7 +241,7 @@ def test_errors_of_the_machine_are_no_errors_of_the_engine(
 def test_a_crashed_process_is_an_error_message(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(VitcompressError, match=r"the process that ran .* has ended"):
-        EngineProcess(engine, file_sha256(engine), RTX, 0, RunnerOptions(), host_code=False)
+        EngineProcess(engine, sha256=file_sha256(engine), flavour="trt-rtx", index=0, **OPEN)
 
 
 def test_the_process_inherits_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,11 @@ runtime if there is a GPU for it, otherwise in ONNX Runtime on the CPU with ever
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from torch import nn
 
@@ -26,11 +25,11 @@ from vitcompress.exporters.doctor import device_problem
 from vitcompress.exporters.onnx.export import ONNX, export
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.precision import expand_layers, shorten_layers
-from vitcompress.exporters.tensorrt.export import TENSORRT_RTX
-from vitcompress.exporters.tensorrt.flavours import RTX_DEFAULT, capability
+from vitcompress.exporters.tensorrt.export import RTX_DEFAULT, TENSORRT_RTX
+from vitcompress.exporters.tensorrt.flavours import capability
 from vitcompress.io.checks import Check
 from vitcompress.io.progress import Progress
-from vitcompress.models.create import InputConfig
+from vitcompress.models.create import input_config
 from vitcompress.verify.outputs import Original, output_checks, rounded_checks
 
 CHEAP, COSTLY = ("head", "softmax", "norm"), ("ffn",)  # kinds of layers
@@ -74,13 +73,10 @@ class Search:
     chosen: Layers | None
     smallest: bool
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def best_evaluator(exporter: Exporter, original: Original, options: ExportOptions, input: InputConfig) -> Evaluator:
+def best_evaluator(exporter: Exporter, original: Original, options: ExportOptions) -> Evaluator:
     """The best evaluator on this machine for the files that `exporter` writes with `options`."""
-    on_gpu = _runs_on_gpu(exporter, options)
+    on_gpu, input = _runs_on_gpu(exporter, options), input_config(original.model)
     write: Export = exporter.export if on_gpu else partial(export, lean=exporter is ONNX)
     options = options if on_gpu else options.only(ONNX.uses)
 
@@ -106,23 +102,24 @@ def _runs_on_gpu(exporter: Exporter, options: ExportOptions) -> bool:
 def search(
     original: Original,
     evaluator: Evaluator,
-    precisions: tuple[str, str],
+    precision: str,
     required: Layers = (),
     problem: Callable[[Layers], str | None] = lambda layers: None,
     *,
     fixed: Layers = (),
     progress: Progress | None = None,
 ) -> Search:
-    """Search the smallest set of layers, including `fixed`, that passes in the high precision.
+    """Search the smallest set of layers, including `fixed`, that passes in fp32, with the others in `precision`.
 
-    precisions: names of the low and the high precision. required: layers whose results the low precision cannot
-    represent. problem(layers): why a set cannot pass, without evaluating it; None if it can.
+    required: layers whose results `precision` cannot represent. problem(layers): why a set cannot pass, without
+    evaluating it; None if it can.
     """
     model = original.model
-    trials = _Trials(model, evaluator, precisions, problem, progress or Progress())
+    trials = _Trials(model, evaluator, precision, problem, progress or Progress())
     always = (*fixed, *required)
-    sets = (fixed, *((*always, *kinds) for kinds in _kinds_by_cost(model)))
-    passed = next((layers for layers in sets if trials.passes(layers)), None)
+    cheap = [kinds for size in range(len(CHEAP) + 1) for kinds in combinations(CHEAP, size)]
+    by_cost = [*sorted(cheap, key=lambda kinds: len(expand_layers(model, kinds))), (*CHEAP, *COSTLY)]
+    passed = next(filter(trials.passes, [fixed, *((*always, *kinds) for kinds in by_cost)]), None)
     if passed is not None:
         pinned = set(expand_layers(model, fixed if passed == fixed else always))
         rest = [name for name in expand_layers(model, passed) if name not in pinned]
@@ -132,27 +129,17 @@ def search(
     return Search(*about, tuple(trials.done.values()), passed, passed is not None and not trials.exhausted)
 
 
-def _kinds_by_cost(model: nn.Module) -> list[Layers]:
-    """Combinations of kinds of layers: by their number of layers, those with FFNs last."""
-    cheap = [kinds for size in range(len(CHEAP) + 1) for kinds in combinations(CHEAP, size)]
-    return [*sorted(cheap, key=lambda kinds: len(expand_layers(model, kinds))), (*CHEAP, *COSTLY)]
-
-
+@dataclass
 class _Trials:
     """Evaluated sets of layers. When the trials are exhausted, every new set counts as failed."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        evaluator: Evaluator,
-        precisions: tuple[str, str],
-        problem: Callable[[Layers], str | None],
-        progress: Progress,
-    ) -> None:
-        self.model, self.evaluator, self.problem, self.progress = model, evaluator, problem, progress
-        self.low, self.high = precisions
-        self.done: dict[Layers, Trial] = {}
-        self.exhausted = False
+    model: nn.Module
+    evaluator: Evaluator
+    precision: str
+    problem: Callable[[Layers], str | None]
+    progress: Progress
+    done: dict[Layers, Trial] = field(default_factory=dict)
+    exhausted: bool = False
 
     def passes(self, layers: Sequence[str]) -> bool:
         names = expand_layers(self.model, layers)
@@ -161,8 +148,8 @@ class _Trials:
                 self.exhausted = True
                 return False
             trial = self.done[names] = self._evaluate(names)
-            kept = f"{', '.join(trial.islands) or 'no layers'} in {self.high}"
-            self.progress.note(f"{self.low} with {kept}: {trial.verdict} ({trial.by}), {trial.reason}")
+            kept = f"{', '.join(trial.islands) or 'no layers'} in fp32"
+            self.progress.note(f"{self.precision} with {kept}: {trial.verdict} ({trial.by}), {trial.reason}")
         return self.done[names].verdict == "passed"
 
     def _evaluate(self, names: Layers) -> Trial:
@@ -173,18 +160,14 @@ class _Trials:
             checks = self.evaluator.evaluate(names)
         except (CheckFailedError, PrecisionError) as error:  # such as a weight that the low precision cannot represent
             return Trial(short, "failed", by, error.message)
+        values = {check.name.rpartition(".")[2]: check.value for check in checks if check.tolerance}
+        figures = {name: v if v is not None and math.isfinite(v) else None for name, v in values.items()}
         worst = next((check for check in checks if check.verdict != "passed"), checks[-1])
-        figures = {check.name.rpartition(".")[2]: _finite(check.value) for check in checks if check.tolerance}
         reason = f"{worst.name.rpartition('.')[2]}: {worst.detail}"
         if worst.value is not None and worst.tolerance is not None:
             reason = f"{worst.name.rpartition('.')[2]} {worst.value:.2g}, at most {worst.tolerance:.2g} is allowed"
-        statuses = {check.verdict for check in checks}
-        status = "failed" if "failed" in statuses else ("passed" if statuses == {"passed"} else "not_run")
-        return Trial(short, status, by, reason, figures)
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+        failed = any(check.verdict == "failed" for check in checks)
+        return Trial(short, "failed" if failed else worst.verdict, by, reason, figures)
 
 
 def minimize(items: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> list[str]:
