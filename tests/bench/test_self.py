@@ -10,8 +10,9 @@ import torch
 
 from vitcompress.bench.artifacts import synthetic_images
 from vitcompress.bench.self import __main__ as speed
-from vitcompress.bench.self import importance, parts, processes, realised, screens, training_steps
+from vitcompress.bench.self import methods, parts, processes, runtimes
 from vitcompress.errors import OutputError
+from vitcompress.exporters.options import ExportOptions
 from vitcompress.families import family_of
 from vitcompress.methods.upvit.importance import Importance, components
 from vitcompress.models.create import create_model, input_config
@@ -24,7 +25,7 @@ def test_a_part_prints_and_writes_its_lines(tmp_path: Path, capsys: pytest.Captu
     out = tmp_path / "speed.json"
     assert speed.main(["gates", "--arch", TINY, "--batch", "2", "--runs", "6", "--out", str(out)]) == 0
     written = json.loads(out.read_text())
-    assert [figure["what"] for figure in written["figures"]] == list(training_steps.GATES)
+    assert [figure["what"] for figure in written["figures"]] == list(methods.GATES)
     for figure in written["figures"]:
         assert figure["ci95"][0] <= figure["ratio"] <= figure["ci95"][1]
         assert [len(blocks) for blocks in figure["samples_ms"].values()] == [6, 6]
@@ -79,7 +80,7 @@ def test_a_line_without_a_ratio_shows_its_text() -> None:
 
 def test_exact_scores_are_compared_with_a_pass_per_candidate(tmp_path: Path) -> None:
     """The counts follow from the depth and widths of the model, see test_upvit_scores."""
-    work, time, screen = importance.run(parts.Options(tmp_path, arch=TINY))
+    work, time, screen = methods.run_exact(parts.Options(tmp_path, arch=TINY))
     assert work["ratio"] == work["evaluations"][1] / work["evaluations"][0] > 1.5
     assert work["evaluations"][1] == work["candidates"] * DEPTH
     assert time["ratio"] > 0 and screen["ratio"] > 0
@@ -91,13 +92,13 @@ def test_the_baseline_computes_the_same_scores() -> None:
     loader: Any = [(synthetic_images(input_config(model).size, 1, 0).double(), None)]
     exact = Importance(model, family, images_at_once=4)
     for component in components(family.spaces(model))[:3]:
-        scores = importance.each_alone(model, loader)(component, loader, [0, 5])
-        assert scores.tolist() == pytest.approx(exact.scores(component, loader, [0, 5])[[0, 5]].tolist(), rel=1e-9)
-        assert float(scores.max()) > 0
+        alone = methods.each_alone(model, loader)(component, loader, [0, 5])
+        assert alone.tolist() == pytest.approx(exact.scores(component, loader, [0, 5])[[0, 5]].tolist(), rel=1e-9)
+        assert float(alone.max()) > 0
 
 
 def test_exploration_is_timed_in_whole_cycles(tmp_path: Path) -> None:
-    lines = list(training_steps.time_exploration(parts.Options(tmp_path, arch=TINY, batch=1, runs=1)))
+    lines = list(methods.time_exploration(parts.Options(tmp_path, arch=TINY, batch=1, runs=1)))
     assert [line["what"] for line in lines] == [
         "exploration step, masked criterion",
         "exploration step, dense criterion",
@@ -112,7 +113,7 @@ def test_slicing_halves_every_space() -> None:
 
 
 def test_nose_is_timed_without_the_attentions_that_its_authors_removed() -> None:
-    dense, model = realised.without_attentions(realised.NOSE, realised.GREEDY)
+    dense, model = runtimes.without_attentions(runtimes.NOSE, runtimes.GREEDY)
     left = [site.index for site in family_of(model).sites(model) if site.kind == "attention"]
     assert left == [1, 3, 5, 7, 8, 9, 10, 11] and len(family_of(dense).blocks(dense)) == 12
     x = synthetic_images(input_config(dense).size, 1, 0)
@@ -123,20 +124,20 @@ def test_nose_is_timed_without_the_attentions_that_its_authors_removed() -> None
 def test_speed_is_compared_with_macs(tmp_path: Path) -> None:
     args = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
     dense, half = (create_model("vit_tiny_patch16_224", {**args, "mlp_ratio": ratio}) for ratio in (4.0, 1.0))
-    (line,) = realised.realised(dense, {"a half": half}, parts.Options(tmp_path, batch=1, runs=2), 0.9)
+    (line,) = runtimes.realised(dense, {"a half": half}, parts.Options(tmp_path, batch=1, runs=2), 0.9)
     assert line["what"] == "realised a half" and line["macs_ratio"] > 1.2
     assert line["ratio"] == pytest.approx(line["speedup"] / line["macs_ratio"])
     assert not list(tmp_path.glob("*.onnx"))
 
 
 def test_padded_layouts_are_built_as_such() -> None:
-    model = realised.keep_widths(TINY, 8, 16, 32, padded=True)
+    model = runtimes.keep_widths(TINY, 8, 16, 32, padded=True)
     assert all(block.attn.padded and block.attn.qk_dim < block.attn.v_dim for block in model.blocks)
 
 
 def test_proxy_scores_are_compared_by_removed_channels() -> None:
     exact, proxy = (Plan("any", kept={"a": kept, "b": (0,)}) for kept in ((0, 1), (1, 2)))
-    assert screens.share_in_common({"a": 4, "b": 2}, exact, proxy) == pytest.approx(2 / 3)
+    assert methods.share_in_common({"a": 4, "b": 2}, exact, proxy) == pytest.approx(2 / 3)
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +170,6 @@ def test_our_export_is_compared_with_timms(tmp_path: Path) -> None:
 
 
 def test_an_export_in_a_process_of_its_own_reports_time_and_memory() -> None:
-    line = processes.run_alone("export", TINY, "onnx", {})
+    line = processes.run_alone("export", processes.export_model, TINY, "onnx", ExportOptions())
     assert line["file_bytes"] > 1e6 and line["peak_gib"] >= line["loaded_gib"] > 0 and line["fold_seconds"] is None
-    assert "failed" in processes.run_alone("nothing")["text"]
+    assert "failed" in processes.run_alone("nothing", processes.slice_model, "no_model")["text"]

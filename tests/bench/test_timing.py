@@ -57,7 +57,7 @@ def test_runs_that_become_slower_than_the_warm_up_promised_leave_room_for_an_int
     assert [len(samples.blocks_ms) for samples in results] == [20, 20]
     blocks = results[0].blocks_ms
     assert len(blocks[0]) > 2 == len(blocks[-1])  # an equal share of the remaining seconds, at least 2
-    assert math.isfinite(ratio(*results).ci95[1])
+    assert ratio(*results)["ci95"][1] is not None
 
 
 def test_synchronisation_follows_every_run_and_ends_the_warm_up() -> None:
@@ -113,32 +113,32 @@ def test_the_interval_has_its_coverage(rounds: int, missed: float) -> None:
     """Sign test: 2 P(Bin(n, 1/2) < k) of 1000 intervals miss, up to chance."""
     rng = np.random.default_rng(0)
     ratios = [ratio(drawn("a", 1, rng, rounds=rounds), drawn("b", 1.1, rng, rounds=rounds)) for _ in range(1000)]
-    count = sum(not one.ci95[0] < 1.1 < one.ci95[1] for one in ratios)
+    count = sum(not one["ci95"][0] < 1.1 < one["ci95"][1] for one in ratios)
     assert 1000 - allowed(1000, 1 - missed) <= count <= allowed(1000, missed)
 
 
 def test_equal_targets_are_rarely_distinguished_and_unequal_ones_always() -> None:
     rng = np.random.default_rng(0)
-    alarms = sum(ratio(drawn("a", 1, rng), drawn("b", 1, rng)).verdict != "not distinguishable" for _ in range(200))
+    alarms = sum(ratio(drawn("a", 1, rng), drawn("b", 1, rng))["verdict"] != "not distinguishable" for _ in range(200))
     assert alarms <= allowed(200, 0.041389)
     faster = [ratio(drawn("a", 1, rng), drawn("b", 1.2, rng)) for _ in range(20)]
-    assert {r.verdict for r in faster} == {"faster"}
-    assert ratio(drawn("a", 1.2, rng), drawn("b", 1, rng)).verdict == "slower"
+    assert {r["verdict"] for r in faster} == {"faster"}
+    assert ratio(drawn("a", 1.2, rng), drawn("b", 1, rng))["verdict"] == "slower"
 
 
 def test_a_machine_that_becomes_slower_does_not_move_the_ratio() -> None:
     rng = np.random.default_rng(1)
     drift = np.linspace(1, 2, 20)
     result = ratio(drawn("a", 1, rng, drift=drift), drawn("b", 1.1, rng, drift=drift))
-    assert result.ci95[0] < 1.1 < result.ci95[1]
-    assert result.verdict == "faster"
+    assert result["ci95"][0] < 1.1 < result["ci95"][1]
+    assert result["verdict"] == "faster"
 
 
 @pytest.mark.parametrize("rounds", [1, 5])
 def test_few_rounds_give_no_interval(rounds: int) -> None:
     rng = np.random.default_rng(2)
     result = ratio(drawn("a", 1, rng, rounds=rounds), drawn("b", 9, rng, rounds=rounds))
-    assert (result.ci95, result.verdict) == ((0.0, math.inf), "not distinguishable")
+    assert (result["ci95"], result["verdict"]) == ([0.0, None], "not distinguishable")
 
 
 def test_the_interval_consists_of_rounds_and_contains_the_median() -> None:
@@ -146,8 +146,8 @@ def test_the_interval_consists_of_rounds_and_contains_the_median() -> None:
     a, b = drawn("a", 1, rng), drawn("b", 1, rng)
     result = ratio(a, b)
     paired = sorted(np.median(x) / np.median(y) for x, y in zip(a.blocks_ms, b.blocks_ms, strict=True))
-    assert result.ci95 == (paired[5], paired[14]) and result.median == (paired[9] + paired[10]) / 2
-    json.dumps(result.ci95)
+    assert result["ci95"] == [paired[5], paired[14]] and result["median"] == (paired[9] + paired[10]) / 2
+    json.dumps(result["ci95"])
 
 
 @pytest.mark.parametrize("wrong", [{"batch": 0}, {"warmup": -1}, {"runs": 0}])
