@@ -12,7 +12,9 @@ from torch.nn import functional
 
 from vitcompress.errors import InputError
 from vitcompress.models.create import input_config
-from vitcompress.training.losses import LossOptions, Objective, both_heads, hard_loss, objective, soft_loss, student_of
+from vitcompress.training.augmentation import Augmentation
+from vitcompress.training.losses import Objective, both_heads, hard_loss, objective, soft_loss, student_of
+from vitcompress.training.options import TrainOptions
 
 
 def test_hard_and_soft_losses_are_deits() -> None:
@@ -29,7 +31,7 @@ def test_the_decision_of_a_teacher_may_count_as_a_smoothed_label() -> None:
     """As in the code released with isomorphic pruning; the labels keep a smoothing of their own."""
     student, teacher = vit(), vit(seed=1)
     images, targets = torch.randn(6, 1, 4, 4), torch.arange(6) % 3
-    options = LossOptions("hard", smoothing=0.2, teacher_smoothing=0.1)
+    options = TrainOptions(distillation="hard", augmentation=Augmentation(smoothing=0.2), teacher_smoothing=0.1)
     loss = objective(student, options, teacher=teacher, input=INPUT, device=CPU.device)
     logits, decisions = student(images).detach(), teacher(images).argmax(1)
     wanted = torch.full((6, 3), 0.1 / 3).scatter_(1, decisions[:, None], 0.9 + 0.1 / 3)
@@ -43,7 +45,9 @@ def test_the_decision_of_a_teacher_may_count_as_a_smoothed_label() -> None:
 def test_each_head_learns_from_its_own_source(kind: Any) -> None:
     student, teacher = two_headed().train(), vit(seed=1)
     images, targets = torch.randn(6, 1, 4, 4), torch.arange(6) % 3
-    loss = objective(student, LossOptions(kind, 0.25, 2.0, 0.1), teacher=teacher, input=INPUT, device=CPU.device)
+    smooth = Augmentation(smoothing=0.1)
+    options = TrainOptions(distillation=kind, alpha=0.25, temperature=2.0, augmentation=smooth)
+    loss = objective(student, options, teacher=teacher, input=INPUT, device=CPU.device)
     with both_heads(student):
         first, second = student(images)
         value = loss(student, images, targets)
@@ -56,7 +60,7 @@ def test_each_head_learns_from_its_own_source(kind: Any) -> None:
 def test_one_head_learns_from_both_sources() -> None:
     student, teacher = vit(), vit(seed=1)
     images, targets = torch.randn(6, 1, 4, 4), torch.arange(6) % 3
-    loss = objective(student, LossOptions("hard"), teacher=teacher, input=INPUT, device=CPU.device)
+    loss = objective(student, TrainOptions(distillation="hard"), teacher=teacher, input=INPUT, device=CPU.device)
     expected = (functional.cross_entropy(student(images), targets) + hard_loss(student(images), teacher(images))) / 2
     assert loss(student, images, targets).item() == pytest.approx(expected.item(), rel=1e-5)
 
@@ -94,7 +98,9 @@ def test_a_teacher_sees_pixels_normalised_its_own_way() -> None:
     student, teacher = vit(), vit(seed=1)
     other = dataclasses.replace(INPUT, mean=(0.2,), std=(0.7,))
     pixels = torch.rand(3, 1, 4, 4)
-    loss: Objective = objective(student, LossOptions("hard"), teacher=teacher, input=other, device=CPU.device)
+    loss: Objective = objective(
+        student, TrainOptions(distillation="hard"), teacher=teacher, input=other, device=CPU.device
+    )
     assert loss.teacher is not None
     own = input_config(teacher)
     expected = teacher((pixels - own.mean[0]) / own.std[0])
@@ -114,11 +120,13 @@ def test_labels_may_count_fully_beside_the_teacher() -> None:
         ("soft", soft_loss(logits, logits_of_teacher, 1.0)),
         ("hard", hard_loss(logits, logits_of_teacher)),
     ):
-        how = LossOptions(kind, alpha=6.4, label_weight=1.0)
+        how = TrainOptions(distillation=kind, alpha=6.4, label_weight=1.0)
         loss = objective(student, how, teacher=teacher, input=INPUT, device=CPU.device)
         assert loss(student, images, targets).item() == pytest.approx((labels + 6.4 * term).item(), rel=1e-5)
     with pytest.raises(InputError, match=r"the labels would weigh -5\.4"):
-        objective(student, LossOptions("soft", 6.4), teacher=teacher, input=INPUT, device=CPU.device)
+        objective(
+            student, TrainOptions(distillation="soft", alpha=6.4), teacher=teacher, input=INPUT, device=CPU.device
+        )
 
 
 def test_patch_tokens_and_features_are_compared() -> None:
@@ -127,7 +135,9 @@ def test_patch_tokens_and_features_are_compared() -> None:
     narrow: Any = vit(embed_dim=4, num_heads=1)
     student: Any = student_of(narrow, "soft_patch", teacher).train()
     how: Any = {"teacher": teacher, "input": INPUT, "device": CPU.device}
-    loss = objective(student, LossOptions("soft_patch", 0.2, label_weight=1.0, patch_weight=0.5), **how)
+    loss = objective(
+        student, TrainOptions(distillation="soft_patch", alpha=0.2, label_weight=1.0, patch_weight=0.5), **how
+    )
     own, theirs = student.projection(narrow.forward_features(images)[:, 1:]), teacher.forward_features(images)[:, 1:]
     patches = sum(functional.mse_loss(own[:, i], theirs[:, i]) for i in range(own.shape[1]))
     soft = functional.cross_entropy(narrow(images), targets) + 0.2 * soft_loss(narrow(images), teacher(images), 1.0)
@@ -136,7 +146,7 @@ def test_patch_tokens_and_features_are_compared() -> None:
 
     wide: Any = vit()
     student = student_of(wide, "features", teacher).train()
-    loss = objective(student, LossOptions("features", 20.0, label_weight=1.0), **how)
+    loss = objective(student, TrainOptions(distillation="features", alpha=20.0, label_weight=1.0), **how)
     pooled = [of.forward_head(of.forward_features(images), pre_logits=True) for of in (wide, teacher)]
     expected = functional.cross_entropy(wide(images), targets) + 20 * functional.mse_loss(*pooled)
     assert loss(student, images, targets).item() == pytest.approx(expected.item(), rel=1e-5)

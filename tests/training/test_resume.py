@@ -101,12 +101,12 @@ def test_states_hold_plain_data_only(tmp_path: Path) -> None:
 
 
 def test_the_log_is_repaired_from_the_state(tmp_path: Path) -> None:
-    log = RunLog(tmp_path / "log.jsonl")
-    log.append("other", {"epoch": 0})
-    log.append("mine", {"epoch": 0})
+    log = RunLog(tmp_path / "log.jsonl", "mine")
+    RunLog(log.path, "other").append({"epoch": 0})
+    log.append({"epoch": 0})
     with log.path.open("a") as file:
         file.write('{"stage": "mine", "ep')  # torn by a kill
-    log.sync("mine", [{"epoch": 0}, {"epoch": 1}])
+    log.sync([{"epoch": 0}, {"epoch": 1}])
     lines = [json.loads(line) for line in log.path.read_text().splitlines()]
     assert lines == [{"stage": "other", "epoch": 0}, {"stage": "mine", "epoch": 0}, {"stage": "mine", "epoch": 1}]
 

@@ -1,7 +1,8 @@
 """timm's image transforms, mixup and CutMix, configured by one table."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt
@@ -13,6 +14,7 @@ from vitcompress.io.validation import Doc
 from vitcompress.models.create import InputConfig
 
 Share = Annotated[float, Ge(0), Le(1)]
+Transform = Callable[[Image.Image], Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,60 +53,47 @@ class Augmentation:
 DEIT = Augmentation(False, "rand-m9-mstd0.5-inc1", 0.3, reprob=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, repeats=3)
 
 
-def train_transform(input: InputConfig, augmentation: Augmentation) -> Callable[[Image.Image], Tensor]:
+def train_transform(input: InputConfig, augmentation: Augmentation) -> Transform:
     """timm's training transform from a PIL image to a uint8 tensor (C, H, W)."""
     a = augmentation
     of_crop = {"hflip": a.hflip, "scale": a.scale, "ratio": a.ratio}
     of_colour = {"auto_augment": a.auto_augment, "color_jitter": a.color_jitter or None}
     transform = _transform(input, is_training=True, no_aug=a.no_aug, **of_crop, **of_colour)
-    allow_no_bits(transform)
+    _allow_no_bits(transform)
     return transform
 
 
-def eval_transform(input: InputConfig) -> Callable[[Image.Image], Tensor]:
+def eval_transform(input: InputConfig) -> Transform:
     """timm's evaluation transform (resize, centre crop) from a PIL image to a uint8 tensor (C, H, W)."""
     return _transform(input, is_training=False, crop_pct=input.crop_pct, crop_mode=input.crop_mode)
 
 
-def _transform(input: InputConfig, **settings: Any) -> Callable[[Image.Image], Tensor]:
+def _transform(input: InputConfig, **settings: Any) -> Transform:
     """timm's transform to the size of `input`; the prefetcher normalises images later."""
     pixels = {"interpolation": input.interpolation, "mean": input.mean, "std": input.std}
-    transform: Callable[[Image.Image], Tensor] = create_transform(input.size, use_prefetcher=True, **pixels, **settings)
+    transform: Transform = create_transform(input.size, use_prefetcher=True, **pixels, **settings)
     return transform
 
 
 def mixup(augmentation: Augmentation, classes: int) -> Any:
     """timm's Mixup with this augmentation's settings, or None."""
-    if not augmentation.mixes:
-        return None
     a = augmentation
-    return Mixup(
-        a.mixup,
-        a.cutmix,
-        prob=a.mixup_prob,
-        switch_prob=a.mixup_switch_prob,
-        label_smoothing=a.smoothing,
-        num_classes=classes,
-    )
+    shares = {"prob": a.mixup_prob, "switch_prob": a.mixup_switch_prob, "label_smoothing": a.smoothing}
+    return Mixup(a.mixup, a.cutmix, **shares, num_classes=classes) if a.mixes else None
 
 
-def posterize(image: Image.Image, bits_to_keep: int, **_: Any) -> Image.Image:
+def _posterize(image: Image.Image, bits_to_keep: int, **_: Any) -> Image.Image:
     """`image` with the `bits_to_keep` highest bits of each channel, from 0 (black) to 8 (all of them)."""
     if bits_to_keep <= 0:
         return image.point(lambda _: 0)
     return image if bits_to_keep >= 8 else ImageOps.posterize(image, bits_to_keep)
 
 
-def allow_no_bits(transform: Any) -> None:
-    """Replace the posterize operation in the policies of timm's `transform` by `posterize`, as Pillow rejects 0."""
-    for operation in _operations(transform):
-        if operation.name.startswith("Posterize"):
-            operation.aug_fn = posterize
-
-
-def _operations(transform: Any) -> Iterator[Any]:
-    """All operations of RandAugment, AugMix (in `ops`) and AutoAugment (lists in `policy`)."""
+def _allow_no_bits(transform: Any) -> None:
+    """Let the posterize operation in RandAugment, AugMix (`ops`) and AutoAugment (`policy`) take 0, which Pillow
+    rejects.
+    """
     for step in getattr(transform, "transforms", ()):
-        yield from getattr(step, "ops", ())
-        for policy in getattr(step, "policy", ()):
-            yield from policy
+        for operation in (*getattr(step, "ops", ()), *chain(*getattr(step, "policy", ()))):
+            if operation.name.startswith("Posterize"):
+                operation.aug_fn = _posterize

@@ -3,8 +3,7 @@
 A data set is checked when it is opened, before any training.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,11 +48,26 @@ class Splits:
     heldout: Images
     test: Images
 
+    def hold_out(self, share: float, seed: int) -> "Splits":
+        """Move a share of the training images to the held-out ones: at least one image of each class on both sides."""
+        labels = self.train.labels
+        order = np.random.default_rng(derived_seed("heldout", seed)).permutation(len(labels))
+        heldout: list[int] = []
+        for label in np.unique(labels):
+            members = order[labels[order] == label]
+            count = min(max(1, round(share * len(members))), len(members) - 1) if share else 0
+            heldout += members[:count].tolist()
+        kept = np.setdiff1d(np.arange(len(labels)), heldout).tolist()
+        return replace(self, train=Views(self.train, kept), heldout=Views(self.train, sorted(heldout)))
+
+
+def _no_images() -> Images:
+    return ArrayImages(np.empty((0, 1, 1), np.uint8), np.empty(0, np.int64))
+
 
 def no_data() -> Splits:
     """Empty splits, for work that needs no images."""
-    nothing = ArrayImages(np.empty((0, 1, 1), np.uint8), np.empty(0, np.int64))
-    return Splits("no data", (), nothing, nothing, nothing)
+    return Splits("no data", (), _no_images(), _no_images(), _no_images())
 
 
 def open_data(options: DataOptions, seed: int) -> Splits:
@@ -63,10 +77,9 @@ def open_data(options: DataOptions, seed: int) -> Splits:
         DataError: missing folders, empty class folders, one class only, broken images, too few images.
         MissingExtraError: the digits without scikit-learn.
     """
-    name, classes, train, test = _open(options)
-    _check_classes(name, classes, train)
-    kept, heldout = _stratified_split(train.labels, options.heldout, seed)
-    return Splits(name, classes, Views(train, kept), Views(train, heldout), test)
+    data = _open(options)
+    _check_classes(data.name, data.classes, data.train)
+    return data.hold_out(options.heldout, seed)
 
 
 def check_named(options: DataOptions) -> None:
@@ -85,14 +98,10 @@ def class_count(options: DataOptions) -> int | None:
 
 
 def open_test(options: DataOptions) -> tuple[tuple[str, ...], Images]:
-    """Open the test images alone, with the class names; a folder needs no training images.
-
-    Raises:
-        DataError: as `open_data`.
-    """
+    """The class names, and the test images alone; a folder needs no training images. Raises DataError."""
     if options.source != "imagefolder":
-        _, classes, _, test = _open(options)
-        return classes, test
+        data = _open(options)
+        return data.classes, data.test
     folder = _test_folder(_root(options), options.test_split)
     test = FolderImages(folder, class_names(folder))
     _check_classes(str(folder), test.classes, test)
@@ -124,13 +133,11 @@ def split_images(data: Any, heldout: float, seed: int) -> Splits:
     """The splits of a data set of (image, label) pairs or of batches (see `as_images`); it has no test images."""
     images = as_images(data)
     names = getattr(data, "classes", None) or range(int(images.labels.max()) + 1)
-    kept, rest = _stratified_split(images.labels, heldout, seed)
-    classes = tuple(map(str, names))
-    return Splits("data", classes, Views(images, kept), Views(images, rest), no_data().test)
+    return Splits("data", tuple(map(str, names)), images, _no_images(), _no_images()).hold_out(heldout, seed)
 
 
-def _open(options: DataOptions) -> tuple[str, tuple[str, ...], Images, Images]:
-    """Name, class names, all training images, test images."""
+def _open(options: DataOptions) -> Splits:
+    """All training images and the test images."""
     if options.source == "digits":
         return _digits()
     if options.source == "imagefolder":
@@ -140,7 +147,7 @@ def _open(options: DataOptions) -> tuple[str, tuple[str, ...], Images, Images]:
     raise DataError(f"data source {options.source!r} is not known", hint="use digits, imagefolder or timm:NAME")
 
 
-def _digits() -> tuple[str, tuple[str, ...], Images, Images]:
+def _digits() -> Splits:
     """scikit-learn's 1797 handwritten digits (8x8, 17 grey levels), 540 of them for the test, stratified."""
     try:
         from sklearn.datasets import load_digits
@@ -148,15 +155,13 @@ def _digits() -> tuple[str, tuple[str, ...], Images, Images]:
     except ImportError as error:
         raise MissingExtraError("scikit-learn", "demo", need="the digits data set") from error
     digits = load_digits()
-    pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)
-    train, test = train_test_split(
-        np.arange(len(pixels)), test_size=_DIGITS_TEST, stratify=digits.target, random_state=0
-    )
-    parts = [ArrayImages(pixels[part], digits.target[part]) for part in (np.sort(train), np.sort(test))]
-    return "digits", tuple(str(name) for name in digits.target_names), parts[0], parts[1]
+    pixels, labels = np.rint(digits.images * (255 / 16)).astype(np.uint8), digits.target
+    parts = train_test_split(np.arange(len(pixels)), test_size=_DIGITS_TEST, stratify=labels, random_state=0)
+    train, test = (ArrayImages(pixels[part], labels[part]) for part in map(np.sort, parts))
+    return Splits("digits", tuple(map(str, digits.target_names)), train, _no_images(), test)
 
 
-def _image_folder(options: DataOptions) -> tuple[str, tuple[str, ...], Images, Images]:
+def _image_folder(options: DataOptions) -> Splits:
     """An ImageNet-like folder; the training folder's class names, in natural order, number the classes."""
     root = _root(options)
     folder = root / (options.train_split or "train")
@@ -164,12 +169,8 @@ def _image_folder(options: DataOptions) -> tuple[str, tuple[str, ...], Images, I
         raise DataError(f"data folder {root} has no folder {folder.name}", hint="expected PATH/train/<class>/<image>")
     classes = class_names(folder)
     _check_classes(str(folder), classes, None)
-    return (
-        str(root),
-        classes,
-        FolderImages(folder, classes),
-        FolderImages(_test_folder(root, options.test_split), classes),
-    )
+    train, test = (FolderImages(part, classes) for part in (folder, _test_folder(root, options.test_split)))
+    return Splits(str(root), classes, train, _no_images(), test)
 
 
 def _root(options: DataOptions) -> Path:
@@ -202,33 +203,17 @@ def _check_classes(name: str, classes: tuple[str, ...], train: Images | None) ->
         raise DataError(f"{name} has images of one class only", hint="use images of at least 2 classes")
 
 
-def _timm(options: DataOptions) -> tuple[str, tuple[str, ...], Images, Images]:
+def _timm(options: DataOptions) -> Splits:
     """Any map-style data set that timm can build; nothing is downloaded."""
-    name = options.source.removeprefix("timm:")
-    parts = [
-        _timm_part(name, options.path, split)
-        for split in (options.train_split or "train", options.test_split or "validation")
-    ]
+    name, parts = options.source.removeprefix("timm:"), []
+    for split in (options.train_split or "train", options.test_split or "validation"):
+        try:
+            dataset = create_dataset(name, root=options.path, split=split)
+        except (RuntimeError, OSError, ValueError, TypeError, AssertionError, ImportError) as error:
+            raise DataError(
+                f"data source timm:{name} split {split!r} at {options.path} cannot be opened: {first_line(error)}",
+                hint="check the name, --data and the splits",
+            ) from error
+        parts.append(MappedImages(dataset, f"data source timm:{name}"))
     names = getattr(parts[0].dataset, "classes", None) or range(int(parts[0].labels.max()) + 1)
-    return name, tuple(str(one) for one in names), parts[0], parts[1]
-
-
-def _timm_part(name: str, path: str | None, split: str) -> MappedImages:
-    try:
-        return MappedImages(create_dataset(name, root=path, split=split), f"data source timm:{name}")
-    except (RuntimeError, OSError, ValueError, TypeError, AssertionError, ImportError) as error:
-        raise DataError(
-            f"data source timm:{name} split {split!r} at {path} cannot be opened: {first_line(error)}",
-            hint="check the name, --data and the splits",
-        ) from error
-
-
-def _stratified_split(labels: np.ndarray, share: float, seed: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Indices kept and indices held out: the same share of every class, at least one image of each on both sides."""
-    order = np.random.default_rng(derived_seed("heldout", seed)).permutation(len(labels))
-    heldout: list[int] = []
-    for label in np.unique(labels):
-        members = order[labels[order] == label]
-        count = min(max(1, round(share * len(members))), len(members) - 1) if share else 0
-        heldout += members[:count].tolist()
-    return np.setdiff1d(np.arange(len(labels)), heldout).tolist(), sorted(heldout)
+    return Splits(name, tuple(map(str, names)), parts[0], _no_images(), parts[1])

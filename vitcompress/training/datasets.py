@@ -1,6 +1,6 @@
 """Labelled images: in memory, in class folders, and any map-style data set."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,83 +17,62 @@ _CHECKED_ON_OPENING = 1000  # images decoded when a folder is opened; the others
 
 
 class Images(Protocol):
-    """A labelled data set before its transforms."""
+    """A labelled data set before its transforms.
 
-    @property
-    def labels(self) -> np.ndarray:
-        """The class of every image, integers (images,), known without opening one."""
+    labels: the class of every image, integers (images,), known without opening one. prepared: whether images are
+    tensors (C, H, W), normalised for the model, instead of PIL images.
+    """
 
-    @property
-    def prepared(self) -> bool:
-        """Whether images are tensors (C, H, W), normalised for the model, instead of PIL images."""
+    labels: np.ndarray
+    prepared: bool = False
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Any, int]: ...
 
 
-class ArrayImages:
-    """Images in memory: `pixels` uint8 (images, H, W) or (images, H, W, 3), `labels` integers (images,)."""
+class ArrayImages(Images):
+    """Images in memory: uint8 (images, H, W) or (images, H, W, 3), or a tensor (images, C, H, W) of prepared images.
 
-    prepared = False
+    labels: integers (images,).
+    """
 
-    def __init__(self, pixels: np.ndarray, labels: np.ndarray) -> None:
-        self.images, self.labels = [Image.fromarray(one) for one in pixels], np.asarray(labels, np.int64)
+    def __init__(self, images: np.ndarray | Tensor, labels: np.ndarray | Tensor) -> None:
+        self.prepared, self.labels = isinstance(images, Tensor), np.asarray(labels, np.int64)
+        self.images = images if self.prepared else [Image.fromarray(one) for one in images]
 
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+    def __getitem__(self, index: int) -> tuple[Any, int]:
         return self.images[index], int(self.labels[index])
 
 
-class FolderImages:
-    """One folder per class, images at any depth below; class indices follow `classes`."""
+class FolderImages(Images):
+    """One folder per class, images at any depth below; class indices follow `classes`.
 
-    prepared = False
+    Images of all classes, at most about 1000, are decoded at once to see whether they can be read.
+    """
 
     def __init__(self, folder: Path, classes: tuple[str, ...]) -> None:
         _check_folders(folder, classes)
         samples, _ = find_images_and_targets(str(folder), class_to_idx={name: i for i, name in enumerate(classes)})
         self.classes, self.files = classes, [Path(file) for file, _ in samples]
         self.labels = np.array([label for _, label in samples], np.int64)
-        _check_not_empty(folder, classes, self.labels)
-        self._check_images()
-
-    def __len__(self) -> int:
-        return len(self.files)
+        present = set(self.labels.tolist())
+        if empty := [name for i, name in enumerate(classes) if i not in present]:
+            message = f"{folder} has class folders without images: {few(empty)}"
+            raise DataError(message, hint="fill or remove these folders")
+        checked = self.files[:: max(1, len(self.files) // _CHECKED_ON_OPENING)]
+        if broken := [str(file) for file in checked if not _is_readable(file)]:
+            raise DataError(
+                f"{len(broken)} image{'s' if len(broken) > 1 else ''} cannot be read: {few(broken)}",
+                hint="remove or replace these files",
+            )
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         return _decode(self.files[index]), int(self.labels[index])
 
-    def _check_images(self) -> None:
-        """Decode images of all classes, at most about 1000."""
-        step = max(1, len(self.files) // _CHECKED_ON_OPENING)
-        broken = [file for file in self.files[::step] if not _is_readable(file)]
-        if broken:
-            names = ", ".join(str(file) for file in broken[:5]) + (", ..." if len(broken) > 5 else "")
-            raise DataError(
-                f"{len(broken)} image{'s' if len(broken) > 1 else ''} cannot be read: {names}",
-                hint="remove or replace these files",
-            )
 
-
-class TensorImages:
-    """Images in memory as tensors (images, C, H, W) that are normalised for the model; labels integers (images,)."""
-
-    prepared = True
-
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self.images, self.labels = images, labels.cpu().numpy().astype(np.int64)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.images[index], int(self.labels[index])
-
-
-class MappedImages:
+class MappedImages(Images):
     """A map-style data set of (image, class) pairs: timm's, torchvision's or the user's own.
 
     Its images are PIL images, or tensors (C, H, W) that are normalised for the model. Labels come from its attribute
@@ -115,10 +94,7 @@ class MappedImages:
                 hint="return a PIL image or a tensor (C, H, W), and the index of its class",
             ) from error
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+    def __getitem__(self, index: int) -> tuple[Any, int]:
         image, label = self.dataset[index]
         return image, int(label)
 
@@ -140,17 +116,14 @@ def as_images(data: Any) -> Images:
     Raises:
         DataError: no images, or batches of another form.
     """
-    if isinstance(data, ArrayImages | FolderImages | TensorImages | MappedImages):
-        return data
+    if hasattr(data, "labels") and hasattr(data, "prepared"):
+        images: Images = data
+        return images
     if is_map_style(data):
-        return data if hasattr(data, "labels") and hasattr(data, "prepared") else MappedImages(data, "the data set")
-    return _collect(data)
-
-
-def _collect(batches: Iterable[Any]) -> TensorImages:
+        return MappedImages(data, "the data set")
     try:
-        pairs = [(images.detach().cpu(), labels.cpu()) for images, labels in batches]
-        return TensorImages(torch.cat([images for images, _ in pairs]), torch.cat([labels for _, labels in pairs]))
+        pairs = [(images.detach().cpu(), labels.cpu()) for images, labels in data]
+        return ArrayImages(torch.cat([images for images, _ in pairs]), torch.cat([labels for _, labels in pairs]))
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise DataError(
             f"the data is not an iterable of (images, labels) batches: {first_line(error)}",
@@ -171,14 +144,6 @@ def _check_folders(folder: Path, classes: tuple[str, ...]) -> None:
     if missing or extra:
         parts = [f"has no class {few(missing)}"] * bool(missing) + [f"has unknown class {few(extra)}"] * bool(extra)
         raise DataError(f"{folder} {' and '.join(parts)}", hint="train and test need the same class folders")
-
-
-def _check_not_empty(folder: Path, classes: tuple[str, ...], labels: np.ndarray) -> None:
-    """Raise DataError for a class folder without images."""
-    counts = np.bincount(labels, minlength=len(classes))
-    empty = [name for name, count in zip(classes, counts, strict=True) if not count]
-    if empty:
-        raise DataError(f"{folder} has class folders without images: {few(empty)}", hint="fill or remove these folders")
 
 
 def _labels_of(dataset: Any) -> np.ndarray:

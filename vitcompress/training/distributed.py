@@ -27,16 +27,12 @@ _AMP_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Runtime:
-    """One process of a training: `rank` of `world_size`, computing on `device`.
-
-    `amp` is the precision of the autocast regions; `workers` is the number of loader processes of this rank.
-    """
+    """One process of a training. amp: precision of the autocast regions. workers: processes that load its images."""
 
     device: torch.device
     amp: Amp = "none"
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
     workers: int = 0
 
     @property
@@ -70,8 +66,7 @@ class Runtime:
         """`module` itself for one process, else its DistributedDataParallel, which averages gradients over ranks."""
         if self.world_size == 1:
             return module
-        ids = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(module, device_ids=ids)
+        return DistributedDataParallel(module, [self.device.index] if self.device.type == "cuda" else None)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The autocast region of `amp`."""
@@ -80,11 +75,7 @@ class Runtime:
         return torch.autocast(self.device.type, dtype=_AMP_TYPES[self.amp])
 
     def share_of(self, batch_size: int) -> int:
-        """The part of a global batch that one process computes.
-
-        Raises:
-            InputError: the batch cannot be divided into equal parts.
-        """
+        """The part of a global batch that one process computes. Raises InputError if the parts are not equal."""
         if batch_size % self.world_size:
             raise InputError(
                 f"batch_size {batch_size} cannot be shared equally by {self.world_size} processes",
@@ -96,20 +87,16 @@ class Runtime:
 def start(device: str = "auto", amp: Amp = "none", workers: int = 0) -> Runtime:
     """Create the runtime of this process; join the process group if `torchrun` started several.
 
-    Args:
-        device: "auto" (CUDA, else MPS, else CPU), "cpu", "cuda", "cuda:N" or "mps".
-
-    Raises:
-        DeviceError: this machine lacks the device or the precision.
+    device: "auto" (CUDA, else MPS, else CPU), "cpu", "cuda", "cuda:N" or "mps". Raises DeviceError if this machine
+    lacks the device or the precision.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    chosen = check_device(device, amp, local_rank)
+    chosen = check_device(device, amp, int(os.environ.get("LOCAL_RANK", "0")))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1 and not distributed.is_initialized():
         distributed.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    return Runtime(chosen, amp, int(os.environ.get("RANK", "0")), world_size, local_rank, workers)
+    return Runtime(chosen, amp, int(os.environ.get("RANK", "0")), world_size, workers)
 
 
 def stop() -> None:
@@ -142,15 +129,10 @@ def seed_everything(*parts: object) -> None:
     torch.manual_seed(seed)
 
 
-def check_device(device: str, amp: str, local_rank: int = 0) -> torch.device:
-    """The torch device for the name `device`. Raises DeviceError as `start`."""
-    chosen = _device(device, local_rank)
-    _check_amp(chosen, amp)
-    return chosen
-
-
-def _device(name: str, local_rank: int) -> torch.device:
-    """The device named `name`, with this process's index if there are several."""
+def check_device(name: str, amp: str, local_rank: int = 0) -> torch.device:
+    """The device `name` of `start`; for several processes, that of `local_rank`. Raises DeviceError as `start`."""
+    if amp not in ("none", *_AMP_TYPES):
+        raise DeviceError(f"amp {amp!r} is not known", hint="use none, fp16 or bf16")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     kind, _, index = name.partition(":")
@@ -167,14 +149,8 @@ def _device(name: str, local_rank: int) -> torch.device:
             f"device 'cuda:{number}' is requested, but torch sees {devices}{hardware.cuda_reason()}",
             hint="use --device cpu, or auto",
         )
-    return torch.device("cuda", number)
-
-
-def _check_amp(device: torch.device, amp: str) -> None:
-    """Raise DeviceError for a mixed precision that `device` does not support."""
-    if amp not in ("none", *_AMP_TYPES):
-        raise DeviceError(f"amp {amp!r} is not known", hint="use none, fp16 or bf16")
-    if amp == "bf16" and device.type == "cuda" and not hardware.is_ampere(device.index):
+    if amp == "bf16" and not hardware.is_ampere(number):
         raise DeviceError(
-            f"amp bf16 is requested, but {torch.cuda.get_device_name(device)} does not support it", hint="use fp16"
+            f"amp bf16 is requested, but {torch.cuda.get_device_name(number)} does not support it", hint="use fp16"
         )
+    return torch.device("cuda", number)

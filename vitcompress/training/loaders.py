@@ -4,12 +4,11 @@ All processes share one order of the training images, so two processes together 
 In evaluation each image goes to exactly one process.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from timm.data.distributed_sampler import RepeatAugSampler
 from timm.data.loader import PrefetchLoader, fast_collate
 from torch import Tensor
@@ -17,12 +16,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from vitcompress.errors import DataError, InputError
 from vitcompress.models.create import InputConfig
-from vitcompress.training.augmentation import Augmentation, eval_transform, mixup, train_transform
+from vitcompress.training.augmentation import Augmentation, Transform, eval_transform, mixup, train_transform
 from vitcompress.training.datasets import Images, as_images, is_map_style
 from vitcompress.training.distributed import Runtime, derived_seed
 
 
-class Views(Dataset[tuple[Tensor, int]]):
+class Views(Images, Dataset[tuple[Any, int]]):
     """The images of `dataset` at `indices`, in that order.
 
     transform: from a PIL image to a uint8 tensor (C, H, W). mode: PIL mode that images are converted to first. Prepared
@@ -30,24 +29,13 @@ class Views(Dataset[tuple[Tensor, int]]):
     """
 
     def __init__(
-        self,
-        dataset: Images,
-        indices: Sequence[int],
-        transform: Callable[[Any], Any] | None = None,
-        mode: str | None = None,
+        self, dataset: Images, indices: Sequence[int], transform: Transform | None = None, mode: str | None = None
     ) -> None:
         self.dataset, self.indices = dataset, np.asarray(indices, dtype=np.int64)
         self.transform, self.mode, self.prepared = transform, mode, dataset.prepared
+        self.labels = dataset.labels[self.indices]
 
-    @property
-    def labels(self) -> np.ndarray:
-        """The class of every image, integers (images,)."""
-        return self.dataset.labels[self.indices]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> tuple[Any, int]:
         image, label = self.dataset[int(self.indices[index])]
         if self.prepared:
             return image, label
@@ -79,9 +67,13 @@ class TrainLoader:
     ) -> None:
         self.augmentation, self.seed = augmentation, seed
         _check_batch(batch_size, len(dataset) // runtime.world_size, augmentation)
-        transformed = _transform_images(dataset, input, train_transform(input, augmentation))
-        self.sampler = _sampler(transformed, augmentation.repeats, runtime)
-        self.batches = _prefetch(transformed, self.sampler, input, batch_size, runtime, augmentation)
+        # One shuffled order; rank r of W gets its entries r, r + W, ...
+        own: Any = (dataset, runtime.world_size, runtime.rank)
+        repeats = augmentation.repeats
+        self.sampler: Any = (
+            RepeatAugSampler(*own, num_repeats=repeats) if repeats > 1 else DistributedSampler(*own, drop_last=True)
+        )
+        self.batches = _prefetch(dataset, input, batch_size, runtime, augmentation, self.sampler)
         self.mixup = mixup(augmentation, classes or int(dataset.labels.max()) + 1)
 
     def set_epoch(self, epoch: int) -> None:
@@ -109,8 +101,7 @@ class EvalLoader:
     def __init__(self, dataset: Images, input: InputConfig, batch_size: int, runtime: Runtime) -> None:
         self.total = len(dataset)
         own = range(runtime.rank, self.total, runtime.world_size)
-        transformed = _transform_images(Views(dataset, own), input, eval_transform(input))
-        self.batches = _prefetch(transformed, None, input, batch_size, runtime, None)
+        self.batches = _prefetch(Views(dataset, own), input, batch_size, runtime)
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -142,11 +133,13 @@ class BatchLoader:
             yield images.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
 
-def open_source(data: Any, runtime: Runtime) -> Images | BatchLoader:
+TrainData = Images | BatchLoader  # labelled images, or the user's own batches
+
+
+def open_source(data: Any, runtime: Runtime) -> TrainData:
     """Training or evaluation data of a user: a map-style data set of (image, class) pairs, or an iterable of batches.
 
-    Raises:
-        InputError: an iterable without a length, or one that several processes would have to share.
+    Raises InputError for an iterable without a length, or one that several processes would have to share.
     """
     if is_map_style(data):
         return as_images(data)
@@ -162,38 +155,28 @@ def open_source(data: Any, runtime: Runtime) -> Images | BatchLoader:
     return BatchLoader(data, runtime.device)
 
 
-def _transform_images(dataset: Images, input: InputConfig, transform: Callable[[Image.Image], Tensor]) -> Views:
-    """`dataset` as uint8 tensors with as many channels as the model has."""
-    return Views(dataset, range(len(dataset)), transform, "L" if input.size[0] == 1 else "RGB")
-
-
-def _sampler(dataset: Views, repeats: int, runtime: Runtime) -> Any:
-    """One shuffled order; rank r of W gets its entries r, r + W, ..."""
-    if repeats > 1:
-        return RepeatAugSampler(dataset, runtime.world_size, runtime.rank, num_repeats=repeats)
-    return DistributedSampler(dataset, runtime.world_size, runtime.rank, drop_last=True)
-
-
 def _prefetch(
-    dataset: Views,
-    sampler: Any,
+    dataset: Images,
     input: InputConfig,
     batch_size: int,
     runtime: Runtime,
-    augmentation: Augmentation | None,
+    augmentation: Augmentation | None = None,
+    sampler: Any = None,
 ) -> Any:
     """timm's prefetcher over torch's loader, for training if there is an `augmentation`.
 
     Worker processes are restarted every epoch: a persistent worker keeps its random state, and a resumed run would
     differ from an uninterrupted one.
     """
-    if dataset.prepared and augmentation is not None and not augmentation.no_aug:
+    pixels = None if augmentation is None or augmentation.no_aug else augmentation
+    if dataset.prepared and pixels:
         raise InputError(
             "crop, flip, colour and erasing need PIL images, and the data set gives tensors",
             hint="set augmentation.no_aug = true, or pass a data set of PIL images",
         )
+    transform = train_transform(input, augmentation) if augmentation else eval_transform(input)
     loader = DataLoader(
-        dataset,
+        Views(dataset, range(len(dataset)), transform, "L" if input.size[0] == 1 else "RGB"),
         batch_size,
         sampler=sampler,
         num_workers=runtime.workers,
@@ -203,11 +186,8 @@ def _prefetch(
     )
     if dataset.prepared:
         return BatchLoader(loader, runtime.device)
-    erase = augmentation.reprob if augmentation and not augmentation.no_aug else 0.0
-    mode = augmentation.remode if augmentation else "const"
-    return PrefetchLoader(
-        loader, input.mean, input.std, channels=input.size[0], device=runtime.device, re_prob=erase, re_mode=mode
-    )
+    erase: dict[str, Any] = {"re_prob": pixels.reprob, "re_mode": pixels.remode} if pixels else {}
+    return PrefetchLoader(loader, input.mean, input.std, input.size[0], runtime.device, **erase)
 
 
 def _check_batch(batch_size: int, available: int, augmentation: Augmentation) -> None:

@@ -15,8 +15,7 @@ of 0.2 is 6.4 here, where losses are means.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from timm.task.distillation import DistillationTeacher
@@ -26,8 +25,8 @@ from torch.nn import functional
 from vitcompress.errors import InputError
 from vitcompress.models.create import InputConfig, input_config
 from vitcompress.training.distributed import derived_seed
+from vitcompress.training.options import Distillation, TrainOptions
 
-Distillation = Literal["none", "hard", "soft", "soft_patch", "features"]
 FEATURES = ("soft_patch", "features")  # losses that compare features, not only logits
 
 
@@ -69,8 +68,9 @@ class Teacher:
             )
         self.frozen = DistillationTeacher(model.to(device), device=device)
         # timm fills these from the pretrained settings, which are for 3 channels; ours fit the model as it is.
-        self.frozen.mean_kd, self.frozen.std_kd = _channels(own.mean, device), _channels(own.std, device)
-        self.mean, self.std = _channels(student_input.mean, device), _channels(student_input.std, device)
+        means_and_stds = (own.mean, own.std, student_input.mean, student_input.std)
+        values = (torch.tensor(each, device=device).view(1, -1, 1, 1) for each in means_and_stds)
+        self.frozen.mean_kd, self.frozen.std_kd, self.mean, self.std = values
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
@@ -121,10 +121,7 @@ class FeatureStudent(nn.Module):
 def student_of(module: nn.Module, kind: Distillation, teacher: nn.Module | None, seed: int = 0) -> nn.Module:
     """The module to train: `module` itself, or a wrapper that also returns its features.
 
-    seed: of the wrapper's projection layer.
-
-    Raises:
-        InputError: student and teacher features have different shapes, or layers of the student are gated.
+    seed: of the wrapper's projection layer. Raises InputError if features differ in width or layers are gated.
     """
     if kind not in FEATURES or teacher is None:
         return module
@@ -171,61 +168,34 @@ def _patches(model: Any, maps: Tensor) -> Tensor:
     return maps.flatten(1, 2) if channels_last else maps.flatten(2).transpose(1, 2)
 
 
-@dataclass(frozen=True)
-class LossOptions:
-    """Terms of the loss: labels and, with a teacher, `weight` * labels + alpha * distillation.
-
-    smoothing: of labels. label_weight: the weight; None is 1 - alpha. patch_weight: of patch tokens, with `soft_patch`.
-    teacher_smoothing: of the teacher's decisions, with `hard`.
-    """
-
-    kind: Distillation = "none"
-    alpha: float = 0.5
-    temperature: float = 1.0
-    smoothing: float = 0.0
-    label_weight: float | None = None
-    patch_weight: float = 0.0
-    teacher_smoothing: float = 0.0
-
-    @property
-    def weight(self) -> float:
-        """Of the labels."""
-        return 1 - self.alpha if self.label_weight is None else self.label_weight
-
-
 class Objective:
-    """The loss of one batch."""
+    """The loss of one batch: labels and, with a teacher, `options.share_of_labels` * labels + alpha * distillation."""
 
-    def __init__(self, options: LossOptions, teacher: Teacher | None) -> None:
+    def __init__(self, options: TrainOptions, teacher: Teacher | None) -> None:
         self.options, self.teacher = options, teacher
 
     def __call__(self, network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
         """targets: classes (batch,) or probabilities (batch, classes) -> mean loss, a scalar."""
-        output = network(images)
-        options = self.options
-        if self.teacher is not None and options.kind in FEATURES:
-            return self._with_features(self.teacher, output, images, targets)
+        options, teacher, output = self.options, self.teacher, network(images)
+        if is_feature_loss := teacher is not None and options.distillation in FEATURES:
+            output, features = output
         first, second = output if isinstance(output, tuple) else (output, output)
-        labels = label_loss(first, targets, options.smoothing)
-        if self.teacher is None:
-            return labels if first is second else (labels + label_loss(second, targets, options.smoothing)) / 2
-        return options.weight * labels + options.alpha * self._distil(second, self.teacher(images))
-
-    def _with_features(self, teacher: Teacher, output: Any, images: Tensor, targets: Tensor) -> Tensor:
-        """The loss of a `FeatureStudent`, whose output is (logits, features)."""
-        options = self.options
-        (logits, features), (known, wanted) = output, teacher.with_features(images, options.kind)
-        first, second = logits if isinstance(logits, tuple) else (logits, logits)
-        labels = options.weight * label_loss(first, targets, options.smoothing)
+        weight = 1.0 if teacher is None else options.share_of_labels
+        labels = weight * label_loss(first, targets, options.augmentation.smoothing)
+        if second is not first and (teacher is None or options.distillation == "features"):  # train both heads
+            labels = (labels + weight * label_loss(second, targets, options.augmentation.smoothing)) / 2
+        if teacher is None:
+            return labels
+        if not is_feature_loss:
+            return labels + options.alpha * self._distil(second, teacher(images))
+        known, wanted = teacher.with_features(images, options.distillation)
         _check_shapes(features, wanted)
-        if options.kind == "features":
-            if second is not first:  # both heads must be trained
-                labels = (labels + options.weight * label_loss(second, targets, options.smoothing)) / 2
-            return labels + options.alpha * functional.mse_loss(features, wanted)
+        distance = functional.mse_loss(features, wanted)
+        if options.distillation == "features":
+            return labels + options.alpha * distance
         # eq. D2: a sum over patches of the mean over images and channels
-        patches = functional.mse_loss(features, wanted) * features.shape[1]
-        loss: Tensor = labels + options.alpha * self._distil(second, known) + options.patch_weight * patches
-        return loss
+        patches: Tensor = distance * features.shape[1]
+        return labels + options.alpha * self._distil(second, known) + options.patch_weight * patches
 
     def _distil(self, student: Tensor, teacher: Tensor) -> Tensor:
         if student.shape != teacher.shape:
@@ -233,7 +203,7 @@ class Objective:
                 f"the teacher has {teacher.shape[1]} classes, the student {student.shape[1]}",
                 hint="use a teacher for the same classes",
             )
-        if self.options.kind == "hard":
+        if self.options.distillation == "hard":
             return hard_loss(student, teacher, self.options.teacher_smoothing)
         return soft_loss(student, teacher, self.options.temperature)
 
@@ -256,34 +226,27 @@ def soft_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
 
 
 def objective(
-    module: nn.Module, options: LossOptions, *, teacher: nn.Module | None, input: InputConfig, device: torch.device
+    module: nn.Module, options: TrainOptions, *, teacher: nn.Module | None, input: InputConfig, device: torch.device
 ) -> Objective:
-    """The loss for training `module`.
-
-    Raises:
-        InputError: distillation without a teacher, or an `alpha` that leaves one of two heads untrained or lets the
-            labels have a negative weight.
+    """The loss for training `module`. Raises InputError for distillation without a teacher, or with an `alpha` that
+    leaves one of two heads untrained or lets the labels have a negative weight.
     """
-    if options.kind == "none":
+    labels, alpha = options.share_of_labels, options.alpha
+    if options.distillation == "none":
         return Objective(options, None)
     if teacher is None:
         raise InputError(
-            f"distillation = {options.kind!r} needs a teacher and there is none",
+            f"distillation = {options.distillation!r} needs a teacher and there is none",
             hint="set a teacher, or distillation = 'none'",
         )
-    if options.weight < 0:
+    if labels < 0:
         raise InputError(
-            f"with alpha = {options.alpha:g} the labels would weigh {options.weight:g}",
+            f"with alpha = {alpha:g} the labels would weigh {labels:g}",
             hint="use an alpha up to 1, or set label_weight too, as in label_weight = 1.0",
         )
-    if has_two_heads(module) and not (options.alpha > 0 and options.weight > 0):
+    if has_two_heads(module) and not (alpha > 0 and labels > 0):
         raise InputError(
-            f"alpha = {options.alpha:g} would leave one of the two heads untrained, and inference averages both",
+            f"alpha = {alpha:g} would leave one of the two heads untrained, and inference averages both",
             hint="use an alpha between 0 and 1, both excluded",
         )
     return Objective(options, Teacher(teacher, input, device))
-
-
-def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Per-channel values as (1, C, 1, 1)."""
-    return torch.tensor(values, device=device).view(1, -1, 1, 1)

@@ -4,9 +4,8 @@ Sums are taken over all processes in float64; every image is counted exactly onc
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +49,7 @@ class Accuracy:
         """`97.5 % (39 of 40)`"""
         return f"{100 * self.top1:.1f} % ({self.correct} of {self.total})"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Counts, shares and the interval as plain data."""
         return {**asdict(self), "top1": self.top1, "top5": self.top5, "top1_ci95": list(self.interval)}
 
@@ -74,13 +73,19 @@ def evaluate(predict: Callable[[Tensor], Tensor], loader: EvalLoader | BatchLoad
     return evaluate_images(predict, loader, runtime)[0]
 
 
+@torch.inference_mode()
 def evaluate_images(
     predict: Callable[[Tensor], Tensor], loader: EvalLoader | BatchLoader, runtime: Runtime
 ) -> tuple[Accuracy, np.ndarray]:
     """`evaluate`, and whether each image is classified correctly: booleans in the order of the data, on every rank."""
     loss, parts = torch.zeros((), dtype=torch.float64), [torch.zeros(0, 2)]
-    for logits, targets in _logits(predict, loader):
-        hits = _hits(logits, targets)
+    for images, targets in loader:
+        logits, targets = predict(images).float().cpu(), targets.cpu()
+        if not torch.isfinite(logits).all():
+            raise VitcompressError(
+                "the logits of the model are not finite", hint="check whether it was trained with amp fp16"
+            )
+        hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
         parts.append(torch.stack([hits[:, 0], hits.any(dim=1)], dim=1))
         loss += functional.cross_entropy(logits, targets, reduction="none").double().sum()
     own = torch.cat(parts)
@@ -131,31 +136,10 @@ def guessed(correct: int, labels: np.ndarray) -> bool:
 def calibration_images(dataset: Images, input: InputConfig, count: int, seed: int) -> Tensor:
     """`count` random images of `dataset` without replacement, with evaluation transforms: (count, C, H, W), on the CPU.
 
-    Raises:
-        DataError: the data set is smaller than `count`.
+    Raises DataError for a data set with fewer images.
     """
     if count > len(dataset):
         raise DataError(f"{count} images are needed, the data set has {len(dataset)}", hint="use fewer")
     chosen = np.random.default_rng(seed).permutation(len(dataset))[:count]
     loader = EvalLoader(Views(dataset, sorted(chosen.tolist())), input, count, Runtime(torch.device("cpu")))
     return next(iter(loader))[0]
-
-
-@torch.inference_mode()
-def _logits(
-    predict: Callable[[Tensor], Tensor], loader: Iterable[tuple[Tensor, Tensor]]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits in float32 and targets of every batch, on the CPU."""
-    for images, targets in loader:
-        logits = predict(images).float().cpu()
-        if not torch.isfinite(logits).all():
-            raise VitcompressError(
-                "the logits of the model are not finite", hint="check whether it was trained with amp fp16"
-            )
-        yield logits, targets.cpu()
-
-
-def _hits(logits: Tensor, targets: Tensor) -> Tensor:
-    """Whether the class with the k-th largest logit is the target: booleans (batch, up to 5)."""
-    best = logits.topk(min(5, logits.shape[1]), dim=1).indices
-    return best == targets[:, None]

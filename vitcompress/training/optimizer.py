@@ -17,12 +17,11 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Create timm's optimiser `options.optimizer`; Adam and AdamW run as one fused kernel.
 
-    Raises:
-        InputError: timm has no such optimiser, or it does not take these options.
+    Raises InputError if timm has no such optimiser, or it does not take these options.
     """
     if options.decay_all and isinstance(parameters, nn.Module):  # timm groups the parameters of a model only
         parameters = [{"params": [p for p in parameters.parameters() if p.requires_grad]}]
-    extra: dict[str, Any] = {"betas": options.betas} if options.betas else {}
+    extra: dict[str, object] = {"betas": options.betas} if options.betas else {}
     if options.optimizer.lower() in ("adam", "adamw") and device.type in ("cpu", "cuda"):
         extra["fused"] = True
     try:
@@ -43,25 +42,18 @@ def lr_setter(
 
     steps: per epoch. lr_scale: share of the peak at a fractional epoch, instead of the schedule.
     """
-    o, base = options, [group["lr"] for group in optimizer.param_groups]
-    if lr_scale is None and o.schedule == "cosine":
-        scheduler, _ = create_scheduler_v2(
-            optimizer,
-            "cosine",
-            num_epochs=o.epochs,
-            min_lr=min(o.min_lr, o.peak_lr),
-            warmup_epochs=o.warmup_epochs,
-            warmup_lr=min(o.warmup_lr, o.peak_lr),
-            step_on_epochs=False,
-            updates_per_epoch=steps,
-        )
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    if lr_scale is None and options.schedule == "cosine":
+        lowest = {name: min(getattr(options, name), options.peak_lr) for name in ("min_lr", "warmup_lr")}
+        epochs = {"num_epochs": options.epochs, "warmup_epochs": options.warmup_epochs, "updates_per_epoch": steps}
+        scheduler, _ = create_scheduler_v2(optimizer, "cosine", step_on_epochs=False, **lowest, **epochs)
         cosine: Callable[[int], None] = scheduler.step_update
         return cosine
-    scale = lr_scale or (lambda epoch: 1.0)
 
     def set_lr(step: int) -> None:
-        for group, peak in zip(optimizer.param_groups, base, strict=True):
-            group["lr"] = peak * scale(step / steps) * _warmup(o, step / steps, peak)
+        epoch = step / steps
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * (lr_scale(epoch) if lr_scale else 1.0) * _warmup(options, epoch, peak)
 
     return set_lr
 

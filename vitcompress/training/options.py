@@ -1,14 +1,15 @@
 """The settings of a training, and its result."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 from annotated_types import Ge, Gt, Lt
 
 from vitcompress.io.validation import Doc
 from vitcompress.training.augmentation import Augmentation
-from vitcompress.training.losses import Distillation, LossOptions
 from vitcompress.training.metrics import Accuracy
+
+Distillation = Literal["none", "hard", "soft", "soft_patch", "features"]
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,27 @@ class TrainOptions:
         return self.lr if self.lr_base is None else self.lr_base * self.batch_size / 512
 
     @property
-    def loss(self) -> LossOptions:
-        """The terms of the loss."""
-        weights = (self.label_weight, self.patch_weight, self.teacher_smoothing)
-        return LossOptions(self.distillation, self.alpha, self.temperature, self.augmentation.smoothing, *weights)
+    def share_of_labels(self) -> float:
+        """Weight of the labels beside a teacher."""
+        return 1 - self.alpha if self.label_weight is None else self.label_weight
+
+
+class EpochRecord(TypedDict, total=False):
+    """One epoch (from 0) in the log. heldout, ema: `Accuracy` of the raw weights and of their average, if evaluated."""
+
+    epoch: int
+    loss: float
+    lr: float
+    heldout: dict[str, Any]
+    ema: dict[str, Any]
+    seconds: float
 
 
 @dataclass(frozen=True)
 class TrainResult:
     """Result of a training: one record per epoch, held-out accuracy, and which weights were selected."""
 
-    history: list[dict[str, Any]]
+    history: list[EpochRecord]
     raw: Accuracy | None
     ema: Accuracy | None
     chosen: Literal["raw", "ema"]

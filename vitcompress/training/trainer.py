@@ -3,29 +3,31 @@
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vitcompress.errors import VitcompressError
+from vitcompress.errors import InputError, VitcompressError
 from vitcompress.io.progress import Progress
 from vitcompress.io.training_state import State
 from vitcompress.models.create import InputConfig
 from vitcompress.training.distributed import Runtime, seed_everything
-from vitcompress.training.loaders import BatchLoader, TrainLoader
-from vitcompress.training.losses import Objective
+from vitcompress.training.loaders import BatchLoader, EvalLoader, TrainData, TrainLoader
+from vitcompress.training.losses import Objective, inner
 from vitcompress.training.optimizer import lr_setter, make_optimizer
-from vitcompress.training.options import TrainOptions
+from vitcompress.training.options import EpochRecord, TrainOptions
 
 _STEPS_BETWEEN_CHECKS = 50  # reading the loss makes the host wait for the device
+_EVAL_BATCH = 128  # images per process at least; without gradients this is small
+Value = TypeVar("Value")
 
 
 class StepHooks(Protocol):
@@ -55,8 +57,7 @@ class StepHooks(Protocol):
 class TrainingContext:
     """Where a training runs, and what identifies it.
 
-    input: preprocessing of the model. folder: for its state; one training per folder. label: shown in progress, part of
-    the seed.
+    input: preprocessing of the model. folder: of its state only. label: shown in progress, part of the seed.
     """
 
     input: InputConfig
@@ -93,15 +94,12 @@ class TrainingJob:
     at: TrainingContext
     controls: TrainingControls
     loss: Objective
-    images: int  # in the training set, or batches of the user's own loader
+    train_set: TrainData
+    heldout_set: TrainData | None
 
     @property
     def runtime(self) -> Runtime:
         return self.at.runtime
-
-    @property
-    def hooks(self) -> StepHooks | None:
-        return self.controls.hooks
 
     @property
     def micro_batch(self) -> int:
@@ -109,29 +107,50 @@ class TrainingJob:
         return self.runtime.share_of(self.options.batch_size) // self.options.accumulate
 
     @property
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """What a state in the folder must have been trained with."""
-        options: dict[str, Any] = json.loads(json.dumps(asdict(self.options)))
-        return {"label": self.at.label, "seed": self.at.seed, "images": self.images, "options": options}
+        options = json.loads(json.dumps(asdict(self.options)))
+        return {"label": self.at.label, "seed": self.at.seed, "images": len(self.train_set), "options": options}
+
+    def train_loader(self) -> TrainLoader | BatchLoader:
+        if isinstance(self.train_set, BatchLoader):
+            return self.train_set
+        at, augmentation = self.at, self.options.augmentation
+        classes = int(getattr(inner(self.module), "num_classes", 0)) or None
+        return TrainLoader(self.train_set, at.input, augmentation, self.micro_batch, at.seed, at.runtime, classes)
+
+    @cached_property
+    def heldout(self) -> EvalLoader | BatchLoader | None:
+        if not self.heldout_set:
+            return None
+        if isinstance(self.heldout_set, BatchLoader):
+            return self.heldout_set
+        return EvalLoader(self.heldout_set, self.at.input, max(_EVAL_BATCH, self.micro_batch), self.runtime)
 
 
 class Learner:
     """The changing part of one training: it can be saved as tensors and plain data, and restored."""
 
-    def __init__(self, job: TrainingJob, steps: int) -> None:
-        self.job, self.steps = job, steps
-        self.network = job.runtime.wrap(job.module)
+    def __init__(self, job: TrainingJob) -> None:
+        self.job, self.hooks, self.loader = job, job.controls.hooks, job.train_loader()
+        self.steps = len(self.loader) // job.options.accumulate  # of an epoch
+        if self.steps == 0:
+            raise InputError(
+                f"batch_size {job.options.batch_size} is more than the {len(job.train_set)} training images",
+                hint="lower batch_size or use more images",
+            )
+        self.network: Any = job.runtime.wrap(job.module)
         groups = job.controls.parameter_groups
         self.optimizer = make_optimizer(job.module if groups is None else list(groups), job.options, job.runtime.device)
-        self.set_lr = lr_setter(job.options, self.optimizer, steps, job.controls.lr_scale)
+        self.set_lr = lr_setter(job.options, self.optimizer, self.steps, job.controls.lr_scale)
         self.scaler = torch.amp.GradScaler(job.runtime.device.type, enabled=job.runtime.amp == "fp16")
         # Buffers are copied, not averaged: they are exact states (gates), not estimates.
         self.ema = ModelEmaV3(job.module, job.options.ema, exclude_buffers=True) if job.options.ema else None
-        self.history: list[dict[str, Any]] = []
+        self.history: list[EpochRecord] = []
         self.best: dict[str, Tensor] = {}
         self.best_of: dict[str, Any] = {}
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """Tensors by name and JSON data that `restore` continues from."""
         tensors = {f"module.{name}": value for name, value in self.job.module.state_dict().items()}
         of_optimizer, optimizer = self._optimizer_state()
@@ -139,7 +158,7 @@ class Learner:
         if self.ema:
             tensors |= {f"ema.{name}": value for name, value in self.ema.module.state_dict().items()}
         tensors |= {f"best.{name}": value for name, value in self.best.items()}
-        data = {
+        data: dict[str, object] = {
             **optimizer,
             "scaler": self.scaler.state_dict(),
             "history": self.history,
@@ -147,11 +166,11 @@ class Learner:
             "finished": False,
             "made_with": self.job.fingerprint,
         }
-        if self.job.hooks:
-            data["hooks"] = self.job.hooks.state()
+        if self.hooks:
+            data["hooks"] = self.hooks.state()
         return tensors, data
 
-    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """Tensors of the optimiser by name, and its other data per parameter (`numbers`) and per group (`groups`)."""
         saved = self.optimizer.state_dict()
         slots = {f"optimizer.{i}.{slot}": v for i, of in saved["state"].items() for slot, v in of.items()}
@@ -173,15 +192,12 @@ class Learner:
         if self.scaler.is_enabled() and state.data["scaler"]:
             self.scaler.load_state_dict(state.data["scaler"])
         self.history, self.best_of = list(state.data["history"]), dict(state.data["best_of"])
-        if self.job.hooks:
-            self.job.hooks.restore(state.data["hooks"])
+        if self.hooks:
+            self.hooks.restore(state.data["hooks"])
 
     def _restore_optimizer(self, state: State) -> None:
-        slots: dict[int, dict[str, Any]] = {}
-        for name, value in {
-            **part_of(state.tensors, "optimizer."),
-            **part_of(state.data["numbers"], "optimizer."),
-        }.items():
+        slots: dict[int, dict[str, object]] = {}
+        for name, value in part_of({**state.tensors, **state.data["numbers"]}, "optimizer.").items():
             index, _, slot = name.partition(".")
             slots.setdefault(int(index), {})[slot] = value
         own = self.optimizer.state_dict()["param_groups"]
@@ -191,39 +207,41 @@ class Learner:
         ]
         self.optimizer.load_state_dict({"state": slots, "param_groups": groups})
 
-    def epoch(self, number: int, loader: TrainLoader | BatchLoader) -> float:
-        """Train one pass over `loader`; return the mean loss over all images and ranks."""
+    def epoch(self, number: int) -> float:
+        """Train one pass over the training set; return the mean loss over all images and ranks."""
         job, total = self.job, torch.zeros((), device=self.job.runtime.device)
         seed_everything(job.at.seed, job.at.label, number, job.runtime.rank)
-        loader.set_epoch(number)
+        self.loader.set_epoch(number)
         job.module.train()
-        batches = iter(loader)
+        batches = iter(self.loader)
         for step in range(self.steps):
             self.set_lr(number * self.steps + step)
             total += self._step(number, step, batches)
             if (step + 1) % _STEPS_BETWEEN_CHECKS == 0 or step + 1 == self.steps:
                 self._report(number, step + 1, float(total) / (step + 1))
-        return self._mean(total) / self.steps
+        return float(job.runtime.all_sum(total)) / job.runtime.world_size / self.steps
 
     def _step(self, number: int, step: int, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
         """Take one optimiser step on `accumulate` batches; return their mean loss."""
         job, parts, total = self.job, self.job.options.accumulate, torch.zeros((), device=self.job.runtime.device)
         self.optimizer.zero_grad(set_to_none=True)
         for part, (images, targets) in enumerate(islice(batches, parts)):
-            if part == 0 and job.hooks:
-                job.hooks.before_step(number, step, self.steps, partial(self._backward, images, targets))
+            if part == 0 and self.hooks:
+                self.hooks.before_step(number, step, self.steps, partial(self._backward, images, targets))
                 self.optimizer.zero_grad(set_to_none=True)
-            with self._without_sync(part + 1 < parts):
+            # Gradients are averaged over processes only with the last part of a step.
+            skip_sync = part + 1 < parts and isinstance(self.network, DistributedDataParallel)
+            with self.network.no_sync() if skip_sync else nullcontext():
                 total += self._backward(images, targets, parts)
-        if job.hooks:
-            job.hooks.before_update()
+        if self.hooks:
+            self.hooks.before_update()
         if job.options.clip_grad:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(job.module.parameters(), job.options.clip_grad)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if job.hooks:
-            job.hooks.after_update()
+        if self.hooks:
+            self.hooks.after_update()
         if self.ema:
             self.ema.update(job.module)
         return total
@@ -235,13 +253,6 @@ class Learner:
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    def _without_sync(self, skip: bool) -> AbstractContextManager[Any]:
-        """Average gradients over processes only with the last part of a step."""
-        if skip and isinstance(self.network, DistributedDataParallel):
-            quiet: AbstractContextManager[Any] = self.network.no_sync()
-            return quiet
-        return nullcontext()
-
     def _report(self, number: int, step: int, loss: float) -> None:
         """Show progress; raise VitcompressError if the loss is NaN or infinite."""
         job, epochs = self.job, self.job.options.epochs
@@ -251,11 +262,10 @@ class Learner:
                 hint="lower the learning rate, set clip_grad = 1.0, or use amp bf16 or none",
             )
         if job.runtime.is_main:
-            text = f"epoch {number + 1}/{epochs}, loss {loss:.3f}{_last_accuracy(self.history)}"
+            text = f"epoch {number + 1}/{epochs}, loss {loss:.3f}"
+            if accuracies := [record["heldout"] for record in self.history if "heldout" in record]:
+                text += f", held-out {100 * accuracies[-1]['correct'] / accuracies[-1]['total']:.1f} %"
             job.at.progress.update(job.at.label, number * self.steps + step, epochs * self.steps, text)
-
-    def _mean(self, value: Tensor) -> float:
-        return float(self.job.runtime.all_sum(value)) / self.job.runtime.world_size
 
     def sync_ema(self) -> None:
         """Copy buffers and gates, which may have changed between epochs, to the averaged model."""
@@ -266,22 +276,17 @@ class Learner:
         self.ema.module.load_state_dict({**self.ema.module.state_dict(), **kept})
 
 
-def part_of(named: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def part_of(named: Mapping[str, Value], prefix: str) -> dict[str, Value]:
     """The entries of `named` whose names start with `prefix`, without the prefix."""
     return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
 
 
-def _split_tensors(named: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _split_tensors(named: Mapping[str, object]) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Tensors, and all other values."""
     tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in named.items() if name not in tensors}
 
 
-def _tuples(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def _tuples(own: Mapping[str, object], saved: Mapping[str, Any]) -> dict[str, object]:
     """Restore the tuples that JSON turned into lists."""
     return {name: tuple(saved[name]) for name, value in own.items() if isinstance(value, tuple) and name in saved}
-
-
-def _last_accuracy(history: Sequence[Mapping[str, Any]]) -> str:
-    records = [record["heldout"] for record in history if "heldout" in record]
-    return f", held-out {100 * records[-1]['correct'] / records[-1]['total']:.1f} %" if records else ""
