@@ -73,7 +73,7 @@ def test_accumulated_parts_equal_the_whole_batch(tmp_path: Path) -> None:
 def test_parts_must_be_equal(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="8 images per process cannot be computed in 3 equal parts"):
         fit(vit(), tmp_path, dataclasses.replace(OPTIONS, accumulate=3))
-    with pytest.raises(InputError, match="a batch has 49 images per process, and only 48 are available"):
+    with pytest.raises(InputError, match="batch_size 49 is more than the 48 training images"):
         fit(vit(), tmp_path, dataclasses.replace(OPTIONS, batch_size=49))
     assert not list(tmp_path.iterdir())
 

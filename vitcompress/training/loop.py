@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from vitcompress.errors import InputError, OutputError
 from vitcompress.io.training_state import State, load_state, save_state
 from vitcompress.training.distributed import Runtime
-from vitcompress.training.loaders import TrainData
+from vitcompress.training.loaders import BatchLoader, TrainData
 from vitcompress.training.log import RunLog
 from vitcompress.training.losses import both_heads, objective, student_of
 from vitcompress.training.metrics import Accuracy, evaluate
 from vitcompress.training.optimizer import make_optimizer
 from vitcompress.training.options import EpochRecord, TrainOptions, TrainResult
-from vitcompress.training.trainer import Learner, TrainingContext, TrainingControls, TrainingJob, part_of
+from vitcompress.training.trainer import Learner, TrainingContext, TrainingControls, TrainingJob, part_of, too_few_images
 
 
 def train(
@@ -47,7 +47,7 @@ def train(
         VitcompressError: the loss is no longer finite.
     """
     controls = controls or TrainingControls()
-    _check_options(options, heldout_set, at.runtime)
+    check_options(options, train_set, heldout_set, at.runtime)
     module.to(at.runtime.device)
     loss = objective(module, options, teacher=controls.teacher, input=at.input, device=at.runtime.device)
     student = student_of(module, options.distillation, controls.teacher, at.seed)
@@ -158,7 +158,7 @@ def _result(history: list[EpochRecord], best_of: Mapping[str, Any]) -> TrainResu
     return TrainResult(history, raw, ema, best_of["chosen"], best_of["epoch"])
 
 
-def _check_options(options: TrainOptions, heldout: TrainData | None, runtime: Runtime) -> None:
+def check_options(options: TrainOptions, train_set: TrainData, heldout: TrainData | None, runtime: Runtime) -> None:
     """Raise InputError for options that contradict the data, the processes, or each other."""
     share = runtime.share_of(options.batch_size)
     if share % options.accumulate:
@@ -166,6 +166,8 @@ def _check_options(options: TrainOptions, heldout: TrainData | None, runtime: Ru
             f"{share} images per process cannot be computed in {options.accumulate} equal parts",
             hint="use a batch_size that processes * accumulate divides",
         )
+    if options.epochs and not isinstance(train_set, BatchLoader) and options.batch_size > len(train_set):
+        raise too_few_images(options, train_set)
     if options.select == "best" and not heldout:
         raise InputError("select = 'best' needs held-out images and there are none", hint="set data.heldout above 0")
     make_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], options, torch.device("cpu"))

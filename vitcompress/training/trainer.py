@@ -135,10 +135,7 @@ class Learner:
         self.job, self.hooks, self.loader = job, job.controls.hooks, job.train_loader()
         self.steps = len(self.loader) // job.options.accumulate  # of an epoch
         if self.steps == 0:
-            raise InputError(
-                f"batch_size {job.options.batch_size} is more than the {len(job.train_set)} training images",
-                hint="lower batch_size or use more images",
-            )
+            raise too_few_images(job.options, job.train_set)
         self.network: Any = job.runtime.wrap(job.module)
         groups = job.controls.parameter_groups
         self.optimizer = make_optimizer(job.module if groups is None else list(groups), job.options, job.runtime.device)
@@ -274,6 +271,11 @@ class Learner:
         raw, buffers = self.job.module.state_dict(), {name for name, _ in self.job.module.named_buffers()}
         kept = {name: value for name, value in raw.items() if name in buffers or name.endswith("_extra_state")}
         self.ema.module.load_state_dict({**self.ema.module.state_dict(), **kept})
+
+
+def too_few_images(options: TrainOptions, train_set: TrainData) -> InputError:
+    message = f"batch_size {options.batch_size} is more than the {len(train_set)} training images"
+    return InputError(message, hint="lower batch_size or use more images")
 
 
 def part_of(named: Mapping[str, Value], prefix: str) -> dict[str, Value]:
