@@ -1,6 +1,6 @@
 """The interface of an exporter, and the record of an exported file that its sidecar stores."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Required, TypedDict, Unpack
@@ -8,7 +8,6 @@ from typing import Any, Protocol, Required, TypedDict, Unpack
 from torch import nn
 
 from vitcompress.errors import InputError
-from vitcompress.exporters.contents import Contents
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.precision import HALF
 from vitcompress.exporters.runner import Runner, RunnerOptions
@@ -59,6 +58,39 @@ class ModelInfo(TypedDict, total=False):
     input: Required[InputConfig]
     classes: Sequence[str]
     plan_digest: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a file.
+
+    size: bytes of its values. own: bytes that no earlier tensor of the file uses.
+    read(): the values as bytes, in C order; raises ArtifactError if the file is damaged.
+    index: whether its type is one that graphs index and select with (int32, int64, bool). Integers of other types may
+        be quantised weights.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    size: int
+    own: int
+    read: Callable[[], bytes]
+    index: bool
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The tensors of a file, which are read without running anything, one at a time.
+
+    size: bytes of the file and of its data files.
+    metadata: what the file states about its model, each value as JSON text; `precision` is that of the tensors.
+    lists: names of node attributes with more numbers than any setting needs, in which weights could be hidden.
+    """
+
+    tensors: tuple[Stored, ...]
+    size: int
+    metadata: Mapping[str, str]
+    lists: tuple[str, ...] = ()
 
 
 class Export(Protocol):

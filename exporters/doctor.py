@@ -13,11 +13,11 @@ import onnx
 import torch
 
 from vitcompress.errors import VitcompressError, first_line
-from vitcompress.exporters.formats import EXPORTERS
 from vitcompress.exporters.onnx.libraries import error_text
 from vitcompress.exporters.onnx.providers import PROVIDERS
 from vitcompress.exporters.onnx.runner import OnnxRunner
 from vitcompress.exporters.runner import RunnerOptions
+from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.io import hardware
 from vitcompress.io.hardware import package_versions
 

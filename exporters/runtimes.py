@@ -1,26 +1,63 @@
-"""Open any artifact as a runner: an exported file, a run folder, or a model of timm.
+"""The table of exporters, and runners for all artifacts: exported files, run folders and models of timm.
 
 A runner never changes device, provider or precision by itself: what cannot run as requested is an error.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vitcompress.errors import ArtifactError
-from vitcompress.exporters.formats import BY_SUFFIX, exporter_of
+from vitcompress.errors import ArtifactError, InputError
+from vitcompress.exporters.base import Exporter
+from vitcompress.exporters.onnx.export import ONNX
+from vitcompress.exporters.openvino.export import OPENVINO
 from vitcompress.exporters.runner import Runner, RunnerOptions
+from vitcompress.exporters.sidecar import DENSE, sidecar_path
+from vitcompress.exporters.tensorrt.export import TENSORRT, TENSORRT_RTX
 from vitcompress.exporters.torch_runner import TIMM, TorchRunner
 from vitcompress.io.files import file_sha256
+from vitcompress.io.plugins import find_by_name, load_plugins
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model
 from vitcompress.models.create import create_model, is_known
 
 __all__ = ["RUNNERS", "Runner", "RunnerOptions", "TorchRunner", "open_runner"]
 
+EXPORTERS: dict[str, Exporter] = {exporter.name: exporter for exporter in (ONNX, OPENVINO, TENSORRT, TENSORRT_RTX)}
 # Suffix of a file -> its runner.
-RUNNERS: dict[str, Callable[[Path, RunnerOptions], Runner]] = {s: e.runner for s, e in BY_SUFFIX.items()}
+RUNNERS = {suffix: e.runner for e in EXPORTERS.values() for suffix in (e.file_suffix, *e.other_suffixes)}
+
+
+def find_exporter(name: str | Exporter) -> Exporter:
+    """The exporter of the format `name`, built in or of an installed package. Raises InputError if there is none."""
+    return find_by_name(name, EXPORTERS, "exporters", "export format")
+
+
+def available_exporter(name: str | Exporter, *, hint: str) -> Exporter:
+    """`find_exporter`, which also raises InputError with `hint` if this machine cannot write the format."""
+    exporter = find_exporter(name)
+    if reason := exporter.unavailable():
+        raise InputError(f"{exporter.name} cannot be exported on this machine: {reason}", hint=hint)
+    return exporter
+
+
+def exporter_of(path: Path) -> Exporter | None:
+    """The exporter whose runner opens the file `path`, by its last suffix; None if no installed one does."""
+    exporters = EXPORTERS if path.suffix in RUNNERS else load_plugins("exporters", Exporter)
+    return next((e for e in exporters.values() if path.suffix in (e.file_suffix, *e.other_suffixes)), None)
+
+
+def exported_files(folder: Path, stem: str) -> list[Path]:
+    """The exported files of the `model` of a run folder, or of its `dense` model.
+
+    These are the files with a suffix of a built-in format, and all files with a sidecar. Files of the dense model have
+    names that start with `dense`. Files with other names (`export --out`) belong to the model if they have a sidecar.
+    """
+    files = sorted(p for p in folder.glob("*") if p.suffix in RUNNERS or sidecar_path(p).is_file())
+    if stem == DENSE:
+        return [path for path in files if path.name.startswith(DENSE)]
+    others = (path for path in files if not path.name.startswith(DENSE))
+    return [path for path in others if path.name.startswith(stem) or sidecar_path(path).is_file()]
 
 
 def open_runner(artifact: str | Path, options: RunnerOptions | None = None, **settings: Any) -> Runner:

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped,u
 from onnx import numpy_helper
 
 from vitcompress.errors import ArtifactError
-from vitcompress.exporters.contents import Contents, Stored
+from vitcompress.exporters.base import Contents, Stored
 
 IDLE = ("Identity", "Dropout")
 PRODUCTS = ("MatMul", "Gemm", "Conv")
@@ -136,7 +136,8 @@ def read_contents(path: Path) -> Contents:
         place = () if location(tensor) is None else tuple(sorted(_external(tensor).items()))
         values, shape = partial(_read_values, tensor, path.parent), tuple(tensor.dims)
         size = math.prod(shape) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-        stored.append(Stored(tensor.name, shape, size, place in places, values, tensor.data_type in INDEX))
+        own = 0 if place in places else size
+        stored.append(Stored(tensor.name, shape, size, own, values, tensor.data_type in INDEX))
         places |= {place} - {()}
     lists = (a.name for a in _attributes(model) if max(len(a.floats), len(a.ints), len(a.s)) > LONGEST_LIST)
     data = sum((path.parent / name).stat().st_size for name in external_files(model))

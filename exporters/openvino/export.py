@@ -16,8 +16,7 @@ from typing import Any, Unpack
 from torch import nn
 
 from vitcompress.errors import ArtifactError, InputError, first_line
-from vitcompress.exporters.base import Exported, Exporter, ModelInfo, record_export
-from vitcompress.exporters.contents import Contents, Stored
+from vitcompress.exporters.base import Contents, Exported, Exporter, ModelInfo, Stored, record_export
 from vitcompress.exporters.onnx import export as onnx_export
 from vitcompress.exporters.openvino.library import INFO, core, load, read_ir, read_metadata, unavailable
 from vitcompress.exporters.openvino.runner import HINTS, OpenVinoRunner
@@ -124,10 +123,9 @@ def read_contents(path: Path) -> Contents:
             )
         if node.get_type_name() == "Constant":
             values, index = node.data, node.get_element_type().get_type_name() in INDEX
-            place, shape = values.ctypes.data, tuple(values.shape)
-            stored.append(
-                Stored(node.get_friendly_name(), shape, values.nbytes, place in places, values.tobytes, index)
-            )
+            place, size, name = values.ctypes.data, values.nbytes, node.get_friendly_name()
+            own = 0 if place in places else size
+            stored.append(Stored(name, tuple(values.shape), size, own, values.tobytes, index))
             places.add(place)
     size = path.stat().st_size + path.with_suffix(".bin").stat().st_size
     return Contents(tuple(stored), size, {**read_metadata(model), "precision": '"fp32"'})

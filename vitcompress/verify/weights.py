@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError
-from vitcompress.exporters.contents import Contents, Stored
+from vitcompress.exporters.base import Contents, Stored
 from vitcompress.exporters.precision import HALF
 from vitcompress.exporters.uint8 import build_deployed, fix_size, tensors_of
 from vitcompress.io.checks import Check, problem_check
