@@ -204,6 +204,11 @@ def _check_batch(batch_size: int, available: int, augmentation: Augmentation) ->
         )
 
 
+def too_few_images(batch_size: int, images: int) -> InputError:
+    message = f"batch_size {batch_size} is more than the {images} training images"
+    return InputError(message, hint="lower batch_size or use more images")
+
+
 def _readable(batches: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """`batches`; an unreadable image in a worker process raises one sentence instead of the worker's traceback."""
     try:

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from vitcompress.errors import InputError, OutputError
 from vitcompress.io.training_state import State, load_state, save_state
 from vitcompress.training.distributed import Runtime
-from vitcompress.training.loaders import BatchLoader, TrainData
+from vitcompress.training.loaders import BatchLoader, TrainData, too_few_images
 from vitcompress.training.log import RunLog
 from vitcompress.training.losses import both_heads, objective, student_of
 from vitcompress.training.metrics import Accuracy, evaluate
 from vitcompress.training.optimizer import make_optimizer
 from vitcompress.training.options import EpochRecord, TrainOptions, TrainResult
-from vitcompress.training.trainer import Learner, TrainingContext, TrainingControls, TrainingJob, part_of, too_few_images
+from vitcompress.training.trainer import Learner, TrainingContext, TrainingControls, TrainingJob, part_of
 
 
 def train(
@@ -167,7 +167,7 @@ def check_options(options: TrainOptions, train_set: TrainData, heldout: TrainDat
             hint="use a batch_size that processes * accumulate divides",
         )
     if options.epochs and not isinstance(train_set, BatchLoader) and options.batch_size > len(train_set):
-        raise too_few_images(options, train_set)
+        raise too_few_images(options.batch_size, len(train_set))
     if options.select == "best" and not heldout:
         raise InputError("select = 'best' needs held-out images and there are none", hint="set data.heldout above 0")
     make_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], options, torch.device("cpu"))

@@ -15,12 +15,12 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vitcompress.errors import InputError, VitcompressError
+from vitcompress.errors import VitcompressError
 from vitcompress.io.progress import Progress
 from vitcompress.io.training_state import State
 from vitcompress.models.create import InputConfig
 from vitcompress.training.distributed import Runtime, seed_everything
-from vitcompress.training.loaders import BatchLoader, EvalLoader, TrainData, TrainLoader
+from vitcompress.training.loaders import BatchLoader, EvalLoader, TrainData, TrainLoader, too_few_images
 from vitcompress.training.losses import Objective, inner
 from vitcompress.training.optimizer import lr_setter, make_optimizer
 from vitcompress.training.options import EpochRecord, TrainOptions
@@ -135,7 +135,7 @@ class Learner:
         self.job, self.hooks, self.loader = job, job.controls.hooks, job.train_loader()
         self.steps = len(self.loader) // job.options.accumulate  # of an epoch
         if self.steps == 0:
-            raise too_few_images(job.options, job.train_set)
+            raise too_few_images(job.options.batch_size, len(job.train_set))
         self.network: Any = job.runtime.wrap(job.module)
         groups = job.controls.parameter_groups
         self.optimizer = make_optimizer(job.module if groups is None else list(groups), job.options, job.runtime.device)
@@ -271,11 +271,6 @@ class Learner:
         raw, buffers = self.job.module.state_dict(), {name for name, _ in self.job.module.named_buffers()}
         kept = {name: value for name, value in raw.items() if name in buffers or name.endswith("_extra_state")}
         self.ema.module.load_state_dict({**self.ema.module.state_dict(), **kept})
-
-
-def too_few_images(options: TrainOptions, train_set: TrainData) -> InputError:
-    message = f"batch_size {options.batch_size} is more than the {len(train_set)} training images"
-    return InputError(message, hint="lower batch_size or use more images")
 
 
 def part_of(named: Mapping[str, Value], prefix: str) -> dict[str, Value]:
