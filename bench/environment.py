@@ -8,16 +8,11 @@ from dataclasses import dataclass, field
 import torch
 
 from vitcompress.bench import gpu_monitor, machine, timing
-from vitcompress.bench.report.records import (
-    BenchRow,
-    Conditions,
-    GpuSettings,
-    MachineRecord,
-    MemoryRecord,
-    RunnerRecord,
-)
+from vitcompress.bench.report.records import BenchRow, Conditions, MachineRecord, MemoryRecord, RunnerRecord
 from vitcompress.io import hardware
+from vitcompress.io.text import format_shape
 
+DRIFT = 0.05  # relative difference between last and first third above which drift is reported
 NOISY = {"cuda": 0.025, "cpu": 0.10}  # variation of the runs that is reported as noise; on GPUs the limit of trtexec
 PAPER = (
     "the paper protocol (10 warm-up and 100 timed runs at one batch size, synthetic images that are already on the "
@@ -43,28 +38,18 @@ class Monitor:
 
 def facts() -> MachineRecord:
     """Hardware, versions, and the settings of each GPU."""
-    settings: list[GpuSettings | str] = []
-    for index in range(hardware.count_gpus()):
-        try:
-            settings.append(_gpu(index).settings())
-        except LookupError as reason:
-            settings.append(str(reason))
-    return {**machine.facts(), "gpu_settings": settings}
+    gpus = [gpu_monitor.find_gpu(index) for index in range(hardware.count_gpus())]
+    return {**machine.facts(), "gpu_settings": [gpu.settings() if gpu else str(reason) for gpu, reason in gpus]}
 
 
 @contextmanager
 def monitor(runners: Sequence[RunnerRecord]) -> Iterator[Monitor]:
     """Record everything that can disturb a measurement of these runners."""
     indices = sorted({int(runner["device"].partition(":")[2] or 0) for runner in runners if _kind(runner) == "cuda"})
-    gpu, reason = None, None
-    if indices:
-        try:
-            gpu = _gpu(indices[0])
-        except LookupError as error:
-            reason = str(error)
+    gpu, reason = gpu_monitor.find_gpu(indices[0]) if indices else (None, None)
     result = Monitor(*_energy_counter(runners, gpu, reason))
     before, seconds, pauses = machine.cpu_state(), machine.cpu_seconds(), machine.throttle_count()
-    with gpu_monitor.Watch(gpu) as watch:
+    with gpu_monitor.watch(gpu) as readings:
         yield result
     result.conditions = {
         "cpu_before": before,
@@ -72,7 +57,7 @@ def monitor(runners: Sequence[RunnerRecord]) -> Iterator[Monitor]:
         "other_processes_cores": machine.others_cores(seconds, machine.cpu_seconds()),
         "held_back_by_quota": None if pauses is None else (machine.throttle_count() or 0) - pauses,
         "host_peak_bytes": machine.peak_bytes(),
-        "gpu": gpu_monitor.summary(watch.readings),
+        "gpu": gpu_monitor.summary(readings),
         "gpu_unwatched": reason,
     }
 
@@ -82,21 +67,15 @@ def _kind(runner: RunnerRecord) -> str:
     return runner["device"].partition(":")[0]
 
 
-def _gpu(index: int) -> gpu_monitor.Gpu:
-    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None) if torch.cuda.is_available() else None
-    return gpu_monitor.Gpu(index, None if uuid is None else str(uuid))
-
-
 def _energy_counter(
     runners: Sequence[RunnerRecord], gpu: gpu_monitor.Gpu | None, reason: str | None
 ) -> tuple[Callable[[], float] | None, str]:
     """The energy counter of the kind of processor that all runners use, and its name or why there is none."""
     kinds = set(map(_kind, runners))
     if kinds == {"cuda"} and gpu is not None:
-        joules = gpu.joules
-        if joules() is None:
+        if gpu.joules() is None:
             return None, "none: this GPU has no energy counter"
-        return lambda: joules() or 0.0, "the GPU (NVML), used by any process"
+        return lambda: gpu.joules() or 0.0, "the GPU (NVML), used by any process"
     if kinds == {"cpu"}:
         counter = gpu_monitor.rapl()
         return counter, "the CPU packages (RAPL), used by any process" if counter else "none: RAPL cannot be read here"
@@ -160,27 +139,27 @@ def disturbances(conditions: Conditions) -> Iterator[str]:
 def sample_warnings(samples: Sequence[timing.Samples], rows: Sequence[RunnerRecord]) -> Iterator[str]:
     """Drift, noise, and a warm-up that did not settle."""
     for one, row in zip(samples, rows, strict=True):
-        name = f"{one.name}, batch {one.batch}"
-        if one.drifted:
-            yield f"{name}: times drifted by {100 * (one.drift or 0.0):+.1f} % from the first to the last third"
-        if (one.variation or 0.0) > NOISY.get(_kind(row), NOISY["cpu"]):
-            yield f"{name}: noisy, the runs vary by {100 * (one.variation or 0.0):.1f} % (standard deviation over mean)"
+        name, drift, variation = f"{one.name}, batch {one.batch}", one.drift or 0.0, one.variation or 0.0
+        if abs(drift) > DRIFT:
+            yield f"{name}: times drifted by {100 * drift:+.1f} % from the first to the last third"
+        if variation > NOISY.get(_kind(row), NOISY["cpu"]):
+            yield f"{name}: noisy, the runs vary by {100 * variation:.1f} % (standard deviation over mean)"
         if one.settled is False:
             yield f"{name}: times had not settled after {one.warmup_seconds:.0f} s"
 
 
 def comparison_warnings(rows: Sequence[BenchRow]) -> Iterator[str]:
     """Differences that make a ratio unfair: image sizes, numbers of classes, devices, numbers of CPU threads."""
-    properties: dict[str, list[object]] = {
-        "image sizes": ["x".join(map(str, row["input_size"])) for row in rows],
-        "numbers of classes": [row.get("classes") for row in rows],
-        "devices": [row["device"] for row in rows],
-        "numbers of threads": [row["threads"] if _kind(row) == "cpu" else None for row in rows],
+    properties: dict[str, Callable[[BenchRow], object]] = {
+        "image sizes": lambda row: format_shape(row["input_size"]),
+        "numbers of classes": lambda row: row.get("classes"),
+        "devices": lambda row: row["device"],
+        "numbers of threads": lambda row: row["threads"] if _kind(row) == "cpu" else None,
     }
-    for what, values in properties.items():
+    for what, get in properties.items():
         groups: dict[str, dict[str, None]] = {}  # value -> artifacts, each once and in order
-        for row, value in zip(rows, values, strict=True):
-            if value is not None:
+        for row in rows:
+            if (value := get(row)) is not None:
                 groups.setdefault(str(value), {})[row["artifact"]] = None
         if len(groups) > 1:
             listing = "; ".join(f"{value}: {', '.join(names)}" for value, names in groups.items())
@@ -192,7 +171,6 @@ def thread_warnings(rows: Sequence[RunnerRecord]) -> Iterator[str]:
     quota = machine.quota_cores()
     cores = min(machine.usable_cores(), quota or math.inf)
     for row in rows:
-        threads = row["threads"]
-        if _kind(row) == "cpu" and isinstance(threads, int) and threads > cores:
+        if _kind(row) == "cpu" and isinstance(threads := row["threads"], int) and threads > cores:
             limit = "cores" if quota is None or quota > cores else "cores of CPU time that this container may use"
             yield f"{row['artifact']}: {threads} threads on {cores:g} {limit}; use --threads {max(1, int(cores))}"

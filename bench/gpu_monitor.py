@@ -2,17 +2,20 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 import psutil
+import torch
 
 from vitcompress.bench.report.records import GpuSettings, GpuSummary
 
 NVML_MISSING = "nvidia-ml-py is not installed: pip install 'vitcompress[cuda]'"
 POWERCAP = Path("/sys/class/powercap")
 SECONDS_BETWEEN = 0.5
+GpuState = dict[str, float | list[str] | list[int] | None]  # one reading; None if the GPU does not report a value
 # Bits of NVML's clock event reasons that make a GPU slower than its settings (nvml.h).
 THROTTLING = {
     0x04: "software power cap",
@@ -21,18 +24,6 @@ THROTTLING = {
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
-
-
-class GpuState(TypedDict):
-    """One reading; None if the GPU does not report a value."""
-
-    sm_clock_mhz: int | None
-    memory_clock_mhz: int | None
-    temperature_c: int | None
-    power_w: float | None
-    busy_percent: int | None
-    throttled_by: list[str] | None
-    foreign_processes: list[int] | None
 
 
 class Gpu:
@@ -50,15 +41,15 @@ class Gpu:
         self._nvml = pynvml
         try:
             pynvml.nvmlInit()
-            self._handle = self._handle_of(uuid) if uuid else pynvml.nvmlDeviceGetHandleByIndex(index)
+            if uuid is None:
+                self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                return
+            try:
+                self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            except pynvml.NVMLError_NotFound:
+                self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
         except pynvml.NVMLError as error:
             raise LookupError(f"NVML is not available: {error}") from None
-
-    def _handle_of(self, uuid: str) -> Any:
-        try:
-            return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        except self._nvml.NVMLError_NotFound:
-            return self._nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
 
     def _get(self, name: str, *arguments: Any) -> Any:
         """The value of `nvmlDeviceGet<name>`; None if this GPU does not report it."""
@@ -67,13 +58,16 @@ class Gpu:
         except (self._nvml.NVMLError, AttributeError):
             return None
 
+    def _get_thousandth(self, name: str) -> float | None:
+        return None if (value := self._get(name)) is None else value / 1000
+
     def settings(self) -> GpuSettings:
         """Properties that do not change during a measurement."""
-        mig, limit = self._get("MigMode"), self._get("EnforcedPowerLimit")
+        mig = self._get("MigMode")
         return {
             "driver": self._nvml.nvmlSystemGetDriverVersion(),
             "vbios": self._get("VbiosVersion"),
-            "power_limit_w": None if limit is None else limit / 1000,
+            "power_limit_w": self._get_thousandth("EnforcedPowerLimit"),
             "persistence": self._get("PersistenceMode"),
             "mig": None if mig is None else mig[0],
             "max_sm_clock_mhz": self._get("MaxClockInfo", self._nvml.NVML_CLOCK_SM),
@@ -81,7 +75,7 @@ class Gpu:
 
     def state(self) -> GpuState:
         """Clocks, temperature, power, reasons for throttling, and processes not started here."""
-        power, reasons = self._get("PowerUsage"), self._get("CurrentClocksEventReasons")
+        reasons = self._get("CurrentClocksEventReasons")
         if reasons is None:  # the name before driver 535
             reasons = self._get("CurrentClocksThrottleReasons")
         running, use = self._get("ComputeRunningProcesses"), self._get("UtilizationRates")
@@ -89,7 +83,7 @@ class Gpu:
             "sm_clock_mhz": self._get("ClockInfo", self._nvml.NVML_CLOCK_SM),
             "memory_clock_mhz": self._get("ClockInfo", self._nvml.NVML_CLOCK_MEM),
             "temperature_c": self._get("Temperature", self._nvml.NVML_TEMPERATURE_GPU),
-            "power_w": None if power is None else power / 1000,
+            "power_w": self._get_thousandth("PowerUsage"),
             "throttled_by": None if reasons is None else [name for bit, name in THROTTLING.items() if reasons & bit],
             "busy_percent": None if use is None else use.gpu,
             "foreign_processes": None if running is None else foreign_processes([process.pid for process in running]),
@@ -97,8 +91,16 @@ class Gpu:
 
     def joules(self) -> float | None:
         """Energy used since the driver was loaded."""
-        millijoules = self._get("TotalEnergyConsumption")
-        return None if millijoules is None else millijoules / 1000
+        return self._get_thousandth("TotalEnergyConsumption")
+
+
+def find_gpu(index: int) -> tuple[Gpu | None, str | None]:
+    """GPU `index` of torch, or the reason why it cannot be monitored."""
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None) if torch.cuda.is_available() else None
+    try:
+        return Gpu(index, None if uuid is None else str(uuid)), None
+    except LookupError as reason:
+        return None, str(reason)
 
 
 def foreign_processes(pids: list[int]) -> list[int] | None:
@@ -112,37 +114,36 @@ def foreign_processes(pids: list[int]) -> list[int] | None:
     return None if pids and len(others) == len(pids) else others
 
 
-class Watch:
-    """Reads the state of a GPU twice a second while it is open; `readings` are in order."""
+@contextmanager
+def watch(gpu: Gpu | None) -> Iterator[list[GpuState]]:
+    """Read the state of a GPU when this opens, twice a second, and when it closes; yields the readings in order."""
+    readings, stop = list[GpuState](), threading.Event()
+    if gpu is None:
+        yield readings
+        return
 
-    def __init__(self, gpu: Gpu | None) -> None:
-        self._gpu, self._stop, self.readings = gpu, threading.Event(), list[GpuState]()
-        self._thread = threading.Thread(target=self._read, daemon=True)
+    def read() -> None:
+        readings.append(gpu.state())
+        while not stop.wait(SECONDS_BETWEEN):
+            readings.append(gpu.state())
+        readings.append(gpu.state())
 
-    def _read(self) -> None:
-        while self._gpu is not None and not self._stop.wait(SECONDS_BETWEEN):
-            self.readings.append(self._gpu.state())
-
-    def __enter__(self) -> "Watch":
-        if self._gpu is not None:
-            self.readings.append(self._gpu.state())
-            self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        if self._gpu is not None:
-            self._thread.join()
-            self.readings.append(self._gpu.state())
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    try:
+        yield readings
+    finally:
+        stop.set()
+        thread.join()
 
 
-def summary(readings: list[GpuState]) -> GpuSummary | None:
+def summary(readings: Sequence[GpuState]) -> GpuSummary | None:
     """Minimum and maximum of each value, and everything that throttled or shared the GPU; None without readings."""
     if not readings:
         return None
     result: dict[str, object] = {"looks": len(readings)}
-    for name in GpuState.__annotations__:
-        known = [value for state in readings if (value := state[name]) is not None]  # type: ignore[literal-required]
+    for name in readings[0]:
+        known: list[Any] = [state[name] for state in readings if state[name] is not None]
         if known and isinstance(known[0], list):
             result[name] = sorted({item for items in known for item in items})
         else:
@@ -158,21 +159,15 @@ def rapl(folder: Path = POWERCAP) -> Callable[[], float] | None:
 
     The counters restart at zero after their maximum.
     """
-    zones = [zone for zone in sorted(folder.glob("*rapl:*")) if zone.name.count(":") == 1]  # packages, not their parts
-    readable = [zone for zone in zones if os.access(zone / "energy_uj", os.R_OK)]
-    if not readable:
-        return None
-    last = {zone: (_number(zone / "energy_uj"), 0) for zone in readable}
+    zones = [zone for zone in folder.glob("*rapl:*") if zone.name.count(":") == 1]  # packages, not their parts
+    counters = [zone / "energy_uj" for zone in zones if os.access(zone / "energy_uj", os.R_OK)]
+    last = {counter: (int(counter.read_text()), 0) for counter in counters}
 
     def joules() -> float:
-        for zone, (before, total) in last.items():
-            now = _number(zone / "energy_uj")
-            over = _number(zone / "max_energy_range_uj") if now < before else 0
-            last[zone] = now, total + now - before + over
+        for counter, (before, total) in last.items():
+            now = int(counter.read_text())
+            over = int((counter.parent / "max_energy_range_uj").read_text()) if now < before else 0
+            last[counter] = now, total + now - before + over
         return sum(total for _, total in last.values()) / 1e6
 
-    return joules
-
-
-def _number(file: Path) -> int:
-    return int(file.read_text())
+    return joules if counters else None

@@ -3,8 +3,10 @@
 import contextlib
 import os
 import platform
+import re
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -12,27 +14,15 @@ import torch
 
 from vitcompress.bench.report.records import CpuState, MachineRecord
 from vitcompress.io import hardware
-from vitcompress.io.hardware import package_versions
 
-LIBRARIES = (
-    "vitcompress",
-    "torch",
-    "timm",
-    "onnx",
-    "onnxruntime",
-    "onnxruntime-gpu",
-    "openvino",
-    "tensorrt",
-    "tensorrt-rtx",
-    "numpy",
-)
+RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt", "tensorrt-rtx")
+LIBRARIES = ("vitcompress", "torch", "timm", "onnx", *RUNTIMES, "numpy")
 CPU_FLAGS = ("avx2", "avx_vnni", "f16c", "bf16", "i8mm")
 GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 CGROUP = Path("/sys/fs/cgroup")  # of this process, as seen in a container: cgroup v2, or v1 in its folder `cpu`
 DISTURBED = 0.25  # cores used by other processes, above which a measurement counts as disturbed
 SHORTEST = 0.5  # seconds: below, the counters of the kernel (steps of 0.01 s) are too coarse
 BUSY = ("user", "nice", "system", "irq", "softirq")  # fields of psutil.cpu_times; `user` includes guests
-OWN = ("user", "system", "children_user", "children_system")  # fields of psutil.Process.cpu_times
 
 
 def facts() -> MachineRecord:
@@ -49,13 +39,17 @@ def facts() -> MachineRecord:
         "gpus": [torch.cuda.get_device_name(i) for i in range(hardware.count_gpus())],
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "environment": {k: v for k, v in os.environ.items() if k.endswith("_NUM_THREADS")},
-        "versions": package_versions(LIBRARIES),
+        "versions": hardware.package_versions(LIBRARIES),
     }
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of cores that this process may use."""
+    return len(_usable())
+
+
+def _usable() -> Sequence[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def load_average() -> float:
@@ -68,13 +62,11 @@ def cpu_seconds() -> tuple[float, float, float]:
     this process with all its descendants (engines run in processes of their own).
     """
     cores = psutil.cpu_times(percpu=True)
-    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(len(cores))
-    everyone = sum(getattr(cores[core], name, 0.0) for core in usable if core < len(cores) for name in BUSY)
+    everyone = sum(getattr(cores[core], name, 0.0) for core in _usable() if core < len(cores) for name in BUSY)
     this, own = psutil.Process(), 0.0
     for process in (this, *this.children(recursive=True)):
         with contextlib.suppress(psutil.Error):  # it may have ended
-            times = process.cpu_times()
-            own += sum(getattr(times, name, 0.0) for name in OWN)
+            own += sum(process.cpu_times()[:4])  # user, system, and those of ended children
     return time.monotonic(), everyone, own
 
 
@@ -88,13 +80,10 @@ def others_cores(before: tuple[float, float, float], after: tuple[float, float, 
 
 def quota_cores(folder: Path = CGROUP) -> float | None:
     """CPU time limit of the container, in cores; None without a limit. A container may see more cores than that."""
+    older = [folder / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period")]
     try:
-        if (folder / "cpu.max").is_file():
-            quota, period = (folder / "cpu.max").read_text().split()
-        else:
-            quota, period = (
-                (folder / "cpu" / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")
-            )
+        files = [folder / "cpu.max"] if (folder / "cpu.max").is_file() else older
+        quota, period = " ".join(file.read_text() for file in files).split()
         return int(quota) / int(period) if quota.isdecimal() else None
     except (OSError, ValueError):
         return None
@@ -104,8 +93,8 @@ def throttle_count(folder: Path = CGROUP) -> int | None:
     """How often the container was paused so far because its CPU quota was used up; None if unknown."""
     for stat in (folder / "cpu.stat", folder / "cpu" / "cpu.stat"):
         if stat.is_file():
-            values = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines() if " " in line)
-            return int(values["nr_throttled"]) if "nr_throttled" in values else None
+            match = re.search(r"^nr_throttled (\d+)", stat.read_text(), re.MULTILINE)
+            return int(match[1]) if match else None
     return None
 
 

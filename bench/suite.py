@@ -149,7 +149,7 @@ def _compare_at_batch(
     runners: Sequence[Runner], options: BenchOptions, protocol: timing.Protocol, progress: Progress | None
 ) -> Bench:
     targets = [_target(runner, protocol.batch, options.seed) for runner in runners]
-    with environment.monitor([_description(runner) for runner in runners]) as monitor:
+    with environment.monitor([cast(RunnerRecord, runner.describe()) for runner in runners]) as monitor:
         samples = timing.measure(targets, protocol, progress, monitor.joules)
     rows = tuple(_row(*one, protocol, monitor) for one in zip(runners, samples, targets, strict=True))
     disturbed = tuple(environment.disturbances(monitor.conditions))
@@ -169,10 +169,6 @@ def _target(runner: Runner, batch: int, seed: int) -> timing.Target:
     return timing.Target(runner.name, step, runner.synchronize, getattr(step, "timed", None))
 
 
-def _description(runner: Runner) -> RunnerRecord:
-    return cast(RunnerRecord, runner.describe())
-
-
 def _row(
     runner: Runner,
     samples: timing.Samples,
@@ -180,7 +176,7 @@ def _row(
     protocol: timing.Protocol,
     monitor: environment.Monitor,
 ) -> BenchRow:
-    description = _description(runner)
+    description = cast(RunnerRecord, runner.describe())
     return {
         **description,
         "protocol": protocol.id,

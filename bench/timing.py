@@ -21,7 +21,6 @@ from vitcompress.io.progress import Progress
 ROUNDS = 20  # blocks per target; the interval of a ratio is computed from them
 WINDOW = 10  # runs per window of the warm-up
 SETTLED = 0.05  # largest relative difference between the medians of the last three windows
-DRIFT = 0.05  # relative difference between last and first third above which drift is reported
 TAIL = 10  # samples above a percentile that are needed to report it
 MISSED = 0.05  # largest share of intervals that miss the true median
 COUNTER_SECONDS = 0.1  # longest update period of an energy counter
@@ -146,10 +145,6 @@ class Samples:
         """Median of the last third of the runs over that of the first third, minus 1; None for fewer than nine runs."""
         runs, third = self.runs_ms, len(self.runs_ms) // 3
         return float(np.median(runs[-third:]) / np.median(runs[:third]) - 1) if third >= 3 else None
-
-    @property
-    def drifted(self) -> bool:
-        return abs(self.drift or 0.0) > DRIFT
 
 
 def measure(
