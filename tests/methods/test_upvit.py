@@ -63,11 +63,11 @@ def test_block_candidates() -> None:
     assert len(ways) == 2 * 4 - 1
     assert sum(way.title.startswith("hybrid") for way in ways) == 3
     first = ways[3]  # FFN of 1, attention of 2
-    assert [block.name for block in first.remaining] == ["blocks.0", "blocks.1.attn + blocks.2.mlp", "blocks.3"]
+    assert [" + ".join(block.parts) for block in first.remaining] == ["blocks.0", "blocks.1.attn + blocks.2.mlp", "blocks.3"]
     ways = list(candidates("blocks", first.remaining))
     assert len(ways) == 5
     second = ways[2]  # the hybrid block
-    assert [block.name for block in second.remaining] == ["blocks.0", "blocks.3"]
+    assert [" + ".join(block.parts) for block in second.remaining] == ["blocks.0", "blocks.3"]
     base = Plan("vit_tiny_patch16_224")
     small = surgery.apply_to_copy(dense, drop_sites(base, [*first.removed, *second.removed]))
     assert list(family_of(small).blocks(small)) == ["blocks.0", "blocks.3"]

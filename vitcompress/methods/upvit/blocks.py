@@ -28,10 +28,6 @@ class Block:
     ffn: Site
 
     @property
-    def name(self) -> str:
-        return " + ".join(self.parts)
-
-    @property
     def parts(self) -> tuple[str, ...]:
         """The sites to remove: the dense block, or the two parts."""
         same = self.attention.block == self.ffn.block
@@ -76,11 +72,11 @@ def candidates(stage: str, blocks: Sequence[Block]) -> Iterator[Candidate]:
     """The 2L - 1 ways in which a stage of L blocks can lose one; none for the last block."""
     for number, block in enumerate(blocks if len(blocks) > 1 else ()):
         before, after = blocks[:number], blocks[number + 1 :]
-        yield Candidate(f"block {block.name}", block.parts, stage, [*before, *after])
+        yield Candidate(f"block {' + '.join(block.parts)}", block.parts, stage, [*before, *after])
         if after:
             removed = (block.ffn.name, after[0].attention.name)
             hybrid = Block(block.attention, after[0].ffn)
-            yield Candidate(f"hybrid: {removed[0]} and {removed[1]}", removed, stage, [*before, hybrid, *after[1:]])
+            yield Candidate(f"hybrid: {' and '.join(removed)}", removed, stage, [*before, hybrid, *after[1:]])
 
 
 def drop_sites(base: Plan, names: Sequence[str]) -> Plan:
@@ -93,12 +89,10 @@ def block_scores(model: nn.Module, plans: Sequence[Plan], reference: Plan, loade
     """KL divergence of the outputs after each of `plans` from those after `reference`, summed over the images of this
     process: (plans,), float64.
     """
-    dtype = next(model.parameters()).dtype
-    changed = [_share_weights(model, plan) for plan in plans]
-    base = _share_weights(model, reference)
+    base, *changed = (_share_weights(model, plan) for plan in (reference, *plans))
     total = torch.zeros(len(plans), dtype=torch.float64)
     for batch, _ in loader:
-        images = batch.to(dtype)
+        images = batch.to(next(model.parameters()).dtype)
         logits = base(images)
         total += torch.cat([divergence(logits, one(images)) for one in changed]).cpu()
     return total

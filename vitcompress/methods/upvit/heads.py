@@ -28,18 +28,18 @@ def regroup(order: Sequence[int], heads: int, new_heads: int, width: int, strate
     order: all channels, the least important first. heads, new_heads: before and after. strategy: `groups` forms each
     new head from the best channels of as many contiguous old heads (strategy 1 of the paper, its best); `across` takes
     the best of all heads and splits them into new heads in their order (2); `each` takes equally many of every old
-    head (3).
-
-    Raises:
-        PlanError: numbers that do not divide.
+    head (3). Raises PlanError for numbers that do not divide.
     """
     check_heads(len(order), heads, new_heads, width, strategy)
-    if strategy == "across":
-        return best(order, width)
-    parts = new_heads if strategy == "groups" else heads
+    parts = count_parts(heads, new_heads, strategy)
     size, share = len(order) // parts, width // parts
     chosen = ([c for c in order if c // size == part] for part in range(parts))
     return tuple(c for part in chosen for c in best(part, share))
+
+
+def count_parts(heads: int, new_heads: int, strategy: Strategy) -> int:
+    """The number of equal parts of the channels that each keep as many channels."""
+    return {"groups": new_heads, "across": 1, "each": heads}[strategy]
 
 
 def check_heads(size: int, heads: int, new_heads: int, width: int, strategy: Strategy) -> None:
@@ -49,7 +49,7 @@ def check_heads(size: int, heads: int, new_heads: int, width: int, strategy: Str
             f"{heads} heads cannot become {new_heads}: each new head consists of the same number of old ones",
             hint=f"choose a number of heads that divides {heads}",
         )
-    parts = {"groups": new_heads, "across": new_heads, "each": heads}[strategy]
+    parts = heads if strategy == "each" else new_heads
     if width % parts or size % parts:
         raise PlanError(
             f"{width} of {size} attention channels do not divide into {parts} equal parts (heads = {strategy!r})",

@@ -2,16 +2,15 @@
 
     S(c) = sum over proxy images of KL(softmax(z) || softmax(z without c))
 
-UP-ViT (https://arxiv.org/abs/2111.15127). z: logits of the model before the step, at temperature 1; the sum over
-images, not the mean. Channels are deleted, which differs from setting them to zero at LayerNorms. Results that a
-deletion cannot change are computed once: everything before the first affected block comes from one plain pass. A hidden
-channel of an FFN changes the block's output by the product of its activation and its column of the last layer, so the
-block itself is not run again. Of the last block, only the tokens that the classifier reads are computed. Logarithms are
-taken in float64, and rounding below zero is clamped.
+UP-ViT (https://arxiv.org/abs/2111.15127). z: logits of the model before the step, at temperature 1. Channels are
+deleted, which differs from setting them to zero at LayerNorms. What a deletion cannot change is computed once:
+everything before the first affected block comes from one plain pass, and a hidden channel of an FFN changes the block's
+output by the product of its activation and its column of the last layer. Of the last block, only the tokens that the
+classifier reads are computed. Logarithms are taken in float64, and rounding below zero is clamped.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,8 @@ from vitcompress.plan import enclosing_module
 from vitcompress.surgery import replace_module
 from vitcompress.surgery.masks import delete_channels, deleting_modules
 from vitcompress.training.loaders import EvalLoader
+
+Start = tuple[str, Tensor] | None  # a block and its output
 
 
 @dataclass(frozen=True)
@@ -71,19 +72,6 @@ class _Replay(nn.Module):
         return x if self.out is None else self.out
 
 
-@contextmanager
-def _replaced(model: nn.Module, replacements: dict[str, nn.Module]) -> Iterator[None]:
-    """Replace modules by path while the context is open."""
-    before = {path: model.get_submodule(path) for path in replacements}
-    try:
-        for path, module in replacements.items():
-            replace_module(model, path, module)
-        yield
-    finally:
-        for path, module in before.items():
-            replace_module(model, path, module)
-
-
 class Importance:
     """Scores of a model's components on the images of a loader. The model is not changed.
 
@@ -91,11 +79,9 @@ class Importance:
     """
 
     def __init__(self, model: nn.Module, family: Family, *, images_at_once: int) -> None:
-        self.model, self.family = model.eval(), family
+        self.model, self.family, self.images_at_once = model.eval(), family, images_at_once
         self.blocks = list(family.blocks(model))
-        self.images_at_once = images_at_once
-        answer = shorten_last_block(model, family)
-        self.answer = {answer[0]: answer[1]} if answer else {}
+        self.answer = dict([answer] if (answer := shorten_last_block(model, family)) else [])
         self.device = next(model.parameters()).device
 
     @torch.inference_mode()
@@ -107,11 +93,10 @@ class Importance:
         wanted = torch.tensor(range(component.size) if only is None else only, dtype=torch.long)
         total = torch.zeros(component.size, dtype=torch.float64)
         reader = self._last_linear(component)
-        seen = [self.model.get_submodule(reader)] if reader else []
         dtype = next(self.model.parameters()).dtype
         for batch, _ in loader:
             images = batch.to(dtype)
-            logits, outputs, inputs, start = self._plain(images, component, seen)
+            logits, outputs, inputs, start = self._plain(images, component, reader)
             step = max(1, self.images_at_once // len(images))
             for channels in torch.split(wanted, step):
                 if reader:
@@ -122,13 +107,10 @@ class Importance:
         return total
 
     def _plain(
-        self, images: Tensor, component: Component, seen: Sequence[nn.Module]
-    ) -> tuple[Tensor, dict[str, Tensor], list[Tensor], tuple[str, Tensor] | None]:
-        """One pass without deletions.
-
-        Returns:
-            logits, outputs of the blocks that may be replayed, inputs of the modules `seen`, and the last block that
-            finished before any part of `component` was read, with its output.
+        self, images: Tensor, component: Component, reader: str | None
+    ) -> tuple[Tensor, dict[str, Tensor], list[Tensor], Start]:
+        """One pass without deletions: logits, outputs of the blocks that may be replayed, the inputs of `reader`, and
+        the last block that finished before any part of `component` was read.
         """
         own = enclosing_module(component.name, self.blocks)
         outputs: dict[str, Tensor] = {}
@@ -149,15 +131,14 @@ class Importance:
             for module in (m for space in component.spaces for m in deleting_modules(self.model, space)):
                 before = module.register_forward_pre_hook(lambda m, a: touched.append(next(reversed(outputs), None)))
                 stack.callback(before.remove)
-            for module in seen:
-                stack.callback(module.register_forward_pre_hook(lambda m, a: inputs.append(a[0])).remove)
+            if reader:
+                hook = self.model.get_submodule(reader).register_forward_pre_hook(lambda m, a: inputs.append(a[0]))
+                stack.callback(hook.remove)
             logits = self.model(images)
         first = touched[0]
         return logits, outputs, inputs, None if first is None else (first, outputs[first])
 
-    def _without(
-        self, component: Component, channels: Tensor, images: Tensor, start: tuple[str, Tensor] | None
-    ) -> Tensor:
+    def _without(self, component: Component, channels: Tensor, images: Tensor, start: Start) -> Tensor:
         """Logits without each of `channels`: (channels x images, classes)."""
         gate = torch.ones(len(channels), component.size, device=self.device, dtype=images.dtype)
         gate[torch.arange(len(channels), device=self.device), channels] = 0.0
@@ -178,27 +159,32 @@ class Importance:
         change = hidden[..., channels].movedim(-1, 0).unsqueeze(-1) * columns[:, None, None, :]
         return self._rest(len(channels), images, (path, (out - change).flatten(0, 1)), repeated=True)
 
-    def _rest(self, groups: int, images: Tensor, start: tuple[str, Tensor] | None, *, repeated: bool = False) -> Tensor:
+    def _rest(self, groups: int, images: Tensor, start: Start, *, repeated: bool = False) -> Tensor:
         """The forward pass after the block `start`, whose output is known, for `groups` copies of the images."""
         replacements: dict[str, nn.Module] = dict(self.answer)
         if start is not None:
             path, out = start
             replacements |= {before: _Replay() for before in self.blocks[: self.blocks.index(path)]}
             replacements[path] = _Replay(out if repeated else out.repeat(groups, 1, 1))
-        with _replaced(self.model, replacements):
+        before = {path: self.model.get_submodule(path) for path in replacements}
+        try:
+            self._replace(replacements)
             logits: Tensor = self.model(images.repeat(groups, 1, 1, 1))
+        finally:
+            self._replace(before)
         return logits
 
-    def _last_linear(self, component: Component) -> str | None:
-        """The linear layer that reads an FFN's hidden channels, if it is the last operation of its block.
+    def _replace(self, modules: Mapping[str, nn.Module]) -> None:
+        for path, module in modules.items():
+            replace_module(self.model, path, module)
 
-        Without hidden channel c, the block's output then lacks the product of c's activation and c's column.
-        """
+    def _last_linear(self, component: Component) -> str | None:
+        """The linear layer that reads an FFN's hidden channels, if it is the last operation of its block."""
         if component.kind != "mlp":
             return None
         space = component.spaces[0]
         readers = [axis.tensor.rpartition(".")[0] for axis in space.axes if axis.dim == 1]
-        modules = [self.model.get_submodule(name) for name in readers]
+        modules = list(map(self.model.get_submodule, readers))
         path = enclosing_module(space.name, self.blocks)
         if path is None or len(readers) != 1 or not isinstance(modules[0], nn.Linear):
             return None

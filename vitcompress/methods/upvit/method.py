@@ -22,7 +22,7 @@ from vitcompress.methods.upvit.blocks import drop_sites
 from vitcompress.methods.upvit.heads import best, regroup
 from vitcompress.methods.upvit.importance import Component, components
 from vitcompress.methods.upvit.options import Options
-from vitcompress.methods.upvit.ranking import PROXY_BATCH, rank_blocks, rank_channels, warn_of_few_images
+from vitcompress.methods.upvit.ranking import PROXY_BATCH, Ranker
 from vitcompress.methods.upvit.report import report
 from vitcompress.methods.upvit.target import Target, find_target
 from vitcompress.plan import Plan, is_within, module_of
@@ -35,20 +35,19 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
         PlanError: the model cannot become the target, or an option has no effect.
     """
     target = find_target(model, context.family, context.plan, options)
-    loader = calibration_images(context, options.images, PROXY_BATCH)
-    warn_of_few_images(context, options, target, loader)
+    ranker = Ranker(model, context, options, target, calibration_images(context, options.images, PROXY_BATCH))
+    ranker.warn_of_few_images()
     model.to(context.runtime.device)
     try:
-        removed = rank_blocks(model, context, options, target, loader)
-        cut = _cut(model, context.family, target, removed)
-        orders = rank_channels(model, context, options, target, cut, loader)
+        removed = ranker.rank_blocks()
+        orders = ranker.rank_channels(_cut(model, context.family, target, removed))
     finally:
         model.cpu()
-    delta = _delta(context.plan, target, options, removed, cut, orders)
+    delta = _delta(context.plan, target, options, removed, orders)
     counts = sorted({f"{len(channels)} channels" for channels in delta.kept.values()})
     parts = f"{len(delta.removed)} parts removed, spaces left with {', '.join(counts)}"
     context.progress.note(f"cut to {target.arch}: {parts}")
-    context.memo("kept", lambda: {name: list(channels) for name, channels in delta.kept.items()})
+    context.memo("kept", lambda: dict(delta.kept))
     return delta
 
 
@@ -57,9 +56,8 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
     target = find_target(model, family, base, options)
     surplus = [block for stage, blocks in target.stages.items() for block in blocks[target.depths[stage] :]]
     removed = [name for block in surplus for name in block.parts]
-    cut = _cut(model, family, target, removed)
-    orders = {component.name: range(component.size)[::-1] for component in cut}
-    return _delta(base, target, options, removed, cut, orders)
+    orders = {component: range(component.size)[::-1] for component in _cut(model, family, target, removed)}
+    return _delta(base, target, options, removed, orders)
 
 
 def _cut(model: nn.Module, family: Family, target: Target, removed: Sequence[str]) -> list[Component]:
@@ -69,22 +67,17 @@ def _cut(model: nn.Module, family: Family, target: Target, removed: Sequence[str
 
 
 def _delta(
-    base: Plan,
-    target: Target,
-    options: Options,
-    removed: Sequence[str],
-    cut: Sequence[Component],
-    orders: Mapping[str, Sequence[int]],
+    base: Plan, target: Target, options: Options, removed: Sequence[str], orders: Mapping[Component, Sequence[int]]
 ) -> Plan:
-    """The plan that drops `removed` and cuts the components. orders: channels, the least important first."""
+    """The plan that drops `removed` and cuts the components. orders: their channels, the least important first."""
     kept: dict[str, tuple[int, ...]] = {}
     heads: dict[str, int] = {}
-    for component in cut:
+    for component, order in orders.items():
         (width, after), before = target.sizes[component.name], component.spaces[0].heads
         if component.kind == "attention":
-            channels = regroup(orders[component.name], before, after, width, options.heads)
+            channels = regroup(order, before, after, width, options.heads)
         else:
-            channels = best(orders[component.name], width)
+            channels = best(order, width)
         if after != before:
             heads[component.name] = after
         kept |= {space.name: channels for space in component.spaces}
@@ -110,13 +103,5 @@ def describe(options: Options) -> StepInfo:
     return StepInfo(Choice("chance for channels", unscored=ARBITRARY) if options.score == "random" else MEASURED)
 
 
-UPVIT = Method(
-    "upvit",
-    "channels and blocks whose removal changes the outputs least, down to the sizes of a standard model",
-    options=Options,
-    plan=plan,
-    structure=structure,
-    estimate=estimate,
-    describe=describe,
-    report=report,
-)
+SUMMARY = "channels and blocks whose removal changes the outputs least, down to the sizes of a standard model"
+UPVIT = Method("upvit", SUMMARY, Options, plan, structure, estimate, describe, report)

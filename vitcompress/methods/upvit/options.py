@@ -11,8 +11,6 @@ from vitcompress.methods.upvit.heads import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of UP-ViT."""
-
     target: Annotated[str | None, Doc("timm name; None: the model itself, with the sizes of target_args")] = None
     target_args: Annotated[dict[str, Any], Doc("besides the model's own, as in { num_heads = 3, depth = 10 }")] = field(
         default_factory=dict

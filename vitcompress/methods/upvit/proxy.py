@@ -7,11 +7,10 @@ With a gate g_c on each channel, KL(softmax(z) || softmax(z(g))) and its gradien
 
 F = B B^T with B = diag(sqrt q) - q sqrt(q)^T. With the singular directions v_i of B, largest first, j^T F j is the
 sum of all (j^T B v_i)^2, one backward pass each for all channels of all components. Few classes share almost all of an
-image's q, so one or two directions suffice to rank channels; random signs instead would be right on average, but need
-more passes to rank as well.
+image's q, so one or two directions suffice to rank channels, where random signs would need more passes.
 
-A channel of an attention is one of q, one of k and one of v. It adds a product to q k, and a gate on both factors would
-count its deletion twice; the gates of q and k are therefore the square root of the channel's gate.
+A channel of an attention adds a product to q k, and a gate on both factors would count its deletion twice; the gates of
+q and k are therefore the square root of the channel's gate.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,11 +33,10 @@ def estimates(
     directions: number of v_i, and so of backward passes per image. One less than there are classes gives all of
         j^T F j, fewer give a lower bound.
     """
-    parameter = next(model.parameters())
     total = {c.name: torch.zeros(c.size, dtype=torch.float64) for c in components}
     spaces = [space for component in components for space in component.spaces]
     for batch, _ in loader:
-        images = batch.to(parameter.dtype)
+        images = batch.to(next(model.parameters()).dtype)
         gates = {c.name: images.new_ones(len(images), c.size).requires_grad_() for c in components}
         by_space = {
             s.name: gates[c.name].sqrt() if s.kind == "qk" else gates[c.name] for c in components for s in c.spaces
