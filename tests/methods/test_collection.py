@@ -11,9 +11,15 @@ from test_search import Stop
 
 from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
-from vitcompress.methods.depth import DepthOptions
-from vitcompress.methods.hetdpt.collection import CollectionOptions, Record, collect, removal_orders, rows
-from vitcompress.methods.hetdpt.finetune import fast_options
+from vitcompress.methods.hetdpt.collection import (
+    AllocationOptions,
+    CollectionOptions,
+    Record,
+    collect,
+    fast_options,
+    removal_orders,
+    rows,
+)
 from vitcompress.methods.transfer_entropy import EntropyOptions
 from vitcompress.training.augmentation import Augmentation
 from vitcompress.training.options import TrainOptions
@@ -26,7 +32,8 @@ def run(
     folder: Path, options: CollectionOptions = FAST, budget: int = 2, depth: int = 3, **changes: Any
 ) -> list[Record]:
     vit = model(depth)
-    return collect(vit, context(folder, vit, **changes), DepthOptions(pruned_layers=budget), TE, options)
+    around = context(folder, vit, **changes)
+    return collect(vit, around, AllocationOptions(pruned_layers=budget, te=TE, collection=options))
 
 
 def test_the_published_points(tmp_path: Path) -> None:

@@ -15,14 +15,15 @@ from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.io.files import read_json
 from vitcompress.methods import METHODS, ablations, depth, nose
-from vitcompress.methods.depth import DepthOptions, FixedOptions
+from vitcompress.methods.ablations import FixedOptions
+from vitcompress.methods.depth import BypassOptions
 from vitcompress.methods.hetdpt import collection
 from vitcompress.methods.hetdpt import method as hetdpt
-from vitcompress.methods.hetdpt.collection import CollectionOptions
+from vitcompress.methods.hetdpt.collection import AllocationOptions, CollectionOptions
 from vitcompress.methods.hetdpt.report import report
 from vitcompress.methods.transfer_entropy import EntropyOptions
 
-DEPTH = [name for name, options in OPTIONS.items() if isinstance(options, DepthOptions | FixedOptions)]
+DEPTH = [name for name, options in OPTIONS.items() if isinstance(options, BypassOptions)]
 every_depth_method = pytest.mark.parametrize("name", DEPTH)
 
 
@@ -130,10 +131,9 @@ def test_the_dry_run_counts_the_rounds_that_run(budget: int, options: Any, round
     """A budget of 10 on 6 blocks: 5 rounds per type, as one layer of each stays, and 5 interleaved ones."""
     vit = model(6)
     settings = CollectionOptions(epochs=0, **options)
-    entropy, tuning = hetdpt.estimate_allocation(
-        vit, family_of(vit), hetdpt.AllocationOptions(pruned_layers=budget, te=TE, collection=settings)
-    )
-    collection.collect(vit, context(tmp_path, vit), DepthOptions(pruned_layers=budget), TE, settings)
+    step_1 = AllocationOptions(pruned_layers=budget, te=TE, collection=settings)
+    entropy, tuning = collection.estimate(vit, family_of(vit), step_1)
+    collection.collect(vit, context(tmp_path, vit), step_1)
     tables = [read_json(path) for path in tmp_path.glob("te_*.json")]
     assert tuning.rounds == len(tables) == rounds
     assert entropy.rounds == sum(len(table["rows"]) + 1 for table in tables)
@@ -167,7 +167,7 @@ def test_hetdpt_respects_its_split_and_its_candidates(tmp_path: Path) -> None:
 
 def test_without_step_2_the_removal_order_decides(tmp_path: Path) -> None:
     vit = model(4)
-    ablations.HETDPT_NO_STEP2.plan(vit, context(tmp_path, vit), hetdpt.AllocationOptions(pruned_layers=3, **STEP_1))
+    ablations.HETDPT_NO_STEP2.plan(vit, context(tmp_path, vit), AllocationOptions(pruned_layers=3, **STEP_1))
     allocation, choice = read_json(tmp_path / "allocation.json"), read_json(tmp_path / "choice.json")
     for kind, count in zip(("attention", "activation"), allocation["chosen"], strict=True):
         assert choice[kind] == sorted(read_json(tmp_path / f"{kind}_03.json")[kind][:count])

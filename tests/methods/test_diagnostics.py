@@ -15,22 +15,21 @@ from vitcompress.families import family_of
 from vitcompress.io.files import read_json
 from vitcompress.methods import METHODS, depth
 from vitcompress.methods.calibration import calibration_images
-from vitcompress.methods.depth import DepthOptions
 from vitcompress.methods.hetdpt import diagnostics
 from vitcompress.methods.hetdpt import method as hetdpt
-from vitcompress.methods.hetdpt.collection import CollectionOptions
+from vitcompress.methods.hetdpt.collection import AllocationOptions, CollectionOptions
 from vitcompress.methods.hetdpt.report import report
 from vitcompress.methods.hetdpt.search import SearchOptions
 from vitcompress.methods.transfer_entropy import EntropyOptions
 
-BUDGET = DepthOptions(pruned_layers=1)
 FAST = CollectionOptions(epochs=1, images_per_class=8)
+BUDGET = AllocationOptions(pruned_layers=1, te=EntropyOptions(images=30), collection=FAST)
 
 
 def test_gradient_is_what_closing_the_gate_a_little_does(tmp_path: Path) -> None:
     vit = model()
     about = context(tmp_path, vit)
-    rows = diagnostics.gradient_disparity(vit, about, BUDGET, images=30)
+    rows = diagnostics.gradient_disparity(vit, about, BUDGET)
     assert [(row["kind"], row["index"]) for row in rows] == [
         (k, i) for k in ("attention", "activation") for i in range(3)
     ]
@@ -54,9 +53,9 @@ def test_recovery_rows(tmp_path: Path) -> None:
     vit = model()
     before = {name: value.clone() for name, value in vit.state_dict().items()}
     about = context(tmp_path, vit)
-    rows = diagnostics.recovery_asymmetry(vit, about, BUDGET, FAST, blocks=[0, 2])
+    rows = diagnostics.recovery_asymmetry(vit, about, BUDGET)
     assert [(row["kind"], row["index"]) for row in rows] == [
-        (k, i) for k in ("attention", "activation") for i in (0, 2)
+        (k, i) for k in ("attention", "activation") for i in range(3)
     ]
     assert all(0 <= row[state] <= 100 for row in rows for state in ("dense", "before", "after"))
     assert all(torch.equal(value, before[name]) for name, value in vit.state_dict().items())

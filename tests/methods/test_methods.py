@@ -19,7 +19,6 @@ from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
 from vitcompress.methods import METHODS, ablations, auxiliary, find_method, isomorphic, magnitude, nose
 from vitcompress.methods.base import Context, Method, StepInfo, StepReport, context_for, load_handed_over
-from vitcompress.methods.depth import FixedOptions
 from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.methods.hetdpt.collection import CollectionOptions
 from vitcompress.methods.hetdpt.search import SearchOptions
@@ -52,7 +51,7 @@ ROWS = {
     "hetdpt_no_step2": Row(hetdpt.AllocationOptions(pruned_layers=2, **STEP_1)),
     "hetdpt_no_step1": Row(ablations.DirectOptions(pruned_layers=2, search=STEP_2)),
     "random": Row(ablations.RandomOptions(pruned_layers=2)),
-    "fixed": Row(FixedOptions(attention=(0,), activation=(2,))),
+    "fixed": Row(ablations.FixedOptions(attention=(0,), activation=(2,))),
     "isomorphic": Row(isomorphic.Options(images=24, align=isomorphic.Alignment(residual=1, ffn=1, head_dim=1))),
     "magnitude": Row(magnitude.Options()),
     "sero": Row(sero.Options(sparsity=0.5, epochs=2, refresh=2, lr=1e-3, round_to=2, threshold="per_layer")),
@@ -194,7 +193,7 @@ def test_descriptions(name: str, tmp_path: Path) -> None:
 
 
 def test_a_method_is_known_by_name_or_passed_as_an_object() -> None:
-    own = Method("own", "of a user", FixedOptions, ablations.FIXED.plan, ablations.FIXED.structure)
+    own = Method("own", "of a user", ablations.FixedOptions, ablations.FIXED.plan, ablations.FIXED.structure)
     assert find_method("nose") is METHODS["nose"] and find_method(own) is own
     with pytest.raises(InputError, match="no method 'isomorfic', did you mean isomorphic") as caught:
         find_method("isomorfic")

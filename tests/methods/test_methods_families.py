@@ -20,7 +20,7 @@ from vitcompress.methods import METHODS, depth, nose
 from vitcompress.methods.base import LEFT_WEIGHTS, Context
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.hetdpt import method as hetdpt
-from vitcompress.methods.hetdpt.collection import CollectionOptions, collect
+from vitcompress.methods.hetdpt.collection import AllocationOptions, CollectionOptions, collect
 from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
 
@@ -116,12 +116,17 @@ def test_hetdpt_on_gated_ffns(gated_ffn: Any, tmp_path: Path) -> None:
     assert (ffn.removesuffix(".act") in folded) == (gated_ffn != "drop_ffn")
 
 
+def means_of(vit: nn.Module, around: Context) -> dict[str, torch.Tensor]:
+    activations = depth.layers(vit, around.family)["activation"]
+    return depth.gate_means(vit, around, activations, depth.BypassOptions())
+
+
 def test_the_mean_of_a_gate_is_handed_over_with_the_weights(tmp_path: Path) -> None:
     """What is deployed multiplies the values with the mean of the gate over training images."""
     vit, around = world("swiglu", tmp_path)
     options = depth.DepthOptions(pruned_layers=1)
     plan = depth.record_choice(vit, around, {"activation": [1]}, options)
-    means = depth.gate_means(vit, around)["blocks.1.mlp"]
+    means = means_of(vit, around)["blocks.1.mlp"]
     gates: list[torch.Tensor] = []
     handle = vit.blocks[1].mlp.act.register_forward_hook(lambda module, args, out: gates.append(out.flatten(0, 1)))
     with torch.no_grad():
@@ -151,7 +156,7 @@ def test_fading_starts_from_the_gates_as_they_are(tmp_path: Path) -> None:
     assert set(plan.removed.values()) == {"mean_gate"}
     assert not (tmp_path / LEFT_WEIGHTS).exists()
     ((ffn, mean),) = depth.read_mean_gates(tmp_path).items()
-    torch.testing.assert_close(mean, depth.gate_means(vit, around)[ffn], rtol=0, atol=0)
+    torch.testing.assert_close(mean, means_of(vit, around)[ffn], rtol=0, atol=0)
 
 
 def test_every_round_of_the_collection_measures_gates_on_its_own_weights(
@@ -164,31 +169,31 @@ def test_every_round_of_the_collection_measures_gates_on_its_own_weights(
 
     def record(model: nn.Module, means: dict[str, torch.Tensor]) -> nn.Module:
         if means:
-            current = depth.gate_means(model, around)
+            current = means_of(model, around)
             assert all(torch.equal(mean, current[ffn]) for ffn, mean in means.items())
             frozen.append(means)
         return original(model, means)
 
     monkeypatch.setattr(depth, "freeze_gates", record)
     fast = CollectionOptions(epochs=1, images_per_class=8, lr=1e-2, interleaved=0)
-    collect(vit, around, depth.DepthOptions(pruned_layers=2), OPTIONS["nose"].te, fast)
+    collect(vit, around, AllocationOptions(pruned_layers=2, te=OPTIONS["nose"].te, collection=fast))
     second = next(iter(frozen[1]))
-    assert not torch.equal(frozen[1][second], depth.gate_means(vit, around)[second])
+    assert not torch.equal(frozen[1][second], means_of(vit, around)[second])
 
 
 def test_untrained_rounds_resume_with_the_same_gates(tmp_path: Path) -> None:
     """Without fine-tuning nothing is saved: the model of a round is rebuilt from all removals before it."""
     fast = CollectionOptions(epochs=0, interleaved=0)
-    options, te = depth.DepthOptions(pruned_layers=2), OPTIONS["nose"].te
+    options = AllocationOptions(pruned_layers=2, te=OPTIONS["nose"].te, collection=fast)
     for name in ("whole", "resumed"):
         vit, around = world("swiglu", tmp_path / name)
-        collect(vit, around, options, te, fast)
+        collect(vit, around, options)
         (tmp_path / name / "activation_02.json").unlink()
         (tmp_path / name / "te_activation_02.json").unlink()
     vit, around = world("swiglu", tmp_path / "resumed")
-    collect(vit, around, options, te, fast)
+    collect(vit, around, options)
     vit, around = world("swiglu", tmp_path / "whole" / "again")
-    collect(vit, around, options, te, fast)
+    collect(vit, around, options)
     tables = [read_json(tmp_path / name / "te_activation_02.json") for name in ("resumed", "whole/again")]
     assert tables[0] == tables[1]
 
@@ -196,7 +201,7 @@ def test_untrained_rounds_resume_with_the_same_gates(tmp_path: Path) -> None:
 def test_the_cost_of_a_split_is_that_of_the_layers_that_the_chains_removed(tmp_path: Path) -> None:
     """In Swin the attentions of early stages have more windows than the later ones."""
     swin, around = world("swin", tmp_path)
-    options = hetdpt.AllocationOptions(pruned_layers=1, min_pruned_per_type=0)
+    options = AllocationOptions(pruned_layers=1, min_pruned_per_type=0)
     costs = [depth.count_macs(swin, around, {"attention": [block]}, options) for block in range(3)]
     assert costs[0] == costs[1] < costs[2]
     records = [{"chain": "attention", "attention": [2], "activation": []}]

@@ -17,9 +17,9 @@ from vitcompress.io.progress import Progress
 from vitcompress.methods import depth
 from vitcompress.methods.depth import DepthOptions
 from vitcompress.methods.hetdpt.search import (
+    DirectOptions,
     SearchOptions,
     alternating,
-    either,
     lr_scale,
     parameter_groups,
     removal_epochs,
@@ -29,7 +29,7 @@ from vitcompress.training.options import TrainOptions
 
 A, G = frozenset({"attention"}), frozenset({"activation"})
 FAST = SearchOptions(factor=0.5, images_per_class=8, lr=5e-3)
-TWO = DepthOptions(pruned_layers=2)
+TWO = DirectOptions(pruned_layers=2, search=FAST)
 
 
 def all_sites(vit: nn.Module) -> set[str]:
@@ -56,7 +56,6 @@ def test_types_alternate_with_the_larger_target_first() -> None:
     assert alternating(5, 3) == [A, G, A, G, A, G, A, A]
     assert alternating(2, 4) == [G, A, G, A, G, G]
     assert alternating(0, 2) == [G, G]
-    assert either(2) == [A | G, A | G]
 
 
 def test_learning_rate_restarts_at_each_removal() -> None:
@@ -126,7 +125,7 @@ def test_every_parameter_learns_and_scores_never_decay(tmp_path: Path) -> None:
 def run(folder: Path, events: Any, candidates: set[str], **changes: Any) -> tuple[Any, list[Any]]:
     vit = model()
     about = context(folder, vit, **changes)
-    result = search(vit, about, TWO, FAST, events, candidates)
+    result = search(vit, about, TWO, events, candidates)
     return result, read_json(folder / "search_epochs.json")
 
 
@@ -148,7 +147,7 @@ def test_the_lowest_score_of_the_scheduled_type_goes(tmp_path: Path) -> None:
 
 
 def test_direct_importance_pools_both_types(tmp_path: Path) -> None:
-    result, epochs = run(tmp_path, either(2), all_sites(model()))
+    result, epochs = run(tmp_path, [A | G] * 2, all_sites(model()))
     first, second = epochs[1], epochs[3]
     assert first["removed"] == min(first["scores"], key=first["scores"].get)
     left = {name: value for name, value in second["scores"].items() if name != first["removed"]}

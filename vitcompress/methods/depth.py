@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site, family_of
+from vitcompress.families.base import SiteKind
 from vitcompress.families.gated_ffn import freeze_gate
 from vitcompress.io.files import read_json
 from vitcompress.io.text import suggest_range
@@ -24,17 +26,13 @@ from vitcompress.models.cost import count_cost
 from vitcompress.plan import Plan, check_bypasses
 from vitcompress.surgery.gates import GatedModel
 
-Kind = Literal["attention", "activation"]
-KINDS: tuple[Kind, ...] = ("attention", "activation")
-Blocks = Mapping[Kind, Iterable[int]]  # dense block numbers that lose their layer of this kind
+KINDS: tuple[SiteKind, ...] = ("attention", "activation")
+Blocks = Mapping[SiteKind, Sequence[int]]  # dense block numbers that lose their layer of this kind
 Indices = tuple[Annotated[int, Ge(0)], ...]
 # norm_identity is the released HetDPT code, double the released NOSE code (the residual stream once more).
 Bypass = Annotated[
     Literal["drop", "norm_identity", "double"],
     Doc("replacement of an attention: nothing, the block's norm (HetDPT's code) or the residual stream (NOSE's code)"),
-]
-OutputAct = Annotated[
-    Literal["none", "gelu"], Doc("`gelu` adds a GELU after blocks that lost both types, as in the released HetDPT code")
 ]
 # drop_ffn is the only reading of HetDPT's DINOv2-g that gives the published size.
 GatedFfn = Annotated[
@@ -46,34 +44,29 @@ MEAN_GATES = "mean_gates"  # file of the constant gates of layers that fade out
 
 
 @dataclass(frozen=True, kw_only=True)
-class DepthOptions:
-    """Options of all methods that remove attentions and activations."""
+class BypassOptions:
+    """What replaces removed layers."""
 
-    pruned_layers: Annotated[int, Ge(1), Doc("number of attentions and activations to remove, both types together")] = 4
     attention_bypass: Bypass = "drop"
-    both_pruned_output_act: OutputAct = "none"
+    both_pruned_output_act: Annotated[
+        Literal["none", "gelu"],
+        Doc("`gelu` adds a GELU after blocks that lost both types, as in the released HetDPT code"),
+    ] = "none"
     gated_ffn: GatedFfn = "mean_gate"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedOptions:
-    """Layers chosen by the user."""
+class DepthOptions(BypassOptions):
+    """Options of all methods that remove attentions and activations."""
 
-    attention: Annotated[Indices, Doc("blocks that lose their attention")] = ()
-    activation: Annotated[Indices, Doc("blocks that lose their activation")] = ()
-    attention_bypass: Bypass = "drop"
-    both_pruned_output_act: OutputAct = "none"
-    gated_ffn: GatedFfn = "mean_gate"
+    pruned_layers: Annotated[int, Ge(1), Doc("number of attentions and activations to remove, both types together")] = 4
 
 
-BypassOptions = DepthOptions | FixedOptions
+def _bypasses(options: BypassOptions) -> dict[str, str]:
+    return {field.name: getattr(options, field.name) for field in fields(BypassOptions)}
 
 
-def _bypasses(options: BypassOptions) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in ("attention_bypass", "both_pruned_output_act", "gated_ffn")}
-
-
-def layers(model: nn.Module, family: Family) -> dict[Kind, tuple[Site, ...]]:
+def layers(model: nn.Module, family: Family) -> dict[SiteKind, tuple[Site, ...]]:
     """The attentions and the activations of `model`, in forward order."""
     sites = family.sites(model)
     return {kind: tuple(site for site in sites if site.kind == kind) for kind in KINDS}
@@ -84,23 +77,21 @@ def all_layers(model: nn.Module, family: Family) -> list[Site]:
     return [site for group in layers(model, family).values() for site in group]
 
 
-def in_forward_order(sites: Iterable[Site]) -> list[Site]:
-    """By block, in each the attention before the activation."""
-    return sorted(sites, key=lambda site: (site.index, site.kind != "attention"))
+def blocks_of(sites: Iterable[Site]) -> dict[SiteKind, list[int]]:
+    """The blocks of these attentions and activations, in forward order."""
+    chosen = sorted(sites, key=lambda site: site.index)
+    return {kind: [site.index for site in chosen if site.kind == kind] for kind in KINDS}
 
 
-def kind_of(site: Site) -> Kind:
-    """The kind of a site from `layers`."""
-    return cast(Kind, site.kind)
-
-
-def check_kinds(family: Family, kinds: Sequence[Kind]) -> None:
+def check_kinds(family: Family, kinds: Sequence[SiteKind]) -> None:
     """Raise PlanError if activations are among `kinds` and the family's FFNs are not linear without them."""
     if "activation" in kinds and family.not_foldable:
         raise PlanError(family.not_foldable, hint="remove attentions alone (nose), or prune widths")
 
 
-def spread_layers(model: nn.Module, family: Family, count: int, kinds: Sequence[Kind] = KINDS) -> dict[Kind, list[int]]:
+def spread_layers(
+    model: nn.Module, family: Family, count: int, kinds: Sequence[SiteKind] = KINDS
+) -> dict[SiteKind, list[int]]:
     """`count` layers for size and speed before any score exists: spread evenly over the depth and over `kinds`.
 
     Activations get the larger half. The last layer of each type stays: after the last attention an exported file
@@ -134,58 +125,46 @@ def _spread(numbers: Sequence[int], count: int) -> list[int]:
 
 
 def depth_plan(
-    model: nn.Module,
-    base: Plan,
-    attentions: Iterable[int],
-    activations: Iterable[int],
-    *,
-    attention_bypass: str = "drop",
-    both_pruned_output_act: str = "none",
-    gated_ffn: str = "mean_gate",
+    model: nn.Module, base: Plan, attentions: Iterable[int], activations: Iterable[int], **bypasses: Any
 ) -> Plan:
-    """The plan that removes, after `base`, the attentions and activations of the blocks with these dense numbers.
+    """`plan_layers` of these blocks. bypasses: fields of BypassOptions."""
+    return plan_layers(model, base, {"attention": attentions, "activation": activations}, BypassOptions(**bypasses))
 
-    The keywords are those of `DepthOptions`.
+
+def plan_layers(model: nn.Module, base: Plan, removed: Blocks, options: BypassOptions) -> Plan:
+    """The plan that removes, after `base`, the attentions and activations of the blocks with these dense numbers.
 
     Raises:
         PlanError: a block number without such a site, an unknown bypass, or activations of a family whose FFNs are not
             linear without them.
     """
-    check_bypasses(attention_bypass, both_pruned_output_act, gated_ffn)
+    check_bypasses(**_bypasses(options))
     family = family_of(model)
-    sites, activations = family.sites(model), tuple(activations)
-    if activations:
+    sites = family.sites(model)
+    if removed.get("activation"):
         check_kinds(family, ("activation",))
-    attention = _sites_in(sites, "attention", attentions)
-    activation = _sites_in(sites, "activation", activations)
-    removed = {site.name: attention_bypass for site in attention}
-    for site in activation:
-        if site.gates and gated_ffn == "drop_ffn":
-            removed[site.gates] = "drop"
+    attentions, activations = (_sites_in(sites, kind, removed.get(kind, ())) for kind in KINDS)
+    bypasses = {site.name: options.attention_bypass for site in attentions}
+    for site in activations:
+        if site.gates and options.gated_ffn == "drop_ffn":
+            bypasses[site.gates] = "drop"
         else:
-            removed[site.name] = gated_ffn if site.gates else "identity"
-    gelu = both_pruned_output_act == "gelu" and not family.not_foldable
-    appended = dict.fromkeys(_blocks_without_both(sites, [*attention, *activation]), "gelu") if gelu else {}
-    return base.delta(removed=removed, appended=appended)
+            bypasses[site.name] = options.gated_ffn if site.gates else "identity"
+    appended = {}
+    if options.both_pruned_output_act == "gelu" and not family.not_foldable:
+        gone = [*attentions, *activations]
+        left = {site.block for site in sites if site.kind in KINDS and site not in gone}
+        emptied = sorted({(site.index, site.block) for site in gone if site.block not in left})
+        appended = {block: "gelu" for _, block in emptied}
+    return base.delta(removed=bypasses, appended=appended)
 
 
-def _sites_in(sites: tuple[Site, ...], kind: str, blocks: Iterable[int]) -> list[Site]:
+def _sites_in(sites: Sequence[Site], kind: str, blocks: Iterable[int]) -> list[Site]:
     by_block = {site.index: site for site in sites if site.kind == kind}
     wanted = list(dict.fromkeys(blocks))
     if missing := sorted(set(wanted) - set(by_block)):
         raise PlanError(f"no {kind} to remove in block {missing[0]}; blocks that have one: {sorted(by_block)}")
     return [by_block[number] for number in wanted]
-
-
-def _blocks_without_both(sites: tuple[Site, ...], removed: list[Site]) -> list[str]:
-    """The blocks that lose the last attention or activation they had, in forward order."""
-    left = {site.block for site in sites if site.kind in KINDS and site not in removed}
-    return [block for _, block in sorted({(site.index, site.block) for site in removed if site.block not in left})]
-
-
-def plan_layers(model: nn.Module, base: Plan, removed: Blocks, options: BypassOptions) -> Plan:
-    """The plan that removes these layers after `base`. Raises PlanError as `depth_plan`."""
-    return depth_plan(model, base, removed.get("attention", ()), removed.get("activation", ()), **_bypasses(options))
 
 
 def record_choice(
@@ -197,6 +176,7 @@ def record_choice(
     instead; it reads the constants with `read_mean_gates`.
     """
     removed = {kind: sorted(chosen.get(kind, ())) for kind in KINDS}
+    plan = plan_layers(model, context.plan, removed, options)
     both = sorted(set(removed["attention"]) & set(removed["activation"]))
     # A block that lost both is affine up to its norms: that changes the network, so these blocks are named.
     context.memo("choice", lambda: {**removed, "both": both})
@@ -204,12 +184,12 @@ def record_choice(
         f"removed: attention of blocks {removed['attention']}, activation of blocks {removed['activation']}"
         + (f" (both in {both})" if both else "")
     )
-    means = _mean_gates(model, context, removed, options)
+    means = _means_of_removed(model, context, removed, options)
     if means and fades:
         context.memo(MEAN_GATES, lambda: {ffn: mean.tolist() for ffn, mean in means.items()})
     elif means:
         context.hand_over(freeze_gates(deepcopy(model), means))
-    return plan_layers(model, context.plan, removed, options)
+    return plan
 
 
 def depth_method(
@@ -217,7 +197,9 @@ def depth_method(
     summary: str,
     options: type[BypassOptions],
     choose: Callable[[nn.Module, Context, Any], Blocks],
-    unscored: Callable[[nn.Module, Family, Any], Blocks],
+    unscored: Callable[[nn.Module, Family, Any], Blocks] = lambda model, family, options: spread_layers(
+        model, family, options.pruned_layers
+    ),
     *,
     fades: bool = False,
     **optional: Any,
@@ -244,57 +226,46 @@ def depth_method(
 
 def remove_layers(model: nn.Module, context: Context, removed: Blocks, options: BypassOptions) -> nn.Module:
     """A copy of `model` without these layers; with `mean_gate`, their gates are constant."""
-    copy = freeze_gates(deepcopy(model), _mean_gates(model, context, removed, options))
+    copy = freeze_gates(deepcopy(model), _means_of_removed(model, context, removed, options))
     return surgery.apply_plan(copy, plan_layers(copy, context.plan, removed, options))
 
 
-def gate_layers(
-    model: nn.Module, context: Context, sites: Sequence[Site], options: BypassOptions, bypass: Bypass | None = None
-) -> GatedModel:
-    """A copy of `model` on the run's device with a gate on each of `sites`, bypassed as in the deployed model.
-
-    bypass: of attentions instead.
-    """
-    replaced = {"attention_bypass": bypass} if bypass else {}
-    means = None
-    if options.gated_ffn == "mean_gate" and any(site.gates for site in sites):
-        means = {ffn: mean.to(context.runtime.device) for ffn, mean in gate_means(model, context).items()}
+def gate_layers(model: nn.Module, context: Context, sites: Sequence[Site], options: BypassOptions) -> GatedModel:
+    """A copy of `model` on the run's device with a gate on each of `sites`, bypassed as in the deployed model."""
+    means = gate_means(model, context, sites, options)
+    means = {ffn: mean.to(context.runtime.device) for ffn, mean in means.items()}
     copy = deepcopy(model).to(context.runtime.device)
-    return GatedModel(copy, context.family, tuple(sites), **{**_bypasses(options), **replaced}, gate_means=means)
+    return GatedModel(copy, context.family, sites, **_bypasses(options), gate_means=means)
 
 
-def gate_means(model: nn.Module, context: Context) -> dict[str, Tensor]:
-    """Gated FFN -> mean of its gate over the tokens of training images, (hidden,), with the current weights."""
+def gate_means(model: nn.Module, context: Context, sites: Iterable[Site], options: BypassOptions) -> dict[str, Tensor]:
+    """Gated FFN -> mean of its gate over the tokens of training images, (hidden,), with the current weights.
+
+    Of the gates among `sites`; empty unless the options are `mean_gate`.
+    """
+    gates = {site.name: site.gates for site in sites if site.gates}
+    if not gates or options.gated_ffn != "mean_gate":
+        return {}
     copy = deepcopy(model).to(context.runtime.device).eval()
-    gates = {site.gates: site.name for site in layers(copy, context.family)["activation"] if site.gates}
-    sums = {ffn: _GateSum(copy.get_submodule(act)) for ffn, act in gates.items()}
+    totals: dict[str, Tensor] = {}  # sums over all tokens, and as the last entry their number
+
+    def add(ffn: str, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        rows = out.detach().flatten(0, -2).cpu().double()
+        totals[ffn] = totals.get(ffn, torch.zeros(1)) + torch.cat([rows.sum(0), torch.tensor([float(len(rows))])])
+
+    for act, ffn in gates.items():
+        copy.get_submodule(act).register_forward_hook(partial(add, ffn))
     with torch.no_grad():
         for images, _ in calibration_images(context, GATE_IMAGES):
             copy(images)
-    totals = {ffn: context.runtime.all_sum(gate.total) for ffn, gate in sums.items()}
-    return {ffn: (total[:-1] / total[-1]).float() for ffn, total in totals.items()}
+    summed = {ffn: context.runtime.all_sum(totals[ffn]) for ffn in gates.values()}
+    return {ffn: (total[:-1] / total[-1]).float() for ffn, total in summed.items()}
 
 
-class _GateSum:
-    """Sum of a module's output over all tokens, and as the last entry their number: (channels + 1,)."""
-
-    def __init__(self, act: nn.Module) -> None:
-        self.total = torch.zeros(1)
-        act.register_forward_hook(self)
-
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-        rows = out.detach().flatten(0, -2).cpu().double()
-        self.total = self.total + torch.cat([rows.sum(0), torch.tensor([float(len(rows))])])
-
-
-def _mean_gates(model: nn.Module, context: Context, removed: Blocks, options: BypassOptions) -> dict[str, Tensor]:
-    """The means of the gates that become constant; none unless the options are `mean_gate`."""
-    blocks = set(removed.get("activation", ()))
-    ffns = [site.gates for site in layers(model, context.family)["activation"] if site.gates and site.index in blocks]
-    if not ffns or options.gated_ffn != "mean_gate":
-        return {}
-    means = gate_means(model, context)
-    return {ffn: means[ffn] for ffn in ffns}
+def _means_of_removed(model: nn.Module, context: Context, removed: Blocks, options: BypassOptions) -> dict[str, Tensor]:
+    """The means of the gates that become constant."""
+    activations = _sites_in(context.family.sites(model), "activation", removed.get("activation", ()))
+    return gate_means(model, context, activations, options)
 
 
 def freeze_gates(model: nn.Module, means: Mapping[str, Tensor]) -> nn.Module:

@@ -11,18 +11,18 @@ While transfer entropy is measured, a skipped attention is dropped (x <- x) as i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from annotated_types import Gt, Le
 from torch import nn
 
 from vitcompress.families import Family
+from vitcompress.families.base import SiteKind
 from vitcompress.io.validation import Doc
 from vitcompress.methods import depth, transfer_entropy
 from vitcompress.methods.base import MEASURED_LAYERS, Context, Estimate, Method, StepInfo, reject_unused
-from vitcompress.methods.depth import Bypass, DepthOptions, Kind
+from vitcompress.methods.depth import Blocks, Bypass, DepthOptions
 from vitcompress.methods.transfer_entropy import EntropyOptions
 
 
@@ -44,32 +44,6 @@ class Options(ActivationOptions):
     te_bypass: Annotated[Bypass, Doc("replacement while transfer entropy is measured")] = "drop"
 
 
-def _unscored(kind: Kind, model: nn.Module, family: Family, options: ActivationOptions) -> dict[Kind, list[int]]:
-    unused = "gated_ffn" if kind == "attention" else "attention_bypass"
-    reject_unused(options, {unused: f"only {kind} layers are removed"})
-    return depth.spread_layers(model, family, options.pruned_layers, (kind,))
-
-
-def _choose(kind: Kind, model: nn.Module, context: Context, options: ActivationOptions) -> dict[Kind, list[int]]:
-    context.progress.stage(f"greedy transfer entropy of {kind} layers")
-    sites = depth.layers(model, context.family)[kind]
-    bypass = options.te_bypass if isinstance(options, Options) else None
-
-    def select() -> list[dict[str, Any]]:
-        gated = depth.gate_layers(model, context, sites, options, bypass)
-        return transfer_entropy.greedy(gated, sites, options.pruned_layers, context, options.te)
-
-    chosen = {table["chosen"] for table in context.memo("transfer_entropy", select)}
-    return {kind: [site.index for site in sites if site.name in chosen]}
-
-
-def _estimate(kind: Kind, model: nn.Module, family: Family, options: ActivationOptions) -> list[Estimate]:
-    """One measurement of the model and of each remaining candidate in each round."""
-    candidates = len(depth.layers(model, family)[kind])
-    measurements = sum(candidates + 1 - number for number in range(options.pruned_layers))
-    return [Estimate("greedy transfer entropy", measurements, 1, images=options.te.images)]
-
-
 def dilute(options: ActivationOptions, epochs: int) -> Callable[[int], float]:
     """lambda in each epoch (from 0) of a recovery of `epochs`, also for evaluation: 1 - e/299 of 400 epochs, then 0.
 
@@ -85,15 +59,39 @@ def dilute(options: ActivationOptions, epochs: int) -> Callable[[int], float]:
     return strength
 
 
-def _method(name: str, kind: Kind, options: type[ActivationOptions]) -> Method:
+def _method(name: str, kind: SiteKind, options: type[ActivationOptions]) -> Method:
+    unused = "gated_ffn" if kind == "attention" else "attention_bypass"
+
+    def unscored(model: nn.Module, family: Family, options: ActivationOptions) -> Blocks:
+        reject_unused(options, {unused: f"only {kind} layers are removed"})
+        return depth.spread_layers(model, family, options.pruned_layers, (kind,))
+
+    def choose(model: nn.Module, context: Context, options: ActivationOptions) -> Blocks:
+        context.progress.stage(f"greedy transfer entropy of {kind} layers")
+        sites = depth.layers(model, context.family)[kind]
+        measured = replace(options, attention_bypass=options.te_bypass) if isinstance(options, Options) else options
+
+        def select() -> list[dict[str, Any]]:
+            gated = depth.gate_layers(model, context, sites, measured)
+            return transfer_entropy.greedy(gated, sites, options.pruned_layers, context, options.te)
+
+        chosen = {table["chosen"] for table in context.memo("transfer_entropy", select)}
+        return depth.blocks_of(site for site in sites if site.name in chosen)
+
+    def estimate(model: nn.Module, family: Family, options: ActivationOptions) -> list[Estimate]:
+        """One measurement of the model and of each remaining candidate in each round."""
+        candidates = len(depth.layers(model, family)[kind])
+        measurements = sum(candidates + 1 - number for number in range(options.pruned_layers))
+        return [Estimate("greedy transfer entropy", measurements, 1, images=options.te.images)]
+
     return depth.depth_method(
         name,
         f"{kind}s only: greedy transfer entropy, faded out during the recovery",
         options,
-        partial(_choose, kind),
-        partial(_unscored, kind),
+        choose,
+        unscored,
         fades=True,
-        estimate=partial(_estimate, kind),
+        estimate=estimate,
         describe=lambda options: StepInfo(MEASURED_LAYERS),
         dilute=dilute,
     )

@@ -11,24 +11,38 @@ images.
 """
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 from torch import nn
 
-from vitcompress.families import Site
+from vitcompress.families import Family, Site
+from vitcompress.families.base import SiteKind
 from vitcompress.io.validation import Doc
 from vitcompress.methods import transfer_entropy
-from vitcompress.methods.base import Context, reject_unused
-from vitcompress.methods.calibration import accuracy
-from vitcompress.methods.depth import KINDS, DepthOptions, Kind, gate_layers, layers, remove_layers
-from vitcompress.methods.hetdpt.allocation import Row
-from vitcompress.methods.hetdpt.finetune import FastTraining, fine_tune
+from vitcompress.methods.base import Context, Estimate, reject_unused
+from vitcompress.methods.calibration import accuracy, training_subset
+from vitcompress.methods.depth import KINDS, DepthOptions, gate_layers, layers, remove_layers
+from vitcompress.methods.hetdpt.allocation import Row, TieBreak
 from vitcompress.methods.transfer_entropy import EntropyOptions
+from vitcompress.training.options import TrainOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastTraining:
+    """A short training on a class-balanced part of the training set, as in the released code: AdamW, weight decay for
+    matrices only, every image once per epoch. Everything else follows the recipe's [finetune].
+    """
+
+    images_per_class: Annotated[int, Ge(0), Doc("training images of each class; 0: all")] = 100
+    batch_size: Annotated[int | None, Ge(1), Doc("None: that of [finetune]")] = None
+    lr: Annotated[float | None, Gt(0), Doc("peak learning rate; None: 5e-5 per 512 images of the batch")] = None
+    min_lr: Annotated[float, Ge(0), Doc("final learning rate")] = 1e-5
+    weight_decay: Annotated[float, Ge(0), Doc("of matrices")] = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +58,68 @@ class CollectionOptions(FastTraining):
     ] = "activation_first"
 
 
+@dataclass(frozen=True, kw_only=True)
+class AllocationOptions(DepthOptions):
+    """Options of step 1."""
+
+    min_pruned_per_type: Annotated[
+        int, Ge(0), Doc("least layers of each type; 1 in the paper's listing, 0 in Algorithm 3")
+    ] = 1
+    tie_break: Annotated[
+        TieBreak,
+        Doc("between nearly equal predictions: `faster` takes the split with fewer MACs, `none` the best prediction"),
+    ] = "faster"
+    te: EntropyOptions = field(default_factory=EntropyOptions)
+    collection: CollectionOptions = field(default_factory=CollectionOptions)
+
+
 Record = dict[str, Any]
 
 
-def collect(
-    model: nn.Module, context: Context, depth: DepthOptions, te: EntropyOptions, options: CollectionOptions
-) -> list[Record]:
+def fast_options(context: Context, options: FastTraining, epochs: int, images: int) -> TrainOptions:
+    """The options of [finetune], shortened: labels only, no warm-up, no averaged weights, the last epoch is kept."""
+    # Whole batches for every process, and pairs for mixup.
+    step = 2 * context.runtime.world_size * context.train.accumulate
+    batch = max(step, min(options.batch_size or context.train.batch_size, images) // step * step)
+    lr = options.lr or 5e-5 * batch / 512
+    return replace(
+        context.train,
+        epochs=epochs,
+        batch_size=batch,
+        lr=lr,
+        lr_base=None,
+        min_lr=min(options.min_lr, lr),
+        warmup_epochs=0,
+        schedule="cosine",
+        optimizer="adamw",
+        betas=None,
+        weight_decay=options.weight_decay,
+        decay_all=False,
+        augmentation=replace(context.train.augmentation, repeats=0),
+        ema=None,
+        distillation="none",
+        select="last",
+    )
+
+
+def fine_tune(model: nn.Module, context: Context, options: CollectionOptions, name: str, label: str) -> None:
+    """Train `model` in place, if there are epochs; of a finished training only load the weights.
+
+    name: of the subfolder for the training's state. label: shown to users, and part of the seed.
+    """
+    if options.epochs:
+        images = training_subset(context, options.images_per_class)
+        settings = fast_options(context, options, options.epochs, len(images))
+        context.run_training(model, images, None, settings, name, label=label)
+
+
+def collect(model: nn.Module, context: Context, options: AllocationOptions) -> list[Record]:
     """All rows of step 1, the dense point first; a killed run resumes with its last round.
 
     A row has the chain, per type the dense block numbers in order of removal, and the held-out accuracy in percent
     before and after fine-tuning.
     """
-    return _Collector(model, context, depth, te, options).run()
+    return _Collector(model, context, options).run()
 
 
 def check_options(options: CollectionOptions) -> None:
@@ -67,37 +131,41 @@ def check_options(options: CollectionOptions) -> None:
     reject_unused(options, unused)
 
 
-def removal_orders(records: Sequence[Record]) -> dict[Kind, list[int]]:
+def removal_orders(records: Sequence[Record]) -> dict[SiteKind, list[int]]:
     """Block numbers of each type in the order in which its single-type chain removed them."""
     return {kind: max((r[kind] for r in records if r["chain"] == kind), key=len, default=[]) for kind in KINDS}
 
 
-def candidates_per_round(counts: Mapping[Kind, int], budget: int, options: CollectionOptions) -> list[int]:
-    """How many layers the rounds of `collect` choose from, one number per round. counts: layers of each type."""
-    candidates = [counts[kind] - number for kind in KINDS for number in range(_rounds(counts[kind], budget, options))]
-    left = dict(counts)
-    for number, kind in enumerate(_interleaved(options)):
+def estimate(model: nn.Module, family: Family, options: AllocationOptions) -> list[Estimate]:
+    """The trainings and measurements of step 1."""
+    left = {kind: len(sites) for kind, sites in layers(model, family).items()}
+    candidates = [left[kind] - number for kind in KINDS for number in range(_rounds(left[kind], options))]
+    for number, kind in enumerate(_interleaved(options.collection)):
         if left[kind] < 2:
             break
         candidates += [left[kind]] * bool(number)  # the first round is shared with a single-type chain
         left[kind] -= 1
-    return candidates
+    fast = options.collection
+    return [
+        Estimate("step 1, transfer entropy", sum(candidates) + len(candidates), 1, images=options.te.images),
+        Estimate("step 1, fast fine-tuning", len(candidates), fast.epochs, fast.images_per_class),
+    ]
 
 
-def _rounds(layers: int, budget: int, options: CollectionOptions) -> int:
+def _rounds(layers: int, options: AllocationOptions) -> int:
     """The length of a single-type chain: one layer of the type stays."""
-    return min(options.rounds or budget, layers - 1)
+    return min(options.collection.rounds or options.pruned_layers, layers - 1)
 
 
-def _interleaved(options: CollectionOptions) -> list[Kind]:
+def _interleaved(options: CollectionOptions) -> list[SiteKind]:
     """The types of the interleaved chain in order of removal."""
-    order: list[Kind] = ["activation", "attention"]
+    order: list[SiteKind] = ["activation", "attention"]
     if options.order == "attention_first":
         order.reverse()
     return (order * options.interleaved)[: options.interleaved]
 
 
-def rows(records: Sequence[Record], counts: dict[Kind, int]) -> list[Row]:
+def rows(records: Sequence[Record], counts: dict[SiteKind, int]) -> list[Row]:
     """The points of the accuracy predictor. counts: layers of each type in the dense model."""
     first, second = KINDS
     return [Row(1 - len(r[first]) / counts[first], 1 - len(r[second]) / counts[second], r["accuracy"]) for r in records]
@@ -109,18 +177,19 @@ class _Collector:
     latest: key and model of the last round. shared: key of the round that two chains start from.
     """
 
-    def __init__(
-        self, model: nn.Module, context: Context, depth: DepthOptions, te: EntropyOptions, options: CollectionOptions
-    ) -> None:
-        self.dense, self.context, self.depth, self.te, self.options = model, context, depth, te, options
+    def __init__(self, model: nn.Module, context: Context, options: AllocationOptions) -> None:
+        self.dense, self.context, self.options = model, context, options
         self.sites = layers(model, context.family)
         self.latest: tuple[str, nn.Module] | None = None
         self.shared = ""
 
     def run(self) -> list[Record]:
-        mixed = _interleaved(self.options)
+        mixed = _interleaved(self.options.collection)
         self.shared = f"{mixed[0]}_01" if mixed else ""
-        single = {kind: self._single(kind) for kind in dict.fromkeys((*mixed, *KINDS))}
+        single = {
+            kind: self._chain(kind, [kind] * _rounds(len(self.sites[kind]), self.options))
+            for kind in dict.fromkeys((*mixed, *KINDS))
+        }
         start = single[mixed[0]][:1] if mixed else []
         interleaved = self._chain("interleaved", mixed, start)
         self.shared = ""
@@ -128,10 +197,7 @@ class _Collector:
             self._forget(record)
         return [self._dense_record(), *single["attention"], *single["activation"], *interleaved[len(start) :]]
 
-    def _single(self, kind: Kind) -> list[Record]:
-        return self._chain(kind, [kind] * _rounds(len(self.sites[kind]), self.depth.pruned_layers, self.options), [])
-
-    def _chain(self, name: str, kinds: Sequence[Kind], start: Sequence[Record]) -> list[Record]:
+    def _chain(self, name: str, kinds: Sequence[SiteKind], start: Sequence[Record] = ()) -> list[Record]:
         """Continue a chain from `start` until it has removed one layer of each of `kinds`."""
         records = list(start)
         for number in range(len(records), len(kinds)):
@@ -147,33 +213,33 @@ class _Collector:
             self._forget(last)
         return records
 
-    def _left(self, records: Sequence[Record], kind: Kind) -> list[Site]:
+    def _left(self, records: Sequence[Record], kind: SiteKind) -> list[Site]:
         """Layers of a type that may be removed; the last one stays."""
         removed = records[-1][kind] if records else []
         left = [site for site in self.sites[kind] if site.index not in removed]
         return left if len(left) > 1 else []
 
-    def _round(self, key: str, chain: str, records: Sequence[Record], kind: Kind) -> Record:
+    def _round(self, key: str, chain: str, records: Sequence[Record], kind: SiteKind) -> Record:
         """Remove the layer of `kind` with the lowest transfer entropy, fine-tune, measure."""
-        before = self._model(records)
-        table = self.context.memo(f"te_{key}", lambda: self._entropies(before, self._left(records, kind)))
-        index = next(site.index for site in self.sites[kind] if site.name == table["chosen"])
-        removed: Record = {k: [*(records[-1][k] if records else []), *([index] if k == kind else [])] for k in KINDS}
-        settings = {"epochs": self.options.epochs, "seed": self.context.seed}
-        record: Record = {"key": key, "chain": chain, "removed": table["chosen"], **removed, **settings}
-        model = self._remove(before, record)
-        untrained = accuracy(model, self.context)
-        self._train(model, record)
-        self.latest = key, model
-        record |= {"accuracy_before": untrained, "accuracy": accuracy(model, self.context)}
-        self.context.progress.note(
-            f"{key}: removed {table['chosen']}, held-out {untrained:.1f} -> {record['accuracy']:.1f} %"
-        )
-        return record
+        before, context = self._model(records), self.context
 
-    def _entropies(self, model: nn.Module, candidates: Sequence[Site]) -> Record:
-        gated = gate_layers(model, self.context, candidates, self.depth)
-        return transfer_entropy.measure(gated, candidates, self.context, self.te)
+        def measure() -> Record:
+            candidates = self._left(records, kind)
+            gated = gate_layers(before, context, candidates, self.options)
+            return transfer_entropy.measure(gated, candidates, context, self.options.te)
+
+        chosen = context.memo(f"te_{key}", measure)["chosen"]
+        index = next(site.index for site in self.sites[kind] if site.name == chosen)
+        removed: Record = {k: [*(records[-1][k] if records else []), *([index] if k == kind else [])] for k in KINDS}
+        settings = {"epochs": self.options.collection.epochs, "seed": context.seed}
+        record: Record = {"key": key, "chain": chain, "removed": chosen, **removed, **settings}
+        model = self._remove(before, record)
+        untrained = accuracy(model, context)
+        fine_tune(model, context, self.options.collection, key, f"step 1, {key}")
+        self.latest = key, model
+        record |= {"accuracy_before": untrained, "accuracy": accuracy(model, context)}
+        context.progress.note(f"{key}: removed {chosen}, held-out {untrained:.1f} -> {record['accuracy']:.1f} %")
+        return record
 
     def _dense_record(self) -> Record:
         def measure() -> Record:
@@ -189,11 +255,11 @@ class _Collector:
         if not records:
             return deepcopy(self.dense).to(self.context.runtime.device)
         if self.latest is None or self.latest[0] != records[-1]["key"]:
-            model = self.dense
+            model, fast = self.dense, self.options.collection
             # A training leaves all weights. Without one, gates are constants of the model of each round.
-            for record in records[-1:] if self.options.epochs else records:
+            for record in records[-1:] if fast.epochs else records:
                 model = self._remove(model, record)
-                self._train(model, record)
+                fine_tune(model, self.context, fast, record["key"], f"step 1, {record['key']}")
             self.latest = records[-1]["key"], model
         return self.latest[1]
 
@@ -201,11 +267,7 @@ class _Collector:
         """A copy of `source` without those layers of `record` that it still has."""
         left = layers(source, self.context.family)
         removed = {kind: [site.index for site in left[kind] if site.index in record[kind]] for kind in KINDS}
-        return remove_layers(source, self.context, removed, self.depth).to(self.context.runtime.device)
-
-    def _train(self, model: nn.Module, record: Record) -> None:
-        key = record["key"]
-        fine_tune(model, self.context, self.options, self.options.epochs, key, f"step 1, {key}")
+        return remove_layers(source, self.context, removed, self.options).to(self.context.runtime.device)
 
     def _forget(self, record: Record) -> None:
         """Delete the training state of a round that no later round starts from."""

@@ -7,10 +7,8 @@ attention, and a short fine-tuning brings both to a similar accuracy.
 """
 
 import shutil
-from collections.abc import Iterable
 from copy import deepcopy
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,30 +17,27 @@ from torch.nn import functional
 from vitcompress.families import Site
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import accuracy, calibration_images
-from vitcompress.methods.depth import DepthOptions, all_layers, gate_layers, kind_of, remove_layers
-from vitcompress.methods.hetdpt.collection import CollectionOptions
-from vitcompress.methods.hetdpt.finetune import fine_tune
-
-Record = dict[str, Any]
+from vitcompress.methods.depth import all_layers, gate_layers, remove_layers
+from vitcompress.methods.hetdpt.collection import AllocationOptions, Record, fine_tune
 
 
-def measure(model: nn.Module, context: Context, depth: DepthOptions, images: int, fast: CollectionOptions) -> None:
+def measure(model: nn.Module, context: Context, options: AllocationOptions) -> None:
     """Record both observations of every layer: `gradient_disparity.json`, `recovery_asymmetry.json`."""
     context.progress.stage("HetDPT diagnostics")
-    context.memo("gradient_disparity", lambda: gradient_disparity(model, context, depth, images))
-    context.memo("recovery_asymmetry", lambda: recovery_asymmetry(model, context, depth, fast))
+    context.memo("gradient_disparity", lambda: gradient_disparity(model, context, options))
+    context.memo("recovery_asymmetry", lambda: recovery_asymmetry(model, context, options))
 
 
-def gradient_disparity(model: nn.Module, context: Context, depth: DepthOptions, images: int = 10_240) -> list[Record]:
-    """Mean, mean magnitude and root mean square of d loss / d m over batches, one row per layer.
+def gradient_disparity(model: nn.Module, context: Context, options: AllocationOptions) -> list[Record]:
+    """Mean, mean magnitude and root mean square of d loss / d m over batches of `te.images`, one row per layer.
 
     The loss is plain cross entropy; nothing is trained.
     """
     sites = all_layers(model, context.family)
-    gated = gate_layers(model, context, sites, depth).eval()
+    gated = gate_layers(model, context, sites, options).eval()
     sums = torch.zeros(3, len(sites), dtype=torch.float64)
     batches = torch.zeros((), dtype=torch.float64)
-    for inputs, targets in calibration_images(context, images):
+    for inputs, targets in calibration_images(context, options.te.images):
         loss = functional.cross_entropy(gated(inputs), targets)
         gradient = torch.stack(torch.autograd.grad(loss, gated.score_parameters())).detach().cpu().double()
         sums += torch.stack([gradient.abs(), gradient, gradient**2])
@@ -54,40 +49,27 @@ def gradient_disparity(model: nn.Module, context: Context, depth: DepthOptions, 
     ]
 
 
-def recovery_asymmetry(
-    model: nn.Module,
-    context: Context,
-    depth: DepthOptions,
-    fast: CollectionOptions,
-    blocks: Iterable[int] | None = None,
-) -> list[Record]:
+def recovery_asymmetry(model: nn.Module, context: Context, options: AllocationOptions) -> list[Record]:
     """Held-out accuracy in percent without one layer, before and after fast fine-tuning, one row per layer.
 
-    blocks: dense block numbers; default: all. Each row is recorded, so a killed run resumes with the next one.
+    Each row is recorded, so a killed run resumes with the next one.
     """
-    wanted = None if blocks is None else set(blocks)
     dense = context.memo("recovery_dense", lambda: accuracy(deepcopy(model).to(context.runtime.device), context))
+
+    def recover(key: str, site: Site) -> Record:
+        without = remove_layers(model, context, {site.kind: [site.index]}, options).to(context.runtime.device)
+        before = accuracy(without, context)
+        fine_tune(without, context, options.collection, key, f"recovery of {site.name}")
+        return {**_identify(site), "dense": dense, "before": before, "after": accuracy(without, context)}
+
     rows = []
     for site in all_layers(model, context.family):
-        if wanted is None or site.index in wanted:
-            rows.append(context.memo(_key(site), partial(_recovery, model, context, depth, fast, site, dense)))
-            if context.runtime.is_main:
-                shutil.rmtree(context.folder / _key(site), ignore_errors=True)
+        key = f"recovery_{site.kind}_{site.index:02d}"
+        rows.append(context.memo(key, partial(recover, key, site)))
+        if context.runtime.is_main:
+            shutil.rmtree(context.folder / key, ignore_errors=True)
     return rows
-
-
-def _recovery(
-    model: nn.Module, context: Context, depth: DepthOptions, fast: CollectionOptions, site: Site, dense: float
-) -> Record:
-    without = remove_layers(model, context, {kind_of(site): [site.index]}, depth).to(context.runtime.device)
-    before = accuracy(without, context)
-    fine_tune(without, context, fast, fast.epochs, _key(site), f"recovery of {site.name}")
-    return {**_identify(site), "dense": dense, "before": before, "after": accuracy(without, context)}
 
 
 def _identify(site: Site) -> Record:
     return {"site": site.name, "kind": site.kind, "index": site.index}
-
-
-def _key(site: Site) -> str:
-    return f"recovery_{site.kind}_{site.index:02d}"

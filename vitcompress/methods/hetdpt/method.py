@@ -13,44 +13,28 @@ Deviations: every choice uses images held out from the training set (the release
 exact, and the searched function is the deployed one.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge
 from torch import nn
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Family
+from vitcompress.families.base import SiteKind
 from vitcompress.io.validation import Doc
 from vitcompress.methods import depth
 from vitcompress.methods.base import PUBLISHED, TRAINED, Context, Estimate, StepInfo, reject_unused
-from vitcompress.methods.depth import KINDS, DepthOptions, Indices, Kind
+from vitcompress.methods.depth import KINDS, Blocks, Indices
 from vitcompress.methods.hetdpt import collection, diagnostics, search
-from vitcompress.methods.hetdpt.allocation import TieBreak, allocate_budget, feasible_splits
-from vitcompress.methods.hetdpt.collection import CollectionOptions, Record
-from vitcompress.methods.hetdpt.search import SearchOptions
-from vitcompress.methods.transfer_entropy import EntropyOptions
+from vitcompress.methods.hetdpt.allocation import allocate_budget, feasible_splits
+from vitcompress.methods.hetdpt.collection import AllocationOptions, Record
+from vitcompress.methods.hetdpt.search import DirectOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllocationOptions(DepthOptions):
-    """Options of step 1."""
-
-    min_pruned_per_type: Annotated[
-        int, Ge(0), Doc("least layers of each type; 1 in the paper's listing, 0 in Algorithm 3")
-    ] = 1
-    tie_break: Annotated[
-        TieBreak,
-        Doc("between nearly equal predictions: `faster` takes the split with fewer MACs, `none` the best prediction"),
-    ] = "faster"
-    te: EntropyOptions = field(default_factory=EntropyOptions)
-    collection: CollectionOptions = field(default_factory=CollectionOptions)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(AllocationOptions):
+class Options(AllocationOptions, DirectOptions):
     """Stage 1 as a whole, or published layers."""
 
     layers: Annotated[
@@ -67,26 +51,25 @@ class Options(AllocationOptions):
     candidates: Annotated[Literal["collected", "all"], Doc("of step 2: layers of the single-type chains, or all")] = (
         "collected"
     )
-    search: SearchOptions = field(default_factory=SearchOptions)
     diagnostics: Annotated[bool, Doc("also measure gradient disparity and recovery asymmetry")] = False
 
 
-def choose(model: nn.Module, context: Context, options: Options) -> Mapping[Kind, Sequence[int]]:
+def choose(model: nn.Module, context: Context, options: Options) -> Blocks:
     if options.diagnostics:
-        diagnostics.measure(model, context, options, options.te.images, options.collection)
+        diagnostics.measure(model, context, options)
     if options.layers == "published":
         return _listed(options, "published")
     records, (attentions, activations) = allocate(model, context, options)
     context.progress.stage("HetDPT step 2: learnable importance search")
     events = search.alternating(attentions, activations)
     candidates = _candidates(model, context, options, records)
-    return search.search(model, context, options, options.search, events, candidates)
+    return search.search(model, context, options, events, candidates)
 
 
 def allocate(model: nn.Module, context: Context, options: AllocationOptions) -> tuple[list[Record], tuple[int, int]]:
     """Step 1: its rows, and the numbers of attentions and activations to remove, recorded as `allocation.json`."""
     context.progress.stage("HetDPT step 1: collection for the budget allocation")
-    records = collection.collect(model, context, options, options.te, options.collection)
+    records = collection.collect(model, context, options)
     counts = {kind: len(sites) for kind, sites in depth.layers(model, context.family).items()}
 
     def choose() -> dict[str, Any]:
@@ -98,7 +81,7 @@ def allocate(model: nn.Module, context: Context, options: AllocationOptions) -> 
             tie_break=options.tie_break,
             cost=partial(split_cost, model, context, options, records),
         )
-        return allocation.to_json()
+        return asdict(allocation)
 
     allocation = context.memo("allocation", choose)
     context.progress.note(summarize(allocation))
@@ -129,7 +112,7 @@ def summarize(allocation: dict[str, Any]) -> str:
     return text + (f"; within that error as well: {', '.join(rivals)}" if rivals else "")
 
 
-def unscored(model: nn.Module, family: Family, options: Options) -> Mapping[Kind, Sequence[int]]:
+def unscored(model: nn.Module, family: Family, options: Options) -> Blocks:
     """The published lists, the example lists, or as many layers by position.
 
     Raises:
@@ -142,17 +125,18 @@ def unscored(model: nn.Module, family: Family, options: Options) -> Mapping[Kind
     if published:
         collection.check_options(options.collection)
         return _listed(options, "published")
-    check_allocation(model, family, options, orders=options.candidates == "collected")
+    spread = spread_budget(model, family, options, orders=options.candidates == "collected")
     search.check_options(options.search)
-    if options.example_attention or options.example_activation:
-        return _listed(options, "example")
-    return depth.spread_layers(model, family, options.pruned_layers)
+    return _listed(options, "example") if options.example_attention or options.example_activation else spread
 
 
-def check_allocation(model: nn.Module, family: Family, options: AllocationOptions, *, orders: bool = True) -> None:
-    """Raise PlanError if the budget has no split on this model, or the collection has too few rounds for one.
+def spread_budget(model: nn.Module, family: Family, options: AllocationOptions, *, orders: bool = True) -> Blocks:
+    """As many layers by position.
 
-    orders: whether the layers are taken from the removal orders of the collection.
+    orders: whether a search would take the layers from the removal orders of the collection.
+
+    Raises:
+        PlanError: the budget has no split on this model, or the collection has too few rounds for one.
     """
     depth.check_kinds(family, KINDS)
     collection.check_options(options.collection)
@@ -165,13 +149,14 @@ def check_allocation(model: nn.Module, family: Family, options: AllocationOption
             f"collection.rounds is {rounds}, but a split may remove {most} layers of one type",
             hint=f"set collection.rounds to {most} or more, or leave it out",
         )
+    return depth.spread_layers(model, family, options.pruned_layers)
 
 
 def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimate]:
     estimates = []
     if options.layers == "search":
-        step_2 = search.estimate(options.pruned_layers, options.search)
-        estimates = [*estimate_allocation(model, family, options), replace(step_2, title=f"step 2, {step_2.title}")]
+        step_2 = search.estimate(options)
+        estimates = [*collection.estimate(model, family, options), replace(step_2, title=f"step 2, {step_2.title}")]
     if options.diagnostics:
         layers, fast = len(depth.all_layers(model, family)), options.collection
         estimates += [
@@ -179,17 +164,6 @@ def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimat
             Estimate("diagnostics, each layer alone", layers, fast.epochs, fast.images_per_class),
         ]
     return estimates
-
-
-def estimate_allocation(model: nn.Module, family: Family, options: AllocationOptions) -> list[Estimate]:
-    """The trainings and measurements of step 1."""
-    counts = {kind: len(sites) for kind, sites in depth.layers(model, family).items()}
-    candidates = collection.candidates_per_round(counts, options.pruned_layers, options.collection)
-    fast = options.collection
-    return [
-        Estimate("step 1, transfer entropy", sum(candidates) + len(candidates), 1, images=options.te.images),
-        Estimate("step 1, fast fine-tuning", len(candidates), fast.epochs, fast.images_per_class),
-    ]
 
 
 def describe(options: Options) -> StepInfo:
@@ -200,9 +174,9 @@ def describe(options: Options) -> StepInfo:
     return StepInfo(PUBLISHED if published else searched, uses_heldout=not published or options.diagnostics)
 
 
-def _listed(options: Options, which: Literal["published", "example"]) -> dict[Kind, Sequence[int]]:
+def _listed(options: Options, which: Literal["published", "example"]) -> Blocks:
     """The block numbers of the recipe. Raises PlanError unless there are `pruned_layers` of them."""
-    lists: dict[Kind, Sequence[int]] = {kind: getattr(options, f"{which}_{kind}") for kind in KINDS}
+    lists: dict[SiteKind, Indices] = {kind: getattr(options, f"{which}_{kind}") for kind in KINDS}
     count = sum(len(set(numbers)) for numbers in lists.values())
     if count != options.pruned_layers or count != sum(map(len, lists.values())):
         raise PlanError(
@@ -220,7 +194,7 @@ def _candidates(model: nn.Module, context: Context, options: Options, records: S
     if options.candidates == "all":
         return {site.name for site in sites}
     orders = collection.removal_orders(records)
-    return {site.name for site in sites if site.index in orders[depth.kind_of(site)][: options.pruned_layers]}
+    return {site.name for site in sites if site.index in orders[site.kind][: options.pruned_layers]}
 
 
 HETDPT = depth.depth_method(

@@ -12,9 +12,9 @@ stays at the minimum from the first epoch on).
 
 import math
 import shutil
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Annotated, Any, Literal
 
 import torch
@@ -23,12 +23,13 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vitcompress.families import Site
+from vitcompress.families.base import SiteKind
 from vitcompress.io.files import read_json, write_json
 from vitcompress.io.validation import Doc
 from vitcompress.methods.base import Context, Estimate, reject_unused
 from vitcompress.methods.calibration import training_subset
-from vitcompress.methods.depth import KINDS, DepthOptions, Kind, all_layers, gate_layers, in_forward_order, kind_of
-from vitcompress.methods.hetdpt.finetune import FastTraining, fast_options
+from vitcompress.methods.depth import KINDS, DepthOptions, gate_layers
+from vitcompress.methods.hetdpt.collection import FastTraining, fast_options
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.options import TrainOptions
 from vitcompress.training.trainer import TrainingControls
@@ -46,7 +47,14 @@ class SearchOptions(FastTraining):
     score_lr: Annotated[float, Gt(0), Doc("learning rate of the scores, as a multiple of that of the weights")] = 1.0
 
 
-Event = frozenset[Kind]
+@dataclass(frozen=True, kw_only=True)
+class DirectOptions(DepthOptions):
+    """Options of a method that searches layers, such as direct importance: all layers are candidates."""
+
+    search: SearchOptions = field(default_factory=SearchOptions)
+
+
+Event = frozenset[SiteKind]
 Record = dict[str, Any]
 
 
@@ -56,9 +64,10 @@ def check_options(options: SearchOptions) -> None:
         reject_unused(options, {"min_lr": "search.schedule is 'constant'"})
 
 
-def estimate(count: int, options: SearchOptions) -> Estimate:
-    """The training of `search` that removes `count` layers."""
-    return Estimate("importance search", 1, removal_epochs(count, options.factor)[-1], options.images_per_class)
+def estimate(options: DirectOptions) -> Estimate:
+    """The training of `search`."""
+    epochs = removal_epochs(options.pruned_layers, options.search.factor)[-1]
+    return Estimate("importance search", 1, epochs, options.search.images_per_class)
 
 
 def removal_epochs(count: int, factor: float = 1.0) -> list[int]:
@@ -71,20 +80,9 @@ def removal_epochs(count: int, factor: float = 1.0) -> list[int]:
 
 def alternating(attentions: int, activations: int) -> list[Event]:
     """The type of each removal: alternating, first the type with more (activation on ties), then the rest of it."""
-    left: dict[Kind, int] = {"attention": attentions, "activation": activations}
-    turn: Kind = "attention" if attentions > activations else "activation"
-    events: list[Event] = []
-    while any(left.values()):
-        kind: Kind = turn if left[turn] else ("attention" if turn == "activation" else "activation")
-        left[kind] -= 1
-        events.append(frozenset({kind}))
-        turn = "attention" if kind == "activation" else "activation"
-    return events
-
-
-def either(count: int) -> list[Event]:
-    """`count` removals of either type: direct importance, the paper's ablation without a budget per type."""
-    return [frozenset(KINDS)] * count
+    types: list[list[Event]] = [[frozenset({"activation"})] * activations, [frozenset({"attention"})] * attentions]
+    pairs = zip_longest(*sorted(types, key=len, reverse=True))
+    return [event for pair in pairs for event in pair if event]
 
 
 def lr_scale(epoch: float, removals: Sequence[int], lowest: float) -> float:
@@ -98,24 +96,16 @@ def lr_scale(epoch: float, removals: Sequence[int], lowest: float) -> float:
 
 
 def search(
-    model: nn.Module,
-    context: Context,
-    budget: DepthOptions,
-    options: SearchOptions,
-    events: Sequence[Event],
-    candidates: Collection[str],
-) -> dict[Kind, list[int]]:
+    model: nn.Module, context: Context, options: DirectOptions, events: Sequence[Event], candidates: Collection[str]
+) -> dict[SiteKind, list[int]]:
     """Train weights and scores; return the dense block numbers of each type in order of removal.
 
     events: the types that may lose a layer at each scheduled removal. candidates: sites that may be removed. A killed
     search resumes after its last finished epoch. `search_epochs.json` records scores, gradients and removals.
     """
-    sites = in_forward_order(all_layers(model, context.family))
-
-    def run() -> Record:
-        return _Search(gate_layers(model, context, sites, budget), context, options, events, candidates).run()
-
-    removed: dict[Kind, list[int]] = context.memo("search", run)
+    removed: dict[SiteKind, list[int]] = context.memo(
+        "search", lambda: _Search(model, context, options, events, candidates).run()
+    )
     if context.runtime.is_main:
         shutil.rmtree(context.folder / "search", ignore_errors=True)  # its weights are no longer needed
     return removed
@@ -126,17 +116,19 @@ class _Search:
 
     def __init__(
         self,
-        model: GatedModel,
+        dense: nn.Module,
         context: Context,
-        options: SearchOptions,
+        options: DirectOptions,
         events: Sequence[Event],
-        candidates: Collection[str],
+        names: Collection[str],
     ) -> None:
-        self.model, self.context, self.options, self.events = model, context, options, events
-        self.candidates = [site for site in model.sites if site.name in candidates]
-        self.removals = removal_epochs(len(events), options.factor)
+        self.context, self.options, self.events = context, options.search, events
+        sites = [site for site in context.family.sites(dense) if site.kind in KINDS]
+        self.model = gate_layers(dense, context, sites, options)
+        self.candidates = [site for site in sites if site.name in names]
+        self.removals = removal_epochs(len(events), options.search.factor)
         self.path = context.folder / "search_epochs.json"
-        self.watch = _GradientWatch(model)
+        self.watch = _GradientWatch(self.model)
 
     def run(self) -> Record:
         images = training_subset(self.context, self.options.images_per_class)
@@ -144,12 +136,12 @@ class _Search:
         lowest = settings.min_lr / settings.lr
         restarts = self.options.schedule == "restarts"
         label = "step 2, importance search"
-        with self.watch.attached():
-            controls = TrainingControls(
-                lr_scale=lambda epoch: lr_scale(epoch, self.removals, lowest) if restarts else 1.0,
-                after_epoch=self._after_epoch,
-                parameter_groups=parameter_groups(self.model, settings, self.options.score_lr),
-            )
+        controls = TrainingControls(
+            lr_scale=lambda epoch: lr_scale(epoch, self.removals, lowest) if restarts else 1.0,
+            after_epoch=self._after_epoch,
+            parameter_groups=parameter_groups(self.model, settings, self.options.score_lr),
+        )
+        with register_optimizer_step_pre_hook(self.watch):
             self.context.run_training(self.model, images, None, settings, "search", label=label, controls=controls)
         return self._result()
 
@@ -167,37 +159,30 @@ class _Search:
 
     def _lowest(self, kinds: Event) -> Site:
         """The remaining candidate of `kinds` with the lowest score, the same on every rank."""
-        scores = self.model.scores_of()
-        left = [site for site in self.candidates if kind_of(site) in kinds and self.model.gate_of(site.name) == 1.0]
-        name = self.context.runtime.broadcast(min(left, key=lambda site: scores[site.name]).name)
-        return next(site for site in left if site.name == name)
+        gates, scores = self.model.gate_values(), self.model.scores_of()
+        left = [site for site in self.candidates if site.kind in kinds and gates[site.name] == 1.0]
+        lowest: Site = self.context.runtime.broadcast(min(left, key=lambda site: scores[site.name]))
+        return lowest
 
     def _result(self) -> Record:
         """Block numbers per type, in the order of the recorded epochs."""
         order = [r["removed"] for r in read_json(self.path) if r["removed"]] if self.context.runtime.is_main else []
         order = self.context.runtime.broadcast(order)
-        index = {site.name: site.index for site in self.model.sites}
-        removed = sorted(
-            (site for site in self.model.sites if self.model.gate_of(site.name) == 0.0),
-            key=lambda site: order.index(site.name),
-        )
+        sites = {site.name: site for site in self.model.sites}
         return {
-            **{kind: [index[site.name] for site in removed if site.kind == kind] for kind in KINDS},
+            **{kind: [sites[name].index for name in order if sites[name].kind == kind] for kind in KINDS},
             "order": order,
             "removal_epochs": self.removals,
-            "sites": {site.name: {"kind": site.kind, "index": site.index} for site in self.model.sites},
+            "sites": {name: {"kind": site.kind, "index": site.index} for name, site in sites.items()},
         }
 
 
 def parameter_groups(model: GatedModel, options: TrainOptions, score_lr: float) -> list[dict[str, Any]]:
     """Three groups: weights with decay, vectors and timm's exceptions without, and scores without at their own rate."""
     plain = model.no_weight_decay()
-    decay: list[nn.Parameter] = []
-    bare: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if name.startswith("scores."):
-            continue
-        (bare if parameter.ndim <= 1 or name in plain else decay).append(parameter)
+    weights = [(name, p) for name, p in model.named_parameters() if not name.startswith("scores.")]
+    decay = [p for name, p in weights if p.ndim > 1 and name not in plain]
+    bare = [p for name, p in weights if p.ndim <= 1 or name in plain]
     return [
         {"params": decay, "weight_decay": options.weight_decay},
         {"params": bare, "weight_decay": 0.0},
@@ -212,43 +197,24 @@ class _GradientWatch:
     """
 
     def __init__(self, model: GatedModel) -> None:
-        self.names = [site.name for site in model.sites]
-        self.parameters = model.score_parameters()
-        self._clear()
-
-    @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Watch every optimiser step in this block."""
-        handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._add(optimizer))
-        try:
-            yield
-        finally:
-            handle.remove()
+        self.names, self.parameters = [site.name for site in model.sites], model.score_parameters()
+        self.steps, self.sums = 0, torch.zeros(2, len(self.names))
 
     def take(self) -> dict[str, dict[str, float]]:
         """Mean |gradient| and the share of steps with a positive one, per layer. Resets the sums."""
-        steps = max(1, self.steps)
-        means = {
-            "gradient": dict(zip(self.names, (self.magnitude / steps).tolist(), strict=True)),
-            "positive_share": dict(zip(self.names, (self.positive / steps).tolist(), strict=True)),
-        }
-        self._clear()
-        return means
+        means = (self.sums / max(1, self.steps)).tolist()
+        self.steps, self.sums = 0, torch.zeros_like(self.sums)
+        keys = ("gradient", "positive_share")
+        return {key: dict(zip(self.names, values, strict=True)) for key, values in zip(keys, means, strict=True)}
 
-    def _clear(self) -> None:
-        self.steps = 0
-        self.magnitude = torch.zeros(len(self.names))
-        self.positive = torch.zeros(len(self.names))
-
-    def _add(self, optimizer: torch.optim.Optimizer) -> None:
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Hook of an optimiser step."""
         gradients = [p.grad.detach().float() for p in self.parameters if p.grad is not None]
         if len(gradients) < len(self.names):
             return
         # Fused optimisers remove the loss scale of fp16 inside the step.
         scale = getattr(optimizer, "grad_scale", None)
         now = (torch.stack(gradients) / (1.0 if scale is None else scale)).cpu()
-        if not torch.isfinite(now).all():
-            return
-        self.steps += 1
-        self.magnitude += now.abs()
-        self.positive += now > 0
+        if torch.isfinite(now).all():
+            self.steps += 1
+            self.sums += torch.stack([now.abs(), (now > 0).float()])
