@@ -27,6 +27,7 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.errors import UnsupportedModelError
 from vitcompress.families import FAMILIES, Axis, Space, family_of, lookup, prepare_model
+from vitcompress.families.vit import VitFamily
 from vitcompress.plan import Plan
 from vitcompress.surgery import sliced_state
 from vitcompress.surgery.check import check_maskable
@@ -180,11 +181,13 @@ def test_families_of_other_packages_are_used_for_models_that_no_built_in_family_
     class Custom(nn.Module):
         pass
 
-    custom = replace(
-        FAMILIES["vit"],
-        name="custom",
-        problem=lambda model: None if isinstance(model, Custom) else f"it is a {type(model).__name__}",
-    )
+    class CustomFamily(VitFamily):
+        name = "custom"
+
+        def problem(self, model: nn.Module) -> str | None:
+            return None if isinstance(model, Custom) else f"it is a {type(model).__name__}"
+
+    custom = CustomFamily()
     reads: list[str] = []
     monkeypatch.setattr(lookup, "load_plugins", lambda group, kind: reads.append(group) or {"custom": custom})
     assert family_of(build("plain")).name == "vit" and not reads, "entry points are read only if needed"

@@ -4,14 +4,22 @@ Its output has the width of the residual stream, as have its latent and the clas
 and the hidden channels of the MLP are spaces as in a block. The pool is no site: without it the model has no output.
 """
 
-from typing import Any
+from typing import Any, cast
 
 from timm.layers import AttentionPoolLatent, Mlp
 from torch import Tensor, nn
 
-from vitcompress.families import blocks
 from vitcompress.families.attention import AnyWidthAttention
-from vitcompress.families.base import Axis, Space, input_axis, linear_axes, norm_axes
+from vitcompress.families.base import (
+    Axis,
+    Space,
+    describe_ffn,
+    describe_heads,
+    input_axis,
+    is_empty,
+    linear_axes,
+    norm_axes,
+)
 
 
 class SlicedPool(AnyWidthAttention):
@@ -41,9 +49,9 @@ def pool_problem(pool: Any, width: int) -> str | None:
         return f"its attention pool is a {type(pool).__name__}"
     if pool.latent_len != 1 or pool.pool != "token":
         return "its attention pool has more than one latent or output token"
-    if pool.pos_embed is not None or not blocks.is_empty(pool.q_norm, pool.k_norm):
+    if pool.pos_embed is not None or not is_empty(pool.q_norm, pool.k_norm):
         return "its attention pool adds positions or normalizes q or k"
-    if not isinstance(pool.q, nn.Linear) or type(pool.mlp) is not Mlp or not blocks.is_empty(pool.mlp.norm):
+    if not isinstance(pool.q, nn.Linear) or type(pool.mlp) is not Mlp or not is_empty(pool.mlp.norm):
         return "its attention pool has no layer for q, or no MLP of two linear layers"
     widths = {pool.latent_dim, pool.kv.in_features, pool.proj.in_features, pool.out_features}
     return None if widths == {width} else "its attention pool and its residual stream have different widths"
@@ -51,10 +59,10 @@ def pool_problem(pool: Any, width: int) -> str | None:
 
 def pool_spaces(model: nn.Module, name: str, pool: Any) -> tuple[list[Space], list[Axis]]:
     """Spaces of the pool `name`, and the residual axes that it reads and writes."""
-    mlp, stream = blocks.ffn(model, name, pool.mlp)
+    mlp, stream = describe_ffn(model, name, pool.mlp)
     reads = [Axis(f"{name}.latent", 2), input_axis(f"{name}.q"), input_axis(f"{name}.kv")]
     writes = [*linear_axes(model, f"{name}.proj"), *norm_axes(model, f"{name}.norm")]
-    return [*blocks.cross_attention(model, name, name, pool), *mlp], [*reads, *writes, *stream]
+    return [*describe_heads(model, name, name, pool), *mlp], [*reads, *writes, *stream]
 
 
 def slice_pool(pool: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
@@ -63,5 +71,4 @@ def slice_pool(pool: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
     if type(pool) is not AttentionPoolLatent or widths != {num_heads * pool.head_dim}:
         return SlicedPool(pool, qk_dim, v_dim, num_heads)
     pool.num_heads, pool.latent_dim, pool.out_features = num_heads, v_dim, v_dim
-    own: nn.Module = pool
-    return own
+    return cast(nn.Module, pool)

@@ -5,14 +5,18 @@ module that can be removed. Both are plain data: slicing, masking and counting f
 distinguishes architectures.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from timm.layers import GluMlp, LayerNorm2d, LayerScale, Mlp, PatchEmbed
 from torch import Tensor, nn
 
-SpaceKind = Literal["qk", "v", "mlp", "residual", "sr"]
+from vitcompress.families.edited_block import EditedBlock, Wiring
+
+SCALES = {"ls1": "attn", "ls2": "mlp", "gamma_1": "attn", "gamma_2": "mlp"}  # LayerScale -> the child that it follows
 SiteKind = Literal["attention", "activation", "ffn", "block"]
+NORMS = ("norm1", "ls1", "gamma_1", "norm2", "ls2", "gamma_2")
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Space:
     """
 
     name: str
-    kind: SpaceKind
+    kind: Literal["qk", "v", "mlp", "residual", "sr"]
     size: int
     axes: tuple[Axis, ...]
     heads: int = 1
@@ -80,73 +84,219 @@ class LinearPair:
     second: str
 
 
-Part = nn.Module | nn.Parameter | None  # of a block: a module, a parameter that multiplies, or nothing
+Described = tuple[
+    list[Space], list[Axis]
+]  # the spaces inside of a module, and the residual axes that it reads and writes
 
 
-def children(block: nn.Module) -> dict[str, nn.Module]:
-    """The child modules of `block` by name."""
-    return dict(block.named_children())
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """The residual branches of a block, in order.
-
-    branches: each a chain of names of child modules, and of parameters that multiply (a LayerScale that is no module).
-    attention, ffn: the names of these children.
-    takes_arguments: children that receive the extra arguments of the block, for example an attention mask.
-    parts(block): the children by name. A family replaces a child here if the block itself does a part of the child's
-        work (shift and window partition in Swin).
-    """
-
-    branches: tuple[tuple[str, ...], ...]
-    attention: str
-    ffn: str
-    takes_arguments: frozenset[str] = frozenset()
-    parts: Callable[[nn.Module], Mapping[str, Part]] = children
-
-
-@dataclass(frozen=True, kw_only=True)
 class Family:
     """Describes a group of timm models. Only families know the modules of a model.
 
-    All functions read the model in its current state, after `prepare`.
+    All methods read the model in its current state, after `prepare`. The defaults suit models whose pre-norm blocks
+    consist of `attn` and `mlp`.
 
-    problem(model): None, or why the family does not support the model (completes "cannot prune this model: ").
-    blocks(model): the remaining blocks by path, in forward order.
-    sites(model), spaces(model): the remaining sites and spaces.
-    slice_attention(module, qk_dim, v_dim, heads): the attention to use after slicing, over the same parameters.
-    set_width(model, space, width): store the new width of a residual space in the attributes that timm reads.
-    prepare(model): rewrite the model in place into an equal one that `spaces` describes, for example with the biases of
-        q, k and v in their layer. Called for every model before anything else, possibly more than once.
-    timm_state(model): the state dict of a dense model with the names that timm's unprepared model has.
-    linear_pair(model, ffn): the layers that `surgery.fold` multiplies; None if the FFN does not consist of two.
-    scales(model): path of each LayerScale (module or parameter) -> path of the linear layer just before it.
-    entry(model): parameters of which every token receives exactly one before the first block, with only sums after
-        them; empty if the model has none. None for families that merge tokens.
-    at_size(model, height, width): a model over the same parameters for images of this size, with everything that
-        depends only on the size precomputed.
+    supported: the models, for the error that lists all families.
+    model_type, stem_type, block_type, attention_types, ffn_types: classes of supported models and their parts.
+    wiring: the residual branches of a block.
+    stages: path of the list of stages; empty for models without stages.
     stem: path of the convolution that reads the images.
     not_foldable: why an FFN without its activation is not linear, as a sentence; empty if it is.
     """
 
     name: str
     supported: str
+    model_type: type
+    stem_type: type = PatchEmbed
+    block_type: type
+    attention_types: tuple[type, ...]
+    ffn_types: tuple[type, ...] = (Mlp,)
     wiring: Wiring
-    problem: Callable[[nn.Module], str | None]
-    blocks: Callable[[nn.Module], dict[str, nn.Module]]
-    sites: Callable[[nn.Module], tuple[Site, ...]]
-    spaces: Callable[[nn.Module], tuple[Space, ...]]
-    slice_attention: Callable[[nn.Module, int, int, int], nn.Module]
-    set_width: Callable[[nn.Module, str, int], None]
-    prepare: Callable[[nn.Module], None] = lambda model: None
-    timm_state: Callable[[nn.Module], dict[str, Tensor]] = lambda model: model.state_dict()
-    linear_pair: Callable[[nn.Module, str], LinearPair | None] = lambda model, ffn: None
-    scales: Callable[[nn.Module], dict[str, str]] = lambda model: {}
-    not_foldable: str = ""
-    entry: Callable[[nn.Module], tuple[str, ...]] | None = None
-    at_size: Callable[[nn.Module, int, int], nn.Module] = lambda model, height, width: model
+    stages: str = ""
     stem: str = "patch_embed.proj"
+    not_foldable: str = ""
+
+    def problem(self, model: Any) -> str | None:
+        """None, or why the family does not support the model (completes "cannot prune this model: ")."""
+        stem = getattr(model, "patch_embed", None)
+        if not isinstance(model, self.model_type):
+            return f"it is a {type(model).__name__}"
+        if not isinstance(stem, self.stem_type):
+            return f"its stem is a {type(stem).__name__}"
+        norms = (module for name, module in model.named_modules() if "norm" in name.rpartition(".")[2])
+        problems = (*map(self.block_problem, self.blocks(model).values()), *map(norm_problem, norms))
+        return next((problem for problem in problems if problem), None)
+
+    def block_problem(self, block: Any) -> str | None:
+        """None, or why the family does not support the block: a type of its parts, or an option of its FFN."""
+        mlp = getattr(block, "mlp", None)
+        for what, part, types in (
+            ("blocks are", block, (self.block_type, EditedBlock)),
+            ("attention is a", getattr(block, "attn", None), self.attention_types),
+            ("FFN is a", mlp, (*self.ffn_types, nn.Linear)),  # a folded FFN is a linear layer
+        ):
+            if part is not None and type(part) not in types:
+                return f"its {what} {type(part).__name__}"
+        if isinstance(mlp, Mlp | GluMlp) and not (is_empty(mlp.norm) and isinstance(mlp.fc1, nn.Linear)):
+            return "its FFN normalizes its hidden channels or is convolutional"
+        return "its gated FFN has no biases" if isinstance(mlp, GluMlp) and mlp.fc1.bias is None else None
+
+    def blocks(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The remaining blocks by path, in forward order."""
+        stages = [f"{stage}." for stage in self.stage_paths(model)] if self.stages else [""]
+        lists = {f"{stage}blocks": model.get_submodule(f"{stage}blocks") for stage in stages}
+        return {f"{path}.{name}": block for path, blocks in lists.items() for name, block in blocks.named_children()}
+
+    def stage_paths(self, model: nn.Module) -> list[str]:
+        """Paths of the stages, in forward order."""
+        return [f"{self.stages}.{name}" for name, _ in model.get_submodule(self.stages).named_children()]
+
+    def depths(self, model: Any) -> list[int]:
+        """Number of blocks of each stage of the dense model; numbers of blocks count through all stages."""
+        return []
+
+    def sites(self, model: nn.Module) -> tuple[Site, ...]:
+        """Attention, activation (unless the FFN is not linear without it), FFN and block of every remaining block."""
+        depths, sites = self.depths(model), list[Site]()
+        for path, block in self.blocks(model).items():
+            numbers = [int(part) for part in path.split(".") if part.isdigit()]
+            sites += self._block_sites(path, block, sum(depths[: numbers[0]]) + numbers[-1])
+        return tuple(sites)
+
+    def _block_sites(self, path: str, block: Any, index: int) -> Iterator[Site]:
+        if hasattr(block, "attn"):
+            yield Site(f"{path}.attn", "attention", path, index, f"{path}.drop_path1")
+        if not self.not_foldable and not is_empty(getattr(getattr(block, "mlp", None), "act", None)):
+            gates = f"{path}.mlp" if isinstance(block.mlp, GluMlp) else ""
+            yield Site(f"{path}.mlp.act", "activation", path, index, f"{path}.drop_path2", gates)
+        if hasattr(block, "mlp"):
+            yield Site(f"{path}.mlp", "ffn", path, index, f"{path}.drop_path2")
+        yield Site(path, "block", path, index)
+
+    def spaces(self, model: nn.Module) -> tuple[Space, ...]:
+        """The remaining spaces: those inside of every block, then the residual streams."""
+        spaces: list[Space] = []
+        streams: dict[str, list[Axis]] = {}
+        for path, block in self.blocks(model).items():
+            streams[path] = [axis for name in NORMS for axis in norm_axes(model, f"{path}.{name}")]
+            for name, describe in (("attn", self.describe_attention), ("mlp", describe_ffn)):
+                if hasattr(block, name):
+                    own, axes = describe(model, path, getattr(block, name))
+                    spaces += own
+                    streams[path] += axes
+        return (*spaces, *self.streams(model, streams))
+
+    def describe_attention(self, model: nn.Module, path: str, attn: Any) -> Described:
+        """The attention of the block at `path`; here with one `qkv` layer."""
+        name = f"{path}.attn"
+        return describe_heads(model, path, name, attn), [input_axis(f"{name}.qkv"), *linear_axes(model, f"{name}.proj")]
+
+    def streams(self, model: Any, axes: Mapping[str, Iterable[Axis]]) -> Iterator[Space]:
+        """The residual streams, here one per stage. axes: those inside of each block."""
+        for number, stage in enumerate(self.stage_paths(model)):
+            first, last = self.stage_axes(model, number)
+            own = [axis for path in axes if path.startswith(f"{stage}.") for axis in axes[path]]
+            width = len(model.get_parameter(first[0].tensor))
+            yield Space(f"{stage}.residual", "residual", width, (*first, *own, *last))
+
+    def stage_axes(self, model: Any, number: int) -> tuple[list[Axis], list[Axis]]:
+        """Axes of what writes the stream of a stage first, beginning with a weight, and of what reads it last."""
+        raise NotImplementedError
+
+    def slice_attention(self, attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
+        """The attention to use after slicing, over the same parameters: timm's own if it supports these widths."""
+        raise NotImplementedError
+
+    def set_width(self, model: Any, space: str, width: int) -> None:
+        """Store the new width of a residual space in the attributes that timm reads."""
+        raise NotImplementedError
+
+    def prepare(self, model: nn.Module) -> None:
+        """Rewrite the model in place into an equal one that `spaces` describes, for example with the biases of q, k and
+        v in their layer. Called for every model before anything else, possibly more than once."""
+
+    def timm_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """The state dict of a dense model with the names that timm's unprepared model has."""
+        return model.state_dict()
+
+    def linear_pair(self, model: nn.Module, ffn: str) -> LinearPair | None:
+        """The layers that `surgery.fold` multiplies; None if the FFN does not consist of two."""
+        is_pair = isinstance(model.get_submodule(ffn), Mlp | GluMlp)
+        return LinearPair(f"{ffn}.fc1", f"{ffn}.fc2") if is_pair else None
+
+    def scales(self, model: nn.Module) -> dict[str, str]:
+        """Path of each LayerScale (module or parameter) -> path of the linear layer just before it.
+
+        Without its attention, a LayerScale follows a norm and is left out.
+        """
+        return {
+            f"{path}.{name}": _last_linear(f"{path}.{child}", getattr(block, child))
+            for path, block in self.blocks(model).items()
+            for name, child in SCALES.items()
+            if isinstance(getattr(block, name, None), LayerScale | nn.Parameter) and hasattr(block, child)
+        }
+
+    def entry(self, model: Any) -> tuple[str, ...] | None:
+        """Parameters of which every token receives exactly one before the first block, with only sums after them.
+
+        Empty if the model has none, None for families that merge tokens.
+        """
+        return None
+
+    def at_size(self, model: nn.Module, height: int, width: int) -> nn.Module:
+        """A model over the same parameters for images of this size, with all that depends only on it precomputed."""
+        return model
+
+
+def is_empty(*parts: nn.Module | None) -> bool:
+    """Whether none of these modules computes anything."""
+    return all(part is None or isinstance(part, nn.Identity) for part in parts)
+
+
+def norm_problem(norm: nn.Module) -> str | None:
+    """Why `norm` is not a LayerNorm over the last dimension that can be sliced."""
+    if is_empty(norm):
+        return None
+    if not isinstance(norm, nn.LayerNorm) or isinstance(norm, LayerNorm2d):  # LayerNorm2d normalizes dimension 1
+        return f"its norm is a {type(norm).__name__}"
+    return None if norm.elementwise_affine else "its LayerNorm has no weights"
+
+
+def describe_heads(model: nn.Module, path: str, name: str, attn: Any) -> list[Space]:
+    """q/k and v of the attention `name` with one `qkv` layer, or with a `q` and a `kv` layer."""
+    v_dim, output = attn.proj.in_features, input_axis(f"{name}.proj")
+    if hasattr(attn, "qkv"):
+        qk_dim = (attn.qkv.out_features - v_dim) // 2
+        qk = linear_axes(model, f"{name}.qkv", copies=2)
+        v = linear_axes(model, f"{name}.qkv", offset=2 * qk_dim)
+    else:
+        qk_dim = attn.q.out_features
+        qk = (*linear_axes(model, f"{name}.q"), *linear_axes(model, f"{name}.kv"))
+        v = linear_axes(model, f"{name}.kv", offset=qk_dim)
+    if getattr(attn, "relative_position_bias_table", None) is not None:  # one column per head
+        qk += (Axis(f"{name}.relative_position_bias_table", 1, per_head=True),)
+    return [
+        Space(f"{path}.qk", "qk", qk_dim, qk, attn.num_heads, name),
+        Space(f"{path}.v", "v", v_dim, (*v, output), attn.num_heads, name),
+    ]
+
+
+def describe_ffn(model: nn.Module, path: str, mlp: Any) -> Described:
+    """The FFN of the block at `path`; a folded one has no hidden space."""
+    name = f"{path}.mlp"
+    if isinstance(mlp, nn.Linear):  # folded
+        return [], [input_axis(name), *linear_axes(model, name)]
+    hidden = mlp.fc2.in_features
+    axes = linear_axes(model, f"{name}.fc1", copies=mlp.fc1.out_features // hidden)
+    if hasattr(mlp, "dwconv"):
+        axes += linear_axes(model, f"{name}.dwconv")
+    space = Space(name, "mlp", hidden, (*axes, input_axis(f"{name}.fc2")))
+    return [space], [input_axis(f"{name}.fc1"), *linear_axes(model, f"{name}.fc2")]
+
+
+def _last_linear(path: str, part: nn.Module) -> str:
+    if isinstance(part, nn.Linear):  # folded
+        return path
+    return f"{path}.proj" if hasattr(part, "proj") else f"{path}.fc2"
 
 
 def linear_axes(model: nn.Module, name: str, *, offset: int = 0, copies: int = 1) -> tuple[Axis, ...]:
@@ -157,8 +307,13 @@ def linear_axes(model: nn.Module, name: str, *, offset: int = 0, copies: int = 1
 
 
 def norm_axes(model: nn.Module, name: str) -> tuple[Axis, ...]:
-    """The axes of all parameters of a LayerNorm or LayerScale."""
-    return tuple(Axis(f"{name}.{leaf}", 0) for leaf, _ in model.get_submodule(name).named_parameters(recurse=False))
+    """The axes of all parameters of a LayerNorm or LayerScale, which may be a parameter; none if there is none."""
+    owner, _, leaf = name.rpartition(".")
+    norm = getattr(model.get_submodule(owner), leaf, None)
+    if isinstance(norm, nn.Parameter):
+        return (Axis(name, 0),)
+    parameters = norm.named_parameters(recurse=False) if norm is not None else ()
+    return tuple(Axis(f"{name}.{own}", 0) for own, _ in parameters)
 
 
 def scale_parameter(model: nn.Module, name: str) -> nn.Parameter:

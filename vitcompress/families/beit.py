@@ -1,48 +1,36 @@
 """timm's Beit: BEiT and BEiTv2.
 
 Tokens and heads are those of a VisionTransformer, LayerScales are parameters of the block. Every attention adds a table
-of biases by relative position to its scores, one column per head, and has separate biases for q, k (always zero) and v,
-which `prepare` moves into the qkv layer.
+of biases by relative position to its scores, one column per head, and has separate biases for q, k (always zero) and v.
 """
 
 from typing import Any
 
-from timm.layers import Mlp, PatchEmbed
+from timm.layers import Mlp
 from timm.models.beit import Attention, Beit, Block
 from torch import nn
 
-from vitcompress.families import blocks as shared
-from vitcompress.families import eva, vit
 from vitcompress.families.attention import SlicedPositionAttention
-from vitcompress.families.base import Family
-
-SUPPORTED = "timm Beit models (BEiT, BEiTv2) with two-layer MLPs, LayerNorm and one position table per block"
+from vitcompress.families.eva import EvaFamily
 
 
-def problem(model: Any) -> str | None:
-    """Why the family does not support `model`, or None."""
-    if isinstance(model, Beit) and model.rel_pos_bias is not None:
-        return "its blocks share one table of relative positions, so that no head of one block can be removed alone"
-    return shared.model_problem(model, Beit, PatchEmbed, vit.blocks, _block_problem)
+class BeitFamily(EvaFamily):
+    """An Eva model whose attentions have position tables."""
+
+    name = "beit"
+    supported = "timm Beit models (BEiT, BEiTv2) with two-layer MLPs, LayerNorm and one position table per block"
+    model_type = Beit
+    block_type = Block
+    attention_types = (Attention, SlicedPositionAttention)
+    ffn_types = (Mlp,)
+
+    def problem(self, model: Any) -> str | None:
+        if isinstance(model, Beit) and model.rel_pos_bias is not None:
+            return "its blocks share one table of relative positions, so that no head of one block can be removed alone"
+        return super().problem(model)
+
+    def slice_attention(self, attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
+        return SlicedPositionAttention(attn, qk_dim, v_dim, num_heads)
 
 
-def _block_problem(block: nn.Module) -> str | None:
-    return shared.part_problem(block, Block, (Attention, SlicedPositionAttention), (Mlp,))
-
-
-BEIT = Family(
-    name="beit",
-    supported=SUPPORTED,
-    wiring=eva.WIRING,
-    problem=problem,
-    blocks=vit.blocks,
-    sites=vit.sites,
-    spaces=vit.spaces,
-    slice_attention=SlicedPositionAttention,
-    set_width=vit.set_width,
-    prepare=shared.pack_biases,
-    timm_state=shared.unpack_biases,
-    linear_pair=shared.linear_pair,
-    scales=vit.scales,
-    entry=vit.entry,
-)
+BEIT = BeitFamily()

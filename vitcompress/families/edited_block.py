@@ -1,12 +1,37 @@
 """The block that replaces every block with changed wiring, in all families."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from vitcompress.errors import UnsupportedModelError
-from vitcompress.families.base import Part, Wiring
+
+Part = nn.Module | nn.Parameter | None  # of a block: a module, a parameter that multiplies, or nothing
+
+
+def children(block: nn.Module) -> dict[str, Part]:
+    """The child modules of `block` by name."""
+    return dict(block.named_children())
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """The residual branches of a block, in order.
+
+    branches: each a chain of names of child modules, and of parameters that multiply (a LayerScale that is no module).
+    attention, ffn: the names of these children.
+    takes_arguments: children that receive the extra arguments of the block, for example an attention mask.
+    parts(block): the children by name. A family replaces a child here if the block itself does a part of the child's
+        work (shift and window partition in Swin).
+    """
+
+    branches: tuple[tuple[str, ...], ...]
+    attention: str = "attn"
+    ffn: str = "mlp"
+    takes_arguments: frozenset[str] = frozenset()
+    parts: Callable[[nn.Module], Mapping[str, Part]] = children
 
 
 def fixed_size_error() -> UnsupportedModelError:

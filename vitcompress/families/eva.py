@@ -5,40 +5,25 @@ frequency that depends on its place in the head, so their channels can only be r
 are parameters of the block.
 """
 
-from collections.abc import Mapping
 from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any, cast
 
-from timm.layers import AttentionRope, GluMlp, Mlp, PatchEmbed
+import torch
+from timm.layers import AttentionRope
 from timm.models.eva import Eva, EvaAttention, EvaBlock
 from torch import Tensor, nn
 
-from vitcompress.families import blocks as shared
-from vitcompress.families import vit
 from vitcompress.families.attention import SlicedRotaryAttention
-from vitcompress.families.attention_pool import pool_problem, slice_pool
-from vitcompress.families.base import Axis, Family, Part, Space, Wiring, children
-
-SUPPORTED = (
-    "timm Eva models (DINOv3, EVA, rotary ViTs) with pre-norm blocks, one layer for q, k and v, a two-layer or gated "
-    "MLP and LayerNorm"
-)
-ATTENTIONS = (EvaAttention, AttentionRope, SlicedRotaryAttention)
+from vitcompress.families.attention_pool import slice_pool
+from vitcompress.families.base import Described
+from vitcompress.families.edited_block import Part, Wiring, children
+from vitcompress.families.vit import VitFamily
 
 
-def parts(block: nn.Module) -> Mapping[str, Part]:
+def parts(block: nn.Module) -> dict[str, Part]:
     """The modules of a block and its LayerScales, which are parameters or None."""
     return {**children(block), **{name: getattr(block, name) for name in ("gamma_1", "gamma_2")}}
-
-
-WIRING = Wiring(
-    branches=(("norm1", "attn", "gamma_1", "drop_path1"), ("norm2", "mlp", "gamma_2", "drop_path2")),
-    attention="attn",
-    ffn="mlp",
-    takes_arguments=frozenset({"attn"}),
-    parts=parts,
-)
 
 
 class RotaryTable(nn.Module):
@@ -55,67 +40,76 @@ class RotaryTable(nn.Module):
         return self.table
 
 
-def at_size(model: Any, height: int, width: int) -> nn.Module:
-    """A shallow copy with a rotary table for this size, so that an exported file contains no trigonometry."""
-    if model.rope is None:
-        return cast(nn.Module, model)
-    sized = copy(model)
-    sized._modules = dict(model._modules)
-    grid, rope = model.patch_embed.dynamic_feat_size((height, width)), deepcopy(model.rope).eval()
-    sized.rope = RotaryTable(rope.get_embed(shape=list(grid)))
-    return cast(nn.Module, sized)
+class EvaFamily(VitFamily):
+    """A VisionTransformer with rotary positions, LayerScales as parameters, and separate biases of q, k and v."""
 
-
-def problem(model: Any) -> str | None:
-    """Why the family does not support `model`, or None."""
-    if isinstance(model, Eva) and model.rope_mixed:
-        return "each of its layers rotates q and k by its own frequencies (mixed rotary embedding)"
-    return shared.model_problem(model, Eva, PatchEmbed, vit.blocks, _block_problem) or pool_problem(
-        model.attn_pool, vit.width(model)
+    name = "eva"
+    supported = (
+        "timm Eva models (DINOv3, EVA, rotary ViTs) with pre-norm blocks, one layer for q, k and v, a two-layer or "
+        "gated MLP and LayerNorm"
+    )
+    model_type = Eva
+    block_type = EvaBlock
+    attention_types = (EvaAttention, AttentionRope, SlicedRotaryAttention)
+    wiring = Wiring(
+        branches=(("norm1", "attn", "gamma_1", "drop_path1"), ("norm2", "mlp", "gamma_2", "drop_path2")),
+        takes_arguments=frozenset({"attn"}),
+        parts=parts,
     )
 
+    def problem(self, model: Any) -> str | None:
+        if isinstance(model, Eva) and model.rope_mixed:
+            return "each of its layers rotates q and k by its own frequencies (mixed rotary embedding)"
+        return super().problem(model)
 
-def _block_problem(block: Any) -> str | None:
-    attn = getattr(block, "attn", None)
-    if isinstance(attn, EvaAttention | AttentionRope):
-        if not isinstance(attn.qkv, nn.Linear):
+    def block_problem(self, block: Any) -> str | None:
+        attn = getattr(block, "attn", None)
+        if isinstance(attn, EvaAttention | AttentionRope) and not isinstance(attn.qkv, nn.Linear):
             return "its q, k and v have separate layers"
-        if not shared.is_empty(attn.q_norm, attn.k_norm, attn.norm, attn.gate):
-            return shared.NORMED_ATTENTION
-    return shared.part_problem(block, EvaBlock, ATTENTIONS, (Mlp, GluMlp))
+        return super().block_problem(block)
+
+    def describe_attention(self, model: Any, path: str, attn: Any) -> Described:
+        """With a rotary embedding, q and k are pruned by heads."""
+        (qk, v), stream = super().describe_attention(model, path, attn)
+        return [replace(qk, whole_heads=getattr(model, "rope", None) is not None), v], stream
+
+    def slice_attention(self, attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
+        sliced = SlicedRotaryAttention if isinstance(attn, self.attention_types) else slice_pool
+        return sliced(attn, qk_dim, v_dim, num_heads)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Move separate biases of q, k and v into the `qkv` layer, which timm then calls as a module.
+
+        With separate biases timm uses only the weight of the layer, so no hook on the layer would run.
+        """
+        for module in model.modules():
+            attn: Any = module
+            if getattr(attn, "q_bias", None) is not None and isinstance(attn.qkv, nn.Linear):
+                packed = torch.cat([attn.q_bias, attn.k_bias, attn.v_bias]).detach()
+                attn.qkv.bias = nn.Parameter(packed, requires_grad=attn.q_bias.requires_grad)
+                attn.q_bias = attn.k_bias = attn.v_bias = None
+
+    def timm_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """The state dict with separate biases again, without that of k.
+
+        Exact without a rotary embedding: the bias of k then shifts all scores of a query equally.
+        """
+        state = model.state_dict()
+        for name, module in model.named_modules():
+            if hasattr(module, "q_bias") and f"{name}.qkv.bias" in state:
+                q, _, v = state.pop(f"{name}.qkv.bias").chunk(3)
+                state |= {f"{name}.q_bias": q, f"{name}.v_bias": v}
+        return state
+
+    def at_size(self, model: Any, height: int, width: int) -> nn.Module:
+        """A shallow copy with a rotary table for this size, so that an exported file contains no trigonometry."""
+        if getattr(model, "rope", None) is None:
+            return cast(nn.Module, model)
+        sized = copy(model)
+        sized._modules = dict(model._modules)
+        grid, rope = model.patch_embed.dynamic_feat_size((height, width)), deepcopy(model.rope).eval()
+        sized.rope = RotaryTable(rope.get_embed(shape=list(grid)))
+        return cast(nn.Module, sized)
 
 
-def spaces(model: Any) -> tuple[Space, ...]:
-    """As in a VisionTransformer; with a rotary embedding, q and k are pruned by heads."""
-    return vit.spaces(model, _attention)
-
-
-def _attention(model: Any, path: str, attn: Any) -> tuple[list[Space], list[Axis]]:
-    (qk, v), stream = shared.packed_attention(model, path, attn)
-    return [replace(qk, whole_heads=model.rope is not None), v], stream
-
-
-def slice_attention(attn: nn.Module, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
-    """SlicedRotaryAttention; for a pool see `slice_pool`."""
-    if isinstance(attn, ATTENTIONS):
-        return SlicedRotaryAttention(attn, qk_dim, v_dim, num_heads)
-    return slice_pool(attn, qk_dim, v_dim, num_heads)
-
-
-EVA = Family(
-    name="eva",
-    supported=SUPPORTED,
-    wiring=WIRING,
-    problem=problem,
-    blocks=vit.blocks,
-    sites=vit.sites,
-    spaces=spaces,
-    slice_attention=slice_attention,
-    set_width=vit.set_width,
-    prepare=shared.pack_biases,
-    timm_state=shared.unpack_biases,
-    linear_pair=shared.linear_pair,
-    scales=vit.scales,
-    entry=vit.entry,
-    at_size=at_size,
-)
+EVA = EvaFamily()

@@ -9,7 +9,6 @@ import math
 from typing import Any, cast
 
 import torch
-from timm.layers import Mlp, PatchEmbed
 from timm.models.swin_transformer import (
     PatchMerging,
     SwinTransformer,
@@ -20,11 +19,9 @@ from timm.models.swin_transformer import (
 )
 from torch import Tensor, nn
 
-from vitcompress.families import blocks as shared
 from vitcompress.families.attention import SlicedWindowAttention
-from vitcompress.families.base import Axis, Family, Site, Space, Wiring, children, input_axis, linear_axes, norm_axes
-
-SUPPORTED = "timm SwinTransformers (v1 and S3) with LayerNorm and two-layer MLPs"
+from vitcompress.families.base import Axis, Family, input_axis, linear_axes, norm_axes
+from vitcompress.families.edited_block import Part, Wiring, children
 
 
 class ShiftedWindowAttention(SlicedWindowAttention):
@@ -65,115 +62,64 @@ class ShiftedWindowAttention(SlicedWindowAttention):
         return mask
 
 
-def parts(block: nn.Module) -> dict[str, nn.Module]:
+def parts(block: nn.Module) -> dict[str, Part]:
     """The children of a timm block, its attention with shift and partition."""
     return {**children(block), "attn": ShiftedWindowAttention(block)}
 
 
-WIRING = Wiring(
-    branches=(("norm1", "attn", "drop_path1"), ("norm2", "mlp", "drop_path2")),
-    attention="attn",
-    ffn="mlp",
-    parts=parts,
-)
+class SwinFamily(Family):
+    """One residual stream per stage, each begun by the patch embedding or a patch merging of four neighbours."""
+
+    name = "swin"
+    supported = "timm SwinTransformers (v1 and S3) with LayerNorm and two-layer MLPs"
+    model_type = SwinTransformer
+    block_type = SwinTransformerBlock
+    attention_types = (WindowAttention, SlicedWindowAttention, ShiftedWindowAttention)
+    wiring = Wiring(branches=(("norm1", "attn", "drop_path1"), ("norm2", "mlp", "drop_path2")), parts=parts)
+    stages = "layers"
+
+    def depths(self, model: Any) -> list[int]:
+        return [stage.depth for stage in model.layers]
+
+    def stage_axes(self, model: Any, number: int) -> tuple[list[Axis], list[Axis]]:
+        """The patch embedding or a patch merging; the next patch merging, or norm and classifier."""
+        if merging := _merging(model, number):
+            first = list(linear_axes(model, f"{merging}.reduction"))
+        else:
+            first = [*linear_axes(model, "patch_embed.proj"), *norm_axes(model, "patch_embed.norm")]
+        if merging := _merging(model, number + 1):
+            norm = (Axis(axis.tensor, 0, copies=4) for axis in norm_axes(model, f"{merging}.norm"))
+            return first, [*norm, Axis(f"{merging}.reduction.weight", 1, copies=4)]
+        head = [input_axis("head.fc")] if isinstance(model.head.fc, nn.Linear) else []
+        return first, [*norm_axes(model, "norm"), *head]
+
+    def set_width(self, model: Any, space: str, width: int) -> None:
+        number = int(space.split(".")[1])
+        model.feature_info[number]["num_chs"] = width
+        if merging := _merging(model, number):
+            model.get_submodule(merging).out_dim = width
+        else:
+            model.embed_dim = width
+        if number + 1 < len(model.layers):
+            model.layers[number + 1].dim = model.layers[number + 1].downsample.dim = width
+            return
+        model.num_features = model.head.in_features = width
+        model.head_hidden_size = model.head.num_features = width * model.head.global_pool.feat_mult()
+
+    def slice_attention(self, attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
+        if isinstance(attn, SlicedWindowAttention):
+            attn.resize(qk_dim, v_dim, num_heads)
+        elif qk_dim == v_dim and math.isclose((v_dim / num_heads) ** -0.5, attn.scale):
+            attn.num_heads = num_heads
+        else:
+            return SlicedWindowAttention(attn, qk_dim, v_dim, num_heads)
+        return cast(nn.Module, attn)
 
 
-def problem(model: Any) -> str | None:
-    """Why the family does not support `model`, or None."""
-    return shared.model_problem(model, SwinTransformer, PatchEmbed, blocks, _block_problem)
+def _merging(model: Any, number: int) -> str | None:
+    """Path of the patch merging at the start of stage `number`, if any."""
+    has_merging = number < len(model.layers) and isinstance(model.layers[number].downsample, PatchMerging)
+    return f"layers.{number}.downsample" if has_merging else None
 
 
-def _block_problem(block: nn.Module) -> str | None:
-    attentions = (WindowAttention, SlicedWindowAttention, ShiftedWindowAttention)
-    return shared.part_problem(block, SwinTransformerBlock, attentions, (Mlp,))
-
-
-def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The remaining blocks by path."""
-    return shared.staged_blocks(model, "layers")
-
-
-def sites(model: Any) -> tuple[Site, ...]:
-    """Attention, activation, FFN and block, for every remaining block."""
-    return shared.list_sites(blocks(model), [stage.depth for stage in model.layers])
-
-
-def spaces(model: Any) -> tuple[Space, ...]:
-    """q/k, v and FFN hidden channels of every block, then the residual streams, one per stage."""
-    return shared.staged_spaces(model, "layers", shared.packed_attention, _stream)
-
-
-def _stream(model: nn.Module, stage: str, blocks: list[Axis]) -> Space:
-    """The residual stream of a stage. blocks: its axes inside the blocks."""
-    axes = (*_entry(model, stage), *blocks, *_exit(model, stage))
-    return Space(f"{stage}.residual", "residual", _width(model, stage), axes)
-
-
-def _merging(model: nn.Module, stage: str) -> str | None:
-    """Path of the patch merging at the start of `stage`, if any."""
-    name = f"{stage}.downsample"
-    return name if isinstance(model.get_submodule(name), PatchMerging) else None
-
-
-def _entry(model: nn.Module, stage: str) -> list[Axis]:
-    """The axes of the layer that first writes the stream: the patch embedding or a patch merging."""
-    if merging := _merging(model, stage):
-        return list(linear_axes(model, f"{merging}.reduction"))
-    return [*linear_axes(model, "patch_embed.proj"), *norm_axes(model, "patch_embed.norm")]
-
-
-def _exit(model: Any, stage: str) -> list[Axis]:
-    """The axes of what reads the stream last: the next patch merging (four neighbours), or norm and classifier."""
-    following = int(stage.rpartition(".")[2]) + 1
-    if following < len(model.layers) and (merging := _merging(model, f"layers.{following}")):
-        norm = (Axis(axis.tensor, 0, copies=4) for axis in norm_axes(model, f"{merging}.norm"))
-        return [*norm, Axis(f"{merging}.reduction.weight", 1, copies=4)]
-    head = [input_axis("head.fc")] if isinstance(model.head.fc, nn.Linear) else []
-    return [*norm_axes(model, "norm"), *head]
-
-
-def _width(model: nn.Module, stage: str) -> int:
-    merging = _merging(model, stage)
-    return len(model.get_parameter(f"{merging}.reduction.weight" if merging else "patch_embed.proj.weight"))
-
-
-def set_width(model: Any, space: str, width: int) -> None:
-    """Store the width of a residual stream in the attributes that timm reads."""
-    stage = space.removesuffix(".residual")
-    number = int(stage.rpartition(".")[2])
-    model.feature_info[number]["num_chs"] = width
-    if merging := _merging(model, stage):
-        model.get_submodule(merging).out_dim = width
-    else:
-        model.embed_dim = width
-    if number + 1 < len(model.layers):
-        model.layers[number + 1].dim = model.layers[number + 1].downsample.dim = width
-        return
-    model.num_features = model.head.in_features = width
-    model.head_hidden_size = model.head.num_features = width * model.head.global_pool.feat_mult()
-
-
-def slice_attention(attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
-    """timm's own attention while heads keep their width, else one with any widths."""
-    if isinstance(attn, SlicedWindowAttention):
-        attn.resize(qk_dim, v_dim, num_heads)
-    elif qk_dim == v_dim and math.isclose((v_dim / num_heads) ** -0.5, attn.scale):
-        attn.num_heads = num_heads
-    else:
-        return SlicedWindowAttention(attn, qk_dim, v_dim, num_heads)
-    own: nn.Module = attn
-    return own
-
-
-SWIN = Family(
-    name="swin",
-    supported=SUPPORTED,
-    wiring=WIRING,
-    problem=problem,
-    blocks=blocks,
-    sites=sites,
-    spaces=spaces,
-    slice_attention=slice_attention,
-    set_width=set_width,
-    linear_pair=shared.linear_pair,
-)
+SWIN = SwinFamily()
