@@ -205,7 +205,7 @@ def test_a_gated_model_takes_over_mode_and_names_without_weight_decay() -> None:
             {"attention_bypass": "identity"},
             "attention_bypass must be one of drop, norm_identity, double, got 'identity'",
         ),
-        ({"both_pruned_output_act": "relu"}, "both_pruned_output_act must be one of gelu, none; got 'relu'"),
+        ({"both_pruned_output_act": "relu"}, "both_pruned_output_act must be one of gelu, none, got 'relu'"),
     ],
 )
 def test_unknown_modes(modes: dict[str, str], message: str) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 
 from vitcompress.errors import PlanError, UnsupportedModelError, did_you_mean
 from vitcompress.families import Family, Site, Space
-from vitcompress.families.blocks import norm_problem
+from vitcompress.families.base import norm_problem
 from vitcompress.plan import (
     ACTIVATION_REPLACEMENTS,
     APPENDED,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from vitcompress.families import Family, family_of
 from vitcompress.families.base import scale_parameter
-from vitcompress.plan import Plan
-from vitcompress.surgery.modules import drop_scale, linear_layer, parameter_count, replace_module
+from vitcompress.plan import Plan, enclosing_module
+from vitcompress.surgery.remove import replace_module
 
 INTO_THE_LINEAR = "into the linear layer before it"  # the reason to fold a LayerScale
 
@@ -51,42 +51,33 @@ def fold_linears(model: nn.Module, plan: Plan) -> Folding:
     """
     vars(model).pop("plan", None)
     family = family_of(model)
-    records = [_fold_ffn(model, family, name) for name in _linear_ffns(model, family)]
+    sites = family.sites(model)
+    ffns = [site.name for site in sites if site.kind == "ffn"]
+    active = {enclosing_module(site.name, ffns) for site in sites if site.kind == "activation"}
+    linear = [name for name in ffns if name not in active and family.linear_pair(model, name) is not None]
+    records = [_fold_ffn(model, family, name) for name in linear]
     records += [_fold_scale(model, family, name) for name in family.scales(model)]
     names = tuple(record.module for record in records if record.folded)
     return Folding(replace(plan, folded=plan.folded + names), tuple(records))
-
-
-def _linear_ffns(model: nn.Module, family: Family) -> list[str]:
-    """The FFNs of two linear layers without an activation between them."""
-    sites = family.sites(model)
-    active = [site.name for site in sites if site.kind == "activation"]
-    return [
-        site.name
-        for site in sites
-        if site.kind == "ffn"
-        and family.linear_pair(model, site.name) is not None
-        and not any(act.startswith(f"{site.name}.") for act in active)
-    ]
 
 
 def _fold_ffn(model: nn.Module, family: Family, name: str) -> FoldRecord:
     first, second = _pair(model, family, name)
     inputs, hidden, outputs = first.in_features, first.out_features, second.out_features
     pair_macs, product_macs = hidden * (inputs + outputs), inputs * outputs
-    params = parameter_count(first, second)
+    params = _count(first, second)
     if product_macs >= pair_macs:
         reason = f"the pair is cheaper: {pair_macs} instead of {product_macs} multiply-accumulates per token"
         return FoldRecord(name, False, reason, params, params, pair_macs, pair_macs)
     rounding = fold_module(model, family, name)
-    after = parameter_count(model.get_submodule(name))
+    after = _count(model.get_submodule(name))
     return FoldRecord(name, True, "cheaper than the pair", params, after, pair_macs, product_macs, rounding)
 
 
 def _fold_scale(model: nn.Module, family: Family, name: str) -> FoldRecord:
     width = scale_parameter(model, name).numel()
-    layer = linear_layer(model, family.scales(model)[name])
-    size, macs = parameter_count(layer), layer.weight.numel()
+    layer = _linear_layer(model, family.scales(model)[name])
+    size, macs = _count(layer), layer.weight.numel()
     rounding = fold_module(model, family, name)
     return FoldRecord(name, True, INTO_THE_LINEAR, size + width, size, macs + width, macs, rounding)
 
@@ -98,29 +89,39 @@ def fold_module(model: nn.Module, family: Family, name: str) -> float:
     """
     scales = family.scales(model)
     if name in scales:
-        return _fold_scale_into(model, name, linear_layer(model, scales[name]))
-    if name in {site.name for site in family.sites(model)}:
-        return _fold_pair(model, name, *_pair(model, family, name))
-    if any(name == path for path, _ in (*model.named_modules(), *model.named_parameters())):
-        drop_scale(model, name)
-    return 0.0
+        layer, gamma = _linear_layer(model, scales[name]), _exact(scale_parameter(model, name))
+        weight = gamma[:, None] * _exact(layer.weight)
+        bias = None if layer.bias is None else gamma * _exact(layer.bias)
+        _drop_scale(model, name)
+    elif name in {site.name for site in family.sites(model)}:
+        first, second = _pair(model, family, name)
+        weight, bias = product(first, second)
+        like = second.weight
+        layer = nn.Linear(*weight.shape[::-1], bias is not None, device=like.device, dtype=like.dtype)
+        layer.requires_grad_(like.requires_grad)
+        replace_module(model, name, layer)
+    else:
+        if any(name == path for path, _ in (*model.named_modules(), *model.named_parameters())):
+            _drop_scale(model, name)
+        return 0.0
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        if bias is not None:
+            layer.bias.copy_(bias)
+    if weight.is_meta:
+        return 0.0
+    largest = weight.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
+    return float((_exact(layer.weight) - weight).abs().max() / largest)
 
 
-def _fold_scale_into(model: nn.Module, name: str, layer: nn.Linear) -> float:
-    gamma = _exact(scale_parameter(model, name))
-    weight = gamma[:, None] * _exact(layer.weight)
-    bias = None if layer.bias is None else gamma * _exact(layer.bias)
-    drop_scale(model, name)
-    return _store(layer, weight, bias)
-
-
-def _fold_pair(model: nn.Module, name: str, first: nn.Linear, second: nn.Linear) -> float:
-    weight, bias = product(first, second)
-    like = second.weight
-    merged = nn.Linear(first.in_features, second.out_features, bias is not None, device=like.device, dtype=like.dtype)
-    merged.requires_grad_(like.requires_grad)
-    replace_module(model, name, merged)
-    return _store(merged, weight, bias)
+def _drop_scale(model: nn.Module, path: str) -> None:
+    """Remove the LayerScale at `path`, a module or a parameter."""
+    parent, _, leaf = path.rpartition(".")
+    owner = model.get_submodule(parent)
+    if isinstance(getattr(owner, leaf), nn.Module):
+        replace_module(model, path, nn.Identity())
+    else:
+        setattr(owner, leaf, None)
 
 
 def product(first: nn.Linear, second: nn.Linear) -> tuple[Tensor, Tensor | None]:
@@ -133,18 +134,6 @@ def product(first: nn.Linear, second: nn.Linear) -> tuple[Tensor, Tensor | None]
     return w2 @ w1, bias
 
 
-def _store(layer: nn.Linear, weight: Tensor, bias: Tensor | None) -> float:
-    """Store float64 values in `layer` and return the largest rounding, relative to the largest weight."""
-    with torch.no_grad():
-        layer.weight.copy_(weight)
-        if bias is not None:
-            layer.bias.copy_(bias)
-        if weight.is_meta:
-            return 0.0
-        largest = weight.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
-        return float((_exact(layer.weight) - weight).abs().max() / largest)
-
-
 def _exact(tensor: Tensor) -> Tensor:
     """`tensor` in float64; on the CPU if its device does not support float64 (MPS)."""
     device = torch.device("cpu") if tensor.device.type == "mps" else tensor.device
@@ -154,4 +143,14 @@ def _exact(tensor: Tensor) -> Tensor:
 def _pair(model: nn.Module, family: Family, name: str) -> tuple[nn.Linear, nn.Linear]:
     pair = family.linear_pair(model, name)
     assert pair is not None, name
-    return linear_layer(model, pair.first), linear_layer(model, pair.second)
+    return _linear_layer(model, pair.first), _linear_layer(model, pair.second)
+
+
+def _linear_layer(model: nn.Module, path: str) -> nn.Linear:
+    layer = model.get_submodule(path)
+    assert isinstance(layer, nn.Linear), path
+    return layer
+
+
+def _count(*layers: nn.Module) -> int:
+    return sum(p.numel() for layer in layers for p in layer.parameters())

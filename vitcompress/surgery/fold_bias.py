@@ -40,13 +40,14 @@ def fold_branch_bias(model: nn.Module, family: Family, branch: Site, removed: Co
 
 def _place(model: nn.Module, family: Family, branch: Site, removed: Collection[str]) -> tuple[str, ...]:
     """The last parameters before `branch` of which every token receives exactly one; empty if there are none."""
-    if family.entry is None:
+    entry = family.entry(model)
+    if entry is None:
         return ()
     for name in _branches_before(model, family, branch):
         if name not in removed:
             bias = _bias(model, family, name) if name else ""
             return (bias,) if bias else ()
-    return family.entry(model)
+    return entry
 
 
 def _branches_before(model: nn.Module, family: Family, branch: Site) -> Iterator[str]:

@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,24 +105,40 @@ class GatedModel(nn.Module):
     def _hook(self, site: Site, number: int, bypass: str) -> None:
         other = REPLACEMENTS[bypass] if site.kind == "attention" or site.gates else "input"
         if other == "stream":
-            self.model.get_submodule(site.block).register_forward_pre_hook(_Remember(self, site.name))
+            self.model.get_submodule(site.block).register_forward_pre_hook(partial(self._remember, site.name))
         # Doubling replaces the whole branch, including drop path; other replacements replace only the layer.
         target = {"stream": site.branch_end, "zero": site.gates or site.name}.get(other, site.name)
-        self.model.get_submodule(target).register_forward_hook(_LayerGate(self, site.name, number, other))
+        self.model.get_submodule(target).register_forward_hook(partial(self._gate, site.name, number, other))
 
     def _hook_outputs(self, own: Sequence[Site]) -> None:
         """Blocks whose remaining layers are all gated apply a GELU to their output when all these gates are 0."""
         for block in dict.fromkeys(site.block for site in self.sites):
             names = [site.name for site in own if site.block == block]
             if set(names) <= set(self._gates):
-                self.model.get_submodule(block).register_forward_hook(_OutputAct(self, names))
+                self.model.get_submodule(block).register_forward_hook(partial(self._activate, names))
+
+    def _remember(self, site: str, block: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """Store the input of a block for the gate at the end of its attention branch."""
+        self._inputs[site] = args[0]
+
+    def _gate(self, site: str, number: int, other: str, layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Any:
+        match other:
+            case "stream":
+                replacement = self._inputs.pop(site)
+            case "input":
+                replacement = args[0]
+            case "mean":
+                replacement = self.mean_gate(site).to(out).expand_as(out)
+            case _:
+                replacement = torch.full_like(out, float(other == "one"))
+        return _StraightThrough.apply(out, replacement, self.scores[number], self._gates[site])
+
+    def _activate(self, sites: list[str], block: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return F.gelu(out) if all(self._gates[site] == 0.0 for site in sites) else out
 
     def forward(self, x: Tensor) -> Any:
         """x: images, (batch, channels, height, width) -> the output of the model."""
         return self.model(x)
-
-    def gate_of(self, site: str) -> float:
-        return self._gates[site]
 
     def set_gate(self, site: str, value: float) -> None:
         """Set one gate: 1 keeps the layer, 0 removes it, values between blend (NOSE dilution)."""
@@ -155,41 +172,3 @@ class GatedModel(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         self._gates = {site.name: float(value) for site, value in zip(self.sites, state, strict=True)}
-
-
-class _Remember:
-    """Stores the input of a block for the gate at the end of its attention branch."""
-
-    def __init__(self, owner: GatedModel, name: str) -> None:
-        self.owner, self.name = owner, name
-
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.owner._inputs[self.name] = args[0]
-
-
-class _LayerGate:
-    def __init__(self, owner: GatedModel, name: str, number: int, other: str) -> None:
-        self.owner, self.name, self.number, self.other = owner, name, number, other
-
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        owner = self.owner
-        match self.other:
-            case "stream":
-                other = owner._inputs.pop(self.name)
-            case "input":
-                other = args[0]
-            case "mean":
-                other = owner.mean_gate(self.name).to(out).expand_as(out)
-            case _:
-                other = torch.full_like(out, float(self.other == "one"))
-        score = owner.scores[self.number]
-        gated: Tensor = _StraightThrough.apply(out, other, score, owner.gate_of(self.name))
-        return gated
-
-
-class _OutputAct:
-    def __init__(self, owner: GatedModel, names: list[str]) -> None:
-        self.owner, self.names = owner, names
-
-    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        return F.gelu(out) if all(self.owner.gate_of(name) == 0.0 for name in self.names) else out

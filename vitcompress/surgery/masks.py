@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from vitcompress.errors import PlanError
 from vitcompress.families import Axis, Family, Space
 
-Undo = Callable[[], None]
+Undo = Callable[[], None]  # restores the model
 
 
 @contextmanager
@@ -41,8 +41,9 @@ def mask_channels(model: nn.Module, family: Family, masks: Mapping[str, Tensor])
             raise PlanError(f"{name} has {spaces[name].size} channels, but its mask has shape {tuple(mask.shape)}")
     with ExitStack() as stack:
         for name, mask in masks.items():
-            for undo in _mask_writers(model, spaces[name], mask):
-                stack.callback(undo)
+            for axis in spaces[name].axes:
+                if axis.dim == 2 or (axis.dim == 0 and axis.tensor.endswith(".weight")):
+                    stack.callback(_hook(model, axis, mask, scale=True))
         yield
 
 
@@ -55,64 +56,37 @@ def delete_channels(model: nn.Module, spaces: Iterable[Space], masks: Mapping[st
     """
     with ExitStack() as stack:
         for space in spaces:
-            if space.name in masks:
-                for undo in _mask_readers(model, space, masks[space.name]):
-                    stack.callback(undo)
+            for axis in _deleting_axes(model, space) if space.name in masks else ():
+                stack.callback(_hook(model, axis, masks[space.name], scale=False))
         yield
 
 
 def deleting_modules(model: nn.Module, space: Space) -> list[nn.Module]:
     """The modules that `delete_channels` hooks for this space."""
-    return [module for _, module in _deleting_axes(model, space)]
+    return [model.get_submodule(axis.owner) for axis in _deleting_axes(model, space)]
 
 
-def _mask_writers(model: nn.Module, space: Space, mask: Tensor) -> Iterator[Undo]:
-    for axis in space.axes:
-        path, _, leaf = axis.tensor.rpartition(".")
-        module = model.get_submodule(path)
-        if isinstance(module, nn.LayerNorm):
-            if leaf == "weight":
-                yield _hook_norm(module, axis, mask, scale=True)
-        elif isinstance(module, nn.Linear | nn.Conv2d):
-            if leaf == "weight" and axis.dim == 0:
-                yield _hook_outputs(module, axis, mask)
-        elif axis.dim == 2:  # tokens, positions, a pool's latent: (1, tokens, channels)
-            yield _mask_parameter(module, leaf, mask)
-
-
-def _mask_readers(model: nn.Module, space: Space, mask: Tensor) -> Iterator[Undo]:
-    for axis, module in _deleting_axes(model, space):
-        if isinstance(module, nn.LayerNorm):
-            yield _hook_norm(module, axis, mask, scale=False)
-        elif axis.dim == 0:
-            yield _hook_outputs(module, axis, mask)
-        else:
-            yield _hook_inputs(module, axis, mask)
-
-
-def _deleting_axes(model: nn.Module, space: Space) -> list[tuple[Axis, nn.Module]]:
+def _deleting_axes(model: nn.Module, space: Space) -> list[Axis]:
     """The LayerNorms and layers that read the space; without readers (q and k), the layers that write it."""
-    modules = [
-        (axis, model.get_submodule(axis.tensor.rpartition(".")[0]))
-        for axis in space.axes
-        if axis.tensor.endswith("weight")
-    ]
-    readers = [(axis, module) for axis, module in modules if axis.dim == 1 or isinstance(module, nn.LayerNorm)]
-    return readers or [(axis, module) for axis, module in modules if isinstance(module, nn.Linear)]
+    modules = {axis: model.get_submodule(axis.owner) for axis in space.axes if axis.tensor.endswith(".weight")}
+    readers = [axis for axis, module in modules.items() if axis.dim == 1 or isinstance(module, nn.LayerNorm)]
+    return readers or [axis for axis, module in modules.items() if isinstance(module, nn.Linear)]
 
 
-def _hook_outputs(module: Any, axis: Axis, mask: Tensor) -> Undo:
-    full, after = _full(mask, axis, module.weight.shape[0]), 2 * isinstance(module, nn.Conv2d)
-    undo: Undo = module.register_forward_hook(lambda module, args, out: _multiply(out, full, after)).remove
-    return undo
+def _hook(model: nn.Module, axis: Axis, mask: Tensor, *, scale: bool) -> Undo:
+    """Mask the outputs (dimension 0 of the weight) or inputs of a layer, or a LayerNorm, or tokens and positions.
 
-
-def _hook_inputs(module: Any, axis: Axis, mask: Tensor) -> Undo:
-    full, after = _full(mask, axis, module.weight.shape[1]), 2 * isinstance(module, nn.Conv2d)
-    undo: Undo = module.register_forward_pre_hook(
-        lambda module, args: (_multiply(args[0], full, after), *args[1:])
-    ).remove
-    return undo
+    scale: see `_hook_norm`.
+    """
+    module: Any = model.get_submodule(axis.owner)
+    if isinstance(module, nn.LayerNorm):
+        return _hook_norm(module, axis, mask, scale=scale)
+    if not isinstance(module, nn.Linear | nn.Conv2d):  # tokens, positions, a pool's latent: (1, tokens, channels)
+        return _mask_parameter(module, axis.tensor.rpartition(".")[2], mask)
+    full, after = _full(mask, axis, module.weight.shape[axis.dim]), 2 * isinstance(module, nn.Conv2d)
+    if axis.dim == 0:
+        return module.register_forward_hook(lambda module, args, out: _multiply(out, full, after)).remove
+    return module.register_forward_pre_hook(lambda module, args: (_multiply(args[0], full, after), *args[1:])).remove
 
 
 def _hook_norm(module: nn.LayerNorm, axis: Axis, mask: Tensor, *, scale: bool) -> Undo:
@@ -129,8 +103,7 @@ def _hook_norm(module: nn.LayerNorm, axis: Axis, mask: Tensor, *, scale: bool) -
         normal = normal if module.bias is None else normal + module.bias
         return (normal.to(out.dtype) * mask if scale else normal).reshape(out.shape)
 
-    undo: Undo = module.register_forward_hook(normalize).remove
-    return undo
+    return module.register_forward_hook(normalize).remove
 
 
 def _mask_parameter(module: nn.Module, leaf: str, mask: Tensor) -> Undo:

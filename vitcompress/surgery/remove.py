@@ -1,4 +1,6 @@
-"""Remove attentions, activations, FFNs and blocks, with everything that would then compute zero."""
+"""Replace modules; remove attentions, activations, FFNs and blocks, with everything that would then compute zero."""
+
+from typing import Any
 
 from torch import nn
 
@@ -6,7 +8,6 @@ from vitcompress.families import Family
 from vitcompress.families.edited_block import EditedBlock
 from vitcompress.families.gated_ffn import ungate
 from vitcompress.plan import Plan
-from vitcompress.surgery.modules import drop_block, replace_module
 
 ACTIVATIONS = {"gelu": nn.GELU}
 
@@ -21,7 +22,7 @@ def remove_sites(model: nn.Module, family: Family, plan: Plan) -> None:
         elif site.kind == "activation":
             replace_module(model, name, nn.Identity())
         elif site.kind == "block":
-            drop_block(model, name)
+            _drop_block(model, name)
         else:
             part = family.wiring.attention if site.kind == "attention" else family.wiring.ffn
             _edited_block(model, family, site.block).rewire(part, _chain(family, part, replacement))
@@ -29,7 +30,7 @@ def remove_sites(model: nn.Module, family: Family, plan: Plan) -> None:
         _edited_block(model, family, name).output_act = ACTIVATIONS[act]()
     for name, block in family.blocks(model).items():
         if isinstance(block, EditedBlock) and block.is_empty:
-            drop_block(model, name)
+            _drop_block(model, name)
 
 
 def _chain(family: Family, part: str, replacement: str) -> tuple[str, ...] | None:
@@ -46,3 +47,18 @@ def _edited_block(model: nn.Module, family: Family, path: str) -> EditedBlock:
     block = EditedBlock.of(model.get_submodule(path), family.wiring)
     replace_module(model, path, block)
     return block
+
+
+def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:
+    """Replace the module at `path` by `new`, which gets the mode (training or evaluation) of the old module."""
+    parent, _, leaf = path.rpartition(".")
+    new.training = model.get_submodule(path).training
+    setattr(model.get_submodule(parent), leaf, new)
+
+
+def _drop_block(model: Any, path: str) -> None:
+    """Delete a block and its entry in timm's `feature_info`. The other blocks keep their numbers."""
+    parent, _, leaf = path.rpartition(".")
+    delattr(model.get_submodule(parent), leaf)
+    if hasattr(model, "feature_info"):
+        model.feature_info = [entry for entry in model.feature_info if entry["module"] != path]

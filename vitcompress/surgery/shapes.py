@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from vitcompress.families import Family, Site, family_of
+from vitcompress.families.base import LinearPair
 from vitcompress.plan import Plan, is_within
+from vitcompress.surgery.slice import segments_of
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -36,48 +38,38 @@ def planned_tensors(dense: nn.Module, plan: Plan) -> tuple[PlannedTensor, ...]:
     before = {name: tuple(tensor.shape) for name, tensor in dense.state_dict().items()}
     after = sliced_shapes(before, dense, family, plan)
     removed = tuple(_removed_modules(family, family.sites(dense), plan))
-    return tuple(_rows(before, after, removed, _folded_pairs(dense, family, plan)))
-
-
-def _rows(
-    before: Shapes, after: Shapes, removed: tuple[str, ...], pairs: dict[str, tuple[str, str]]
-) -> Iterator[PlannedTensor]:
-    members = {member: ffn for ffn, pair in pairs.items() for member in pair}
-    for ffn, (first, second) in pairs.items():
-        if not is_within(ffn, removed):
-            yield from _folded(ffn, first, second, before, after)
+    ffns = {site.name for site in family.sites(dense) if site.kind == "ffn"}
+    pairs = {name: pair for name in plan.folded if name in ffns and (pair := family.linear_pair(dense, name))}
+    rows = [
+        row for ffn, pair in pairs.items() if not is_within(ffn, removed) for row in _folded(ffn, pair, before, after)
+    ]
+    members = {member for pair in pairs.values() for member in (pair.first, pair.second)}
     for name, shape in before.items():
         if is_within(name, removed):
-            yield PlannedTensor(name, {name: shape}, None, "removed")
+            rows.append(PlannedTensor(name, {name: shape}, None, "removed"))
         elif name.rpartition(".")[0] not in members:
-            yield PlannedTensor(name, {name: shape}, after[name], "kept" if after[name] == shape else "sliced")
+            change = "kept" if after[name] == shape else "sliced"
+            rows.append(PlannedTensor(name, {name: shape}, after[name], change))
+    return tuple(rows)
 
 
-def _folded(ffn: str, first: str, second: str, before: Shapes, after: Shapes) -> Iterator[PlannedTensor]:
+def _folded(ffn: str, pair: LinearPair, before: Shapes, after: Shapes) -> Iterator[PlannedTensor]:
     """W2 W1 and W2 b1 + b2, which replace two layers."""
-    outputs, inputs = after[f"{second}.weight"][0], after[f"{first}.weight"][1]
+    outputs, inputs = after[f"{pair.second}.weight"][0], after[f"{pair.first}.weight"][1]
     for leaf, shape in (("weight", (outputs, inputs)), ("bias", (outputs,))):
-        parts = {name: before[name] for layer in (first, second) if (name := f"{layer}.{leaf}") in before}
+        parts = {name: before[name] for layer in (pair.first, pair.second) if (name := f"{layer}.{leaf}") in before}
         if parts:
             yield PlannedTensor(f"{ffn}.{leaf}", parts, shape, "folded")
 
 
 def sliced_shapes(before: Shapes, dense: nn.Module, family: Family, plan: Plan) -> Shapes:
     """The shapes `before` of `dense` after slicing. Constant gates of gated FFNs have no rows."""
-    lost: dict[str, dict[int, int]] = {}
-    for space in family.spaces(dense):
-        if space.name not in plan.kept:
-            continue
-        kept = plan.kept[space.name]
-        heads = {channel // (space.size // space.heads) for channel in kept}
-        for axis in space.axes:
-            less = space.heads - len(heads) if axis.per_head else space.size - len(kept)
-            of = lost.setdefault(axis.tensor, {})
-            of[axis.dim] = of.get(axis.dim, 0) + axis.copies * less
-    after = {
-        name: tuple(size - lost.get(name, {}).get(dim, 0) for dim, size in enumerate(shape))
-        for name, shape in before.items()
-    }
+    after, sliced = dict(before), segments_of(family.spaces(dense), plan.kept)
+    for name in before.keys() & sliced.keys():
+        sizes = list(before[name])
+        for dim, segments in sliced[name].items():
+            sizes[dim] -= sum(length - len(kept) for _, length, kept in segments)
+        after[name] = tuple(sizes)
     for site in family.sites(dense):
         pair = family.linear_pair(dense, site.gates) if site.gates and site.name in plan.removed else None
         if pair:
@@ -85,13 +77,6 @@ def sliced_shapes(before: Shapes, dense: nn.Module, family: Family, plan: Plan) 
             own = [name for leaf in ("weight", "bias") if (name := f"{pair.first}.{leaf}") in after]
             after |= {name: (hidden, *after[name][1:]) for name in own}
     return after
-
-
-def _folded_pairs(dense: nn.Module, family: Family, plan: Plan) -> dict[str, tuple[str, str]]:
-    """Folded FFN -> paths of its two layers."""
-    ffns = {site.name for site in family.sites(dense) if site.kind == "ffn"}
-    pairs = {name: family.linear_pair(dense, name) for name in plan.folded if name in ffns}
-    return {name: (pair.first, pair.second) for name, pair in pairs.items() if pair}
 
 
 def _removed_modules(family: Family, sites: tuple[Site, ...], plan: Plan) -> Iterator[str]:

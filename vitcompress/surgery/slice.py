@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from vitcompress.families import Family, Space
 from vitcompress.plan import Plan
-from vitcompress.surgery.modules import replace_module
+from vitcompress.surgery.remove import replace_module
 
 Segment = tuple[int, int, list[int]]  # of an axis: start, length, positions to keep
 Segments = dict[str, dict[int, list[Segment]]]  # by tensor and dimension
@@ -21,11 +21,11 @@ def sliced_state(
 
     Tensors without such an axis are the same objects as in `state`.
     """
-    segments = _segments(spaces, kept)
+    segments = segments_of(spaces, kept)
     return {name: _select(tensor, segments.get(name, {})) for name, tensor in state.items()}
 
 
-def _segments(spaces: Iterable[Space], kept: Mapping[str, tuple[int, ...]]) -> Segments:
+def segments_of(spaces: Iterable[Space], kept: Mapping[str, tuple[int, ...]]) -> Segments:
     """What to keep of every tensor that a space in `kept` indexes."""
     segments: Segments = {}
     for space in spaces:
@@ -42,19 +42,16 @@ def _segments(spaces: Iterable[Space], kept: Mapping[str, tuple[int, ...]]) -> S
 
 
 def _select(tensor: Tensor, by_dim: Mapping[int, list[Segment]]) -> Tensor:
+    """The positions to keep along each dimension: those of the segments, and everything between them."""
     for dim, segments in by_dim.items():
-        tensor = tensor.index_select(dim, _positions(tensor.shape[dim], segments, tensor.device))
+        positions: list[int] = []
+        end = 0
+        for start, length, order in sorted(segments):
+            positions += [*range(end, start), *order]
+            end = start + length
+        positions += range(end, tensor.shape[dim])
+        tensor = tensor.index_select(dim, torch.tensor(positions, device=tensor.device))
     return tensor
-
-
-def _positions(size: int, segments: list[Segment], device: torch.device) -> Tensor:
-    """Positions to keep of an axis of `size`: those of the segments, and everything between them."""
-    positions: list[int] = []
-    end = 0
-    for start, length, order in sorted(segments):
-        positions += [*range(end, start), *order]
-        end = start + length
-    return torch.tensor([*positions, *range(end, size)], device=device)
 
 
 def slice_channels(model: nn.Module, family: Family, plan: Plan) -> None:
@@ -63,12 +60,19 @@ def slice_channels(model: nn.Module, family: Family, plan: Plan) -> None:
     Removed modules have no spaces, so `plan.kept` may name more spaces than the model has.
     """
     spaces = family.spaces(model)
-    _slice_tensors(model, spaces, plan)
+    segments = segments_of(spaces, plan.kept)
+    for name, by_dim in segments.items():  # one after the other: a large model is never in memory twice
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        before = getattr(owner, leaf)
+        after = _select(before.detach(), by_dim).contiguous()
+        is_parameter = isinstance(before, nn.Parameter)
+        setattr(owner, leaf, nn.Parameter(after, requires_grad=before.requires_grad) if is_parameter else after)
+        _correct_sizes(owner)
     sizes = {space.name: len(plan.kept.get(space.name, range(space.size))) for space in spaces}
-    sliced = [axis.tensor for space in spaces if space.name in plan.kept for axis in space.axes]
     for path in dict.fromkeys(space.attention for space in spaces if space.attention):
         of = {space.kind: space for space in spaces if space.attention == path}
-        if any(tensor.startswith(f"{path}.") for tensor in sliced):
+        if any(tensor.startswith(f"{path}.") for tensor in segments):
             heads = plan.heads.get(path, of["v"].heads)
             widths = sizes[of["qk"].name], sizes[of["v"].name]
             replace_module(model, path, family.slice_attention(model.get_submodule(path), *widths, heads))
@@ -85,19 +89,6 @@ def pad_attentions(model: nn.Module, plan: Plan) -> None:
             attention.padded = True
 
 
-def _slice_tensors(model: nn.Module, spaces: tuple[Space, ...], plan: Plan) -> None:
-    """One parameter or buffer after the other, so that a large model is never in memory twice."""
-    for name, by_dim in _segments(spaces, plan.kept).items():
-        parent, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(parent)
-        before = getattr(owner, leaf)
-        after = _select(before.detach(), by_dim).contiguous()
-        if isinstance(before, nn.Parameter):
-            after = nn.Parameter(after, requires_grad=before.requires_grad)
-        setattr(owner, leaf, after)
-        _correct_sizes(owner)
-
-
 def _correct_sizes(module: nn.Module) -> None:
     """Set the sizes that a module stores to those of its tensors."""
     if isinstance(module, nn.Linear):
@@ -105,7 +96,6 @@ def _correct_sizes(module: nn.Module) -> None:
     elif isinstance(module, nn.LayerNorm):
         module.normalized_shape = tuple(module.weight.shape)
     elif isinstance(module, nn.Conv2d):
-        depthwise = module.groups > 1
         module.out_channels, module.in_channels = module.weight.shape[:2]
-        if depthwise:
+        if module.groups > 1:  # depth-wise
             module.groups = module.in_channels = module.out_channels
