@@ -1,26 +1,11 @@
-"""All exceptions that vitcompress raises on purpose.
-
-VitcompressError            exit 1
-├── CheckFailedError        exit 1: the work was done, but a check or a limit failed
-└── InputError              exit 2: invalid input; nothing was written
-    ├── RecipeError         all problems of one recipe
-    ├── UnsupportedModelError   a model that no family supports
-    ├── WeightsError        missing, truncated, pickled or foreign weights
-    ├── DataError           missing or unusable images
-    ├── PlanError           a plan that contradicts itself or its model
-    ├── ArtifactError       a file with unexpected content
-    ├── MissingExtraError   an optional package that is not installed
-    ├── PrecisionError      values that the requested precision cannot represent
-    ├── DeviceError         a device, provider or runtime version that this machine lacks
-    └── OutputError         a folder that cannot be written or belongs to something else
-"""
+"""All exceptions that vitcompress raises on purpose."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class VitcompressError(Exception):
-    """The message states the value and what is allowed; `hint` is the next step."""
+    """The message states the value and what is allowed; `hint` is the next step. Exit code of the command line: 1."""
 
     exit_code = 1
 
@@ -35,7 +20,7 @@ class CheckFailedError(VitcompressError):
 
 
 class InputError(VitcompressError):
-    """Invalid input."""
+    """Invalid input; nothing was written."""
 
     exit_code = 2
 

@@ -29,8 +29,11 @@ FORMAT = 1
 BYPASSES = ("drop", "norm_identity", "double")
 ACTIVATION_REPLACEMENTS = ("identity",)
 GATE_REPLACEMENTS = ("mean_gate", "drop_gate")
+REPLACEMENTS = (*BYPASSES, *ACTIVATION_REPLACEMENTS, *GATE_REPLACEMENTS)
 GATED_FFN = (*GATE_REPLACEMENTS, "drop_ffn")
 APPENDED = ("gelu",)
+MAPPINGS = ("arch_args", "removed", "appended", "kept", "heads", "standard")  # keys of a plan
+LISTS = ("folded", "padded")
 RESTORE = "restore plan.json from the run that wrote it, or run the recipe again"
 
 
@@ -54,7 +57,7 @@ class Plan:
     """
 
     arch: str
-    arch_args: Mapping[str, Any] = field(default_factory=dict)
+    arch_args: Mapping[str, object] = field(default_factory=dict)
     removed: Mapping[str, str] = field(default_factory=dict)
     appended: Mapping[str, str] = field(default_factory=dict)
     folded: tuple[str, ...] = ()
@@ -94,21 +97,14 @@ class Plan:
         if again := sorted(set(later.folded) & set(self.folded)):
             raise PlanError(f"the second plan folds what the first folded: {', '.join(again)}")
 
-        def merge(name: str) -> dict[str, Any]:
-            """Entries of both plans, this plan's only outside of the removed modules."""
+        merged: dict[str, Any] = {}  # entries of both plans, this plan's only outside of the removed modules
+        for name in ("removed", "appended", "kept", "heads", *LISTS):
             own, new = getattr(self, name), getattr(later, name)
-            own, new = (dict.fromkeys(value) if isinstance(value, tuple) else value for value in (own, new))
-            return {key: value for key, value in own.items() if not is_within(module_of(key), later.removed)} | new
-
-        return self.delta(
-            removed=merge("removed"),
-            appended=merge("appended"),
-            folded=tuple(merge("folded")),
-            kept=merge("kept") | _to_dense_channels(self.kept, later.kept),
-            heads=merge("heads"),
-            padded=tuple(merge("padded")),
-            standard=later.standard or ({} if named else self.standard),
-        )
+            left = [key for key in own if not is_within(module_of(key), later.removed)]
+            both = dict.fromkeys((*left, *new))
+            merged[name] = tuple(both) if name in LISTS else {key: new.get(key, own.get(key)) for key in both}
+        merged["kept"] |= _to_dense_channels(self.kept, later.kept)
+        return self.delta(**merged, standard=later.standard or ({} if named else self.standard))
 
     def to_json(self) -> str:
         """Canonical text: equal plans give equal bytes."""
@@ -130,11 +126,10 @@ class Plan:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise PlanError(f"the plan is not JSON: {error}", hint=RESTORE) from None
-        problems = _problems(data)
-        if problems:
+        if problems := _problems(data):
             raise PlanError("the plan cannot be used:\n  " + "\n  ".join(problems), hint=RESTORE)
         data["kept"] = {space: tuple(channels) for space, channels in data.get("kept", {}).items()}
-        data |= {key: tuple(data.get(key, ())) for key in ("folded", "padded")}
+        data |= {key: tuple(data.get(key, ())) for key in LISTS}
         return cls(**data)
 
 
@@ -161,56 +156,43 @@ def _problems(data: Any) -> list[str]:
         problems.append(f"format: got {data.get('format')!r}, this version reads {FORMAT}")
     if not isinstance(data.get("arch"), str):
         problems.append(f"arch: expected a timm model name, got {data.get('arch')!r}")
-    problems += [
-        f"{key}: expected an object, got {type(data[key]).__name__}"
-        for key in ("arch_args", "removed", "appended", "kept", "heads", "standard")
-        if key in data and not isinstance(data[key], dict)
-    ]
-    for key in ("folded", "padded"):
+    for key in MAPPINGS:
+        if not isinstance(data.get(key, {}), dict):
+            problems.append(f"{key}: expected an object, got {type(data[key]).__name__}")
+    for key in LISTS:
         if not _is_list_of(data.get(key, []), str):
             problems.append(f"{key}: expected a list of module names")
-    return problems or _value_problems(data)
+    return problems or _value_problems({**{key: {} for key in MAPPINGS}, **dict.fromkeys(LISTS, ()), **data})
 
 
-def _value_problems(data: dict[str, Any]) -> list[str]:
-    allowed = (*BYPASSES, *ACTIVATION_REPLACEMENTS, *GATE_REPLACEMENTS)
+def _value_problems(data: Any) -> list[str]:
     problems = [
-        f"removed.{site}: got {replacement!r}, allowed: {', '.join(allowed)}"
-        for site, replacement in data.get("removed", {}).items()
-        if replacement not in allowed
+        f"{key}.{name}: got {value!r}, allowed: {', '.join(allowed)}"
+        for key, allowed in (("removed", REPLACEMENTS), ("appended", APPENDED))
+        for name, value in data[key].items()
+        if value not in allowed
     ]
-    problems += [
-        f"appended.{block}: got {act!r}, allowed: {', '.join(APPENDED)}"
-        for block, act in data.get("appended", {}).items()
-        if act not in APPENDED
-    ]
-    for space, channels in data.get("kept", {}).items():
+    for space, channels in data["kept"].items():
         if not _is_list_of(channels, int) or not are_valid_channels(channels):
             problems.append(f"kept.{space}: expected one or more distinct channel numbers, got {str(channels)[:60]}")
-    problems += [
-        f"heads.{name}: expected a whole number from 1, got {count!r}"
-        for name, count in data.get("heads", {}).items()
-        if not _is_list_of([count], int) or count < 1
-    ]
-    standard = data.get("standard", {})
+    for name, count in data["heads"].items():
+        if not _is_list_of([count], int) or count < 1:
+            problems.append(f"heads.{name}: expected a whole number from 1, got {count!r}")
+    standard = data["standard"]
     if standard and not (isinstance(standard.get("arch"), str) and isinstance(standard.get("args"), dict)):
         problems.append(f"standard: expected arch and args of a timm model, got {str(standard)[:60]}")
-    for key in ("folded", "padded"):
-        if len(set(data.get(key, []))) != len(data.get(key, [])):
-            problems.append(f"{key}: a module is named twice")
-    return problems
+    return problems + [f"{key}: a module is named twice" for key in LISTS if len(set(data[key])) != len(data[key])]
 
 
 def check_bypasses(attention_bypass: str, both_pruned_output_act: str, gated_ffn: str = "mean_gate") -> None:
     """Raise PlanError for an unknown value."""
-    if gated_ffn not in GATED_FFN:
-        raise PlanError(f"gated_ffn must be one of {', '.join(GATED_FFN)}, got {gated_ffn!r}")
-    if attention_bypass not in BYPASSES:
-        raise PlanError(f"attention_bypass must be one of {', '.join(BYPASSES)}, got {attention_bypass!r}")
-    if both_pruned_output_act not in (*APPENDED, "none"):
-        raise PlanError(
-            f"both_pruned_output_act must be one of {', '.join(APPENDED)}, none; got {both_pruned_output_act!r}"
-        )
+    for name, value, allowed in (
+        ("gated_ffn", gated_ffn, GATED_FFN),
+        ("attention_bypass", attention_bypass, BYPASSES),
+        ("both_pruned_output_act", both_pruned_output_act, (*APPENDED, "none")),
+    ):
+        if value not in allowed:
+            raise PlanError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
 def are_valid_channels(channels: Sequence[int]) -> bool:

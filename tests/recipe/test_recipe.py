@@ -136,12 +136,6 @@ def test_dependencies_between_tables(file: Path, change: tuple[str, str], place:
     assert any(line.split("   ")[0].strip() == place for line in lines), lines
 
 
-def test_unknown_export_formats_are_rejected_if_formats_are_known(file: Path) -> None:
-    file.write_text(SMALL + '[export]\nformats = ["onxx"]\n')
-    with pytest.raises(RecipeError, match="did you mean onnx"):
-        load_recipe(str(file), formats=("onnx", "trt"))
-
-
 def test_the_export_table_survives_toml(file: Path) -> None:
     file.write_text(
         SMALL + '[export]\nformats = ["trt"]\nprecision = "fp16"\nbatch = [1, 8, 64]\nsm = [80, 89]\n'

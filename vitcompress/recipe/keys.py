@@ -3,28 +3,21 @@
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import create_model
 from pydantic.fields import FieldInfo
 
 from vitcompress import recipes
 from vitcompress.io.plugins import find_by_name, load_plugins
-from vitcompress.io.validation import parts_of
+from vitcompress.io.validation import BOUNDS, parts_of
 from vitcompress.methods import METHODS, Method, find_method
 from vitcompress.recipe.load import load_recipe
-from vitcompress.recipe.schema import Tables
+from vitcompress.recipe.schema import Recipe, Tables
 
 WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path", dict: "table"}
-BOUNDS = {
-    Ge: ("ge", "{:g} or more"),
-    Gt: ("gt", "more than {:g}"),
-    Le: ("le", "{:g} or less"),
-    Lt: ("lt", "less than {:g}"),
-}
 
 
 @dataclass(frozen=True)
@@ -38,19 +31,16 @@ class Key:
     value: Any = None
     required: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def recipe_schema() -> dict[str, Any]:
+def recipe_schema() -> dict[str, object]:
     """JSON Schema (draft 2020-12) of a recipe in TOML; `method` selects the keys of a `[[step]]`.
 
     Methods of other installed packages are included.
     """
     methods = {**METHODS, **load_plugins("methods", Method)}
     # One model for all tables and options, so that pydantic gives every type a name of its own.
-    options: dict[str, Any] = {f"step_{name}": (method.options, ...) for name, method in methods.items()}
-    schema: dict[str, Any] = _without_null(create_model("Recipe", __base__=Tables, **options).model_json_schema())
+    options: Any = {f"step_{name}": (method.options, ...) for name, method in methods.items()}
+    schema: Any = _without_null(create_model("Recipe", __base__=Tables, **options).model_json_schema())
     steps = []
     for name in methods:
         reference = schema["properties"].pop(f"step_{name}")["$ref"]
@@ -58,9 +48,8 @@ def recipe_schema() -> dict[str, Any]:
         method = {"const": name, "description": f"what to remove: {step.get('description', name)}"}
         required = ["method", *step.get("required", [])]
         steps.append({**step, "properties": {"method": method, **step.get("properties", {})}, "required": required})
-    description = "the pruning steps, in order; `vitcompress recipes` describes the methods"
     schema["properties"]["step"] = {
-        "description": description,
+        "description": "the pruning steps, in order; `vitcompress recipes` describes the methods",
         "type": "array",
         "minItems": 1,
         "items": {"oneOf": steps, "discriminator": {"propertyName": "method"}},
@@ -91,8 +80,8 @@ def keys_of(source: str) -> list[Key]:
     Raises:
         InputError: neither a method nor a recipe; names the nearest.
     """
-    tables = {name: table for name, hint in typing.get_type_hints(Tables).items() if (table := _table_in(hint))}
-    del tables["published"]  # quoted figures, not settings
+    tables = {name: table for name, hint in typing.get_type_hints(Recipe).items() if (table := _table_in(hint))}
+    del tables["published"], tables["steps"]  # quoted figures are no settings; steps have keys of their own
     if method := _method(source):
         return [*_keys("step.0", method.options), *(key for pair in tables.items() for key in _keys(*pair))]
     recipe = load_recipe(source)
@@ -120,8 +109,10 @@ def _keys(prefix: str, table: type[Any], values: Any = None) -> Iterator[Key]:
             yield from _keys(name, inner, value)
             continue
         texts = [part.description for part in parts_of(hint) if isinstance(part, FieldInfo) and part.description]
-        default, required = _default(field)
-        yield Key(name, describe_type(hint), default, texts[-1] if texts else "", value, required)
+        required = field.default is MISSING and field.default_factory is MISSING
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        about = texts[-1] if texts else ""
+        yield Key(name, describe_type(hint), None if required else default, about, value, required)
 
 
 def _table_in(hint: Any) -> type[Any] | None:
@@ -129,19 +120,14 @@ def _table_in(hint: Any) -> type[Any] | None:
     return next((kind for kind in parts_of(hint) if isinstance(kind, type) and is_dataclass(kind)), None)
 
 
-def _default(field: "Field[Any]") -> tuple[Any, bool]:
-    """The default of a field, and whether it has none."""
-    if field.default_factory is not MISSING:
-        return field.default_factory(), False
-    return (None, True) if field.default is MISSING else (field.default, False)
-
-
 def describe_type(hint: Any) -> str:
     """A type and its limits in words."""
     kind, parts = typing.get_origin(hint), typing.get_args(hint)
     if kind is Annotated:
-        bounds = [BOUNDS[type(b)][1].format(getattr(b, BOUNDS[type(b)][0])) for b in parts[1:] if type(b) in BOUNDS]
-        return ", ".join([describe_type(parts[0]), *bounds])
+        limits = [(words, getattr(part, name, None)) for part in parts[1:] for name, words in BOUNDS.values()]
+        return ", ".join(
+            [describe_type(parts[0]), *(w.format(f"{limit:g}") for w, limit in limits if limit is not None)]
+        )
     if kind is Literal:
         return "one of " + ", ".join(map(str, parts))
     if kind in (typing.Union, types.UnionType):

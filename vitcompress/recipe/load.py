@@ -2,24 +2,25 @@
 
 import hashlib
 import json
+import re
 import tomllib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from vitcompress import recipes
-from vitcompress.errors import InputError, RecipeError, did_you_mean
+from vitcompress.errors import InputError, RecipeError
+from vitcompress.io.text import format_range
 from vitcompress.io.validation import keys_hint, validate, validate_options
 from vitcompress.methods import METHODS, find_method
-from vitcompress.recipe.overrides import assign
 from vitcompress.recipe.schema import Recipe, Step, Tables, plain_data
 
+REMOVED = object()  # the value of `key=` in an assignment: the default applies
 
-def load_recipe(source: str, sets: Sequence[str] = (), *, formats: Collection[str] = ()) -> Recipe:
+
+def load_recipe(source: str, sets: Sequence[str] = ()) -> Recipe:
     """Read a recipe by name or from a file, apply `sets` (`table.key=value`) and validate it.
-
-    formats: the known export formats; empty: formats are not checked.
 
     Raises:
         RecipeError: with all problems.
@@ -28,7 +29,7 @@ def load_recipe(source: str, sets: Sequence[str] = (), *, formats: Collection[st
     name, text = read_text(source, "recipe", recipes.names(), recipes.text)
     data = parse_toml(source, text)
     recipes.check_kind("recipe", source, data)
-    return build_recipe(source, {"name": name, **data}, sets, formats=formats)
+    return build_recipe(source, {"name": name, **data}, sets)
 
 
 def parse_toml(source: str, text: str) -> dict[str, Any]:
@@ -40,24 +41,23 @@ def parse_toml(source: str, text: str) -> dict[str, Any]:
         raise RecipeError(source, [f"not valid TOML: {error}"], hint=hint) from None
 
 
-def build_recipe(
-    source: str, data: dict[str, Any], sets: Sequence[str] = (), *, formats: Collection[str] = ()
-) -> Recipe:
+def build_recipe(source: str, data: Mapping[str, object], sets: Sequence[str] = ()) -> Recipe:
     """Validate `data`, the content of a recipe's TOML, after applying `sets`.
 
     Raises:
         RecipeError: with all problems of all tables.
     """
-    data = deepcopy(data)
+    data = deepcopy(dict(data))
     problems = [problem for text in sets if (problem := assign(data, text))]
     raw_steps = data.pop("step", [])
     tables = validate(Tables, data, "", problems)
     steps = _steps(raw_steps, problems)
-    if tables is not None:
-        problems += _contradictions(tables, formats)
-    if problems or tables is None:
+    recipe = None if tables is None else Recipe(steps=steps, **vars(tables))
+    if recipe is not None:
+        problems += _contradictions(recipe)
+    if problems or recipe is None:
         raise RecipeError(source, problems, hint=keys_hint(problems, raw_steps))
-    return Recipe(steps=steps, **{name: getattr(tables, name) for name in type(tables).model_fields})
+    return recipe
 
 
 def dense_key(recipe: Recipe) -> str:
@@ -89,7 +89,7 @@ def _steps(raw: Any, problems: list[str]) -> tuple[Step, ...]:
     return tuple(step for step in steps if step is not None)
 
 
-def _step(data: dict[str, Any], prefix: str, problems: list[str]) -> Step | None:
+def _step(data: dict[str, object], prefix: str, problems: list[str]) -> Step | None:
     name = data.pop("method", None)
     if name is None:
         problems.append(f"{prefix}method   is missing: one of {', '.join(METHODS)}")
@@ -103,28 +103,59 @@ def _step(data: dict[str, Any], prefix: str, problems: list[str]) -> Step | None
     return None if options is None else Step(str(name), options)
 
 
-def _contradictions(tables: Tables, formats: Collection[str]) -> list[str]:
+def _contradictions(recipe: Recipe) -> list[str]:
     """Problems between tables."""
-    problems = []
-    if tables.model.weights == "train" and tables.dense is None:
+    problems, dense, finetune = [], recipe.dense, recipe.finetune
+    if recipe.model.weights == "train" and dense is None:
         problems.append('dense   model.weights = "train" needs a [dense] table with the training options')
-    if tables.model.weights != "train" and tables.dense is not None:
-        problems.append(f'dense   is only used with model.weights = "train", got {tables.model.weights!r}')
-    if tables.finetune.distillation != "none" and tables.finetune.teacher is None:
+    if recipe.model.weights != "train" and dense is not None:
+        problems.append(f'dense   is only used with model.weights = "train", got {recipe.model.weights!r}')
+    if finetune.distillation != "none" and finetune.teacher is None:
         problems.append('finetune.teacher   distillation needs a teacher: "dense", a timm name, or a run folder')
-    if tables.dense is not None and tables.dense.distillation != "none":
-        problems.append(
-            f'dense.distillation   got {tables.dense.distillation!r}, the dense model has no teacher: use "none"'
-        )
-    problems += [
-        f"{name}.alpha   got {options.alpha:g}, which gives the labels a negative weight; "
-        "use at most 1, or set label_weight too"
-        for name, options in (("dense", tables.dense), ("finetune", tables.finetune))
-        if options is not None and options.alpha > 1 and options.label_weight is None
-    ]
-    problems += [
-        f"export.formats   got {name!r}, expected one of {', '.join(formats)}{did_you_mean(name, formats)}"
-        for name in tables.export.formats
-        if formats and name not in formats
-    ]
+    if dense is not None and dense.distillation != "none":
+        problems.append(f'dense.distillation   got {dense.distillation!r}, the dense model has no teacher: use "none"')
+    for name, options in (("dense", dense), ("finetune", finetune)):
+        if options is not None and options.alpha > 1 and options.label_weight is None:
+            problems.append(
+                f"{name}.alpha   got {options.alpha:g}, which gives the labels a negative weight; "
+                "use at most 1, or set label_weight too"
+            )
     return problems
+
+
+def assign(data: dict[str, object], assignment: str) -> str | None:
+    """Apply one `table.key=value`, in TOML syntax, to `data` in place. Returns the problem, if there is one."""
+    key, equals, text = assignment.partition("=")
+    path = [int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]\s]+", key)]
+    if not equals or not path or isinstance(path[0], int):
+        return f"--set {assignment}   expected table.key=value, as in finetune.epochs=10 or step.0.pruned_layers=4"
+    try:
+        value = _value(text.strip()) if text.strip() else REMOVED
+    except tomllib.TOMLDecodeError:
+        return f'--set {assignment}   {text.strip()!r} is not a TOML value, as in 3, 0.5, true, "text", [1, 2]'
+    target: Any = data
+    for number, part in enumerate(path):
+        last = number == len(path) - 1
+        if isinstance(target, list) and isinstance(part, int) and part >= len(target):
+            return f"--set {assignment}   there is no number {part}, but {format_range(0, len(target) - 1)}"
+        if isinstance(target, list) and (not isinstance(part, int) or (last and value is REMOVED)):
+            return f"--set {assignment}   a list of {len(target)}: write its number, as in step.0.method"
+        if not isinstance(target, list) and not (isinstance(target, dict) and isinstance(part, str)):
+            return f"--set {assignment}   there is no such place in the recipe"
+        if not last:
+            target = target[part] if isinstance(target, list) else target.setdefault(part, {})
+        elif value is REMOVED and isinstance(target, dict):
+            target.pop(part, None)
+        else:
+            target[part] = value
+    return None
+
+
+def _value(text: str) -> Any:
+    """A TOML value; a single bare word is text, because shells remove quotes."""
+    if re.fullmatch(r"[A-Za-z_/~.][\w./:~+-]*", text) and text not in ("true", "false", "inf", "nan"):
+        return text
+    parsed = tomllib.loads(f"value = {text}")
+    if set(parsed) != {"value"}:
+        raise tomllib.TOMLDecodeError("more than one value")
+    return parsed["value"]

@@ -2,12 +2,12 @@
 `[data]` is `DataOptions`, `[dense]` and `[finetune]` are `TrainOptions`, each `[[step]]` the options of its method.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 import tomli_w
 from annotated_types import Ge, Le
-from pydantic import BaseModel, BeforeValidator, JsonValue
+from pydantic import BeforeValidator, JsonValue, create_model
 from pydantic_core import to_jsonable_python
 
 from vitcompress.exporters.options import ExportOptions, Positive
@@ -119,44 +119,32 @@ class Step:
     options: Any
 
 
-class Tables(BaseModel):
-    """A recipe without its steps, whose keys depend on their method."""
-
-    model_config = STRICT
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A recipe that passed every check which needs neither the model nor the data."""
 
     model: ModelTable
     name: str = ""
     summary: str = ""
-    data: DataOptions = DataOptions()
+    data: DataOptions = DataOptions()  # noqa: RUF009 (frozen)
     dense: TrainOptions | None = None
+    steps: tuple[Step, ...]
     finetune: Finetune = Finetune()
     export: ExportTable = ExportTable()
     bench: BenchTable = BenchTable()
     run: RunTable = RunTable()
     published: Published | None = None
 
-
-@dataclass(frozen=True)
-class Recipe:
-    """A recipe that passed every check which needs neither the model nor the data."""
-
-    name: str
-    summary: str
-    model: ModelTable
-    data: DataOptions
-    dense: TrainOptions | None
-    steps: tuple[Step, ...]
-    finetune: Finetune
-    export: ExportTable
-    bench: BenchTable
-    run: RunTable
-    published: Published | None
-
     def to_toml(self) -> str:
         """All settings including defaults, as TOML that loads as an equal recipe. Equal recipes have equal text."""
         tables = {name: value for name, value in vars(self).items() if name != "steps"}
         steps = [{"method": step.method, **plain_data(step.options)} for step in self.steps]
         return tomli_w.dumps({**plain_data(tables), "step": steps})
+
+
+_TABLES = [field for field in fields(Recipe) if field.name != "steps"]  # the keys of a step depend on its method
+_TYPES: Any = {f.name: (f.type, ... if f.default is MISSING else f.default) for f in _TABLES}
+Tables = create_model("Tables", __config__=STRICT, **_TYPES)
 
 
 def plain_data(value: Any) -> dict[str, Any]:
