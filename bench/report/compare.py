@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 from vitcompress.bench.plots.figure import COLOURS, MARKS, check_path, new_figure, save_figure
-from vitcompress.bench.report.records import RatioRecord, Report
-from vitcompress.bench.report.run import format_accuracy, read_report
+from vitcompress.bench.report.files import format_accuracy
+from vitcompress.bench.report.records import AccuracyRecord, RatioRecord, Report
+from vitcompress.bench.report.run import read_report
 from vitcompress.errors import InputError
 from vitcompress.io.text import NOT_MEASURED, format_change, format_count, format_interval
 
@@ -29,35 +30,36 @@ class Comparison(TypedDict):
     pictures: NotRequired[list[str]]
 
 
-class Point(TypedDict):
-    """A run in the plot, with 95 % intervals."""
+class Point(NamedTuple):
+    """A run in the plot."""
 
     run: str
     runtime: str
-    speedup: float
-    speedup_ci95: Sequence[float | None]
-    top1: float
-    top1_ci95: Sequence[float]
+    ratio: RatioRecord
+    accuracy: AccuracyRecord
 
 
 def compare_runs(folders: Sequence[str | Path]) -> Comparison:
-    """Read the reports of run folders. Raises ArtifactError for a folder without a report."""
+    """Compare each run with its own dense model. Raises ArtifactError for a folder without a report."""
     runs = {str(folder): read_report(folder) for folder in folders}
     rows = [(Path(name).name, *_cells(report)) for name, report in runs.items()]
     return {"runs": runs, "table": {"columns": list(COLUMNS), "rows": rows}}
 
 
 def _cells(report: Report) -> tuple[str, ...]:
-    """A run compared with its own dense model."""
-    accuracy, ratio, verify = (report.get("accuracy") or {}), _ratio(report), report.get("verify")
+    accuracy, ratio, verify = _accuracy(report), _ratio(report), report.get("verify")
     dense, compressed = report["cost"]["dense"], report["cost"]["compressed"]
     counts = ((dense["params"], compressed["params"]), (dense["macs"], compressed["macs"]))
     return (
-        format_accuracy(accuracy["compressed"]) if "compressed" in accuracy else NOT_MEASURED,
+        format_accuracy(accuracy) if accuracy else NOT_MEASURED,
         *(f"{format_count(after)} ({format_change(before, after)})" for before, after in counts),
         f"{ratio['median']:.2f}x ({format_interval(ratio['ci95'])})" if ratio else NOT_MEASURED,
         "not run" if not verify else "passed" if verify["passed"] else "failed",
     )
+
+
+def _accuracy(report: Report) -> AccuracyRecord | None:
+    return (report.get("accuracy") or {}).get("compressed")
 
 
 def _ratio(report: Report) -> RatioRecord | None:
@@ -68,20 +70,11 @@ def _ratio(report: Report) -> RatioRecord | None:
 
 def points(runs: Mapping[str, Report]) -> list[Point]:
     """The runs that have both an accuracy and a speed."""
-    shown: list[Point] = []
-    for name, report in runs.items():
-        ratio, accuracy, entries = _ratio(report), (report.get("accuracy") or {}).get("compressed"), report.get("bench")
-        if ratio and accuracy and entries:
-            point: Point = {
-                "run": Path(name).name,
-                "runtime": entries[0]["rows"][0]["runtime"],
-                "speedup": ratio["median"],
-                "speedup_ci95": ratio["ci95"],
-                "top1": accuracy["top1"],
-                "top1_ci95": accuracy["top1_ci95"],
-            }
-            shown.append(point)
-    return shown
+    return [
+        Point(Path(name).name, entries[0]["rows"][0]["runtime"], ratio, accuracy)
+        for name, report in runs.items()
+        if (entries := report.get("bench")) and (ratio := _ratio(report)) and (accuracy := _accuracy(report))
+    ]
 
 
 def plot(runs: Mapping[str, Report], path: Path) -> Path:
@@ -99,17 +92,17 @@ def plot(runs: Mapping[str, Report], path: Path) -> Path:
     figure = new_figure(7, 4.5)
     axes = figure.subplots()
     for number, point in enumerate(shown):
-        x, y = point["speedup"], 100 * point["top1"]
-        left, right = (x if end is None else end for end in point["speedup_ci95"])
-        low, high = (100 * end for end in point["top1_ci95"])
-        style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)], "label": point["run"]}
+        x, y = point.ratio["median"], 100 * point.accuracy["top1"]
+        left, right = (x if end is None else end for end in point.ratio["ci95"])
+        low, high = (100 * end for end in point.accuracy["top1_ci95"])
+        style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)], "label": point.run}
         errors = {"xerr": [[x - left], [right - x]], "yerr": [[y - low], [high - y]]}
         axes.errorbar([x], [y], **errors, ls="none", capsize=3, **style)
     name, first = next(iter(runs.items()))
     if dense := (first.get("accuracy") or {}).get("dense"):
         axes.axhline(100 * dense["top1"], linestyle=":", color="grey", label=f"dense of {Path(name).name}")
     axes.axvline(1.0, linestyle=":", color="lightgrey")
-    runtimes = " or ".join(dict.fromkeys(point["runtime"] for point in shown))
+    runtimes = " or ".join(dict.fromkeys(point.runtime for point in shown))
     axes.set(xlabel=f"times as fast as its dense model ({runtimes})", ylabel="top-1 on the test images, %")
     axes.set_title("bars: 95 % intervals", fontsize="small", loc="left")
     figure.legend(fontsize="small", loc="outside lower center", ncols=3)  # beside the axes, where it hides no interval

@@ -3,11 +3,11 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from vitcompress.bench.report.records import ArtifactRecord, BenchRecord, TensorRecord, WeightsRecord
-from vitcompress.io.text import NONE, Table, format_rate, format_shape, shorten_paths
+from vitcompress.bench.report import records
+from vitcompress.io.text import NONE, Columns, Table, format_percent, format_rate, format_shape, shorten_paths
 
 
-def list_warnings(entries: Iterable[BenchRecord]) -> list[str]:
+def list_warnings(entries: Iterable[records.BenchRecord]) -> list[str]:
     """Notes and warnings of several measurements, each once with the runtimes that it applies to."""
     runtimes: dict[str, list[str]] = {}
     for entry in entries:
@@ -20,21 +20,29 @@ def list_warnings(entries: Iterable[BenchRecord]) -> list[str]:
     return [f"- note ({', '.join(dict.fromkeys(names))}): {text}" for text, names in runtimes.items()]
 
 
-def artifact_table(entries: Iterable[ArtifactRecord]) -> Table:
+def artifact_table(entries: Iterable[records.ArtifactRecord]) -> Table:
     """One row per exported file: accuracy, speed, size and hash."""
-    rows = []
-    for entry in entries:
-        accuracy, speed = entry["accuracy"], entry["speed"]
-        top1 = f"{100 * accuracy['top1']:.1f} % ({accuracy['correct']} of {accuracy['total']})" if accuracy else NONE
-        fast = f"{format_rate(speed['images_per_second'])} (batch {speed['batch']})" if speed else NONE
-        verified = "yes" if entry["verified"] else "no"
-        size, sha256 = f"{entry['bytes']:,}", entry["sha256"][:12]
-        rows.append((entry["file"], top1, fast, entry["precision"], size, verified, sha256))
-    columns = ("file", "top-1", "images/s", "precision", "bytes", "outputs checked here", "sha256")
-    return Table("", columns, tuple(rows))
+    columns: Columns = {
+        "file": "{file}",
+        "top-1": lambda entry: format_accuracy(entry["accuracy"]) if entry["accuracy"] else NONE,
+        "images/s": lambda entry: _format_speed(entry["speed"]) if entry["speed"] else NONE,
+        "precision": "{precision}",
+        "bytes": "{bytes:,}",
+        "outputs checked here": lambda entry: "yes" if entry["verified"] else "no",
+        "sha256": "{sha256:.12}",
+    }
+    return Table.of("", columns, entries)
 
 
-def weight_table(weights: WeightsRecord) -> Table:
+def format_accuracy(accuracy: records.AccuracyRecord) -> str:
+    return f"{format_percent(accuracy['top1'])} ({accuracy['correct']} of {accuracy['total']})"
+
+
+def _format_speed(speed: records.SpeedRecord) -> str:
+    return f"{format_rate(speed['images_per_second'])} (batch {speed['batch']})"
+
+
+def weight_table(weights: records.WeightsRecord) -> Table:
     """The matrices that a plan changed, from the dense model to each file; equal rows of several blocks are merged."""
     files = [entry["file"] for entry in weights["files"]]
     groups: dict[tuple[str, ...], list[str]] = {}
@@ -46,7 +54,7 @@ def weight_table(weights: WeightsRecord) -> Table:
     return Table("weights", columns, tuple((_merge_names(names), *cells) for (_, *cells), names in groups.items()))
 
 
-def describe_bytes(weights: WeightsRecord) -> list[str]:
+def describe_bytes(weights: records.WeightsRecord) -> list[str]:
     """One sentence per file: its size by content."""
     return [
         f"{entry['file']}: {entry['bytes']:,} bytes, {entry['of_model']:,} of them the tensors of the model "
@@ -55,7 +63,7 @@ def describe_bytes(weights: WeightsRecord) -> list[str]:
     ]
 
 
-def _tensor_rows(tensor: TensorRecord, files: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def _tensor_rows(tensor: records.TensorRecord, files: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """One row per shape and size that files store the tensor in, with the names of these files."""
     dense = " + ".join(map(_shape, tensor["dense"].values()))
     forms: dict[str, list[str]] = {}

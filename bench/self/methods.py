@@ -42,7 +42,7 @@ AT_ONCE = 16
 RECIPE = "digits_up"
 TARGET = {"embed_dim": 32, "num_heads": 2}  # half of every width
 FISHER, QUARTER = {"score": "fisher"}, {"score": "screened", "band": 0.25}
-SCREENS: dict[str, Mapping[str, object]] = {
+SCREENS: dict[str, dict[str, Any]] = {
     "Gauss-Newton, 1 direction": {**FISHER, "directions": 1},
     "Gauss-Newton, 2 directions": FISHER,
     "Gauss-Newton, 4 directions": {**FISHER, "directions": 4},
@@ -117,7 +117,7 @@ class Step:
     def _backward(self) -> None:
         logits = self.model(self.images)
         logits = torch.stack(logits).mean(0) if isinstance(logits, tuple) else logits  # two heads in training
-        loss: Tensor = nn.functional.cross_entropy(logits, self.targets)
+        loss: Any = nn.functional.cross_entropy(logits, self.targets)
         loss.backward()
 
 
@@ -213,22 +213,22 @@ def run_proxies(options: Options) -> Iterator[Line]:
     """
     recipe, images = load_recipe(RECIPE), 10 * options.runs
     data = open_data(recipe.data, recipe.run.seed)
-    args = {**recipe.model.args, "num_classes": len(data.classes)}
+    args: dict[str, Any] = {**recipe.model.args, "num_classes": len(data.classes)}
     model = vc.create_model(recipe.model.name, seed=recipe.run.seed, **args)
     assert recipe.dense is not None
     vc.finetune(model, data.train, data.heldout, device="cpu", seed=recipe.run.seed, **asdict(recipe.dense))
 
-    def time_plan(settings: Mapping[str, object]) -> tuple[float, Plan]:
+    def time_plan(**settings: Any) -> tuple[float, Plan]:
         began = time.perf_counter()
         plan = vc.plan(model, "upvit", data.train, device="cpu", target_args=TARGET, images=images, **settings)
         return time.perf_counter() - began, plan
 
-    seconds, exact = time_plan({"score": "exact"})
+    seconds, exact = time_plan(score="exact")
     yield {"what": "exact scores", "text": f"{seconds:.1f} s for {images} images", "seconds": seconds, "images": images}
     sizes = {space.name: space.size for space in family_of(model).spaces(model)}
     for name, settings in SCREENS.items():
         more = {"screen_images": images // 4} if "screen" in settings else {}
-        own, plan = time_plan({**settings, **more})
+        own, plan = time_plan(**settings, **more)
         cheaper, common = seconds / own, share_in_common(sizes, exact, plan)
         text = f"{cheaper:.1f} times cheaper, {100 * common:.1f} % of the removed channels in common with exact scores"
         figures = {"cheaper": cheaper, "in_common": common, **AIMS, "seconds": own, "images": images}

@@ -218,8 +218,8 @@ def test_runs_side_by_side(measured: tuple[Path, dict[str, object]], tmp_path: P
 
 def test_what_the_plot_shows(measured: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
     (point,) = compare.points({"run": measured[1]})
-    assert point["top1"] == 521 / 540
-    assert point["speedup_ci95"][0] <= point["speedup"]
+    assert point.accuracy["top1"] == 521 / 540
+    assert point.ratio["ci95"][0] <= point.ratio["median"]
     structure = {"run": {"recipe": "x", "cost": COST}}
     assert compare.points(structure) == []
     with pytest.raises(InputError, match="both an accuracy and a speed"):

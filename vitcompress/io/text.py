@@ -88,6 +88,8 @@ def _shortest(name: str, others: Iterable[str]) -> str:
 
 NOT_MEASURED = "not measured"
 NONE = "-"
+# Heading of a column -> its cell: a format string with the keys of a record (`"{accuracy:.1f} %"`), or a function of it.
+Columns = Mapping[str, str | Callable[[Any], object]]
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,8 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def of(cls, title: str, columns: Mapping[str, str | Callable[[Any], object]], records: Iterable[Any]) -> "Table":
-        """One row per record. columns: heading -> cell, a format string with the record's keys (`"{accuracy:.1f} %"`)
-        or a function of the record.
-        """
+    def of(cls, title: str, columns: Columns, records: Iterable[Any]) -> "Table":
+        """One row per record."""
         cells = [c.format_map if isinstance(c, str) else c for c in columns.values()]
         return cls(title, tuple(columns), tuple(tuple(str(cell(record)) for cell in cells) for record in records))
 
