@@ -30,8 +30,7 @@ from vitcompress.exporters.sidecar import (
 from vitcompress.io.checks import Check
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.create import input_config
-from vitcompress.verify.files import structure_checks
-from vitcompress.verify.quarantine import quarantine, record_status
+from vitcompress.verify.files import quarantine, record_status, structure_checks
 
 IMAGES = torch.zeros(1, 3, 8, 8)
 MODEL = build("plain", dtype=torch.float32)

@@ -11,7 +11,7 @@ from torch import nn
 from vitcompress.exporters.onnx.file import metadata, read_onnx
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.io.files import decode_json_values
-from vitcompress.verify.onnx import checker_check, graph_checks
+from vitcompress.verify.files import checker_check, graph_checks
 from vitcompress.verify.tolerance import reference
 from vitcompress.verify.weights import exported_module
 

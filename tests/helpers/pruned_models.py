@@ -13,7 +13,8 @@ from vitcompress.families import family_of
 from vitcompress.io.checks import Check
 from vitcompress.methods.depth import depth_plan
 from vitcompress.plan import Plan
-from vitcompress.verify.files import PlannedOriginal, read_tensors
+from vitcompress.verify.files import read_tensors
+from vitcompress.verify.outputs import PlannedOriginal
 
 
 def pruned(variant: str) -> tuple[nn.Module, nn.Module, Plan]:

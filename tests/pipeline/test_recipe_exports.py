@@ -26,7 +26,7 @@ from vitcompress.io.tensors import save_tensors
 from vitcompress.models.checkpoint import load_model
 from vitcompress.models.create import create_model, input_config
 from vitcompress.verify import verify_folder
-from vitcompress.verify.quarantine import rejected_exports
+from vitcompress.verify.files import rejected_exports
 
 HALF = SMALL + '[export]\nprecision = "fp16"\n'
 GATE = ("flips", "kl", "cosine", "error")

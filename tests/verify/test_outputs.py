@@ -30,8 +30,8 @@ from vitcompress.pipeline.export_folder import export_folder, verify_export
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy
 from vitcompress.verify import outputs, verify_folder
+from vitcompress.verify.files import file_status, record_status, reject_export
 from vitcompress.verify.outputs import SHARES, Original, output_checks
-from vitcompress.verify.quarantine import file_status, record_status, reject_export
 
 ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 3, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}

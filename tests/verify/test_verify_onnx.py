@@ -16,8 +16,8 @@ from vitcompress.exporters.onnx.export import export
 from vitcompress.io.checks import Check
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
-from vitcompress.verify.files import PlannedOriginal, file_label, is_about, structure_checks
-from vitcompress.verify.onnx import graph_checks
+from vitcompress.verify.files import file_label, graph_checks, is_about, structure_checks
+from vitcompress.verify.outputs import PlannedOriginal
 
 MODEL = build("plain", dtype=torch.float32)
 PLAN = contract("plain").plan

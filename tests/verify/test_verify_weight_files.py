@@ -23,7 +23,8 @@ from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import input_config
 from vitcompress.surgery import apply_plan
-from vitcompress.verify.files import PlannedOriginal, check_file, read_tensors
+from vitcompress.verify.files import check_file, read_tensors
+from vitcompress.verify.outputs import PlannedOriginal
 from vitcompress.verify.weights import compare_tensors
 
 

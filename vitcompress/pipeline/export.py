@@ -1,11 +1,11 @@
 """Write exported files: check the range of fp16, search fp32 layers, export; and all exports of a recipe."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from vitcompress.errors import ArtifactError, CheckFailedError, DeviceError, PrecisionError
 from vitcompress.exporters import find_exporter
@@ -27,32 +27,29 @@ from vitcompress.io.files import write_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model, read_plan
-from vitcompress.models.create import InputConfig
+from vitcompress.models.create import input_config
 from vitcompress.pipeline.fp32_layers import Layers, Search, best_evaluator, search
 from vitcompress.pipeline.job import Job
 from vitcompress.training.metrics import calibration_images
+from vitcompress.verify.files import quarantine, reject_export, rejected_exports
 from vitcompress.verify.folder import noise_images
 from vitcompress.verify.outputs import Original
-from vitcompress.verify.quarantine import quarantine, reject_export, rejected_exports
 
 CALIBRATION_IMAGES = 64  # on which ranges are scanned and fp32 layers chosen
 
 
 def write_export(
     exporter: Exporter,
-    model: nn.Module,
+    original: Original,
     path: Path,
-    images: Tensor,
     *,
     options: ExportOptions,
-    real: bool = True,
+    classes: Sequence[str] = (),
+    plan_digest: str,
     progress: Progress | None = None,
-    **about: Unpack[ModelInfo],
 ) -> Exported:
-    """Write `model` in the format of `exporter`. For half precision, first check the ranges inside the model.
-
-    images: (count, channels, height, width), normalised; for the range scan and for the fp32 layers `auto`. real: they
-    are not noise.
+    """Write the model of `original` in the format of `exporter`. Half precision is checked first, on its images: the
+    ranges inside the model, and the fp32 layers `auto`.
 
     Raises:
         PrecisionError: a result inside the model is too large for fp16; nothing was written.
@@ -61,32 +58,31 @@ def write_export(
         InputError: the format does not support this model with these options; nothing was written.
         InputError, VitcompressError, OutputError: see the exporter.
     """
+    model, result = original.model, None
     exporter.check_model(model, options)
-    result: Search | None = None
     if AUTO in options.islands:
-        result = _search_layers(exporter, Original(model, images, real), options, about["input"], progress)
+        result = _search_layers(exporter, original, options, progress)
         options = replace(options, islands=_selected_layers(result, options.precision, path))
     elif options.precision == "fp16":
-        check_fp16(model, images, options.islands, offer_islands="islands" in exporter.uses)
+        check_fp16(model, original.images, options.islands, offer_islands="islands" in exporter.uses)
+    about: ModelInfo = {"input": input_config(model), "classes": classes, "plan_digest": plan_digest}
     exported = exporter.export(model, path, options=options, progress=progress, **about)
     if result is not None:
-        exported = replace(exported, islands_search=result.to_dict())
+        exported = replace(exported, islands_search=asdict(result))
         write_sidecar(exported)
     return exported
 
 
-def _search_layers(
-    exporter: Exporter, original: Original, options: ExportOptions, input: InputConfig, progress: Progress | None
-) -> Search:
+def _search_layers(exporter: Exporter, original: Original, options: ExportOptions, progress: Progress | None) -> Search:
     """Search the fp32 layers. Raises PrecisionError if fp16 overflows whatever layers are in fp32."""
     fixed = tuple(name for name in options.islands if name != AUTO)
-    limits: tuple[Any, ...] = ()  # bf16 represents whatever fp32 does
-    if options.precision == "fp16":
-        ranges = scan_ranges(original.model, original.images)
-        check_layers_help(original.model, ranges, fixed)
-        limits = fp16_limits(original.model, ranges, fixed)
-    evaluator = best_evaluator(exporter, original, options, input)
-    return search(original, evaluator, (options.precision, "fp32"), *limits, fixed=fixed, progress=progress)
+    evaluator = best_evaluator(exporter, original, options)
+    if options.precision != "fp16":  # bf16 represents whatever fp32 does
+        return search(original, evaluator, options.precision, fixed=fixed, progress=progress)
+    ranges = scan_ranges(original.model, original.images)
+    check_layers_help(original.model, ranges, fixed)
+    limits = fp16_limits(original.model, ranges, fixed)
+    return search(original, evaluator, options.precision, *limits, fixed=fixed, progress=progress)
 
 
 def fp16_limits(model: nn.Module, ranges: Ranges, fixed: Layers) -> tuple[Layers, Callable[[Layers], str | None]]:
@@ -105,7 +101,7 @@ def _selected_layers(result: Search, precision: str, path: Path) -> Layers:
     if result.chosen is not None:
         return result.chosen
     trials = RunFolder(path.parent).failed / f"{path.name}.islands.json"
-    write_json(trials, result.to_dict())
+    write_json(trials, asdict(result))
     last = result.tries[-1]
     raise CheckFailedError(
         f"the outputs of {path.name} in {precision} do not agree with those of the model with any set of fp32 layers: "
@@ -119,18 +115,23 @@ def _selected_layers(result: Search, precision: str, path: Path) -> Layers:
 
 @dataclass(frozen=True)
 class Target:
-    """A file that the recipe exports."""
+    """A file that the recipe exports. options: those that its format uses."""
 
     exporter: Exporter
     model: Literal["dense", "model"]
     path: Path
+    options: ExportOptions
 
 
 def _targets(job: Job) -> list[Target]:
-    """Both models in every format of the recipe: a fair comparison needs the same exporter."""
-    exporters = map(find_exporter, job.recipe.export.formats)
+    """Both models in every format of the recipe, the dense one first: a fair comparison needs the same exporter."""
+    table = job.recipe.export
     models: tuple[Literal["dense", "model"], ...] = ("dense", "model")
-    return [Target(e, model, job.files.exported(model, e.suffix)) for e in exporters for model in models]
+    return [
+        Target(exporter, model, job.files.exported(model, exporter.suffix), table.only(exporter.uses))
+        for model in models
+        for exporter in map(find_exporter, table.formats)
+    ]
 
 
 def export_models(job: Job) -> None:
@@ -140,7 +141,7 @@ def export_models(job: Job) -> None:
     """
     for target in _targets(job):
         path, exporter = target.path, target.exporter
-        if path.name not in rejected_exports(job.folder) and not _is_complete(target, job):
+        if path.name not in rejected_exports(job.folder) and not _is_complete(target):
             job.progress.stage(f"Export {path.name}")
             try:
                 _export_target(job, target)
@@ -152,33 +153,29 @@ def export_models(job: Job) -> None:
             job.progress.note(f"{exporter.name} was built, not run; {reason} (`vitcompress verify {job.folder}`)")
 
 
-def _is_complete(target: Target, job: Job) -> bool:
+def _is_complete(target: Target) -> bool:
     """Whether the file exists with a complete sidecar."""
     sidecar = read_sidecar(target.path) if target.path.is_file() else None
-    searches = AUTO in job.recipe.export.only(target.exporter.uses).islands
-    return sidecar is not None and (not searches or bool(sidecar["islands_search"]))
+    return sidecar is not None and (AUTO not in target.options.islands or bool(sidecar["islands_search"]))
 
 
 def _export_target(job: Job, target: Target) -> None:
-    files = RunFolder(job.dense_folder if target.model == "dense" else job.folder)
-    model, options = load_model(files.path), job.recipe.export.only(target.exporter.uses)
+    files, options = RunFolder(job.dense_folder if target.model == "dense" else job.folder), target.options
+    model = load_model(files.path)
     present = (*present_layers(model, options.islands), AUTO)
     if absent := [name for name in options.islands if name not in present]:
         job.progress.note(f"not in {target.path.name}, so not in fp32: {', '.join(absent)}")
-    images, real = noise_images(model), False
+    original = Original(model, noise_images(model), real=False)
     if job.data is not None:  # the test images make no choices
         source, seed = job.data.heldout or job.data.train, job.recipe.run.seed
-        images, real = calibration_images(source, job.input, min(CALIBRATION_IMAGES, len(source)), seed), True
+        original = Original(model, calibration_images(source, job.input, min(CALIBRATION_IMAGES, len(source)), seed))
     exported = write_export(
         target.exporter,
-        model,
+        original,
         target.path,
-        images,
-        input=job.input,
+        options=replace(options, islands=tuple(name for name in options.islands if name in present)),
         classes=class_names(job),
         plan_digest=read_plan(files.plan).digest if target.model == "model" else job.base.digest,
-        options=replace(options, islands=tuple(name for name in options.islands if name in present)),
-        real=real,
         progress=job.progress,
     )
     job.files.verification.unlink(missing_ok=True)  # a new file must be verified
@@ -202,18 +199,15 @@ def quarantine_failed(job: Job) -> None:
 def _failure(path: Path) -> str | None:
     """The first failed check that the sidecar of a file records."""
     try:
-        verification = (read_sidecar(path) or {}).get("verification") or {}
+        checks = ((read_sidecar(path) or {}).get("verification") or {}).get("checks", ())
     except ArtifactError as error:
         return error.message
-    failed = (check for check in verification.get("checks", ()) if check["verdict"] == "failed")
-    return next((f"{check['name']}: {check['detail']}" for check in failed), None)
+    return next((f"{check['name']}: {check['detail']}" for check in checks if check["verdict"] == "failed"), None)
 
 
 def exported_paths(job: Job, model: Literal["dense", "model"] | None = None) -> list[Path]:
-    """The existing exports of one model in the order of the formats; None: of the dense model, then of both."""
-    if model is None:
-        return [*exported_paths(job, "dense"), *exported_paths(job, "model")]
-    return [target.path for target in _targets(job) if target.model == model and target.path.is_file()]
+    """The existing exports of one model in the order of the formats; None: of both, the dense one first."""
+    return [target.path for target in _targets(job) if model in (None, target.model) and target.path.is_file()]
 
 
 def runnable_files(job: Job, model: Literal["dense", "model"]) -> dict[str, tuple[Path, str | None]]:
@@ -234,8 +228,7 @@ def runnable_files(job: Job, model: Literal["dense", "model"]) -> dict[str, tupl
 def describe_fp32_layers(job: Job) -> Iterator[str]:
     """One sentence for each exported file with searched fp32 layers."""
     for path in exported_paths(job):
-        result: dict[str, Any] = (read_sidecar(path) or {}).get("islands_search") or {}
-        if result:
+        if result := (read_sidecar(path) or {}).get("islands_search"):
             proxy = ", which is a proxy for the GPU" if result["proxy"] else ""
             layers, count = ", ".join(result["chosen"]) or "nothing", len(result["tries"])
             yield f"{path.name} keeps {layers} in fp32. Sets tried: {count}, evaluated by {result['judge']}{proxy}."

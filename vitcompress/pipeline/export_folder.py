@@ -16,11 +16,10 @@ from vitcompress.io.checks import Check, Status, Verification, update_verificati
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model, read_plan
-from vitcompress.models.create import input_config
 from vitcompress.pipeline.export import write_export
-from vitcompress.verify.files import PlannedOriginal, is_about, read_tensors
+from vitcompress.verify.files import file_status, is_about, quarantine, read_tensors
 from vitcompress.verify.folder import check_files, recorded_images
-from vitcompress.verify.quarantine import file_status, quarantine
+from vitcompress.verify.outputs import Original, PlannedOriginal
 from vitcompress.verify.weights import shape_check, weight_table
 
 
@@ -49,18 +48,14 @@ def export_folder(
     exporter.check(options)
     _check_name(exporter, folder, out)
     model = load_model(folder)
-    images, real = recorded_images(folder, model)
     precision = "" if options.precision == "fp32" else f"-{options.precision}"
     return write_export(
         exporter,
-        model,
+        Original(model, *recorded_images(folder, model)),
         out or files.exported("model", f"{precision}{exporter.suffix}"),
-        images,
-        input=input_config(model),
+        options=options,
         classes=read_class_names(files.exported("model", ".onnx")),
         plan_digest=read_plan(files.plan).digest,
-        options=options,
-        real=real,
         progress=progress,
     )
 
@@ -112,10 +107,9 @@ def verify_export(folder: Path, exported: Exported, progress: Progress | None = 
     path, source, files = exported.path, source_path(exported.path), RunFolder(folder)
     inside = path.parent.resolve() == folder.resolve()
     model = load_model(folder)
-    images, real = recorded_images(folder, model)
     command = None if inside else _copy_command(folder, exported)
-    plan, unfolded = read_plan(files.plan), files.unfolded
-    original = PlannedOriginal(model, images, real, command, plan=plan, unfolded=unfolded)
+    about = {"plan": read_plan(files.plan), "unfolded": files.unfolded}
+    original = PlannedOriginal(model, *recorded_images(folder, model), command, **about)
     paths = [file for file in (path, source) if file.is_file()]
     results = check_files(paths, original, "files checked", progress)
     checks = tuple(check for result in results.values() for check in result.checks)

@@ -1,36 +1,29 @@
-"""All checks of one exported file: its sidecar, its graph, its weights and its outputs."""
+"""All checks of one exported file: its sidecar, its graph, its weights and its outputs; and what follows from them."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 
-from vitcompress.errors import ArtifactError, MissingExtraError
+import onnx
+from torch import nn
+
+from vitcompress.errors import ArtifactError, MissingExtraError, OutputError, first_line
 from vitcompress.exporters import exporter_of
-from vitcompress.exporters.sidecar import find_mismatches, sidecar_path
-from vitcompress.exporters.tensorrt.export import TENSORRT
-from vitcompress.io.checks import Check, problem_check
-from vitcompress.plan import Plan
-from vitcompress.surgery.shapes import PlannedTensor
+from vitcompress.exporters.onnx import file
+from vitcompress.exporters.sidecar import amend_sidecar, find_mismatches, read_sidecar, sidecar_path
+from vitcompress.exporters.tensorrt.export import TENSORRT, source_path
+from vitcompress.families import family_of
+from vitcompress.io.checks import Check, Status, problem_check
+from vitcompress.io.files import decode_json_values, read_json, write_json
+from vitcompress.io.run_folder import RunFolder
+from vitcompress.io.text import format_shape
 from vitcompress.verify.engine import engine_checks
-from vitcompress.verify.onnx import checker_check, graph_checks
-from vitcompress.verify.outputs import PREFIX, Original, output_checks
-from vitcompress.verify.weights import CHECK, FileTensors, compare_tensors, exported_module, plan_rows
+from vitcompress.verify.outputs import PREFIX, PlannedOriginal, output_checks
+from vitcompress.verify.weights import CHECK, FileTensors, compare_tensors, exported_module
 
 ENGINES = {TENSORRT.file_suffix, *TENSORRT.other_suffixes}
-
-
-@dataclass(frozen=True)
-class PlannedOriginal(Original):
-    """An original with its plan, and the weights before folding where the run keeps them."""
-
-    plan: Plan = field(kw_only=True)
-    unfolded: Path | None = None
-
-    @cached_property
-    def rows(self) -> tuple[PlannedTensor, ...]:
-        return plan_rows(self.plan)
 
 
 @dataclass(frozen=True)
@@ -50,12 +43,10 @@ def check_file(path: Path, original: PlannedOriginal) -> FileResult:
     except ArtifactError as error:
         checks.append(Check(name, "failed", detail=error.message))
     except MissingExtraError as error:
-        command = original.command or f"vitcompress verify {path.parent}"
-        checks.append(Check(name, "not_run", detail=f"{error.message}; {error.hint}", command=command))
-    if is_engine(path):
-        checks += engine_checks(path, original.model, original.plan, original.rows, original.unfolded)
-    checks += output_checks(path, original)
-    return FileResult(tuple(checks), tensors)
+        checks.append(original.not_run(name, path, f"{error.message}; {error.hint}"))
+    if path.suffix in ENGINES:
+        checks += engine_checks(path, original)
+    return FileResult((*checks, *output_checks(path, original)), tensors)
 
 
 def read_tensors(path: Path, original: PlannedOriginal) -> FileTensors | None:
@@ -73,9 +64,16 @@ def read_tensors(path: Path, original: PlannedOriginal) -> FileTensors | None:
 
 
 def structure_checks(path: Path, original: PlannedOriginal | None) -> list[Check]:
-    """Check the sidecar and, of an ONNX file, the graph. Without the model, only whether the graph is well-formed."""
-    label = file_label(path)
-    checks = list(_sidecar_checks(path, label))
+    """Check the sidecar and, of an ONNX file, the graph. Without the model, only whether the graph is well-formed.
+
+    An engine is code, and is trusted only with its sidecar; other files may have none.
+    """
+    label, sidecar, checks = file_label(path), sidecar_path(path), list[Check]()
+    if sidecar.is_file():
+        detail = f"sha256 of every file as in {sidecar.name}"
+        checks.append(problem_check(f"{label}.file", find_mismatches(path), detail))
+    elif path.suffix in ENGINES:
+        checks.append(problem_check(f"{label}.file", [f"{sidecar.name} is missing: the engine is not trusted"], ""))
     if path.suffix == ".onnx":
         checks.append(checker_check(path, label))
         if original is not None:
@@ -84,24 +82,11 @@ def structure_checks(path: Path, original: PlannedOriginal | None) -> list[Check
     return checks
 
 
-def _sidecar_checks(path: Path, label: str) -> Iterator[Check]:
-    """An engine is code, and is trusted only with its sidecar; other files may have none."""
-    sidecar = sidecar_path(path)
-    if sidecar.is_file():
-        yield problem_check(f"{label}.file", find_mismatches(path), f"sha256 of every file as in {sidecar.name}")
-    elif is_engine(path):
-        yield problem_check(f"{label}.file", [f"{sidecar.name} is missing: the engine is not trusted"], "")
-
-
-def is_engine(path: Path) -> bool:
-    return path.suffix in ENGINES
-
-
 def file_label(path: Path) -> str:
     """What the names of the checks of a file's structure begin with."""
     if path.suffix != ".onnx":
         return path.name
-    if is_engine(Path(path.stem)):
+    if Path(path.stem).suffix in ENGINES:
         return f"{path.stem}.source"
     return {"model": "onnx", "dense": "onnx.dense"}.get(path.stem, f"onnx.{path.stem}")
 
@@ -110,3 +95,111 @@ def is_about(path: Path, name: str) -> bool:
     """Whether the check `name` is one of the file `path`, or of the outputs and weights of an engine's ONNX file."""
     own = f"{name}.".startswith((f"{PREFIX}{path.name}.", f"{CHECK}.{path.name}."))
     return own or file_label(path) in (name, name.rpartition(".")[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------- graph
+
+
+def checker_check(path: Path, name: str) -> Check:
+    """onnx.checker, with shape inference."""
+    problems = []
+    try:
+        file.read_onnx(path)  # fails for external data outside the folder of the file
+        onnx.checker.check_model(str(path), full_check=True)
+    except (ArtifactError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        problems = [first_line(error)]
+    return problem_check(f"{name}.checker", problems, "onnx.checker, with shape inference")
+
+
+def graph_checks(model: nn.Module, digest: str, path: Path, name: str) -> list[Check]:
+    """Check that the graph has no idle node, all weights in their sliced or folded sizes, and no removed layer.
+
+    digest: of the plan that the file must name. Raises ArtifactError for an unsafe file, or one of another format.
+    """
+    facts = file.graph_facts(path)
+    zeros = (f"{node} (times zero)" for node in facts.zero_products)
+    recorded = decode_json_values(facts.metadata).get("plan_sha256")
+    other = [] if recorded == digest else [f"the file names {str(recorded)[:12]}, plan.json is {digest[:12]}"]
+    layers = (module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d))
+    sizes = Counter(format_shape(file.weight_key(tuple(layer.weight.shape))) for layer in layers)
+    stored, nodes = Counter(map(format_shape, facts.weights)), Counter(facts.operators)
+    attentions = {space.attention for space in family_of(model).spaces(model) if space.attention}
+    expected = {
+        "attentions": len(attentions),
+        "GELUs": sum(isinstance(module, nn.GELU) for module in model.modules()),
+        "LayerNorms": sum(isinstance(module, nn.LayerNorm) for module in model.modules()),
+    }
+    actual = {
+        "attentions": nodes["Softmax"] + nodes["Attention"],
+        "GELUs": nodes["Gelu"],
+        "LayerNorms": nodes["LayerNormalization"],
+    }
+    problems = {
+        "idle": ([*facts.no_work, *zeros], "no Identity, no Dropout, no product with zero"),
+        "shapes": (_differences(sizes, stored), "all weights have their sizes in torch"),
+        "layers": (_differences(expected, actual), "as many attentions, GELUs and norms as in torch"),
+        "plan": (other, f"plan {digest[:12]}"),
+    }
+    return [problem_check(f"{name}.{kind}", wrong, detail) for kind, (wrong, detail) in problems.items()]
+
+
+def _differences(expected: Mapping[str, int], actual: Mapping[str, int]) -> list[str]:
+    """What the file has more or less often than the model."""
+    names = (name for name in {**expected, **actual} if actual.get(name, 0) != expected.get(name, 0))
+    return [f"{name}: {actual.get(name, 0)} in the file, {expected.get(name, 0)} in torch" for name in names]
+
+
+# ------------------------------------------------------------------------------------------------------ status of files
+
+
+def file_status(path: Path, checks: Sequence[Check]) -> Status:
+    """failed if any check failed, passed if all checks of the file's own outputs passed, otherwise not_run.
+
+    The bytes of an engine may not show its weights, and the ONNX file that it was built from may need kernels that only
+    the engine has, as for bf16.
+    """
+    if any(check.verdict == "failed" for check in checks):
+        return "failed"
+    own, source = (f"{PREFIX}{file.name}." for file in (path, source_path(path)))
+    outputs = [c for c in checks if f"{c.name}.".startswith(own) and not f"{c.name}.".startswith(source)]
+    return "passed" if outputs and all(check.verdict == "passed" for check in outputs) else "not_run"
+
+
+def record_status(path: Path, checks: Sequence[Check]) -> Status:
+    """Write into the sidecar of `path`, if it has one, its status and checks. Returns the status."""
+    status = file_status(path, checks)
+    if read_sidecar(path) is not None:
+        verification = {"verdict": status, "checks": [check.to_dict() for check in checks]}
+        amend_sidecar(path, verified=status == "passed", verification=verification)
+    return status
+
+
+def quarantine(path: Path) -> Path:
+    """Move a file that failed, with its data files, sidecar and other companions, to the folder `failed` beside it.
+
+    Raises OutputError if the files cannot be moved.
+    """
+    folder = RunFolder(path.parent).failed
+    files = [path.with_suffix(".bin").name] if path.suffix == ".xml" else []
+    with suppress(ArtifactError):  # the sidecar itself may be damaged
+        files = list((read_sidecar(path) or {"files": files})["files"])
+    try:
+        companions = (file.name for file in path.parent.iterdir() if file.name.startswith(f"{path.name}."))
+        folder.mkdir(exist_ok=True)
+        for name in dict.fromkeys((path.name, *files, *companions)):
+            if (path.parent / name).is_file():
+                (path.parent / name).replace(folder / name)
+    except OSError as error:
+        raise OutputError(f"{path} could not be moved to {folder}: {error.strerror}") from None
+    return folder / path.name
+
+
+def rejected_exports(folder: Path) -> dict[str, str]:
+    """Names of the files that a run could not export, or moved away, and why."""
+    path = RunFolder(folder).rejected
+    return dict(read_json(path)) if path.is_file() else {}
+
+
+def reject_export(folder: Path, name: str, reason: str) -> None:
+    """Add a file to `rejected_exports`."""
+    write_json(RunFolder(folder).rejected, {**rejected_exports(folder), name: reason})

@@ -16,9 +16,9 @@ d is 0.1 % in fp32, 1 % with eleven significant bits (tf32, fp16) and, as roundi
 bits, 8 % in bf16.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,11 @@ from vitcompress.io.files import decode_json_values
 from vitcompress.io.text import format_shape
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import InputConfig
+from vitcompress.plan import Plan
+from vitcompress.surgery.shapes import PlannedTensor
 from vitcompress.training.metrics import wilson
 from vitcompress.verify import tolerance
+from vitcompress.verify.weights import plan_rows
 
 SHARES = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2}
 PREFIX = "agreement."
@@ -51,10 +54,11 @@ WORK = 5 * 10**12  # multiply-accumulates of one call on the CPU at most; 256 im
 
 @dataclass(frozen=True)
 class Comparison:
-    """The difference of two sets of logits. `error` is relative to the largest logit.
+    """The difference of two sets of logits.
 
     images: number of different images. flips: images with another top-1 class; unexplained: those of them whose two
-    best logits differ by more than twice the error allowed. kl, cosine: of the worst image.
+    best logits differ by more than twice the error allowed. kl, cosine: of the worst image. error: relative to the
+    largest logit.
     """
 
     images: int
@@ -105,16 +109,14 @@ def comparison_checks(comparison: Comparison, limits: tuple[float, float], name:
     limits: the share d of the module's docstring, and the relative error allowed, at most d. source: what was compared.
     """
     share, error = limits
-    flips = limit_check(f"{name}.flips", comparison.interval[0], share, f"{comparison.describe_flips()}; {source}")
-    rows = (
-        ("kl", comparison.kl, 2 * share**2, "largest KL divergence of an image, nats"),
-        ("cosine", 1 - comparison.cosine, share**2 / 2, "1 - smallest cosine of the logits"),
-        ("error", comparison.error, error, "largest difference over the largest logit"),
-    )
-    return [
-        replace(flips, verdict="failed") if comparison.unexplained else flips,
-        *(limit_check(f"{name}.{kind}", value, limit, f"{text}; {source}") for kind, value, limit, text in rows),
-    ]
+    rows = {
+        "flips": (comparison.interval[0], share, comparison.describe_flips()),
+        "kl": (comparison.kl, 2 * share**2, "largest KL divergence of an image, nats"),
+        "cosine": (1 - comparison.cosine, share**2 / 2, "1 - smallest cosine of the logits"),
+        "error": (comparison.error, error, "largest difference over the largest logit"),
+    }
+    flips, *others = (limit_check(f"{name}.{kind}", *row[:2], f"{row[2]}; {source}") for kind, row in rows.items())
+    return [replace(flips, verdict="failed") if comparison.unexplained else flips, *others]
 
 
 def agreement_check(name: str, expected: Tensor, outputs: Tensor, tolerance: float) -> Check:
@@ -154,6 +156,22 @@ class Original:
         """The images, rounded to the bytes that a file with this preprocessing takes."""
         return cache(lambda input: from_bytes(to_bytes(self.images, input), input))
 
+    def not_run(self, name: str, path: Path, detail: str) -> Check:
+        """The check `name` of the file `path`, which needs another machine or package."""
+        return Check(name, "not_run", detail=detail, command=self.command or f"vitcompress verify {path.parent}")
+
+
+@dataclass(frozen=True)
+class PlannedOriginal(Original):
+    """An original with its plan, and the weights before folding where the run keeps them."""
+
+    plan: Plan = field(kw_only=True)
+    unfolded: Path | None = None
+
+    @cached_property
+    def rows(self) -> tuple[PlannedTensor, ...]:
+        return plan_rows(self.plan)
+
 
 def output_checks(path: Path, original: Original, device: str | None = None) -> list[Check]:
     """Compare the outputs of the exported file `path` with those of its model.
@@ -163,39 +181,34 @@ def output_checks(path: Path, original: Original, device: str | None = None) -> 
     """
     name = f"{PREFIX}{path.name}"
     try:
-        with closing(open_runner(path, device=device or _device_for(path))) as runner:
+        # ONNX Runtime has no kernels for bf16 on the CPU.
+        gpu = "cuda" if _metadata(path).get("precision") == "bf16" and torch.cuda.is_available() else None
+        with closing(open_runner(path, device=device or gpu)) as runner:
             checks = _runner_checks(path, original, runner)
     except (DeviceError, MissingExtraError) as error:
         detail = f"{error.message}; {error.hint or 'run the command on the target'}"
-        command = original.command or f"vitcompress verify {path.parent}"
-        checks = [Check(name, "not_run", detail=detail, command=command)]
+        checks = [original.not_run(name, path, detail)]
     except VitcompressError as error:
         return [Check(name, "failed", detail=error.message)]
     return checks if device else [*checks, *rounded_checks(path, original)]
 
 
-def _device_for(path: Path) -> str | None:
-    """A GPU for ONNX files in bf16, where there is one: ONNX Runtime has no kernels for bf16 on the CPU."""
-    return "cuda" if _metadata(path).get("precision") == "bf16" and torch.cuda.is_available() else None
-
-
-def _metadata(path: Path) -> dict[str, Any]:
+def _metadata(path: Path) -> Mapping[str, Any]:
     """The metadata inside an ONNX file; nothing for other files."""
     return decode_json_values(file.metadata(file.read_onnx(path))) if path.suffix == ".onnx" else {}
 
 
 def _runner_checks(path: Path, original: Original, runner: Runner) -> list[Check]:
-    about, images = runner.describe(), original.images
-    takes_bytes = about.get("input_type") == "uint8" and runner.input is not None
-    if takes_bytes and runner.input is not None:
-        images = original.rounded_to_bytes(runner.input)
+    about = runner.describe()
+    preprocessing = runner.input if about.get("input_type") == "uint8" else None
+    images = original.rounded_to_bytes(preprocessing) if preprocessing else original.images
     batches = _batches(path, original, runner)
     calls = [(rows, runner(images[rows])) for rows in _rows(batches, len(images))]
     truth, precision = original.reference(images), str(about["precision"])
     share = limit = SHARES.get(precision, SHARES["fp32"])
     if precision == "fp32" and about["device"] == "cpu":
         # A file that takes bytes has a first convolution that was rounded once more: as in a second evaluation.
-        limit = min(share, (truth.between if takes_bytes else truth.tolerance) / largest_logit(truth.exact))
+        limit = min(share, (truth.between if preprocessing else truth.tolerance) / largest_logit(truth.exact))
     source = f"{precision} in {about['runtime']} on {about['device']}, batch {', '.join(map(str, batches))}"
     return _call_checks(path.name, original, images, calls, (share, limit), source)
 

@@ -8,9 +8,8 @@ graph. So no weight of the dense model, no masked weight and no layer of a folde
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,21 +41,15 @@ def plan_rows(plan: Plan) -> tuple[PlannedTensor, ...]:
 def shape_check(rows: Sequence[PlannedTensor], model: nn.Module) -> Check:
     """Check that `model` has the planned tensors, in the planned shapes, and no others."""
     shapes, planned = _shapes(model), {row.name: row.planned for row in rows}
-    wrong = [
-        f"{name}: {_format(planned.get(name))} planned, {_format(shapes.get(name))} in the model"
-        for name in dict.fromkeys((*planned, *shapes))
-        if planned.get(name) != shapes.get(name)
-    ]
+    pairs = {name: (planned.get(name), shapes.get(name)) for name in {**planned, **shapes}}
+    texts = {name: ["none" if s is None else format_shape(s) for s in pair] for name, pair in pairs.items()}
+    wrong = [f"{n}: {ours} planned, {theirs} in the model" for n, (ours, theirs) in texts.items() if ours != theirs]
     counts = (f"{sum(row.change == change for row in rows)} {change}" for change in ("sliced", "folded", "removed"))
     return problem_check(CHECK, wrong, f"{len(shapes)} tensors have their planned shapes ({', '.join(counts)})")
 
 
 def _shapes(model: nn.Module) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def _format(shape: Shape | None) -> str:
-    return "none" if shape is None else format_shape(shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -80,14 +73,19 @@ class FileTensors:
         detail = f"{len(self.matches)} tensors have the values of the model, {len(self.constants)} are constants"
         return problem_check(name, self.problems, detail)
 
+    def bytes_of(self, name: str, model: nn.Module) -> dict[str, str | int]:
+        """The bytes of the file `name`: of the tensors of `model`, of constants, and of the graph."""
+        weights = sum({id(stored): stored.own for stored in self.matches.values()}.values())
+        constants = sum(stored.own for stored in self.constants)
+        parameters, graph = sum(p.numel() for p in model.parameters()), self.size - weights - constants
+        parts = {"of_model": weights, "of_constants": constants, "of_graph": graph, "parameters": parameters}
+        return {"file": name, "bytes": self.size, **parts}
+
 
 def compare_tensors(module: nn.Module, contents: Contents, rows: Iterable[PlannedTensor] = ()) -> FileTensors:
-    """Compare the tensors of a file with those of `module`, the `exported_module`.
+    """Compare the tensors of a file with those of `module`, the `exported_module`. Raises ArtifactError.
 
     rows: of the plan, to name the dense tensor that has the shape of an unknown one.
-
-    Raises:
-        ArtifactError: the file is damaged.
     """
     tensors = tensors_of(module)
     matches, rest = _match(tensors, contents.tensors)
@@ -99,11 +97,10 @@ def compare_tensors(module: nn.Module, contents: Contents, rows: Iterable[Planne
         (constants if source or _is_constant(stored) else unknown).append(stored)
     dense = {name: shape for row in rows if row.change != "kept" for name, shape in row.dense.items()}
     problems = [f"{x.name} ({format_shape(x.shape)}) {_describe(x, matches, dense)}" for x in unknown]
-    problems += [
-        f"{name} ({format_shape(tensor.shape)}) is not in the file"
-        for name, tensor in missing.items()
-        if _is_required(tensor) and name not in gathered
-    ]
+    for name, tensor in missing.items():
+        # Exporters omit biases of zero, and write buffers into the graph.
+        if name not in gathered and isinstance(tensor, nn.Parameter) and (tensor != tensor.flatten()[0]).any():
+            problems.append(f"{name} ({format_shape(tensor.shape)}) is not in the file")
     problems += [f"{name} is a long list of numbers in a node" for name in contents.lists]
     return FileTensors(matches, tuple(constants), tuple(problems), contents.size)
 
@@ -111,8 +108,7 @@ def compare_tensors(module: nn.Module, contents: Contents, rows: Iterable[Planne
 def exported_module(model: nn.Module, metadata: Mapping[str, str]) -> nn.Module:
     """The module whose tensors a file with this metadata stores: `model` in the file's precision and input type.
 
-    Raises:
-        ArtifactError: another tool wrote the file.
+    Raises ArtifactError if another tool wrote the file.
     """
     known = decode_json_values(metadata)
     precision, layers, uint8 = known.get("precision", "fp32"), known.get("islands", []), known.get("input") == "uint8"
@@ -129,13 +125,17 @@ def _match(tensors: Mapping[str, Tensor], stored: Sequence[Stored]) -> tuple[dic
 
     A file may store equal tensors once, or as often as the model has them.
     """
+
+    def digest(data: bytes) -> bytes:
+        return hashlib.blake2b(data, digest_size=16).digest()
+
     places = defaultdict[tuple[bool, bytes], list[Stored]](list)
     for entry in stored:
-        places[entry.index, _digest(entry.read())].append(entry)
+        places[entry.index, digest(entry.read())].append(entry)
     matches = dict[str, Stored]()
     for name, tensor in tensors.items():
         for layout in (tensor, tensor.T) if tensor.dim() == 2 else (tensor,):
-            if same := places.get((tensor.dtype in INDEX, _digest(tensor_bytes(layout)))):
+            if same := places.get((tensor.dtype in INDEX, digest(tensor_bytes(layout)))):
                 matches[name] = same.pop(0) if len(same) > 1 else same[0]
                 break
     used = {id(entry) for entry in matches.values()}
@@ -146,15 +146,6 @@ def tensor_bytes(tensor: Tensor) -> bytes:
     """The values of a tensor in C order."""
     data: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return data
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
-
-
-def _is_required(tensor: Tensor) -> bool:
-    """Exporters omit biases of zero, and write buffers into the graph."""
-    return isinstance(tensor, nn.Parameter) and bool((tensor != tensor.flatten()[0]).any())
 
 
 def _find_gathered(stored: Stored, missing: Mapping[str, Tensor]) -> str | None:
@@ -196,38 +187,22 @@ def _describe(stored: Stored, matches: Mapping[str, Stored], dense: Mapping[str,
 # ---------------------------------------------------------------------------------------------------------------- table
 
 
-def weight_table(rows: Iterable[PlannedTensor], model: nn.Module, files: Mapping[str, FileTensors]) -> dict[str, Any]:
+def weight_table(
+    rows: Iterable[PlannedTensor], model: nn.Module, files: Mapping[str, FileTensors]
+) -> dict[str, object]:
     """The record `weights` of verify.json: each tensor that the plan changed, in every file, and the bytes of files."""
     shapes = _shapes(model)
-    return {
-        "tensors": [
-            {
-                "name": row.name,
-                "change": row.change,
-                "dense": {name: list(shape) for name, shape in row.dense.items()},
-                "planned": None if row.planned is None else list(row.planned),
-                "torch": list(shapes[row.name]) if row.name in shapes else None,
-                "files": {
-                    name: {"tensor": stored.name, "shape": list(stored.shape), "bytes": stored.size}
-                    for name, file in files.items()
-                    if (stored := file.matches.get(row.name))
-                },
-            }
-            for row in rows
-            if row.change != "kept"
-        ],
-        "files": [_bytes(name, file, model) for name, file in files.items()],
-    }
-
-
-def _bytes(name: str, file: FileTensors, model: nn.Module) -> dict[str, Any]:
-    weights = sum({id(stored): stored.own for stored in file.matches.values()}.values())
-    constants = sum(stored.own for stored in file.constants)
-    return {
-        "file": name,
-        "bytes": file.size,
-        "of_model": weights,
-        "of_constants": constants,
-        "of_graph": file.size - weights - constants,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-    }
+    tensors = [
+        {
+            **asdict(row),
+            "torch": shapes.get(row.name),
+            "files": {
+                name: {"tensor": stored.name, "shape": stored.shape, "bytes": stored.size}
+                for name, file in files.items()
+                if (stored := file.matches.get(row.name))
+            },
+        }
+        for row in rows
+        if row.change != "kept"
+    ]
+    return {"tensors": tensors, "files": [file.bytes_of(name, model) for name, file in files.items()]}
