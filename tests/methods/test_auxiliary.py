@@ -73,7 +73,7 @@ def test_fold_is_a_plan_and_leaves_the_model_unchanged(tmp_path: Path) -> None:
     x = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(surgery.apply_to_copy(linear, plan)(x), linear(x), atol=1e-4)
     (table,) = auxiliary.report_fold(tmp_path).tables
-    assert table["rows"][0][:2] == ["blocks.1.mlp", "yes"]
+    assert table.rows[0][:2] == ("blocks.1.mlp", "yes")
 
 
 def test_wrong_options() -> None:

@@ -59,7 +59,7 @@ def test_plan(tmp_path: Path) -> None:
     rows = read_json(tmp_path / "widths.json")["rows"]
     assert {row["kind"] for row in rows} == {"residual", "ffn", "head", "head_dim"}
     (table,) = METHODS["isomorphic"].report(tmp_path).tables
-    assert ["residual", "residual", "8", "16"] in table["rows"]
+    assert ("residual", "residual", "8", "16") in table.rows
     charts = METHODS["isomorphic"].report(tmp_path).charts
     gone = {c.title.split(": ")[1].split(" scores")[0]: [sum(line.gone) for line in c.lines] for c in charts}
     assert gone["residual"] == [8] and sum(gone["ffn"]) == 3 * 32

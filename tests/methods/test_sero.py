@@ -232,11 +232,11 @@ def test_the_way_of_scoring_and_scaling_matters(tmp_path: Path) -> None:
 def test_tables_tell_what_was_achieved(tmp_path: Path) -> None:
     _, _, record = explore(tmp_path)
     kinds, widths, trace = METHODS["sero"].report(tmp_path).tables
-    rows = {row[0]: row for row in kinds["rows"]}
+    rows = {row[0]: row for row in kinds.rows}
     assert list(rows) == ["qk", "v", "mlp", "all"]
     for kind, (live, total) in record["counts"].items():
-        assert rows[kind][1:4] == [str(total), str(live), f"{100 * (1 - live / total):.2f} %"]
-    assert len(widths["rows"]) == 9 and [row[0] for row in trace["rows"]] == ["1", "2", "3", "4"]
+        assert rows[kind][1:4] == (str(total), str(live), f"{100 * (1 - live / total):.2f} %")
+    assert len(widths.rows) == 9 and [row[0] for row in trace.rows] == ["1", "2", "3", "4"]
     assert METHODS["sero"].report(tmp_path / "nowhere") == StepReport()
     assert METHODS["sero"].report(tmp_path).remarks == []
     write_json(tmp_path / "exploration.json", record | {"skipped": 3})

@@ -14,7 +14,7 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.methods.sero import method as sero
-from vitcompress.methods.sero.layout import LayoutRules, Live, deploy, padding, project, unit_spaces
+from vitcompress.methods.sero.layout import Live, deploy, padding, project, unit_spaces
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.cost import count_cost
 from vitcompress.plan import Plan
@@ -34,7 +34,7 @@ def random_live(model: nn.Module, layout: Any, seed: int = 4) -> tuple[Any, Live
     """Random scores that favour v, as SERo measures them."""
     spaces, draw = unit_spaces(family_of(model).spaces(model)), np.random.default_rng(seed)
     scores = {space.name: draw.random(space.size) + (space.kind == "v") for space in spaces}
-    return spaces, project(spaces, scores, scores, 0.4, LayoutRules(layout, 1))
+    return spaces, project(spaces, scores, scores, 0.4, sero.Options(layout=layout, round_to=1))
 
 
 # -------------------------------------------------------------------------------------------------------------- padding

@@ -13,7 +13,7 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.methods.sero import method as sero
-from vitcompress.methods.sero.layout import KINDS, LayoutRules, _above_quantile, deploy, padding, project, unit_spaces
+from vitcompress.methods.sero.layout import KINDS, _above_quantile, deploy, padding, project, unit_spaces
 from vitcompress.models.cost import Cost, count_cost
 from vitcompress.plan import Plan
 from vitcompress.surgery.masks import mask_channels
@@ -109,7 +109,7 @@ def test_the_published_identity_of_shares(sparsity: float) -> None:
     spaces = unit_spaces(family_of(model).spaces(model))
     draw = np.random.default_rng(3)
     scores = {space.name: draw.gamma(1 + (space.kind == "v"), size=space.size) for space in spaces}
-    live = project(spaces, scores, scores, sparsity, LayoutRules("ragged", 1))
+    live = project(spaces, scores, scores, sparsity, sero.Options(layout="ragged", round_to=1))
     share = {k: 1 - np.mean(np.concatenate([live[s.name] for s in spaces if s.kind == k])) for k in KINDS}
     assert (share["qk"] + share["v"] + 4 * share["mlp"]) / 6 == pytest.approx(sparsity, abs=1 / (6 * 12 * 192))
     assert abs(share["qk"] - share["v"]) > 0.1
@@ -120,7 +120,7 @@ def test_the_published_identity_of_shares(sparsity: float) -> None:
 def test_ragged_keeps_what_lies_above_the_threshold_of_the_released_code(sparsity: float, threshold: Any) -> None:
     """numpy.percentile of all scores, or of each layer's; units strictly above it stay."""
     spaces, scores = random_scores(build_on_meta("deit_tiny_patch16_224"), seed=5)
-    live = project(spaces, scores, scores, sparsity, LayoutRules("ragged", 1, threshold))
+    live = project(spaces, scores, scores, sparsity, sero.Options(layout="ragged", round_to=1, threshold=threshold))
     pooled = [np.concatenate([scores[space.name] for space in spaces])] * len(spaces)
     for space, together in zip(spaces, pooled if threshold == "global" else scores.values(), strict=True):
         above = scores[space.name] > np.percentile(together, 100 * sparsity)
@@ -146,7 +146,7 @@ def random_scores(model: nn.Module, seed: int = 0) -> tuple[Any, dict[str, np.nd
 def test_widths_of_a_layout(layout: Any, sparsity: float) -> None:
     model = build_on_meta("deit_small_patch16_224")
     spaces, scores = random_scores(model)
-    live = project(spaces, scores, scores, sparsity, LayoutRules(layout, 8))
+    live = project(spaces, scores, scores, sparsity, sero.Options(layout=layout, round_to=8))
     widths = {}
     for space in spaces:
         rows = live[space.name].reshape(space.heads, -1)
@@ -167,24 +167,25 @@ def test_the_best_blocks_of_all_layers_are_taken() -> None:
     model = build("plain")
     spaces, scores = random_scores(model)
     scores = {name: 10 + score if name.startswith("blocks.1") else score for name, score in scores.items()}
-    live = project(spaces, scores, scores, 0.3, LayoutRules("uniform", 2))
+    live = project(spaces, scores, scores, 0.3, sero.Options(layout="uniform", round_to=2))
     assert all(live_units.all() for name, live_units in live.items() if name.startswith("blocks.1"))
-    even = project(spaces, scores, scores, 0.5, LayoutRules("uniform", 2, "per_layer"))
+    even = project(spaces, scores, scores, 0.5, sero.Options(layout="uniform", round_to=2, threshold="per_layer"))
     assert all(live_units.mean() == 0.5 for live_units in even.values())
-    single = project(spaces, scores, scores, 0.5, LayoutRules("ragged", 1, "per_layer"))
+    single = project(spaces, scores, scores, 0.5, sero.Options(layout="ragged", round_to=1, threshold="per_layer"))
     assert all(live_units.mean() == 0.5 for live_units in single.values())
 
 
 def test_equal_scores_have_a_fixed_order() -> None:
     spaces, scores = random_scores(build("plain"))
     none = {name: np.zeros_like(score) for name, score in scores.items()}
-    live = project(spaces, none, scores, 0.5, LayoutRules("ragged", 1))
-    by_size = project(spaces, scores, none, 0.5, LayoutRules("ragged", 1))
+    live = project(spaces, none, scores, 0.5, sero.Options(layout="ragged", round_to=1))
+    by_size = project(spaces, scores, none, 0.5, sero.Options(layout="ragged", round_to=1))
     assert all((live[name] == by_size[name]).all() for name in live)
-    first = project(spaces, none, none, 0.5, LayoutRules("uniform", 2))
+    uniform = sero.Options(layout="uniform", round_to=2)
+    first = project(spaces, none, none, 0.5, uniform)
     for live_units in first.values():
         assert live_units[: live_units.size // 4].any()
-    assert all((first[n] == project(spaces, none, none, 0.5, LayoutRules("uniform", 2))[n]).all() for n in first)
+    assert all((first[n] == project(spaces, none, none, 0.5, uniform)[n]).all() for n in first)
 
 
 def test_too_high_a_sparsity_is_rejected_with_the_possible_one() -> None:
@@ -215,7 +216,7 @@ def emptied(spaces: Any, live: dict[str, np.ndarray], what: str) -> dict[str, np
 def test_masked_is_sliced(variant: str, layout: Any) -> None:
     model = build(variant)
     spaces, scores = random_scores(model, 4)
-    live = project(spaces, scores, scores, 0.4, LayoutRules(layout, 2))
+    live = project(spaces, scores, scores, 0.4, sero.Options(layout=layout, round_to=2))
     check_masked_is_sliced(model, spaces, live, variant)
 
 
@@ -223,7 +224,7 @@ def test_masked_is_sliced(variant: str, layout: Any) -> None:
 def test_masked_is_sliced_where_nothing_lives(what: str) -> None:
     model = build("plain")
     spaces, scores = random_scores(model, 4)
-    live = emptied(spaces, project(spaces, scores, scores, 0.4, LayoutRules("ragged", 1)), what)
+    live = emptied(spaces, project(spaces, scores, scores, 0.4, sero.Options(layout="ragged", round_to=1)), what)
     delta = check_masked_is_sliced(model, spaces, live, "plain")
     assert ("blocks.0.attn" in delta.heads) == (what in ("v head", "v all"))
 
@@ -246,7 +247,7 @@ def test_a_layout_that_rounds_nothing_up_pads_nothing() -> None:
     model = build("plain")
     spaces, scores = random_scores(model)
     for layout in ("uniform", "tied"):
-        live = project(spaces, scores, scores, 0.4, LayoutRules(layout, 2))
+        live = project(spaces, scores, scores, 0.4, sero.Options(layout=layout, round_to=2))
         assert padding(live, deploy(Plan("any"), spaces, live).kept) == {}
-    ragged = project(spaces, scores, scores, 0.4, LayoutRules("ragged", 1))
+    ragged = project(spaces, scores, scores, 0.4, sero.Options(layout="ragged", round_to=1))
     assert padding(ragged, deploy(Plan("any"), spaces, ragged).kept)

@@ -63,11 +63,15 @@ def test_block_candidates() -> None:
     assert len(ways) == 2 * 4 - 1
     assert sum(way.title.startswith("hybrid") for way in ways) == 3
     first = ways[3]  # FFN of 1, attention of 2
-    assert [" + ".join(block.parts) for block in first.remaining] == ["blocks.0", "blocks.1.attn + blocks.2.mlp", "blocks.3"]
+    assert [" + ".join(block.parts) for block in first.remaining] == [
+        "blocks.0",
+        "blocks.1.attn + blocks.2.mlp",
+        "blocks.3",
+    ]
     ways = list(candidates("blocks", first.remaining))
     assert len(ways) == 5
     second = ways[2]  # the hybrid block
-    assert [" + ".join(block.parts) for block in second.remaining] == ["blocks.0", "blocks.3"]
+    assert [block.parts for block in second.remaining] == [("blocks.0",), ("blocks.3",)]
     base = Plan("vit_tiny_patch16_224")
     small = surgery.apply_to_copy(dense, drop_sites(base, [*first.removed, *second.removed]))
     assert list(family_of(small).blocks(small)) == ["blocks.0", "blocks.3"]
@@ -93,8 +97,8 @@ def test_measurements_are_reported_in_forward_order(tmp_path: Path) -> None:
         write_json(tmp_path / f"scores-blocks.{number}.mlp.json", [1.0, 2.0])
         write_json(tmp_path / f"blocks-{number}.json", {"ways": [f"block blocks.{number}"], "scores": [1.0]})
     rounds, channels = upvit.report(tmp_path).tables
-    assert [row[0] for row in channels["rows"]] == ["blocks.0.mlp", "blocks.2.mlp", "blocks.10.mlp"]
-    assert [row[1].split(" (")[0] for row in rounds["rows"]] == [f"block blocks.{n}" for n in (0, 2, 10)]
+    assert [row[0] for row in channels.rows] == ["blocks.0.mlp", "blocks.2.mlp", "blocks.10.mlp"]
+    assert [row[1].split(" (")[0] for row in rounds.rows] == [f"block blocks.{n}" for n in (0, 2, 10)]
 
 
 def test_the_result_is_a_standard_timm_model(tmp_path: Path) -> None:
@@ -124,7 +128,7 @@ def test_plan_and_structure_have_the_same_sizes(score: Any, tmp_path: Path) -> N
         for p in (plan, arbitrary)
     ]
     assert shapes[0] == shapes[1]
-    titles = [table["title"] for table in upvit.report(tmp_path).tables]
+    titles = [table.title for table in upvit.report(tmp_path).tables]
     assert any("blocks" in title for title in titles)
     blocks, *channels = upvit.report(tmp_path).charts
     assert len(blocks.lines) == 1 and len(blocks.lines[0].x) == 7  # 2 L - 1 ways
@@ -156,7 +160,7 @@ def test_screened_report_estimates_the_channels_that_were_not_measured(screen: A
         screened = replace(screened, screen_images=12)
     upvit.plan(dense, context(tmp_path / "screened", dense), screened)
     exact, estimated = (
-        [float(row[4].split()[0]) for row in upvit.report(tmp_path / name).tables[0]["rows"]]
+        [float(row[4].split()[0]) for row in upvit.report(tmp_path / name).tables[0].rows]
         for name in ("exact", "screened")
     )
     assert estimated == pytest.approx(exact, abs=4)

@@ -14,8 +14,9 @@ from torch import nn
 
 from vitcompress import surgery
 from vitcompress.io.files import read_json
+from vitcompress.io.text import Table
 from vitcompress.io.validation import Doc
-from vitcompress.methods.base import Context, Estimate, Method, StepInfo, StepReport, reject_unused, table
+from vitcompress.methods.base import Context, Estimate, Method, StepInfo, StepReport, reject_unused
 from vitcompress.plan import Plan
 from vitcompress.training.augmentation import Augmentation
 from vitcompress.training.options import TrainOptions
@@ -82,7 +83,7 @@ def report_fold(folder: Path) -> StepReport:
         "after": "{params_after}",
     }
     path = folder / "fold.json"
-    return StepReport([table("Folded between the steps", columns, read_json(path))] if path.is_file() else [])
+    return StepReport([Table.of("Folded between the steps", columns, read_json(path))] if path.is_file() else [])
 
 
 RECOVER = Method(

@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError, PlanError, VitcompressError
 from vitcompress.families import Family, family_of
-from vitcompress.io import text
 from vitcompress.io.files import file_sha256, find_changed_files, read_json, write_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
+from vitcompress.io.text import Table
 from vitcompress.models.checkpoint import load_for, load_strictly
 from vitcompress.models.create import InputConfig, input_config, plan_of
 from vitcompress.plan import Plan
@@ -155,6 +155,7 @@ class StepInfo:
     choice: None if it removes nothing (it trains or folds). training: options of [finetune] -> those of the training
     whose weights the next step starts from; None: the step trains nothing. uses_heldout: whether it compares accuracies
     on held-out images. equal_widths: the options for equal widths of q, k and v (`layout=tied`); empty if they are.
+    unused: options that a recipe may hold for another choice, as for `layers`, and why they have no effect.
     """
 
     choice: Choice | None = MEASURED
@@ -164,24 +165,13 @@ class StepInfo:
     latency: LatencyTarget | None = None
 
 
-Table = dict[str, Any]
-
-
 @dataclass(frozen=True)
 class StepReport:
-    """Measurements of a step. tables: title, columns and rows of text. remarks: sentences about these measurements that
-    a reader must know. charts: the same measurements as curves.
-    """
+    """Measurements of a step, as tables and as curves. remarks: sentences that a reader must know."""
 
     tables: Sequence[Table] = ()
     remarks: Sequence[str] = ()
     charts: Sequence[Chart] = ()
-
-
-def table(title: str, columns: Mapping[str, str | Callable[[Any], object]], records: Iterable[Any]) -> Table:
-    """A table of a report as JSON data, with one row per record; columns as in `vitcompress.io.text.Table.of`."""
-    rows = text.Table.of(title, columns, records).rows
-    return {"title": title, "columns": list(columns), "rows": list(map(list, rows))}
 
 
 def read_memo(folder: Path, name: str) -> Any:

@@ -22,7 +22,7 @@ from torch import nn
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space
-from vitcompress.io.text import format_range
+from vitcompress.io.text import Table, format_range
 from vitcompress.io.validation import Doc
 from vitcompress.methods import budget, latency
 from vitcompress.methods.base import (
@@ -39,7 +39,6 @@ from vitcompress.methods.base import (
     ranked,
     read_memo,
     reject_unused,
-    table,
 )
 from vitcompress.methods.budget import Counts, Ranking, Target, Units
 from vitcompress.methods.scores import UNMEASURED, Criterion, Scores, compute_scores, random_scores
@@ -300,11 +299,11 @@ def report(folder: Path) -> StepReport:
     rows, aim = data["rows"], _aim(data)
     kinds = {row["kind"]: row["kind"].replace("_", " ") for row in rows}
     columns = {"where": "{name}", "kind": lambda row: kinds[row["kind"]], "kept": "{kept}", "of": "{of}"}
-    tables = [table("Isomorphic pruning: widths", columns, rows)]
+    tables = [Table.of("Isomorphic pruning: widths", columns, rows)]
     if aim:
         names = {"requested": "amount", "reached": "reached", "least possible": "least", "most possible": "most"}
         costs = {heading: aim.format(getattr(aim, name)) for heading, name in names.items()}
-        tables.insert(0, table("Isomorphic pruning: target", {name: f"{{{name}}}" for name in costs}, [costs]))
+        tables.insert(0, Table.of("Isomorphic pruning: target", {name: f"{{{name}}}" for name in costs}, [costs]))
     charts = []
     for kind, name in kinds.items():
         lines = [ranked(row["name"], row["scores"], row["kept"]) for row in rows if row["kind"] == kind]

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress.io.files import read_json
-from vitcompress.methods.base import Chart, Line, StepReport, Table, table
+from vitcompress.io.text import Table
+from vitcompress.methods.base import Chart, Line, StepReport
 
 Row = Mapping[str, Any]
 CHAINS = ("dense", "attention", "activation", "interleaved")
@@ -38,7 +39,7 @@ def _entropies(content: Any) -> Table:
     }
     title = "Transfer entropy: the layer of each round" if greedy else "Transfer entropy of each layer alone"
     chosen = [min(r["rows"], key=itemgetter("score")) for r in rounds] if greedy else rounds[0]["rows"]
-    return table(title, columns, chosen)
+    return Table.of(title, columns, chosen)
 
 
 def _allocation(allocation: Row) -> Table:
@@ -54,13 +55,13 @@ def _allocation(allocation: Row) -> Table:
         "wins with two points left out": lambda s: f"{100 * s['jackknife']:.0f} %",
     }
     fit = f"degree {allocation['polynomial']['degree']}, cross-validation error {allocation['rmse']:.2f}"
-    return table(f"HetDPT step 1: splits of the budget ({fit})", columns, allocation["splits"])
+    return Table.of(f"HetDPT step 1: splits of the budget ({fit})", columns, allocation["splits"])
 
 
 def _removals(result: Row) -> Table:
     removals = zip(result["removal_epochs"], result["order"], strict=True)
     columns = {"after epoch": itemgetter(0), "layer": itemgetter(1)}
-    return table("HetDPT step 2: order of removal", columns, removals)
+    return Table.of("HetDPT step 2: order of removal", columns, removals)
 
 
 COLLECTION = {
@@ -79,9 +80,9 @@ RECOVERY = {
     "after fine-tuning %": "{after:.1f}",
 }
 TABLES: dict[str, Callable[[Any], Table]] = {
-    "chains": partial(table, "HetDPT step 1: held-out accuracies, the data of the predictor", COLLECTION),
-    "gradient_disparity": partial(table, "Gradient disparity: d loss / d mask", GRADIENTS),
-    "recovery_asymmetry": partial(table, "Recovery asymmetry: held-out accuracy", RECOVERY),
+    "chains": partial(Table.of, "HetDPT step 1: held-out accuracies, the data of the predictor", COLLECTION),
+    "gradient_disparity": partial(Table.of, "Gradient disparity: d loss / d mask", GRADIENTS),
+    "recovery_asymmetry": partial(Table.of, "Recovery asymmetry: held-out accuracy", RECOVERY),
     "transfer_entropy": _entropies,
     "allocation": _allocation,
     "search": _removals,

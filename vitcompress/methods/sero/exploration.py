@@ -77,7 +77,7 @@ class Exploration:
             self.skipped += 1
             return
         ties = _to_numpy(self._mean_by_unit(Tensor.detach))
-        live = project(self.spaces, scores, ties, sparsity, self.options.rules)
+        live = project(self.spaces, scores, ties, sparsity, self.options)
         for space in self.spaces:
             self.revived[space.kind] += int((live[space.name] & ~self.live[space.name]).sum())
         self.sparsity, self.scores = sparsity, {name: score.tolist() for name, score in scores.items()}

@@ -12,30 +12,19 @@ of removed units is the share of the blocks' linear weights that is removed. One
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Space
+from vitcompress.methods.sero.options import Layout, Options
 from vitcompress.plan import Plan
 
-Layout = Literal["ragged", "uniform", "tied", "padded"]
-Threshold = Literal["global", "per_layer"]
 Scores = Mapping[str, np.ndarray]
 Live = dict[str, np.ndarray]  # space -> whether each channel is live, (channels,)
 APART: tuple[Layout, ...] = ("ragged", "uniform")  # q/k and v get different widths
 KINDS = ("qk", "v", "mlp")
 TIED_WIDTH = 16  # smallest head width of fused attention kernels
-
-
-@dataclass(frozen=True)
-class LayoutRules:
-    """Where live channels may be. round_to: widths (per head) are multiples of it."""
-
-    layout: Layout
-    round_to: int
-    threshold: Threshold = "global"
 
 
 @dataclass(frozen=True)
@@ -75,7 +64,7 @@ def unit_spaces(spaces: Iterable[Space]) -> tuple[Space, ...]:
     return tuple(space for space in prunable(spaces) if not space.whole_heads)
 
 
-def project(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: float, rules: LayoutRules) -> Live:
+def project(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: float, options: Options) -> Live:
     """The live channels after `sparsity` of all units is removed.
 
     scores: (channels,) each, higher is better; equal scores are ordered by `ties`, then by channel.
@@ -83,16 +72,16 @@ def project(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: flo
     Raises:
         PlanError: the layout cannot be that sparse.
     """
-    if rules.layout == "ragged":
-        return _project_ragged(spaces, scores, ties, sparsity, rules.threshold == "global")
+    if options.layout == "ragged":
+        return _project_ragged(spaces, scores, ties, sparsity, options.threshold == "global")
     for space in spaces:
-        if rules.round_to > (width := space.size // space.heads):
+        if options.round_to > (width := space.size // space.heads):
             raise PlanError(
-                f"round_to is {rules.round_to}, but {space.name} has only {width} channels per head",
+                f"round_to is {options.round_to}, but {space.name} has only {width} channels per head",
                 hint=f"set round_to to {width} or less",
             )
-    ladders = [_ladder(group, scores, ties, rules) for group in _groups(spaces, rules.layout)]
-    together = [ladders] if rules.threshold == "global" else [[ladder] for ladder in ladders]
+    ladders = [_ladder(group, scores, ties, options) for group in _groups(spaces, options.layout)]
+    together = [ladders] if options.threshold == "global" else [[ladder] for ladder in ladders]
     live: Live = {}
     for members in together:
         for ladder, steps in zip(members, _climb(members, sparsity, strict=len(together) == 1), strict=True):
@@ -145,10 +134,10 @@ def _groups(spaces: Sequence[Space], layout: Layout) -> list[tuple[Space, ...]]:
     return list(groups.values())
 
 
-def _ladder(group: tuple[Space, ...], scores: Scores, ties: Scores, rules: LayoutRules) -> _Ladder:
+def _ladder(group: tuple[Space, ...], scores: Scores, ties: Scores, options: Options) -> _Ladder:
     width = group[0].size // group[0].heads
-    first = max(rules.round_to, TIED_WIDTH) if len(group) > 1 else rules.round_to
-    edges = (*range(min(first, width), width, rules.round_to), width)
+    first = max(options.round_to, TIED_WIDTH) if len(group) > 1 else options.round_to
+    edges = (*range(min(first, width), width, options.round_to), width)
     orders, ranked = [], []
     for space in group:
         score, tie = (values[space.name].reshape(space.heads, -1) for values in (scores, ties))

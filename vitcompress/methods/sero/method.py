@@ -73,7 +73,7 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
     # The same in every head and layer: lower, the later the channel.
     widths = {space.name: (space.size // space.heads, space.heads) for space in units}
     scores = {name: np.tile(1 - (np.arange(n) + 0.5) / n, heads) for name, (n, heads) in widths.items()}
-    live = layout.project(units, scores, scores, options.sparsity, options.rules)
+    live = layout.project(units, scores, scores, options.sparsity, options)
     return layout.deploy(base, spaces, live, pad=options.layout == "padded")
 
 

@@ -7,11 +7,12 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Lt
 
 from vitcompress.io.validation import Doc
-from vitcompress.methods.sero.layout import Layout, LayoutRules, Threshold
 
+WeightScale = Literal["gradient", "update", "none"]
+Threshold = Literal["global", "per_layer"]
+Layout = Literal["ragged", "uniform", "tied", "padded"]
 Criterion = Literal["gradient", "gradient_times_weight", "weight", "random"]
 CriterionPass = Literal["dense", "masked"]
-WeightScale = Literal["gradient", "update", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +32,6 @@ class Options:
         "dense"
     )
     weight_scale: Annotated[WeightScale, Doc("apply |W| to the gradient, to the update, or not at all")] = "gradient"
-
-    @property
-    def rules(self) -> LayoutRules:
-        return LayoutRules(self.layout, self.round_to, self.threshold)
 
 
 def sparsity_at(options: Options) -> Callable[[int, int, int], float]:

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from vitcompress.methods.base import Chart, Line, StepReport, ranked, read_memo, table
+from vitcompress.io.text import Table
+from vitcompress.methods.base import Chart, Line, StepReport, ranked, read_memo
 from vitcompress.methods.sero.exploration import Exploration
 from vitcompress.methods.sero.layout import KINDS
 from vitcompress.plan import Plan
@@ -64,9 +65,9 @@ def report(folder: Path) -> StepReport:
     kinds.append({"kind": "all", **{key: sum(row[key] for row in kinds) for key in ("units", "live", "revived")}})
     title = f"SERo: units removed, {100 * data['sparsity']:g} % requested, layout {data['layout']}"
     tables = [
-        table(title + (f", {skipped} refreshes skipped" if skipped else ""), UNITS, kinds),
-        table("SERo: widths", WIDTHS, data["spaces"]),
-        table("SERo: removed at the end of each epoch", EPOCHS, data["trace"]),
+        Table.of(title + (f", {skipped} refreshes skipped" if skipped else ""), UNITS, kinds),
+        Table.of("SERo: widths", WIDTHS, data["spaces"]),
+        Table.of("SERo: removed at the end of each epoch", EPOCHS, data["trace"]),
     ]
     remark = (
         f"SERo skipped {skipped} refreshes of its masks because gradients were not finite; the masks before "

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitcompress.io.files import read_json
-from vitcompress.methods.base import Chart, Line, StepReport, ranked, read_memo, table
+from vitcompress.io.text import Table
+from vitcompress.methods.base import Chart, Line, StepReport, ranked, read_memo
 from vitcompress.methods.upvit.heads import least_first
 from vitcompress.methods.upvit.ranking import too_few_images
 
@@ -41,13 +42,13 @@ def report(folder: Path) -> StepReport:
     rounds, scored, proxy = [read_json(path) for path in paths], _scored(folder), read_memo(folder, "proxy")
     tables, charts = [], []
     if rounds:
-        tables.append(table("UP-ViT: blocks, one at a time", ROUNDS, enumerate(rounds, 1)))
+        tables.append(Table.of("UP-ViT: blocks, one at a time", ROUNDS, enumerate(rounds, 1)))
         titles = [f"round {n}: {r['ways'][least_first(r['scores'])[0]]}" for n, r in enumerate(rounds, 1)]
         lines = [Line(t, range(len(r["ways"])), r["scores"]) for t, r in zip(titles, rounds, strict=True)]
         x = "ways to lose a block, in forward order (whole, hybrid, whole, ...)"
         charts.append(Chart("UP-ViT: the block with the lowest score is removed", x, AXIS, lines, log=True))
     if scored:
-        tables.append(table("UP-ViT: importance of channels", CHANNELS, scored))
+        tables.append(Table.of("UP-ViT: importance of channels", CHANNELS, scored))
     kinds: dict[str, list[Line]] = {}
     for name, scores, kept in scored:
         kinds.setdefault(KINDS.get(name.rpartition(".")[2], "residual"), []).append(ranked(name, scores, kept))
