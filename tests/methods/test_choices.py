@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from method_rows import OPTIONS
 
 from vitcompress.methods import METHODS
 from vitcompress.methods.base import ARBITRARY, SPREAD
@@ -82,12 +83,5 @@ def test_listed_examples_stand_for_a_search() -> None:
 
 
 def test_steps_that_choose_nothing_are_not_named() -> None:
-    silent = {name for name, method in METHODS.items() if method.describe(method_options(name)).choice is None}
+    silent = {name for name, method in METHODS.items() if method.describe(OPTIONS[name]).choice is None}
     assert silent == {"fold", "recover"}
-
-
-def method_options(name: str) -> Any:
-    """The smallest options of a method."""
-    needed = {"pruned_layers": 1, "sparsity": 0.5, "epochs": 1}
-    fields = METHODS[name].options.__dataclass_fields__
-    return METHODS[name].options(**{key: value for key, value in needed.items() if key in fields})

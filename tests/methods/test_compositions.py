@@ -2,41 +2,21 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from contracts import assert_same, build, contract, images, logits
+from method_rows import ROWS
 from torch import nn
 
 from vitcompress import surgery
 from vitcompress.errors import InputError
 from vitcompress.families import family_of
-from vitcompress.methods import METHODS, ablations, auxiliary, isomorphic, magnitude, nose
-from vitcompress.methods.hetdpt import method as hetdpt
-from vitcompress.methods.sero import options as sero
-from vitcompress.methods.upvit import options as upvit
+from vitcompress.methods import METHODS
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.plan import Plan
 
-TWO = {"pruned_layers": 2}
-ALIGNMENT = isomorphic.Alignment(residual=4, ffn=4, head_dim=1)
 # Methods with equal options have equal structures, which are tested once.
-OPTIONS: dict[str, Any] = {
-    "hetdpt": hetdpt.Options(**TWO),
-    "nose": nose.Options(pruned_layers=1),
-    "activation_only": nose.ActivationOptions(pruned_layers=1),
-    "te_static": ablations.StaticOptions(**TWO, attention_bypass="norm_identity", both_pruned_output_act="gelu"),
-    "hetdpt_no_step2": hetdpt.AllocationOptions(**TWO),
-    "hetdpt_no_step1": ablations.DirectOptions(**TWO),
-    "random": ablations.RandomOptions(**TWO, pick="last"),
-    "fixed": ablations.FixedOptions(attention=(1,), activation=(0,), gated_ffn="drop_ffn"),
-    "isomorphic": isomorphic.Options(keep_ratio=0.75, keep_heads=0.75, keep_head_dim=0.75, align=ALIGNMENT),
-    "magnitude": magnitude.Options(),
-    "sero": sero.Options(sparsity=0.3, round_to=1, layout="padded"),
-    "recover": auxiliary.RecoverOptions(epochs=1),
-    "fold": auxiliary.FoldOptions(),
-    "upvit": upvit.Options(target_args={"embed_dim": 12, "num_heads": 2, "depth": 2}),
-}
+OPTIONS = {name: row.composed or row.options for name, row in ROWS.items()}
 Result = tuple[Plan, nn.Module]
 
 

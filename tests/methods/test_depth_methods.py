@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from method_rows import OPTIONS, STEP_1, STEP_2, TE
 from method_world import context, model
 from pydantic import TypeAdapter, ValidationError
-from test_methods import OPTIONS, STEP_1, STEP_2, TE
 
 from vitcompress import surgery
 from vitcompress.errors import PlanError
@@ -189,7 +189,7 @@ def test_a_report_without_a_bootstrap(name: str, resamples: int, tmp_path: Path)
     options = replace(OPTIONS[name], te=EntropyOptions(images=12, resamples=resamples))
     METHODS[name].plan(vit, context(tmp_path, vit), options)
     (table,) = METHODS[name].report(tmp_path).tables
-    assert all((row[3] == "") == (resamples < 2) for row in table["rows"])
+    assert all((row[3] == "") == (resamples < 2) for row in table.rows)
 
 
 def test_random_layers_follow_the_seed(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
-"""The contracts of every method of `METHODS`. A new method needs one row in `ROWS`."""
+"""The contracts of every method of `METHODS`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from method_rows import OPTIONS, ROWS
 from method_world import context, model
 from pydantic import TypeAdapter
 from torch import nn
@@ -17,49 +17,12 @@ from vitcompress.errors import InputError, VitcompressError
 from vitcompress.families import family_of
 from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
-from vitcompress.methods import METHODS, ablations, auxiliary, find_method, isomorphic, magnitude, nose
+from vitcompress.methods import METHODS, ablations, find_method
 from vitcompress.methods.base import Context, Method, StepInfo, StepReport, context_for, load_handed_over
-from vitcompress.methods.hetdpt import method as hetdpt
-from vitcompress.methods.hetdpt.collection import CollectionOptions
-from vitcompress.methods.hetdpt.search import SearchOptions
-from vitcompress.methods.sero import options as sero
-from vitcompress.methods.transfer_entropy import EntropyOptions
-from vitcompress.methods.upvit import options as upvit
 from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan
 from vitcompress.recipe.keys import keys_of
 
-
-@dataclass(frozen=True)
-class Row:
-    """options: that run in a second on a model of four blocks, width 16, two heads. before: sites that are already
-    replaced, if the method needs some.
-    """
-
-    options: Any
-    before: Mapping[str, str] = field(default_factory=dict)
-
-
-TE = EntropyOptions(images=12, resamples=2)
-STEP_1: dict[str, Any] = {"te": TE, "collection": CollectionOptions(epochs=1, images_per_class=8, interleaved=2)}
-STEP_2 = SearchOptions(factor=0.25, images_per_class=8)
-ROWS = {
-    "hetdpt": Row(hetdpt.Options(pruned_layers=2, search=STEP_2, **STEP_1)),
-    "nose": Row(nose.Options(pruned_layers=2, te=TE)),
-    "activation_only": Row(nose.ActivationOptions(pruned_layers=2, te=TE)),
-    "te_static": Row(ablations.StaticOptions(pruned_layers=2, te=TE)),
-    "hetdpt_no_step2": Row(hetdpt.AllocationOptions(pruned_layers=2, **STEP_1)),
-    "hetdpt_no_step1": Row(ablations.DirectOptions(pruned_layers=2, search=STEP_2)),
-    "random": Row(ablations.RandomOptions(pruned_layers=2)),
-    "fixed": Row(ablations.FixedOptions(attention=(0,), activation=(2,))),
-    "isomorphic": Row(isomorphic.Options(images=24, align=isomorphic.Alignment(residual=1, ffn=1, head_dim=1))),
-    "magnitude": Row(magnitude.Options()),
-    "sero": Row(sero.Options(sparsity=0.5, epochs=2, refresh=2, lr=1e-3, round_to=2, threshold="per_layer")),
-    "upvit": Row(upvit.Options(target_args={"embed_dim": 8, "num_heads": 1, "depth": 3}, images=6)),
-    "recover": Row(auxiliary.RecoverOptions(epochs=2, lr=1e-2)),
-    "fold": Row(auxiliary.FoldOptions(), before={"blocks.3.mlp.act": "identity"}),
-}
-OPTIONS = {name: row.options for name, row in ROWS.items()}
 every_method = pytest.mark.parametrize("name", METHODS)
 
 
@@ -184,8 +147,8 @@ def test_descriptions(name: str, tmp_path: Path) -> None:
     report = method.report(tmp_path)
     assert isinstance(report, StepReport)
     for table in report.tables:
-        assert all(len(row) == len(table["columns"]) for row in table["rows"])
-        assert all(isinstance(cell, str) for row in table["rows"] for cell in row)
+        assert all(len(row) == len(table.columns) for row in table.rows)
+        assert all(isinstance(cell, str) for row in table.rows for cell in row)
     assert all(len(line.x) == len(line.y) > 0 for chart in report.charts for line in chart.lines)
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from method_rows import OPTIONS
 from method_world import CLASSES, context
 from test_depth_methods import DEPTH
-from test_methods import OPTIONS
 from torch import nn
 
 from vitcompress import surgery
