@@ -12,7 +12,7 @@ One pass over the images measures every set of layers, in float64, without stori
 all images together (not a mean over batches), also with several processes.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -56,6 +56,7 @@ class Entropy:
     accuracy: float
 
 
+@dataclass(frozen=True, eq=False)
 class Moments:
     """Mean and sum of squared deviations of each channel, for several weightings of the images at once.
 
@@ -63,8 +64,9 @@ class Moments:
     (weightings,), mean and squares: (weightings, channels), all float64.
     """
 
-    def __init__(self, weight: Tensor, mean: Tensor, squares: Tensor) -> None:
-        self.weight, self.mean, self.squares = weight, mean, squares
+    weight: Tensor
+    mean: Tensor
+    squares: Tensor
 
     @classmethod
     def of(cls, features: Tensor, weights: Tensor) -> "Moments":
@@ -98,15 +100,14 @@ class Moments:
 
 
 def entropies(
-    gated: GatedModel, removed: Sequence[Iterable[str]], context: Context, options: EntropyOptions
+    gated: GatedModel, removed: Sequence[Collection[str]], context: Context, options: EntropyOptions
 ) -> list[Entropy]:
     """H without each of the sets `removed` of sites, from one pass over the images.
 
     Gates and mode are restored. All sets share their resamples, so differences between sets are paired.
     """
-    sets = [frozenset(names) for names in removed]
-    moments: list[Moments | None] = [None] * len(sets)
-    correct = torch.zeros(len(sets), dtype=torch.float64)
+    moments: dict[int, Moments] = {}
+    correct = torch.zeros(len(removed), dtype=torch.float64)
     loader, runtime = calibration_images(context, options.images), context.runtime
     weights = _weights(loader.total, options.resamples, context.seed)[:, runtime.rank :: runtime.world_size]
     seen = 0
@@ -114,13 +115,16 @@ def entropies(
         for images, targets in loader:
             batch = weights[:, seen : seen + len(images)]
             seen += len(images)
-            for i, names in enumerate(sets):
-                _open_all_but(gated, names)
+            for i, names in enumerate(removed):
+                for site in gated.gate_values():
+                    gated.set_gate(site, 0.0 if site in names else 1.0)
                 logits = gated(images)
                 correct[i] += (logits.argmax(dim=1) == targets).sum().item()
-                moments[i] = _add(moments[i], logits, batch)
-    hits = runtime.all_sum(correct)
-    return [_entropy(m.over_all(runtime), float(hit)) for m, hit in zip(moments, hits, strict=True) if m is not None]
+                features = logits.cpu() if logits.device.type == "mps" else logits  # MPS has no float64
+                part = Moments.of(features.double(), batch.to(features.device))
+                moments[i] = moments[i].merge(part) if i in moments else part
+    hits = runtime.all_sum(correct).tolist()
+    return [_entropy(moments[i].over_all(runtime), hit) for i, hit in enumerate(hits)]
 
 
 def measure(
@@ -128,20 +132,33 @@ def measure(
     candidates: Sequence[Site],
     context: Context,
     options: EntropyOptions,
-    *,
-    removed: Iterable[str] = (),
+    removed: Collection[str] = (),
 ) -> dict[str, Any]:
     """Transfer entropy of each candidate relative to the whole model, as plain data; `chosen` is the lowest, on rank 0.
 
     removed: sites that are removed together with each candidate. NOSE, which always compares with the dense model,
     passes those chosen before; HetDPT passes the current model instead.
     """
-    sets = [frozenset[str](), *(frozenset(removed) | {site.name} for site in candidates)]
-    reference, *without = entropies(gated, sets, context, options)
-    rows = [_row(site, reference, entropy, options) for site, entropy in zip(candidates, without, strict=True)]
-    picks = [min(range(len(rows)), key=lambda i: rows[i]["resampled"][r]) for r in range(len(reference.resampled))]
+    reference, *without = entropies(gated, [(), *((*removed, site.name) for site in candidates)], context, options)
+    rows, resampled = [], []
+    for site, entropy in zip(candidates, without, strict=True):
+        difference = reference.value - entropy.value
+        drawn = [a - b for a, b in zip(reference.resampled, entropy.resampled, strict=True)]
+        resampled.append(list(map(abs, drawn)) if options.sign == "abs" else drawn)
+        row = {
+            "site": site.name,
+            "kind": site.kind,
+            "index": site.index,
+            "entropy": entropy.value,
+            "transfer_entropy": difference,
+            "deviation": float(torch.tensor(drawn, dtype=torch.float64).std()) if len(drawn) > 1 else None,
+            "score": abs(difference) if options.sign == "abs" else difference,
+            "accuracy": entropy.accuracy,
+            "clamped": entropy.clamped,
+        }
+        rows.append(row)
+    picks = [scores.index(min(scores)) for scores in zip(*resampled, strict=True)]
     for i, row in enumerate(rows):
-        del row["resampled"]
         row["lowest_share"] = picks.count(i) / len(picks) if picks else None
     chosen = context.runtime.broadcast(min(rows, key=lambda row: row["score"])["site"])
     return {
@@ -166,39 +183,17 @@ def greedy(
     tables = []
     for _ in range(count):
         left = [site for site in candidates if site.name not in removed]
-        tables.append(measure(gated, left, context, options, removed=removed))
+        tables.append(measure(gated, left, context, options, removed))
         removed.append(tables[-1]["chosen"])
     return tables
-
-
-def _row(site: Site, reference: Entropy, entropy: Entropy, options: EntropyOptions) -> dict[str, Any]:
-    def score(difference: float) -> float:
-        return abs(difference) if options.sign == "abs" else difference
-
-    difference = reference.value - entropy.value
-    resampled = [a - b for a, b in zip(reference.resampled, entropy.resampled, strict=True)]
-    spread = float(torch.tensor(resampled, dtype=torch.float64).std()) if len(resampled) > 1 else None
-    return {
-        "site": site.name,
-        "kind": site.kind,
-        "index": site.index,
-        "entropy": entropy.value,
-        "transfer_entropy": difference,
-        "deviation": spread,
-        "score": score(difference),
-        "accuracy": entropy.accuracy,
-        "clamped": entropy.clamped,
-        "resampled": [score(d) for d in resampled],
-    }
 
 
 def _entropy(moments: Moments, correct: float) -> Entropy:
     deviation = moments.deviation()
     values = deviation.clamp(min=SMALLEST_DEVIATION).log().sum(dim=1).tolist()
     images = round(float(moments.weight[0]))
-    return Entropy(
-        values[0], tuple(values[1:]), int((deviation[0] < SMALLEST_DEVIATION).sum()), images, 100 * correct / images
-    )
+    clamped = int((deviation[0] < SMALLEST_DEVIATION).sum())
+    return Entropy(values[0], tuple(values[1:]), clamped, images, 100 * correct / images)
 
 
 def _weights(images: int, resamples: int, seed: int) -> Tensor:
@@ -206,18 +201,6 @@ def _weights(images: int, resamples: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(derived_seed("bootstrap", seed))
     counts = torch.poisson(torch.ones(resamples, images, dtype=torch.float64), generator=generator)
     return torch.cat([torch.ones(1, images, dtype=torch.float64), counts])
-
-
-def _add(moments: Moments | None, logits: Tensor, weights: Tensor) -> Moments:
-    # MPS has no float64.
-    device = torch.device("cpu") if logits.device.type == "mps" else logits.device
-    batch = Moments.of(logits.detach().to(device).double(), weights.to(device))
-    return batch if moments is None else moments.merge(batch)
-
-
-def _open_all_but(gated: GatedModel, names: frozenset[str]) -> None:
-    for site in gated.gate_values():
-        gated.set_gate(site, 0.0 if site in names else 1.0)
 
 
 @contextmanager

@@ -11,9 +11,9 @@ a tie (closer than a tenth of the cross-validation error) goes to the faster mod
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +27,7 @@ TieBreak = Literal["faster", "none"]
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One measured point: retained ratios in 0..1 and accuracy in percent."""
 
     attention: float
@@ -42,10 +41,6 @@ class Polynomial:
 
     degree: int
     coefficients: tuple[float, ...]
-
-    def __call__(self, attention: float, activation: float) -> float:
-        """The accuracy in percent predicted at two retained ratios."""
-        return float(_features(np.array([[attention, activation]]), self.degree)[0] @ np.array(self.coefficients))
 
 
 @dataclass(frozen=True)
@@ -91,25 +86,20 @@ class Allocation:
     degrees: tuple[Validation, ...]
     splits: tuple[Split, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for the run folder and the report."""
-        return asdict(self)
-
 
 def fit(rows: Sequence[Row], degree: int) -> Polynomial:
     """Ordinary least squares in percent, unscaled and unweighted; minimum norm where the rows leave it open."""
-    points, truth = _arrays(rows)
-    return Polynomial(degree, tuple(float(c) for c in _solve(points, truth, degree)[0]))
+    return Polynomial(degree, tuple(_solve(np.array(rows), degree)[0].tolist()))
 
 
 def validate(rows: Sequence[Row], degree: int) -> Validation:
     """Leave-two-out error: each point's predictions are averaged over its folds before the error is taken."""
-    points, truth = _arrays(rows)
+    table = np.array(rows)
     total, full_rank = np.zeros(len(rows)), True
-    for left_out, coefficients, rank in _folds(points, truth, degree):
-        total[left_out] += _features(points[left_out], degree) @ coefficients
+    for left_out, coefficients, rank in _folds(rows, degree):
+        total[left_out] += _features(table[left_out, :2], degree) @ coefficients
         full_rank &= rank == coefficients.size
-    errors = total / (len(rows) - 1) - truth
+    errors = total / (len(rows) - 1) - table[:, 2]
     return Validation(degree, float(np.abs(errors).mean()), float(np.sqrt((errors**2).mean())), full_rank)
 
 
@@ -171,7 +161,7 @@ def allocate_budget(
     validation, degrees = choose_degree(rows)
     polynomial = fit(rows, validation.degree)
     candidates = feasible_splits(layers, budget, min_pruned_per_type)
-    predicted = _predictions(polynomial, candidates, layers)
+    predicted = _predict(np.array(polynomial.coefficients), candidates, layers, polynomial.degree)
     best = int(np.argmax(predicted))
     gaps = predicted[best] - predicted
     tied = [s for s, gap in zip(candidates, gaps, strict=True) if gap < TIE_SHARE * validation.rmse] or candidates[:1]
@@ -192,18 +182,14 @@ def winners(
     rows: Sequence[Row], layers: tuple[int, int], candidates: Sequence[tuple[int, int]], degree: int
 ) -> Counter[tuple[int, int]]:
     """How often each split wins when two rows at a time are left out and the polynomial is fitted again."""
-    points, truth = _arrays(rows)
-    counts: Counter[tuple[int, int]] = Counter()
-    for _, coefficients, _ in _folds(points, truth, degree):
-        polynomial = Polynomial(degree, tuple(float(c) for c in coefficients))
-        counts[candidates[int(np.argmax(_predictions(polynomial, candidates, layers)))]] += 1
-    return counts
+    fits = (coefficients for _, coefficients, _ in _folds(rows, degree))
+    return Counter(candidates[int(np.argmax(_predict(fit, candidates, layers, degree)))] for fit in fits)
 
 
-def _predictions(polynomial: Polynomial, splits: Sequence[tuple[int, int]], layers: tuple[int, int]) -> Array:
-    return np.array(
-        [polynomial(1 - attention / layers[0], 1 - activation / layers[1]) for attention, activation in splits]
-    )
+def _predict(coefficients: Array, splits: Sequence[tuple[int, int]], layers: tuple[int, int], degree: int) -> Array:
+    """The accuracy of each split in percent."""
+    points = [np.array([[1 - attention / layers[0], 1 - activation / layers[1]]]) for attention, activation in splits]
+    return np.array([_features(point, degree)[0] @ coefficients for point in points])
 
 
 def _features(points: Array, degree: int) -> Array:
@@ -212,20 +198,14 @@ def _features(points: Array, degree: int) -> Array:
     return np.stack([a ** (total - j) * t**j for total in range(degree + 1) for j in range(total + 1)], axis=1)
 
 
-def _arrays(rows: Sequence[Row]) -> tuple[Array, Array]:
-    return (
-        np.array([[r.attention, r.activation] for r in rows], dtype=np.float64),
-        np.array([r.accuracy for r in rows], dtype=np.float64),
-    )
-
-
-def _solve(points: Array, truth: Array, degree: int) -> tuple[Array, int]:
-    coefficients, _, rank, _ = np.linalg.lstsq(_features(points, degree), truth, rcond=None)
+def _solve(table: Array, degree: int) -> tuple[Array, int]:
+    """Coefficients and rank of the fit to the rows of `table`."""
+    coefficients, _, rank, _ = np.linalg.lstsq(_features(table[:, :2], degree), table[:, 2], rcond=None)
     return np.asarray(coefficients, np.float64), int(rank)
 
 
-def _folds(points: Array, truth: Array, degree: int) -> Iterator[tuple[list[int], Array, int]]:
+def _folds(rows: Sequence[Row], degree: int) -> Iterator[tuple[list[int], Array, int]]:
     """Every pair of rows left out, with the coefficients and the rank of the fit to all others."""
-    for pair in combinations(range(len(truth)), 2):
+    for pair in combinations(range(len(rows)), 2):
         left_out = list(pair)
-        yield left_out, *_solve(np.delete(points, left_out, axis=0), np.delete(truth, left_out), degree)
+        yield left_out, *_solve(np.delete(np.array(rows), left_out, axis=0), degree)

@@ -16,8 +16,9 @@ exact, and the searched function is the deployed one.
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
+from pydantic import TypeAdapter
 from torch import nn
 
 from vitcompress.errors import PlanError
@@ -28,9 +29,13 @@ from vitcompress.methods import depth
 from vitcompress.methods.base import PUBLISHED, TRAINED, Context, Estimate, StepInfo, reject_unused
 from vitcompress.methods.depth import KINDS, Blocks, Indices
 from vitcompress.methods.hetdpt import collection, diagnostics, search
-from vitcompress.methods.hetdpt.allocation import allocate_budget, feasible_splits
+from vitcompress.methods.hetdpt.allocation import Allocation, allocate_budget, feasible_splits
 from vitcompress.methods.hetdpt.collection import AllocationOptions, Record
 from vitcompress.methods.hetdpt.search import DirectOptions
+
+Example = Annotated[
+    Indices, Doc("assumed result of the search in `--structure-only` and `--dry-run`; default: evenly spread")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +47,8 @@ class Options(AllocationOptions, DirectOptions):
     ] = "search"
     published_attention: Annotated[Indices, Doc('blocks that lose their attention, with layers = "published"')] = ()
     published_activation: Annotated[Indices, Doc('blocks that lose their activation, with layers = "published"')] = ()
-    example_attention: Annotated[
-        Indices, Doc("assumed result of the search in `--structure-only` and `--dry-run`; default: evenly spread")
-    ] = ()
-    example_activation: Annotated[
-        Indices, Doc("assumed result of the search in `--structure-only` and `--dry-run`; default: evenly spread")
-    ] = ()
+    example_attention: Example = ()
+    example_activation: Example = ()
     candidates: Annotated[Literal["collected", "all"], Doc("of step 2: layers of the single-type chains, or all")] = (
         "collected"
     )
@@ -59,11 +60,15 @@ def choose(model: nn.Module, context: Context, options: Options) -> Blocks:
         diagnostics.measure(model, context, options)
     if options.layers == "published":
         return _listed(options, "published")
-    records, (attentions, activations) = allocate(model, context, options)
+    records, split = allocate(model, context, options)
     context.progress.stage("HetDPT step 2: learnable importance search")
-    events = search.alternating(attentions, activations)
-    candidates = _candidates(model, context, options, records)
-    return search.search(model, context, options, events, candidates)
+    orders = collection.removal_orders(records)
+    candidates = {
+        site.name
+        for site in depth.all_layers(model, context.family)
+        if options.candidates == "all" or site.index in orders[site.kind][: options.pruned_layers]
+    }
+    return search.search(model, context, options, search.alternating(*split), candidates)
 
 
 def allocate(model: nn.Module, context: Context, options: AllocationOptions) -> tuple[list[Record], tuple[int, int]]:
@@ -72,7 +77,7 @@ def allocate(model: nn.Module, context: Context, options: AllocationOptions) -> 
     records = collection.collect(model, context, options)
     counts = {kind: len(sites) for kind, sites in depth.layers(model, context.family).items()}
 
-    def choose() -> dict[str, Any]:
+    def compute() -> object:
         allocation = allocate_budget(
             collection.rows(records, counts),
             (counts["attention"], counts["activation"]),
@@ -83,9 +88,9 @@ def allocate(model: nn.Module, context: Context, options: AllocationOptions) -> 
         )
         return asdict(allocation)
 
-    allocation = context.memo("allocation", choose)
+    allocation = TypeAdapter(Allocation).validate_python(context.memo("allocation", compute))
     context.progress.note(summarize(allocation))
-    return records, (allocation["chosen"][0], allocation["chosen"][1])
+    return records, allocation.chosen
 
 
 def split_cost(
@@ -98,17 +103,13 @@ def split_cost(
     return depth.count_macs(model, context, removed, options)
 
 
-def summarize(allocation: dict[str, Any]) -> str:
+def summarize(allocation: Allocation) -> str:
     """One line on how the budget was split and how certain that is."""
-    attentions, activations = allocation["chosen"]
-    rivals = [
-        f"{s['attention']}+{s['activation']}"
-        for s in allocation["splits"]
-        if s["near_tie"] and [s["attention"], s["activation"]] != [attentions, activations]
-    ]
-    lead = "the only split" if allocation["margin"] is None else f"best by {allocation['margin']:.2f} points"
-    error = f"cross-validation error {allocation['rmse']:.2f}"
-    text = f"budget: {attentions} attentions + {activations} activations ({lead}, {error})"
+    near = [(s.attention, s.activation) for s in allocation.splits if s.near_tie]
+    rivals = [f"{split[0]}+{split[1]}" for split in near if split != allocation.chosen]
+    lead = "the only split" if allocation.margin is None else f"best by {allocation.margin:.2f} points"
+    text = "budget: {} attentions + {} activations".format(*allocation.chosen)
+    text += f" ({lead}, cross-validation error {allocation.rmse:.2f})"
     return text + (f"; within that error as well: {', '.join(rivals)}" if rivals else "")
 
 
@@ -119,10 +120,9 @@ def unscored(model: nn.Module, family: Family, options: Options) -> Blocks:
         PlanError: the budget cannot be spent on this model, the lists do not match it, or an option has no effect.
     """
     published = options.layers == "published"
-    searching = ("min_pruned_per_type", "tie_break", "candidates", "example_attention", "example_activation")
-    unused = searching if published else ("published_attention", "published_activation")
-    reject_unused(options, dict.fromkeys(unused, f"layers is {options.layers!r}"))
     if published:
+        searching = ("min_pruned_per_type", "tie_break", "candidates", "example_attention", "example_activation")
+        reject_unused(options, dict.fromkeys(searching, "layers is 'published'"))
         collection.check_options(options.collection)
         return _listed(options, "published")
     spread = spread_budget(model, family, options, orders=options.candidates == "collected")
@@ -171,7 +171,11 @@ def describe(options: Options) -> StepInfo:
     listed = options.example_attention or options.example_activation
     searched = replace(TRAINED, unscored="an example in the recipe") if listed else TRAINED
     published = options.layers == "published"
-    return StepInfo(PUBLISHED if published else searched, uses_heldout=not published or options.diagnostics)
+    lists, tables = ("published_attention", "published_activation"), ("te", "collection", "search")
+    names = lists if not published else ("search",) if options.diagnostics else tables
+    unused = dict.fromkeys(names, f"layers is {options.layers!r}")
+    choice = PUBLISHED if published else searched
+    return StepInfo(choice, uses_heldout=not published or options.diagnostics, unused=unused)
 
 
 def _listed(options: Options, which: Literal["published", "example"]) -> Blocks:
@@ -186,15 +190,6 @@ def _listed(options: Options, which: Literal["published", "example"]) -> Blocks:
             + (', or set layers = "search"' if which == "published" else ", or set both lists to []"),
         )
     return lists
-
-
-def _candidates(model: nn.Module, context: Context, options: Options, records: Sequence[Record]) -> set[str]:
-    """The sites that step 2 may remove: all, or the first `pruned_layers` of each type's removal order."""
-    sites = depth.all_layers(model, context.family)
-    if options.candidates == "all":
-        return {site.name for site in sites}
-    orders = collection.removal_orders(records)
-    return {site.name for site in sites if site.index in orders[site.kind][: options.pruned_layers]}
 
 
 HETDPT = depth.depth_method(
