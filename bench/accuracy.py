@@ -12,7 +12,14 @@ from torch import Tensor
 
 from vitcompress.bench.preprocessing import Preprocessing, is_undocumented_uint8, resolve_preprocessing
 from vitcompress.bench.report import recorded
-from vitcompress.bench.report.records import AccuracyRecord, BenchRecord, InputRecord, McNemarRecord, SpeedRecord
+from vitcompress.bench.report.records import (
+    AccuracyRecord,
+    BenchRecord,
+    InputRecord,
+    McNemarRecord,
+    RuntimeRecord,
+    SpeedRecord,
+)
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.exporters.sidecar import read_class_names
@@ -46,16 +53,12 @@ class EvaluateOptions:
     runner: RunnerOptions = field(default_factory=RunnerOptions)
 
 
-class EvaluationRow(AccuracyRecord):
+class EvaluationRow(AccuracyRecord, RuntimeRecord):
     """Accuracy of one artifact, its settings, and the recorded speed of the same file with the same settings."""
 
     artifact: str
     input: InputRecord
     sha256: str | None
-    runtime: str
-    device: str
-    precision: str
-    threads: int | str | None
     speed: SpeedRecord | None
 
 
@@ -104,34 +107,26 @@ def run(
             rows.append(row)
             masks.append(mask)
             progress.note(f"{row['correct']} of {row['total']} correct")
-    tests = [
-        cast(ComparisonTest, {"a": rows[0]["artifact"], "b": row["artifact"], **asdict(mcnemar(masks[0], mask))})
-        for row, mask in zip(rows[1:], masks[1:], strict=True)
-    ]
+    pairs = [(row, mcnemar(masks[0], mask)) for row, mask in zip(rows[1:], masks[1:], strict=True)]
+    tests = [ComparisonTest(a=rows[0]["artifact"], b=row["artifact"], **asdict(test)) for row, test in pairs]
     return {"images": len(images), "classes": len(classes), "rows": rows, "mcnemar": tests}
 
 
 def select_data(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptions:
     """The test data of the options, or else of the first run folder among the artifacts."""
-    data = _select_data(artifacts, options)
-    if options.split is None:
-        return data
-    if data.source == DIGITS:
-        raise InputError(
-            f"the digits have no split {options.split!r}, only their test images", hint="leave --split out"
-        )
-    return replace(data, test_split=options.split)
-
-
-def _select_data(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptions:
+    recipes = [path for artifact in artifacts if (path := _run_folder(artifact).recipe).is_file()]
     if options.data == DIGITS:
-        return DataOptions()
-    if options.data is not None:
-        return DataOptions("imagefolder", options.data, workers=options.workers)
-    for artifact in artifacts:
-        if (recipe := _run_folder(artifact).recipe).is_file():
-            return load_recipe(str(recipe)).data
-    raise InputError("no data to evaluate on", hint="give --data PATH with PATH/val/CLASS, or --data digits")
+        data = DataOptions()
+    elif options.data is not None:
+        data = DataOptions("imagefolder", options.data, workers=options.workers)
+    elif recipes:
+        data = load_recipe(str(recipes[0])).data
+    else:
+        raise InputError("no data to evaluate on", hint="give --data PATH with PATH/val/CLASS, or --data digits")
+    if options.split is not None and data.source == DIGITS:
+        problem = f"the digits have no split {options.split!r}, only their test images"
+        raise InputError(problem, hint="leave --split out")
+    return data if options.split is None else replace(data, test_split=options.split)
 
 
 def _run_folder(artifact: str) -> RunFolder:
@@ -208,13 +203,7 @@ def _evaluate(
     accuracy, mask = evaluate_images(padded, EvalLoader(images, padded.input, padded.batch, runtime), runtime)
     known = padded.runner.describe()
     settings = {key: known[key] for key in ("runtime", "device", "precision")}
-    row = {
-        "artifact": padded.runner.name,
-        **accuracy.to_dict(),
-        "input": padded.input.to_dict(),
-        "sha256": known["sha256"],
-        **settings,
-        "threads": known["threads"],
-        "speed": recorded.find_speed(benches, known["sha256"], settings),
-    }
+    speed = recorded.find_speed(benches, known["sha256"], settings)
+    same = {**settings, "threads": known["threads"], "sha256": known["sha256"], "input": padded.input.to_dict()}
+    row = {"artifact": padded.runner.name, **accuracy.to_dict(), **same, "speed": speed}
     return cast(EvaluationRow, row), mask

@@ -9,6 +9,8 @@ from typing import Literal, NotRequired, Required
 
 from typing_extensions import TypedDict
 
+from vitcompress.surgery.fold import FoldRecord
+
 Status = Literal["passed", "failed", "not_run"]
 SpeedVerdict = Literal["faster", "slower", "not distinguishable"]
 
@@ -24,19 +26,24 @@ class TableRecord(TypedDict):
 # ---------------------------------------------------------------------------------------------------------- bench.json
 
 
-class RunnerRecord(TypedDict):
+class RuntimeRecord(TypedDict):
+    """Where and how an artifact runs."""
+
+    runtime: str
+    device: str
+    precision: str
+    threads: int | str | None
+
+
+class RunnerRecord(RuntimeRecord):
     """Settings of one artifact in one runtime (`Runner.describe`); the last keys exist for some runtimes only."""
 
     artifact: str
     sha256: str | None
-    runtime: str
     runtime_version: str | None
-    device: str
     device_name: str | None
     provider: str | None
-    precision: str
     tf32: bool | None
-    threads: int | str | None
     sdpa: str | None
     compile: bool
     channels_last: bool
@@ -77,11 +84,18 @@ class MemoryRecord(TypedDict):
     process_peak_bytes: int | None
 
 
-class BenchRow(RunnerRecord):
+class SpeedRecord(RuntimeRecord):
+    """The part of a `BenchRow` that is repeated beside the accuracy of a file."""
+
+    images_per_second: float
+    latency_ms: LatencyRecord
+    batch: int
+    protocol: str
+
+
+class BenchRow(RunnerRecord, SpeedRecord):
     """One artifact at one batch size, with every sample: `samples_ms` are single runs by block."""
 
-    protocol: str
-    batch: int
     input_size: Sequence[int]
     input: str
     caches: str
@@ -90,8 +104,6 @@ class BenchRow(RunnerRecord):
     settled: bool | None
     runs: int
     clock: Literal["wall", "cuda events"]
-    images_per_second: float
-    latency_ms: LatencyRecord
     variation: float | None
     drift: float | None
     images_per_joule: float | None
@@ -192,19 +204,6 @@ class BenchRecord(TypedDict):
     disturbed: Sequence[str]
     fail_under: float | None
     passed: bool
-
-
-class SpeedRecord(TypedDict):
-    """The part of a `BenchRow` that is repeated beside the accuracy of a file."""
-
-    images_per_second: float
-    latency_ms: LatencyRecord
-    batch: int
-    protocol: str
-    runtime: str
-    device: str
-    precision: str
-    threads: int | str | None
 
 
 # --------------------------------------------------------------------------------------------------------- verify.json
@@ -352,19 +351,6 @@ class PlanRecord(TypedDict):
     format: int
 
 
-class FoldingRecord(TypedDict):
-    """A module that was or could have been folded; MACs per token."""
-
-    module: str
-    folded: bool
-    reason: str
-    params_before: int
-    params_after: int
-    macs_before: int
-    macs_after: int
-    rounding: float
-
-
 class ArtifactRecord(TypedDict):
     """One exported file of the compressed model. verified: its outputs were compared with the model's."""
 
@@ -414,7 +400,7 @@ class Report(TypedDict, total=False):
     artifacts: Sequence[ArtifactRecord] | None
     files: Mapping[str, int] | None
     verify: VerificationRecord | None
-    folding: Sequence[FoldingRecord] | None
+    folding: Sequence[FoldRecord] | None
     searched: str | None
     layers: str | None
     teacher: str | None

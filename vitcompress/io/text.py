@@ -88,7 +88,7 @@ def _shortest(name: str, others: Iterable[str]) -> str:
 
 NOT_MEASURED = "not measured"
 NONE = "-"
-# Heading of a column -> its cell: a format string with the keys of a record (`"{accuracy:.1f} %"`), or a function of it.
+# Heading -> cell: a format string with the keys of a record (`"{accuracy:.1f} %"`), or a function of the record.
 Columns = Mapping[str, str | Callable[[Any], object]]
 
 

@@ -32,7 +32,7 @@ class FoldRecord:
     params_after: int
     macs_before: int
     macs_after: int
-    rounding: float = 0.0
+    rounding: float
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def _fold_ffn(model: nn.Module, family: Family, name: str) -> FoldRecord:
     params = _count(first, second)
     if product_macs >= pair_macs:
         reason = f"the pair is cheaper: {pair_macs} instead of {product_macs} multiply-accumulates per token"
-        return FoldRecord(name, False, reason, params, params, pair_macs, pair_macs)
+        return FoldRecord(name, False, reason, params, params, pair_macs, pair_macs, 0.0)
     rounding = fold_module(model, family, name)
     after = _count(model.get_submodule(name))
     return FoldRecord(name, True, "cheaper than the pair", params, after, pair_macs, product_macs, rounding)
