@@ -3,6 +3,7 @@
 from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import timm
@@ -28,6 +29,8 @@ from vitcompress import surgery
 from vitcompress.errors import UnsupportedModelError
 from vitcompress.families import FAMILIES, Axis, Space, family_of, lookup, prepare_model
 from vitcompress.families.vit import VitFamily
+from vitcompress.models.checkpoint import load_model, prune, save_model
+from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
 from vitcompress.surgery import sliced_state
 from vitcompress.surgery.check import check_maskable
@@ -279,14 +282,45 @@ def test_a_norm_without_weights_is_rejected() -> None:
         family_of(model)
 
 
+@pytest.mark.parametrize(
+    ("arch", "name", "args"),
+    [
+        (
+            "swin_tiny_patch4_window7_224",
+            "layers.0.blocks.1",
+            {"window_size": 4, "depths": (2, 2), "num_heads": (2, 2)},
+        ),
+        ("beit_base_patch16_224", "blocks.1", {"patch_size": 8, "depth": 2, "num_heads": 2}),
+    ],
+    ids=["swin", "beit"],
+)
 @pytest.mark.parametrize("what", ["removed", "sliced"])
-def test_changing_the_input_size_after_pruning_is_rejected(what: str) -> None:
-    args = {"img_size": 32, "window_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2), "num_classes": 3}
-    arch = "swin_tiny_patch4_window7_224"
+def test_changing_the_input_size_after_pruning_is_rejected(what: str, arch: str, name: str, args: dict) -> None:
+    args = {"img_size": 32, "embed_dim": 16, "num_classes": 3, **args}
     model = timm.create_model(arch, **args)
     model.set_input_size(img_size=(48, 32))
-    name = "layers.0.blocks.1.attn"
-    changes = {"removed": {name: "drop"}} if what == "removed" else {"kept": {"layers.0.blocks.1.qk": (0, 1, 8, 9)}}
-    pruned = surgery.apply_plan(timm.create_model(arch, **args), Plan(arch, args, **changes))  # type: ignore[arg-type]
+    changes = {"removed": {f"{name}.attn": "drop"}} if what == "removed" else {"kept": {f"{name}.qk": (0, 1, 8, 9)}}
+    pruned = surgery.apply_plan(timm.create_model(arch, **args), Plan(arch, args, **changes)).eval()  # type: ignore[arg-type]
+    before = logits(pruned, torch.ones(1, 3, 32, 32))
+    with pytest.raises(UnsupportedModelError, match=r"input size .* cannot be changed"):
+        deepcopy(pruned).set_input_size(img_size=(48, 32))
     with pytest.raises(UnsupportedModelError, match=r"input size .* cannot be changed"):
         pruned.set_input_size(img_size=(48, 32))
+    assert torch.equal(logits(pruned, torch.ones(1, 3, 32, 32)), before), "nothing is changed"
+
+
+@pytest.mark.parametrize("removed", [{"blocks.1.attn": "drop"}, {"blocks.0.attn": "norm_identity"}])
+def test_weights_of_another_size_are_resampled_before_an_attention_is_removed(tmp_path: Path, removed: dict) -> None:
+    args = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
+    timms = timm.create_model("beit_base_patch16_224", img_size=32, **args).eval()
+    for parameter in timms.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    torch.save(timms.state_dict(), tmp_path / "weights.pth")
+    model = create_model("beit_base_patch16_224", {**args, "img_size": [48, 32]}, tmp_path / "weights.pth")
+    timms.set_input_size(img_size=(48, 32))
+    x = torch.rand(2, 3, 48, 32)
+    assert_same(logits(model, x), logits(timms, x))
+    pruned = prune(model, model.plan.delta(removed=removed))
+    save_model(pruned, tmp_path / "run")
+    assert torch.equal(logits(load_model(tmp_path / "run"), x), logits(pruned, x))
+    assert_moved(logits(pruned, x), logits(model, x))

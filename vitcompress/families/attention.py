@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from timm.layers import apply_rot_embed_cat
 from torch import Tensor, nn
 
-from vitcompress.families.edited_block import fixed_size_error
-
 
 class AnyWidthAttention(nn.Module):
     """Base of all sliced attentions; subclasses define `forward`.
@@ -111,10 +109,6 @@ class PositionAttention(AnyWidthAttention):
             return None
         biases = self.relative_position_bias_table[self.relative_position_index.view(-1)]
         return biases.view(*self.relative_position_index.shape, -1).permute(2, 0, 1)[None]
-
-    def set_window_size(self, window_size: tuple[int, int]) -> None:
-        """Raise UnsupportedModelError: timm calls this when the input size changes."""
-        raise fixed_size_error()
 
 
 class SlicedPositionAttention(PositionAttention):

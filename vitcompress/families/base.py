@@ -101,6 +101,7 @@ class Family:
     stages: path of the list of stages; empty for models without stages.
     stem: path of the convolution that reads the images.
     not_foldable: why an FFN without its activation is not linear, as a sentence; empty if it is.
+    fixed_size: whether the input size of a model with changed attentions cannot be changed.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Family:
     stages: str = ""
     stem: str = "patch_embed.proj"
     not_foldable: str = ""
+    fixed_size: bool = False
 
     def problem(self, model: Any) -> str | None:
         """None, or why the family does not support the model (completes "cannot prune this model: ")."""

@@ -23,6 +23,7 @@ class BeitFamily(EvaFamily):
     block_type = Block
     attention_types = (Attention, SlicedPositionAttention)
     ffn_types = (Mlp,)
+    fixed_size = True
 
     def problem(self, model: Any) -> str | None:
         if isinstance(model, Beit) and model.rel_pos_bias is not None:

@@ -34,11 +34,11 @@ class Wiring:
     parts: Callable[[nn.Module], Mapping[str, Part]] = children
 
 
-def fixed_size_error() -> UnsupportedModelError:
-    """The error for changing the input size of a pruned model."""
-    return UnsupportedModelError(
+def reject_new_size(*args: object, **kwargs: object) -> None:
+    """The `set_input_size` of pruned models whose position tables and windows fit one size only."""
+    raise UnsupportedModelError(
         "the input size of a pruned model cannot be changed: its windows, shifts and tables belong to the size that it "
-        "was pruned for (the model is now partly changed: load it again)",
+        "was pruned for",
         hint="prune it at the other size, as in --set 'model.args.img_size=[256, 192]'",
     )
 
@@ -83,10 +83,6 @@ class EditedBlock(nn.Module):
         used = {name for branch in self.branches for name in branch}
         for name in [n for n in (*self._modules, *self._parameters) if n not in used and n != "output_act"]:
             delattr(self, name)
-
-    def set_input_size(self, *args: Any, **kwargs: Any) -> None:
-        """Raise UnsupportedModelError: timm's Swin calls this when the input size changes."""
-        raise fixed_size_error()
 
     @property
     def is_empty(self) -> bool:

@@ -77,6 +77,7 @@ class SwinFamily(Family):
     attention_types = (WindowAttention, SlicedWindowAttention, ShiftedWindowAttention)
     wiring = Wiring(branches=(("norm1", "attn", "drop_path1"), ("norm2", "mlp", "drop_path2")), parts=parts)
     stages = "layers"
+    fixed_size = True
 
     def depths(self, model: Any) -> list[int]:
         return [stage.depth for stage in model.layers]

@@ -5,6 +5,8 @@ from copy import deepcopy
 from torch import nn
 
 from vitcompress.families import family_of
+from vitcompress.families.attention import PositionAttention
+from vitcompress.families.edited_block import EditedBlock, reject_new_size
 from vitcompress.plan import Plan
 from vitcompress.surgery.check import check_plan
 from vitcompress.surgery.fold import fold_module
@@ -37,4 +39,6 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
     pad_attentions(model, plan)
     for name in plan.folded:
         fold_module(model, family, name)
+    if family.fixed_size and any(isinstance(module, EditedBlock | PositionAttention) for module in model.modules()):
+        vars(model)["set_input_size"] = reject_new_size
     return model
