@@ -4,6 +4,7 @@ import io
 import json
 import re
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,10 @@ from vitcompress.cli.output import tables
 from vitcompress.cli.output.progress import ConsoleProgress
 from vitcompress.cli.output.terminal import error_as_data, print_error, print_json, print_table
 from vitcompress.errors import CheckFailedError, InputError, RecipeError, VitcompressError
+from vitcompress.io.text import Table
+from vitcompress.models.cost import Cost
+from vitcompress.pipeline.dry_run import DryRun
+from vitcompress.pipeline.job import Work
 
 
 class Terminal(io.StringIO):
@@ -60,9 +65,9 @@ def test_standard_output_has_only_json(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_table_keeps_brackets_and_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table("before and after", ["figure", "dense"], [["top-1 [%]", 97.5], ["file", None]])
+    print_table(Table("before and after", ("figure", "dense"), (("top-1 [%]", "97.5"), ("file", ""))))
     out, err = capsys.readouterr()
-    assert "top-1 [%]" in out and "97.5" in out and "before and after" in out and "None" not in out and err == ""
+    assert "top-1 [%]" in out and "97.5" in out and "before and after" in out and err == ""
 
 
 def test_checks_have_a_verdict_a_value_and_the_command_for_the_target(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,16 +119,16 @@ def test_a_new_stage_removes_unfinished_bars(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_dry_run_lists_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    cost = {"params": 87338192, "macs": 17656811520, "macs_linear": 16934203392}
-    plan = {
-        "recipe": "r",
-        "folder": "runs/r",
-        "stages": [{"stage": "fine-tune", "rounds": 1, "epochs": 400, "images": None}],
-        "layers": "published",
-        "cost": {"dense": cost, "compressed": cost},
-        "missing": ["data: no folder [x]"],
-        "notes": ["weights [hub]: fetched"],
-    }
+    cost = Cost(params=87338192, macs=17656811520, macs_linear=16934203392)
+    plan = DryRun(
+        "r",
+        "runs/r",
+        [Work("fine-tune", 1, 400)],
+        "published",
+        {"dense": cost, "compressed": cost},
+        missing=["data: no folder [x]"],
+        notes=["weights [hub]: fetched"],
+    )
     tables.print_dry_run(plan)
     out = capsys.readouterr().out
     assert (
@@ -135,7 +140,7 @@ def test_a_dry_run_lists_what_is_missing(capsys: pytest.CaptureFixture[str]) -> 
         and "data: no folder [x]" in out
         and "Note: weights [hub]: fetched" in out
     )
-    tables.print_dry_run({**plan, "missing": []})
+    tables.print_dry_run(replace(plan, missing=[]))
     assert "Nothing is missing" in capsys.readouterr().out
 
 
@@ -146,9 +151,9 @@ def test_columns_with_one_value_move_below_a_table_that_is_too_wide(
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("COLUMNS", str(width))
-    columns = ["artifact", "runtime", "precision", "protocol", "images/s"]
-    same = ["onnxruntime cpu", "fp32", "robust-10/100/256"]
-    print_table("", columns, [["dense.onnx", *same, "1,084"], ["model.onnx", *same, "2,211"]])
+    columns = ("artifact", "runtime", "precision", "protocol", "images/s")
+    same = ("onnxruntime cpu", "fp32", "robust-10/100/256")
+    print_table(Table("", columns, (("dense.onnx", *same, "1,084"), ("model.onnx", *same, "2,211"))))
     drawn = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
     line = "all: runtime onnxruntime cpu, precision fp32, protocol robust-10/100/256"
     assert (line in drawn) == (width == 60)

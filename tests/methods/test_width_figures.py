@@ -6,14 +6,12 @@ from the published sizes give the reason.
 """
 
 import functools
-from typing import Any
 
 import pytest
 
 from vitcompress import recipes
-from vitcompress.pipeline.dry_run import dry_run_recipe
+from vitcompress.pipeline.dry_run import Size, SizeComparison, compare_sizes, dry_run_recipe
 from vitcompress.pipeline.job import RunOptions
-from vitcompress.pipeline.published import compare_sizes
 from vitcompress.recipe.load import load_recipe
 from vitcompress.recipe.schema import Recipe
 
@@ -22,18 +20,18 @@ HETDPT_PLUS = ("hetdpt_plus_3_7g", "hetdpt_plus_2_4g", "hetdpt_plus_1_1g")
 
 
 @functools.cache
-def shipped(name: str) -> dict[str, Any]:
-    """The record of a recipe as it is shipped."""
+def shipped(name: str) -> SizeComparison:
+    """The sizes of a recipe as it is shipped."""
     (record,) = compare_sizes([name])
     return record
 
 
 def off(recipe: Recipe, macs: str) -> tuple[float, float]:
     """How far parameters and `macs` lie from the published ones, as shares of those."""
-    counted = dry_run_recipe(recipe, RunOptions(structure_only=True))["cost"]["compressed"]
+    counted = dry_run_recipe(recipe, RunOptions(structure_only=True)).cost["compressed"]
     published = recipe.published
     assert published is not None and published.params_m and published.macs_g
-    return counted["params"] / (1e6 * published.params_m) - 1, counted[macs] / (1e9 * published.macs_g) - 1
+    return counted.params / (1e6 * published.params_m) - 1, getattr(counted, macs) / (1e9 * published.macs_g) - 1
 
 
 def released(name: str, step: int) -> Recipe:
@@ -51,7 +49,7 @@ def test_released_settings_of_isomorphic_pruning(name: str) -> None:
 @pytest.mark.parametrize("name", ISOMORPHIC)
 def test_aligned_isomorphic_recipes_meet_the_published_macs(name: str) -> None:
     record = shipped(name)
-    assert abs(record["params_m"]["off"]) <= 0.03 and abs(record["macs_g"]["off"]) <= 0.01 and not record["macs_linear"]
+    assert abs(record.params_m.off) <= 0.03 and abs(record.macs_g.off) <= 0.01 and not record.macs_linear
 
 
 @pytest.mark.parametrize("name", HETDPT_PLUS)
@@ -64,26 +62,26 @@ def test_inferred_ratios_of_hetdpt_plus(name: str) -> None:
 @pytest.mark.parametrize("name", HETDPT_PLUS)
 def test_aligned_hetdpt_plus_recipes_meet_the_published_macs(name: str) -> None:
     record = shipped(name)
-    assert abs(record["params_m"]["off"]) <= 0.03 and abs(record["macs_g"]["off"]) <= 0.01 and record["macs_linear"]
+    assert abs(record.params_m.off) <= 0.03 and abs(record.macs_g.off) <= 0.01 and record.macs_linear
 
 
 @pytest.mark.parametrize("name", [name for name in recipes.names() if not name.startswith("digits_")])
 def test_a_recipe_meets_what_was_published_or_says_why_not(name: str) -> None:
     record = shipped(name)
-    assert (record["met"] is not False) == (not record["reason"]), record
-    if record["reason"]:
-        assert record["reason"].endswith(".") and len(record["reason"].split()) > 5
+    assert (record.met is not False) == (not record.reason), record
+    if record.reason:
+        assert record.reason.endswith(".") and len(record.reason.split()) > 5
 
 
 def test_dinov2_giant_is_deployed_without_its_layer_scales() -> None:
     """Two in each of 40 blocks, but the 15 that went with their branches, are folded: by so much less is counted."""
-    record = shipped("dinov2_g_hetdpt")["params_m"]
-    unfolded = round(1e6 * record["counted"]) + (2 * 40 - 15) * 1536
-    assert unfolded == 927118948 and round(unfolded / 1e6, 2) == record["published"]
+    record = shipped("dinov2_g_hetdpt").params_m
+    unfolded = round(1e6 * record.counted) + (2 * 40 - 15) * 1536
+    assert unfolded == 927118948 and round(unfolded / 1e6, 2) == record.published
 
 
 def test_counted_sizes_are_those_of_the_outlook() -> None:
     record = shipped("nose_deit_s_3")
-    cost = dry_run_recipe(load_recipe("nose_deit_s_3"), RunOptions(structure_only=True))["cost"]["compressed"]
-    assert record["params_m"] == {"published": None, "counted": cost["params"] / 1e6, "off": None}
-    assert record["macs_g"]["counted"] == cost["macs"] / 1e9 and record["met"] is None
+    cost = dry_run_recipe(load_recipe("nose_deit_s_3"), RunOptions(structure_only=True)).cost["compressed"]
+    assert record.params_m == Size(None, cost.params / 1e6, None)
+    assert record.macs_g.counted == cost.macs / 1e9 and record.met is None

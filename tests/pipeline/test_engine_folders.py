@@ -229,7 +229,7 @@ def test_a_recipe_with_possibly_unequal_widths_is_rejected_before_the_training(
     sero = whole_runs.with_steps(f'method = "sero"\nsparsity = 0.5\nepochs = 2\nround_to = 1\n{step}')
     text = f'{sero}\n[export]\nformats = ["trt-rtx"]\nprecision = "fp16"\nopset = {opset}\n'
     recipe = whole_runs.recipe(tmp_path, text=text)
-    missing = dry_run_recipe(recipe, job.RunOptions(out=tmp_path / "run"))["missing"]
+    missing = dry_run_recipe(recipe, job.RunOptions(out=tmp_path / "run")).missing
     assert len(missing) == (1 if code else 0)
     if code:
         with pytest.raises(InputError, match="step 1, sero, may give q and k another width than v") as caught:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.checks import Check
 from vitcompress.io.progress import Progress
 from vitcompress.models.checkpoint import write_model
-from vitcompress.models.create import input_config
 from vitcompress.pipeline import fp32_layers
 from vitcompress.pipeline.export import fp16_limits
 from vitcompress.pipeline.fp32_layers import Evaluator, Layers, Search, best_evaluator, minimize, search
@@ -66,7 +66,7 @@ def torch_evaluator(model: nn.Module) -> Evaluator:
 
 def search_fp16(model: nn.Module, fixed: Layers = ()) -> Search:
     limits = fp16_limits(model, scan_ranges(model, X), fixed)
-    return search(Original(model, X), torch_evaluator(model), ("fp16", "fp32"), *limits, fixed=fixed)
+    return search(Original(model, X), torch_evaluator(model), "fp16", *limits, fixed=fixed)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_exactly_the_needed_layers_are_selected(
     assert trials[chosen].verdict == "passed" and set(trials[chosen].figures) == {"flips", "kl", "cosine", "error"}
     assert (None if first is None else trials[()].by) == first
     assert first is None or trials[()].verdict == "failed"
-    assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["chosen"] == list(chosen)
+    assert json.loads(json.dumps(asdict(result), allow_nan=False))["chosen"] == list(chosen)
 
 
 def test_only_a_search_that_ran_out_of_trials_may_not_be_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,8 +108,8 @@ def test_no_layer_helps_a_residual_stream_that_is_too_large() -> None:
 def test_bf16_needs_no_layers() -> None:
     model, options = plain(), ExportOptions(precision="bf16")
     original = Original(model, X)
-    evaluator = best_evaluator(EXPORTERS["onnx"], original, options, input_config(model))
-    result = search(original, evaluator, ("bf16", "fp32"))
+    evaluator = best_evaluator(EXPORTERS["onnx"], original, options)
+    result = search(original, evaluator, "bf16")
     assert result.chosen == () and len(result.tries) == 1 and "bf16" in result.judge
     assert result.proxy or torch.cuda.is_available()
 
@@ -124,9 +124,9 @@ def test_precisions_are_only_names() -> None:
         return [Check("outputs", "passed" if "blocks.1.mlp" in layers else "failed", detail="changed")]
 
     evaluator = Evaluator("a simulation", True, evaluate)
-    result = search(Original(plain(), X), evaluator, ("int8", "bf16"), progress=progress)
+    result = search(Original(plain(), X), evaluator, "int8", progress=progress)
     assert result.chosen == ("blocks.1.mlp",) and result.smallest
-    assert notes[0] == "int8 with no layers in bf16: failed (a simulation), outputs: changed"
+    assert notes[0] == "int8 with no layers in fp32: failed (a simulation), outputs: changed"
 
 
 def test_a_weight_outside_of_the_scanned_ranges_fails_its_set_only() -> None:
@@ -134,7 +134,7 @@ def test_a_weight_outside_of_the_scanned_ranges_fails_its_set_only() -> None:
     model = plain()
     with torch.no_grad():
         model.get_submodule("head").weight[0, 0] = 1e6
-    result = search(Original(model, X), torch_evaluator(model), ("fp16", "fp32"))
+    result = search(Original(model, X), torch_evaluator(model), "fp16")
     assert result.chosen == ("head",)
     assert "head.weight" in result.tries[0].reason and result.tries[0].verdict == "failed"
 

@@ -15,14 +15,15 @@ from vitcompress.methods import METHODS, isomorphic
 from vitcompress.models.create import create_model
 from vitcompress.pipeline import dry_run, latency
 from vitcompress.pipeline.job import Job, RunOptions, create_job
-from vitcompress.pipeline.latency import check_latency, latency_ms
+from vitcompress.pipeline.latency import check_latency, clock
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.recipe.load import load_recipe
 from vitcompress.training.distributed import Runtime
 
 
 def job(folder: Path, *sets: str, device: str = "cpu") -> Job:
-    recipe = load_recipe("digits_isomorphic", ["model.args.depth=1", "bench.batch=2", "model.classes=10", *sets])
+    small = ["model.args.depth=1", "bench.batch=2", "model.classes=10", "step.0.target=ratios", "step.0.amount="]
+    recipe = load_recipe("digits_isomorphic", [*small, *sets])
     options = RunOptions(out=folder, structure_only=True)
     return create_job(recipe, options, Runtime(torch.device(device)), Progress())
 
@@ -30,9 +31,9 @@ def job(folder: Path, *sets: str, device: str = "cpu") -> Job:
 @pytest.mark.parametrize("runtime", ["torch", "onnxruntime"])
 def test_a_model_is_measured_on_the_requested_runtime_and_not_changed(runtime: str, tmp_path: Path) -> None:
     about = job(tmp_path)
-    model = create_model(about.recipe.model.name, about.arch_args)
+    model = create_model(about.recipe.model.name, about.base.arch_args)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert latency_ms(about, model, runtime) > 0
+    assert clock(about).median(model, runtime) > 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not list(tmp_path.iterdir())
 
@@ -54,7 +55,7 @@ def test_the_longer_measurement_takes_the_round_in_which_nothing_else_ran(
         return result
 
     monkeypatch.setattr(suite, "compare", compare)
-    median = latency.undisturbed_ms(about, create_model(about.recipe.model.name, about.arch_args), "torch")
+    median = clock(about).undisturbed(create_model(about.recipe.model.name, about.base.arch_args), "torch")
     assert len(rounds) == 20 and median == np.median(rounds[7]) < 1000
     assert measured[0]["batch"] == 2, "that of the recipe's [bench]"
 
@@ -62,16 +63,16 @@ def test_the_longer_measurement_takes_the_round_in_which_nothing_else_ran(
 def test_weights_outside_the_range_of_half_precision_do_not_stop_the_measurement(tmp_path: Path) -> None:
     """The export at the end of the run rejects such a model."""
     about = job(tmp_path, "export.precision=fp16")
-    model = create_model(about.recipe.model.name, about.arch_args)
+    model = create_model(about.recipe.model.name, about.base.arch_args)
     with torch.no_grad():
         model.get_submodule("head").bias.add_(1e5)
-    assert latency_ms(about, model, "onnxruntime") > 0
+    assert clock(about).median(model, "onnxruntime") > 0
 
 
 def test_an_unknown_runtime_is_rejected(tmp_path: Path) -> None:
     about = job(tmp_path)
     with pytest.raises(InputError, match="no runtime 'tflite'"):
-        latency_ms(about, about.blank, "tflite")
+        clock(about).median(about.blank, "tflite")
 
 
 @pytest.mark.parametrize("device", ["mps", "cuda:77"])
@@ -80,7 +81,7 @@ def test_onnx_files_run_on_the_cpu_if_onnx_runtime_does_not_support_the_device(d
     assert about.onnx_device == "cpu"
     (line,) = about.onnx_notes()
     assert device in line and "on the CPU" in line
-    assert list(dry_run._notes(about, RunOptions())).count(line) == 1
+    assert list(dry_run._notes(about)).count(line) == 1
 
 
 def test_on_the_cpu_there_is_no_note(tmp_path: Path) -> None:
@@ -91,10 +92,10 @@ def test_on_the_cpu_there_is_no_note(tmp_path: Path) -> None:
 def test_a_latency_target_is_not_measured_on_another_device(tmp_path: Path) -> None:
     sets = ("step.0.target=latency", "step.0.amount=1.0")
     with pytest.raises(DeviceError, match=r"the latency target is for cuda:77") as caught:
-        check_latency(job(tmp_path, *sets, device="cuda:77"), fresh=True)
+        check_latency(job(tmp_path, *sets, device="cuda:77"))
     assert "latency_on=torch" in str(caught.value.hint)
-    checks = dry_run._checks(job(tmp_path, *sets, device="cuda:77"), RunOptions(), done=False)
-    assert any("the latency target is for cuda:77" in (dry_run._problem(check) or "") for check in checks)
+    problems = dry_run._list_problems(dry_run._checks(job(tmp_path, *sets, device="cuda:77"), done=False))
+    assert any("the latency target is for cuda:77" in problem for problem in problems)
 
 
 def test_without_a_clock_the_structure_is_that_of_the_shares(tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ def test_without_a_clock_the_structure_is_that_of_the_shares(tmp_path: Path) -> 
     options: Any = job(tmp_path, "step.0.target=latency", "step.0.amount=1.0").recipe.steps[0].options
     assert isinstance(options, isomorphic.Options) and METHODS["isomorphic"].options is isomorphic.Options
     timed = job(tmp_path, "step.0.target=latency", "step.0.amount=1.0")
-    assert timed.structure == job(tmp_path, "step.0.target=ratios", "step.0.amount=").structure
+    assert timed.structure == job(tmp_path).structure
 
 
 PER_MS = 1000  # parameters per millisecond of the simulated clock
@@ -111,14 +112,14 @@ QUICK = ["bench.warmup=0", "bench.runs=1", "export.formats=[]", "model.args.dept
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def simulated_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real latencies of models this small vary; their parameters do not."""
 
     def row(job: Job, model: nn.Module, runtime: str, how: Any) -> dict[str, Any]:
         count = sum(p.numel() for p in model.parameters()) / PER_MS
         return {"latency_ms": {"p50": count}, "samples_ms": [[count]]}
 
-    monkeypatch.setattr(latency, "_measure", row)
+    monkeypatch.setattr(latency, "measure", row)
 
 
 def whole(folder: Path, *sets: str) -> dict[str, Any]:
@@ -127,7 +128,7 @@ def whole(folder: Path, *sets: str) -> dict[str, Any]:
     return run_recipe(recipe, RunOptions(out=folder, structure_only=True)).report
 
 
-@pytest.mark.usefixtures("clock")
+@pytest.mark.usefixtures("simulated_clock")
 def test_a_whole_run_meets_the_latency_and_reports_the_result(tmp_path: Path) -> None:
     report = whole(tmp_path / "run", "step.0.amount=40")
     assert report["cost"]["compressed"]["params"] == pytest.approx(40 * PER_MS, rel=0.05)
@@ -139,7 +140,7 @@ def test_a_whole_run_meets_the_latency_and_reports_the_result(tmp_path: Path) ->
     assert not any("missed" in note for note in report["notes"])
 
 
-@pytest.mark.usefixtures("clock")
+@pytest.mark.usefixtures("simulated_clock")
 def test_a_run_that_ends_on_another_machine_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole(tmp_path / "run", "step.0.amount=40")
     (tmp_path / "run" / "report.json").unlink()
@@ -150,7 +151,7 @@ def test_a_run_that_ends_on_another_machine_reports_it(tmp_path: Path, monkeypat
     assert f"from another machine or setting (cpu is {here['cpu']!r} there, 'another' here)." in note
 
 
-@pytest.mark.usefixtures("clock")
+@pytest.mark.usefixtures("simulated_clock")
 def test_a_latency_that_no_aligned_width_reaches_is_reported(tmp_path: Path) -> None:
     coarse = ["step.0.align={residual=64, ffn=128, head_dim=16}", "step.0.keep_heads=1.0", "step.0.keep_head_dim=1.0"]
     report = whole(tmp_path / "run", "step.0.amount=77", *coarse)
@@ -161,12 +162,12 @@ def test_a_latency_that_no_aligned_width_reaches_is_reported(tmp_path: Path) -> 
     assert "this structure allows " in missed
 
 
-@pytest.mark.usefixtures("clock")
+@pytest.mark.usefixtures("simulated_clock")
 def test_the_range_is_measured_after_all_steps_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """HetDPT+ after its depth step is smaller than the dense model; the target is larger."""
     calls: list[Any] = []
-    real = latency._measure
-    monkeypatch.setattr(latency, "_measure", lambda *about: calls.append(real(*about)) or calls[-1])
+    real = latency.measure
+    monkeypatch.setattr(latency, "measure", lambda *about: calls.append(real(*about)) or calls[-1])
     sets = [s.replace("step.0", "step.3") for s in (*WHOLE, "step.0.amount=299")]
     recipe = load_recipe("digits_hetdpt_plus", [*sets, *(s for s in QUICK if "depth" not in s)])
     with pytest.raises(

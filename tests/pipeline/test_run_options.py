@@ -67,7 +67,7 @@ def test_structure_only_counts_the_classes_of_the_data(tmp_path: Path) -> None:
     def params(**options: Any) -> int:
         changed = replace(recipe, model=replace(recipe.model, args=recipe.model.args | options.pop("args", {})))
         wishes = RunOptions(out=tmp_path / "new", **options)
-        return int(dry_run_recipe(changed, wishes)["cost"]["dense"]["params"])
+        return int(dry_run_recipe(changed, wishes).cost["dense"].params)
 
     whole, row = params(), int(recipe.model.args["embed_dim"]) + 1  # a class is a row of the classifier and a bias
     assert params(structure_only=True) == whole
@@ -118,8 +118,8 @@ def test_a_dry_run_lists_the_work_and_writes_nothing(tmp_path: Path) -> None:
     recipe = world.recipe(tmp_path)
     before = tree(tmp_path)
     result = dry_run_recipe(recipe, RunOptions(out=tmp_path / "run"))
-    assert tree(tmp_path) == before and result["missing"] == [] and result["folder"] == str(tmp_path / "run")
-    rows = {row["stage"]: (row["rounds"], row["epochs"], row["images"]) for row in result["stages"]}
+    assert tree(tmp_path) == before and result.missing == [] and result.folder == str(tmp_path / "run")
+    rows = {row.stage: (row.rounds, row.epochs, row.images) for row in result.stages}
     train = len(open_data(recipe.data, 0).train)
     assert rows["train the dense model"] == rows["fine-tune the pruned model"] == (1, 2, train)
     assert rows["hetdpt: step 1, transfer entropy"] == (15 + 6, 1, 40)  # candidates, and the model of each round
@@ -128,8 +128,8 @@ def test_a_dry_run_lists_the_work_and_writes_nothing(tmp_path: Path) -> None:
     assert rows["evaluate on the test images"] == (1, None, 540)
     assert {"fold", "export onnx", "verify", "measure (paper, batch 2)", "report"} <= set(rows)
     dense = create_model(world.ARCH, {**world.ARGS, "num_classes": 10})
-    assert result["cost"]["dense"] == count_cost(dense, (1, 8, 8)).to_dict()
-    assert result["cost"]["compressed"]["macs"] < result["cost"]["dense"]["macs"]
+    assert result.cost["dense"] == count_cost(dense, (1, 8, 8))
+    assert result.cost["compressed"].macs < result.cost["dense"].macs
 
 
 def test_a_dry_run_computes_each_structure_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_a_dry_run_computes_each_structure_once(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setitem(METHODS, "hetdpt", replace(method, structure=structure))
     result = dry_run_recipe(world.recipe(tmp_path), RunOptions(out=tmp_path / "run"))
-    assert len(calls) == 1 and result["cost"]["compressed"]["macs"] < result["cost"]["dense"]["macs"]
+    assert len(calls) == 1 and result.cost["compressed"].macs < result.cost["dense"].macs
 
 
 def test_a_dry_run_lists_everything_that_is_missing(tmp_path: Path) -> None:
@@ -151,11 +151,11 @@ def test_a_dry_run_lists_everything_that_is_missing(tmp_path: Path) -> None:
     (tmp_path / "run" / "thesis.txt").write_text("")
     options = RunOptions(out=tmp_path / "run", data="nowhere", weights="none.pth", export=("tflite",), device="cuda:99")
     before = tree(tmp_path)
-    missing = "\n".join(dry_run_recipe(recipe, options)["missing"])
+    missing = "\n".join(dry_run_recipe(recipe, options).missing)
     for part in ("nowhere", "no weights at none.pth", "no export format 'tflite'", "cuda:99", "not a run folder"):
         assert part in missing
     only = dry_run_recipe(recipe, RunOptions(out=tmp_path / "new", structure_only=True))
-    assert only["missing"] == [] and not [row for row in only["stages"] if row["epochs"]]
+    assert only.missing == [] and not [row for row in only.stages if row.epochs]
     assert tree(tmp_path) == before
 
 

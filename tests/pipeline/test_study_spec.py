@@ -79,8 +79,8 @@ def test_a_dry_run_counts_the_cost_of_rows_and_writes_nothing(tiny: Path, tmp_pa
     updates = Rows()
     result = run.dry_run_study(load_study(str(tiny)), run.StudyOptions(tmp_path / "s", seeds=2), updates)
     assert updates.rows == [(0, 2, "control"), (1, 2, "random_2"), (2, 2, "")]
-    assert result["runs"] == 4 and [row["row"] for row in result["rows"]] == ["control", "random_2"]
-    assert result["rows"][0]["macs_ratio"] == 1 > result["rows"][1]["macs_ratio"] and result["missing"] == []
+    assert result.runs == 4 and [row["row"] for row in result.rows] == ["control", "random_2"]
+    assert result.rows[0]["macs_ratio"] == 1 > result.rows[1]["macs_ratio"] and result.missing == []
     assert not list(tmp_path.iterdir())
 
 

@@ -6,15 +6,7 @@ from typing import Any, cast
 import click
 
 from vitcompress.cli.common import common_options, print_result, report_failure, show_progress
-from vitcompress.cli.options import (
-    PREPROCESSING,
-    RUNNER,
-    export_options,
-    parse_batches,
-    preprocessing_options,
-    runner_options,
-    take,
-)
+from vitcompress.cli.options import export_options, parse_batches, preprocessing_options, runner_options, take
 
 
 @click.command()
@@ -28,8 +20,8 @@ def verify(folder: Path, as_json: bool, debug: bool) -> int:
     """
     with show_progress(debug) as progress:
         from vitcompress.bench.report import files
-        from vitcompress.bench.report import run as reports
         from vitcompress.bench.report.records import VerificationRecord
+        from vitcompress.bench.report.run import count_verdicts
         from vitcompress.cli.output import tables
         from vitcompress.pipeline.folder import dense_folder_of_run
         from vitcompress.verify import verify_folder
@@ -38,7 +30,7 @@ def verify(folder: Path, as_json: bool, debug: bool) -> int:
         verification = verify_folder(folder, dense=dense_folder_of_run(folder), progress=progress)
         data = cast(VerificationRecord, verification.to_dict())
         weights = files.weight_table(data["weights"])
-    summary = [*files.describe_bytes(data["weights"]), reports.count_verdicts(data)]
+    summary = [*files.describe_bytes(data["weights"]), count_verdicts(data)]
     print_result(data, as_json, lambda _: tables.print_verification(data["checks"], weights, summary))
     return 0 if verification.passed else 1
 
@@ -118,16 +110,14 @@ def bench(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any
     """
     with show_progress(debug) as progress:
         from vitcompress.bench import suite
-        from vitcompress.bench.report import run as reports
+        from vitcompress.bench.report.run import bench_table
         from vitcompress.cli.output import tables
         from vitcompress.exporters.runtimes import RunnerOptions
 
-        runner = RunnerOptions(**take(options, RUNNER))
-        result = suite.run(artifacts, suite.BenchOptions(runner=runner, **options), progress=progress)
-        failure = result.failure()
-    measured = result.to_dict()
-    table = reports.bench_table([measured])
-    print_result(measured, as_json, lambda _: tables.print_bench(measured, table))
+        settings = suite.BenchOptions(runner=take(options, RunnerOptions), **options)
+        result = suite.run(artifacts, settings, progress=progress)
+        measured, failure = result.to_dict(), result.failure()
+    print_result(measured, as_json, lambda _: tables.print_bench(measured, bench_table([measured])))
     return 0 if failure is None else report_failure(failure, None, as_json)
 
 
@@ -157,8 +147,7 @@ def evaluate(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: 
         from vitcompress.cli.output import tables
         from vitcompress.exporters.runtimes import RunnerOptions
 
-        runner = RunnerOptions(**take(options, RUNNER))
-        preprocessing = Preprocessing(**take(options, PREPROCESSING))
+        runner, preprocessing = take(options, RunnerOptions), take(options, Preprocessing)
         settings = accuracy.EvaluateOptions(runner=runner, preprocessing=preprocessing, **options)
         result = accuracy.run(artifacts, settings, progress)
     return print_result(result, as_json, tables.print_accuracy)

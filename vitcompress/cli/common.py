@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import click
 
+from vitcompress.cli.options import add_options
 from vitcompress.errors import CheckFailedError, InputError, VitcompressError, first_line
 from vitcompress.io.progress import Progress
 
@@ -95,22 +96,17 @@ def _exit_code(call: Callable[[], Any], arguments: Sequence[str]) -> int:
 def _explain(error: Exception) -> VitcompressError:
     """An unexpected error as one of ours: out of memory, the operating system, the GPU, or a bug."""
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
-        return VitcompressError(
-            f"there is not enough memory: {first_line(error)}",
-            hint="use a smaller batch or model, or a machine with more; --debug shows where it happened",
-        )
-    if isinstance(error, OSError) and error.strerror:
+        message = f"there is not enough memory: {first_line(error)}"
+        remedy = "use a smaller batch or model, or a machine with more; "
+    elif isinstance(error, OSError) and error.strerror:
         place = f" ({error.filename})" if error.filename else ""
-        return VitcompressError(f"system error{place}: {error.strerror}", hint="--debug shows where it happened")
-    if GPU_ERROR.search(str(error)):
-        return VitcompressError(
-            f"the GPU or its driver failed: {first_line(error)}",
-            hint="`vitcompress doctor` tests this machine; --debug shows where it happened",
-        )
-    return VitcompressError(
-        f"unexpected {type(error).__name__}: {error}",
-        hint="this is a bug in vitcompress; --debug shows where it happened",
-    )
+        message, remedy = f"system error{place}: {error.strerror}", ""
+    elif GPU_ERROR.search(str(error)):
+        message = f"the GPU or its driver failed: {first_line(error)}"
+        remedy = "`vitcompress doctor` tests this machine; "
+    else:
+        message, remedy = f"unexpected {type(error).__name__}: {error}", "this is a bug in vitcompress; "
+    return VitcompressError(message, hint=f"{remedy}--debug shows where it happened")
 
 
 def _print_error(error: VitcompressError, as_json: bool, debug: bool) -> int:
@@ -151,10 +147,11 @@ def show_progress(debug: bool) -> Iterator[Progress]:
         yield stack.enter_context(ConsoleProgress()) if is_main_process() else Progress()
 
 
-def common_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of all commands."""
-    command = click.option("--debug", is_flag=True, help="Show tracebacks and warnings of libraries.")(command)
-    return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(command)
+# The options of all commands.
+common_options = add_options(
+    click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
+    click.option("--debug", is_flag=True, help="Show tracebacks and warnings of libraries."),
+)
 
 
 def print_result(data: Any, as_json: bool, draw: Callable[[Any], None]) -> int:
@@ -166,10 +163,10 @@ def print_result(data: Any, as_json: bool, draw: Callable[[Any], None]) -> int:
     return 0
 
 
-def print_dry_run(plan: dict[str, Any], as_json: bool, draw: Callable[[Any], None]) -> int:
+def print_dry_run(plan: Any, as_json: bool, draw: Callable[[Any], None]) -> int:
     """Print the result of a dry run. Returns the exit code with which a run would start: 2 if something is missing."""
     print_result(plan, as_json, draw)
-    return InputError.exit_code if plan["missing"] else 0
+    return InputError.exit_code if plan.missing else 0
 
 
 def report_failure(message: str, hint: str | None, as_json: bool) -> int:

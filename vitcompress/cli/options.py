@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from click.shell_completion import CompletionItem
 
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
-Callback = Callable[[click.Context, click.Parameter, str | None], Any]
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+Command = Callable[..., Any]
+Decorator = Callable[[Command], Command]
 
 
 def complete_names(
@@ -26,7 +27,9 @@ def complete_names(
     return complete
 
 
-def parse_list(convert: Callable[[str], Any], expected: str, default: tuple[()] | None = None) -> Callback:
+def parse_list(
+    convert: Callable[[str], Any], expected: str, default: tuple[()] | None = None
+) -> Callable[[click.Context, click.Parameter, str | None], Any]:
     """Parse a comma-separated list. convert: raises ValueError for a wrong item. default: for an empty list."""
 
     def parse(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[Any, ...] | None:
@@ -76,13 +79,7 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str | None) ->
 
 def add_options(*options: Decorator) -> Decorator:
     """Add several options to a command, in this order."""
-
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
+    return lambda command: reduce(lambda inner, option: option(inner), reversed(options), command)
 
 
 # Each option is a field of ExportOptions.
@@ -109,9 +106,7 @@ export_options = add_options(
     click.option("--version-compatible", is_flag=True, help="Run in later versions of TensorRT, too (trt)."),
     click.option("--keep-onnx/--no-onnx", default=True, help="Keep the ONNX file of an engine beside it."),
 )
-
-
-PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")  # fields of Preprocessing, as in timm
+# Fields of Preprocessing, as in timm.
 preprocessing_options = add_options(
     click.option("--mean", callback=parse_floats, metavar="V,V,V", help="Mean per channel, of pixels from 0 to 1."),
     click.option("--std", callback=parse_floats, metavar="V,V,V", help="Standard deviation per channel."),
@@ -130,9 +125,7 @@ preprocessing_options = add_options(
     ),
 )
 
-
-# Fields of RunnerOptions; `runner_options` has those that all commands with runners share.
-RUNNER = ("device", "provider", "precision", "threads", "compile", "trust", "cuda_graph", "transfers", "engine_cache")
+# The fields of RunnerOptions that all commands with runners share.
 runner_options = add_options(
     click.option(
         "--device",
@@ -151,6 +144,6 @@ runner_options = add_options(
 )
 
 
-def take(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Remove the `names` from `values` and return them."""
-    return {name: values.pop(name) for name in names if name in values}
+def take(values: dict[str, Any], kind: type[Any]) -> Any:
+    """A `kind` of those `values` that are its fields (without `batch`), which are removed."""
+    return kind(**{name: values.pop(name) for name in kind.__dataclass_fields__ if name in values and name != "batch"})

@@ -1,7 +1,7 @@
-"""`vitcompress recipe` runs a recipe, `vitcompress recipes` lists and prints them."""
+"""`vitcompress recipe` and `study` run recipes, `vitcompress recipes` lists and prints them."""
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import click
 
@@ -66,26 +66,25 @@ def recipe(
     if not source.endswith(".toml") and not Path(source).exists():
         shipped.text(source)  # reports an unknown name without importing torch
     with show_progress(debug) as progress:
-        from vitcompress.bench.report import run as reports
-        from vitcompress.bench.report.records import Report
+        from vitcompress.bench.report.run import summary_table
         from vitcompress.cli.output import tables, terminal
-        from vitcompress.exporters import EXPORTERS
         from vitcompress.pipeline.dry_run import dry_run_recipe
         from vitcompress.pipeline.job import RunOptions
         from vitcompress.pipeline.run import run_recipe
         from vitcompress.recipe.load import load_recipe
 
-        loaded = load_recipe(source, sets, formats=EXPORTERS)
-        settings = RunOptions(**options)
-        if dry_run:
-            plan = dry_run_recipe(loaded, settings)
-        else:
+        loaded, settings = load_recipe(source, sets), RunOptions(**options)
+        plan = dry_run_recipe(loaded, settings) if dry_run else None
+        if plan is None:
             result = run_recipe(loaded, settings, progress)
-    if dry_run:
+    if plan is not None:
         return print_dry_run(plan, as_json, tables.print_dry_run)
-    report = cast(Report, result.report)
-    data = {"folder": str(result.folder), "passed": result.passed, **report}
-    print_result(data, as_json, lambda _: tables.print_run(reports.summary_table(report), f"{result.folder}/report.md"))
+
+    def draw(_: object) -> None:
+        terminal.print_table(summary_table(result.report))
+        terminal.print_text(f"all results: {result.folder}/report.md")
+
+    print_result({"folder": str(result.folder), "passed": result.passed, **result.report}, as_json, draw)
     if not result.passed:
         return report_failure("a check failed", f"`vitcompress verify {result.folder}` shows which", as_json)
     if pending := result.pending:
@@ -96,6 +95,57 @@ def recipe(
     return 0
 
 
+@click.command()
+@click.argument("source", metavar="NAME|FILE", shell_complete=complete_names(shipped.study_names))
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder (default: runs/study-NAME).")
+@click.option("--seeds", type=int, default=3, show_default=True, help="Number of seeds per row: 0, 1, ...")
+@click.option("--jobs", type=int, default=1, show_default=True, help="Number of runs at a time.")
+@click.option("--rows", callback=parse_words, metavar="NAMES", help="Only these rows, as in hetdpt_5,random_5.")
+@set_option
+@click.option(
+    "--speed",
+    type=click.Choice(["now", "later", "again"]),
+    default="now",
+    show_default=True,
+    help="Measure speed when everything is trained, leave it to another call, or repeat it.",
+)
+@dry_run_option
+@common_options
+def study(
+    source: str,
+    sets: tuple[str, ...],
+    rows: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+    debug: bool,
+    **options: Any,
+) -> int:
+    """Train methods side by side with several seeds, and compare them.
+
+    Every row of the study with every seed is an ordinary run. The same command continues a study that was stopped.
+    """
+    with show_progress(debug) as progress:
+        from vitcompress.cli.output import tables, terminal
+        from vitcompress.pipeline.study.results import pair_table, row_table
+        from vitcompress.pipeline.study.run import StudyOptions, dry_run_study, run_study
+        from vitcompress.pipeline.study.spec import load_study
+
+        loaded, settings = load_study(source, sets, rows), StudyOptions(**options)
+        plan = dry_run_study(loaded, settings, progress) if dry_run else None
+        if plan is None:
+            result = run_study(loaded, settings, progress)
+    if plan is not None:
+        return print_dry_run(plan, as_json, tables.print_study_dry_run)
+
+    def draw(_: object) -> None:
+        terminal.print_table(row_table(result))
+        terminal.print_table(pair_table(result))
+        for warning in (result["speed"] or {}).get("warnings", ()):
+            terminal.print_line(f"note: {warning}")
+
+    return print_result(result, as_json, draw)
+
+
 @click.group("recipes", invoke_without_command=True)
 @click.option("--count", is_flag=True, help="Compare published parameters and MACs with those counted here.")
 @common_options
@@ -104,15 +154,16 @@ def recipes(ctx: click.Context, count: bool, as_json: bool, debug: bool) -> int:
     """List the recipes; subcommands print one, its keys, or a schema."""
     if ctx.invoked_subcommand is not None:
         return 0
-    from vitcompress.cli.output import tables
-
     if not count:
-        return print_result(shipped.summaries(), as_json, tables.print_recipes)
-    with show_progress(debug) as progress:
-        from vitcompress.pipeline.published import compare_sizes
+        from vitcompress.cli.output.terminal import print_pairs
 
-        records = compare_sizes(shipped.names(), progress)
-    return print_result(records, as_json, tables.print_counts)
+        return print_result(shipped.summaries(), as_json, lambda summaries: print_pairs(summaries.items()))
+    with show_progress(debug) as progress:
+        from vitcompress.cli.output import tables
+        from vitcompress.pipeline.dry_run import compare_sizes
+
+        sizes = compare_sizes(shipped.names(), progress)
+    return print_result(sizes, as_json, tables.print_counts)
 
 
 @recipes.command()
@@ -138,8 +189,8 @@ def keys(source: str, as_json: bool, debug: bool) -> int:
         from vitcompress.cli.output import tables
         from vitcompress.recipe.keys import keys_of
 
-        data = [key.to_dict() for key in keys_of(source)]
-    return print_result(data, as_json, tables.print_keys)
+        listed = keys_of(source)
+    return print_result(listed, as_json, tables.print_keys)
 
 
 @recipes.command()

@@ -163,6 +163,7 @@ class StepInfo:
     uses_heldout: bool = False
     equal_widths: str = ""
     latency: LatencyTarget | None = None
+    unused: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

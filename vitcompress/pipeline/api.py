@@ -4,11 +4,11 @@
 of methods, trainings, exports and benchmarks are keyword arguments: the keys of recipes, validated in the same way.
 """
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from copy import deepcopy
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from vitcompress.training.metrics import evaluate as evaluate_loader
 from vitcompress.training.options import TrainOptions, TrainResult
 from vitcompress.training.trainer import TrainingContext, TrainingControls
 from vitcompress.verify import verify_folder
+from vitcompress.verify.outputs import Original
 
 
 def create_model(
@@ -49,11 +50,10 @@ def create_model(
     """Create a timm model that can be pruned and saved, in eval mode.
 
     Args:
-        name: of the timm architecture, as in `timm.create_model`.
         pretrained: download timm's weights.
         weights: a checkpoint (.safetensors, .pth) to load instead.
         seed: of random weights.
-        args: arguments of `timm.create_model`, such as `num_classes`, `img_size`, `depth`.
+        args: of `timm.create_model`, such as `num_classes`, `img_size`, `depth`.
 
     Raises:
         InputError: timm has no such architecture, or it does not take these arguments.
@@ -106,16 +106,11 @@ def plan(
     """
     chosen = find_method(method)
     settings = options_of(chosen.options, options, f"method {chosen.name}")
-    context = context_for(
-        model,
-        data,
-        plan=plan_of(model),
-        folder=folder,
-        device=device,
-        seed=seed,
-        progress=progress or Progress(),
-        train=options_of(TrainOptions, training or {}, "training"),
-    )
+    unused = chosen.describe(settings).unused
+    if wrong := [f"{name} has no effect: {unused[name]}" for name in options if name in unused]:
+        raise InputError("; ".join(wrong), hint="omit it, or change the option that it depends on")
+    about = {"progress": progress or Progress(), "train": options_of(TrainOptions, training or {}, "training")}
+    context = context_for(model, data, folder=folder, device=device, seed=seed, **about)
     model.to(context.runtime.device)
     delta = chosen.plan(model, context, settings)
     load_handed_over(model, context.folder, context.plan, context.runtime)
@@ -158,11 +153,11 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
         >>> len(vc.finetune(model, batches, epochs=2).history)
         2
     """
-    if teacher is not None:
-        options = {"distillation": "soft", **options}
-    settings = options_of(TrainOptions, options, "training")
-    with _scratch(folder) as scratch, _runtime(device, amp, workers) as runtime:
-        at = TrainingContext(input_config(model), runtime, scratch, "finetune", seed, progress or Progress())
+    default = {} if teacher is None else {"distillation": "soft"}
+    settings = options_of(TrainOptions, {**default, **options}, "training")
+    with TemporaryDirectory(prefix="vitcompress-") as scratch, _runtime(device, amp, workers) as runtime:
+        state = Path(folder or scratch)
+        at = TrainingContext(input_config(model), runtime, state, "finetune", seed, progress or Progress())
         heldout = None if val_data is None else open_source(val_data, runtime)
         return train(model, open_source(train_data, runtime), heldout, settings, at, TrainingControls(teacher=teacher))
 
@@ -179,9 +174,8 @@ def fold(model: nn.Module) -> nn.Module:
         >>> vc.fold(small).plan.folded
         ('blocks.0.mlp',)
     """
-    copy, base = deepcopy(model), plan_of(model)
-    folding = surgery.fold_linears(copy, base)
-    copy.plan = folding.plan  # type: ignore[assignment]
+    copy = deepcopy(model)
+    copy.plan = surgery.fold_linears(copy, plan_of(model)).plan  # type: ignore[assignment]
     return copy
 
 
@@ -216,7 +210,13 @@ def export(
         'model.onnx'
     """
     path = Path(path)
-    exporter = available_exporter(format or _format_of(path), hint="`vitcompress doctor` shows what is missing")
+    formats = [format] if format else [name for name, e in EXPORTERS.items() if e.file_suffix == path.suffix]
+    if len(formats) != 1:
+        raise InputError(
+            f"the suffix of {path.name} {'fits ' + ' and '.join(formats) if formats else 'is of no format'}",
+            hint=f"pass format, one of {', '.join(EXPORTERS)}",
+        )
+    exporter = available_exporter(formats[0], hint="`vitcompress doctor` shows what is missing")
     settings = options_of(ExportOptions, options, f"format {exporter.name}")
     exporter.check(settings)
     config = input_config(model)
@@ -226,18 +226,9 @@ def export(
     else:
         source = as_images(data)
         images = calibration_images(source, config, min(CALIBRATION_IMAGES, len(source)), seed)
-    return write_export(
-        exporter,
-        model,
-        path,
-        images,
-        options=settings,
-        real=data is not None,
-        progress=progress,
-        input=config,
-        classes=tuple(class_names),
-        plan_digest=plan_of(model).digest,
-    ).path
+    original, digest = Original(model, images, real=data is not None), plan_of(model).digest
+    about = {"classes": class_names, "plan_digest": digest, "progress": progress}
+    return write_export(exporter, original, path, options=settings, **about).path
 
 
 def verify(folder: str | Path, *, progress: Progress | None = None) -> Verification:
@@ -263,16 +254,15 @@ def evaluate(
         >>> vc.evaluate(model, [(torch.randn(4, 3, 32, 32), torch.arange(4))]).total
         4
     """
-    with (
-        _runtime(device, workers=workers) as runtime,
-        closing(_open(model, RunnerOptions(device=str(runtime.device)))) as runner,
-    ):
+    with ExitStack() as stack:
+        runtime = stack.enter_context(_runtime(device, workers=workers))
+        runner = stack.enter_context(closing(_open(model, RunnerOptions(device=str(runtime.device)))))
         source = open_source(data, runtime)
-        if isinstance(source, BatchLoader):
-            return evaluate_loader(runner, source, runtime)
-        if runner.input is None:
-            raise InputError(f"{model} does not state its preprocessing", hint="pass batches of normalised images")
-        return evaluate_loader(runner, EvalLoader(source, runner.input, batch_size, runtime), runtime)
+        if not isinstance(source, BatchLoader):
+            if runner.input is None:
+                raise InputError(f"{model} does not state its preprocessing", hint="pass batches of normalised images")
+            source = EvalLoader(source, runner.input, batch_size, runtime)
+        return evaluate_loader(runner, source, runtime)
 
 
 def bench(
@@ -307,25 +297,6 @@ def _open(artifact: nn.Module | str | Path, options: RunnerOptions, number: int 
     if isinstance(artifact, nn.Module):
         return TorchRunner(deepcopy(artifact), options, name=f"{type(artifact).__name__} {number}")
     return open_runner(artifact, options)
-
-
-def _format_of(path: Path) -> str:
-    formats = [name for name, exporter in EXPORTERS.items() if exporter.file_suffix == path.suffix]
-    if len(formats) != 1:
-        raise InputError(
-            f"the suffix of {path.name} {'fits ' + ' and '.join(formats) if formats else 'is of no format'}",
-            hint=f"pass format, one of {', '.join(EXPORTERS)}",
-        )
-    return formats[0]
-
-
-@contextmanager
-def _scratch(folder: str | Path | None) -> Iterator[Path]:
-    if folder is not None:
-        yield Path(folder)
-        return
-    with tempfile.TemporaryDirectory(prefix="vitcompress-") as temporary:
-        yield Path(temporary)
 
 
 @contextmanager

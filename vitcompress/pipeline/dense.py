@@ -51,9 +51,9 @@ def estimate_dense(job: Job) -> Iterator[Work]:
 
 def _create_with_weights(job: Job) -> nn.Module:
     table, seed = job.recipe.model, job.recipe.run.seed
-    model = create_model(table.name, job.arch_args, table.weights, seed=seed, new_head=table.new_head)
+    model = create_model(table.name, job.base.arch_args, table.weights, seed=seed, new_head=table.new_head)
     if table.weights == "random":
-        if job.structure_only:
+        if job.options.structure_only:
             randomize_constants(model, seed)  # the checks need values other than the zeros of an untrained model
     elif job.data is not None and job.data.heldout:
         report_weights(job, model)
@@ -66,7 +66,7 @@ def _train_dense(job: Job) -> nn.Module:
     job.progress.stage(f"Train the dense model ({table.name})")
     if job.runtime.is_main:
         record_settings(job.recipe, files.path)
-    model = create_model(table.name, job.arch_args, seed=job.recipe.run.seed)
+    model = create_model(table.name, job.base.arch_args, seed=job.recipe.run.seed)
     result = train_model(job, model, options, files.state, "dense")
     if job.runtime.is_main:
         write_json(files.training, training_record(result))

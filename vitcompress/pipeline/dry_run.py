@@ -1,12 +1,10 @@
 """What a run would do and cost, and what is missing for it here. Writes nothing and trains nothing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,102 +13,106 @@ from vitcompress.errors import InputError
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.cost import Cost, count_cost
-from vitcompress.models.weights import check_hub
 from vitcompress.pipeline.folder import check_folder
-from vitcompress.pipeline.job import Job, RunOptions, apply_options, create_job, output_folder
+from vitcompress.pipeline.job import Job, RunOptions, Work, apply_options, create_job
 from vitcompress.pipeline.latency import check_clock
 from vitcompress.pipeline.preflight import check_formats, check_weights, has_dense, local_checks
 from vitcompress.pipeline.report import describe_choice
-from vitcompress.pipeline.stages import STAGES
-from vitcompress.pipeline.teacher import check_hub_classes, check_teacher, comes_from_hub
-from vitcompress.recipe.schema import Recipe
+from vitcompress.pipeline.run import STAGES
+from vitcompress.pipeline.teacher import check_teacher, is_downloaded
+from vitcompress.recipe.load import load_recipe
+from vitcompress.recipe.schema import Published, Recipe
 from vitcompress.training import distributed
 from vitcompress.training.data import check_named, open_data
 
+CLOSE = 0.005  # allowed relative difference of a published figure, if the printed digits differ
 
-def dry_run_recipe(recipe: Recipe, options: RunOptions) -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class DryRun:
+    """missing: reasons for which a run would be rejected. notes: downloads and measurements that a run starts with,
+    what it does differently on this machine, and that no data folder is set, as costs do not need one.
+    """
+
+    recipe: str
+    folder: str
+    stages: list[Work]
+    layers: str
+    cost: dict[str, Cost]
+    missing: list[str]
+    notes: list[str]
+
+
+def dry_run_recipe(recipe: Recipe, options: RunOptions) -> DryRun:
     """Stages with epochs and images, cost before and after, what is missing here, and notes.
-
-    missing: reasons for which a run would be rejected. notes: downloads and measurements that a run starts with, what
-    it does differently on this machine, and that no data folder is set, as costs do not need one.
 
     Raises:
         InputError: the recipe itself cannot work: no such model, or a budget larger than the model.
     """
     recipe = apply_options(recipe, options)
-    folder, data, missing = output_folder(recipe, options), None, list[str]()
-    done = _is_done(folder, options)
-    no_path = None if options.structure_only else _problem(partial(check_named, recipe.data))
-    if not options.structure_only and no_path is None:
+    folder, data, done = options.folder(recipe), None, False
+    with suppress(OSError):  # reported by `check_folder`
+        done = RunFolder(folder).report.is_file() and not options.fresh  # then neither data nor weights are needed
+    no_path, missing = list[str](), list[str]()
+    if not options.structure_only and not (no_path := _list_problems([partial(check_named, recipe.data)])):
         try:
             data = open_data(recipe.data, recipe.run.seed)
         except InputError as error:
             missing = [] if done else [_sentence(error)]
-    device_problem = _problem(partial(distributed.check_device, recipe.run.device, recipe.run.amp))
-    device = torch.device("cpu") if device_problem else distributed.check_device(recipe.run.device, recipe.run.amp)
+    device = torch.device("cpu")
+    with suppress(InputError):  # reported by `_checks`
+        device = distributed.check_device(recipe.run.device, recipe.run.amp)
     job = create_job(recipe, options, distributed.Runtime(device), Progress(), data)
-    missing += [problem for check in _checks(job, options, done) if (problem := _problem(check))]
-    notes = (
-        [f"all is done: {folder}; --fresh starts over"] if done else [*filter(None, [no_path]), *_notes(job, options)]
+    return DryRun(
+        recipe.name,
+        str(folder),
+        [work for stage in STAGES for work in stage.estimate(job)],
+        describe_choice(recipe, searched=False),
+        {"dense": count_cost(job.blank, job.input.size), "compressed": _final_cost(job)},
+        missing + _list_problems(_checks(job, done)),
+        [f"all is done: {folder}; --fresh starts over"] if done else [*no_path, *_notes(job)],
     )
-    return {
-        "recipe": recipe.name,
-        "folder": str(folder),
-        "stages": [asdict(work) for stage in STAGES for work in stage.estimate(job)],
-        "layers": describe_choice(recipe, searched=False),
-        "cost": {"dense": count_cost(job.blank, job.input.size).to_dict(), "compressed": final_cost(job).to_dict()},
-        "missing": missing,
-        "notes": notes,
-    }
 
 
-def final_cost(job: Job) -> Cost:
+def _final_cost(job: Job) -> Cost:
     """Cost of the folded model after all steps, counted on shapes."""
-    model = deepcopy(job.models[-1])
+    model = deepcopy(job.pruned)
     surgery.fold_linears(model, job.structure)
     return count_cost(model, job.input.size)
 
 
-def _is_done(folder: Path, options: RunOptions) -> bool:
-    """Whether a run has nothing to do, and so needs no data and no weights."""
-    with suppress(OSError):  # reported by `check_folder`
-        return RunFolder(folder).report.is_file() and not options.fresh
-    return False
+def _list_problems(checks: Iterable[Callable[[], object]]) -> list[str]:
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except InputError as error:
+            problems.append(_sentence(error))
+    return problems
 
 
-def _problem(check: Callable[[], object]) -> str | None:
-    try:
-        check()
-    except InputError as error:
-        return _sentence(error)
-    return None
+def _sentence(error: InputError) -> str:
+    return f"{error.message}: {error.hint}" if error.hint else error.message
 
 
-def _checks(job: Job, options: RunOptions, done: bool) -> Iterator[Callable[[], object]]:
+def _checks(job: Job, done: bool) -> Iterator[Callable[[], object]]:
     """The checks of a run, in its order, except those that download or measure."""
-    recipe, fresh = job.recipe, options.fresh
-    yield partial(check_folder, job.folder, recipe, structure_only=job.structure_only, fresh=fresh)
+    recipe, options = job.recipe, job.options
+    yield partial(check_folder, job.folder, recipe, structure_only=options.structure_only, fresh=options.fresh)
     yield partial(check_formats, recipe)
     yield partial(distributed.check_device, recipe.run.device, recipe.run.amp)
-    if done:
-        return
-    yield from local_checks(job)
-    if _downloads_weights(job, options):
-        yield partial(check_hub, recipe.model.name, job.arch_args.get("num_classes"), new_head=recipe.model.new_head)
-    else:
-        yield partial(check_weights, job, fresh=fresh)
-    if _downloads_teacher(job):
-        yield partial(check_hub_classes, recipe.finetune, job.classes)
-    else:
-        yield partial(check_teacher, job)
-    yield partial(check_clock, job)
+    if not done:
+        yield from local_checks(job)
+        yield partial(check_weights, job, download=False)
+        yield partial(check_teacher, job, download=False)
+        yield partial(check_clock, job)
 
 
-def _notes(job: Job, options: RunOptions) -> Iterator[str]:
+def _notes(job: Job) -> Iterator[str]:
     """Downloads, what is not checked, and differences on this machine."""
-    if _downloads_weights(job, options):
+    if job.recipe.model.weights == "hub" and not has_dense(job):
         yield f"A run first downloads the weights of {job.recipe.model.name} from timm's hub; --weights PATH avoids it."
-    if _downloads_teacher(job):
+    if is_downloaded(job):
         yield (
             f"A run first downloads the weights of the teacher {job.recipe.finetune.teacher} from timm's hub; "
             "--set finetune.teacher_weights=FILE avoids it."
@@ -125,13 +127,57 @@ def _notes(job: Job, options: RunOptions) -> Iterator[str]:
     yield from job.onnx_notes()
 
 
-def _downloads_weights(job: Job, options: RunOptions) -> bool:
-    return job.recipe.model.weights == "hub" and not has_dense(job, fresh=options.fresh)
+# ---------------------------------------------------------------------------------------------------- published sizes
 
 
-def _downloads_teacher(job: Job) -> bool:
-    return not job.structure_only and comes_from_hub(job.recipe.finetune)
+@dataclass(frozen=True)
+class Size:
+    """off: relative difference; None if nothing was published."""
+
+    published: float | None
+    counted: float
+    off: float | None
 
 
-def _sentence(error: InputError) -> str:
-    return f"{error.message}: {error.hint}" if error.hint else error.message
+@dataclass(frozen=True)
+class SizeComparison:
+    """Published and counted sizes of a recipe, in millions of parameters and G MACs.
+
+    macs_linear: published and counted MACs exclude the products inside attention. met: whether all figures agree in
+    their printed digits or to 0.5 %; None if neither was published. reason: why they differ.
+    """
+
+    recipe: str
+    params_m: Size
+    macs_g: Size
+    macs_linear: bool
+    met: bool | None
+    reason: str
+
+
+def compare_sizes(names: Iterable[str], progress: Progress | None = None) -> list[SizeComparison]:
+    """Compare recipes that reproduce published figures on shapes alone: no weights, no data, no training."""
+    recipes = [(recipe, recipe.published) for recipe in map(load_recipe, names) if recipe.published is not None]
+    comparisons = []
+    for number, (recipe, published) in enumerate(recipes):
+        comparisons.append(_compare_sizes(recipe, published))
+        if progress is not None:
+            progress.update("count", number + 1, len(recipes), recipe.name)
+    return comparisons
+
+
+def _compare_sizes(recipe: Recipe, published: Published) -> SizeComparison:
+    options = RunOptions(structure_only=True)
+    runtime = distributed.Runtime(torch.device("cpu"))
+    cost = _final_cost(create_job(apply_options(recipe, options), options, runtime, Progress()))
+    macs = cost.macs_linear if published.macs_linear else cost.macs
+    pairs = ((published.params_m, cost.params / 1e6), (published.macs_g, macs / 1e9))
+    params, macs_g = (Size(figure, counted, figure and counted / figure - 1) for figure, counted in pairs)
+    agree = [
+        round(counted, len(str(figure).partition(".")[2])) == figure or abs(counted / figure - 1) <= CLOSE
+        for figure, counted in pairs
+        if figure is not None
+    ]
+    return SizeComparison(
+        recipe.name, params, macs_g, published.macs_linear, all(agree) if agree else None, published.deviation
+    )

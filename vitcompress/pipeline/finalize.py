@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -44,34 +43,30 @@ def fold_model(job: Job) -> None:
 
 def _describe_folds(records: Sequence[surgery.FoldRecord]) -> Iterator[str]:
     """One line per FFN, and one for all LayerScales."""
-    scales = [record for record in records if record.reason == surgery.INTO_THE_LINEAR]
     for record in records:
-        if record not in scales:
+        if record.reason != surgery.INTO_THE_LINEAR:
             verb = "folded" if record.folded else "not folded"
             change = f"parameters {record.params_before} -> {record.params_after}"
             yield f"{record.module}: {verb}, {record.reason}; {change}"
-    if scales:
-        yield f"{len(scales)} LayerScales: folded, {surgery.INTO_THE_LINEAR}"
+    if scales := sum(record.reason == surgery.INTO_THE_LINEAR for record in records):
+        yield f"{scales} LayerScales: folded, {surgery.INTO_THE_LINEAR}"
 
 
 def verify_run(job: Job) -> None:
     """Check the run folder on test images, or on noise without data. Removes exported files that fail."""
     if not job.files.verification.is_file():
         job.progress.stage("Verify")
-        result = verify_folder(job.folder, _test_images(job), job.dense_folder, job.progress)
+        images = None
+        if job.data is not None:
+            count = min(VERIFIED_IMAGES, len(job.data.test))
+            images = calibration_images(job.data.test, job.input, count, job.recipe.run.seed)
+        result = verify_folder(job.folder, images, job.dense_folder, job.progress)
         passed = Counter(check.name.split(".")[0] for check in result.checks if check.verdict == "passed")
         job.progress.note("passed: " + ", ".join(f"{name} ({count})" for name, count in passed.items()))
         for check in result.checks:
             if check.verdict != "passed":
                 job.progress.note(f"{check.name}: {check.verdict.replace('_', ' ')}, {check.detail}")
     quarantine_failed(job)
-
-
-def _test_images(job: Job) -> Tensor | None:
-    if job.data is None:
-        return None
-    count = min(VERIFIED_IMAGES, len(job.data.test))
-    return calibration_images(job.data.test, job.input, count, job.recipe.run.seed)
 
 
 def evaluate_models(job: Job) -> None:
@@ -83,19 +78,18 @@ def evaluate_models(job: Job) -> None:
         return
     job.progress.stage("Evaluate on the test images")
     loader = EvalLoader(job.data.test, job.input, job.recipe.finetune.batch_size, job.runtime)
-    result: dict[str, Any] = {}
-    correct: dict[str, np.ndarray] = {}
+    accuracies, correct = dict[str, dict[str, object]](), dict[str, np.ndarray]()
     for name, predict in _models(job):
         accuracy, correct[name] = evaluate_images(predict, loader, job.runtime)
-        result[name] = accuracy.to_dict()
-        job.progress.note(f"{name}: {result[name]['correct']} of {result[name]['total']} correct")
-    result["mcnemar"] = asdict(mcnemar(correct["dense"], correct["compressed"]))
+        accuracies[name] = accuracy.to_dict()
+        job.progress.note(f"{name}: {accuracy.correct} of {accuracy.total} correct")
+    test = asdict(mcnemar(correct["dense"], correct["compressed"]))
     write_json(job.files.mistakes, {name: np.flatnonzero(~mask).tolist() for name, mask in correct.items()})
-    write_json(job.files.accuracy, result)
+    write_json(job.files.accuracy, {**accuracies, "mcnemar": test})
 
 
 def estimate_evaluation(job: Job) -> Iterator[Work]:
-    if not job.structure_only:
+    if not job.options.structure_only:
         yield Work("evaluate on the test images", images=None if job.data is None else len(job.data.test))
 
 

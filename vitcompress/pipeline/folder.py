@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -30,9 +29,6 @@ UNFINISHED = ".*.part"  # files and folders that are being written
 # the other. A step that slices, folds or trains keeps its input model and the weights that it trained.
 BYTES_PER_PARAMETER, BYTES_OF_TRAINING, BYTES_PER_STEP = 4 * 6, 4 * 10, 4 * 2
 ELSEWHERE = "choose another folder with --out"
-
-
-# -------------------------------------------------------------------------------------------------------- permissions
 
 
 def recipe_text(recipe: Recipe, *, structure_only: bool) -> str:
@@ -57,7 +53,11 @@ def _check_content(files: RunFolder, expected: str, fresh: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"{folder} is a file", hint=ELSEWHERE)
     if not files.recipe.is_file():
-        if folder.is_dir() and not all(_is_from_interrupted_start(files, path) for path in folder.iterdir()):
+        # A run that was killed before it wrote its recipe leaves its lock, and perhaps a part of the recipe.
+        lock = RunFolder(files.state).lock
+        state = {files.state} if files.state.is_dir() and {*files.state.iterdir()} <= {lock} else set()
+        left = {*folder.glob(f".{files.recipe.name}{UNFINISHED[1:]}"), *state}
+        if folder.is_dir() and {*folder.iterdir()} - left:
             raise OutputError(f"{folder} is not empty and not a run folder", hint=ELSEWHERE)
         return
     text = files.recipe.read_text(encoding="utf-8", errors="replace")
@@ -68,13 +68,6 @@ def _check_content(files: RunFolder, expected: str, fresh: bool) -> None:
             f"{folder} contains a run of another recipe ({difference(text, expected)})",
             hint=f"{ELSEWHERE}, or --fresh to start over in this one",
         )
-
-
-def _is_from_interrupted_start(files: RunFolder, path: Path) -> bool:
-    """Whether a run left `path` that was killed before it wrote its recipe, when it had only locked the folder."""
-    if path == files.state and path.is_dir():
-        return {inner.name for inner in path.iterdir()} <= {files.lock.name}
-    return path.match(f".{files.recipe.name}{UNFINISHED[1:]}")
 
 
 def _rewrite(text: str) -> str:
@@ -133,9 +126,6 @@ def _size(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
-# ------------------------------------------------------------------------------------------------------ lock and clear
-
-
 @contextmanager
 def lock_folder(folder: Path, progress: Progress | None = None) -> Iterator[None]:
     """Lock `folder` for this process. The operating system releases the lock when the process ends.
@@ -152,9 +142,8 @@ def lock_folder(folder: Path, progress: Progress | None = None) -> Iterator[None
             lock.acquire(timeout=0)
         except Timeout:
             if progress is None:
-                raise OutputError(
-                    f"another process is working in {folder}", hint="wait for it, or choose another folder"
-                ) from None
+                remedy = "wait for it, or choose another folder"
+                raise OutputError(f"another process is working in {folder}", hint=remedy) from None
             progress.note(f"another run is working in {folder}: waiting for it")
             lock.acquire()
     try:
@@ -197,9 +186,6 @@ def _remove(path: Path) -> None:
         raise OutputError(f"{path} cannot be removed: {error.strerror}", hint=ELSEWHERE) from None
 
 
-# ------------------------------------------------------------------------------------------------------- dense model
-
-
 def dense_folder(recipe: Recipe, folder: Path) -> Path:
     """The folder of the dense model of the run in `folder`: shared by runs that train it alike, else inside `folder`.
 
@@ -221,13 +207,10 @@ def dense_folder_of_run(folder: Path) -> Path | None:
 
 def record_settings(recipe: Recipe, folder: Path) -> None:
     """Write all options that `dense_key` depends on to settings.json, including those that are None."""
-    data = {name: value for name, value in asdict(recipe.data).items() if name != "workers"}
-    settings = {
-        "model": asdict(recipe.model),
-        "data": data,
-        "dense": recipe.dense and asdict(recipe.dense),
-        "run": {"seed": recipe.run.seed, "amp": recipe.run.amp},
-    }
+    tables = {"model": recipe.model, "data": recipe.data, "dense": recipe.dense}
+    settings = {name: table and asdict(table) for name, table in tables.items()}
+    settings["run"] = {"seed": recipe.run.seed, "amp": recipe.run.amp}
+    del settings["data"]["workers"]
     write_json(RunFolder(folder).settings, settings)
 
 
@@ -240,8 +223,7 @@ def _equal_trainings(recipe: Recipe, parent: Path) -> Iterator[Path]:
         if not (files.settings.is_file() and files.plan.is_file()):
             continue
         try:
-            settings: dict[str, Any] = {**dict(read_json(files.settings)), "step": [{"method": "fold"}]}
-            other = build_recipe(str(files.settings), settings)
+            other = build_recipe(str(files.settings), {**read_json(files.settings), "step": [{"method": "fold"}]})
         except (ArtifactError, RecipeError, TypeError, ValueError):  # another version's options, or damaged
             continue
         if dense_key(other) == dense_key(recipe):

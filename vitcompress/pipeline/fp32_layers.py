@@ -21,7 +21,7 @@ from torch import nn
 
 from vitcompress.errors import CheckFailedError, PrecisionError
 from vitcompress.exporters.base import Export, Exporter
-from vitcompress.exporters.doctor import device_problem
+from vitcompress.exporters.doctor import onnx_problem
 from vitcompress.exporters.onnx.export import ONNX, export
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.precision import expand_layers, shorten_layers
@@ -94,7 +94,7 @@ def best_evaluator(exporter: Exporter, original: Original, options: ExportOption
 def _runs_on_gpu(exporter: Exporter, options: ExportOptions) -> bool:
     """Whether a GPU of this machine can run what `exporter` writes with `options`."""
     if exporter is ONNX:
-        return device_problem(GPU) is None
+        return onnx_problem(GPU) is None
     targets = options.sm or (RTX_DEFAULT if exporter is TENSORRT_RTX else ())
     return exporter.cannot_run() is None and (not targets or capability() in targets)
 

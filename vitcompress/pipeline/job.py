@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from vitcompress import surgery
 from vitcompress.errors import InputError
-from vitcompress.exporters.doctor import device_problem
+from vitcompress.exporters.doctor import onnx_problem
 from vitcompress.families import Family, family_of
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
@@ -40,6 +39,9 @@ class RunOptions:
     device: str | None = None
     structure_only: bool = False
     fresh: bool = False
+
+    def folder(self, recipe: Recipe) -> Path:
+        return (self.out or Path("runs") / recipe.name).resolve()
 
 
 def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = None) -> Recipe:
@@ -74,10 +76,6 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
     )
 
 
-def output_folder(recipe: Recipe, options: RunOptions) -> Path:
-    return (options.out or Path("runs") / recipe.name).resolve()
-
-
 @dataclass(frozen=True)
 class Work:
     """One row of a dry run: `rounds` trainings or measurements of `epochs` passes over `images` images.
@@ -93,32 +91,44 @@ class Work:
 
 @dataclass(frozen=True)
 class JobStep:
-    """A pruning step. info: properties that follow from `options`. files: the step's measurements and its plan."""
+    """A pruning step.
+
+    info: properties that follow from `options`. files: the step's measurements and its plan. model: its input, on
+    torch's meta device; delta: its plan without data or scoring (published layers, or the number that the options
+    request).
+    """
 
     number: int
     method: Method
     options: Any
     info: StepInfo
     files: RunFolder
+    model: nn.Module = field(repr=False)
+    delta: Plan
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of one recipe, which has the command line's options applied.
+    """One run of one recipe, which has the command line's `options` applied.
 
-    data: None if no images are needed or available. blank: the dense model on torch's meta device, without weights.
+    data: None if no images are needed or available. base: the plan of the dense model. blank: the dense model on
+    torch's meta device, without weights. pruned, structure: model and plan after all steps, without data or scoring.
     """
 
     recipe: Recipe
-    folder: Path
+    options: RunOptions
     runtime: Runtime
     progress: Progress
     data: Splits | None
-    arch_args: dict[str, Any]
-    input: InputConfig
-    family: Family
-    structure_only: bool
+    base: Plan
+    steps: tuple[JobStep, ...]
+    structure: Plan
     blank: nn.Module = field(repr=False)
+    pruned: nn.Module = field(repr=False)
+
+    @property
+    def folder(self) -> Path:
+        return self.options.folder(self.recipe)
 
     @property
     def files(self) -> RunFolder:
@@ -129,19 +139,27 @@ class Job:
         return dense_folder(self.recipe, self.folder)
 
     @cached_property
-    def steps(self) -> tuple[JobStep, ...]:
-        steps = []
-        for number, step in enumerate(self.recipe.steps):
-            method, files = find_method(step.method), RunFolder(self.files.step(number, step.method))
-            steps.append(JobStep(number, method, step.options, method.describe(step.options), files))
-        return tuple(steps)
+    def input(self) -> InputConfig:
+        return input_config(self.blank)
+
+    @cached_property
+    def family(self) -> Family:
+        return family_of(self.blank)
+
+    @property
+    def classes(self) -> int:
+        return int(getattr(self.blank, "num_classes", 0))
+
+    @property
+    def train_images(self) -> int | None:
+        return None if self.data is None else len(self.data.train)
 
     @cached_property
     def onnx_problem(self) -> str | None:
         """Why ONNX Runtime cannot use the run's device, with the fix; None if it can."""
         if self.runtime.device.type == "mps":
             return "recipes use Apple GPUs for torch alone"
-        return device_problem(str(self.runtime.device))
+        return onnx_problem(str(self.runtime.device))
 
     @property
     def onnx_device(self) -> str:
@@ -154,71 +172,28 @@ class Job:
             reason = f"ONNX Runtime does not work on {self.runtime.device} here ({self.onnx_problem})"
             yield f"ONNX files are evaluated and measured on the CPU: {reason}."
 
-    @property
-    def train_images(self) -> int | None:
-        return None if self.data is None else len(self.data.train)
-
-    @property
-    def classes(self) -> int:
-        return int(getattr(self.blank, "num_classes", 0))
-
-    @property
-    def base(self) -> Plan:
-        """The plan of the dense model."""
-        return Plan(self.recipe.model.name, self.arch_args)
-
-    @cached_property
-    def _structures(self) -> tuple[list[Plan], list[nn.Module]]:
-        deltas, models, plan = list[Plan](), [self.blank], self.base
-        for step in self.steps:
-            deltas.append(step.method.structure(models[-1], self.family, plan, step.options))
-            models.append(surgery.apply_to_copy(models[-1], deltas[-1]))
-            plan = plan.then(deltas[-1])
-        return deltas, models
-
-    @property
-    def deltas(self) -> list[Plan]:
-        """The plan of each step without data or scoring: published layers, or the number that the options request.
-
-        Raises:
-            PlanError: a step requests more than the model has.
-        """
-        return self._structures[0]
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """The model before each step and after the last one, on torch's meta device. Raises PlanError like `deltas`."""
-        return self._structures[1]
-
-    @property
-    def structure(self) -> Plan:
-        """The plan of all steps without data or scoring. Raises PlanError like `deltas`."""
-        return reduce(Plan.then, self.deltas, self.base)
-
 
 def create_job(
     recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Progress, data: Splits | None = None
 ) -> Job:
-    """The job of `recipe`, which has `options` applied. Builds the dense architecture once, without weights.
+    """The job of `recipe`, which has `options` applied. Builds the models of all steps, without weights.
 
     Raises:
-        InputError: timm cannot build it, it cannot classify images, or no family supports it.
+        InputError: timm cannot build the model, it cannot classify images, or no family supports it.
+        PlanError: a step requests more than the model has.
     """
     classes = len(data.classes) if data is not None else recipe.model.classes or _class_count(recipe)
     args = dict(recipe.model.args) | ({"num_classes": classes} if classes else {})
-    blank = deepcopy(_create_blank(recipe.model.name, json.dumps(args)))
-    return Job(
-        recipe=recipe,
-        folder=output_folder(recipe, options),
-        runtime=runtime,
-        progress=progress,
-        data=data,
-        arch_args=args,
-        input=input_config(blank),
-        family=family_of(blank),
-        structure_only=options.structure_only,
-        blank=blank,
-    )
+    blank = model = _create_blank(recipe.model.name, json.dumps(args))
+    base = plan = Plan(recipe.model.name, args)
+    steps, family, files = list[JobStep](), family_of(blank), RunFolder(options.folder(recipe))
+    for number, step in enumerate(recipe.steps):
+        method = find_method(step.method)
+        delta = method.structure(model, family, plan, step.options)
+        folder, info = RunFolder(files.step(number, step.method)), method.describe(step.options)
+        steps.append(JobStep(number, method, step.options, info, folder, model, delta))
+        model, plan = surgery.apply_to_copy(model, delta), plan.then(delta)
+    return Job(recipe, options, runtime, progress, data, base, tuple(steps), plan, blank, model)
 
 
 @lru_cache(maxsize=8)  # lists of recipes and the rows of a study use few architectures

@@ -4,9 +4,7 @@ import tempfile
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +26,7 @@ QUICK = suite.BenchOptions("paper", warmup=10, runs=40)  # for dozens of candida
 LONG = suite.BenchOptions("robust")
 
 
-def check_latency(job: Job, *, fresh: bool) -> None:
+def check_latency(job: Job) -> None:
     """Check that each latency target can be measured and reached, by measuring models with random weights.
 
     Measures nothing if all steps with a latency target are done.
@@ -38,23 +36,22 @@ def check_latency(job: Job, *, fresh: bool) -> None:
         DeviceError: a latency cannot be measured on the run's device.
     """
     timed = [step for step in job.steps if step.info.latency is not None]
-    done = not fresh and all(step.files.plan.is_file() for step in timed)
+    done = not job.options.fresh and all(step.files.plan.is_file() for step in timed)
     if not timed or job.runtime.broadcast(done):
         return
     check_clock(job)
-    model, plan = create_model(job.recipe.model.name, job.arch_args), job.base
+    model, plan = create_model(job.recipe.model.name, job.base.arch_args), job.base
     with distributed.cpu_threads(job.recipe.run.threads):
-        for step, delta in zip(job.steps[: timed[-1].number + 1], job.deltas, strict=False):
+        for step in job.steps[: timed[-1].number + 1]:
             if step.info.latency is not None:
                 job.progress.stage(f"Measure the range of latencies of step {step.number + 1}")
                 step.info.latency.check(model, job.family, plan, clock(job))
-            model, plan = surgery.apply_to_copy(model, delta), plan.then(delta)
+            model, plan = surgery.apply_to_copy(model, step.delta), plan.then(step.delta)
 
 
 def check_clock(job: Job) -> None:
     """Raise DeviceError if a latency target is for the run's device and ONNX Runtime would measure on another one."""
-    targets = (step.info.latency for step in job.steps if step.info.latency)
-    if any(target.runtime == "onnxruntime" for target in targets) and job.onnx_problem:
+    if job.onnx_problem and any(s.info.latency and s.info.latency.runtime == "onnxruntime" for s in job.steps):
         raise DeviceError(
             f"the latency target is for {job.runtime.device}, and ONNX Runtime does not work there: {job.onnx_problem}",
             hint="measure with torch (--set step.0.latency_on=torch), or run with --device cpu",
@@ -62,40 +59,32 @@ def check_clock(job: Job) -> None:
 
 
 def clock(job: Job) -> Clock:
-    """Measures candidates in the first process for all processes."""
-    return Clock(partial(latency_ms, job), partial(undisturbed_ms, job))
-
-
-def latency_ms(job: Job, model: nn.Module, runtime: str) -> float:
-    """Median milliseconds of one call on `runtime` (`onnxruntime` or `torch`).
+    """Measures candidates in the first process, while the others wait, and returns the same in all of them.
 
     At the batch size of the recipe's [bench] (1 if it sets none), on the run's device and in the precision of [export].
-    The first process measures while the others wait, and all return the same.
-
-    Raises:
-        InputError: an unknown runtime.
+    `undisturbed` is the median of the fastest of many rounds, over ten seconds or more: other load on the machine only
+    makes calls slower, so the fastest round is the least disturbed one.
     """
-    median = _measure(job, model, runtime, QUICK)["latency_ms"]["p50"] if job.runtime.is_main else None
-    return float(job.runtime.broadcast(median))
+
+    def median(model: nn.Module, runtime: str) -> float:
+        ms = measure(job, model, runtime, QUICK)["latency_ms"]["p50"] if job.runtime.is_main else None
+        return float(job.runtime.broadcast(ms))
+
+    def undisturbed(model: nn.Module, runtime: str) -> float:
+        job.progress.note(f"measured again for longer on {runtime}, to exclude other load on the machine")
+        rounds = measure(job, model, runtime, LONG)["samples_ms"] if job.runtime.is_main else None
+        return float(job.runtime.broadcast(rounds and min(map(np.median, rounds))))
+
+    return Clock(median, undisturbed)
 
 
-def undisturbed_ms(job: Job, model: nn.Module, runtime: str) -> float:
-    """As `latency_ms`, but the median of the fastest of many rounds, over ten seconds or more.
-
-    Other load on the machine only makes calls slower, so the fastest round is the least disturbed one.
-    """
-    job.progress.note(f"measured again for longer on {runtime}, to exclude other load on the machine")
-    rounds = _measure(job, model, runtime, LONG)["samples_ms"] if job.runtime.is_main else None
-    return float(job.runtime.broadcast(None if rounds is None else min(map(np.median, rounds))))
-
-
-def measured_on(job: Job) -> dict[str, Any]:
+def measured_on(job: Job) -> dict[str, object]:
     """What latencies depend on besides the model and the recipe: hardware, versions, device, threads."""
     return {**machine.facts(), "device": str(job.runtime.device), "threads": job.recipe.run.threads}
 
 
-def _measure(job: Job, model: nn.Module, runtime: str, protocol: suite.BenchOptions) -> BenchRow:
-    """A row of the benchmark."""
+def measure(job: Job, model: nn.Module, runtime: str, protocol: suite.BenchOptions) -> BenchRow:
+    """A row of the benchmark of `model` on `runtime`, `onnxruntime` or `torch`; raises InputError for others."""
     options = replace(protocol, batch=job.recipe.bench.batch or 1, seed=job.recipe.run.seed)
     with tempfile.TemporaryDirectory() as folder, closing(_runner(job, model, runtime, Path(folder))) as runner:
         return suite.compare([runner], options).rows[0]
@@ -121,8 +110,8 @@ def _clip_weights(model: nn.Module, precision: str) -> nn.Module:
     The final export rejects a model that half precision cannot represent.
     """
     copy = deepcopy(model).cpu()
-    if precision in HALF:
-        for tensor in (*copy.parameters(), *copy.buffers()):
-            if tensor.is_floating_point():
-                tensor.data.clamp_(-torch.finfo(HALF[precision]).max, torch.finfo(HALF[precision]).max)
+    limits = torch.finfo(HALF[precision]) if precision in HALF else None
+    for tensor in (*copy.parameters(), *copy.buffers()):
+        if limits and tensor.is_floating_point():
+            tensor.data.clamp_(limits.min, limits.max)
     return copy

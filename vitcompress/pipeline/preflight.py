@@ -5,11 +5,12 @@ from functools import partial
 
 from vitcompress.bench import timing
 from vitcompress.errors import InputError
-from vitcompress.exporters import EXPORTERS, available_exporter
+from vitcompress.exporters import available_exporter, find_exporter
 from vitcompress.exporters.options import AUTO
 from vitcompress.exporters.precision import expand_layers
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import create_model
+from vitcompress.models.weights import check_hub
 from vitcompress.pipeline.dense import dense_plan
 from vitcompress.pipeline.folder import check_disk, check_writable
 from vitcompress.pipeline.job import Job, RunOptions, create_job
@@ -32,34 +33,27 @@ def prepare(
     if data is None and not options.structure_only:
         data = open_data(recipe.data, recipe.run.seed)
     job = create_job(recipe, options, runtime, progress, data)
-    for check in local_checks(job):
+    for check in (*local_checks(job), partial(check_weights, job), partial(check_teacher, job)):
         check()
-    check_weights(job, fresh=options.fresh)
-    check_teacher(job)
-    check_latency(job, fresh=options.fresh)
+    check_latency(job)
     runtime.barrier()  # after this, no process reads the folder
     return job
 
 
 def local_checks(job: Job) -> tuple[Callable[[], None], ...]:
     """The checks that download nothing and measure nothing, in order."""
-    return (
-        partial(check_exports, job),
-        partial(check_training, job),
-        partial(check_bench, job),
-        partial(check_room, job),
-        partial(check_writable, job.dense_folder),
-    )
+    checks = (check_exports, check_training, check_bench, check_room)
+    return (*(partial(check, job) for check in checks), partial(check_writable, job.dense_folder))
 
 
 def check_formats(recipe: Recipe) -> None:
-    """Raise InputError for an export format that cannot be built on this machine, or options that no format uses."""
-    table = recipe.export
+    """Raise InputError for an unknown export format, one that cannot be built on this machine, or unused options."""
+    table, used = recipe.export, set[str]()
     for name in table.formats:
         elsewhere = f"leave it out of --export and run `vitcompress export DIR --format {name}` on the target"
         exporter = available_exporter(name, hint=elsewhere)
         exporter.check(table.only(exporter.uses))
-    used = {option for name in table.formats for option in EXPORTERS[name].uses}
+        used |= exporter.uses
     if table.formats and (unused := [option for option in table.changed() if option not in used]):
         raise InputError(
             f"export.{unused[0]} is {getattr(table, unused[0])!r}, which has no effect on {', '.join(table.formats)}",
@@ -71,10 +65,10 @@ def check_exports(job: Job) -> None:
     """Raise InputError for unknown fp32 layers, and for attentions that an export format does not support."""
     table = job.recipe.export
     expand_layers(job.blank, (name for name in table.islands if name != AUTO))
-    for exporter in (EXPORTERS[name] for name in table.formats if name in EXPORTERS):
+    for exporter in map(find_exporter, table.formats):
         options = table.only(exporter.uses)
-        exporter.check_model(job.models[-1], options)
-        for step in job.steps if exporter.equal_widths(options) and not job.structure_only else ():
+        exporter.check_model(job.pruned, options)
+        for step in job.steps if exporter.equal_widths(options) and not job.options.structure_only else ():
             if step.info.equal_widths:
                 raise InputError(
                     f"step {step.number + 1}, {step.method.name}, may give q and k another width than v; opset "
@@ -116,20 +110,26 @@ def check_bench(job: Job) -> None:
 def check_room(job: Job) -> None:
     """Raise OutputError if the disk is too small for what the run will write."""
     storing = sum(  # steps that slice, fold or train
-        bool(delta.kept or delta.folded) or step.info.choice is None
-        for step, delta in zip(job.steps, job.deltas, strict=True)
+        bool(step.delta.kept or step.delta.folded) or step.info.choice is None for step in job.steps
     )
     params = sum(parameter.numel() for parameter in job.blank.parameters())
-    check_disk(job.folder, params, trains=not job.structure_only, storing_steps=storing)
+    check_disk(job.folder, params, trains=not job.options.structure_only, storing_steps=storing)
 
 
-def check_weights(job: Job, *, fresh: bool) -> None:
-    """Raise InputError for dense weights that are not available or do not fit."""
-    table = job.recipe.model
-    if table.weights not in ("train", "random") and not has_dense(job, fresh=fresh):
-        create_model(table.name, job.arch_args, table.weights, new_head=table.new_head)
+def check_weights(job: Job, *, download: bool = True) -> None:
+    """Raise InputError for dense weights that are not available or do not fit.
+
+    download: False checks only that timm has the weights, for the same classes.
+    """
+    table, args = job.recipe.model, job.base.arch_args
+    if table.weights in ("train", "random") or has_dense(job):
+        return
+    if table.weights == "hub" and not download:
+        check_hub(table.name, args.get("num_classes"), new_head=table.new_head)
+    else:
+        create_model(table.name, args, table.weights, new_head=table.new_head)
 
 
-def has_dense(job: Job, *, fresh: bool) -> bool:
+def has_dense(job: Job) -> bool:
     """Whether an interrupted run has left the dense model, so that its weights are not needed again."""
-    return dense_plan(job).is_file() and not fresh
+    return dense_plan(job).is_file() and not job.options.fresh

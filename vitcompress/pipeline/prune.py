@@ -1,21 +1,25 @@
-"""Run the pruning steps of a recipe."""
+"""Run the pruning steps of a recipe, and recover the accuracy by fine-tuning with a distillation teacher."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from vitcompress import surgery
-from vitcompress.io.files import write_text
+from vitcompress.io.files import write_json, write_text
+from vitcompress.io.tensors import save_tensors
 from vitcompress.methods.base import PUBLISHED, Context, check_sealed, load_handed_over, seal
-from vitcompress.pipeline.dense import load_dense
+from vitcompress.methods.depth import freeze_gates, read_mean_gates
+from vitcompress.pipeline.dense import heldout_accuracy, load_dense, train_model, training_record
 from vitcompress.pipeline.job import Job, JobStep, Work
 from vitcompress.pipeline.latency import clock, measured_on
 from vitcompress.pipeline.teacher import teacher_for
 from vitcompress.plan import Plan
+from vitcompress.surgery.gates import GATED_KINDS, GatedModel
 from vitcompress.training.data import no_data
+from vitcompress.training.trainer import TrainingControls
 from vitcompress.verify.slice import keep_step_input
 
 
@@ -24,7 +28,7 @@ class Steps:
     """The result of all steps.
 
     model: the input of the last step, with the weights that this step trained, if it trains. base: the plan that leads
-    from the dense model to it. last: the plan of the last step.
+    from the dense model to it. last: the plan of the last step. plan: of all steps.
     """
 
     model: nn.Module
@@ -48,7 +52,7 @@ def prune(job: Job) -> None:
 def run_steps(job: Job, dense: nn.Module) -> Steps:
     """Plan each step on the model and the weights that the steps before it produced. Finished steps are read back."""
     # With structure only nothing is trained, so the dense model itself can be used.
-    result = Steps(dense if job.structure_only else deepcopy(dense), job.base, job.base)
+    result = Steps(dense if job.options.structure_only else deepcopy(dense), job.base, job.base)
     for step in job.steps:
         model, base = (result.pruned(), result.plan) if step.number else (result.model, result.base)
         delta = _plan_step(job, dense, step, model, base)
@@ -60,11 +64,9 @@ def run_steps(job: Job, dense: nn.Module) -> Steps:
 
 
 def estimate_steps(job: Job) -> Iterator[Work]:
-    if job.structure_only:
-        return
-    for step, model in zip(job.steps, job.models, strict=False):
+    for step in job.steps if not job.options.structure_only else ():
         prefix = f"{step.number + 1}. " if len(job.steps) > 1 else ""
-        for part in step.method.estimate(model, job.family, step.options):
+        for part in step.method.estimate(step.model, job.family, step.options):
             images = part.images or part.images_per_class * job.classes or job.train_images
             if images is not None and job.train_images is not None:
                 images = min(images, job.train_images)
@@ -72,37 +74,120 @@ def estimate_steps(job: Job) -> Iterator[Work]:
 
 
 def _plan_step(job: Job, dense: nn.Module, step: JobStep, model: nn.Module, plan: Plan) -> Plan:
-    method, info, files = step.method, step.info, step.files
+    info, files = step.info, step.files
     text = job.runtime.broadcast(files.plan.read_text() if job.runtime.is_main and files.plan.is_file() else None)
     if text is not None:
         if job.runtime.is_main:
             check_sealed(files.path)
         return Plan.from_json(text)
-    if job.structure_only and info.latency is None:
-        delta = method.structure(model, job.family, plan, step.options)
+    if job.options.structure_only and info.latency is None:
+        delta = step.delta
     else:
-        work = "the published layers" if info.choice == PUBLISHED else method.summary
+        work = "the published layers" if info.choice == PUBLISHED else step.method.summary
         job.progress.stage(f"Step {step.number + 1} of {len(job.steps)}: {work}")
-        options = info.latency.unscored if info.latency and job.structure_only else step.options
-        delta = method.plan(model, _context(job, dense, plan, step), options)
+        options = info.latency.unscored if info.latency and job.options.structure_only else step.options
+        context = Context(
+            plan=plan,
+            family=job.family,
+            data=job.data or no_data(),
+            input=job.input,
+            runtime=job.runtime,
+            folder=files.path,
+            seed=job.recipe.run.seed,
+            progress=job.progress,
+            train=job.recipe.finetune,
+            teacher=lambda: teacher_for(job, dense),
+            latency=clock(job),
+            measured_on=partial(measured_on, job),
+        )
+        delta = step.method.plan(model, context, options)
     if job.runtime.is_main:
         seal(files.path)
         write_text(files.plan, delta.to_json())
     return delta
 
 
-def _context(job: Job, dense: nn.Module, plan: Plan, step: JobStep) -> Context:
-    return Context(
-        plan=plan,
-        family=job.family,
-        data=job.data or no_data(),
-        input=job.input,
-        runtime=job.runtime,
-        folder=step.files.path,
-        seed=job.recipe.run.seed,
-        progress=job.progress,
-        train=job.recipe.finetune,
-        teacher=lambda: teacher_for(job, dense),
-        latency=clock(job),
-        measured_on=partial(measured_on, job),
+# ------------------------------------------------------------------------------------------------------------ recovery
+
+
+def recover(job: Job) -> None:
+    """Fine-tune the pruned model and save it before folding.
+
+    It starts from the dense weights (HetDPT, stage 2), or from those that the last step trained.
+    """
+    dense = load_dense(job)
+    steps = run_steps(job, dense)
+    model, plan = steps.pruned(), steps.plan
+    if not job.options.structure_only:
+        job.progress.stage("Fine-tune the pruned model")
+        _measure_before(job, dense, model)
+        model = _finetune(job, dense, steps)
+    if job.runtime.is_main:
+        save_tensors(job.files.unfolded, model.state_dict(), {"plan": plan.digest})
+        write_text(job.files.unfolded_plan, plan.to_json())
+
+
+def estimate_recovery(job: Job) -> Iterator[Work]:
+    if not job.options.structure_only:
+        yield Work("fine-tune the pruned model", 1, job.recipe.finetune.epochs, job.train_images)
+
+
+def _measure_before(job: Job, dense: nn.Module, pruned: nn.Module) -> None:
+    """Record the held-out accuracy just after pruning: the loss that fine-tuning has to recover."""
+    assert job.data is not None
+    if not job.data.heldout or job.runtime.broadcast(job.files.before_recovery.is_file()):
+        return
+    accuracies = {name: heldout_accuracy(job, model) for name, model in (("dense", dense), ("pruned", pruned))}
+    job.progress.note("held-out top-1: " + ", ".join(f"{name} {accuracy}" for name, accuracy in accuracies.items()))
+    if job.runtime.is_main:
+        write_json(job.files.before_recovery, {name: accuracy.to_dict() for name, accuracy in accuracies.items()})
+
+
+def _finetune(job: Job, dense: nn.Module, steps: Steps) -> nn.Module:
+    options, folder = job.recipe.finetune, job.files.recovery_state
+    teacher, step = teacher_for(job, dense), job.steps[-1]
+    if step.method.dilute is None:
+        pruned = steps.pruned()
+        result = train_model(job, pruned, options, folder, "recovery", TrainingControls(teacher))
+    else:
+        # The layers of the last step fade out; those of the steps before are removed from the start.
+        means = job.runtime.broadcast(read_mean_gates(step.files.path) if job.runtime.is_main else None)
+        gated = _add_gates(job, deepcopy(steps.model), steps.last, means)
+        fade = _gate_schedule(gated, step.method.dilute(step.options, options.epochs))
+        fade(-1)
+        result = train_model(job, gated, options, folder, "recovery", TrainingControls(teacher, after_epoch=fade))
+        pruned = deepcopy(steps.model)  # without the hooks of the gates
+        pruned.load_state_dict(gated.model.state_dict())
+        surgery.apply_plan(freeze_gates(pruned, means), steps.last)
+    if job.runtime.is_main:
+        write_json(job.files.recovery, training_record(result))
+    return pruned
+
+
+def _add_gates(job: Job, model: nn.Module, delta: Plan, means: Mapping[str, Tensor]) -> GatedModel:
+    """`model` with a gate on each layer that `delta` removes. means: SwiGLU FFN -> the gate that it fades to."""
+    removed = delta.removed
+    gateable = [site for site in job.family.sites(model) if site.kind in GATED_KINDS]
+    sites = [site for site in gateable if site.name in removed or site.gates in removed]
+    bypass = next((removed[site.name] for site in sites if site.kind == "attention"), "drop")
+    gated_ffn = next((removed.get(site.name, "drop_ffn") for site in sites if site.gates), "mean_gate")
+    act = "gelu" if delta.appended else "none"
+    return GatedModel(
+        model,
+        job.family,
+        sites,
+        attention_bypass=bypass,
+        both_pruned_output_act=act,
+        gated_ffn=gated_ffn,
+        gate_means={ffn: mean.to(job.runtime.device) for ffn, mean in means.items()},
     )
+
+
+def _gate_schedule(gated: GatedModel, factor: Callable[[int], float]) -> Callable[[int], None]:
+    """A callback that after epoch e sets all gates to the value of epoch e + 1."""
+
+    def set_gates(epoch: int) -> None:
+        for site in gated.sites:
+            gated.set_gate(site.name, factor(epoch + 1))
+
+    return set_gates

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from vitcompress import surgery
 from vitcompress.bench.plots import structure
-from vitcompress.bench.report import recorded
 from vitcompress.bench.report import run as reports
 from vitcompress.bench.report.records import AccuracyRecord, ArtifactRecord, BenchRecord, Report
 from vitcompress.errors import ArtifactError
@@ -41,11 +40,12 @@ def describe_choice(recipe: Recipe, *, searched: bool) -> str:
 
 def describe_measured_models(recipe: Recipe) -> str | None:
     """The model that each search measured; None without a search."""
-    choices = list(_choices(recipe))
-    texts = [
-        (method, choice.on.format(_input_model(recipe, number))) for number, method, choice in choices if choice.on
-    ]
-    return "; ".join(f"{method}: {text}" if len(choices) > 1 else text for method, text in texts) or None
+    choices, texts = list(_choices(recipe)), []
+    for number, method, choice in choices:
+        if choice.on:
+            received = f"{recipe.model.name} after step {number}" if number else f"the dense {recipe.model.name}"
+            texts.append(f"{method}: " * (len(choices) > 1) + choice.on.format(received))
+    return "; ".join(texts) or None
 
 
 def _choices(recipe: Recipe) -> Iterator[tuple[int, str, Choice]]:
@@ -55,53 +55,43 @@ def _choices(recipe: Recipe) -> Iterator[tuple[int, str, Choice]]:
             yield number, step.method, choice
 
 
-def _input_model(recipe: Recipe, number: int) -> str:
-    return f"{recipe.model.name} after step {number}" if number else f"the dense {recipe.model.name}"
-
-
 def write_report(job: Job) -> None:
     """report.json and report.md: the results of all stages in one place (keys: `bench.report.run`)."""
-    files, plan = job.files, read_plan(job.files.plan)
+    files, plan, recipe = job.files, read_plan(job.files.plan), job.recipe
     accuracy, measured = _read(files.accuracy), _read(files.benchmark)
-    published = job.recipe.published
-    pruned = surgery.apply_to_copy(job.blank, plan)
-    report = cast(
-        Report,
-        {
-            "recipe": job.recipe.name,
-            "summary": job.recipe.summary,
-            "model": {
-                "arch": plan.arch,
-                "arch_args": dict(plan.arch_args),
-                "weights": job.recipe.model.weights,
-                "input": job.input.to_dict(),
-                "classes": list(class_names(job)),
-                "uint8": job.recipe.export.uint8,
-            },
-            "plan": json.loads(plan.to_json()),
-            "plan_sha256": plan.digest,
-            "widths": structure.width_table(plan),
-            "cost": {
-                name: count_cost(model, job.input.size).to_dict()
-                for name, model in (("dense", job.blank), ("compressed", pruned))
-            },
-            "accuracy": accuracy,
-            "before_recovery": _read(files.before_recovery),
-            "recovery": _read(files.recovery),
-            "bench": measured,
-            "artifacts": [_artifact(path, accuracy or {}, measured or []) for path in exported_paths(job, "model")],
-            "files": {path.name: int(_sidecar(path)["bytes"]) for path in exported_paths(job)},
-            "verify": read_json(files.verification),
-            "folding": _read(files.folding),
-            "searched": None if job.structure_only else describe_measured_models(job.recipe),
-            "layers": describe_choice(job.recipe, searched=not job.structure_only),
-            "teacher": None if job.structure_only else job.recipe.finetune.teacher,
-            "published": None if published is None else asdict(published),
-            "tables": [table for step in job.steps for table in step.method.report(step.files.path).tables],
-            "notes": list(_remarks(job)),
+    models = {"dense": job.blank, "compressed": surgery.apply_to_copy(job.blank, plan)}
+    searched = not job.options.structure_only
+    report = {
+        "recipe": recipe.name,
+        "summary": recipe.summary,
+        "model": {
+            "arch": plan.arch,
+            "arch_args": dict(plan.arch_args),
+            "weights": recipe.model.weights,
+            "input": job.input.to_dict(),
+            "classes": list(class_names(job)),
+            "uint8": recipe.export.uint8,
         },
-    )
-    reports.write_report(job.folder, report)
+        "plan": json.loads(plan.to_json()),
+        "plan_sha256": plan.digest,
+        "widths": structure.width_table(plan),
+        "cost": {name: count_cost(model, job.input.size).to_dict() for name, model in models.items()},
+        "accuracy": accuracy,
+        "before_recovery": _read(files.before_recovery),
+        "recovery": _read(files.recovery),
+        "bench": measured,
+        "artifacts": [_artifact(path, accuracy or {}, measured or []) for path in exported_paths(job, "model")],
+        "files": {path.name: _sidecar(path)["bytes"] for path in exported_paths(job)},
+        "verify": read_json(files.verification),
+        "folding": _read(files.folding),
+        "searched": describe_measured_models(recipe) if searched else None,
+        "layers": describe_choice(recipe, searched=searched),
+        "teacher": recipe.finetune.teacher if searched else None,
+        "published": recipe.published and asdict(recipe.published),
+        "tables": [vars(table) for step in job.steps for table in step.method.report(step.files.path).tables],
+        "notes": list(_remarks(job)),
+    }
+    reports.write_report(job.folder, cast(Report, report))
 
 
 def _read(path: Path) -> Any:
@@ -119,15 +109,9 @@ def _sidecar(path: Path) -> dict[str, Any]:
 def _artifact(path: Path, accuracy: Mapping[str, AccuracyRecord], measured: Sequence[BenchRecord]) -> ArtifactRecord:
     """An exported file with its accuracy and its speed."""
     sidecar = _sidecar(path)
-    return {
-        "file": path.name,
-        "sha256": sidecar["sha256"],
-        "bytes": sidecar["bytes"],
-        "precision": sidecar["precision"],
-        "verified": sidecar["verified"],
-        "accuracy": accuracy.get(path.name),
-        "speed": recorded.find_speed(measured, sidecar["sha256"]),
-    }
+    stored = {key: sidecar[key] for key in ("sha256", "bytes", "precision", "verified")}
+    speed = reports.find_speed(measured, sidecar["sha256"])
+    return cast(ArtifactRecord, {"file": path.name, **stored, "accuracy": accuracy.get(path.name), "speed": speed})
 
 
 def _remarks(job: Job) -> Iterator[str]:
@@ -135,14 +119,14 @@ def _remarks(job: Job) -> Iterator[str]:
     for step in job.steps:
         yield from step.method.report(step.files.path).remarks
         yield from _measured_latency(job, step)
-    if job.structure_only:
+    if job.options.structure_only:
         yield (
             "Nothing was trained or scored: cost and speed are those of this structure, accuracy is not known. To "
             "train it, run the recipe without --structure-only, into another folder (--out) or this one (--fresh)."
         )
     if job.recipe.model.weights == "random":
         yield "The weights are random."
-    if job.recipe.published is not None and not job.structure_only and job.recipe.model.weights == "hub":
+    if job.recipe.published is not None and not job.options.structure_only and job.recipe.model.weights == "hub":
         yield (
             "The dense weights of distilled DeiT were themselves trained with a RegNetY teacher, so no result that "
             "starts from them was reached without an extra model."

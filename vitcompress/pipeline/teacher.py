@@ -70,7 +70,7 @@ def check_teacher(job: Job, *, download: bool = True) -> None:
     _check_classes(job, int(getattr(teacher, "num_classes", 0)))
     pruned = deepcopy(job.pruned)
     # Checks the image size, and that the weights of the losses train every head.
-    objective(pruned, finetune.loss, teacher=teacher, input=job.input, device=torch.device("meta"))
+    objective(pruned, finetune, teacher=teacher, input=job.input, device=torch.device("meta"))
     check_features(pruned, finetune.distillation, teacher, job.input)
 
 

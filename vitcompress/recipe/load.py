@@ -55,6 +55,7 @@ def build_recipe(source: str, data: Mapping[str, object], sets: Sequence[str] = 
     recipe = None if tables is None else Recipe(steps=steps, **vars(tables))
     if recipe is not None:
         problems += _contradictions(recipe)
+        problems += [] if problems else _ineffective(sets, steps)
     if problems or recipe is None:
         raise RecipeError(source, problems, hint=keys_hint(problems, raw_steps))
     return recipe
@@ -123,10 +124,27 @@ def _contradictions(recipe: Recipe) -> list[str]:
     return problems
 
 
+def _ineffective(sets: Sequence[str], steps: Sequence[Step]) -> list[str]:
+    """Assignments to options that a recipe holds for another choice, such as `collection` beside published layers."""
+    problems = []
+    for assignment in sets:
+        table, number, option, *_ = (*_path(assignment.partition("=")[0]), None, None, None)
+        if table == "step" and isinstance(number, int) and not assignment.endswith("="):
+            unused = find_method(steps[number].method).describe(steps[number].options).unused
+            if option in unused:
+                problems.append(f"--set {assignment}   has no effect: {unused[option]}")
+    return problems
+
+
+def _path(key: str) -> list[int | str]:
+    """`step[0].lr` and `step.0.lr` as ["step", 0, "lr"]."""
+    return [int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]\s]+", key)]
+
+
 def assign(data: dict[str, object], assignment: str) -> str | None:
     """Apply one `table.key=value`, in TOML syntax, to `data` in place. Returns the problem, if there is one."""
     key, equals, text = assignment.partition("=")
-    path = [int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]\s]+", key)]
+    path = _path(key)
     if not equals or not path or isinstance(path[0], int):
         return f"--set {assignment}   expected table.key=value, as in finetune.epochs=10 or step.0.pruned_layers=4"
     try:

@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import click
@@ -11,13 +12,15 @@ from rich.markdown import Markdown
 from rich.measure import Measurement
 from rich.panel import Panel
 from rich.syntax import Syntax
-from rich.table import Column, Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from vitcompress.errors import CheckFailedError, InputError, RecipeError, VitcompressError
+from vitcompress.io.text import Table
 
 PIPE_WIDTH = 120
 UNLIMITED = 10_000  # characters
+STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow"}
 TITLES = {InputError: "invalid input", CheckFailedError: "check failed"}
 
 
@@ -27,8 +30,8 @@ def stream_console(*, stderr: bool) -> Console:
 
 
 def print_json(value: Any) -> None:
-    """Only `value` on standard output."""
-    print_text(json.dumps(value, indent=1, default=str))
+    """Only `value` on standard output: plain data, dataclasses and paths."""
+    print_text(json.dumps(value, indent=1, default=lambda item: asdict(item) if is_dataclass(item) else str(item)))
 
 
 def print_text(text: str) -> None:
@@ -58,43 +61,37 @@ def _print_rich(rendered: Syntax | Markdown, text: str) -> None:
         print_text(text)
 
 
-def print_texts(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
-    """A table of texts, which are wrapped and aligned left."""
-    table = Table(*(Column(name, overflow="fold") for name in columns), header_style="bold")
-    for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    stream_console(stderr=False).print(table)
+def print_table(table: Table, *, wrap: bool = False) -> None:
+    """A table on standard output; the first column is aligned left, the others right, and verdicts are coloured.
 
-
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table on standard output; the first column is aligned left, the others right.
-
-    If the terminal is too narrow, columns with the same value in every row are printed once, below the table.
+    If the terminal is too narrow, columns with the same value in every row are printed once, below the table. wrap:
+    long texts, which are wrapped and aligned left instead.
     """
-    console, cells = stream_console(stderr=False), [["" if cell is None else str(cell) for cell in row] for row in rows]
-    table, shared = _build_table(title, columns, cells), dict[str, str]()
-    width = Measurement.get(console, console.options.update(width=UNLIMITED), table).maximum
-    if len(cells) > 1 and width > console.width:
-        varying = [n for n in range(len(columns)) if n == 0 or len({row[n] for row in cells}) > 1]
-        shared = {column: cells[0][n] for n, column in enumerate(columns) if n not in varying and cells[0][n]}
-        table = _build_table(title, [columns[n] for n in varying], [[row[n] for n in varying] for row in cells])
-    console.print(table)
+    console, rows, shared = stream_console(stderr=False), table.rows, dict[str, str]()
+    unlimited = console.options.update(width=UNLIMITED)
+    if not wrap and len(rows) > 1 and Measurement.get(console, unlimited, _as_rich(table)).maximum > console.width:
+        varying = [n for n in range(len(table.columns)) if n == 0 or len({row[n] for row in rows}) > 1]
+        shared = {name: rows[0][n] for n, name in enumerate(table.columns) if n not in varying and rows[0][n]}
+        columns, *rest = (tuple(cells[n] for n in varying) for cells in (table.columns, *rows))
+        table = Table(table.title, columns, tuple(rest))
+    console.print(_as_rich(table, wrap))
     if shared:
         print_text(f"all: {', '.join(f'{column} {text}' for column, text in shared.items())}")
 
 
-def _build_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(title=Text(title, style="bold") if title else None, title_justify="left", header_style="bold")
-    for number, column in enumerate(columns):
-        table.add_column(Text(column), justify="left" if number == 0 else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+def _as_rich(table: Table, wrap: bool = False) -> RichTable:
+    title = Text(table.title, style="bold") if table.title else None
+    drawn = RichTable(title=title, title_justify="left", header_style="bold")
+    for number, column in enumerate(table.columns):
+        drawn.add_column(Text(column), justify="left" if wrap or number == 0 else "right", overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+    return drawn
 
 
 def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
     """Names with their descriptions, without borders."""
-    table = Table("", "", box=None, show_header=False, pad_edge=False)
+    table = RichTable("", "", box=None, show_header=False, pad_edge=False)
     for name, text in pairs:
         table.add_row(Text(name, style="bold"), Text(text))
     stream_console(stderr=False).print(table)
@@ -102,18 +99,13 @@ def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
 
 def print_error(error: VitcompressError) -> None:
     """One panel on standard error: the problem, and the next step."""
-    lines: list[Text] = [Text(error.message)]
-    if error.hint:
-        lines.append(Text(f"\n{error.hint}", style="cyan"))
+    hint = [Text(f"\n{error.hint}", style="cyan")] if error.hint else []
     title = next((words for kind, words in TITLES.items() if isinstance(error, kind)), "failed")
-    stream_console(stderr=True).print(
-        Panel(Group(*lines), title=title, title_align="left", border_style="red", expand=False)
-    )
+    text = Group(Text(error.message), *hint)
+    stream_console(stderr=True).print(Panel(text, title=title, title_align="left", border_style="red", expand=False))
 
 
-def error_as_data(error: VitcompressError) -> dict[str, Any]:
+def error_as_data(error: VitcompressError) -> dict[str, object]:
     """The same as plain data, for `--json`."""
-    data: dict[str, Any] = {"error": error.message, "kind": type(error).__name__, "hint": error.hint}
-    if isinstance(error, RecipeError):
-        data["problems"] = list(error.problems)
-    return data
+    problems = {"problems": list(error.problems)} if isinstance(error, RecipeError) else {}
+    return {"error": error.message, "kind": type(error).__name__, "hint": error.hint, **problems}

@@ -7,10 +7,8 @@ earlier version). Stage 1 chooses the layers:
             allocation   how many layers of each type, predicted from these rows (MAP)
     step 2  search       which layers, by learnable scores and straight-through gradients, among the candidates
 
-Stage 2, the recovery, is the recipe's [finetune]. `diagnostics` measures the observations behind the method.
-
-Deviations: every choice uses images held out from the training set (the released code used the test set), ratios are
-exact, and the searched function is the deployed one.
+Stage 2, the recovery, is the recipe's [finetune]. `diagnostics` measures the observations behind the method. Every choice
+uses images held out from the training set (the released code used the test set).
 """
 
 from collections.abc import Sequence
@@ -125,8 +123,8 @@ def unscored(model: nn.Module, family: Family, options: Options) -> Blocks:
         reject_unused(options, dict.fromkeys(searching, "layers is 'published'"))
         collection.check_options(options.collection)
         return _listed(options, "published")
-    spread = spread_budget(model, family, options, orders=options.candidates == "collected")
-    search.check_options(options.search)
+    spread_budget(model, family, options, orders=options.candidates == "collected")
+    spread = search.spread(model, family, options)
     return _listed(options, "example") if options.example_attention or options.example_activation else spread
 
 

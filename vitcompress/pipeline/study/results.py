@@ -1,20 +1,20 @@
 """The results of a study: rows, comparisons of rows, and tables of both; study.json and study.md."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import Any
+from statistics import fmean, geometric_mean, stdev
+from typing import Any, Literal
 
 import numpy as np
 
 from vitcompress.bench import machine
-from vitcompress.bench.report import run as reports
+from vitcompress.bench.report.records import Report
+from vitcompress.bench.report.run import read_report
 from vitcompress.io.files import read_json, write_json, write_text
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import NOT_MEASURED, Table, format_count, format_percent
-from vitcompress.pipeline.study.runs import Run
-from vitcompress.pipeline.study.spec import Row, Study
+from vitcompress.pipeline.study.spec import Row, Run, Study
+from vitcompress.pipeline.study.speed import Speed
 from vitcompress.training.metrics import mcnemar
 
 JSON, MARKDOWN = "study.json", "study.md"
@@ -27,26 +27,29 @@ HOW_PAIRS_ARE_COMPARED = (
 )
 
 
-def write_results(folder: Path, study: Study, runs: Sequence[Run], speed: Mapping[str, Any] | None) -> dict[str, Any]:
+def write_results(folder: Path, study: Study, runs: Sequence[Run], speed: Speed | None) -> dict[str, Any]:
     """Write study.json and study.md; returns the content of study.json, which has no paths."""
-    reported: dict[str, Any] = {run.name: reports.read_report(run.folder) for run in runs}
-    records = [_run_record(run, reported[run.name], speed) for run in runs]
+    reports = [read_report(run.folder) for run in runs]
+    records = [_run_record(run, report, speed) for run, report in zip(runs, reports, strict=True)]
     rows = [_row_record(row, [record for record in records if record["row"] == row.name]) for row in study.rows]
-    first, dense = reported[runs[0].name], dict[int, dict[str, Any]]()
-    for run in runs:
-        accuracy = reported[run.name]["accuracy"]["dense"]
-        dense[run.seed] = {"seed": run.seed, "correct": accuracy["correct"], "total": accuracy["total"]}
+    masks: dict[str, list[np.ndarray]] = {}
+    for run, record in zip(runs, records, strict=True):
+        mask = np.ones(record["total"], bool)
+        mask[read_json(RunFolder(run.folder).mistakes)["compressed"]] = False
+        masks.setdefault(run.row.name, []).append(mask)
+    dense = {run.seed: _accuracy(report, "dense") for run, report in zip(runs, reports, strict=True)}
+    seeds = [{"seed": seed, **counts} for seed, counts in dense.items()]
     result = {
         "study": study.name,
         "summary": study.summary,
         "epochs": study.epochs,
-        "model": {key: first["plan"][key] for key in ("arch", "arch_args")},  # the dense model of all rows
-        "seeds": len(dense),
-        "dense": {"seeds": list(dense.values()), **_spread(list(dense.values())), "cost": first["cost"]["dense"]},
+        "model": {key: reports[0]["plan"][key] for key in ("arch", "arch_args")},  # the dense model of all rows
+        "seeds": len(seeds),
+        "dense": {"seeds": seeds, **_spread(seeds), "cost": reports[0]["cost"]["dense"]},
         "rows": rows,
-        "pairs": compare_rows(rows, _correct_images(runs, records)),
+        "pairs": compare_rows(rows, masks),
         "runs": records,
-        "speed": None if speed is None else dict(speed),
+        "speed": speed,
         "trained_on": machine.facts(),
     }
     write_text(folder / MARKDOWN, markdown(result))
@@ -54,41 +57,41 @@ def write_results(folder: Path, study: Study, runs: Sequence[Run], speed: Mappin
     return result
 
 
-# ----------------------------------------------------------------------------------------------------------------- rows
+def _accuracy(report: Report, model: Literal["dense", "compressed"]) -> dict[str, int]:
+    """Correct and all test images."""
+    accuracy = report["accuracy"][model]
+    return {"correct": accuracy["correct"], "total": accuracy["total"]}
 
 
-def _run_record(run: Run, report: Mapping[str, Any], speed: Mapping[str, Any] | None) -> dict[str, Any]:
+def _run_record(run: Run, report: Report, speed: Speed | None) -> dict[str, Any]:
     """One row with one seed: counts, cost, speed relative to the dense model, what was removed and kept."""
-    accuracy, cost, plan = report["accuracy"]["compressed"], report["cost"], report["plan"]
-    ratio = next((r for r in (speed or {}).get("ratios", ()) if r["b"] == run.name), None)
+    accuracy, cost, plan = _accuracy(report, "compressed"), report["cost"], report["plan"]
+    ratio = next((r for r in speed["ratios"] if r["b"] == run.name), None) if speed else None
     # The exported file that was measured must classify as many images correctly as the model.
-    same_accuracy = speed is None or bool(speed["correct"][run.name] == accuracy["correct"])
+    same_accuracy = speed is None or speed["correct"][run.name] == accuracy["correct"]
     return {
         "run": run.name,
         "row": run.row.name,
         "seed": run.seed,
-        "correct": accuracy["correct"],
-        "total": accuracy["total"],
+        **accuracy,
         "params": cost["compressed"]["params"],
         "macs": cost["compressed"]["macs"],
         "macs_ratio": cost["compressed"]["macs"] / cost["dense"]["macs"],
-        "before_recovery": (report["before_recovery"] or {}).get("pruned", {}).get("top1"),
+        "before_recovery": ((report["before_recovery"] or {}).get("pruned") or {}).get("top1"),
         "speedup": None if ratio is None else {"median": ratio["median"], "ci95": ratio["ci95"]},
         "passed": report["verify"]["passed"] and same_accuracy,
-        "removed": plan["removed"],
-        "folded": plan["folded"],
-        "heads": plan["heads"],
+        **{key: plan[key] for key in ("removed", "folded", "heads")},
         "kept": {space: len(channels) for space, channels in plan["kept"].items()},
     }
 
 
-def _spread(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _spread(seeds: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """Mean and sample standard deviation (None for one seed) of top-1 over seeds, as shares."""
     shares = [seed["correct"] / seed["total"] for seed in seeds]
     return {"top1_mean": fmean(shares), "top1_std": stdev(shares) if len(shares) > 1 else None}
 
 
-def _row_record(row: Row, seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _row_record(row: Row, seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One row over all seeds: sums of counts, means of the rest, the geometric mean of speed-ups."""
     before = [seed["before_recovery"] for seed in seeds if seed["before_recovery"] is not None]
     speedups = [seed["speedup"]["median"] for seed in seeds if seed["speedup"]]
@@ -97,24 +100,18 @@ def _row_record(row: Row, seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "curve": row.curve,
         "title": row.title,
         "against": list(row.against),
-        "correct": sum(seed["correct"] for seed in seeds),
-        "total": sum(seed["total"] for seed in seeds),
+        **{key: sum(seed[key] for seed in seeds) for key in ("correct", "total")},
         **_spread(seeds),
         **{key: fmean(seed[key] for seed in seeds) for key in ("params", "macs", "macs_ratio")},
         "macs_ratio_range": [end(seed["macs_ratio"] for seed in seeds) for end in (min, max)],
-        "speedup": math.exp(fmean(map(math.log, speedups))) if speedups else None,
+        "speedup": geometric_mean(speedups) if speedups else None,
         "speedup_range": [min(speedups), max(speedups)] if speedups else None,
         "before_recovery": fmean(before) if len(before) == len(seeds) else None,
         "recovery_epochs": row.recipe.finetune.epochs,
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------- pairs
-
-
-def compare_rows(
-    rows: Sequence[Mapping[str, Any]], correct: Mapping[str, Sequence[np.ndarray]]
-) -> list[dict[str, Any]]:
+def compare_rows(rows: Sequence[dict[str, Any]], correct: Mapping[str, Sequence[np.ndarray]]) -> list[dict[str, Any]]:
     """Every row compared with the row of nearest MACs on each of its `against` curves; see HOW_PAIRS_ARE_COMPARED.
 
     correct: row name -> for every seed, a mask of the correctly classified test images.
@@ -124,7 +121,7 @@ def compare_rows(
         for curve in row["against"]:
             rivals = [other for other in rows if other["curve"] == curve]
             rival = min(rivals, key=lambda other: abs(other["macs"] - row["macs"]))
-            pairs.append(_compare_pair(row, rival, correct))
+            pairs.append(_compare_pair(row, rival, correct[row["row"]], correct[rival["row"]]))
     for pair, adjusted in zip(pairs, correct_p_values([pair["p_value"] for pair in pairs]), strict=True):
         same_sign = len({np.sign(difference) for difference in pair["differences"]}) == 1
         better = "better" if pair["mean"] > 0 else "worse"
@@ -133,9 +130,8 @@ def compare_rows(
 
 
 def _compare_pair(
-    row: Mapping[str, Any], rival: Mapping[str, Any], correct: Mapping[str, Sequence[np.ndarray]]
+    row: dict[str, Any], rival: dict[str, Any], ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]
 ) -> dict[str, Any]:
-    ours, theirs = correct[row["row"]], correct[rival["row"]]
     differences = [float(a.mean() - b.mean()) for a, b in zip(ours, theirs, strict=True)]
     test = mcnemar(np.concatenate(ours), np.concatenate(theirs))
     return {
@@ -151,15 +147,6 @@ def _compare_pair(
     }
 
 
-def _correct_images(runs: Sequence[Run], records: Sequence[Mapping[str, Any]]) -> dict[str, list[np.ndarray]]:
-    masks: dict[str, list[np.ndarray]] = {}
-    for run, record in zip(runs, records, strict=True):
-        mask = np.ones(record["total"], bool)
-        mask[read_json(RunFolder(run.folder).mistakes)["compressed"]] = False
-        masks.setdefault(run.row.name, []).append(mask)
-    return masks
-
-
 def correct_p_values(p_values: Sequence[float]) -> list[float]:
     """p-values corrected for their number (Holm 1979, Scandinavian Journal of Statistics 6)."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
@@ -170,71 +157,63 @@ def correct_p_values(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-# --------------------------------------------------------------------------------------------------------------- tables
-
-
-def row_table(study: Mapping[str, Any]) -> Table:
+def row_table(study: dict[str, Any]) -> Table:
     """One line per row of the study, the dense model first.
 
     `before recovery` is the held-out accuracy of the pruned model before the final fine-tuning, but after the training
     of a step that trains. `accuracy` is on the test images.
     """
-    dense = study["dense"]
-    speed = "1" if study["speed"] else NOT_MEASURED
-    counts = [sum(seed[key] for seed in dense["seeds"]) for key in ("correct", "total")]
-    first = ("dense", "", _format_accuracy(dense), f"{counts[0]} of {counts[1]}", *_sizes(dense["cost"]), "1", speed)
-    rows = [
-        (
-            row["title"],
-            "" if row["before_recovery"] is None else format_percent(row["before_recovery"]),
-            _format_accuracy(row),
-            f"{row['correct']} of {row['total']}",
-            *_sizes(row),
-            _format_spread(row["macs_ratio"], row["macs_ratio_range"]),
-            NOT_MEASURED if row["speedup"] is None else _format_spread(row["speedup"], row["speedup_range"]),
-        )
-        for row in study["rows"]
-    ]
-    columns = ("row", "before recovery", "accuracy", "correct", "parameters", "MACs", "MACs ratio", "speed-up")
-    return Table(f"{study['study']}: {study['seeds']} seeds, {study['epochs']} epochs each", columns, (first, *rows))
+    columns = {
+        "row": "{title}",
+        "before recovery": lambda row: "" if row["before_recovery"] is None else format_percent(row["before_recovery"]),
+        "accuracy": _format_accuracy,
+        "correct": "{correct} of {total}",
+        "parameters": lambda row: format_count(row["params"]),
+        "MACs": lambda row: format_count(row["macs"]),
+        "MACs ratio": lambda row: _format_spread(row["macs_ratio"], row["macs_ratio_range"]),
+        "speed-up": lambda row: _format_spread(row["speedup"], row["speedup_range"]),
+    }
+    dense, speed = study["dense"], "1" if study["speed"] else NOT_MEASURED
+    correct, total = (sum(seed[key] for seed in dense["seeds"]) for key in ("correct", "total"))
+    sizes = (format_count(dense["cost"][key]) for key in ("params", "macs"))
+    first = ("dense", "", _format_accuracy(dense), f"{correct} of {total}", *sizes, "1", speed)
+    title = f"{study['study']}: {study['seeds']} seeds, {study['epochs']} epochs each"
+    return Table(title, tuple(columns), (first, *Table.of("", columns, study["rows"]).rows))
 
 
-def pair_table(study: Mapping[str, Any]) -> Table:
+def pair_table(study: dict[str, Any]) -> Table:
     """One line per comparison; the difference of their accuracies in percentage points."""
     titles = {row["row"]: row["title"] for row in study["rows"]}
-    rows = [
-        (
-            titles[pair["row"]],
-            titles[pair["against"]],
-            "{:.2f} / {:.2f}".format(*pair["macs_ratio"]),
-            f"{100 * pair['mean']:+.1f}" + ("" if pair["std"] is None else f" ± {100 * pair['std']:.1f}"),
-            f"{pair['only_row']} / {pair['only_against']}",
-            f"{pair['p_holm']:.2g}",
-            pair["verdict"],
-        )
-        for pair in study["pairs"]
-    ]
-    columns = ("row", "against", "MACs ratios", "points", "only one correct", "p (Holm)", "verdict")
-    return Table("Pairs", columns, tuple(rows))
+    columns = {
+        "row": lambda pair: titles[pair["row"]],
+        "against": lambda pair: titles[pair["against"]],
+        "MACs ratios": "{macs_ratio[0]:.2f} / {macs_ratio[1]:.2f}",
+        "points": lambda pair: f"{100 * pair['mean']:+.1f}{_format_deviation(pair['std'])}",
+        "only one correct": "{only_row} / {only_against}",
+        "p (Holm)": "{p_holm:.2g}",
+        "verdict": "{verdict}",
+    }
+    return Table.of("Pairs", columns, study["pairs"])
 
 
-def markdown(study: Mapping[str, Any]) -> str:
+def markdown(study: dict[str, Any]) -> str:
     """The study as one page."""
     parts = [f"# Study: {study['study']}", study["summary"], row_table(study).markdown()]
     parts += ["## Pairs", pair_table(study).markdown(), HOW_PAIRS_ARE_COMPARED]
     return "\n\n".join(parts) + "\n"
 
 
-def _format_accuracy(row: Mapping[str, Any]) -> str:
-    spread = "" if row["top1_std"] is None else f" ± {100 * row['top1_std']:.1f}"
-    return format_percent(row["top1_mean"]).replace(" %", f"{spread} %")
+def _format_accuracy(row: dict[str, Any]) -> str:
+    return format_percent(row["top1_mean"]).replace(" %", f"{_format_deviation(row['top1_std'])} %")
 
 
-def _sizes(row: Mapping[str, Any]) -> tuple[str, str]:
-    return format_count(row["params"]), format_count(row["macs"])
+def _format_deviation(share: float | None) -> str:
+    return "" if share is None else f" ± {100 * share:.1f}"
 
 
-def _format_spread(value: float, ends: Sequence[float]) -> str:
+def _format_spread(value: float | None, ends: Sequence[float]) -> str:
     """`0.55`, or `0.55 (0.53 to 0.57)` if seeds differ in the digits shown."""
+    if value is None:
+        return NOT_MEASURED
     low, high = (f"{end:.2f}" for end in ends)
     return f"{value:.2f}" if low == high else f"{value:.2f} ({low} to {high})"

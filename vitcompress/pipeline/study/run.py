@@ -1,23 +1,29 @@
 """Run a study: methods side by side on one data set, several seeds, the same training for all."""
 
-from collections.abc import Sequence
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from vitcompress.bench import timing
 from vitcompress.bench.plots.study import draw
-from vitcompress.errors import InputError, MissingExtraError, OutputError
+from vitcompress.errors import InputError, MissingExtraError, OutputError, VitcompressError
 from vitcompress.io.files import read_json, write_json
 from vitcompress.io.progress import Progress
 from vitcompress.pipeline.dry_run import dry_run_recipe
 from vitcompress.pipeline.folder import ELSEWHERE, check_folder, lock_folder
 from vitcompress.pipeline.job import RunOptions
+from vitcompress.pipeline.run import run_recipe
 from vitcompress.pipeline.study.results import write_results
-from vitcompress.pipeline.study.runs import Run, create_runs, execute_runs
-from vitcompress.pipeline.study.spec import Study
+from vitcompress.pipeline.study.spec import Run, Study, create_runs
 from vitcompress.pipeline.study.speed import measure_speed
 from vitcompress.training.data import check_named
+from vitcompress.training.distributed import cpu_threads
 
 MARK = "of_study.json"  # tells which study a folder belongs to
 
@@ -45,15 +51,28 @@ class StudyOptions:
         return create_runs(study, self.folder(study), self.seeds)
 
 
-def dry_run_study(study: Study, options: StudyOptions, progress: Progress | None = None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class StudyDryRun:
+    """rows: cost of a structure of each row's size (a method may choose a somewhat different one), and its epochs.
+
+    runs: their number. missing, notes: see `DryRun`.
+    """
+
+    study: str
+    folder: str
+    runs: int
+    rows: list[dict[str, str | float]]
+    missing: list[str]
+    notes: list[str]
+
+
+def dry_run_study(study: Study, options: StudyOptions, progress: Progress | None = None) -> StudyDryRun:
     """Cost and epochs of every row, and what is missing here. Writes nothing.
 
     Raises:
-        InputError: a row that cannot work.
+        InputError: a row that cannot work, or a protocol that measures nothing.
     """
-    runs = options.runs(study)
-    rows = estimate_rows(study, runs, progress or Progress())
-    return {"study": study.name, "folder": str(options.folder(study)), "runs": len(runs), **rows}
+    return _dry_run(study, options.folder(study), options.runs(study), progress or Progress())
 
 
 def run_study(study: Study, options: StudyOptions, progress: Progress | None = None) -> dict[str, Any]:
@@ -69,7 +88,7 @@ def run_study(study: Study, options: StudyOptions, progress: Progress | None = N
     remaining = [run for run in runs if not run.is_done]
     for run in remaining:
         check_named(run.recipe.data)
-    if missing := estimate_rows(study, remaining, progress)["missing"]:
+    if missing := _dry_run(study, folder, remaining, progress).missing:
         raise InputError("; ".join(missing), hint="`vitcompress study NAME --dry-run` shows what a study needs")
     with lock_folder(folder):
         write_json(folder / MARK, {"study": study.name})
@@ -83,40 +102,32 @@ def run_study(study: Study, options: StudyOptions, progress: Progress | None = N
     return result
 
 
-def estimate_rows(study: Study, runs: Sequence[Run], progress: Progress) -> dict[str, Any]:
-    """The cost of a structure of each row's size (a method may choose a somewhat different one), its epochs, what is
-    missing on this machine, and notes.
-
-    Raises:
-        InputError: a row that cannot work, or a protocol that measures nothing.
-    """
+def _dry_run(study: Study, folder: Path, runs: Sequence[Run], progress: Progress) -> StudyDryRun:
     timing.protocol(study.speed.protocol, **study.speed.changes)
-    rows, missing, notes = [], dict[str, None](), dict[str, None]()
-    first_seeds = dict[str, Run]()
-    for run in runs:
-        first_seeds.setdefault(run.row.name, run)
-    for number, (name, run) in enumerate(first_seeds.items()):
+    rows, missing, notes = list[dict[str, str | float]](), dict[str, None](), dict[str, None]()
+    first_seeds = {run.row.name: run for run in reversed(runs)}
+    for number, (name, run) in enumerate(reversed(first_seeds.items())):
         progress.update("rows checked", number, len(first_seeds), name)
         try:
             plan = dry_run_recipe(run.recipe, RunOptions(out=run.folder))
         except InputError as error:
             raise InputError(f"row {name}: {error.message}", hint=error.hint) from None
-        missing |= dict.fromkeys(plan["missing"])
-        notes |= dict.fromkeys(plan["notes"])
-        dense, compressed = plan["cost"]["dense"], plan["cost"]["compressed"]
+        missing |= dict.fromkeys(plan.missing)
+        notes |= dict.fromkeys(plan.notes)
+        macs = plan.cost["compressed"].macs
         rows.append(
             {
                 "row": name,
                 "title": run.row.title,
                 "epochs": study.epochs,
                 "recovery": run.recipe.finetune.epochs,
-                "params": compressed["params"],
-                "macs": compressed["macs"],
-                "macs_ratio": compressed["macs"] / dense["macs"],
+                "params": plan.cost["compressed"].params,
+                "macs": macs,
+                "macs_ratio": macs / plan.cost["dense"].macs,
             }
         )
     progress.update("rows checked", len(first_seeds), len(first_seeds))
-    return {"rows": rows, "missing": list(missing), "notes": list(notes)}
+    return StudyDryRun(study.name, str(folder), len(runs), rows, list(missing), list(notes))
 
 
 def _check_folder(folder: Path, study: Study, runs: Sequence[Run]) -> None:
@@ -130,3 +141,65 @@ def _check_folder(folder: Path, study: Study, runs: Sequence[Run]) -> None:
         raise OutputError(f"{folder} contains the study {other!r}, not {study.name!r}", hint=ELSEWHERE)
     for run in runs:
         check_folder(run.folder, run.recipe, structure_only=False, fresh=False)
+
+
+Outcome = tuple[Run, float, str | None]  # a run, its duration in seconds, and the error message if it failed
+
+
+def execute_runs(runs: Sequence[Run], jobs: int, progress: Progress) -> None:
+    """Run what is not done, `jobs` runs at a time. A run that fails does not stop the others.
+
+    Raises:
+        VitcompressError: some runs failed; names them with the reason.
+    """
+    waiting = [run for run in runs if not run.is_done]
+    if len(waiting) < len(runs):
+        progress.note(f"{len(runs) - len(waiting)} of {len(runs)} runs are already done")
+    failed: dict[str, list[str]] = {}
+    outcomes = (_execute(run, progress) for run in waiting) if jobs == 1 else _run_in_processes(waiting, jobs)
+    for number, (run, seconds, problem) in enumerate(outcomes, len(runs) - len(waiting) + 1):
+        if problem is not None:
+            failed.setdefault(problem, []).append(run.name)
+        progress.update("runs", number, len(runs))
+        progress.note(f"{number} of {len(runs)}: {run.name} {'failed' if problem else 'done'} ({seconds:.0f} s)")
+    if failed:
+        lines = [f"{', '.join(names)}: {problem}" for problem, names in failed.items()]
+        raise VitcompressError(
+            "\n  ".join([f"{sum(map(len, failed.values()))} of {len(runs)} runs failed", *lines]),
+            hint="the other runs are done; the same command repeats these",
+        )
+
+
+def _run_in_processes(runs: Sequence[Run], jobs: int) -> Iterator[Outcome]:
+    context = multiprocessing.get_context("spawn")  # a forked torch may wait for threads that were not copied
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_exit_with_parent) as pool:
+        try:
+            for future in as_completed([pool.submit(_execute, run) for run in runs]):
+                yield future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _execute(run: Run, progress: Progress | None = None) -> Outcome:
+    """Start or continue one run. Errors are returned, so that the other runs continue."""
+    start, problem = time.monotonic(), None
+    if progress is not None:
+        progress.stage(f"{run.row.title}, seed {run.seed}")
+    try:
+        with cpu_threads(run.recipe.run.threads):
+            run_recipe(run.recipe, RunOptions(out=run.folder), progress)
+    except VitcompressError as error:
+        problem = error.message
+    return run, time.monotonic() - start, problem
+
+
+def _exit_with_parent() -> None:
+    """Let this process end when its parent ends, even by SIGKILL."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -10,8 +10,9 @@ epochs                     total of every row: the dense model, steps that train
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, JsonValue, StringConstraints
@@ -19,10 +20,11 @@ from pydantic import BaseModel, JsonValue, StringConstraints
 from vitcompress import recipes
 from vitcompress.errors import InputError, RecipeError, did_you_mean
 from vitcompress.exporters.options import Positive
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.validation import STRICT, Doc, validate
 from vitcompress.methods import find_method
-from vitcompress.recipe.load import build_recipe, parse_toml, read_text
-from vitcompress.recipe.overrides import assign
+from vitcompress.pipeline.folder import dense_folder
+from vitcompress.recipe.load import assign, build_recipe, parse_toml, read_text
 from vitcompress.recipe.schema import ProtocolTable, Recipe
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
@@ -79,9 +81,42 @@ class Study:
     rows: tuple[Row, ...]
 
 
-def load_study(
-    source: str, sets: Sequence[str] = (), rows: Sequence[str] = (), *, formats: Collection[str] = ()
-) -> Study:
+@dataclass(frozen=True)
+class Run:
+    """One row with one seed. folder: its run folder, absolute."""
+
+    row: Row
+    seed: int
+    folder: Path
+    recipe: Recipe = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def is_done(self) -> bool:
+        return RunFolder(self.folder).report.is_file()
+
+    @property
+    def dense_folder(self) -> Path:
+        """The folder of the dense model, which all runs with this seed share."""
+        return dense_folder(self.recipe, self.folder)
+
+
+def create_runs(study: Study, folder: Path, seeds: int) -> tuple[Run, ...]:
+    """All seeds of the first row, then of the second, ..., so that a study that is stopped early has complete rows.
+
+    With several jobs, the dense models of different seeds are trained at the same time.
+    """
+    return tuple(
+        Run(row, seed, folder / f"{row.name}-seed{seed}", replace(row.recipe, run=replace(row.recipe.run, seed=seed)))
+        for row in study.rows
+        for seed in range(seeds)
+    )
+
+
+def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) -> Study:
     """Read a study by name or from a file, apply `sets` (`table.key=value`), and select `rows`; all if empty.
 
     Raises:
@@ -98,7 +133,7 @@ def load_study(
         raise RecipeError(label, problems)
     problems += _contradictions(tables)
     selected, wrong = _select(tables.row, rows), defaultdict[str, list[str]](list)
-    built = [_build_row(name, tables, row, formats, wrong) for row in selected]
+    built = [_build_row(name, tables, row, wrong) for row in selected]
     for problem, names in wrong.items():  # a mistake in [base] is one of all rows, and reported once
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         place = f"all {len(selected)} rows" if len(names) == len(selected) > 1 else f"row {names[0]}{others}"
@@ -118,14 +153,12 @@ def epochs_before_recovery(recipe: Recipe) -> int:
     return dense + sum(training(recipe.finetune).epochs for training in steps if training)
 
 
-def _build_row(
-    study: str, tables: _Tables, row: RowTable, formats: Collection[str], wrong: dict[str, list[str]]
-) -> Row | None:
+def _build_row(study: str, tables: _Tables, row: RowTable, wrong: dict[str, list[str]]) -> Row | None:
     """The row with its recipe; adds its problems to `wrong`: problem -> names of rows."""
     steps = [{**tables.options.get(str(step.get("method")), {}), **step} for step in row.step]
     data = {"name": row.name, "summary": f"{study}: {row.title}", **tables.base, "step": steps}
     try:
-        recipe = build_recipe(row.name, data, formats=formats)
+        recipe = build_recipe(row.name, data)
     except RecipeError as error:
         for problem in error.problems:
             wrong[problem].append(row.name)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, cast
 
 from vitcompress.bench import accuracy, suite
 from vitcompress.bench.report.records import BenchRecord
@@ -14,18 +14,28 @@ from vitcompress.io.files import file_sha256, read_json, write_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.pipeline.export_folder import export_folder
-from vitcompress.pipeline.study.runs import Run
-from vitcompress.pipeline.study.spec import Study
+from vitcompress.pipeline.study.spec import Run, Study
 
 FILE = "speed.json"
 DENSE = "dense"
 
 
+class Speed(BenchRecord):
+    """Content of speed.json: a benchmark with names of runs instead of files; the first row is the dense model.
+
+    models: SHA-256 of the weights by name. settings: of the study's [speed]. correct: test images that the file of each
+    run classifies correctly, so that speed and accuracy are of one file.
+    """
+
+    models: dict[str, str]
+    settings: dict[str, object]
+    correct: dict[str, int]
+
+
 def measure_speed(
     folder: Path, study: Study, runs: Sequence[Run], when: Literal["now", "later", "again"], progress: Progress
-) -> dict[str, Any] | None:
-    """speed.json: rows and ratios of the benchmark with names of runs instead of files; the first row is the dense
-    model. None if nothing is to be measured yet.
+) -> Speed | None:
+    """Write speed.json; None if nothing is to be measured yet.
 
     An existing measurement is used if it is of the same models with the same settings.
     """
@@ -33,9 +43,14 @@ def measure_speed(
     folders = {DENSE: runs[0].dense_folder, **{run.name: run.folder for run in runs}}
     weights = {name: file_sha256(RunFolder(model).weights) for name, model in folders.items()}
     inputs = {"models": weights, "settings": asdict(study.speed)}
-    if path.is_file() and when != "again" and inputs.items() <= (known := read_json(path)).items():
-        return dict(known)
-    files = _export_all(folders, progress)
+    known: Speed | None = read_json(path) if path.is_file() and when != "again" else None
+    if known is not None and inputs.items() <= known.items():
+        return known
+    files = {name: RunFolder(folder).exported("model", ONNX.suffix) for name, folder in folders.items()}
+    for number, file in enumerate(files.values(), 1):
+        if not sidecar_path(file).is_file():
+            export_folder(file.parent)
+        progress.update("export", number, len(files), file.parent.name)
     if when == "later":
         progress.note("speed is not measured yet; the same command without --speed later measures it")
         return None
@@ -44,27 +59,15 @@ def measure_speed(
     runner = RunnerOptions(threads=table.threads)
     options = suite.BenchOptions(table.protocol, table.batch, table.warmup, table.runs, runner)
     result = suite.run(list(files.values()), options, progress=progress).to_dict()
-    speed = {**inputs, "correct": _count_correct(files, runner), **_rename(result, files)}
+    evaluation = accuracy.EvaluateOptions(runner=runner)
+    correct = {
+        name: accuracy.run([str(file)], evaluation)["rows"][0]["correct"]
+        for name, file in files.items()
+        if name != DENSE
+    }
+    speed = cast(Speed, {**inputs, "correct": correct, **_rename(result, files)})
     write_json(path, speed)
     return speed
-
-
-def _export_all(folders: Mapping[str, Path], progress: Progress) -> dict[str, Path]:
-    """The ONNX file of every model; exports those that are missing."""
-    files = {name: RunFolder(folder).exported("model", ONNX.suffix) for name, folder in folders.items()}
-    for number, file in enumerate(files.values(), 1):
-        if not sidecar_path(file).is_file():
-            export_folder(file.parent)
-        progress.update("export", number, len(files), file.parent.name)
-    return files
-
-
-def _count_correct(files: Mapping[str, Path], runner: RunnerOptions) -> dict[str, int]:
-    """Number of test images that each run's file classifies correctly, so that speed and accuracy are of one file."""
-    options = accuracy.EvaluateOptions(runner=runner)
-    return {
-        name: accuracy.run([str(file)], options)["rows"][0]["correct"] for name, file in files.items() if name != DENSE
-    }
 
 
 def _rename(result: BenchRecord, files: Mapping[str, Path]) -> BenchRecord:
