@@ -42,13 +42,13 @@ def old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_gpu_is_counted_and_the_reason_is_known(old_driver: None) -> None:
-    assert hardware.count_gpus() == 0 and hardware.cuda_problem() == OLD_DRIVER
+    assert hardware.count_gpus() == 0 and hardware.cuda_reason() == f": {OLD_DRIVER}"
     assert capability() is None
     assert machine.facts()["gpus"] == [] and environment.facts()["gpu_settings"] == []
 
 
 def test_without_a_gpu_there_is_no_problem() -> None:
-    assert hardware.count_gpus() == 0 and hardware.cuda_problem() is None and hardware.cuda_reason() == ""
+    assert hardware.count_gpus() == 0 and hardware.cuda_reason() == ""
 
 
 def test_doctor_reports_the_reason(old_driver: None) -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -28,7 +28,7 @@ class Check:
     detail: str = ""
     command: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         data = {**asdict(self), "passed": self.verdict == "passed"}
         if self.value is not None and not math.isfinite(self.value):  # JSON has no NaN and no infinity
             data |= {"value": None, "detail": f"{self.detail} (value: {self.value})".strip()}
@@ -43,15 +43,15 @@ class Verification:
     """
 
     checks: tuple[Check, ...]
-    weights: Mapping[str, Any] = field(default_factory=dict)
+    weights: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
         return _passed(check.verdict for check in self.checks)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         data = {"passed": self.passed, "checks": [check.to_dict() for check in self.checks]}
-        return {**data, "weights": dict(self.weights)} if self.weights else data
+        return {**data, **({"weights": dict(self.weights)} if self.weights else {})}
 
     def write(self, folder: Path) -> None:
         write_json(RunFolder(folder).verification, self.to_dict())
@@ -63,9 +63,9 @@ def update_verification(folder: Path, verification: Verification, replaced: Call
     with lock_folder(folder):
         known = read_json(path) if path.is_file() else {}
         kept = [check for check in known.get("checks", []) if not replaced(str(check["name"]))]
-        new = verification.to_dict()
-        checks = [*kept, *new.pop("checks")]
-        write_json(path, {**known, **new, "passed": _passed(check["verdict"] for check in checks), "checks": checks})
+        checks = [*kept, *(check.to_dict() for check in verification.checks)]
+        passed = _passed(str(check["verdict"]) for check in checks)
+        write_json(path, {**known, **verification.to_dict(), "passed": passed, "checks": checks})
 
 
 def _passed(verdicts: Iterable[str]) -> bool:

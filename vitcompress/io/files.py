@@ -25,17 +25,14 @@ except ImportError:  # Windows
 def write_file(path: Path, fill: Callable[[Path], object]) -> None:
     """Write atomically: `fill(temporary)` writes a file beside `path`, which then replaces `path`.
 
-    Raises:
-        OutputError: the folder cannot be written or the disk is full; nothing was changed.
+    Raises OutputError if the folder cannot be written or the disk is full; then nothing was changed.
     """
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
         with convert_write_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             beside.touch()
-            mode = stat.S_IMODE(
-                beside.stat().st_mode
-            )  # as the umask allows; safetensors creates files for the owner only
+            mode = stat.S_IMODE(beside.stat().st_mode)  # of the umask; safetensors creates files for the owner only
             fill(beside)
             with beside.open("r+b") as file:  # Windows syncs only files opened for writing
                 os.fsync(file.fileno())
@@ -112,12 +109,10 @@ def read_json(path: Path) -> Any:
 
 def decode_json_values(metadata: Mapping[str, str]) -> dict[str, Any]:
     """Metadata with JSON values decoded. Other values, which other tools may write, stay text."""
-    data: dict[str, Any] = {}
+    data: dict[str, Any] = dict(metadata)
     for key, text in metadata.items():
-        try:
+        with contextlib.suppress(ValueError):
             data[key] = json.loads(text)
-        except ValueError:
-            data[key] = text
     return data
 
 

@@ -14,28 +14,20 @@ def count_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def cuda_problem() -> str | None:
-    """The reason why CUDA does not start although there is a GPU; None otherwise."""
+def cuda_reason() -> str:
+    """`: REASON` to complete a message about a missing GPU; empty if CUDA starts, or if there is no GPU."""
     if torch.cuda.is_available() or not torch.cuda.device_count():
-        return None
+        return ""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
-        return first_line(error)
-    return None
+        return f": {first_line(error)}"
+    return ""
 
 
 def is_ampere(index: int) -> bool:
-    """Whether GPU `index` is Ampere or later and supports bf16 and TF32. On others torch emulates bf16 and silently
-    ignores TF32.
-    """
+    """Whether GPU `index` supports bf16 and TF32. On others torch emulates bf16 and silently ignores TF32."""
     return torch.version.hip is not None or torch.cuda.get_device_capability(index) >= (8, 0)
-
-
-def cuda_reason() -> str:
-    """`: REASON` to complete a message about a missing GPU; empty without a `cuda_problem`."""
-    problem = cuda_problem()
-    return f": {problem}" if problem else ""
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:

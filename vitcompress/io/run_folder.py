@@ -43,6 +43,8 @@ class RunFolder:
     state = Entry("state")  # what resuming and verifying a run need
     accuracy = Entry("state/accuracy.json")
     mistakes = Entry("state/mistakes.json")  # indices of the test images that each model classifies wrongly
+    step_input = Entry("given.safetensors")  # of the folder of a step: the model that it started from, and its plan
+    step_input_plan = Entry("given_plan.json")
     training = Entry("training.json")  # of the folder of a dense model
     settings = Entry("settings.json")  # of the folder of a dense model: how it was trained
     recovery_state = Entry("state/recovery")

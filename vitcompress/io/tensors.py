@@ -15,21 +15,10 @@ from torch import Tensor
 from vitcompress.errors import WeightsError
 from vitcompress.io.files import write_file
 
+# What libraries raise for unsuitable data or arguments.
+LIBRARY_ERRORS = (TypeError, ValueError, AssertionError, RuntimeError, LookupError, AttributeError, ArithmeticError)
 # torch.load raises almost any exception for a damaged file.
-DAMAGED = (
-    pickle.UnpicklingError,
-    RuntimeError,
-    OSError,
-    EOFError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-    MemoryError,
-    struct.error,
-)
+DAMAGED = (*LIBRARY_ERRORS, pickle.UnpicklingError, struct.error, OSError, EOFError, MemoryError)
 
 # Keys of the weights in checkpoints of training scripts, in timm's order: averaged weights first.
 PARTS = ("state_dict_ema", "model_ema", "state_dict", "model")
@@ -59,10 +48,8 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     path = Path(path)
     if not path.is_file():
         raise WeightsError(f"no weights at {path}", hint="use a .safetensors, .pth or .pt file")
-    return _load_safetensors(path) if path.suffix == ".safetensors" else _load_pytorch(path)
-
-
-def _load_safetensors(path: Path) -> dict[str, Tensor]:
+    if path.suffix != ".safetensors":
+        return _load_pytorch(path)
     try:
         with safe_open(path, framework="pt") as file:
             # Cloned: a view would change with the file, and its alignment changes the rounding of torch's kernels.
@@ -74,11 +61,7 @@ def _load_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def checkpoint_part(path: Path) -> str | None:
-    """The key of PARTS that `load_tensors` loads from a checkpoint; None for a file of weights only.
-
-    Raises:
-        WeightsError: as `load_tensors`.
-    """
+    """The key of PARTS that `load_tensors` loads from a checkpoint; None for a file of weights only."""
     return None if path.suffix == ".safetensors" else _part(_read_pytorch(path))
 
 
@@ -88,7 +71,9 @@ def _load_pytorch(path: Path) -> dict[str, Tensor]:
     tensors = data if part is None else data[part]
     if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise WeightsError(f"{path} is not a state dict of tensors", hint="save model.state_dict()")
-    return {_strip_wrappers(name): tensor for name, tensor in tensors.items()}
+    for wrapper in WRAPPERS:
+        tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def _read_pytorch(path: Path) -> Any:
@@ -107,9 +92,3 @@ def _read_pytorch(path: Path) -> Any:
 
 def _part(data: Any) -> str | None:
     return next((key for key in PARTS if isinstance(data, dict) and isinstance(data.get(key), dict)), None)
-
-
-def _strip_wrappers(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.removeprefix(wrapper)
-    return name

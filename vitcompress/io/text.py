@@ -74,16 +74,14 @@ def describe_ratio(ratio: Mapping[str, Any]) -> str:
 
 def shorten_paths(names: Sequence[str]) -> list[str]:
     """Each path as its shortest unique suffix: `a/model.onnx` and `b/model.onnx`."""
-    return [_shortest(name, set(names) - {name}) for name in names]
 
+    def shorten(name: str) -> str:
+        others, parts = set(names) - {name}, Path(name).parts
+        tails = (parts[-count:] for count in range(1, len(parts)))
+        unique = (tail for tail in tails if all(Path(other).parts[-len(tail) :] != tail for other in others))
+        return str(Path(*next(unique, (name,))))
 
-def _shortest(name: str, others: Iterable[str]) -> str:
-    parts = Path(name).parts
-    for count in range(1, len(parts)):
-        tail = parts[-count:]
-        if not any(Path(other).parts[-count:] == tail for other in others):
-            return str(Path(*tail))
-    return name
+    return [shorten(name) for name in names]
 
 
 NOT_MEASURED = "not measured"

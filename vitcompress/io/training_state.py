@@ -28,8 +28,7 @@ class State:
 def save_state(folder: Path, epoch: int, tensors: Mapping[str, Tensor], data: Any) -> None:
     """Write a state to a new folder and delete older ones. A complete state exists at any time.
 
-    Raises:
-        OutputError: the folder cannot be written or the disk is full; the previous state is kept.
+    Raises OutputError if the folder cannot be written or the disk is full; the previous state is kept.
     """
     number = max((number for number, _, _ in _states(folder)), default=0) + 1
     final = folder / f"state-{number:06d}-epoch-{epoch:06d}"
@@ -49,8 +48,7 @@ def save_state(folder: Path, epoch: int, tensors: Mapping[str, Tensor], data: An
 
 def load_state(folder: Path) -> State | None:
     """The latest state in `folder`, or None."""
-    states = _states(folder)
-    if not states:
+    if not (states := _states(folder)):
         return None
     _, epoch, path = max(states)
     return State(epoch, load_tensors(path / "tensors.safetensors"), read_json(path / "data.json"))

@@ -43,7 +43,7 @@ def Doc(text: str) -> Any:
     return Field(description=text)
 
 
-def validate(kind: type[Table], data: Mapping[str, Any], prefix: str, problems: list[str]) -> Table | None:
+def validate(kind: type[Table], data: Mapping[str, object], prefix: str, problems: list[str]) -> Table | None:
     """`data` as `kind`, or None after adding to `problems`. prefix: see `describe_errors`."""
     try:
         # As JSON, because only there strict mode accepts tables for dataclasses and lists for tuples.
@@ -53,19 +53,17 @@ def validate(kind: type[Table], data: Mapping[str, Any], prefix: str, problems: 
         return None
 
 
-def validate_options(kind: type[Any], values: Mapping[str, Any], prefix: str, problems: list[str]) -> Any | None:
+def validate_options(kind: type[Any], values: Mapping[str, object], prefix: str, problems: list[str]) -> Any | None:
     """An instance of the dataclass `kind`, or None after adding to `problems`."""
-    table = validate(
-        create_model("Options", __config__=STRICT, options=(kind, ...)), {"options": values}, prefix, problems
-    )
+    nested = create_model("Options", __config__=STRICT, options=(kind, ...))
+    table = validate(nested, {"options": values}, prefix, problems)
     return None if table is None else vars(table)["options"]
 
 
-def options_of(kind: type[Any], values: Mapping[str, Any], what: str) -> Any:
+def options_of(kind: type[Any], values: Mapping[str, object], what: str) -> Any:
     """An instance of the dataclass `kind` from keyword arguments, validated like a table of a recipe.
 
-    Raises:
-        InputError: unknown names, or values of another type or out of range; all of them are listed.
+    Raises InputError, which lists all unknown names and all values of another type or out of range.
     """
     problems: list[str] = []
     options = validate_options(kind, dict(values), "  ", problems)
@@ -103,7 +101,9 @@ def _place(loc: tuple[int | str, ...]) -> str:
 
 def _describe(item: Any, root: type[BaseModel]) -> str:
     """The problem of one value."""
-    kind, seen = item["type"], _format_value(item["input"])
+    kind, value = item["type"], item["input"]
+    seen = str(value).lower() if isinstance(value, bool) else repr(value)  # in TOML syntax
+    seen = seen if len(seen) <= 60 else f"{seen[:57]}..."
     if kind in UNKNOWN:
         known = list(_keys(root, item["loc"][:-1]))
         return f"{UNKNOWN_KEY}{did_you_mean(str(item['loc'][-1]), known) or ', known: ' + ', '.join(known)}"
@@ -112,7 +112,7 @@ def _describe(item: Any, root: type[BaseModel]) -> str:
         return f"got {seen}, expected " + words.format(f"{item['ctx'][key]:g}")
     if kind == "literal_error":
         choices = [choice.strip("' ") for choice in item["ctx"]["expected"].replace(" or ", ", ").split(",")]
-        return f"got {seen}, expected one of {', '.join(choices)}{did_you_mean(str(item['input']), choices)}"
+        return f"got {seen}, expected one of {', '.join(choices)}{did_you_mean(str(value), choices)}"
     if kind.startswith("missing"):
         return "is missing"
     if kind in KINDS:
@@ -120,18 +120,13 @@ def _describe(item: Any, root: type[BaseModel]) -> str:
     return f"got {seen}: {item['msg']}"
 
 
-def _format_value(value: Any) -> str:
-    """A value in TOML syntax, at most 60 characters."""
-    text = str(value).lower() if isinstance(value, bool) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _keys(root: type[BaseModel], loc: tuple[int | str, ...]) -> Iterator[str]:
     """The keys of the table at `loc`."""
     kind: Any = root
     for part in (part for part in loc if isinstance(part, str)):
         hints = typing.get_type_hints(kind)
-        kind = next((option for option in parts_of(hints.get(part)) if _is_table(option)), None)
+        types = (option for option in parts_of(hints.get(part)) if isinstance(option, type))
+        kind = next((option for option in types if is_dataclass(option) or issubclass(option, BaseModel)), None)
         if kind is None:
             return
     yield from kind.model_fields if issubclass(kind, BaseModel) else (field.name for field in fields(kind))
@@ -142,7 +137,3 @@ def parts_of(hint: Any) -> Iterator[Any]:
     yield hint
     for inner in typing.get_args(hint):
         yield from parts_of(inner)
-
-
-def _is_table(kind: Any) -> bool:
-    return isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, BaseModel))

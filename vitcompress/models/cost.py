@@ -21,10 +21,9 @@ LINEAR_OPERATORS = ("convolution", "addmm", "mm")
 
 @dataclass(frozen=True)
 class Cost:
-    """Parameters, and multiply-accumulates of one forward pass of one image.
+    """Number of parameters, and multiply-accumulates of one forward pass of one image.
 
-    params: number of parameters. macs: multiply-accumulates, including both matrix products of each attention.
-    macs_linear: without these products, the convention of the pruned rows in the HetDPT tables.
+    macs: with both matrix products of each attention. macs_linear: without them, as the pruned rows in HetDPT's tables.
     """
 
     params: int
@@ -107,10 +106,8 @@ def without_gradients(model: nn.Module) -> Iterator[nn.Module]:
     Needed besides `torch.no_grad`: a view of a parameter, such as a pool's expanded latent, still requires gradients
     there but has no gradient function, which torch's ModuleTracker expects of a module's input.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter.requires_grad_(False) for parameter in model.parameters() if parameter.requires_grad]
     try:
-        for parameter in trained:
-            parameter.requires_grad_(False)
         yield model
     finally:
         for parameter in trained:

@@ -18,7 +18,8 @@ from torch import nn
 
 from vitcompress.errors import InputError, WeightsError, close_matches, did_you_mean, first_line
 from vitcompress.families import prepare_model
-from vitcompress.models.weights import UNBUILDABLE, USE_FILE, check_hub, load_weights
+from vitcompress.io.tensors import LIBRARY_ERRORS
+from vitcompress.models.weights import USE_FILE, check_hub, load_weights
 from vitcompress.plan import Plan
 
 NOISE = 0.1  # standard deviation for `randomize_constants`: small compared with norm weights of 1
@@ -64,7 +65,6 @@ def create_model(
         InputError: unknown architecture, or arguments that it does not accept.
         WeightsError: the weights are not available, or belong to another model.
     """
-    _check_name(arch)
     args = dict(arch_args or {})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -75,17 +75,12 @@ def create_model(
 
 
 def create_on_meta(arch: str, arch_args: Mapping[str, Any] | None = None) -> nn.Module:
-    """`create_model` on torch's meta device: shapes without weights.
-
-    Raises:
-        InputError: unknown architecture, or arguments that it does not accept.
-    """
+    """`create_model` on torch's meta device: shapes without weights. Raises InputError as `create_model`."""
     return _finish(build_on_meta(arch, arch_args), arch, dict(arch_args or {}))
 
 
 def build_on_meta(arch: str, arch_args: Mapping[str, Any] | None = None) -> nn.Module:
     """timm's model on the meta device, not prepared: with timm's parameter names. Raises InputError."""
-    _check_name(arch)
     args = dict(arch_args or {})
     try:
         with torch.device("meta"):
@@ -158,37 +153,28 @@ def is_known(arch: str) -> bool:
     return bool(timm.is_model(arch))
 
 
-def _check_name(arch: str) -> None:
+def _build(arch: str, args: dict[str, Any], *, pretrained: bool, new_head: bool) -> nn.Module:
     name = arch.split(".")[0]
     if not timm.is_model(name):
         close = ", ".join(close_matches(name, timm.list_models()))
         raise InputError(f"timm has no model {arch!r}", hint=f"nearest: {close}" if close else "see timm.list_models()")
-
-
-def _build(arch: str, args: dict[str, Any], *, pretrained: bool, new_head: bool) -> nn.Module:
     try:
         model: nn.Module = timm.create_model(arch, pretrained=False, **args)
-        if not pretrained:
-            return model
-    except (*UNBUILDABLE, OSError) as error:
-        raise InputError(
-            f"timm cannot build {arch} with {args}: {_message(error)}", hint=_next_step(arch, error)
-        ) from None
-    check_hub(arch, args.get("num_classes"), new_head=new_head)
-    try:
-        model = timm.create_model(arch, pretrained=True, **args)
-    except (*UNBUILDABLE, OSError) as error:
-        raise WeightsError(
-            f"the weights of {arch} could not be downloaded: {first_line(error)}", hint=USE_FILE
-        ) from None
+    except (*LIBRARY_ERRORS, OSError) as error:
+        message = f"timm cannot build {arch} with {args}: {_message(error)}"
+        raise InputError(message, hint=_next_step(arch, error)) from None
+    if pretrained:
+        check_hub(arch, args.get("num_classes"), new_head=new_head)
+        try:
+            model = timm.create_model(arch, pretrained=True, **args)
+        except (*LIBRARY_ERRORS, OSError) as error:
+            message = f"the weights of {arch} could not be downloaded: {first_line(error)}"
+            raise WeightsError(message, hint=USE_FILE) from None
     return model
 
 
 def check_classifier(arch: str, args: Mapping[str, Any], on_meta: nn.Module) -> None:
-    """Raise InputError if timm builds a model with these arguments that cannot classify an image.
-
-    on_meta: the model on the meta device.
-    """
+    """Raise InputError if the model that timm builds with these arguments, `on_meta`, cannot classify an image."""
     if (classes := int(getattr(on_meta, "num_classes", 1))) < 1:
         raise InputError(
             f"{arch} with {args} has no classifier: num_classes is {classes}", hint="set model.classes to 1 or more"
@@ -197,7 +183,7 @@ def check_classifier(arch: str, args: Mapping[str, Any], on_meta: nn.Module) -> 
     try:
         with torch.no_grad(), contextlib.suppress(NotImplementedError):  # an operation that needs values
             on_meta(torch.zeros(2, *size, device="meta"))
-    except UNBUILDABLE as error:
+    except LIBRARY_ERRORS as error:
         raise InputError(
             f"timm builds {arch} with {args}, but the model rejects images of {size}: {_message(error)}",
             hint=_next_step(arch, error),
@@ -230,14 +216,8 @@ def input_config(model: nn.Module) -> InputConfig:
     embed = getattr(model, "patch_embed", None)
     height, width = getattr(embed, "img_size", None) or config["input_size"][1:]
     mean, std = (_per_channel(config[key], channels) for key in ("mean", "std"))
-    return InputConfig(
-        (channels, int(height), int(width)),
-        mean,
-        std,
-        str(config["interpolation"]),
-        float(config["crop_pct"]),
-        str(config["crop_mode"]),
-    )
+    crop = str(config["interpolation"]), float(config["crop_pct"]), str(config["crop_mode"])
+    return InputConfig((channels, int(height), int(width)), mean, std, *crop)
 
 
 def _per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:

@@ -1,17 +1,16 @@
 """Weights of dense models, from timm's hub or from a file."""
 
 import contextlib
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import timm
 from timm.models import beit, eva, pvt_v2, swin_transformer, vision_transformer
-from torch import Tensor, nn
+from torch import nn
 
 from vitcompress.errors import WeightsError
 from vitcompress.families import prepare_model
-from vitcompress.io.tensors import checkpoint_part, load_tensors
+from vitcompress.io.tensors import LIBRARY_ERRORS, checkpoint_part, load_tensors
 
 # timm's functions that convert a checkpoint to a model's names and input size; they resample position tables.
 FILTERS = {
@@ -22,8 +21,6 @@ FILTERS = {
     pvt_v2.PyramidVisionTransformerV2: pvt_v2.checkpoint_filter_fn,
 }
 USE_FILE = "use a local file with --weights PATH (.safetensors or .pth)"
-# Exceptions of timm for unsuitable arguments or weights.
-UNBUILDABLE = (TypeError, ValueError, AssertionError, RuntimeError, LookupError, AttributeError, ArithmeticError)
 
 
 def hub_classes(arch: str) -> int | None:
@@ -61,13 +58,12 @@ def part_of_weights(weights: str | Path) -> str | None:
 def load_weights(model: nn.Module, path: Path, new_head: bool) -> None:
     """Load a checkpoint of timm's model, or of a model that `prepare_model` changed, which is done here if needed.
 
-    Raises:
-        WeightsError: the file is no checkpoint of this architecture, or has another number of classes.
+    Raises WeightsError if the file is no checkpoint of this architecture, or has another number of classes.
     """
     tensors = load_tensors(path)
     for kind, convert in FILTERS.items():
         if isinstance(model, kind):
-            with contextlib.suppress(*UNBUILDABLE):  # weights of another model: reported below
+            with contextlib.suppress(*LIBRARY_ERRORS):  # weights of another model: reported below
                 tensors = convert(tensors, model)
     if not model.state_dict().keys() <= tensors.keys():
         prepare_model(model)
@@ -78,26 +74,13 @@ def load_weights(model: nn.Module, path: Path, new_head: bool) -> None:
         tensors = {**tensors, **{key: own[key] for key in heads}}
     elif differing:
         raise _class_mismatch(f"the weights in {path}", tensors[differing[0]].shape[0], own[differing[0]].shape[0])
-    problem = _mismatch(own, tensors)
-    if problem:
+    missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    shapes = {key: (tuple(tensors[key].shape), tuple(own[key].shape)) for key in own if key in tensors}
+    wrong = [f"{key} is {loaded}, expected {wanted}" for key, (loaded, wanted) in shapes.items() if loaded != wanted]
+    kinds = {"tensors missing": missing, "unknown": extra, "with another shape": wrong}
+    if problems := [f"{len(names)} {kind} ({names[0]} ...)" for kind, names in kinds.items() if names]:
         raise WeightsError(
-            f"{path} contains the weights of another model: {problem}",
+            f"{path} contains the weights of another model: {', '.join(problems)}",
             hint="use weights of the architecture in the recipe, or change model.name",
         )
     model.load_state_dict(tensors, strict=True)
-
-
-def _mismatch(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> str:
-    """The differences that prevent strict loading, in one line."""
-    missing, extra = sorted(set(own) - set(loaded)), sorted(set(loaded) - set(own))
-    wrong = [
-        f"{key} is {tuple(loaded[key].shape)}, expected {tuple(own[key].shape)}"
-        for key in own
-        if key in loaded and loaded[key].shape != own[key].shape
-    ]
-    parts = [
-        f"{len(missing)} tensors missing ({missing[0]} ...)" if missing else "",
-        f"{len(extra)} unknown ({extra[0]} ...)" if extra else "",
-        f"{len(wrong)} with another shape ({wrong[0]} ...)" if wrong else "",
-    ]
-    return ", ".join(part for part in parts if part)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -48,10 +49,8 @@ def fold_checks(unfolded: nn.Module, folded: nn.Module, names: Iterable[str], im
 
 def _chains(unfolded: nn.Module, names: tuple[str, ...]) -> dict[str, list[str]]:
     """Folded linear layer -> the layers of the unfolded model that it replaces, in order of use."""
-    family = family_of(unfolded)
-    scales = family.scales(unfolded)
-    chains: dict[str, list[str]] = {}
-    owner: dict[str, str] = {}
+    family, scales = family_of(unfolded), family_of(unfolded).scales(unfolded)
+    chains, owner = dict[str, list[str]](), dict[str, str]()
     for name in names:
         if name not in scales and (pair := family.linear_pair(unfolded, name)):
             chains[name] = [pair.first, pair.second]
@@ -73,14 +72,13 @@ def _layer(model: nn.Module, name: str) -> Tensor | nn.Linear:
 def _inputs(model: nn.Module, names: Iterable[str], images: Tensor) -> dict[str, Tensor]:
     """The inputs of the named modules in a float64 pass: (rows, channels) each."""
     inputs = dict[str, Tensor]()
-    with ExitStack() as stack:
-        exact = stack.enter_context(in_float64(model))
+
+    def keep(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        inputs[name] = args[0].flatten(0, -2)
+
+    with in_float64(model) as exact, ExitStack() as stack:
         for name in names:
-
-            def keep(module: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
-                inputs[name] = args[0].flatten(0, -2)
-
-            stack.callback(exact.get_submodule(name).register_forward_pre_hook(keep).remove)
+            stack.callback(exact.get_submodule(name).register_forward_pre_hook(partial(keep, name)).remove)
         exact(images.double())
     return inputs
 

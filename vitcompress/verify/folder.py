@@ -1,7 +1,7 @@
 """Verify a run folder: first the model, then every exported file. Tolerances are derived in `tolerance`."""
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -48,8 +48,8 @@ def verify_folder(
     see `check_file`.
 
     images: (count, channels, height, width), normalised. The folder keeps them and their outputs, for later calls
-    without images. Without any, noise is used.
-    dense: folder of the model before pruning, which dense.onnx is compared with; None: the one inside the run folder.
+    without images. Without any, noise is used. dense: folder of the model before pruning, which dense.onnx is compared
+    with; None: the one inside the run folder.
 
     Raises:
         ArtifactError, PlanError, WeightsError: not a run folder, or a damaged one.
@@ -60,7 +60,9 @@ def verify_folder(
         raise ArtifactError(f"there is no folder {files.path}", hint="name a run folder, such as runs/digits_hetdpt")
     progress = progress or Progress()
     recorded = load_tensors(files.recorded_outputs) if files.recorded_outputs.is_file() else {}
-    original = _original(files, images, recorded)
+    real, model = images is not None or bool(recorded), load_model(files.path)
+    shown = recorded.get("images", noise_images(model)) if images is None else images
+    original = PlannedOriginal(model, shown, real, plan=read_plan(files.plan), unfolded=files.unfolded)
     checks = [*_missing_exports(files), *_model_checks(files, original, recorded, progress)]
     engines = set(files.path.glob("*.engine"))  # also those whose sidecar is missing, whatever their names
     paths = {*exported_files(files.path, "model"), *engines} - set(exported_files(files.path, DENSE))
@@ -68,24 +70,15 @@ def verify_folder(
     for path, result in results.items():
         checks += (*result.checks, *inspector_checks(path))
     tensors = {path.name: result.tensors for path, result in results.items() if result.tensors}
-    weights = weight_table(original.rows, original.model, tensors)
-    seen = {"images": original.images, "logits": model_logits(original.model, original.images)}
-    real = original.real
-    del original  # before the dense model is loaded
-    checks += _dense_checks(files, RunFolder(dense or files.dense), seen["images"], real, progress)
+    weights, seen = weight_table(original.rows, model, tensors), {"images": shown, "logits": model_logits(model, shown)}
+    del original, model  # before the dense model is loaded
+    checks += _dense_checks(files, RunFolder(dense or files.dense), shown, real, progress)
     verification = Verification(tuple(checks), weights)
     with suppress(OutputError) if files.verification.is_file() else nullcontext():
         if images is not None:
             save_tensors(files.recorded_outputs, seen)
         verification.write(files.path)
     return verification
-
-
-def _original(files: RunFolder, images: Tensor | None, recorded: dict[str, Tensor]) -> PlannedOriginal:
-    model = load_model(files.path)
-    real = images is not None or bool(recorded)
-    images = recorded.get("images", noise_images(model)) if images is None else images
-    return PlannedOriginal(model, images, real, plan=read_plan(files.plan), unfolded=files.unfolded)
 
 
 def _missing_exports(files: RunFolder) -> Iterator[Check]:
@@ -99,14 +92,13 @@ def _missing_exports(files: RunFolder) -> Iterator[Check]:
 
 
 def _model_checks(
-    files: RunFolder, original: PlannedOriginal, recorded: dict[str, Tensor], progress: Progress
+    files: RunFolder, original: PlannedOriginal, recorded: Mapping[str, Tensor], progress: Progress
 ) -> Iterator[Check]:
-    model, plan, images = original.model, original.plan, original.images
     parts = {
-        "fold": fold_folder_checks(files, model, plan, images),
-        "slice": slice_folder_checks(files, plan, images[:EXACT_IMAGES]),
+        "fold": fold_folder_checks(files, original.model, original.plan, original.images),
+        "slice": slice_folder_checks(files, original.plan, original.images[:EXACT_IMAGES]),
         "reload": _reload_checks(files, original, recorded),
-        "weights": (shape_check(rows, model) for rows in [original.rows]),
+        "weights": (shape_check(rows, original.model) for rows in [original.rows]),
     }
     for done, (name, part) in enumerate(parts.items()):
         progress.update("model checked", done, len(parts), name)
@@ -147,7 +139,7 @@ def _dense_checks(
         yield Check(f"{PREFIX}{path.name}", "not_run", detail=detail)
 
 
-def _reload_checks(files: RunFolder, original: PlannedOriginal, recorded: dict[str, Tensor]) -> Iterator[Check]:
+def _reload_checks(files: RunFolder, original: PlannedOriginal, recorded: Mapping[str, Tensor]) -> Iterator[Check]:
     model, plan, images = original.model, original.plan, original.images
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), model, plan)
@@ -155,9 +147,14 @@ def _reload_checks(files: RunFolder, original: PlannedOriginal, recorded: dict[s
     if plan.standard:
         yield standard_check(files, model, plan, images)
     if recorded and torch.equal(images, recorded["images"]):
-        tolerance = reference(model, images[:EXACT_IMAGES]).between
-        difference = largest_difference(model_logits(model, images), recorded["logits"])
-        yield limit_check("reload.recorded", difference, tolerance, "logits now and those recorded with the run")
+        yield _logits_check("reload.recorded", model, images, recorded["logits"], "those recorded with the run")
+
+
+def _logits_check(name: str, model: nn.Module, images: Tensor, others: Tensor, what: str) -> Check:
+    """Check that the logits `others` are those of `model`, up to rounding."""
+    tolerance = reference(model, images[:EXACT_IMAGES]).between
+    difference = largest_difference(model_logits(model, images), others)
+    return limit_check(name, difference, tolerance, f"difference of the logits from {what}")
 
 
 def reload_check(model: nn.Module, loaded: nn.Module, images: Tensor) -> Check:
@@ -179,9 +176,8 @@ def standard_check(files: RunFolder, model: nn.Module, plan: Plan, images: Tenso
         loaded = create_model(arch, plan.standard["args"], path)
     except WeightsError as error:
         return Check("standard", "failed", detail=f"{path.name} does not load into {arch}: {error.message}")
-    tolerance = reference(model, images[:EXACT_IMAGES]).between
-    difference = largest_difference(model_logits(loaded, images), model_logits(model, images))
-    return limit_check("standard", difference, tolerance, f"loads strictly into timm's {arch}; difference of logits")
+    logits = model_logits(loaded, images)
+    return _logits_check("standard", model, images, logits, f"those of timm's {arch}, which loads strictly")
 
 
 def recorded_images(folder: Path, model: nn.Module) -> tuple[Tensor, bool]:

@@ -22,8 +22,6 @@ from vitcompress.plan import Plan
 from vitcompress.surgery.masks import mask_channels
 from vitcompress.verify.tolerance import reference
 
-INPUT_WEIGHTS, INPUT_PLAN = "given.safetensors", "given_plan.json"  # in the folder of a step
-
 
 @dataclass(frozen=True)
 class Step:
@@ -37,17 +35,19 @@ class Step:
 
 def keep_step_input(folder: Path, model: nn.Module, plan: Plan) -> None:
     """Keep in a step's `folder` the model that the step slices or folds, once. plan: the plan of `model`."""
-    if not (folder / INPUT_PLAN).is_file():
-        save_tensors(folder / INPUT_WEIGHTS, model.state_dict(), {"plan": plan.digest})
-        write_text(folder / INPUT_PLAN, plan.to_json())
+    files = RunFolder(folder)
+    if not files.step_input_plan.is_file():
+        save_tensors(files.step_input, model.state_dict(), {"plan": plan.digest})
+        write_text(files.step_input_plan, plan.to_json())
 
 
 def load_steps(files: RunFolder) -> Iterator[Step]:
     """The steps of a run that sliced or folded, one at a time because they are large."""
-    for step in files.steps():
-        if (step / INPUT_PLAN).is_file():
-            model = load_model_files(step / INPUT_PLAN, step / INPUT_WEIGHTS)
-            yield Step(step.name, model, read_plan(step / INPUT_PLAN), read_plan(RunFolder(step).plan))
+    for folder in files.steps():
+        step = RunFolder(folder)
+        if step.step_input_plan.is_file():
+            model = load_model_files(step.step_input_plan, step.step_input)
+            yield Step(folder.name, model, read_plan(step.step_input_plan), read_plan(step.plan))
 
 
 def slice_check(model: nn.Module, delta: Plan, images: Tensor, name: str = "slice") -> Check:
@@ -70,9 +70,9 @@ def slice_check(model: nn.Module, delta: Plan, images: Tensor, name: str = "slic
         with mask_channels(masked, family_of(masked), _masks(masked, delta)):
             expected = masked(images.double())
     detail = (
-        f"largest difference of the logits of masked and sliced, float64, {len(delta.kept)} spaces; the masks alone "
-        f"change them by {largest_difference(before, expected):.1e}" + (f"; omitted: {note}" if note else "")
+        f"largest difference of the logits of masked and sliced, float64, {len(delta.kept)} spaces; the masks alone"
     )
+    detail += f" change them by {largest_difference(before, expected):.1e}" + (f"; omitted: {note}" if note else "")
     return limit_check(name, largest_difference(truth.exact, expected), truth.exact_between, detail)
 
 

@@ -34,8 +34,6 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Reference", "fold_excess", "in_float64", "reference", "storage_limit"]
-
 FALSE_ALARMS = 1e-6  # p
 DRAWS = 2  # E M is the mean of their M; with tens of logits or more, M itself hardly varies
 LOGITS = 1000  # drawn at least, if there are as many
@@ -132,14 +130,11 @@ def fold_excess(
 def in_float64(model: nn.Module) -> Iterator[nn.Module]:
     """`model` itself in float64, without a copy. On exit it is bit for bit as before."""
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        yield from (*model.named_parameters(), *model.named_buffers())
-
-    dtypes = {name: tensor.dtype for name, tensor in tensors()}
+    dtypes = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     try:
         yield model.double()
     finally:
-        for name, tensor in tensors():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             tensor.data = tensor.data.to(dtypes[name])
 
 
