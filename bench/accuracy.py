@@ -11,15 +11,8 @@ import torch
 from torch import Tensor
 
 from vitcompress.bench.preprocessing import Preprocessing, is_undocumented_uint8, resolve_preprocessing
-from vitcompress.bench.report import recorded
-from vitcompress.bench.report.records import (
-    AccuracyRecord,
-    BenchRecord,
-    InputRecord,
-    McNemarRecord,
-    RuntimeRecord,
-    SpeedRecord,
-)
+from vitcompress.bench.report import records
+from vitcompress.bench.report.run import find_speed, read_benchmarks
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.exporters.sidecar import read_class_names
@@ -53,16 +46,16 @@ class EvaluateOptions:
     runner: RunnerOptions = field(default_factory=RunnerOptions)
 
 
-class EvaluationRow(AccuracyRecord, RuntimeRecord):
+class EvaluationRow(records.AccuracyRecord, records.RuntimeRecord):
     """Accuracy of one artifact, its settings, and the recorded speed of the same file with the same settings."""
 
     artifact: str
-    input: InputRecord
+    input: records.InputRecord
     sha256: str | None
-    speed: SpeedRecord | None
+    speed: records.SpeedRecord | None
 
 
-class ComparisonTest(McNemarRecord):
+class ComparisonTest(records.McNemarRecord):
     """McNemar's test of artifact `b` against artifact `a`, the first one."""
 
     a: str
@@ -89,7 +82,7 @@ def run(
         InputError: no data is named, and no run folder records it.
     """
     options, progress = options or EvaluateOptions(), progress or Progress()
-    extra = recorded.read_benchmarks(options.bench) if options.bench else []
+    extra = read_benchmarks(options.bench) if options.bench else []
     for artifact in artifacts:
         if not artifact.startswith(TIMM) and not Path(artifact).exists():
             open_runner(artifact)  # raises; a missing artifact is reported before missing data
@@ -135,11 +128,11 @@ def _run_folder(artifact: str) -> RunFolder:
     return RunFolder(path if path.is_dir() else path.parent)
 
 
-def _recorded_benchmarks(artifact: str) -> list[BenchRecord]:
+def _recorded_benchmarks(artifact: str) -> list[records.BenchRecord]:
     """bench.json of the run folder of an artifact; in other folders a file of this name may be anything."""
     folder = _run_folder(artifact)
     valid = folder.benchmark.is_file() and folder.plan.is_file()
-    return recorded.read_benchmarks(folder.benchmark) if valid else []
+    return read_benchmarks(folder.benchmark) if valid else []
 
 
 class PaddedRunner:
@@ -196,14 +189,14 @@ def _compare_classes(artifact: Path, classes: Sequence[str]) -> str:
 
 
 def _evaluate(
-    padded: PaddedRunner, images: Images, options: EvaluateOptions, benches: Sequence[BenchRecord]
+    padded: PaddedRunner, images: Images, options: EvaluateOptions, benches: Sequence[records.BenchRecord]
 ) -> tuple[EvaluationRow, np.ndarray]:
     """One row, and which images are correct: booleans (images,)."""
     runtime = Runtime(torch.device("cpu"), workers=options.workers)
     accuracy, mask = evaluate_images(padded, EvalLoader(images, padded.input, padded.batch, runtime), runtime)
     known = padded.runner.describe()
     settings = {key: known[key] for key in ("runtime", "device", "precision")}
-    speed = recorded.find_speed(benches, known["sha256"], settings)
+    speed = find_speed(benches, known["sha256"], settings)
     same = {**settings, "threads": known["threads"], "sha256": known["sha256"], "input": padded.input.to_dict()}
     row = {"artifact": padded.runner.name, **accuracy.to_dict(), **same, "speed": speed}
     return cast(EvaluationRow, row), mask

@@ -62,7 +62,8 @@ def open_artifacts(
     settings = {} if variants is None else parse_variants(variants, device)
     runners = []
     for artifact, variant in list_variants(artifacts, variants, options.device):
-        own = replace(options, device=device) if _runs_on_any_device(artifact) else options
+        any_device = _runs_in_torch(artifact) or _is_timm_onnx(artifact) or Path(artifact).suffix == ".onnx"
+        own = replace(options, device=device) if any_device else options
         own = own if variant is None else replace(own, **settings[variant])
         runner = _timm_onnx(str(artifact), own) if _is_timm_onnx(artifact) else open_runner(artifact, own)
         runner.name = f"{artifact} {variant}" if variant else runner.name
@@ -89,11 +90,6 @@ def _default_device(artifacts: Sequence[str | Path], device: str | None) -> str 
     """`device`; if it is None and engines are among the artifacts, the GPU for everything beside them."""
     engines = device is None and any(RUNNERS.get(Path(artifact).suffix) is EngineRunner for artifact in artifacts)
     return "cuda" if engines and hardware.count_gpus() else device
-
-
-def _runs_on_any_device(artifact: str | Path) -> bool:
-    """Whether an artifact runs in torch or ONNX Runtime, which support more than one kind of device."""
-    return _runs_in_torch(artifact) or _is_timm_onnx(artifact) or Path(artifact).suffix == ".onnx"
 
 
 def _runs_in_torch(artifact: str | Path) -> bool:
@@ -178,13 +174,12 @@ def export_by_timm(model: nn.Module, path: Path) -> None:
 def _check_settings(runner: Runner, options: RunnerOptions) -> None:
     """Raise InputError for a setting that a runtime does not have, instead of ignoring it."""
     runtime = runner.describe()
-    if options.cuda_graph and not runtime.get("cuda_graph"):
-        raise InputError(
-            f"{runner.name} runs in {runtime['runtime']}, which does not support CUDA graphs here",
-            hint="leave --cuda-graph out",
-        )
-    if options.transfers and not runtime.get("transfers") and not str(runtime["device"]).startswith("cpu"):
-        raise InputError(
-            f"{runner.name} runs in {runtime['runtime']}, which cannot time transfers here",
-            hint="leave --transfers out",
-        )
+    on_cpu = str(runtime["device"]).startswith("cpu")
+    problems = {
+        "cuda_graph": "does not support CUDA graphs here" if options.cuda_graph else None,
+        "transfers": "cannot time transfers here" if options.transfers and not on_cpu else None,
+    }
+    for setting, problem in problems.items():
+        if problem and not runtime.get(setting):
+            hint = f"leave --{setting.replace('_', '-')} out"
+            raise InputError(f"{runner.name} runs in {runtime['runtime']}, which {problem}", hint=hint)

@@ -8,8 +8,9 @@ from typing import Any, cast
 
 from vitcompress.bench import environment, timing
 from vitcompress.bench.artifacts import list_variants, open_artifacts, synthetic_images
+from vitcompress.bench.environment import Monitor
 from vitcompress.bench.memory import measure_memory
-from vitcompress.bench.report.records import BenchRecord, BenchRow, MachineRecord, RatioRecord, RunnerRecord
+from vitcompress.bench.report import records
 from vitcompress.bench.report.run import bench_table
 from vitcompress.errors import InputError
 from vitcompress.exporters.runtimes import Runner, RunnerOptions
@@ -52,9 +53,9 @@ class Bench:
     notes: what the protocol does not cover. disturbed: why the figures may be wrong; they are among `warnings` too.
     """
 
-    rows: tuple[BenchRow, ...]
-    ratios: tuple[RatioRecord, ...]
-    machine: MachineRecord
+    rows: tuple[records.BenchRow, ...]
+    ratios: tuple[records.RatioRecord, ...]
+    machine: records.MachineRecord
     warnings: tuple[str, ...]
     fail_under: float | None = None
     notes: tuple[str, ...] = ()
@@ -66,15 +67,15 @@ class Bench:
         return "\n".join([table.markdown(), *ratios, *self.warnings])
 
     @property
-    def too_slow(self) -> list[RatioRecord]:
+    def too_slow(self) -> list[records.RatioRecord]:
         """The ratios whose interval has its lower end below `fail_under`."""
         limit = self.fail_under
         return [r for r in self.ratios if limit is not None and (r["ci95"][0] or 0.0) < limit]
 
-    def to_dict(self) -> BenchRecord:
+    def to_dict(self) -> records.BenchRecord:
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
         only = {"ratio": self.ratios[0]} if len(self.ratios) == 1 else {}
-        return cast(BenchRecord, {"bench_format": FORMAT, **fields, **only, "passed": not self.too_slow})
+        return cast(records.BenchRecord, {"bench_format": FORMAT, **fields, **only, "passed": not self.too_slow})
 
     def failure(self) -> str | None:
         """The ratio that is furthest below `fail_under`, as a sentence; None if none is."""
@@ -118,50 +119,36 @@ def run(
         return bench
     (progress or Progress()).stage("Measure the memory of each artifact")
     names = list_variants(artifacts, options.variants, options.runner.device) * len(protocols)
-    rows = (_with_memory(row, *name, options.runner) for row, name in zip(bench.rows, names, strict=True))
+    rows = list(bench.rows)
+    for number, (row, (artifact, variant)) in enumerate(zip(bench.rows, names, strict=True)):
+        if row["device"].startswith("cpu"):
+            peaks = measure_memory(str(artifact), variant, options.runner, row["batch"])
+            rows[number] = {**row, "memory": cast(records.MemoryRecord, {**row["memory"], **peaks})}
     return replace(bench, rows=tuple(rows))
-
-
-def _with_memory(row: BenchRow, artifact: str | Path, variant: str | None, options: RunnerOptions) -> BenchRow:
-    """The row with the memory of its artifact on the CPU; rows of other devices are unchanged."""
-    if not row["device"].startswith("cpu"):
-        return row
-    peaks = measure_memory(str(artifact), variant, options, row["batch"])
-    start, peak = peaks["process_start_bytes"], peaks["process_peak_bytes"]
-    return {**row, "memory": {**row["memory"], "process_start_bytes": start, "process_peak_bytes": peak}}
 
 
 def compare(runners: Sequence[Runner], options: BenchOptions, progress: Progress | None = None) -> Bench:
     """`run` for runners that are already open; they stay open."""
-    parts = [_compare_at_batch(runners, options, protocol, progress) for protocol in options.protocols()]
-    conditions = [condition for part in parts for condition in part.machine["conditions"]]
-    sentences = ("warnings", "notes", "disturbed")  # each of them once, although several batches may have it
-    return Bench(
-        rows=tuple(row for part in parts for row in part.rows),
-        ratios=tuple(ratio for part in parts for ratio in part.ratios),
-        machine={**parts[0].machine, "conditions": conditions},
-        fail_under=options.fail_under,
-        **{name: tuple(dict.fromkeys(text for part in parts for text in getattr(part, name))) for name in sentences},
-    )
-
-
-def _compare_at_batch(
-    runners: Sequence[Runner], options: BenchOptions, protocol: timing.Protocol, progress: Progress | None
-) -> Bench:
-    targets = [_target(runner, protocol.batch, options.seed) for runner in runners]
-    with environment.monitor([cast(RunnerRecord, runner.describe()) for runner in runners]) as monitor:
-        samples = timing.measure(targets, protocol, progress, monitor.joules)
-    rows = tuple(_row(*one, protocol, monitor) for one in zip(runners, samples, targets, strict=True))
-    disturbed = tuple(environment.disturbances(monitor.conditions))
-    comparison, threads = environment.comparison_warnings(rows), environment.thread_warnings(rows)
-    return Bench(
-        rows,
-        tuple(timing.ratio(samples[0], later) for later in samples[1:]),
-        {**environment.facts(), "conditions": [monitor.conditions]},
-        (*comparison, *threads, *environment.sample_warnings(samples, rows), *disturbed),
-        notes=tuple(environment.protocol_notes(protocol, rows)),
-        disturbed=disturbed,
-    )
+    rows, ratios, conditions = list[records.BenchRow](), list[records.RatioRecord](), list[records.Conditions]()
+    warnings, notes, disturbed = list[str](), list[str](), list[str]()
+    for protocol in options.protocols():
+        targets = [_target(runner, protocol.batch, options.seed) for runner in runners]
+        with environment.monitor([cast(records.RunnerRecord, runner.describe()) for runner in runners]) as monitor:
+            samples = timing.measure(targets, protocol, progress, monitor.joules)
+        new = [_row(*one, protocol, monitor) for one in zip(runners, samples, targets, strict=True)]
+        causes = list(environment.disturbances(monitor.conditions))
+        warnings += [*environment.comparison_warnings(new), *environment.thread_warnings(new)]
+        warnings += [*environment.sample_warnings(samples, new), *causes]
+        notes += environment.protocol_notes(protocol, new)
+        disturbed += causes
+        rows += new
+        ratios += [timing.ratio(samples[0], later) for later in samples[1:]]
+        conditions.append(monitor.conditions)
+    # Each sentence once, although several batches may have it.
+    sentences = {"warnings": warnings, "notes": notes, "disturbed": disturbed}
+    distinct = {name: tuple(dict.fromkeys(texts)) for name, texts in sentences.items()}
+    machine: records.MachineRecord = {**environment.facts(), "conditions": conditions}
+    return Bench(tuple(rows), tuple(ratios), machine, fail_under=options.fail_under, **distinct)
 
 
 def _target(runner: Runner, batch: int, seed: int) -> timing.Target:
@@ -170,33 +157,23 @@ def _target(runner: Runner, batch: int, seed: int) -> timing.Target:
 
 
 def _row(
-    runner: Runner,
-    samples: timing.Samples,
-    target: timing.Target,
-    protocol: timing.Protocol,
-    monitor: environment.Monitor,
-) -> BenchRow:
-    description = cast(RunnerRecord, runner.describe())
-    return {
+    runner: Runner, samples: timing.Samples, target: timing.Target, protocol: timing.Protocol, monitor: Monitor
+) -> records.BenchRow:
+    description = cast(records.RunnerRecord, runner.describe())
+    rates = ("clock", "images_per_second", "variation", "drift", "images_per_joule", "joules")
+    row = {
         **description,
         "protocol": protocol.id,
-        "batch": samples.batch,
         "input_size": list(runner.input_size),
         "input": environment.describe_input(description),
         "caches": "warm: every run uses the same input and weights",
         "warmup": samples.warmup_runs,
-        "warmup_seconds": samples.warmup_seconds,
-        "settled": samples.settled,
         "runs": len(samples.runs_ms),
-        "clock": samples.clock,
-        "images_per_second": samples.images_per_second,
         "latency_ms": samples.latency_ms(),
-        "variation": samples.variation,
-        "drift": samples.drift,
-        "images_per_joule": samples.images_per_joule,
-        "joules": samples.joules,
+        **{name: getattr(samples, name) for name in ("batch", "warmup_seconds", "settled", *rates)},
         "energy_of": monitor.energy_of,
         "memory": environment.peak_memory(description, target),
         "samples_ms": [list(map(float, block)) for block in samples.blocks_ms],
         "block_wall_ms": samples.wall_ms,
     }
+    return cast(records.BenchRow, row)

@@ -167,14 +167,12 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
     from matplotlib.ticker import MaxNLocator
 
     groups = list(dict.fromkeys(line.group or line.name for line in chart.lines))
-    labelled = set[str]()
     for number, line in enumerate(chart.lines):
         group = line.group or line.name
         place, depth = groups.index(group), number / max(1, len(chart.lines) - 1)
         colour = colormaps["viridis"](0.9 * depth) if chart.by_depth else COLOURS[place % len(COLOURS)]
-        has_label = chart.by_depth or group in labelled or len(groups) > len(MARKS)
-        if _draw_line(axes, line, colour, MARKS[place % len(MARKS)], None if has_label else group):
-            labelled.add(group)
+        label = None if chart.by_depth or len(groups) > len(MARKS) else group
+        _draw_line(axes, line, colour, MARKS[place % len(MARKS)], label)
     if chart.level is not None:
         axes.axhline(chart.level, color="black", lw=0.8, ls="--", label=chart.level_name)
     if chart.log:
@@ -185,23 +183,21 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
     axes.set_title(chart.title, fontsize="medium")
     if chart.by_depth:
         _add_depth_bar(axes)
-    elif axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize="small")
+    elif by_label := {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}:
+        axes.legend(by_label.values(), by_label.keys(), fontsize="small")
 
 
 def _add_depth_bar(axes: Any) -> None:
     """A colour bar from the first block to the last instead of a legend."""
-    from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import ListedColormap
+    from matplotlib import cm, colormaps, colors
 
-    shades = ListedColormap([colormaps["viridis"](0.9 * n / 255) for n in range(256)])
-    bar = axes.figure.colorbar(ScalarMappable(cmap=shades), ax=axes, ticks=[0, 1], pad=0.02, aspect=30)
+    shades = colors.ListedColormap([colormaps["viridis"](0.9 * n / 255) for n in range(256)])
+    bar = axes.figure.colorbar(cm.ScalarMappable(cmap=shades), ax=axes, ticks=[0, 1], pad=0.02, aspect=30)
     bar.ax.set_yticklabels(["first block", "last"], fontsize="small")
 
 
-def _draw_line(axes: Any, line: Line, colour: Any, marker: str, label: str | None) -> bool:
-    """Draw the line faint, and its kept part strong under `label`; whether there is a kept part."""
+def _draw_line(axes: Any, line: Line, colour: Any, marker: str, label: str | None) -> None:
+    """Draw the line faint, and its kept part strong under `label`."""
     from matplotlib.patheffects import withStroke
 
     gone = list(line.gone) or [False] * len(line.y)
@@ -217,4 +213,3 @@ def _draw_line(axes: Any, line: Line, colour: Any, marker: str, label: str | Non
         place = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "va": "bottom", "zorder": 5}
         outline = [withStroke(linewidth=2.5, foreground="white")]
         axes.annotate(line.mark, end, fontsize="small", weight="bold", path_effects=outline, **place)
-    return not all(gone)

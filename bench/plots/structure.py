@@ -1,9 +1,9 @@
 """Layers and channels that a plan keeps in each block of the dense model, for plots and tables."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 from timm.utils.misc import natural_key
 
@@ -12,7 +12,6 @@ from vitcompress.families import Site, Space, family_of
 from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan, enclosing_module
 
-Entry = TypeVar("Entry")
 LAYERS = {"attention": "attention", "activation": "activation", "ffn": "FFN"}
 WIDTHS = {"residual": "residual", "heads": "heads", "qk": "q and k", "v": "v", "mlp": "FFN", "sr": "reduction"}
 WORDS = {"norm_identity": "norm", "double": "2x", "mean_gate": "mean", "drop_gate": "1"}  # of replaced layers
@@ -88,11 +87,12 @@ def describe_structure(plan: Plan) -> Structure:
                 heads = 0 if _replacement(plan, space.attention) else plan.heads.get(space.attention, space.heads)
                 widths["heads"][place] = Width(heads, space.heads)
     stages = Counter(path.rpartition(".")[0] for path in blocks)
-    return Structure(places, tuple(stages.values()), _rows(layers, places), _rows(widths, places))
-
-
-def _rows(entries: Mapping[str, Mapping[str, Entry]], places: tuple[str, ...]) -> dict[str, list[Entry | None]]:
-    return {kind: [by_place.get(path) for path in places] for kind, by_place in entries.items() if by_place}
+    return Structure(
+        places,
+        tuple(stages.values()),
+        {kind: [row.get(path) for path in places] for kind, row in layers.items() if row},
+        {kind: [row.get(path) for path in places] for kind, row in widths.items() if row},
+    )
 
 
 def _replacement(plan: Plan, name: str) -> str | None:

@@ -16,8 +16,6 @@ SpeedVerdict = Literal["faster", "slower", "not distinguishable"]
 
 
 class TableRecord(TypedDict):
-    """A table of text cells."""
-
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -27,8 +25,6 @@ class TableRecord(TypedDict):
 
 
 class RuntimeRecord(TypedDict):
-    """Where and how an artifact runs."""
-
     runtime: str
     device: str
     precision: str
@@ -241,8 +237,6 @@ class TensorRecord(TypedDict):
 
 
 class FileBytes(TypedDict):
-    """Bytes of an exported file by content."""
-
     file: str
     bytes: int
     of_model: int
@@ -252,8 +246,6 @@ class FileBytes(TypedDict):
 
 
 class WeightsRecord(TypedDict):
-    """Every tensor that the plan changed, from the dense model to the exported files."""
-
     tensors: Sequence[TensorRecord]
     files: Sequence[FileBytes]
 

@@ -1,8 +1,9 @@
-"""The report of a run: read and write report.json, and present it as tables and as one page of Markdown."""
+"""The report of a run: read and write its files, and present it as tables and as one page of Markdown."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 from vitcompress.bench.plots import structure
 from vitcompress.bench.report import records
@@ -26,6 +27,7 @@ from vitcompress.io.text import (
 )
 
 FILES = {"xml": "xml and bin"}  # an OpenVINO model consists of two files
+SPEED_KEYS = records.SpeedRecord.__annotations__.keys()
 Row = tuple[str, ...]
 
 
@@ -45,6 +47,36 @@ def read_report(folder: str | Path) -> records.Report:
         )
     report: records.Report = read_json(path)
     return report
+
+
+def read_benchmarks(path: Path) -> list[records.BenchRecord]:
+    """The measurements in a bench.json, or in a file with the output of `vitcompress bench --json`.
+
+    Raises:
+        ArtifactError: the file is missing, or contains something else.
+    """
+    content = read_json(path)
+    entries: list[records.BenchRecord] = content if isinstance(content, list) else [content]
+    if not all(map(_is_measurement, entries)):
+        raise ArtifactError(f"{path} contains no measurement", hint="give the output of `vitcompress bench --json`")
+    return entries
+
+
+def _is_measurement(entry: object) -> bool:
+    rows = entry.get("rows") if isinstance(entry, dict) else None
+    return isinstance(rows, list) and all(isinstance(row, dict) and row.keys() >= SPEED_KEYS for row in rows)
+
+
+def find_speed(
+    entries: Iterable[records.BenchRecord], sha256: str | None, settings: Mapping[str, object] | None = None
+) -> records.SpeedRecord | None:
+    """The last measurement of the file with this hash; None without one. settings: values that its row must have."""
+    rows: list[dict[str, object]] = [dict(row) for entry in entries for row in entry["rows"]]
+    same = [row for row in rows if row.get("sha256") == sha256 and (settings or {}).items() <= row.items()]
+    return cast(records.SpeedRecord, {key: same[-1][key] for key in SPEED_KEYS}) if sha256 and same else None
+
+
+# ------------------------------------------------------------------------------------------------------------ sentences
 
 
 def describe_interval(ratio: records.RatioRecord) -> str:

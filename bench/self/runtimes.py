@@ -38,15 +38,7 @@ NOSE, GREEDY = "nose_deit_s_4", (0, 2, 4, 6)
 # Widths of one head's q/k and v, and of an FFN, 30 % in all: SERo's table 3 prunes q/k most and v least.
 SERO = {"unaligned": (7, 49, 724), "uniform": (8, 48, 720), "tied": (32, 32, 576), "padded": (8, 48, 720)}
 RELEASED = {"deit_iso_2_6g": 0, "hetdpt_plus_2_4g": 3}  # recipe -> its step that prunes widths
-GPU_RECIPES = (
-    "deit_s_hetdpt",
-    "deit_b_hetdpt",
-    "deit_s_sero",
-    "deit_b_sero",
-    "up_deit_s",
-    "deit_iso_2_6g",
-    "hetdpt_plus_2_4g",
-)
+GPU_RECIPES = ("deit_s_hetdpt", "deit_b_hetdpt", "deit_s_sero", "deit_b_sero", "up_deit_s", *RELEASED)
 GPU_FILES: dict[str, tuple[Precision, ...]] = {
     "onnx": ("fp32", "fp16"),
     "trt": ("fp32", "tf32", "fp16", "bf16"),
