@@ -28,6 +28,7 @@ from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import evaluate_images, mcnemar
 
 DIGITS = "digits"
+OTHER_CLASSES = "evaluate it on data with its own classes"  # a hint
 
 
 @dataclass(frozen=True)
@@ -161,10 +162,7 @@ def _open(artifact: str, classes: Sequence[str], options: EvaluateOptions, stack
     padded = PaddedRunner(runner, options.batch, options.preprocessing)
     count = padded(torch.zeros(1, *runner.input_size)).shape[1]
     if count != len(classes):
-        raise ArtifactError(
-            f"{runner.name} has {count} classes, the data has {len(classes)}",
-            hint="evaluate it on data with its own classes",
-        )
+        raise ArtifactError(f"{runner.name} has {count} classes, the data has {len(classes)}", hint=OTHER_CLASSES)
     padded.remark = " ".join(filter(None, (padded.remark, _compare_classes(Path(artifact), classes))))
     return padded
 
@@ -182,10 +180,8 @@ def _compare_classes(artifact: Path, classes: Sequence[str]) -> str:
         return f"its classes are named {few(own)}, those of the data {few(classes)}: assumed equal, in this order"
     lost, new = ([name for name in one if name not in other] for one, other in ((own, classes), (classes, own)))
     problem = f"{artifact} was trained with class {few(lost)}, the data has {few(new)} instead" if lost else ""
-    raise ArtifactError(
-        problem or f"{artifact} was trained with the classes in another order: {few(own)}; the data has {few(classes)}",
-        hint="evaluate it on data with its own classes",
-    )
+    order = f"{artifact} was trained with the classes in another order: {few(own)}; the data has {few(classes)}"
+    raise ArtifactError(problem or order, hint=OTHER_CLASSES)
 
 
 def _evaluate(

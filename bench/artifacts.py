@@ -79,10 +79,8 @@ def list_variants(
     """Every artifact, those that run in torch once for each variant: (artifact, variant or None)."""
     names = [] if variants is None else list(parse_variants(variants, _default_device(artifacts, device)))
     if names and not any(map(_runs_in_torch, artifacts)):
-        raise InputError(
-            "--variants are settings of torch, and none of these artifacts runs in torch",
-            hint="leave --variants out, or add a run folder or timm:NAME",
-        )
+        problem = "--variants are settings of torch, and none of these artifacts runs in torch"
+        raise InputError(problem, hint="leave --variants out, or add a run folder or timm:NAME")
     return [(path, name) for path in artifacts for name in (names if names and _runs_in_torch(path) else [None])]
 
 
@@ -112,11 +110,9 @@ def parse_variants(variants: str, device: str | None) -> dict[str, Settings]:
     if not names:
         raise InputError(f"no variant is named in {variants!r}", hint="as in --variants fp32,fp16+compile, or all")
     if names == ["all"]:
-        names = [
-            name
-            for name in (*ALL.get(kind, ()), *(("fp32+compile",) if kind == "cpu" else ()))
-            if ("compile" not in name or _has_compiler(kind)) and (kind != "cuda" or _supports(str(device), name))
-        ]
+        extra = ("fp32+compile",) if kind == "cpu" else ()
+        names = [name for name in (*ALL.get(kind, ()), *extra) if "compile" not in name or _has_compiler(kind)]
+        names = [name for name in names if kind != "cuda" or _supports(str(device), name)]
     changes: dict[str, Settings] = {}
     for name in names:
         changes[name] = {}
@@ -144,10 +140,8 @@ def _has_compiler(kind: str) -> bool:
 def _timm_onnx(name: str, options: RunnerOptions) -> Runner:
     """timm's own export of its model in fp32 with dynamic batch size; the file is deleted as soon as it is open."""
     if options.precision in HALF:
-        raise InputError(
-            f"timm exports {name} in fp32, the requested precision is {options.precision}",
-            hint=f"leave --precision out: files run in their own; in torch {TIMM}NAME runs in {options.precision}",
-        )
+        hint = f"leave --precision out: files run in their own; in torch {TIMM}NAME runs in {options.precision}"
+        raise InputError(f"timm exports {name} in fp32, the requested precision is {options.precision}", hint=hint)
     model = create_model(name[len(TIMM_ONNX) :], weights=options.weights)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timm.onnx"

@@ -50,17 +50,14 @@ def resolve_preprocessing(runner: Runner, options: Preprocessing) -> tuple[Input
     fixed: dict[str, Value] = {}
     if is_undocumented_uint8(runner):
         if channels not in CHANNELS:
-            raise ArtifactError(
-                f"{runner.name} takes uint8 input of {height} x {width} x {channels}, which is no image with channels "
-                "last",
-                hint="give a file that takes batch x height x width x channels (insert a Transpose before this model)",
-            )
+            shape = f"{height} x {width} x {channels}"
+            hint = "give a file that takes batch x height x width x channels (insert a Transpose before this model)"
+            problem = f"{runner.name} takes uint8 input of {shape}, which is no image with channels last"
+            raise ArtifactError(problem, hint=hint)
         fixed = {"mean": (0.0,) * channels, "std": (1.0,) * channels}
     elif not {"mean", "std"} <= values.keys():
-        raise ArtifactError(
-            f"{runner.name} does not record its preprocessing (mean, std, crop)",
-            hint="pass --mean and --std, export it with vitcompress, or evaluate the run folder",
-        )
+        hint = "pass --mean and --std, export it with vitcompress, or evaluate the run folder"
+        raise ArtifactError(f"{runner.name} does not record its preprocessing (mean, std, crop)", hint=hint)
     config = resolve_data_config({"input_size": runner.input_size, **values, **fixed})
     used = {name: value for name, value in values.items() if name not in fixed}
     unused = [f"--{name}" for name in values if name in fixed]
@@ -84,10 +81,8 @@ def is_undocumented_uint8(runner: Runner) -> bool:
 def _expand_to_channels(runner: Runner, name: str, values: tuple[float, ...]) -> tuple[float, ...]:
     channels = runner.input_size[0]
     if len(values) not in (1, channels):
-        raise InputError(
-            f"--{name} has {len(values)} values, the images of {runner.name} have {channels} channels",
-            hint=f"give 1 value or {channels}",
-        )
+        problem = f"--{name} has {len(values)} values, the images of {runner.name} have {channels} channels"
+        raise InputError(problem, hint=f"give 1 value or {channels}")
     if not all(map(math.isfinite, values)) or (name == "std" and min(values) <= 0):
         raise InputError(f"--{name} cannot be {_format_value(values)}", hint="give finite numbers, and a std above 0")
     return values if len(values) == channels else values * channels
@@ -98,10 +93,8 @@ def _check_equal(name: str, config: InputConfig, values: Mapping[str, Value]) ->
     for key, value in values.items():
         own: Value = getattr(config, key)
         if own != value and (isinstance(value, str) or not all(map(math.isclose, _numbers(own), _numbers(value)))):
-            raise ArtifactError(
-                f"{name} records {key} {_format_value(own)}, not {_format_value(value)}",
-                hint=f"leave --{key.replace('_', '-')} out: the artifact was exported with the value that it records",
-            )
+            hint = f"leave --{key.replace('_', '-')} out: the artifact was exported with the value that it records"
+            raise ArtifactError(f"{name} records {key} {_format_value(own)}, not {_format_value(value)}", hint=hint)
 
 
 def _numbers(value: Value) -> tuple[float, ...]:

@@ -62,14 +62,12 @@ def protocol(name: str, **changes: int | None) -> Protocol:
         InputError: an unknown name, or a value that is too small.
     """
     if name not in PROTOCOLS:
-        raise InputError(
-            f"there is no protocol {name!r}{did_you_mean(name, PROTOCOLS)}", hint=f"use one of {', '.join(PROTOCOLS)}"
-        )
+        problem = f"there is no protocol {name!r}{did_you_mean(name, PROTOCOLS)}"
+        raise InputError(problem, hint=f"use one of {', '.join(PROTOCOLS)}")
     values = {key: value for key, value in changes.items() if value is not None}
-    minimum = {"batch": 1, "warmup": 0, "runs": 1}
     for key, value in values.items():
-        if value < minimum[key]:
-            raise InputError(f"{key} must be {minimum[key]} or more, got {value}")
+        if value < (least := 0 if key == "warmup" else 1):
+            raise InputError(f"{key} must be {least} or more, got {value}")
     return replace(PROTOCOLS[name], **values)  # type: ignore[arg-type]
 
 

@@ -97,25 +97,22 @@ def describe_structure(plan: Plan) -> Structure:
 
 def _replacement(plan: Plan, name: str) -> str | None:
     """What replaces the module `name` or one that contains it; None if it is kept."""
-    outer = enclosing_module(name, plan.removed)
-    return None if outer is None else plan.removed[outer]
+    return plan.removed.get(enclosing_module(name, plan.removed) or "")
 
 
 def _layer(plan: Plan, site: Site) -> Layer:
-    replacement = _replacement(plan, site.name)
     if site.name in plan.folded:
         return Layer("replaced", "linear")
-    if replacement is None:
+    if (replacement := _replacement(plan, site.name)) is None:
         return Layer("kept")
     return Layer("replaced", WORDS[replacement]) if replacement in WORDS else Layer("removed")
 
 
 def _width(plan: Plan, space: Space) -> Width:
-    if space.name in plan.folded:
-        return Width(0, space.size, linear=True)
-    if space.kind != "residual" and _replacement(plan, space.attention or space.name) is not None:
-        return Width(0, space.size)
-    return Width(len(plan.kept.get(space.name, range(space.size))), space.size)
+    folded = space.name in plan.folded
+    removed = space.kind != "residual" and _replacement(plan, space.attention or space.name) is not None
+    kept = 0 if folded or removed else len(plan.kept.get(space.name, range(space.size)))
+    return Width(kept, space.size, linear=folded)
 
 
 def describe_removed(plan: PlanRecord) -> Iterator[str]:
@@ -135,10 +132,8 @@ def width_table(plan: Plan) -> TableRecord | None:
     if not plan.kept:
         return None
     structure = describe_structure(plan)
-    rows = [
-        [block, *(_format_width(row[number]) for row in structure.widths.values())]
-        for number, block in enumerate(structure.blocks)
-    ]
+    by_block = zip(structure.blocks, zip(*structure.widths.values(), strict=True), strict=True)
+    rows = [[block, *map(_format_width, widths)] for block, widths in by_block]
     return {"title": "Widths", "columns": ["block", *(WIDTHS[kind] for kind in structure.widths)], "rows": rows}
 
 

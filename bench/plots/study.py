@@ -104,14 +104,12 @@ def accuracy_figure(study: Row) -> Any:
         for style, curve in _curves(rows):
             tops = [seeds[row["row"]] for row in curve]
             means = [fmean(top) for top in tops]
-            below = [mean - min(top) for mean, top in zip(means, tops, strict=True)]
-            above = [max(top) - mean for mean, top in zip(means, tops, strict=True)]
-            x = [row[key] for row in curve]
-            axes.errorbar(x, means, yerr=[below, above], capsize=2, elinewidth=0.7, **style)
+            ends = [[fmean(top) - min(top) for top in tops], [max(top) - fmean(top) for top in tops]]
+            axes.errorbar([row[key] for row in curve], means, yerr=ends, capsize=2, elinewidth=0.7, **style)
         axes.axhline(100 * study["dense"]["top1_mean"], color="grey", ls=":", lw=1, label="dense")
         axes.set(xlabel=label, ylabel="top-1 on the test images, %", xscale="log")
-        ends = [1.0, *(row[key] for row in rows)]
-        ticks = [tick for tick in TICKS if min(ends) <= tick <= max(ends)]
+        costs = [1.0, *(row[key] for row in rows)]
+        ticks = [tick for tick in TICKS if min(costs) <= tick <= max(costs)]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
         _limit_to_majority(axes, rows, key, seeds)

@@ -86,9 +86,8 @@ def plot(runs: Mapping[str, Report], path: Path) -> Path:
     check_path(path)
     shown = points(runs)
     if not shown:
-        raise InputError(
-            "none of these runs has both an accuracy and a speed to plot", hint="--structure-only runs have no accuracy"
-        )
+        problem = "none of these runs has both an accuracy and a speed to plot"
+        raise InputError(problem, hint="--structure-only runs have no accuracy")
     figure = new_figure(7, 4.5)
     axes = figure.subplots()
     for number, point in enumerate(shown):

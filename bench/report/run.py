@@ -10,21 +10,10 @@ from vitcompress.bench.report import records
 from vitcompress.bench.report.files import artifact_table, describe_bytes, format_accuracy, list_warnings, weight_table
 from vitcompress.bench.report.snippet import snippet
 from vitcompress.errors import ArtifactError
+from vitcompress.io import text
 from vitcompress.io.files import read_json, write_json, write_text
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.io.text import (
-    NOT_MEASURED,
-    Columns,
-    Table,
-    format_change,
-    format_count,
-    format_interval,
-    format_milliseconds,
-    format_number,
-    format_rate,
-    format_ratio,
-    shorten_paths,
-)
+from vitcompress.io.text import NOT_MEASURED, Columns, Table
 
 FILES = {"xml": "xml and bin"}  # an OpenVINO model consists of two files
 SPEED_KEYS = records.SpeedRecord.__annotations__.keys()
@@ -41,10 +30,8 @@ def read_report(folder: str | Path) -> records.Report:
     """The report of a run folder. Raises ArtifactError if there is none."""
     path = RunFolder(Path(folder)).report
     if not path.is_file():
-        raise ArtifactError(
-            f"{folder} has no {path.name}",
-            hint="give folders of finished runs; `vitcompress recipe` continues an unfinished one",
-        )
+        hint = "give folders of finished runs; `vitcompress recipe` continues an unfinished one"
+        raise ArtifactError(f"{folder} has no {path.name}", hint=hint)
     report: records.Report = read_json(path)
     return report
 
@@ -81,7 +68,7 @@ def find_speed(
 
 def describe_interval(ratio: records.RatioRecord) -> str:
     """`95 % interval 1.37 to 1.47: faster`; no verdict if there are too few rounds for an interval."""
-    return f"{format_interval(ratio['ci95'])}{'' if ratio['ci95'][1] is None else ': ' + ratio['verdict']}"
+    return f"{text.format_interval(ratio['ci95'])}{'' if ratio['ci95'][1] is None else ': ' + ratio['verdict']}"
 
 
 def describe_speeds(entry: records.BenchRecord) -> list[str]:
@@ -122,7 +109,12 @@ def summary_table(report: records.Report) -> Table:
 
 
 def _count_row(name: str, before: int, after: int, unit: str = "") -> Row:
-    return name, f"{format_count(before)}{unit}", f"{format_count(after)}{unit}", format_change(before, after)
+    return (
+        name,
+        f"{text.format_count(before)}{unit}",
+        f"{text.format_count(after)}{unit}",
+        text.format_change(before, after),
+    )
 
 
 def _accuracy_row(report: records.Report) -> Row:
@@ -141,14 +133,16 @@ def _speed_rows(entry: records.BenchRecord) -> Iterator[Row]:
     dense, compressed = entry["rows"][:2]
     ratio = entry["ratios"][0]
     where = f"{dense['runtime']} {dense['device']} {dense['precision']}, batch {dense['batch']}"
-    before, after = dense["latency_ms"]["p50"], compressed["latency_ms"]["p50"]
-    times = [f"{format_milliseconds(value)} ms" for value in (before, after)]
-    yield f"latency, median ({where})", *times, format_change(before, after)
-    before, after = dense["images_per_second"], compressed["images_per_second"]
-    rates = [f"{format_rate(value)} images/s" for value in (before, after)]
-    yield f"throughput ({where})", *rates, format_change(before, after)
+    times = [row["latency_ms"]["p50"] for row in (dense, compressed)]
+    rates = [row["images_per_second"] for row in (dense, compressed)]
+    yield (
+        f"latency, median ({where})",
+        *(f"{text.format_milliseconds(t)} ms" for t in times),
+        text.format_change(*times),
+    )
+    yield f"throughput ({where})", *(f"{text.format_rate(rate)} images/s" for rate in rates), text.format_change(*rates)
     # The speed-up is a median over pairs of blocks, not the ratio of the figures above, and so has its own row.
-    yield f"speed-up, in turns ({where})", "", f"{format_ratio(ratio['median'])}x", describe_interval(ratio)
+    yield f"speed-up, in turns ({where})", "", f"{text.format_ratio(ratio['median'])}x", describe_interval(ratio)
 
 
 def cost_table(report: records.Report) -> Table:
@@ -159,7 +153,7 @@ def cost_table(report: records.Report) -> Table:
         ("MACs", dense["macs"], compressed["macs"]),
         ("MACs without attention products", dense["macs_linear"], compressed["macs_linear"]),
     )
-    rows = [(name, f"{before:,}", f"{after:,}", format_change(before, after)) for name, before, after in counts]
+    rows = [(name, f"{before:,}", f"{after:,}", text.format_change(before, after)) for name, before, after in counts]
     return Table("Cost", ("", "dense", "compressed", "change"), tuple(rows))
 
 
@@ -167,17 +161,17 @@ def bench_table(entries: Sequence[records.BenchRecord]) -> Table:
     """One row per artifact and runtime."""
     rows = [row for entry in entries for row in entry["rows"]]
     paths = [row["artifact"] for row in rows]
-    names = dict(zip(paths, shorten_paths(paths), strict=True))
+    names = dict(zip(paths, text.shorten_paths(paths), strict=True))
     columns: Columns = {
         "artifact": lambda row: names[row["artifact"]],
         "runtime": "{runtime} {device}",
         "precision": _format_precision,
         "threads": lambda row: "" if row["threads"] is None else row["threads"],
         "protocol": "{protocol}",
-        "images/s": lambda row: format_rate(row["images_per_second"]),
-        "p50 ms": lambda row: format_milliseconds(row["latency_ms"]["p50"]),
-        "p90 ms": lambda row: "" if (p90 := row["latency_ms"]["p90"]) is None else format_milliseconds(p90),
-        "max ms": lambda row: format_milliseconds(row["latency_ms"]["max"]),
+        "images/s": lambda row: text.format_rate(row["images_per_second"]),
+        "p50 ms": lambda row: text.format_milliseconds(row["latency_ms"]["p50"]),
+        "p90 ms": lambda row: "" if (p90 := row["latency_ms"]["p90"]) is None else text.format_milliseconds(p90),
+        "max ms": lambda row: text.format_milliseconds(row["latency_ms"]["max"]),
     }
     if any(_format_peak(row["memory"]) for row in rows):
         columns = {**columns, "peak MiB": lambda row: _format_peak(row["memory"])}
@@ -201,8 +195,8 @@ def verify_table(verify: records.VerificationRecord) -> Table:
     columns: Columns = {
         "check": "{name}",
         "verdict": lambda check: check["verdict"].replace("_", " "),
-        "value": lambda check: "" if check["value"] is None else format_number(check["value"]),
-        "tolerance": lambda check: "" if check["tolerance"] is None else format_number(check["tolerance"]),
+        "value": lambda check: "" if check["value"] is None else text.format_number(check["value"]),
+        "tolerance": lambda check: "" if check["tolerance"] is None else text.format_number(check["tolerance"]),
         "": "{detail}",
     }
     return Table.of("Checks", columns, verify["checks"])
@@ -256,7 +250,7 @@ def _removed(report: records.Report) -> list[str]:
     lines = [*structure.describe_removed(plan), *(["channels, listed by block below"] if widths else [])]
     searched, layers, teacher = report.get("searched"), report.get("layers"), report.get("teacher")
     chosen = {"Chosen on": searched, "How it was chosen": layers, "Teacher during recovery": teacher}
-    sentences = [f"{text}: {value}." for text, value in chosen.items() if value]
+    sentences = [f"{label}: {value}." for label, value in chosen.items() if value]
     if start := report.get("before_recovery"):
         pruned, dense = format_accuracy(start["pruned"]), format_accuracy(start["dense"])
         sentences.append(f"Directly after pruning, on held-out images: {pruned}; dense: {dense}.")

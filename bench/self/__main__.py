@@ -71,13 +71,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     default = [name for name in PARTS if name != "gpu"]
     parser.add_argument("parts", nargs="*", default=default, help="which parts to run (default: all but gpu)")
     parser.add_argument("--arch", default=Options.arch, help="model of parts with one model (default: %(default)s)")
-    counts = {
-        "batch": f"images per run (default: {Options.batch}; gpu: 256)",
-        "runs": f"timed runs (default: {Options.runs}; gpu: 100)",
-        "threads": "threads of one call of a runtime (default: the runtime's)",
-    }
-    for name, text in counts.items():
-        parser.add_argument(f"--{name}", type=int, help=text)
+    counts = ("batch", "runs", "threads")
+    parser.add_argument("--batch", type=int, help=f"images per run (default: {Options.batch}; gpu: 256)")
+    parser.add_argument("--runs", type=int, help=f"timed runs (default: {Options.runs}; gpu: 100)")
+    parser.add_argument("--threads", type=int, help="threads of one call of a runtime (default: the runtime's)")
     out = Path("bench/results/speed.json")
     parser.add_argument("--out", type=Path, default=out, help="file, or folder (default: %(default)s)")
     args = parser.parse_args(arguments)

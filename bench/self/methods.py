@@ -1,7 +1,6 @@
-"""The work of methods: training steps with their hooks compared with plain ones, and UP-ViT's scores with each other.
+"""The work of methods: training steps with hooks compared with plain ones, and scores of UP-ViT with each other.
 
-UP-ViT's exact scores are compared with one forward pass per candidate, and its proxy scores with exact ones. Exact
-scores take a pass per channel and the proxy a few for all of them, so its saving grows with the model.
+Exact scores take a pass per channel and the proxy a few for all of them, so its saving grows with the model.
 """
 
 import time
@@ -20,8 +19,8 @@ from vitcompress.bench.artifacts import synthetic_images
 from vitcompress.bench.self.parts import Line, Options, time_ratio
 from vitcompress.families import family_of
 from vitcompress.methods.sero.exploration import Exploration
-from vitcompress.methods.sero.options import CriterionPass
-from vitcompress.methods.sero.options import Options as SeroOptions
+from vitcompress.methods.sero.layout import CriterionPass
+from vitcompress.methods.sero.layout import Options as SeroOptions
 from vitcompress.methods.upvit.importance import Component, Importance, components, divergence
 from vitcompress.methods.upvit.proxy import estimates
 from vitcompress.models.create import create_model, input_config

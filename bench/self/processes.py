@@ -71,16 +71,11 @@ def export_model(name: str, form: str, options: ExportOptions) -> Line:
         size = exporter.export(model, path, input=input_config(model), options=options).bytes
         seconds = time.perf_counter() - folded
     fold_seconds, peak = folded - began if plan else None, peak_gib()
-    text = f"{seconds:.1f} s, peak {peak:.2f} GiB, file {size / 1e6:.1f} MB"
-    return {
-        "text": text if fold_seconds is None else f"fold {fold_seconds:.1f} s, export {text}",
-        "settings": {name: getattr(options, name) for name in options.changed()},
-        "fold_seconds": fold_seconds,
-        "export_seconds": seconds,
-        "loaded_gib": loaded,
-        "peak_gib": peak,
-        "file_bytes": size,
-    }
+    fold = "" if fold_seconds is None else f"fold {fold_seconds:.1f} s, export "
+    settings = {name: getattr(options, name) for name in options.changed()}
+    text = f"{fold}{seconds:.1f} s, peak {peak:.2f} GiB, file {size / 1e6:.1f} MB"
+    times = {"fold_seconds": fold_seconds, "export_seconds": seconds}
+    return {"text": text, "settings": settings, **times, "loaded_gib": loaded, "peak_gib": peak, "file_bytes": size}
 
 
 def slice_model(arch: str) -> Line:
