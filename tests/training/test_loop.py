@@ -19,8 +19,8 @@ from vitcompress.io.training_state import load_state
 from vitcompress.training.augmentation import Augmentation
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loop import drop_path
-from vitcompress.training.optimizer import lr_setter, make_optimizer
 from vitcompress.training.options import TrainOptions
+from vitcompress.training.trainer import lr_setter, make_optimizer
 
 # ------------------------------------------------------------------------------------------------------------ learning
 

@@ -40,10 +40,8 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """Weights by name from a safetensors file or a PyTorch checkpoint (read with `weights_only=True`).
 
-    From a checkpoint of a training script, loads the first of PARTS and strips the prefixes WRAPPERS.
-
-    Raises:
-        WeightsError: the file is missing, truncated, of another format, or contains pickled code.
+    From a checkpoint of a training script, loads the first of PARTS and strips the prefixes WRAPPERS. Raises
+    WeightsError for a file that is missing, truncated, of another format, or contains pickled code.
     """
     path = Path(path)
     if not path.is_file():
@@ -55,9 +53,8 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
             # Cloned: a view would change with the file, and its alignment changes the rounding of torch's kernels.
             return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
-        raise WeightsError(
-            f"{path} is not a complete safetensors file: {error}", hint="copy or download it again"
-        ) from None
+        message = f"{path} is not a complete safetensors file: {error}"
+        raise WeightsError(message, hint="copy or download it again") from None
 
 
 def checkpoint_part(path: Path) -> str | None:
@@ -83,10 +80,8 @@ def _read_pytorch(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except DAMAGED as error:
         if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
-            raise WeightsError(
-                f"{path} contains more than tensors: loading it would run code from the file",
-                hint="save only its state_dict(), preferably as .safetensors",
-            ) from None
+            message = f"{path} contains more than tensors: loading it would run code from the file"
+            raise WeightsError(message, hint="save only its state_dict(), preferably as .safetensors") from None
         raise WeightsError(f"{path} is not a complete PyTorch checkpoint", hint="copy or download it again") from None
 
 

@@ -22,9 +22,8 @@ from vitcompress.surgery import apply_plan
 def prune(model: nn.Module, plan: Plan) -> nn.Module:
     """Apply `plan` to a copy of `model`, whose attribute `plan` then describes the result.
 
-    Args:
-        model: a model of `create_model`, `load_model`, `prune` or `timm.create_model`; it is not changed.
-        plan: what to remove next. Channels are numbered as in `model`, sites and spaces have their dense names.
+    model: of `create_model`, `load_model`, `prune` or `timm.create_model`. plan: what to remove next. Channels are
+    numbered as in `model`, sites and spaces have their dense names.
 
     Raises:
         PlanError: the plan does not fit the model.
@@ -72,8 +71,7 @@ def save_model(model: nn.Module, folder: str | Path) -> None:
 def load_model(folder: str | Path, device: str | torch.device = "cpu") -> nn.Module:
     """Load the model of a run folder (`timm.create_model`, plan and strict weights) in eval mode.
 
-    The result is a timm model: `forward_features`, `forward_intermediates` and `reset_classifier` work. `model.plan` is
-    its plan.
+    It is a timm model: `forward_features` and `reset_classifier`, for example, work. `model.plan` is its plan.
 
     Raises:
         ArtifactError: not a run folder.
@@ -86,15 +84,12 @@ def load_model(folder: str | Path, device: str | torch.device = "cpu") -> nn.Mod
 def load_model_files(plan_path: Path, weights_path: Path) -> nn.Module:
     """`load_model` for a plan and weights in different places."""
     if plan_path.parent.is_file():
-        raise ArtifactError(
-            f"{plan_path.parent} is a file, not a run folder", hint=f"use its folder: {plan_path.parent.parent}"
-        )
-    if not plan_path.is_file() or not weights_path.is_file():
-        missing = plan_path if not plan_path.is_file() else weights_path
-        raise ArtifactError(
-            f"{plan_path.parent} is not a finished run folder: {missing.name} is missing",
-            hint="run the recipe to its end, or use another folder",
-        )
+        message = f"{plan_path.parent} is a file, not a run folder"
+        raise ArtifactError(message, hint=f"use its folder: {plan_path.parent.parent}")
+    for path in (plan_path, weights_path):
+        if not path.is_file():
+            message = f"{plan_path.parent} is not a finished run folder: {path.name} is missing"
+            raise ArtifactError(message, hint="run the recipe to its end, or use another folder")
     plan = read_plan(plan_path)
     tensors = load_for(weights_path, plan)
     model = _rebuild(plan, tensors)
@@ -112,20 +107,13 @@ def _rebuild(plan: Plan, tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def load_for(path: Path, plan: Plan) -> dict[str, Tensor]:
-    """Load the safetensors file `path`, whose metadata must name `plan` if it names any plan.
-
-    Raises:
-        PlanError: the file belongs to another plan.
-        WeightsError: see `load_tensors`.
-    """
+    """Load the safetensors file `path`. Raises PlanError if its metadata name another plan."""
     tensors = load_tensors(path)
     with safe_open(path, framework="pt") as file:
         digest = (file.metadata() or {}).get("plan", plan.digest)
     if digest != plan.digest:
-        raise PlanError(
-            f"{path.parent}: {path.name} was saved with another plan",
-            hint="plan.json was edited or belongs to another run; restore it",
-        )
+        message = f"{path.parent}: {path.name} was saved with another plan"
+        raise PlanError(message, hint="plan.json was edited or belongs to another run; restore it")
     return tensors
 
 

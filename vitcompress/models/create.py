@@ -55,11 +55,10 @@ def create_model(
     The model may have other parameter names than timm's (see `families.prepare_model`). `model.plan` is its identity
     plan.
 
-    Args:
-        weights: `random` (from `seed`), `hub` (timm's pretrained weights, needs a network) or a file (.safetensors,
-            .pth; averaged weights of a training checkpoint are preferred, as in timm). Position embeddings and relative
-            position tables are resampled to the input size.
-        new_head: accept weights with another number of classes and start with a random classifier.
+    weights: `random` (from `seed`), `hub` (timm's pretrained weights, needs a network) or a file (.safetensors, .pth;
+    averaged weights of a training checkpoint are preferred, as in timm). Position embeddings and relative position
+    tables are resampled to the input size. new_head: accept weights with another number of classes and start with a
+    random classifier.
 
     Raises:
         InputError: unknown architecture, or arguments that it does not accept.
@@ -99,10 +98,7 @@ def plan_of(model: nn.Module) -> Plan:
     """The plan of `model`: what was removed so far from which timm model.
 
     For a model of `timm.create_model` without `model.plan`, the identity plan of the architecture and the arguments
-    that timm recorded; drop rates are not part of it.
-
-    Raises:
-        InputError: the model was changed, or was not created by timm.
+    that timm recorded; drop rates are not part of it. Raises InputError if the model was changed, or not built by timm.
     """
     plan = getattr(model, "plan", None)
     if isinstance(plan, Plan):
@@ -176,18 +172,15 @@ def _build(arch: str, args: dict[str, Any], *, pretrained: bool, new_head: bool)
 def check_classifier(arch: str, args: Mapping[str, Any], on_meta: nn.Module) -> None:
     """Raise InputError if the model that timm builds with these arguments, `on_meta`, cannot classify an image."""
     if (classes := int(getattr(on_meta, "num_classes", 1))) < 1:
-        raise InputError(
-            f"{arch} with {args} has no classifier: num_classes is {classes}", hint="set model.classes to 1 or more"
-        )
+        message = f"{arch} with {args} has no classifier: num_classes is {classes}"
+        raise InputError(message, hint="set model.classes to 1 or more")
     size = input_config(on_meta).size
     try:
         with torch.no_grad(), contextlib.suppress(NotImplementedError):  # an operation that needs values
             on_meta(torch.zeros(2, *size, device="meta"))
     except LIBRARY_ERRORS as error:
-        raise InputError(
-            f"timm builds {arch} with {args}, but the model rejects images of {size}: {_message(error)}",
-            hint=_next_step(arch, error),
-        ) from None
+        message = f"timm builds {arch} with {args}, but the model rejects images of {size}: {_message(error)}"
+        raise InputError(message, hint=_next_step(arch, error)) from None
 
 
 def _message(error: Exception) -> str:

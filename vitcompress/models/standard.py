@@ -6,7 +6,6 @@ own heads.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,54 +23,40 @@ from vitcompress.plan import Plan, enclosing_module
 def standard_model(model: nn.Module, plan: Plan) -> nn.Module:
     """The timm model of `plan.standard` with the weights of `model`; it computes the same function.
 
-    Raises:
-        PlanError: the weights do not fit that model.
+    Raises PlanError if the weights do not fit that model, or a block lacks an attention or FFN that its neighbour does
+    not complete.
     """
     arch, args = plan.standard["arch"], plan.standard["args"]
     standard = create_model(arch, args).to(next(model.parameters()).dtype)
     try:
-        standard.load_state_dict(standard_state(model, standard), strict=True)
+        standard.load_state_dict(_standard_state(model, standard), strict=True)
     except RuntimeError as error:
-        raise PlanError(
-            f"the model does not load as {arch}: {first_mismatch(error)}",
-            hint="remove the steps that change more than widths and whole blocks",
-        ) from None
+        message = f"the model does not load as {arch}: {first_mismatch(error)}"
+        raise PlanError(message, hint="remove the steps that change more than widths and whole blocks") from None
     return standard.eval()
 
 
-def standard_state(model: nn.Module, standard: nn.Module) -> dict[str, Tensor]:
-    """The weights of `model` with the names of the model `standard`.
-
-    Raises:
-        PlanError: a block lacks its attention or its FFN, and its neighbour does not complete it.
-    """
+def _standard_state(model: nn.Module, standard: nn.Module) -> dict[str, Tensor]:
+    """The weights of `model` with the names of the model `standard`."""
     family = family_of(model)
-    rename = _renaming(model, family)
-    state = {rename(name): tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    for space in family.spaces(model):
-        if space.kind != "qk":
-            continue
-        attention: Any = model.get_submodule(space.attention)
-        target: Any = standard.get_submodule(rename(f"{space.attention}.").rstrip("."))
-        if attention.scale == target.scale:
-            continue
-        q = space.axes[0]
-        rows = slice(q.offset, q.offset + space.size)
-        for axis in space.axes:
-            if axis.owner == q.owner:
-                state[rename(axis.tensor)][rows] *= attention.scale / target.scale
-    return state
-
-
-def _renaming(model: nn.Module, family: Family) -> Callable[[str], str]:
-    """A function from parameter names of `model` to those of the standard model."""
     prefixes = _standard_paths(model, family)
 
     def rename(name: str) -> str:
         path = enclosing_module(name, prefixes)
         return name if path is None else prefixes[path] + name.removeprefix(path)
 
-    return rename
+    state = {rename(name): tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    for space in family.spaces(model):
+        if space.kind != "qk":
+            continue
+        attention: Any = model.get_submodule(space.attention)
+        target: Any = standard.get_submodule(rename(f"{space.attention}.").rstrip("."))
+        q = space.axes[0]
+        rows = slice(q.offset, q.offset + space.size)
+        for axis in space.axes:
+            if axis.owner == q.owner and attention.scale != target.scale:
+                state[rename(axis.tensor)][rows] *= attention.scale / target.scale
+    return state
 
 
 def _standard_paths(model: nn.Module, family: Family) -> dict[str, str]:
@@ -97,11 +82,7 @@ def _standard_paths(model: nn.Module, family: Family) -> dict[str, str]:
 
 
 def save_standard(folder: Path, model: nn.Module, plan: Plan) -> None:
-    """Write the weights so that `timm.create_model(arch, checkpoint_path=..., **args)` loads them.
-
-    Raises:
-        PlanError: see `standard_model`.
-    """
+    """Write the weights so that `timm.create_model(arch, checkpoint_path=..., **args)` loads them. Raises PlanError."""
     standard = standard_model(model, plan)
     metadata = {"arch": plan.standard["arch"], "args": json.dumps(plan.standard["args"])}
     save_tensors(RunFolder(folder).standard, family_of(standard).timm_state(standard), metadata)

@@ -79,8 +79,6 @@ def load_weights(model: nn.Module, path: Path, new_head: bool) -> None:
     wrong = [f"{key} is {loaded}, expected {wanted}" for key, (loaded, wanted) in shapes.items() if loaded != wanted]
     kinds = {"tensors missing": missing, "unknown": extra, "with another shape": wrong}
     if problems := [f"{len(names)} {kind} ({names[0]} ...)" for kind, names in kinds.items() if names]:
-        raise WeightsError(
-            f"{path} contains the weights of another model: {', '.join(problems)}",
-            hint="use weights of the architecture in the recipe, or change model.name",
-        )
+        message = f"{path} contains the weights of another model: {', '.join(problems)}"
+        raise WeightsError(message, hint="use weights of the architecture in the recipe, or change model.name")
     model.load_state_dict(tensors, strict=True)

@@ -19,18 +19,14 @@ from vitcompress.training.loaders import Views
 
 _TEST_FOLDERS = ("val", "validation", "test")
 _DIGITS_TEST = 540  # of 1797 images; the same ones for every seed, so that results compare
+_SOURCES = "`digits` (scikit-learn), `imagefolder` (`path`/<split>/<class>/<image>), `timm:NAME` (data set in `path`)"
 
 
 @dataclass(frozen=True)
 class DataOptions:
     """Where images are read from."""
 
-    source: Annotated[
-        str,
-        Doc(
-            "`digits` (scikit-learn), `imagefolder` (`path`/<split>/<class>/<image>), `timm:NAME` (data set in `path`)"
-        ),
-    ] = "digits"
+    source: Annotated[str, Doc(_SOURCES)] = "digits"
     path: Annotated[str | None, Doc("folder of the images")] = None
     train_split: Annotated[str | None, Doc("name of the training split; None: train")] = None
     test_split: Annotated[str | None, Doc("name of the test split; None: val, validation or test")] = None
@@ -195,10 +191,8 @@ def _test_folder(root: Path, name: str | None) -> Path:
 def _check_classes(name: str, classes: tuple[str, ...], train: Images | None) -> None:
     """Raise DataError for fewer than two classes."""
     if len(classes) < 2:
-        raise DataError(
-            f"{name} has {len(classes)} class{'es' if len(classes) != 1 else ''}, at least 2 are needed",
-            hint="use one folder of images per class",
-        )
+        message = f"{name} has {len(classes)} class{'es' if len(classes) != 1 else ''}, at least 2 are needed"
+        raise DataError(message, hint="use one folder of images per class")
     if train is not None and len(np.unique(train.labels)) < 2:
         raise DataError(f"{name} has images of one class only", hint="use images of at least 2 classes")
 
@@ -210,10 +204,8 @@ def _timm(options: DataOptions) -> Splits:
         try:
             dataset = create_dataset(name, root=options.path, split=split)
         except (RuntimeError, OSError, ValueError, TypeError, AssertionError, ImportError) as error:
-            raise DataError(
-                f"data source timm:{name} split {split!r} at {options.path} cannot be opened: {first_line(error)}",
-                hint="check the name, --data and the splits",
-            ) from error
+            message = f"data source timm:{name} split {split!r} at {options.path} cannot be opened: {first_line(error)}"
+            raise DataError(message, hint="check the name, --data and the splits") from error
         parts.append(MappedImages(dataset, f"data source timm:{name}"))
     names = getattr(parts[0].dataset, "classes", None) or range(int(parts[0].labels.max()) + 1)
     return Splits(name, tuple(map(str, names)), parts[0], _no_images(), parts[1])

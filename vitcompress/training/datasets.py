@@ -63,10 +63,8 @@ class FolderImages(Images):
             raise DataError(message, hint="fill or remove these folders")
         checked = self.files[:: max(1, len(self.files) // _CHECKED_ON_OPENING)]
         if broken := [str(file) for file in checked if not _is_readable(file)]:
-            raise DataError(
-                f"{len(broken)} image{'s' if len(broken) > 1 else ''} cannot be read: {few(broken)}",
-                hint="remove or replace these files",
-            )
+            message = f"{len(broken)} image{'s' if len(broken) > 1 else ''} cannot be read: {few(broken)}"
+            raise DataError(message, hint="remove or replace these files")
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         return _decode(self.files[index]), int(self.labels[index])
@@ -81,10 +79,8 @@ class MappedImages(Images):
 
     def __init__(self, dataset: Any, name: str) -> None:
         if not is_map_style(dataset):
-            raise DataError(
-                f"{name} is a stream; images must be reachable by index",
-                hint="use an image folder, torch/... or hfds/...",
-            )
+            message = f"{name} is a stream; images must be reachable by index"
+            raise DataError(message, hint="use an image folder, torch/... or hfds/...")
         try:
             self.dataset, self.labels = dataset, _labels_of(dataset)
             self.prepared = len(self.labels) > 0 and isinstance(dataset[0][0], Tensor)
@@ -111,10 +107,7 @@ def as_images(data: Any) -> Images:
     """`data` with the interface of `Images`.
 
     data: a map-style data set of (image, class) pairs, or an iterable of batches (images (batch, C, H, W) normalised
-    for the model, classes (batch,)), which is read once and kept in memory.
-
-    Raises:
-        DataError: no images, or batches of another form.
+    for the model, classes (batch,)), which is read once and kept in memory. Raises DataError for other data.
     """
     if hasattr(data, "labels") and hasattr(data, "prepared"):
         images: Images = data

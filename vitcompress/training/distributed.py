@@ -77,10 +77,8 @@ class Runtime:
     def share_of(self, batch_size: int) -> int:
         """The part of a global batch that one process computes. Raises InputError if the parts are not equal."""
         if batch_size % self.world_size:
-            raise InputError(
-                f"batch_size {batch_size} cannot be shared equally by {self.world_size} processes",
-                hint=f"use a multiple of {self.world_size}",
-            )
+            message = f"batch_size {batch_size} cannot be shared equally by {self.world_size} processes"
+            raise InputError(message, hint=f"use a multiple of {self.world_size}")
         return batch_size // self.world_size
 
 
@@ -145,12 +143,9 @@ def check_device(name: str, amp: str, local_rank: int = 0) -> torch.device:
     number, count = int(index or local_rank), hardware.count_gpus()
     if number >= count:
         devices = f"{count} CUDA device{'s' if count != 1 else ''}"
-        raise DeviceError(
-            f"device 'cuda:{number}' is requested, but torch sees {devices}{hardware.cuda_reason()}",
-            hint="use --device cpu, or auto",
-        )
+        message = f"device 'cuda:{number}' is requested, but torch sees {devices}{hardware.cuda_reason()}"
+        raise DeviceError(message, hint="use --device cpu, or auto")
     if amp == "bf16" and not hardware.is_ampere(number):
-        raise DeviceError(
-            f"amp bf16 is requested, but {torch.cuda.get_device_name(number)} does not support it", hint="use fp16"
-        )
+        message = f"amp bf16 is requested, but {torch.cuda.get_device_name(number)} does not support it"
+        raise DeviceError(message, hint="use fp16")
     return torch.device("cuda", number)

@@ -50,9 +50,7 @@ class TrainLoader:
     Every rank gets the same number of batches; images that do not fill a global batch are left out of the epoch. Call
     `set_epoch` before each pass. batch_size: images per process. classes: width of soft targets.
 
-    Raises:
-        InputError: the data set has no full batch, an odd batch cannot be mixed in pairs, or prepared images cannot be
-            augmented.
+    Raises InputError if there is no full batch, or images cannot be mixed in pairs or augmented.
     """
 
     def __init__(
@@ -68,11 +66,9 @@ class TrainLoader:
         self.augmentation, self.seed = augmentation, seed
         _check_batch(batch_size, len(dataset) // runtime.world_size, augmentation)
         # One shuffled order; rank r of W gets its entries r, r + W, ...
-        own: Any = (dataset, runtime.world_size, runtime.rank)
-        repeats = augmentation.repeats
-        self.sampler: Any = (
-            RepeatAugSampler(*own, num_repeats=repeats) if repeats > 1 else DistributedSampler(*own, drop_last=True)
-        )
+        kind: Any = RepeatAugSampler if augmentation.repeats > 1 else DistributedSampler
+        settings = {"num_repeats": augmentation.repeats} if augmentation.repeats > 1 else {"drop_last": True}
+        self.sampler = kind(dataset, runtime.world_size, runtime.rank, **settings)
         self.batches = _prefetch(dataset, input, batch_size, runtime, augmentation, self.sampler)
         self.mixup = mixup(augmentation, classes or int(dataset.labels.max()) + 1)
 
@@ -144,14 +140,11 @@ def open_source(data: Any, runtime: Runtime) -> TrainData:
     if is_map_style(data):
         return as_images(data)
     if not hasattr(data, "__len__"):
-        raise InputError(
-            f"the batches are a {type(data).__name__} without a length, so they cannot be read in every epoch",
-            hint="pass a list of batches, a DataLoader or a map-style data set",
-        )
+        message = f"the batches are a {type(data).__name__} without a length, so they cannot be read in every epoch"
+        raise InputError(message, hint="pass a list of batches, a DataLoader or a map-style data set")
     if runtime.world_size > 1:
-        raise InputError(
-            f"{runtime.world_size} processes cannot share an iterable of batches", hint="pass a map-style data set"
-        )
+        message = f"{runtime.world_size} processes cannot share an iterable of batches"
+        raise InputError(message, hint="pass a map-style data set")
     return BatchLoader(data, runtime.device)
 
 
@@ -170,10 +163,8 @@ def _prefetch(
     """
     pixels = None if augmentation is None or augmentation.no_aug else augmentation
     if dataset.prepared and pixels:
-        raise InputError(
-            "crop, flip, colour and erasing need PIL images, and the data set gives tensors",
-            hint="set augmentation.no_aug = true, or pass a data set of PIL images",
-        )
+        message = "crop, flip, colour and erasing need PIL images, and the data set gives tensors"
+        raise InputError(message, hint="set augmentation.no_aug = true, or pass a data set of PIL images")
     transform = train_transform(input, augmentation) if augmentation else eval_transform(input)
     loader = DataLoader(
         Views(dataset, range(len(dataset)), transform, "L" if input.size[0] == 1 else "RGB"),
@@ -193,10 +184,8 @@ def _prefetch(
 def _check_batch(batch_size: int, available: int, augmentation: Augmentation) -> None:
     """Raise InputError for a batch that the data set cannot fill, or that cannot be mixed in pairs."""
     if batch_size < 1 or batch_size > available:
-        raise InputError(
-            f"a batch has {batch_size} images per process, and only {available} are available",
-            hint="lower batch_size or give more images",
-        )
+        message = f"a batch has {batch_size} images per process, and only {available} are available"
+        raise InputError(message, hint="lower batch_size or give more images")
     if augmentation.mixes and batch_size % 2:
         raise InputError(
             f"mixup and cutmix mix pairs, so {batch_size} images per process and step cannot be mixed",

@@ -24,9 +24,15 @@ from vitcompress.training.loaders import BatchLoader, TrainData, too_few_images
 from vitcompress.training.log import RunLog
 from vitcompress.training.losses import both_heads, objective, student_of
 from vitcompress.training.metrics import Accuracy, evaluate
-from vitcompress.training.optimizer import make_optimizer
 from vitcompress.training.options import EpochRecord, TrainOptions, TrainResult
-from vitcompress.training.trainer import Learner, TrainingContext, TrainingControls, TrainingJob, part_of
+from vitcompress.training.trainer import (
+    Learner,
+    TrainingContext,
+    TrainingControls,
+    TrainingJob,
+    make_optimizer,
+    part_of,
+)
 
 
 def train(
@@ -60,9 +66,8 @@ def train(
 def _run(job: TrainingJob) -> TrainResult:
     state = job.runtime.broadcast(load_state(job.at.folder) if job.runtime.is_main else None)
     if state is not None and state.data["made_with"] != job.fingerprint:
-        raise OutputError(
-            f"{job.at.folder} contains a training with other settings", hint="use another folder, or --fresh"
-        )
+        message = f"{job.at.folder} contains a training with other settings"
+        raise OutputError(message, hint="use another folder, or --fresh")
     if state is not None and state.data["finished"]:
         return _finished(job, state)
     if job.options.epochs == 0:
@@ -162,10 +167,8 @@ def check_options(options: TrainOptions, train_set: TrainData, heldout: TrainDat
     """Raise InputError for options that contradict the data, the processes, or each other."""
     share = runtime.share_of(options.batch_size)
     if share % options.accumulate:
-        raise InputError(
-            f"{share} images per process cannot be computed in {options.accumulate} equal parts",
-            hint="use a batch_size that processes * accumulate divides",
-        )
+        message = f"{share} images per process cannot be computed in {options.accumulate} equal parts"
+        raise InputError(message, hint="use a batch_size that processes * accumulate divides")
     if options.epochs and not isinstance(train_set, BatchLoader) and options.batch_size > len(train_set):
         raise too_few_images(options.batch_size, len(train_set))
     if options.select == "best" and not heldout:

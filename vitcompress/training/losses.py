@@ -62,10 +62,8 @@ class Teacher:
     def __init__(self, model: nn.Module, student_input: InputConfig, device: torch.device) -> None:
         own = input_config(model)
         if own.size != student_input.size:
-            raise InputError(
-                f"the teacher takes images of {own.size}, the student of {student_input.size}",
-                hint="use a teacher with the student's channels and input size",
-            )
+            message = f"the teacher takes images of {own.size}, the student of {student_input.size}"
+            raise InputError(message, hint="use a teacher with the student's channels and input size")
         self.frozen = DistillationTeacher(model.to(device), device=device)
         # timm fills these from the pretrained settings, which are for 3 channels; ours fit the model as it is.
         means_and_stds = (own.mean, own.std, student_input.mean, student_input.std)
@@ -85,10 +83,10 @@ class Teacher:
 
 
 class FeatureStudent(nn.Module):
-    """A model that also returns its features while it trains; in eval mode it returns logits only.
+    """A model that also returns its features while it trains.
 
-    For `soft_patch`, a linear layer projects patch tokens to the teacher's width. It is trained with the model and
-    saved in the resume state, but is not part of the model.
+    For `soft_patch`, a linear layer projects patch tokens to the teacher's width. It is trained and saved with the
+    resume state, but is not part of the model.
     """
 
     def __init__(self, model: nn.Module, teacher: nn.Module, kind: Distillation, seed: int) -> None:
@@ -96,10 +94,8 @@ class FeatureStudent(nn.Module):
         self.model, self.kind, self.training = model, kind, model.training
         widths = [int(getattr(of, "num_features", 0)) for of in (model, teacher)]
         if kind == "features" and widths[0] != widths[1]:
-            raise InputError(
-                f"the teacher's pooled features have {widths[1]} channels, the student's {widths[0]}",
-                hint="use distillation = 'soft', or a teacher of the student's width",
-            )
+            message = f"the teacher's pooled features have {widths[1]} channels, the student's {widths[0]}"
+            raise InputError(message, hint="use distillation = 'soft', or a teacher of the student's width")
         device = next(model.parameters()).device
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derived_seed("projection", seed))
@@ -126,18 +122,13 @@ def student_of(module: nn.Module, kind: Distillation, teacher: nn.Module | None,
     if kind not in FEATURES or teacher is None:
         return module
     if inner(module) is not module:
-        raise InputError(
-            f"distillation = {kind!r} does not work while layers fade out or are searched",
-            hint="use distillation = 'soft' or 'hard'",
-        )
+        message = f"distillation = {kind!r} does not work while layers fade out or are searched"
+        raise InputError(message, hint="use distillation = 'soft' or 'hard'")
     return FeatureStudent(module, inner(teacher), kind, seed)
 
 
 def check_features(module: nn.Module, kind: Distillation, teacher: nn.Module, input: InputConfig) -> None:
-    """Raise InputError if `kind` compares features of `module` and `teacher` whose shapes differ.
-
-    Both may be on the meta device, as only shapes are read.
-    """
+    """Raise InputError if `kind` compares features of different shapes. Both models may be on the meta device."""
     student = student_of(module, kind, teacher)
     if isinstance(student, FeatureStudent):
         images = torch.empty(1, *input.size, device=next(module.parameters()).device)
@@ -147,10 +138,8 @@ def check_features(module: nn.Module, kind: Distillation, teacher: nn.Module, in
 
 def _check_shapes(student: Tensor, teacher: Tensor) -> None:
     if student.shape != teacher.shape:
-        raise InputError(
-            f"the teacher's features are {tuple(teacher.shape[1:])}, the student's {tuple(student.shape[1:])}",
-            hint="use a teacher with the same patches",
-        )
+        message = f"the teacher's features are {tuple(teacher.shape[1:])}, the student's {tuple(student.shape[1:])}"
+        raise InputError(message, hint="use a teacher with the same patches")
 
 
 def _logits_and_features(model: Any, images: Tensor, kind: Distillation) -> tuple[Any, Tensor]:
@@ -199,10 +188,8 @@ class Objective:
 
     def _distil(self, student: Tensor, teacher: Tensor) -> Tensor:
         if student.shape != teacher.shape:
-            raise InputError(
-                f"the teacher has {teacher.shape[1]} classes, the student {student.shape[1]}",
-                hint="use a teacher for the same classes",
-            )
+            message = f"the teacher has {teacher.shape[1]} classes, the student {student.shape[1]}"
+            raise InputError(message, hint="use a teacher for the same classes")
         if self.options.distillation == "hard":
             return hard_loss(student, teacher, self.options.teacher_smoothing)
         return soft_loss(student, teacher, self.options.temperature)
@@ -235,18 +222,12 @@ def objective(
     if options.distillation == "none":
         return Objective(options, None)
     if teacher is None:
-        raise InputError(
-            f"distillation = {options.distillation!r} needs a teacher and there is none",
-            hint="set a teacher, or distillation = 'none'",
-        )
+        message = f"distillation = {options.distillation!r} needs a teacher and there is none"
+        raise InputError(message, hint="set a teacher, or distillation = 'none'")
     if labels < 0:
-        raise InputError(
-            f"with alpha = {alpha:g} the labels would weigh {labels:g}",
-            hint="use an alpha up to 1, or set label_weight too, as in label_weight = 1.0",
-        )
+        message = f"with alpha = {alpha:g} the labels would weigh {labels:g}"
+        raise InputError(message, hint="use an alpha up to 1, or set label_weight too, as in label_weight = 1.0")
     if has_two_heads(module) and not (alpha > 0 and labels > 0):
-        raise InputError(
-            f"alpha = {alpha:g} would leave one of the two heads untrained, and inference averages both",
-            hint="use an alpha between 0 and 1, both excluded",
-        )
+        message = f"alpha = {alpha:g} would leave one of the two heads untrained, and inference averages both"
+        raise InputError(message, hint="use an alpha between 0 and 1, both excluded")
     return Objective(options, Teacher(teacher, input, device))

@@ -66,9 +66,7 @@ class McNemar:
 def evaluate(predict: Callable[[Tensor], Tensor], loader: EvalLoader | BatchLoader, runtime: Runtime) -> Accuracy:
     """Accuracy of `predict` (images (batch, C, H, W) -> logits (batch, classes)) over all ranks' shares of `loader`.
 
-    Raises:
-        DataError: there is no image.
-        VitcompressError: a logit is not finite.
+    Raises DataError without any image, and VitcompressError if a logit is not finite.
     """
     return evaluate_images(predict, loader, runtime)[0]
 
@@ -82,9 +80,8 @@ def evaluate_images(
     for images, targets in loader:
         logits, targets = predict(images).float().cpu(), targets.cpu()
         if not torch.isfinite(logits).all():
-            raise VitcompressError(
-                "the logits of the model are not finite", hint="check whether it was trained with amp fp16"
-            )
+            message = "the logits of the model are not finite"
+            raise VitcompressError(message, hint="check whether it was trained with amp fp16")
         hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
         parts.append(torch.stack([hits[:, 0], hits.any(dim=1)], dim=1))
         loss += functional.cross_entropy(logits, targets, reduction="none").double().sum()
@@ -102,8 +99,8 @@ def evaluate_images(
 def mcnemar(a_correct: np.ndarray, b_correct: np.ndarray) -> McNemar:
     """McNemar's exact test (1947; binomial form) of two models on the same images.
 
-    Under "both are equally good" each image that only one of them gets right is a fair coin, so the p-value is the
-    binomial probability of a split at least this uneven.
+    If both are equally good, each image that only one of them gets right is a fair coin: the p-value is the binomial
+    probability of a split at least this uneven.
     """
     a, b = np.asarray(a_correct, bool), np.asarray(b_correct, bool)
     if a.shape != b.shape:

@@ -30,7 +30,7 @@ class TrainOptions:
     decay_all: Annotated[bool, Doc("apply it to vectors and scalars too: norms, biases, tokens, positions")] = False
     betas: Annotated[tuple[float, float] | None, Doc("of the optimiser; None: its default")] = None
     clip_grad: Annotated[float | None, Gt(0), Doc("maximum norm of the gradient")] = None
-    drop_path: Annotated[float, Ge(0), Lt(1), Doc("stochastic depth of the last block, linear from 0 at the first")] = (
+    drop_path: Annotated[float, Ge(0), Lt(1), Doc("stochastic depth of the last block, rising from 0 at the first")] = (
         0.0
     )
     ema: Annotated[float | None, Gt(0), Lt(1), Doc("decay of averaged weights, evaluated beside the raw ones")] = None

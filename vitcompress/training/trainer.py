@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vitcompress.errors import VitcompressError
+from vitcompress.errors import InputError, VitcompressError
 from vitcompress.io.progress import Progress
 from vitcompress.io.training_state import State
 from vitcompress.models.create import InputConfig
 from vitcompress.training.distributed import Runtime, seed_everything
 from vitcompress.training.loaders import BatchLoader, EvalLoader, TrainData, TrainLoader, too_few_images
 from vitcompress.training.losses import Objective, inner
-from vitcompress.training.optimizer import lr_setter, make_optimizer
 from vitcompress.training.options import EpochRecord, TrainOptions
 
 _STEPS_BETWEEN_CHECKS = 50  # reading the loss makes the host wait for the device
@@ -287,3 +288,56 @@ def _split_tensors(named: Mapping[str, object]) -> tuple[dict[str, Tensor], dict
 def _tuples(own: Mapping[str, object], saved: Mapping[str, Any]) -> dict[str, object]:
     """Restore the tuples that JSON turned into lists."""
     return {name: tuple(saved[name]) for name, value in own.items() if isinstance(value, tuple) and name in saved}
+
+
+def make_optimizer(
+    parameters: nn.Module | Sequence[dict[str, Any]], options: TrainOptions, device: torch.device
+) -> torch.optim.Optimizer:
+    """Create timm's optimiser `options.optimizer`; Adam and AdamW run as one fused kernel.
+
+    Raises InputError if timm has no such optimiser, or it does not take these options.
+    """
+    if options.decay_all and isinstance(parameters, nn.Module):  # timm groups the parameters of a model only
+        parameters = [{"params": [p for p in parameters.parameters() if p.requires_grad]}]
+    extra: dict[str, object] = {"betas": options.betas} if options.betas else {}
+    if options.optimizer.lower() in ("adam", "adamw") and device.type in ("cpu", "cuda"):
+        extra["fused"] = True
+    try:
+        optimizer: torch.optim.Optimizer = create_optimizer_v2(
+            parameters, options.optimizer, lr=options.peak_lr, weight_decay=options.weight_decay, **extra
+        )
+    except (ValueError, TypeError, AssertionError) as error:
+        message = f"optimizer {options.optimizer!r} cannot be created: {error}"
+        raise InputError(message, hint="try adamw, sgd or lamb") from error
+    return optimizer
+
+
+def lr_setter(
+    options: TrainOptions, optimizer: torch.optim.Optimizer, steps: int, lr_scale: Callable[[float], float] | None
+) -> Callable[[int], None]:
+    """Return a function that sets all learning rates for an optimiser step, counted from the start of the training.
+
+    steps: per epoch. lr_scale: share of the peak at a fractional epoch, instead of the schedule.
+    """
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    if lr_scale is None and options.schedule == "cosine":
+        lowest = {name: min(getattr(options, name), options.peak_lr) for name in ("min_lr", "warmup_lr")}
+        epochs = {"num_epochs": options.epochs, "warmup_epochs": options.warmup_epochs, "updates_per_epoch": steps}
+        scheduler, _ = create_scheduler_v2(optimizer, "cosine", step_on_epochs=False, **lowest, **epochs)
+        cosine: Callable[[int], None] = scheduler.step_update
+        return cosine
+
+    def set_lr(step: int) -> None:
+        epoch = step / steps
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * (lr_scale(epoch) if lr_scale else 1.0) * _warmup(options, epoch, peak)
+
+    return set_lr
+
+
+def _warmup(options: TrainOptions, epoch: float, peak: float) -> float:
+    """Learning rate during warm-up, linear from warmup_lr to the peak, as a share of the peak."""
+    if epoch >= options.warmup_epochs or not peak:
+        return 1.0
+    start = min(options.warmup_lr / peak, 1.0)
+    return start + (1.0 - start) * epoch / options.warmup_epochs

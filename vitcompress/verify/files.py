@@ -52,9 +52,7 @@ def check_file(path: Path, original: PlannedOriginal) -> FileResult:
 def read_tensors(path: Path, original: PlannedOriginal) -> FileTensors | None:
     """The tensors of a file, compared with those of the model; None if the format does not allow reading them.
 
-    Raises:
-        ArtifactError: the file is damaged, or was not written by vitcompress.
-        MissingExtraError: reading the format needs a package that is not installed.
+    Raises ArtifactError for a damaged or foreign file, and MissingExtraError if the format needs another package.
     """
     exporter = exporter_of(path)
     if exporter is None or exporter.contents is None:

@@ -20,16 +20,9 @@ from vitcompress.models.checkpoint import load_model, read_plan, write_model
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
 from vitcompress.verify.engine import inspector_checks
-from vitcompress.verify.files import (
-    FileResult,
-    PlannedOriginal,
-    check_file,
-    record_status,
-    rejected_exports,
-    structure_checks,
-)
+from vitcompress.verify.files import FileResult, check_file, record_status, rejected_exports, structure_checks
 from vitcompress.verify.fold import EXACT_IMAGES, fold_folder_checks, model_logits
-from vitcompress.verify.outputs import PREFIX
+from vitcompress.verify.outputs import PREFIX, PlannedOriginal
 from vitcompress.verify.slice import slice_folder_checks
 from vitcompress.verify.tolerance import reference
 from vitcompress.verify.weights import shape_check, weight_table

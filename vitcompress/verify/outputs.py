@@ -49,6 +49,7 @@ from vitcompress.verify.weights import plan_rows
 SHARES = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2}
 PREFIX = "agreement."
 BATCHES = (1, 2, 3, 5)
+Calls = Sequence[tuple[Tensor, Tensor]]
 WORK = 5 * 10**12  # multiply-accumulates of one call on the CPU at most; 256 images in DeiT-B are 4.5e12, and take 7 GB
 
 
@@ -214,12 +215,7 @@ def _runner_checks(path: Path, original: Original, runner: Runner) -> list[Check
 
 
 def _call_checks(
-    name: str,
-    original: Original,
-    images: Tensor,
-    calls: Sequence[tuple[Tensor, Tensor]],
-    limits: tuple[float, float],
-    source: str,
+    name: str, original: Original, images: Tensor, calls: Calls, limits: tuple[float, float], source: str
 ) -> list[Check]:
     """Compare the outputs of calls. calls: indices into `images`, and the logits of these images."""
     name, source = f"{PREFIX}{name}", source if original.real else f"{source}, on noise"
