@@ -7,7 +7,6 @@ from vitcompress.io.text import suggest_range
 from vitcompress.methods.hetdpt.allocation import (
     Row,
     allocate_budget,
-    choose_degree,
     feasible_splits,
     fit,
     validate,
@@ -84,7 +83,7 @@ def test_leave_two_out_errors(name, errors):
     for degree, (mae, rmse) in enumerate(errors, start=1):
         validation = validate(DATA[name], degree)
         assert (validation.mae, validation.rmse) == pytest.approx((mae, rmse), abs=1e-4)
-    assert choose_degree(DATA[name])[0].degree == 2
+    assert allocate_budget(DATA[name], LAYERS, 8).polynomial.degree == 2
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,7 @@ def test_coefficients_of_degree_two(name, coefficients):
 
 
 def test_rank_deficient_degrees_are_not_eligible():
-    ranks = {v.degree: v.full_rank for v in choose_degree(A)[1]}
+    ranks = {v.degree: v.full_rank for v in allocate_budget(A, LAYERS, 8).degrees}
     assert ranks == {1: True, 2: True, 3: False, 4: False}
 
 

@@ -16,7 +16,7 @@ from vitcompress.families import family_of
 from vitcompress.io.files import read_json
 from vitcompress.methods import METHODS, ablations, depth, nose
 from vitcompress.methods.ablations import FixedOptions
-from vitcompress.methods.depth import BypassOptions
+from vitcompress.methods.depth import BypassOptions, DepthOptions
 from vitcompress.methods.hetdpt import collection
 from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.methods.hetdpt.collection import AllocationOptions, CollectionOptions
@@ -87,7 +87,8 @@ def test_unscored_layers_are_spread_and_the_last_of_each_type_stays(
 ) -> None:
     """Removing late attentions only would make an exported file faster than other layers do."""
     vit = model(depth=12)
-    assert depth.spread_layers(vit, family_of(vit), count) == {"attention": attention, "activation": activation}
+    spread = depth.spread_layers(vit, family_of(vit), DepthOptions(pruned_layers=count))
+    assert spread == {"attention": attention, "activation": activation}
 
 
 @pytest.mark.parametrize("lists", [{}, {"published_attention": (0, 0), "published_activation": (2,)}])

@@ -81,12 +81,6 @@ def no_step1(model: nn.Module, context: Context, options: DirectOptions) -> Bloc
     return search.search(model, context, options, [frozenset(KINDS)] * options.pruned_layers, candidates)
 
 
-def unscored_no_step1(model: nn.Module, family: Family, options: DirectOptions) -> Blocks:
-    """As many layers by position."""
-    search.check_options(options.search)
-    return depth.spread_layers(model, family, options.pruned_layers)
-
-
 def named(options: FixedOptions) -> Blocks:
     """The layers in the options. Raises PlanError if there are none, or one twice."""
     lists: dict[SiteKind, Indices] = {"attention": options.attention, "activation": options.activation}
@@ -102,14 +96,14 @@ def named(options: FixedOptions) -> Blocks:
 
 def pick(model: nn.Module, family: Family, options: RandomOptions, seed: int = 0) -> Blocks:
     """Keeps one layer of each type. The result is the same on every process. Raises PlanError if there are too few."""
-    depth.spread_layers(model, family, options.pruned_layers)
+    depth.spread_layers(model, family, options)
     sites = [site for site in family.sites(model) if site.kind in KINDS]
     if options.pick == "last":
         sites.reverse()
     if options.pick == "random":
         order = np.random.default_rng(derived_seed("random layers", seed)).permutation(len(sites))
         sites = [sites[i] for i in order]
-    left = _limits({kind: len(own) for kind, own in depth.layers(model, family).items()}, options)
+    left = _limits(model, family, options)
     chosen = []
     for site in sites:
         if len(chosen) < options.pruned_layers and left[site.kind]:
@@ -118,15 +112,12 @@ def pick(model: nn.Module, family: Family, options: RandomOptions, seed: int = 0
     return depth.blocks_of(chosen)
 
 
-def _limits(layers: dict[SiteKind, int], options: RandomOptions) -> dict[SiteKind, int]:
-    """The largest number of layers of each type that may go. layers: those that there are."""
-    most = {kind: max(0, count - 1) for kind, count in layers.items()}
+def _limits(model: nn.Module, family: Family, options: RandomOptions) -> dict[SiteKind, int]:
+    """The largest number of layers of each type that may go."""
+    most = {kind: max(0, len(sites) - 1) for kind, sites in depth.layers(model, family).items()}
     if options.attention is None:
         return most
-    counts: dict[SiteKind, int] = {
-        "attention": options.attention,
-        "activation": options.pruned_layers - options.attention,
-    }
+    counts = dict(zip(KINDS, (options.attention, options.pruned_layers - options.attention), strict=True))
     if any(not 0 <= counts[kind] <= most[kind] for kind in KINDS):
         raise PlanError(
             f"attention is {options.attention} of pruned_layers {options.pruned_layers}, but at most "
@@ -162,7 +153,7 @@ HETDPT_NO_STEP1 = depth.depth_method(
     "learnable importance of both types pooled, without a split of the budget",
     DirectOptions,
     no_step1,
-    unscored_no_step1,
+    search.spread,
     estimate=lambda model, family, options: [search.estimate(options)],
     describe=lambda options: StepInfo(TRAINED),
 )

@@ -41,8 +41,7 @@ class Group:
     @cached_property
     def order(self) -> list[int]:
         """The channels from the highest score to the lowest; of equal scores the first channel first."""
-        order: list[int] = self.scores.argsort(descending=True, stable=True).tolist()
-        return order
+        return list(self.scores.argsort(descending=True, stable=True).tolist())
 
     def best(self, count: int) -> tuple[int, ...]:
         """The `count` channels with the highest scores, in ascending order."""
@@ -116,10 +115,13 @@ class Ranking:
     @cached_property
     def _scopes(self) -> dict[str, tuple[list[Group], Tensor]]:
         """Scope -> its groups, and for each channel from the highest score on the index of its group."""
-        scopes: dict[str, list[Group]] = {}
-        for group in self.groups:
-            scopes.setdefault(group.scope, []).append(group)
-        return {scope: (groups, _owners(groups)) for scope, groups in scopes.items()}
+        scopes = {}
+        for scope in dict.fromkeys(group.scope for group in self.groups):
+            groups = [group for group in self.groups if group.scope == scope]
+            order = torch.cat([group.scores for group in groups]).argsort(descending=True, stable=True)
+            owners = torch.repeat_interleave(torch.tensor([group.size for group in groups]))
+            scopes[scope] = groups, owners[order]
+        return scopes
 
     def counts(self, strength: float = 0.5) -> Counts:
         """Group -> number of kept channels, aligned; at least one unit each.
@@ -135,12 +137,6 @@ class Ranking:
                 unit = self.units.of(group.kind)
                 counts[group.name] = align(max(1, number), group.size, unit, down=self.units.down)
         return counts
-
-
-def _owners(groups: list[Group]) -> Tensor:
-    scores = torch.cat([group.scores for group in groups])
-    owners = torch.repeat_interleave(torch.tensor([group.size for group in groups]))
-    return owners[scores.argsort(descending=True, stable=True)]
 
 
 def scale_share(share: float, strength: float) -> float:
@@ -225,13 +221,13 @@ def check_reach(ranking: Ranking, target: Target) -> tuple[float, float]:
     if least <= target.amount <= most:
         return least, most
     amount, low, high = (f"{value:.4g} {target.unit}" for value in (target.amount, least, most))
-    hint = "change the target, or allow more dimensions to be pruned (keep_ratio, keep_heads, keep_head_dim below 1)"
-    if target.runtime:
-        amount += f" on {target.runtime}"
-        hint += (
-            "; other load on the machine makes times longer: the same command measures anew and keeps what it trained"
-        )
-    raise PlanError(f"{amount} cannot be reached: this structure allows {format_range(low, high)}", hint=hint)
+    where = f" on {target.runtime}" if target.runtime else ""
+    load = "; other load on the machine makes times longer: the same command measures anew and keeps what it trained"
+    raise PlanError(
+        f"{amount}{where} cannot be reached: this structure allows {format_range(low, high)}",
+        hint="change the target, or allow more dimensions to be pruned (keep_ratio, keep_heads, keep_head_dim below 1)"
+        + (load if target.runtime else ""),
+    )
 
 
 def _bisect(ranking: Ranking, target: Target, fixed: Counts) -> tuple[Counts, float]:

@@ -22,7 +22,6 @@ from vitcompress.io.validation import Doc
 from vitcompress.methods.base import Context, Method
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.hetdpt.report import report
-from vitcompress.models.cost import count_cost
 from vitcompress.plan import Plan, check_bypasses
 from vitcompress.surgery.gates import GatedModel
 
@@ -90,20 +89,18 @@ def check_kinds(family: Family, kinds: Sequence[SiteKind]) -> None:
 
 
 def spread_layers(
-    model: nn.Module, family: Family, count: int, kinds: Sequence[SiteKind] = KINDS
+    model: nn.Module, family: Family, options: DepthOptions, kinds: Sequence[SiteKind] = KINDS
 ) -> dict[SiteKind, list[int]]:
-    """`count` layers for size and speed before any score exists: spread evenly over the depth and over `kinds`.
+    """Layers for size and speed before any score exists: spread evenly over the depth and over `kinds`.
 
     Activations get the larger half. The last layer of each type stays: after the last attention an exported file
-    computes the class token only, so a model without late attentions would be faster than most search results.
-
-    Raises:
-        PlanError: `count` is larger than the number of removable layers.
+    computes the class token only, so a model without late attentions would be faster than most search results. Raises
+    PlanError if `pruned_layers` is larger than the number of removable layers.
     """
     check_kinds(family, kinds)
     present = layers(model, family)
     removable = {kind: max(0, len(present[kind]) - 1) for kind in kinds}
-    if count > (most := sum(removable.values())):
+    if (count := options.pruned_layers) > (most := sum(removable.values())):
         counts = " and ".join(f"{len(present[kind])} {kind} layers" for kind in kinds)
         raise PlanError(
             f"pruned_layers is {count}, but the model has {counts}; at most {most} can be removed",
@@ -119,9 +116,6 @@ def spread_layers(
 def _spread(numbers: Sequence[int], count: int) -> list[int]:
     """`count` of the numbers, evenly spread: the middle one of each of `count` equal parts."""
     return [numbers[(2 * part + 1) * len(numbers) // (2 * count)] for part in range(count)]
-
-
-# ---------------------------------------------------------------------------------------------------------------- plans
 
 
 def depth_plan(
@@ -197,9 +191,7 @@ def depth_method(
     summary: str,
     options: type[BypassOptions],
     choose: Callable[[nn.Module, Context, Any], Blocks],
-    unscored: Callable[[nn.Module, Family, Any], Blocks] = lambda model, family, options: spread_layers(
-        model, family, options.pruned_layers
-    ),
+    unscored: Callable[[nn.Module, Family, Any], Blocks] = spread_layers,
     *,
     fades: bool = False,
     **optional: Any,
@@ -219,9 +211,6 @@ def depth_method(
         return plan_layers(model, base, unscored(model, family, options), options)
 
     return Method(name, summary, options, plan, structure, **{"report": report, **optional})
-
-
-# --------------------------------------------------------------------------------------------------------------- copies
 
 
 def remove_layers(model: nn.Module, context: Context, removed: Blocks, options: BypassOptions) -> nn.Module:
@@ -279,10 +268,3 @@ def read_mean_gates(folder: Path) -> dict[str, Tensor]:
     """The constant gates that a step with fading layers recorded in its `folder`; empty if there are none."""
     path = folder / f"{MEAN_GATES}.json"
     return {ffn: torch.tensor(mean) for ffn, mean in read_json(path).items()} if path.is_file() else {}
-
-
-def count_macs(model: nn.Module, context: Context, removed: Blocks, options: BypassOptions) -> float:
-    """Multiply-accumulates of one image on the folded model without these layers."""
-    copy = surgery.apply_to_copy(model, plan_layers(model, context.plan, removed, options))
-    surgery.fold_linears(copy, context.plan)
-    return float(count_cost(copy, context.input.size).macs)

@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -59,7 +58,7 @@ def forget_if_rejected(context: Context, runtime: str) -> Iterator[None]:
         raise
 
 
-def other_machine(folder: Path, runtime: str, here: Mapping[str, Any]) -> str:
+def other_machine(folder: Path, runtime: str, here: Mapping[str, object]) -> str:
     """How machine and settings of the latencies in `folder` differ from `here`; empty if they do not."""
     paths = sorted(folder.glob(f"measured-on-{runtime}-*.json"), key=lambda path: path.stat().st_mtime)
     if not paths or any(path.stem.endswith(_key(here)) for path in paths):
@@ -67,5 +66,5 @@ def other_machine(folder: Path, runtime: str, here: Mapping[str, Any]) -> str:
     return "; ".join(describe_differences(read_json(paths[-1]), here))
 
 
-def _key(here: Mapping[str, Any]) -> str:
+def _key(here: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(here, sort_keys=True).encode()).hexdigest()[:12]

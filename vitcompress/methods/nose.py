@@ -64,7 +64,7 @@ def _method(name: str, kind: SiteKind, options: type[ActivationOptions]) -> Meth
 
     def unscored(model: nn.Module, family: Family, options: ActivationOptions) -> Blocks:
         reject_unused(options, {unused: f"only {kind} layers are removed"})
-        return depth.spread_layers(model, family, options.pruned_layers, (kind,))
+        return depth.spread_layers(model, family, options, (kind,))
 
     def choose(model: nn.Module, context: Context, options: ActivationOptions) -> Blocks:
         context.progress.stage(f"greedy transfer entropy of {kind} layers")

@@ -17,15 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vitcompress.errors import VitcompressError
-from vitcompress.families import Axis, Space
+from vitcompress.families import Space
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import calibration_images
 
 Criterion = Literal["taylor", "magnitude", "gradient", "random"]
 UNMEASURED = ("magnitude", "random")  # criteria that need no images
 Scores = dict[str, Tensor]
-Elements = Callable[[str, Tensor], Tensor]
-SCORING = (nn.Linear, nn.Conv2d, nn.LayerNorm)
 
 
 def compute_scores(
@@ -49,27 +47,25 @@ def random_scores(spaces: Iterable[Space], seed: int) -> Scores:
 
 
 @torch.no_grad()
-def channel_scores(model: nn.Module, spaces: Iterable[Space], elements: Elements) -> Scores:
+def channel_scores(model: nn.Module, spaces: Iterable[Space], elements: Callable[[str, Tensor], Tensor]) -> Scores:
     """Space -> scores (channels,): `elements(name, weight)`, shaped as the weight, summed over a channel's weights."""
     weights = {
         f"{path}.weight": module.weight
         for path, module in model.named_modules()
-        if isinstance(module, SCORING) and module.weight is not None
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.LayerNorm) and module.weight is not None
     }
     scores = {}
     for space in spaces:
         total = torch.zeros(space.size, dtype=torch.float64)
         for axis in space.axes:
             if axis.tensor in weights and not axis.per_head:
-                total += _along(axis, space.size, elements(axis.tensor, weights[axis.tensor]).double().cpu())
+                values = elements(axis.tensor, weights[axis.tensor]).double().cpu()
+                # Sum over the other dimensions, and then over the copies of the space on this one.
+                rows = values.movedim(axis.dim, 0).flatten(1).sum(1) if values.ndim > 1 else values
+                rows = rows[axis.offset : axis.offset + axis.copies * space.size]
+                total += rows.view(axis.copies, space.size).sum(0)
         scores[space.name] = total
     return scores
-
-
-def _along(axis: Axis, size: int, values: Tensor) -> Tensor:
-    """Sum of `values` over all dimensions but the axis, and over the copies of the space on it: (size,)."""
-    rows = values.movedim(axis.dim, 0).flatten(1).sum(1) if values.ndim > 1 else values
-    return rows[axis.offset : axis.offset + axis.copies * size].view(axis.copies, size).sum(0)
 
 
 def gradients(model: nn.Module, context: Context, images: int) -> dict[str, Tensor]:

@@ -103,13 +103,6 @@ def validate(rows: Sequence[Row], degree: int) -> Validation:
     return Validation(degree, float(np.abs(errors).mean()), float(np.sqrt((errors**2).mean())), full_rank)
 
 
-def choose_degree(rows: Sequence[Row]) -> tuple[Validation, tuple[Validation, ...]]:
-    """The degree with the lowest RMSE among those with full rank in every fold (the first degree if there is none)."""
-    degrees = tuple(validate(rows, degree) for degree in DEGREES)
-    eligible = [v for v in degrees if v.full_rank]
-    return min(eligible, key=lambda v: v.rmse) if eligible else degrees[0], degrees
-
-
 def feasible_splits(layers: tuple[int, int], budget: int, min_pruned_per_type: int = 0) -> list[tuple[int, int]]:
     """All (pruned attention, pruned activation) that spend `budget` and leave at least one layer of each type.
 
@@ -158,7 +151,9 @@ def allocate_budget(
     """
     if len(rows) < 4:
         raise PlanError(f"the accuracy predictor needs at least 4 measured rows, got {len(rows)}")
-    validation, degrees = choose_degree(rows)
+    degrees = tuple(validate(rows, degree) for degree in DEGREES)
+    # The lowest RMSE among the degrees with full rank in every fold; the first degree if there is none.
+    validation = min((v for v in degrees if v.full_rank), key=lambda v: v.rmse, default=degrees[0])
     polynomial = fit(rows, validation.degree)
     candidates = feasible_splits(layers, budget, min_pruned_per_type)
     predicted = _predict(np.array(polynomial.coefficients), candidates, layers, polynomial.degree)

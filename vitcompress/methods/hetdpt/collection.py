@@ -2,12 +2,9 @@
 
 Algorithm 1 (single type) and Algorithm 2 (interleaved) of the paper. Every chain starts from the dense weights. Each
 round removes the layer of one type with the lowest transfer entropy on the current weights, fine-tunes briefly, and
-records the held-out accuracy. The interleaved chain alternates types; its first round is the first round of a
-single-type chain and is not trained twice, so 8 + 8 + 5 trainings and the dense point give the 22 rows of the paper's
-Table 10 with the default of 3 + 3 layers.
-
-Differs from the paper: accuracies are of the last epoch, on images held out from the training set instead of test
-images.
+records the accuracy of the last epoch on held-out images (the paper: on test images). The first round of the
+interleaved chain is that of a single-type chain and is not trained twice, so 8 + 8 + 5 trainings and the dense point
+give the 22 rows of the paper's Table 10 with the default of 3 + 3 layers.
 """
 
 import shutil
@@ -159,10 +156,8 @@ def _rounds(layers: int, options: AllocationOptions) -> int:
 
 def _interleaved(options: CollectionOptions) -> list[SiteKind]:
     """The types of the interleaved chain in order of removal."""
-    order: list[SiteKind] = ["activation", "attention"]
-    if options.order == "attention_first":
-        order.reverse()
-    return (order * options.interleaved)[: options.interleaved]
+    order = KINDS if options.order == "attention_first" else KINDS[::-1]
+    return [order[number % 2] for number in range(options.interleaved)]
 
 
 def rows(records: Sequence[Record], counts: dict[SiteKind, int]) -> list[Row]:
@@ -193,9 +188,9 @@ class _Collector:
         start = single[mixed[0]][:1] if mixed else []
         interleaved = self._chain("interleaved", mixed, start)
         self.shared = ""
-        for record in start:
-            self._forget(record)
-        return [self._dense_record(), *single["attention"], *single["activation"], *interleaved[len(start) :]]
+        self._forget(start)
+        dense = self.context.memo("dense", self._dense_record)
+        return [dense, *single["attention"], *single["activation"], *interleaved[len(start) :]]
 
     def _chain(self, name: str, kinds: Sequence[SiteKind], start: Sequence[Record] = ()) -> list[Record]:
         """Continue a chain from `start` until it has removed one layer of each of `kinds`."""
@@ -206,11 +201,9 @@ class _Collector:
             self.context.progress.update(f"step 1, {name}", number, len(kinds))
             key = f"{name}_{number + 1:02d}"
             records.append(self.context.memo(key, partial(self._round, key, name, tuple(records), kinds[number])))
-            for earlier in records[-2:-1]:
-                self._forget(earlier)
+            self._forget(records[-2:-1])
         self.context.progress.update(f"step 1, {name}", len(kinds), len(kinds))
-        for last in records[-1:]:
-            self._forget(last)
+        self._forget(records[-1:])
         return records
 
     def _left(self, records: Sequence[Record], kind: SiteKind) -> list[Site]:
@@ -242,13 +235,9 @@ class _Collector:
         return record
 
     def _dense_record(self) -> Record:
-        def measure() -> Record:
-            value = accuracy(deepcopy(self.dense).to(self.context.runtime.device), self.context)
-            empty: Record = {"removed": None, "attention": [], "activation": [], "epochs": 0, "seed": self.context.seed}
-            return {"key": "dense", "chain": "dense", **empty, "accuracy_before": value, "accuracy": value}
-
-        record: Record = self.context.memo("dense", measure)
-        return record
+        value = accuracy(deepcopy(self.dense).to(self.context.runtime.device), self.context)
+        empty: Record = {"removed": None, "attention": [], "activation": [], "epochs": 0, "seed": self.context.seed}
+        return {"key": "dense", "chain": "dense", **empty, "accuracy_before": value, "accuracy": value}
 
     def _model(self, records: Sequence[Record]) -> nn.Module:
         """The fine-tuned model after `records`, from memory or from the states of its training."""
@@ -269,7 +258,8 @@ class _Collector:
         removed = {kind: [site.index for site in left[kind] if site.index in record[kind]] for kind in KINDS}
         return remove_layers(source, self.context, removed, self.options).to(self.context.runtime.device)
 
-    def _forget(self, record: Record) -> None:
-        """Delete the training state of a round that no later round starts from."""
-        if record["key"] != self.shared and self.context.runtime.is_main:
-            shutil.rmtree(self.context.folder / record["key"], ignore_errors=True)
+    def _forget(self, records: Sequence[Record]) -> None:
+        """Delete the training state of rounds that no later round starts from."""
+        for key in {record["key"] for record in records} - {self.shared}:
+            if self.context.runtime.is_main:
+                shutil.rmtree(self.context.folder / key, ignore_errors=True)

@@ -7,8 +7,8 @@ earlier version). Stage 1 chooses the layers:
             allocation   how many layers of each type, predicted from these rows (MAP)
     step 2  search       which layers, by learnable scores and straight-through gradients, among the candidates
 
-Stage 2, the recovery, is the recipe's [finetune]. `diagnostics` measures the observations behind the method. Every choice
-uses images held out from the training set (the released code used the test set).
+Stage 2, the recovery, is the recipe's [finetune]. `diagnostics` measures the observations behind the method. Every
+choice uses images held out from the training set (the released code used the test set).
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 from pydantic import TypeAdapter
 from torch import nn
 
+from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import Family
 from vitcompress.families.base import SiteKind
@@ -30,6 +31,7 @@ from vitcompress.methods.hetdpt import collection, diagnostics, search
 from vitcompress.methods.hetdpt.allocation import Allocation, allocate_budget, feasible_splits
 from vitcompress.methods.hetdpt.collection import AllocationOptions, Record
 from vitcompress.methods.hetdpt.search import DirectOptions
+from vitcompress.models.cost import count_cost
 
 Example = Annotated[
     Indices, Doc("assumed result of the search in `--structure-only` and `--dry-run`; default: evenly spread")
@@ -94,11 +96,13 @@ def allocate(model: nn.Module, context: Context, options: AllocationOptions) -> 
 def split_cost(
     model: nn.Module, context: Context, options: AllocationOptions, records: Sequence[Record], *split: int
 ) -> float:
-    """MACs of a split: without the layers that the chains removed first, and then the first others."""
+    """MACs of a split, folded: without the layers that the chains removed first, and then the first others."""
     orders, layers = collection.removal_orders(records), depth.layers(model, context.family)
     ranked = {kind: list(dict.fromkeys((*orders[kind], *(site.index for site in layers[kind])))) for kind in KINDS}
     removed = {kind: ranked[kind][:count] for kind, count in zip(KINDS, split, strict=True)}
-    return depth.count_macs(model, context, removed, options)
+    copy = surgery.apply_to_copy(model, depth.plan_layers(model, context.plan, removed, options))
+    surgery.fold_linears(copy, context.plan)
+    return float(count_cost(copy, context.input.size).macs)
 
 
 def summarize(allocation: Allocation) -> str:
@@ -114,8 +118,7 @@ def summarize(allocation: Allocation) -> str:
 def unscored(model: nn.Module, family: Family, options: Options) -> Blocks:
     """The published lists, the example lists, or as many layers by position.
 
-    Raises:
-        PlanError: the budget cannot be spent on this model, the lists do not match it, or an option has no effect.
+    Raises PlanError if the budget cannot be spent on this model, a list does not match it, or an option has no effect.
     """
     published = options.layers == "published"
     if published:
@@ -129,12 +132,9 @@ def unscored(model: nn.Module, family: Family, options: Options) -> Blocks:
 
 
 def spread_budget(model: nn.Module, family: Family, options: AllocationOptions, *, orders: bool = True) -> Blocks:
-    """As many layers by position.
+    """As many layers by position. orders: whether a search takes the layers from the orders of the single-type chains.
 
-    orders: whether a search would take the layers from the removal orders of the collection.
-
-    Raises:
-        PlanError: the budget has no split on this model, or the collection has too few rounds for one.
+    Raises PlanError if the budget has no split on this model, or the collection has too few rounds for one.
     """
     depth.check_kinds(family, KINDS)
     collection.check_options(options.collection)
@@ -147,7 +147,7 @@ def spread_budget(model: nn.Module, family: Family, options: AllocationOptions, 
             f"collection.rounds is {rounds}, but a split may remove {most} layers of one type",
             hint=f"set collection.rounds to {most} or more, or leave it out",
         )
-    return depth.spread_layers(model, family, options.pruned_layers)
+    return depth.spread_layers(model, family, options)
 
 
 def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimate]:

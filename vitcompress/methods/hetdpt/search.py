@@ -5,9 +5,8 @@ per layer, 1 at first; the score receives d loss / d gate (straight-through). A 
 the layer is weakened. At scheduled epochs the gate of the candidate of the scheduled type with the lowest score is set
 to 0 for good. The result is the removed layers; the weights are discarded.
 
-Differs from the released script: the searched function is the deployed one (the script puts a GELU after every block
-without activation, the deployed model only after blocks that lost both), and the learning rate restarts (the script's
-stays at the minimum from the first epoch on).
+Differs from the released script: it searches with a GELU after every block without activation, but deploys one only
+after blocks that lost both, and its learning rate stays at the minimum from the first epoch on.
 """
 
 import math
@@ -22,13 +21,13 @@ from annotated_types import Gt
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from vitcompress.families import Site
+from vitcompress.families import Family, Site
 from vitcompress.families.base import SiteKind
 from vitcompress.io.files import read_json, write_json
 from vitcompress.io.validation import Doc
 from vitcompress.methods.base import Context, Estimate, reject_unused
 from vitcompress.methods.calibration import training_subset
-from vitcompress.methods.depth import KINDS, DepthOptions, gate_layers
+from vitcompress.methods.depth import KINDS, Blocks, DepthOptions, gate_layers, spread_layers
 from vitcompress.methods.hetdpt.collection import FastTraining, fast_options
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.options import TrainOptions
@@ -58,10 +57,11 @@ Event = frozenset[SiteKind]
 Record = dict[str, Any]
 
 
-def check_options(options: SearchOptions) -> None:
-    """Raise PlanError for an option without effect."""
-    if options.schedule == "constant":
-        reject_unused(options, {"min_lr": "search.schedule is 'constant'"})
+def spread(model: nn.Module, family: Family, options: DirectOptions) -> Blocks:
+    """As many layers by position. Raises PlanError for an option without effect, or if there are too few layers."""
+    if options.search.schedule == "constant":
+        reject_unused(options.search, {"min_lr": "search.schedule is 'constant'"})
+    return spread_layers(model, family, options)
 
 
 def estimate(options: DirectOptions) -> Estimate:
