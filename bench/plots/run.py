@@ -174,7 +174,7 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
         label = None if chart.by_depth or len(groups) > len(MARKS) else group
         _draw_line(axes, line, colour, MARKS[place % len(MARKS)], label)
     if chart.level is not None:
-        axes.axhline(chart.level, color="black", lw=0.8, ls="--", label=chart.level_name)
+        axes.axhline(chart.level, color="black", lw=0.8, ls="--", label="threshold")
     if chart.log:
         axes.set_yscale("log")
     axes.set(xlabel=chart.x, ylabel=chart.y)

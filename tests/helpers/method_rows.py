@@ -9,9 +9,9 @@ from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.methods.hetdpt.collection import CollectionOptions
 from vitcompress.methods.hetdpt.search import SearchOptions
 from vitcompress.methods.isomorphic import Alignment
-from vitcompress.methods.sero import options as sero
+from vitcompress.methods.sero import layout as sero
 from vitcompress.methods.transfer_entropy import EntropyOptions
-from vitcompress.methods.upvit import options as upvit
+from vitcompress.methods.upvit import target as upvit
 from vitcompress.training.augmentation import Augmentation
 from vitcompress.training.options import TrainOptions
 

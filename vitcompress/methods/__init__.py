@@ -1,4 +1,4 @@
-"""Methods: what to remove. To add one: a file beside this one, and its name in `METHODS`."""
+"""Methods: what to remove. To add one: a file beside this one, and its name in `DEPTH` or `OTHERS`."""
 
 from vitcompress.io.plugins import find_by_name
 from vitcompress.methods.ablations import FIXED, HETDPT_NO_STEP1, HETDPT_NO_STEP2, RANDOM, TE_STATIC
@@ -11,25 +11,9 @@ from vitcompress.methods.nose import ACTIVATION_ONLY, NOSE
 from vitcompress.methods.sero.method import SERO
 from vitcompress.methods.upvit.method import UPVIT
 
-METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        HETDPT,
-        NOSE,
-        ACTIVATION_ONLY,
-        TE_STATIC,
-        HETDPT_NO_STEP2,
-        HETDPT_NO_STEP1,
-        RANDOM,
-        FIXED,
-        ISOMORPHIC,
-        MAGNITUDE,
-        SERO,
-        RECOVER,
-        FOLD,
-        UPVIT,
-    )
-}
+DEPTH = (HETDPT, NOSE, ACTIVATION_ONLY, TE_STATIC, HETDPT_NO_STEP2, HETDPT_NO_STEP1, RANDOM, FIXED)
+OTHERS = (ISOMORPHIC, MAGNITUDE, SERO, RECOVER, FOLD, UPVIT)
+METHODS: dict[str, Method] = {method.name: method for method in (*DEPTH, *OTHERS)}
 
 
 def find_method(method: str | Method) -> Method:

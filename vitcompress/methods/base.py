@@ -83,9 +83,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves on common axes. log: logarithmic vertical axis. by_depth: one line per block, in forward order. level: a
-    threshold, labelled `level_name`.
-    """
+    """Curves on common axes. log: logarithmic vertical axis. by_depth: one line per block. level: a threshold."""
 
     title: str
     x: str
@@ -94,7 +92,6 @@ class Chart:
     log: bool = False
     by_depth: bool = False
     level: float | None = None
-    level_name: str = ""
 
 
 def ranked(name: str, scores: Sequence[float], kept: Sequence[int] | int) -> Line:
@@ -291,12 +288,10 @@ def context_for(
     """A context to call a method on `model` without a recipe.
 
     Args:
-        model: a timm model of a supported family.
         data: a map-style data set of (image, label) pairs, an iterable of (images, labels) batches, or None for methods
             that read no images. A tenth of the images is held out for choices.
         plan: what was already done to `model`; default: `plan_of(model)`.
         folder: for measurements and resume state; default: a temporary folder, deleted with the context.
-        device: `cpu`, `cuda`, `cuda:1`, `mps` or `auto`.
         settings: other fields of Context, such as `train=TrainOptions(...)` or `progress`.
 
     Raises:

@@ -76,10 +76,7 @@ class Options:
     keep_head_dim: Annotated[Share, Doc("share of a head's channels kept")] = 0.75
     target: Annotated[
         Literal["ratios", "macs", "macs_linear", "params", "latency"],
-        Doc(
-            "`ratios`: the shares as they are; others scale them to reach `amount`; macs_linear: without "
-            "attention products"
-        ),
+        Doc("`ratios`: the shares as they are, else scaled to reach `amount`; macs_linear: without attention products"),
     ] = "ratios"
     amount: Annotated[float | None, Gt(0), Doc("G MACs, M parameters or ms on `latency_on`, as `target` says")] = None
     latency_on: Annotated[Literal["onnxruntime", "torch"], Doc("runtime that a latency is measured in")] = "onnxruntime"
@@ -104,10 +101,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Aim:
-    """A target, the cost of the chosen widths, and the least and the most that this structure allows.
-
-    on: runtime that a latency is measured in.
-    """
+    """A target, the cost of the chosen widths, and the range of this structure. on: runtime of a latency."""
 
     kind: str
     on: str | None
@@ -278,9 +272,8 @@ def reset_attention_scale(model: nn.Module, spaces: Sequence[Space], delta: Plan
 
 def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimate]:
     """One pass over the images, if scores need one."""
-    if options.criterion in UNMEASURED:
-        return []
-    return [Estimate(f"{options.criterion} scores of all channels", 1, 1, images=options.images)]
+    pass_over_images = Estimate(f"{options.criterion} scores of all channels", 1, 1, images=options.images)
+    return [] if options.criterion in UNMEASURED else [pass_over_images]
 
 
 def describe(options: Options) -> StepInfo:

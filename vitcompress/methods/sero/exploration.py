@@ -13,14 +13,29 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.families import Family
-from vitcompress.methods.sero.layout import KINDS, Live, project, unit_spaces
-from vitcompress.methods.sero.options import Options
+from vitcompress.methods.sero.layout import KINDS, Live, Options, project, unit_spaces
 from vitcompress.surgery.masks import mask_channels
 from vitcompress.training.distributed import derived_seed
 
 Ranks = dict[str, np.ndarray]
 Schedule = Callable[[int, int, int], float]
 STATE = ("scores", "sparsity", "skipped", "revived", "trace")
+
+
+def sparsity_at(options: Options) -> Schedule:
+    """Share of units to mask at iteration `step` of `steps` in `epoch`: cubic from the end of the warm-up, T counting
+    all epochs; the whole of it in the last one.
+    """
+
+    def share(epoch: int, step: int, steps: int) -> float:
+        if epoch == options.epochs - 1:
+            return options.sparsity
+        if epoch < options.warmup_epochs:
+            return 0.0
+        progress = ((epoch - options.warmup_epochs) * steps + step) / (options.epochs * steps)
+        return options.sparsity * (1 - (1 - progress) ** 3)
+
+    return share
 
 
 class Exploration:

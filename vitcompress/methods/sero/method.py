@@ -24,9 +24,8 @@ from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import Family, Space
 from vitcompress.methods.base import ARBITRARY, INPUT_MODEL, Choice, Context, Estimate, Method, StepInfo, reject_unused
 from vitcompress.methods.sero import layout
-from vitcompress.methods.sero.exploration import Exploration
-from vitcompress.methods.sero.layout import Live
-from vitcompress.methods.sero.options import Options, sparsity_at
+from vitcompress.methods.sero.exploration import Exploration, sparsity_at
+from vitcompress.methods.sero.layout import Live, Options
 from vitcompress.methods.sero.report import FILE, record, report
 from vitcompress.plan import Plan
 from vitcompress.training.options import TrainOptions
@@ -88,6 +87,10 @@ def _deploy(copy: nn.Module, family: Family, base: Plan, live: Live, options: Op
     return layout.deploy(base, spaces, live, pad=options.layout == "padded", removed=removed)
 
 
+def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimate]:
+    return [Estimate("exploration", 1, options.epochs)]
+
+
 def describe(options: Options) -> StepInfo:
     """The explored weights are handed over. Only padded and tied layouts keep q, k and v equally wide."""
     explored = f"{INPUT_MODEL} while it trained under masks; the next step starts from these weights"
@@ -131,13 +134,5 @@ def _zero(model: nn.Module, spaces: tuple[Space, ...], channels: dict[str, tuple
             tensor.index_fill_(axis.dim, torch.tensor(places, device=tensor.device), 0.0)
 
 
-SERO = Method(
-    "sero",
-    "q/k, v and FFN channels: masks explored while training, one threshold over all layers",
-    Options,
-    plan,
-    structure,
-    lambda model, family, options: [Estimate("exploration", 1, options.epochs)],
-    describe,
-    report,
-)
+SUMMARY = "q/k, v and FFN channels: masks explored while training, one threshold over all layers"
+SERO = Method("sero", SUMMARY, Options, plan, structure, estimate, describe, report)

@@ -104,5 +104,5 @@ def _charts(data: Any) -> list[Chart]:
     return [
         Chart("SERo: live units", "layers of this kind, in forward order", "live, %", layers),
         Chart("SERo: units removed", "epoch of the exploration", "removed at its end, %", removed),
-        Chart(title.replace("_", " "), x, "score", scored, True, False, level, "threshold"),
+        Chart(title.replace("_", " "), x, "score", scored, log=True, level=level),
     ]
