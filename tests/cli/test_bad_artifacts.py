@@ -13,7 +13,7 @@ from command_line import begin, expect_error, images, run_folder
 from whole_runs import ARCH
 
 from vitcompress import cli
-from vitcompress.cli.output import progress
+from vitcompress.cli.output import terminal
 from vitcompress.models.checkpoint import load_model
 from vitcompress.plan import Plan
 
@@ -98,15 +98,15 @@ def test_a_folder_that_is_not_a_run_folder() -> None:
 
 def test_ctrl_c_at_each_stage_and_the_same_command_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    announce = progress.ConsoleProgress.stage
+    announce = terminal.ConsoleProgress.stage
 
-    def stage(self: progress.ConsoleProgress, title: str) -> None:
+    def stage(self: terminal.ConsoleProgress, title: str) -> None:
         announce(self, title)
         if title not in seen:
             seen.append(title)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(progress.ConsoleProgress, "stage", stage)
+    monkeypatch.setattr(terminal.ConsoleProgress, "stage", stage)
     for _ in range(40):
         result = CliRunner().invoke(cli.main, ["recipe", "small.toml", "--out", "run"])
         if result.exit_code != 130:

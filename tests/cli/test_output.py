@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from vitcompress.cli.output import tables
-from vitcompress.cli.output.progress import ConsoleProgress
-from vitcompress.cli.output.terminal import error_as_data, print_error, print_json, print_table
+from vitcompress.cli.output.terminal import ConsoleProgress, error_as_data, print_error, print_json, print_table
 from vitcompress.errors import CheckFailedError, InputError, RecipeError, VitcompressError
 from vitcompress.io.text import Table
 from vitcompress.models.cost import Cost

@@ -18,7 +18,7 @@ from vitcompress.methods import METHODS, depth
 from vitcompress.methods.base import LEFT, LEFT_WEIGHTS, context_for, seal
 from vitcompress.models.checkpoint import load_model_files
 from vitcompress.pipeline import dense as dense_stage
-from vitcompress.pipeline import preflight, prune
+from vitcompress.pipeline import prune, run
 from vitcompress.pipeline.folder import check_folder, open_folder
 from vitcompress.pipeline.job import Job, RunOptions
 from vitcompress.pipeline.run import run_recipe
@@ -66,7 +66,7 @@ def prepare_job(folder: Path, text: str = RECIPE) -> Job:
     (folder.parent / "steps.toml").write_text(text)
     recipe = load_recipe(str(folder.parent / "steps.toml"))
     check_folder(folder, recipe, structure_only=False, fresh=False)
-    job = preflight.prepare(recipe, RunOptions(out=folder), distributed.start("cpu"), Progress())
+    job = run.prepare(recipe, RunOptions(out=folder), distributed.start("cpu"), Progress())
     with open_folder(folder, recipe, structure_only=False, fresh=False):
         return job
 

@@ -18,6 +18,7 @@ from PIL import Image
 from whole_runs import ARCH, ARGS, SMALL
 
 from vitcompress import cli
+from vitcompress.cli import main
 from vitcompress.errors import InputError
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.runtimes import open_runner
@@ -194,3 +195,32 @@ def test_a_word_is_a_list_of_one(tmp_path: Path) -> None:
     recipe = world.recipe(tmp_path, "export.islands=auto", text=HALF)
     assert recipe.export.islands == ("auto",)
     assert json.dumps(world.recipe(tmp_path / "again", text=recipe.to_toml()).export.islands) == '["auto"]'
+
+
+def test_a_format_of_another_package_works_in_recipes_and_studies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The package declares an entry point; on the command line, in a run and in a study."""
+    info = tmp_path / "site" / "tool-1.dist-info"
+    info.mkdir(parents=True)
+    (info.parent / "tool.py").write_text(
+        "from dataclasses import replace\nfrom vitcompress.exporters.onnx.export import ONNX\n"
+        'EXPORTER = replace(ONNX, name="mine", suffix=".mine")\n'
+    )
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tool\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[vitcompress.exporters]\nmine = tool:EXPORTER\n")
+    monkeypatch.syspath_prepend(info.parent)
+    (tmp_path / "small.toml").write_text(STRUCTURE["text"])
+    words = ["recipe", str(tmp_path / "small.toml"), "--structure-only", "--weights", "random", "--out"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, str(tmp_path / "run"), "--export", "mine", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert ended.value.code == 0, report
+    assert set(report["files"]) == {"dense.mine", "model.mine"} and report["passed"]
+    assert "onnxruntime" in report["bench"][0]["rows"][0]["runtime"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, str(tmp_path / "other"), "--set", "export.formats=[mnie]", "--json"])
+    assert ended.value.code == 2 and not (tmp_path / "other").exists()
+    with pytest.raises(SystemExit) as ended:
+        main(["study", "digits", "--dry-run", "--rows", "hetdpt_5", "--set", 'base.export.formats=["mine"]', "--json"])
+    assert ended.value.code == 0, capsys.readouterr()

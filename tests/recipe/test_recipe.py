@@ -246,3 +246,16 @@ def test_the_digits_recipes_of_one_family_share_one_dense_model() -> None:
     every = [load_recipe(name) for name in recipes.names() if name.startswith("digits_")]
     vits: list[Recipe] = [recipe for recipe in every if recipe.model.name.startswith("vit_")]
     assert len(vits) >= 7 and len({dense_key(recipe) for recipe in vits}) == 1
+
+
+def test_a_set_of_an_option_that_another_choice_disables_is_a_problem() -> None:
+    """The recipe holds the options of both choices, so that `layers` can select the search."""
+    shipped = load_recipe("deit_s_hetdpt").steps[0].options
+    assert shipped.layers == "published" and shipped.collection.batch_size == 1024
+    for assignment in ("step.0.collection.epochs=3", "step[0].te.images=8", "step.0.search={factor=2.0}"):
+        with pytest.raises(RecipeError, match="has no effect: layers is 'published'"):
+            load_recipe("deit_s_hetdpt", [assignment])
+        load_recipe("deit_s_hetdpt", [assignment, "step.0.layers=search"])
+    assert load_recipe("deit_s_hetdpt", ["step.0.collection="]).steps[0].options.collection.batch_size is None
+    with pytest.raises(RecipeError, match="has no effect: layers is 'search'"):
+        load_recipe("deit_s_hetdpt", ["step.0.layers=search", "step.0.published_attention=[1]"])

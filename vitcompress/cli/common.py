@@ -3,6 +3,7 @@
 import _thread
 import contextlib
 import functools
+import gc
 import logging
 import os
 import re
@@ -130,9 +131,19 @@ def is_main_process() -> bool:
 
 
 @contextlib.contextmanager
+def pause_gc() -> Iterator[None]:
+    """No garbage collection, for short commands that build many models: it takes a quarter of their time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextlib.contextmanager
 def show_progress(debug: bool) -> Iterator[Progress]:
     """Show progress during the work. Output of libraries goes to standard error, their warnings are hidden."""
-    from vitcompress.cli.output.progress import ConsoleProgress
+    from vitcompress.cli.output.terminal import ConsoleProgress
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
@@ -165,8 +176,7 @@ def print_result(data: Any, as_json: bool, draw: Callable[[Any], None]) -> int:
 
 def print_dry_run(plan: Any, as_json: bool, draw: Callable[[Any], None]) -> int:
     """Print the result of a dry run. Returns the exit code with which a run would start: 2 if something is missing."""
-    print_result(plan, as_json, draw)
-    return InputError.exit_code if plan.missing else 0
+    return print_result(plan, as_json, draw) or (InputError.exit_code if plan.missing else 0)
 
 
 def report_failure(message: str, hint: str | None, as_json: bool) -> int:

@@ -1,12 +1,13 @@
 """`vitcompress recipe` and `study` run recipes, `vitcompress recipes` lists and prints them."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import click
 
 from vitcompress import recipes as shipped
-from vitcompress.cli.common import common_options, print_dry_run, print_result, report_failure, show_progress
+from vitcompress.cli.common import common_options, pause_gc, print_dry_run, print_result, report_failure, show_progress
 from vitcompress.cli.options import complete_names, parse_words
 
 dry_run_option = click.option(
@@ -65,7 +66,7 @@ def recipe(
     """
     if not source.endswith(".toml") and not Path(source).exists():
         shipped.text(source)  # reports an unknown name without importing torch
-    with show_progress(debug) as progress:
+    with show_progress(debug) as progress, pause_gc() if dry_run else nullcontext():
         from vitcompress.bench.report.run import summary_table
         from vitcompress.cli.output import tables, terminal
         from vitcompress.pipeline.dry_run import dry_run_recipe
@@ -158,7 +159,7 @@ def recipes(ctx: click.Context, count: bool, as_json: bool, debug: bool) -> int:
         from vitcompress.cli.output.terminal import print_pairs
 
         return print_result(shipped.summaries(), as_json, lambda summaries: print_pairs(summaries.items()))
-    with show_progress(debug) as progress:
+    with show_progress(debug) as progress, pause_gc():
         from vitcompress.cli.output import tables
         from vitcompress.pipeline.dry_run import compare_sizes
 

@@ -85,7 +85,6 @@ def plan(
     Methods that train (`sero`, `recover`) leave their trained weights in `model`; all others leave it unchanged.
 
     Args:
-        method: a name (`vitcompress recipes` lists them), or a `Method` object.
         data: labelled training images: a map-style data set of (image, class) pairs, or an iterable of (images, labels)
             batches, which is read into memory. Methods that rank by weights alone need none.
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
@@ -94,9 +93,7 @@ def plan(
         options: of the method (`vitcompress recipes keys NAME`), all with defaults.
 
     Raises:
-        InputError: unknown method or options, or data is missing.
-        PlanError: the options ask for more than the model has.
-        UnsupportedModelError: no family covers the model.
+        InputError: unknown method, options or model, or missing data; PlanError for more than the model has.
 
     Example:
         >>> import vitcompress as vc
@@ -138,7 +135,6 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
             tensors), or an iterable with a length of (images, labels) batches.
         val_data: evaluated after epochs, of the same kinds.
         teacher: model for distillation; `distillation="soft"` is then the default.
-        amp: `none`, `fp16` or `bf16`.
         folder: of the training state, so that a stopped training continues; None: a temporary folder.
         options: fields of `TrainOptions`, such as `epochs`, `batch_size`, `lr`, `distillation`.
 
@@ -245,8 +241,7 @@ def evaluate(
 ) -> Accuracy:
     """Top-1 and top-5 accuracy with counts, of a model or of an exported file.
 
-    Args:
-        data: a map-style data set of (image, class) pairs, or an iterable of (images, labels) batches.
+    data: a map-style data set of (image, class) pairs, or an iterable of (images, labels) batches.
 
     Example:
         >>> import torch, vitcompress as vc

@@ -1,40 +1,39 @@
-"""The dense model of a recipe: trained, or created with existing weights."""
+"""The dense model of a recipe, trained or created with existing weights, and the teacher of the fine-tuning."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import nn
 
+from vitcompress.errors import InputError, WeightsError
 from vitcompress.io.files import write_json
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model, randomize_constants
-from vitcompress.models.weights import part_of_weights
+from vitcompress.models.weights import hub_classes, part_of_weights
 from vitcompress.pipeline.folder import lock_folder, record_settings, remove_unfinished
 from vitcompress.pipeline.job import Job, Work
+from vitcompress.training.data import Splits
 from vitcompress.training.datasets import few
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.loop import train
+from vitcompress.training.losses import FEATURES, check_features, objective
 from vitcompress.training.metrics import Accuracy, evaluate, guessed
-from vitcompress.training.options import TrainOptions, TrainResult
+from vitcompress.training.options import TrainOptions
 from vitcompress.training.trainer import TrainingContext, TrainingControls
-
-
-def dense_plan(job: Job) -> Path:
-    """The file that is written last to the folder of the dense model."""
-    return RunFolder(job.dense_folder).plan
 
 
 def create_dense(job: Job) -> None:
     """Train the dense model, or create it with the recipe's weights, unless another run does so at the same time."""
     with lock_folder(job.dense_folder, job.progress) if job.runtime.is_main else nullcontext():
-        if job.runtime.broadcast(dense_plan(job).is_file()):  # another run was faster
+        if job.runtime.broadcast(RunFolder(job.dense_folder).plan.is_file()):  # another run was faster
             return
         if job.runtime.is_main:
             remove_unfinished(job.dense_folder)
-        model = _train_dense(job) if job.recipe.model.weights == "train" else _create_with_weights(job)
+        model = _train_dense(job, job.recipe.dense) if job.recipe.dense else _create_with_weights(job)
         if job.runtime.is_main:
             write_model(job.dense_folder, model, job.base)
 
@@ -52,24 +51,20 @@ def estimate_dense(job: Job) -> Iterator[Work]:
 def _create_with_weights(job: Job) -> nn.Module:
     table, seed = job.recipe.model, job.recipe.run.seed
     model = create_model(table.name, job.base.arch_args, table.weights, seed=seed, new_head=table.new_head)
-    if table.weights == "random":
-        if job.options.structure_only:
-            randomize_constants(model, seed)  # the checks need values other than the zeros of an untrained model
-    elif job.data is not None and job.data.heldout:
-        report_weights(job, model)
+    if table.weights == "random" and job.options.structure_only:
+        randomize_constants(model, seed)  # the checks need values other than the zeros of an untrained model
+    if table.weights != "random" and job.data is not None and job.data.heldout:
+        _report_weights(job, model, job.data)
     return model
 
 
-def _train_dense(job: Job) -> nn.Module:
-    table, options, files = job.recipe.model, job.recipe.dense, RunFolder(job.dense_folder)
-    assert options is not None
+def _train_dense(job: Job, options: TrainOptions) -> nn.Module:
+    table, files = job.recipe.model, RunFolder(job.dense_folder)
     job.progress.stage(f"Train the dense model ({table.name})")
     if job.runtime.is_main:
         record_settings(job.recipe, files.path)
     model = create_model(table.name, job.base.arch_args, seed=job.recipe.run.seed)
-    result = train_model(job, model, options, files.state, "dense")
-    if job.runtime.is_main:
-        write_json(files.training, training_record(result))
+    train_model(job, model, options, files.state, "dense", files.training)
     return model
 
 
@@ -77,29 +72,24 @@ def train_model(
     job: Job,
     module: nn.Module,
     options: TrainOptions,
-    folder: Path,
+    state: Path,
     label: str,
+    record: Path,
     controls: TrainingControls | None = None,
-) -> TrainResult:
-    """Train `module` in place on the job's images. folder: of the resume state."""
+) -> None:
+    """Train `module` in place on the job's images. state: folder of the resume state. record: a file for the result."""
     assert job.data is not None
     module.to(job.runtime.device)
-    context = TrainingContext(job.input, job.runtime, folder, label, job.recipe.run.seed, job.progress)
+    context = TrainingContext(job.input, job.runtime, state, label, job.recipe.run.seed, job.progress)
     result = train(module, job.data.train, job.data.heldout, options, context, controls)
     module.cpu()
-    if result.accuracy and job.runtime.is_main:
+    if not job.runtime.is_main:
+        return
+    if result.accuracy:
         job.progress.note(f"held-out top-1 with the selected weights, of epoch {result.epoch + 1}: {result.accuracy}")
-    return result
-
-
-def training_record(result: TrainResult) -> dict[str, Any]:
-    """`result` as plain data, without the history."""
-    return {
-        "epochs": len(result.history),
-        "kept_epoch": result.epoch,
-        "kept": result.chosen,
-        "heldout": {name: value and value.to_dict() for name, value in (("raw", result.raw), ("ema", result.ema))},
-    }
+    heldout = {name: value and value.to_dict() for name, value in (("raw", result.raw), ("ema", result.ema))}
+    about = {"epochs": len(result.history), "kept_epoch": result.epoch, "kept": result.chosen}
+    write_json(record, {**about, "heldout": heldout})
 
 
 def heldout_accuracy(job: Job, model: nn.Module) -> Accuracy:
@@ -115,16 +105,91 @@ def heldout_accuracy(job: Job, model: nn.Module) -> Accuracy:
     return accuracy
 
 
-def report_weights(job: Job, model: nn.Module) -> None:
+def _report_weights(job: Job, model: nn.Module, data: Splits) -> None:
     """Report the held-out accuracy of existing weights; warn if it is no better than always the most frequent class."""
-    assert job.data is not None
     weights, accuracy = job.recipe.model.weights, heldout_accuracy(job, model)
     if part := part_of_weights(weights):
         job.progress.note(f"dense model: `{part}` of {weights}")
     job.progress.note(f"dense model: held-out top-1 {accuracy}")
-    if guessed(accuracy.correct, job.data.heldout.labels):
+    if guessed(accuracy.correct, data.heldout.labels):
         mean, std = (", ".join(f"{value:g}" for value in values) for values in (job.input.mean, job.input.std))
         job.progress.note(
             "The dense model is no better than guessing, and every step depends on it. Was it trained on these classes "
-            f"in this order ({few(job.data.classes)}), on images of mean {mean} and standard deviation {std}?"
+            f"in this order ({few(data.classes)}), on images of mean {mean} and standard deviation {std}?"
+        )
+
+
+def is_downloaded(job: Job) -> bool:
+    """Whether the fine-tuning needs a teacher from timm's hub."""
+    finetune = job.recipe.finetune
+    local = finetune.teacher in (None, "dense") or Path(str(finetune.teacher)).is_dir()
+    used = finetune.distillation != "none" and not job.options.structure_only
+    return used and not local and finetune.teacher_weights is None
+
+
+def teacher_for(job: Job, dense: nn.Module) -> nn.Module | None:
+    """The teacher for the fine-tuning of a pruned model, or None without distillation."""
+    return None if job.recipe.finetune.distillation == "none" else _load_teacher(job) or deepcopy(dense)
+
+
+def _load_teacher(job: Job) -> nn.Module | None:
+    """The model of a run folder or a timm name; None if the teacher is the dense model, which the caller has.
+
+    Raises:
+        InputError: the teacher is not available, or has another number of classes.
+    """
+    name = job.recipe.finetune.teacher
+    if name is None or name == "dense":
+        return None
+    if Path(name).is_dir():
+        return load_model(name)
+    if is_downloaded(job):
+        _check_hub_classes(job)
+    try:
+        return create_model(name, {"num_classes": job.classes}, job.recipe.finetune.teacher_weights or "hub")
+    except WeightsError as error:
+        raise WeightsError(
+            f"teacher {name}: {error.message}",
+            hint="give its weights with --set finetune.teacher_weights=FILE (.safetensors or .pth, for the same "
+            "classes), or use --set finetune.teacher=dense",
+        ) from None
+
+
+def check_teacher(job: Job, *, download: bool = True) -> None:
+    """Raise InputError for a teacher that is not available, or that cannot teach the pruned model.
+
+    download: False checks only the number of classes of a teacher from timm's hub.
+    """
+    finetune = job.recipe.finetune
+    if job.options.structure_only or finetune.distillation == "none":
+        return
+    if job.steps[-1].method.dilute is not None and finetune.distillation in FEATURES:
+        raise InputError(
+            f"distillation = {finetune.distillation!r} does not work while layers fade out",
+            hint="use distillation = 'soft' or 'hard'",
+        )
+    if not download and is_downloaded(job):
+        _check_hub_classes(job)
+        return
+    teacher = (_load_teacher(job) or deepcopy(job.blank)).to("meta")
+    _check_classes(job, int(getattr(teacher, "num_classes", 0)))
+    pruned = deepcopy(job.pruned)
+    # Checks the image size, and that the weights of the losses train every head.
+    objective(pruned, finetune, teacher=teacher, input=job.input, device=torch.device("meta"))
+    check_features(pruned, finetune.distillation, teacher, job.input)
+
+
+def _check_hub_classes(job: Job) -> None:
+    """Raise InputError if timm's weights of the teacher have another number of classes. Downloads nothing."""
+    known = hub_classes(str(job.recipe.finetune.teacher))
+    if known is not None:
+        _check_classes(job, known)
+
+
+def _check_classes(job: Job, classes: int) -> None:
+    if classes != job.classes:
+        raise InputError(
+            f"the teacher {job.recipe.finetune.teacher} has {classes} classes, the student {job.classes}",
+            hint="use a teacher for the same classes: a run folder, finetune.teacher_weights = FILE, or "
+            "finetune.teacher = 'dense', the model before pruning",
         )

@@ -13,13 +13,12 @@ from vitcompress.errors import InputError
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.cost import Cost, count_cost
+from vitcompress.pipeline.dense import check_teacher, is_downloaded
+from vitcompress.pipeline.finalize import describe_choice
 from vitcompress.pipeline.folder import check_folder
 from vitcompress.pipeline.job import Job, RunOptions, Work, apply_options, create_job
 from vitcompress.pipeline.latency import check_clock
-from vitcompress.pipeline.preflight import check_formats, check_weights, has_dense, local_checks
-from vitcompress.pipeline.report import describe_choice
-from vitcompress.pipeline.run import STAGES
-from vitcompress.pipeline.teacher import check_teacher, is_downloaded
+from vitcompress.pipeline.run import STAGES, check_formats, check_weights, has_dense, local_checks
 from vitcompress.recipe.load import load_recipe
 from vitcompress.recipe.schema import Published, Recipe
 from vitcompress.training import distributed
@@ -125,9 +124,6 @@ def _notes(job: Job) -> Iterator[str]:
                 "whether the latency can be reached, and is rejected if not."
             )
     yield from job.onnx_notes()
-
-
-# ---------------------------------------------------------------------------------------------------- published sizes
 
 
 @dataclass(frozen=True)

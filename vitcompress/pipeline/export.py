@@ -110,9 +110,6 @@ def _selected_layers(result: Search, precision: str, path: Path) -> Layers:
     )
 
 
-# -------------------------------------------------------------------------------------------------- exports of a recipe
-
-
 @dataclass(frozen=True)
 class Target:
     """A file that the recipe exports. options: those that its format uses."""

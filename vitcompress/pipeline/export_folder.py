@@ -62,12 +62,14 @@ def export_folder(
 
 def _check_name(exporter: Exporter, folder: Path, out: Path | None) -> None:
     """Raise InputError for the name of a file of the dense model, or of another format."""
-    if out is not None and out.name.startswith(DENSE) and out.parent.resolve() == folder.resolve():
+    if out is None:
+        return
+    if out.name.startswith(DENSE) and out.parent.resolve() == folder.resolve():
         raise InputError(
             f"{out} has the name of a file of the dense model, which begins with {DENSE!r} in a run folder",
             hint="give another --out",
         )
-    if out is not None and out.suffix != exporter.file_suffix:
+    if out.suffix != exporter.file_suffix:
         raise InputError(
             f"{out} cannot be a file of the format {exporter.name}, whose names end in {exporter.file_suffix}",
             hint=f"--out {out.with_suffix(exporter.suffix)}, or another --format",

@@ -112,18 +112,13 @@ def check_disk(folder: Path, params: int, *, trains: bool, storing_steps: int) -
     per_parameter = BYTES_PER_PARAMETER + BYTES_OF_TRAINING * trains + BYTES_PER_STEP * storing_steps
     need, free = params * per_parameter, shutil.disk_usage(parent).free
     if free < need:
-        raise OutputError(
-            f"{parent} has {_size(free)} free, this run needs about {_size(need)}",
-            hint=f"free some space, or {ELSEWHERE}",
-        )
+        sizes = [f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB" for count in (free, need)]
+        message = "{} has {} free, this run needs about {}".format(parent, *sizes)
+        raise OutputError(message, hint=f"free some space, or {ELSEWHERE}")
 
 
 def _nearest_existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.exists())
-
-
-def _size(count: float) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 @contextmanager

@@ -53,10 +53,8 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
         InputError: the weights must be trained, and the recipe does not tell how.
     """
     if options.weights == "train" and recipe.dense is None:
-        raise InputError(
-            "--weights train needs a [dense] table with training options, and the recipe has none",
-            hint="use a checkpoint, hub or random",
-        )
+        message = "--weights train needs a [dense] table with training options, and the recipe has none"
+        raise InputError(message, hint="use a checkpoint, hub or random")
     weights = options.weights or ("random" if options.structure_only and recipe.model.weights == "train" else None)
     model = recipe.model if weights is None else replace(recipe.model, weights=weights)
     table = recipe.data
@@ -109,7 +107,7 @@ class JobStep:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of one recipe, which has the command line's `options` applied.
+    """One run of one recipe, which has the `options` applied.
 
     data: None if no images are needed or available. base: the plan of the dense model. blank: the dense model on
     torch's meta device, without weights. pruned, structure: model and plan after all steps, without data or scoring.
@@ -121,6 +119,8 @@ class Job:
     progress: Progress
     data: Splits | None
     base: Plan
+    files: RunFolder
+    family: Family
     steps: tuple[JobStep, ...]
     structure: Plan
     blank: nn.Module = field(repr=False)
@@ -128,11 +128,7 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        return self.options.folder(self.recipe)
-
-    @property
-    def files(self) -> RunFolder:
-        return RunFolder(self.folder)
+        return self.files.path
 
     @property
     def dense_folder(self) -> Path:
@@ -141,10 +137,6 @@ class Job:
     @cached_property
     def input(self) -> InputConfig:
         return input_config(self.blank)
-
-    @cached_property
-    def family(self) -> Family:
-        return family_of(self.blank)
 
     @property
     def classes(self) -> int:
@@ -193,7 +185,7 @@ def create_job(
         folder, info = RunFolder(files.step(number, step.method)), method.describe(step.options)
         steps.append(JobStep(number, method, step.options, info, folder, model, delta))
         model, plan = surgery.apply_to_copy(model, delta), plan.then(delta)
-    return Job(recipe, options, runtime, progress, data, base, tuple(steps), plan, blank, model)
+    return Job(recipe, options, runtime, progress, data, base, files, family, tuple(steps), plan, blank, model)
 
 
 @lru_cache(maxsize=8)  # lists of recipes and the rows of a study use few architectures

@@ -1,6 +1,6 @@
 """Run the pruning steps of a recipe, and recover the accuracy by fine-tuning with a distillation teacher."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -12,10 +12,9 @@ from vitcompress.io.files import write_json, write_text
 from vitcompress.io.tensors import save_tensors
 from vitcompress.methods.base import PUBLISHED, Context, check_sealed, load_handed_over, seal
 from vitcompress.methods.depth import freeze_gates, read_mean_gates
-from vitcompress.pipeline.dense import heldout_accuracy, load_dense, train_model, training_record
+from vitcompress.pipeline.dense import heldout_accuracy, load_dense, teacher_for, train_model
 from vitcompress.pipeline.job import Job, JobStep, Work
 from vitcompress.pipeline.latency import clock, measured_on
-from vitcompress.pipeline.teacher import teacher_for
 from vitcompress.plan import Plan
 from vitcompress.surgery.gates import GATED_KINDS, GatedModel
 from vitcompress.training.data import no_data
@@ -44,13 +43,12 @@ class Steps:
         return surgery.apply_to_copy(self.model, self.last)
 
 
-def prune(job: Job) -> None:
-    """Plan all steps, and keep the plan of each in its folder."""
-    run_steps(job, load_dense(job))
+def run_steps(job: Job, dense: nn.Module | None = None) -> Steps:
+    """Plan each step on the model and the weights that the steps before it produced. Finished steps are read back.
 
-
-def run_steps(job: Job, dense: nn.Module) -> Steps:
-    """Plan each step on the model and the weights that the steps before it produced. Finished steps are read back."""
+    dense: None loads it.
+    """
+    dense = load_dense(job) if dense is None else dense
     # With structure only nothing is trained, so the dense model itself can be used.
     result = Steps(dense if job.options.structure_only else deepcopy(dense), job.base, job.base)
     for step in job.steps:
@@ -107,9 +105,6 @@ def _plan_step(job: Job, dense: nn.Module, step: JobStep, model: nn.Module, plan
     return delta
 
 
-# ------------------------------------------------------------------------------------------------------------ recovery
-
-
 def recover(job: Job) -> None:
     """Fine-tune the pruned model and save it before folding.
 
@@ -144,23 +139,28 @@ def _measure_before(job: Job, dense: nn.Module, pruned: nn.Module) -> None:
 
 
 def _finetune(job: Job, dense: nn.Module, steps: Steps) -> nn.Module:
-    options, folder = job.recipe.finetune, job.files.recovery_state
-    teacher, step = teacher_for(job, dense), job.steps[-1]
+    options, files, step = job.recipe.finetune, job.files, job.steps[-1]
+    where = (files.recovery_state, "recovery", files.recovery)
+    teacher = teacher_for(job, dense)
     if step.method.dilute is None:
         pruned = steps.pruned()
-        result = train_model(job, pruned, options, folder, "recovery", TrainingControls(teacher))
-    else:
-        # The layers of the last step fade out; those of the steps before are removed from the start.
-        means = job.runtime.broadcast(read_mean_gates(step.files.path) if job.runtime.is_main else None)
-        gated = _add_gates(job, deepcopy(steps.model), steps.last, means)
-        fade = _gate_schedule(gated, step.method.dilute(step.options, options.epochs))
-        fade(-1)
-        result = train_model(job, gated, options, folder, "recovery", TrainingControls(teacher, after_epoch=fade))
-        pruned = deepcopy(steps.model)  # without the hooks of the gates
-        pruned.load_state_dict(gated.model.state_dict())
-        surgery.apply_plan(freeze_gates(pruned, means), steps.last)
-    if job.runtime.is_main:
-        write_json(job.files.recovery, training_record(result))
+        train_model(job, pruned, options, *where, TrainingControls(teacher))
+        return pruned
+    # The layers of the last step fade out; those of the steps before are removed from the start.
+    means = job.runtime.broadcast(read_mean_gates(step.files.path) if job.runtime.is_main else None)
+    gated = _add_gates(job, deepcopy(steps.model), steps.last, means)
+    factor = step.method.dilute(step.options, options.epochs)
+
+    def set_gates(epoch: int) -> None:
+        """After an epoch, set all gates to the value of the next one."""
+        for site in gated.sites:
+            gated.set_gate(site.name, factor(epoch + 1))
+
+    set_gates(-1)
+    train_model(job, gated, options, *where, TrainingControls(teacher, after_epoch=set_gates))
+    pruned = deepcopy(steps.model)  # without the hooks of the gates
+    pruned.load_state_dict(gated.model.state_dict())
+    surgery.apply_plan(freeze_gates(pruned, means), steps.last)
     return pruned
 
 
@@ -169,25 +169,10 @@ def _add_gates(job: Job, model: nn.Module, delta: Plan, means: Mapping[str, Tens
     removed = delta.removed
     gateable = [site for site in job.family.sites(model) if site.kind in GATED_KINDS]
     sites = [site for site in gateable if site.name in removed or site.gates in removed]
-    bypass = next((removed[site.name] for site in sites if site.kind == "attention"), "drop")
-    gated_ffn = next((removed.get(site.name, "drop_ffn") for site in sites if site.gates), "mean_gate")
-    act = "gelu" if delta.appended else "none"
-    return GatedModel(
-        model,
-        job.family,
-        sites,
-        attention_bypass=bypass,
-        both_pruned_output_act=act,
-        gated_ffn=gated_ffn,
-        gate_means={ffn: mean.to(job.runtime.device) for ffn, mean in means.items()},
-    )
-
-
-def _gate_schedule(gated: GatedModel, factor: Callable[[int], float]) -> Callable[[int], None]:
-    """A callback that after epoch e sets all gates to the value of epoch e + 1."""
-
-    def set_gates(epoch: int) -> None:
-        for site in gated.sites:
-            gated.set_gate(site.name, factor(epoch + 1))
-
-    return set_gates
+    options = {
+        "attention_bypass": next((removed[site.name] for site in sites if site.kind == "attention"), "drop"),
+        "both_pruned_output_act": "gelu" if delta.appended else "none",
+        "gated_ffn": next((removed.get(site.name, "drop_ffn") for site in sites if site.gates), "mean_gate"),
+    }
+    on_device = {ffn: mean.to(job.runtime.device) for ffn, mean in means.items()}
+    return GatedModel(model, job.family, sites, **options, gate_means=on_device)

@@ -60,14 +60,10 @@ class _Tables(BaseModel):
 
 
 @dataclass(frozen=True)
-class Row:
-    """One method at one budget, with its recipe for seed 0."""
+class Row(RowTable):
+    """A row with its recipe for seed 0."""
 
-    name: str
-    curve: str
-    title: str
-    against: tuple[str, ...]
-    recipe: Recipe = field(repr=False)
+    recipe: Recipe = field(repr=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -165,17 +161,15 @@ def _build_row(study: str, tables: _Tables, row: RowTable, wrong: dict[str, list
         return None
     left = tables.epochs - epochs_before_recovery(recipe)
     if left < 1:
-        wrong[f"a total of {tables.epochs} epochs leaves {left} for the fine-tuning, expected 1 or more"].append(
-            row.name
-        )
+        problem = f"a total of {tables.epochs} epochs leaves {left} for the fine-tuning, expected 1 or more"
+        wrong[problem].append(row.name)
     recipe = replace(recipe, finetune=replace(recipe.finetune, epochs=left))
-    return Row(row.name, row.curve, row.title, row.against, recipe)
+    return Row(**vars(row), recipe=recipe)
 
 
 def _contradictions(tables: _Tables) -> list[str]:
     """Mistakes that involve several tables."""
-    names = [row.name for row in tables.row]
-    curves = {row.curve for row in tables.row}
+    names, curves = [row.name for row in tables.row], {row.curve for row in tables.row}
     problems = [f"row {name}: there are two of this name" for name in dict.fromkeys(names) if names.count(name) > 1]
     problems += [
         f"row {row.name}.against   got {curve!r}, expected the curve of a row{did_you_mean(curve, curves)}"
@@ -197,9 +191,7 @@ def _contradictions(tables: _Tables) -> list[str]:
 def _select(rows: Sequence[RowTable], names: Sequence[str]) -> list[RowTable]:
     """The rows with these `names` in the study's order; all if empty."""
     known = [row.name for row in rows]
-    for name in names:
-        if name not in known:
-            raise InputError(
-                f"the study has no row {name!r}{did_you_mean(name, known)}", hint=f"its rows: {', '.join(known)}"
-            )
+    for name in set(names) - set(known):
+        message = f"the study has no row {name!r}{did_you_mean(name, known)}"
+        raise InputError(message, hint=f"its rows: {', '.join(known)}")
     return [row for row in rows if not names or row.name in names]
