@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol, Required, TypedDict, Unpack
 
 from torch import nn
@@ -13,7 +14,7 @@ from vitcompress.exporters.precision import HALF
 from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.sidecar import FORMAT, sidecar_path
 from vitcompress.families import family_of
-from vitcompress.io.files import file_sha256, write_json
+from vitcompress.io.files import file_sha256, write_file, write_json
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import InputConfig
 
@@ -23,7 +24,7 @@ class Exported:
     """An exported file. Its sidecar stores these fields.
 
     files: SHA-256 of the file and of its data files, by name; `bytes` is their total size.
-    opset, opset_reason: ONNX operator set of the file, or of the ONNX file that it was built from, and the reason.
+    opset, opset_reason: ONNX operator set of the file or its source, and the reason for it.
     metadata: what users of the file need (classes, preprocessing, plan hash, versions), each value as JSON text.
     source: name and SHA-256 of the ONNX file that it was built from.
     build: runtime and version, compute capabilities, batch range and flags of the build.
@@ -43,17 +44,14 @@ class Exported:
     source: dict[str, str] = field(default_factory=dict)
     build: dict[str, Any] = field(default_factory=dict)
     verified: bool = False
-    islands_search: dict[str, Any] = field(default_factory=dict)
+    islands_search: dict[str, object] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "path": self.path.name}
 
 
 class ModelInfo(TypedDict, total=False):
-    """What the metadata of a file state about its model and a module does not know.
-
-    input: preprocessing of images. classes: their names; numbers by default. plan_digest: hash of the plan.
-    """
+    """Metadata that a module does not know: preprocessing, class names (default: numbers) and hash of the plan."""
 
     input: Required[InputConfig]
     classes: Sequence[str]
@@ -159,25 +157,60 @@ class Exporter:
 
     def check_model(self, model: nn.Module, options: ExportOptions) -> None:
         """Raise InputError if the format does not support the shapes of `model` with these options."""
-        if self.equal_widths(options):
-            check_equal_widths(model, self.name)
+        if not self.equal_widths(options) or not (unequal := unequal_widths(model)):
+            return
+        attention, (qk, v) = next(iter(unequal.items()))
+        others = f" (as in {len(unequal)} attentions)" if len(unequal) > 1 else ""
+        raise InputError(
+            f"each head of {attention} has {qk} channels in q and k and {v} in v{others}; opset 23 exports one "
+            f"Attention node, for which {self.name} supports equal widths only",
+            hint="omit the opset, or use --opset 20 (22 for bf16), which decomposes attention and supports any width",
+        )
 
 
-def record_export(path: Path, files: Iterable[str], **fields: Any) -> Exported:
-    """Write the sidecar of the file `path`. files: names of it and of its data files. fields: of `Exported`."""
+def write_with_data(path: Path, write: Callable[[Path], None]) -> tuple[str, ...]:
+    """Write a file and its data files in a folder beside `path`, then move first the data into place.
+
+    write(target): writes a file with the name of `path`, and any others beside it. Returns the names of all files.
+    """
+    names = [path.name]
+
+    def fill(beside: Path) -> None:
+        with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".part") as folder:
+            target = Path(folder) / path.name
+            write(target)
+            data = [file for file in sorted(target.parent.iterdir()) if file != target]
+            sidecar_path(path).unlink(missing_ok=True)  # it describes the file that is replaced now
+            for file in data:
+                write_file(path.parent / file.name, file.replace)
+            target.replace(beside)
+            names.extend(file.name for file in data)
+
+    write_file(path, fill)
+    return tuple(names)
+
+
+def record_export(path: Path, files: Iterable[str], source: Exported | None = None, **fields: Any) -> Exported:
+    """Write the sidecar of the file `path`.
+
+    files: names of it and of its data files. source: the ONNX file that it was built from. fields: of `Exported`.
+    """
+    if source is not None:
+        about = {"name": source.path.name, "sha256": source.sha256}
+        shared = {"opset": source.opset, "opset_reason": source.opset_reason, "metadata": source.metadata}
+        fields = {"source": about, **shared, **fields}
     hashes = {name: file_sha256(path.parent / name) for name in files}
     size = sum((path.parent / name).stat().st_size for name in hashes)
-    exported = Exported(path=path, sha256=hashes[path.name], bytes=size, files=hashes, **fields)
-    write_sidecar(exported)
+    return write_sidecar(Exported(path=path, sha256=hashes[path.name], bytes=size, files=hashes, **fields))
+
+
+def write_sidecar(exported: Exported) -> Exported:
+    write_json(sidecar_path(exported.path), {"sidecar_format": FORMAT, **exported.to_dict()})
     return exported
 
 
-def write_sidecar(exported: Exported) -> None:
-    write_json(sidecar_path(exported.path), {"sidecar_format": FORMAT, **exported.to_dict()})
-
-
 def unequal_widths(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Attention -> channels of each head in q/k and in v, for attentions where these differ and no padding is used."""
+    """Attention -> channels of each head in q/k and in v, where these differ and no padding is used."""
     widths: dict[str, dict[str, int]] = {}
     for space in family_of(model).spaces(model):
         if space.attention and not getattr(model.get_submodule(space.attention), "padded", False):
@@ -185,23 +218,9 @@ def unequal_widths(model: nn.Module) -> dict[str, tuple[int, int]]:
     return {name: (kinds["qk"], kinds["v"]) for name, kinds in widths.items() if len(set(kinds.values())) > 1}
 
 
-def check_equal_widths(model: nn.Module, name: str) -> None:
-    """Raise InputError if `model` has heads that the format `name` does not support as one Attention node."""
-    if not (unequal := unequal_widths(model)):
-        return
-    attention, (qk, v) = next(iter(unequal.items()))
-    others = f" (as in {len(unequal)} attentions)" if len(unequal) > 1 else ""
-    raise InputError(
-        f"each head of {attention} has {qk} channels in q and k and {v} in v{others}; opset 23 exports one Attention "
-        f"node, for which {name} supports equal widths only",
-        hint="omit the opset, or use --opset 20 (22 for bf16), which decomposes attention and supports any width",
-    )
-
-
 def unfused_warnings(model: nn.Module, precision: str) -> list[str]:
     """A warning if attentions of `model` cannot become one fused kernel; none in fp32, which has no fused kernels."""
-    names = list(unequal_widths(model)) if precision in HALF else []
-    if not names:
+    if precision not in HALF or not (names := list(unequal_widths(model))):
         return []
     listed = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
     return [

@@ -4,6 +4,7 @@ import os
 import platform
 import sys
 import tempfile
+from collections.abc import Iterable
 from contextlib import closing
 from importlib import util
 from pathlib import Path
@@ -37,6 +38,7 @@ OPTIONAL = {
     "matplotlib": ("pip install 'vitcompress[plots]'", "plots of reports and diagnostics"),
     "tensorboard": ("pip install tensorboard", "training curves"),
 }
+Record = dict[str, str | None]
 SMALLEST_MODEL = """
 <ir_version: 10, opset_import: ["": 20]>
 smallest (float[1, 1, 1, 1] images) => (float[1, 1] logits) <float[1, 1] weight = {2.0}> {
@@ -53,7 +55,7 @@ def examine() -> dict[str, Any]:
         "versions": package_versions(LIBRARIES),
         "devices": _devices(),
         "export": {name: exporter.unavailable() for name, exporter in EXPORTERS.items()},
-        "providers": {n: provider_problem(n) is None for n, provider in PROVIDERS.items() if provider.present},
+        "providers": {n: onnx_problem(provider=n) is None for n, provider in PROVIDERS.items() if provider.present},
         "targets": targets(),
         "optional": [
             {"package": name, "present": util.find_spec(name) is not None, "for": purpose, "install": install}
@@ -69,40 +71,33 @@ def _devices() -> dict[str, str | None]:
     return {"cpu": platform.processor() or platform.machine(), **(gpus or {"cuda": None}), "mps": mps}
 
 
-def targets() -> list[dict[str, Any]]:
+def targets() -> list[Record]:
     """What can be exported, run and measured here: one record per format, ONNX Runtime provider and device of torch.
 
     `export`, `run`, `measure`: None if it works, else the reason and the remedy; `export` is `-` for targets without a
     format of their own.
     """
-    formats = [
-        _target(name, exporter.unavailable(), exporter.cannot_run(), PACKAGES.get(name, ()), gpu=name.startswith("trt"))
+    records = [
+        _target(name, exporter.unavailable(), exporter.cannot_run(), PACKAGES.get(name, ()), name.startswith("trt"))
         for name, exporter in EXPORTERS.items()
     ]
-    providers = [
-        _target(f"onnxruntime {n}", NO_FORMAT, provider_problem(n), provider.packages, gpu=provider.device == "cuda")
-        for n, provider in PROVIDERS.items()
-        if provider.device != "mps" or provider.present
-    ]
-    devices = [
-        _target(f"torch {d}", NO_FORMAT, torch_problem(d) if name else _no_device(d), ("torch",), gpu="cuda" in d)
-        for d, name in _devices().items()
-        if name or d != "mps" or sys.platform == "darwin"
-    ]
-    return [*formats, *providers, *devices]
+    for name, provider in PROVIDERS.items():
+        if provider.device != "mps" or provider.present:
+            problem, on_gpu = onnx_problem(provider=name), provider.device == "cuda"
+            records.append(_target(f"onnxruntime {name}", NO_FORMAT, problem, provider.packages, on_gpu))
+    no_cuda = hardware.cuda_reason() or ("" if torch.version.cuda else ": built without CUDA (see pytorch.org)")
+    for device, present in _devices().items():
+        if present or device != "mps" or sys.platform == "darwin":
+            absent = f"torch finds no such device here{no_cuda if device == 'cuda' else ''}"
+            problem = torch_problem(device) if present else absent
+            records.append(_target(f"torch {device}", NO_FORMAT, problem, ("torch",), "cuda" in device))
+    return records
 
 
-def _target(name: str, export: str | None, run: str | None, packages: tuple[str, ...], *, gpu: bool) -> dict[str, Any]:
+def _target(name: str, export: str | None, run: str | None, packages: Iterable[str], gpu: bool) -> Record:
     installed = [f"{package} {version}" for package, version in package_versions(packages).items()]
     clocks = None if not gpu or util.find_spec("pynvml") else NO_CLOCKS
     return {"target": name, "export": export, "run": run, "measure": run or clocks, "version": ", ".join(installed)}
-
-
-def _no_device(device: str) -> str:
-    reason = ""
-    if device == "cuda":
-        reason = hardware.cuda_reason() or ("" if torch.version.cuda else ": built without CUDA (see pytorch.org)")
-    return f"torch finds no such device here{reason}"
 
 
 def torch_problem(device: str) -> str | None:
@@ -114,27 +109,20 @@ def torch_problem(device: str) -> str | None:
     return None
 
 
-def device_problem(device: str) -> str | None:
-    """Why ONNX Runtime cannot run on `device` (`cpu`, `cuda`, `cuda:1`) here, and the remedy; None if it can."""
-    return _session_problem(RunnerOptions(device))
+def onnx_problem(device: str | None = None, *, provider: str | None = None) -> str | None:
+    """Why ONNX Runtime cannot run a model with a single matrix product here, and the remedy; None if it can.
 
-
-def provider_problem(name: str) -> str | None:
-    """Why a provider does not work here, and the remedy; None if it does. It is tested with a model."""
-    return _session_problem(RunnerOptions(provider=name))
-
-
-def _session_problem(options: RunnerOptions) -> str | None:
-    """Why a model with a single matrix product cannot be run, or None."""
+    device: such as `cpu`, `cuda`, `cuda:1`. provider: full name of an execution provider.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "smallest.onnx"
         onnx.save(onnx.parser.parse_model(SMALLEST_MODEL), str(path))
         try:
-            with closing(OnnxRunner(path, options)) as runner:
+            with closing(OnnxRunner(path, RunnerOptions(device, provider))) as runner:
                 runner(torch.ones(1, 1, 1, 1))
         except VitcompressError as error:
             text = f"{error.message}: {error.hint}" if error.hint else error.message
-            return text.replace(str(path), "a model").removeprefix(f"{options.provider} is not available: ")
+            return text.replace(str(path), "a model").removeprefix(f"{provider} is not available: ")
         except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions have no other common base class
             return f"it opens a model and cannot run it: {error_text(error)}"
     return None

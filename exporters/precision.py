@@ -4,9 +4,8 @@ fp32 layers are casts in the module itself, so that every exporter and every run
 by `--islands`: `norm` (all LayerNorms), `softmax` (all attention cores), `head` (the classifier), `ffn` (all FFNs), the
 path of a module, or `PATH.softmax` for the core of one attention. Their weights stay in fp32.
 
-An attention core is q k^T, softmax, and the product with v. It is computed in fp32 as a whole, with casts of q, k and
-v, which is the form that TensorRT fuses with accumulation in fp32. In attentions that compute their scores themselves
-(Swin), only the softmax is in fp32.
+An attention core is q k^T, softmax, and the product with v, in fp32 as a whole, which is the form that TensorRT fuses.
+In attentions that compute their scores themselves (Swin), only the softmax is in fp32.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,11 +30,8 @@ SOFTMAX = ".softmax"
 def convert_precision(model: nn.Module, precision: str = "fp32", islands: Sequence[str] = ()) -> nn.Module:
     """A copy of `model` on the CPU in eval mode that stores and computes in `precision` (fp32, tf32, fp16, bf16).
 
-    Its inputs and outputs are float32 in every precision.
-
-    Raises:
-        InputError: an fp32 layer that the model does not have, or fp32 layers of a model in fp32.
-        PrecisionError: a weight that half precision cannot represent.
+    Its inputs and outputs are float32 in every precision. Raises InputError for an fp32 layer that the model does not
+    have or is in fp32 anyway, PrecisionError for a weight that half precision cannot represent.
     """
     copy = deepcopy(model).cpu().eval().float()
     if precision not in HALF:
@@ -44,26 +40,21 @@ def convert_precision(model: nn.Module, precision: str = "fp32", islands: Sequen
                 f"islands name fp32 layers, but the whole model is {precision}, which is fp32 too", hint="omit islands"
             )
         return copy
-    names = expand_layers(copy, islands)
-    wide = [name for name in names if not name.endswith(SOFTMAX)]
-    classifier = set(classifier_layers(copy))
-    _narrow(copy, HALF[precision], wide)
-    for name in wide:
-        _widen(copy.get_submodule(name), HALF[precision], is_classifier=name in classifier)
+    names, classifier = expand_layers(copy, islands), set(classifier_layers(copy))
+    _narrow(copy, HALF[precision], [name for name in names if not name.endswith(SOFTMAX)])
     for name in names:
+        module = copy.get_submodule(name.removesuffix(SOFTMAX))
         if name.endswith(SOFTMAX):
-            attention = name.removesuffix(SOFTMAX)
-            copy.set_submodule(attention, WideSoftmax(copy.get_submodule(attention)))
+            copy.set_submodule(name.removesuffix(SOFTMAX), WideSoftmax(module))
+        else:
+            _widen(module, HALF[precision], is_classifier=name in classifier)
     return Float32Io(copy, HALF[precision]).eval()
 
 
 def expand_layers(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
     """The names of all fp32 layers, in the order of the model: modules, and `PATH.softmax` of attentions.
 
-    Layers inside another fp32 layer are omitted.
-
-    Raises:
-        InputError: an fp32 layer that the model does not have.
+    Layers inside another one are omitted. Raises InputError for an fp32 layer that the model does not have.
     """
     kinds = _layers_by_kind(model)
     cores = set(kinds["softmax"])
@@ -115,8 +106,7 @@ def _layers_by_kind(model: nn.Module) -> dict[str, list[str]]:
 
 def classifier_layers(model: nn.Module) -> Iterator[str]:
     """Names of the layers that output the logits."""
-    get_classifier: Callable[[], Any] | None = getattr(model, "get_classifier", None)
-    layers = get_classifier() if get_classifier else ()
+    layers = getattr(model, "get_classifier", tuple)()
     layers = layers if isinstance(layers, tuple) else (layers,)
     for name, module in model.named_modules():
         if any(module is layer for layer in layers) and not isinstance(module, nn.Identity):

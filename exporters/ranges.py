@@ -83,10 +83,9 @@ class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _magnitude(self, tensor: Tensor) -> float:
         self.measuring = True
-        try:
-            return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
-        finally:
-            self.measuring = False
+        largest = float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+        self.measuring = False
+        return largest
 
 
 def _raise_to(values: dict[str, float], name: str, value: float) -> None:
@@ -99,8 +98,7 @@ def required_layers(model: nn.Module, ranges: Ranges) -> tuple[str, ...] | None:
     """The smallest parts of `model` that must stay in fp32 to avoid overflows; None if no part is enough.
 
     These are the modules that overflow or, if their outputs are too large as well, the first module around each whose
-    outputs fit into fp16; the outputs of a classifier stay in fp32. If the residual stream itself is too large, only
-    another precision helps.
+    outputs fit into fp16; the outputs of a classifier stay in fp32.
     """
     classifier = set(classifier_layers(model))
     attentions = {space.attention for space in family_of(model).spaces(model) if space.attention}
@@ -137,12 +135,9 @@ def describe_overflows(overflows: Mapping[str, float]) -> str:
 def check_fp16(
     model: nn.Module, images: Tensor, islands: tuple[str, ...] = (), *, offer_islands: bool = True
 ) -> Ranges:
-    """Scan `model`, and reject fp16 if a result outside the fp32 layers `islands` would overflow.
+    """Scan `model`. Raises PrecisionError if a result outside the fp32 layers `islands` would overflow in fp16.
 
-    offer_islands: name the fp32 layers that would help, for formats that support them.
-
-    Raises:
-        PrecisionError: with the layer, its largest number and a remedy.
+    offer_islands: the error names the fp32 layers that would help, for formats that support them.
     """
     ranges = scan_ranges(model, images)
     if overflows := find_overflows(model, ranges, islands):

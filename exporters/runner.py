@@ -25,16 +25,14 @@ class RunnerOptions:
 
     device: `cpu`, `cuda`, `cuda:1`, `mps`; None: a GPU for engines, the CPU for everything else.
     provider: full name of an execution provider of ONNX Runtime; None: the one of the device.
-    precision: None: that of the file, and fp32 in torch. `tf32` is fp32 with TF32 products on CUDA; `fp32` never uses
-        TF32.
+    precision: None: that of the file, fp32 in torch. `tf32`: fp32 with TF32 products on CUDA; `fp32` never uses TF32.
     threads: CPU threads of one call; None: the runtime's default.
     compile, sdpa (`auto`, `math`, `flash`, `efficient`, `cudnn`): settings of torch.
     weights: of a `timm:` model (`random`, `hub`).
     trust: open an engine without a matching sidecar.
     cuda_graph: replay bound calls from a recorded CUDA graph.
     transfers: bound calls include the copies of images and logits from and to the host.
-    batch: (minimum, optimal, maximum) number of images, for providers that build an engine first; None: the default of
-        `ExportOptions`.
+    batch: (minimum, optimal, maximum) images, for providers that build an engine; None: default of `ExportOptions`.
     engine_cache: folder in which such providers store these engines, which contain executable code.
     """
 
@@ -53,10 +51,7 @@ class RunnerOptions:
 
 
 class BoundCall:
-    """A forward pass as a call. step: runs it, and references everything that it needs.
-
-    Calls that are queued on a GPU, or run in another process, time themselves with `timed`.
-    """
+    """A forward pass as a call; some time themselves with `timed`. step: runs it, and references all that it needs."""
 
     def __init__(self, step: Callable[[], object]) -> None:
         self.step = step
@@ -87,8 +82,7 @@ class QueuedCall(BoundCall):
     def timed(self, runs: int) -> tuple[list[float], float]:
         """Milliseconds of each of `runs` runs, by CUDA events, and of all together by the wall clock.
 
-        The passes are queued without waiting between them; the only wait is at the end. Events are recorded on the
-        stream of the passes and on its GPU, whichever is the current one.
+        The passes are queued without waiting between them. Events are recorded on their stream and its GPU.
         """
         event: Any = torch.cuda.Event
         marks = [event(enable_timing=True) for _ in range(runs + 1)]
@@ -106,6 +100,20 @@ class QueuedCall(BoundCall):
         return [float(a.elapsed_time(b)) for a, b in pairwise(marks)], wall
 
 
+# Keys of every runner's description, with the values for runtimes without such a property.
+DESCRIPTION: dict[str, object] = {
+    **dict.fromkeys(("artifact", "sha256", "runtime", "runtime_version", "device", "device_name", "provider")),
+    **{"precision": None, "tf32": False, "threads": None, "sdpa": None},
+    **dict.fromkeys(("compile", "channels_last", "cuda_graph", "transfers"), False),
+    **dict.fromkeys(("graph_optimization", "weights")),
+}
+# Setting -> the only runtime that has it, and the artifacts that run there.
+OWNED_SETTINGS = {
+    **dict.fromkeys(("compile", "sdpa"), ("torch", "run folders and timm models")),
+    "provider": ("ONNX Runtime", "ONNX files"),
+}
+
+
 class Runner(ABC):
     """A model that can be run, described and timed.
 
@@ -117,8 +125,17 @@ class Runner(ABC):
     input_size: tuple[int, int, int]
     takes_bytes = False
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, options: RunnerOptions, runtime: str) -> None:
+        """Raises InputError for less than 1 thread, or a setting that `runtime` does not have."""
+        for setting, (owner, artifacts) in OWNED_SETTINGS.items():
+            if owner != runtime and getattr(options, setting) != getattr(RunnerOptions, setting):
+                raise InputError(
+                    f"{setting} is a setting of {owner}, but {name} runs in {runtime}",
+                    hint=f"omit it, or name only {artifacts}",
+                )
+        if options.threads is not None and options.threads < 1:
+            raise InputError(f"threads must be 1 or more, got {options.threads}")
+        self.name, self._options, self._threads = name, options, options.threads
         self._calls = WeakSet[BoundCall]()  # those that are still referenced elsewhere
 
     @abstractmethod
@@ -141,9 +158,12 @@ class Runner(ABC):
     def synchronize(self) -> None:  # noqa: B027 - most runtimes return when the outputs are complete
         """Wait until all queued work is complete."""
 
-    @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Everything that affects the speed or the accuracy of this runner; see `fill_description`."""
+        """Everything that affects the speed or the accuracy of this runner, with all keys of `DESCRIPTION`."""
+        return {**DESCRIPTION, "artifact": self.name, **self._describe()}
+
+    @abstractmethod
+    def _describe(self) -> dict[str, object]: ...
 
     def close(self) -> None:
         """Free the memory of the runner and its bound calls, and restore changed settings. May be called twice."""
@@ -159,36 +179,6 @@ class Runner(ABC):
         return prepare_input(images, self.input, uint8=self.takes_bytes)
 
 
-# Keys of every runner's description, with the values for runtimes without such a property.
-DESCRIPTION: dict[str, object] = {
-    **dict.fromkeys(("artifact", "sha256", "runtime", "runtime_version", "device", "device_name", "provider")),
-    **{"precision": None, "tf32": False, "threads": None, "sdpa": None},
-    **dict.fromkeys(("compile", "channels_last", "cuda_graph", "transfers"), False),
-    **dict.fromkeys(("graph_optimization", "weights")),
-}
-# Setting -> the only runtime that has it, and the artifacts that run there.
-OWNED_SETTINGS = {
-    "compile": ("torch", "run folders and timm models"),
-    "sdpa": ("torch", "run folders and timm models"),
-    "provider": ("ONNX Runtime", "ONNX files"),
-}
-
-
-def fill_description(**known: object) -> dict[str, Any]:
-    """The result of `Runner.describe`: `known`, with the default of each other key of `DESCRIPTION`."""
-    return {**DESCRIPTION, **known}
-
-
-def reject_foreign_settings(options: RunnerOptions, runtime: str, name: str) -> None:
-    """Raise InputError if `options` of the artifact `name` include a setting that `runtime` does not have."""
-    for setting, (owner, artifacts) in OWNED_SETTINGS.items():
-        if owner != runtime and getattr(options, setting) != getattr(RunnerOptions, setting):
-            raise InputError(
-                f"{setting} is a setting of {owner}, but {name} runs in {runtime}",
-                hint=f"omit it, or name only {artifacts}",
-            )
-
-
 def parse_device(device: str) -> tuple[str, int]:
     """`cuda:1` -> ("cuda", 1). Raises DeviceError for unknown devices."""
     kind, colon, index = device.partition(":")
@@ -197,31 +187,20 @@ def parse_device(device: str) -> tuple[str, int]:
     return kind, int(index or 0)
 
 
-def check_threads(options: RunnerOptions) -> int | None:
-    """The number of threads. Raises InputError if it is less than 1."""
-    if options.threads is not None and options.threads < 1:
-        raise InputError(f"threads must be 1 or more, got {options.threads}")
-    return options.threads
-
-
 def check_batch(name: str, allowed: Sequence[int], images: int) -> None:
     """Raise InputError for a batch outside the range (minimum, optimal, maximum) that `name` was built for."""
     low, _, high = allowed
     if not low <= images <= high:
         other = "use such a --batch, or export with another range (--batch MIN:OPT:MAX)"
-        raise InputError(
-            f"{name} takes batches of {format_range(low, high)}, got {images}",
-            hint=f"use --batch {low}" if low == high else other,
-        )
+        hint = f"use --batch {low}" if low == high else other
+        raise InputError(f"{name} takes batches of {format_range(low, high)}, got {images}", hint=hint)
 
 
 def prepare_input(images: Tensor, input: InputConfig | None, *, uint8: bool) -> np.ndarray:
     """Images as a file takes them: normalised float32, or with `uint8` bytes with channels last.
 
     images: (batch, channels, height, width), normalised; with `uint8` also bytes, (batch, height, width, channels).
-
-    Raises:
-        ArtifactError: the file takes bytes and does not state their normalisation.
+    Raises ArtifactError if the file takes bytes and does not state their normalisation.
     """
     images = images.detach().cpu()
     if not uint8:
@@ -233,11 +212,3 @@ def prepare_input(images: Tensor, input: InputConfig | None, *, uint8: bool) -> 
             )
         images = to_bytes(images, input)
     return np.ascontiguousarray(images.numpy())
-
-
-def approximate_bytes(images: Tensor) -> Tensor:
-    """Bytes for a file that does not state their normalisation, which is enough to time it.
-
-    images: (batch, channels, height, width), standard normal -> (batch, height, width, channels).
-    """
-    return (64 * images.cpu() + 128).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)

@@ -50,8 +50,8 @@ def exporter_of(path: Path) -> Exporter | None:
 def exported_files(folder: Path, stem: str) -> list[Path]:
     """The exported files of the `model` of a run folder, or of its `dense` model.
 
-    These are the files with a suffix of a built-in format, and all files with a sidecar. Files of the dense model have
-    names that start with `dense`. Files with other names (`export --out`) belong to the model if they have a sidecar.
+    They have a suffix of a built-in format or a sidecar. Names of files of the dense model start with `dense`; files
+    with other names (`export --out`) belong to the model if they have a sidecar.
     """
     files = sorted(p for p in folder.glob("*") if p.suffix in RUNNERS or sidecar_path(p).is_file())
     if stem == DENSE:

@@ -1,7 +1,6 @@
 """The sidecar `<file>.json` of an exported file, and the only code that reads it.
 
-People edit such files, and other versions write them. What is read here has every key that other modules rely on, each
-with the right type, or is reported as an error.
+People edit such files, and other versions write them: a missing key or another type is an error here.
 """
 
 from collections.abc import Mapping
@@ -57,11 +56,6 @@ class _Build(_Table):
     truth: list[_Check] = []
 
 
-class _Source(_Table):
-    name: str = ""
-    sha256: str = ""
-
-
 class _Verification(_Table):
     verdict: str
     checks: list[_Check]
@@ -70,7 +64,7 @@ class _Verification(_Table):
 class _Search(_Table):
     judge: str
     proxy: bool
-    tries: list[dict[str, Any]]
+    tries: list[dict[str, object]]
     chosen: list[str] | None
 
 
@@ -87,23 +81,21 @@ class Sidecar(_Table):
     opset: int
     opset_reason: str
     metadata: dict[str, str]
-    source: _Source
+    source: dict[str, str]
     build: _Build
     verified: bool
-    islands_search: _Search | Annotated[dict[str, Any], Field(max_length=0)]
+    islands_search: _Search | Annotated[dict[str, object], Field(max_length=0)]
     verification: _Verification | None = None
 
 
 def sidecar_path(path: Path) -> Path:
-    """`model.onnx` -> `model.onnx.json`"""
     return path.with_name(f"{path.name}.json")
 
 
 def read_sidecar(path: Path) -> dict[str, Any] | None:
     """The sidecar of the exported file `path`, or None if it has none.
 
-    Raises:
-        ArtifactError: it is not JSON, has a missing or wrong key, or describes another file.
+    Raises ArtifactError if it is not JSON, has a missing or wrong key, or describes another file.
     """
     sidecar = sidecar_path(path)
     if not sidecar.is_file():
@@ -148,13 +140,13 @@ def check_sha256(path: Path) -> str:
     return file_sha256(path)
 
 
-def read_input(name: str, metadata: Mapping[str, Any], size: tuple[int, int, int] | None = None) -> InputConfig | None:
+def read_input(
+    name: str, metadata: Mapping[str, object], size: tuple[int, int, int] | None = None
+) -> InputConfig | None:
     """The preprocessing for the model in the file `name`, from its decoded metadata; None if these do not state it.
 
-    size: (channels, height, width) of the file's input, if known; it replaces the recorded one.
-
-    Raises:
-        ArtifactError: a value of another type.
+    size: (channels, height, width) of the file's input, if known; it replaces the recorded one. Raises ArtifactError
+    for a value of another type.
     """
     if not set(metadata) >= INPUT:
         return None
@@ -164,11 +156,11 @@ def read_input(name: str, metadata: Mapping[str, Any], size: tuple[int, int, int
         wrong = next((key for key in ("mean", "std") if len(getattr(config, key)) != config.size[0]), None)
     except ValidationError as error:
         wrong = str(error.errors()[0]["loc"][0])
-    if wrong is not None:
-        raise ArtifactError(
-            f"the metadata of {name} cannot be used: {wrong} is {metadata[wrong]!r}", hint="export it again"
-        )
-    return config
+    if wrong is None:
+        return config
+    raise ArtifactError(
+        f"the metadata of {name} cannot be used: {wrong} is {metadata[wrong]!r}", hint="export it again"
+    )
 
 
 def read_class_names(path: Path) -> tuple[str, ...]:

@@ -10,16 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitcompress.errors import DeviceError, InputError
-from vitcompress.exporters.runner import (
-    BoundCall,
-    QueuedCall,
-    Runner,
-    RunnerOptions,
-    check_threads,
-    fill_description,
-    parse_device,
-    reject_foreign_settings,
-)
+from vitcompress.exporters.runner import BoundCall, QueuedCall, Runner, RunnerOptions, parse_device
 from vitcompress.io import hardware
 from vitcompress.models.create import input_config
 
@@ -47,15 +38,15 @@ class TorchRunner(Runner):
     def __init__(
         self, model: nn.Module, options: RunnerOptions | None = None, *, name: str, sha256: str | None = None
     ) -> None:
-        super().__init__(name)
-        self._sha256, self._options = sha256, options or RunnerOptions()
-        reject_foreign_settings(self._options, "torch", name)
+        super().__init__(name, options or RunnerOptions(), "torch")
+        self._sha256 = sha256
         self._device = _torch_device(self._options)
         self._precision = self._options.precision or "fp32"
         _check_options(self._options, self._device, self._precision)
-        self._threads = check_threads(self._options) or torch.get_num_threads()
+        self._threads = self._options.threads or torch.get_num_threads()
         self.input = input_config(model)
         self.input_size = self.input.size
+        self._transfers = self._options.transfers and self._device.type != "cpu"  # on the CPU there are none
         self._type = TORCH_TYPES[self._precision]
         self._classes = getattr(model, "num_classes", None)
         placed = model.eval().to(self._device, self._type)
@@ -96,11 +87,6 @@ class TorchRunner(Runner):
         host = tensor.to("cpu", self._type)
         return host.pin_memory() if self._device.type == "cuda" else host
 
-    @property
-    def _transfers(self) -> bool:
-        """Whether runs include the copies to and from the device; on the CPU there are none."""
-        return self._options.transfers and self._device.type != "cpu"
-
     @torch.inference_mode()
     def _record(self, resident: Tensor) -> Callable[[], Tensor]:
         """One run as a CUDA graph. Kernels are chosen and memory is allocated before it is recorded."""
@@ -138,25 +124,24 @@ class TorchRunner(Runner):
         elif self._device.type == "mps":
             torch.mps.synchronize()
 
-    def describe(self) -> dict[str, Any]:
-        return fill_description(
-            artifact=self.name,
-            sha256=self._sha256,
-            runtime="torch",
-            runtime_version=torch.__version__,
-            device=str(self._device),
-            device_name=torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else None,
-            precision=self._precision,
-            tf32=self._precision == "tf32",
-            threads=self._threads,
-            sdpa=self._options.sdpa,
-            compile=self._options.compile,
-            cuda_graph=self._options.cuda_graph,
-            transfers=self._transfers,
-            weights=self._options.weights if self.name.startswith(TIMM) else None,
-            classes=self._classes,
-            weight_bytes=self._weight_bytes,
-        )
+    def _describe(self) -> dict[str, object]:
+        return {
+            "sha256": self._sha256,
+            "runtime": "torch",
+            "runtime_version": torch.__version__,
+            "device": str(self._device),
+            "device_name": torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else None,
+            "precision": self._precision,
+            "tf32": self._precision == "tf32",
+            "threads": self._threads,
+            "sdpa": self._options.sdpa,
+            "compile": self._options.compile,
+            "cuda_graph": self._options.cuda_graph,
+            "transfers": self._transfers,
+            "weights": self._options.weights if self.name.startswith(TIMM) else None,
+            "classes": self._classes,
+            "weight_bytes": self._weight_bytes,
+        }
 
     def close(self) -> None:
         if self._call is None:
@@ -170,15 +155,14 @@ class TorchRunner(Runner):
 
 
 def _compile(model: nn.Module, settings: ExitStack) -> Callable[..., Any]:
-    """`model` through torch.compile, for exactly the shapes of each call, whichever came before.
+    """`model` through torch.compile, for exactly the shapes of each call. settings: restores torch's settings.
 
-    All models of a class share one cache. What exceeds it would run uncompiled, without an error. settings: restores
-    the settings of torch that this function changes.
+    All models of a class share one cache. What exceeds it would run uncompiled, without an error.
     """
     from torch._dynamo import config
 
-    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), COMPILED_VERSIONS)
     patch: Any = config.patch
+    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), COMPILED_VERSIONS)
     settings.enter_context(patch(**limits, fail_on_recompile_limit_hit=True))
     compiled: Callable[..., Any] = torch.compile(model, dynamic=False)
     return compiled

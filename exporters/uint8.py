@@ -9,7 +9,6 @@ s is 1 in fp32. In half precision it is 256: x / 256 is exact there, and W' has 
 pads (PVTv2) adds zeros to normalised images, which no byte represents: there the images are normalised first.
 """
 
-from collections.abc import Iterator
 from copy import deepcopy
 
 import torch
@@ -25,10 +24,10 @@ LARGEST = 255
 def build_deployed(
     model: nn.Module, input: InputConfig, precision: str = "fp32", islands: tuple[str, ...] = (), *, uint8: bool = False
 ) -> nn.Module:
-    """The module that is exported: `model` in `precision` and, with `uint8`, with bytes as input.
+    """The module that is exported: `model` in `precision`. Raises like `convert_precision`.
 
     Its inputs are normalised images, (batch, channels, height, width), or with `uint8` numbers from 0 to 255 of any
-    type, (batch, height, width, channels). Raises like `convert_precision`.
+    type, (batch, height, width, channels).
     """
     model = fix_size(model, input)
     if not uint8:
@@ -91,37 +90,28 @@ class ByteInput(nn.Module):
 
 def to_bytes(images: Tensor, input: InputConfig) -> Tensor:
     """Normalised images, (batch, channels, height, width), as the nearest bytes, (batch, height, width, channels)."""
-    mean, std = (values.to(images.device) for values in _statistics(input))
+    mean, std = _statistics(input, images.device)
     values = (images.double() * std + mean) * LARGEST
     return values.round().clamp(0, LARGEST).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
 def from_bytes(bytes: Tensor, input: InputConfig) -> Tensor:
     """Bytes, (batch, height, width, channels), as normalised images in float32, (batch, channels, height, width)."""
-    mean, std = (values.to(bytes.device) for values in _statistics(input))
+    mean, std = _statistics(input, bytes.device)
     return ((bytes.permute(0, 3, 1, 2).double() / LARGEST - mean) / std).float().contiguous()
 
 
-def _statistics(input: InputConfig) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation, (channels, 1, 1), in float64."""
-    mean, std = (torch.tensor(values, dtype=torch.float64) for values in (input.mean, input.std))
-    return mean[:, None, None], std[:, None, None]
-
-
-WRAPPERS: dict[type[nn.Module], str] = {Float32Io: "model", ByteInput: "model", WideSoftmax: "attention"}
+def _statistics(input: InputConfig, device: torch.device | None = None) -> Tensor:
+    """Mean and standard deviation, (2, channels, 1, 1), in float64."""
+    return torch.tensor((input.mean, input.std), dtype=torch.float64, device=device)[..., None, None]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of a module from `build_deployed`, without scalars, by their names in the model."""
-    return {name: tensor for name, tensor in _named_tensors(module, "") if tensor.dim()}
-
-
-def _named_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    inner = next((getattr(module, name) for kind, name in WRAPPERS.items() if isinstance(module, kind)), None)
-    if inner is not None:
-        yield from _named_tensors(inner, prefix)
-        return
-    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-        yield f"{prefix}{name}", tensor
-    for name, child in module.named_children():
-        yield from _named_tensors(child, f"{prefix}{name}.")
+    while isinstance(module, (ByteInput, Float32Io)):
+        module = module.model
+    tensors = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
+    for attention in [name for name, part in module.named_modules() if isinstance(part, WideSoftmax)]:
+        inner = f"{attention}.attention."
+        tensors = {n.replace(inner, f"{attention}.") if n.startswith(inner) else n: t for n, t in tensors.items()}
+    return {name: tensor for name, tensor in tensors.items() if tensor.dim()}

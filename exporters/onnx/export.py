@@ -1,37 +1,32 @@
 """Export to ONNX with torch's exporter: dynamic batch, checked, with all metadata that users of the file need.
 
-The default opset is 20 with decomposed attention: every runtime supports it, at any widths of q/k and v, in patterns
-that runtimes fuse. Opset 23 exports attention as one `Attention` node.
+Up to opset 22 attention is decomposed, in patterns that runtimes fuse; from 23 on it is one `Attention` node.
 """
 
 import json
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
 import onnx
 import onnx_ir
 import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedNodesPass
-from onnxscript import opset20
 from torch import Tensor, nn
 
 import vitcompress
-from vitcompress.errors import CheckFailedError, InputError, VitcompressError, first_line
-from vitcompress.exporters.base import Exported, Exporter, ModelInfo, record_export
+from vitcompress.errors import CheckFailedError, InputError, UnsupportedModelError, VitcompressError, first_line
+from vitcompress.exporters.base import Exported, Exporter, ModelInfo, record_export, write_with_data
 from vitcompress.exporters.onnx.file import read_contents
 from vitcompress.exporters.onnx.gemm import join_linear_layers
 from vitcompress.exporters.onnx.runner import OnnxRunner
 from vitcompress.exporters.onnx.tokens import drop_unread_tokens
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.precision import HALF, expand_layers
-from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.exporters.uint8 import build_deployed, can_fold_normalization
-from vitcompress.io.files import write_file
 from vitcompress.io.progress import Progress
 from vitcompress.models.cost import without_gradients
-from vitcompress.models.create import InputConfig
 
 INPUT, OUTPUT = "images", "logits"
 DEFAULT_OPSET = 20
@@ -62,19 +57,16 @@ def export(
     """Write `model` to `path` and its sidecar to `<path>.json`. On failure nothing is left behind.
 
     The file maps `images` (batch, channels, height, width), float32, normalised, to `logits` (batch, classes), float32,
-    for any batch. With `uint8` it takes bytes, (batch, height, width, channels), and normalises them. Metadata, each
-    value as JSON text: classes, mean, std, size, interpolation, crop, precision, islands, input, plan hash, versions.
+    for any batch. With `uint8` it takes bytes, (batch, height, width, channels), and normalises them.
 
     Args:
-        about: fields of `ModelInfo`.
-        options: precision (`fp16` and `bf16` store and compute in half precision; logits stay float32), islands, uint8
-            and opset (20 to 23; None: 20, or 22 for bf16). Other options do not apply.
+        options: only precision, islands, uint8 and opset (20 to 23; None: 20, or 22 for bf16) apply.
         lean: remove unread tokens and join linear layers; False keeps the patterns that TensorRT documents.
         reason: reason for the default opset in the metadata; None: a general one.
         external_data: store the weights in `<path>.data`; None: only above the 2 GB that one file can hold.
 
     Raises:
-        InputError: an unsupported precision or opset.
+        InputError: an unsupported precision or opset, or attention of a form that has no translation.
         PrecisionError: a weight that half precision cannot represent.
         CheckFailedError: onnx.checker rejects the graph.
         OutputError: the folder cannot be written.
@@ -82,32 +74,26 @@ def export(
     options, path = options or ExportOptions(), Path(path)
     check_options(options)
     opset, why = _choose_opset(options, reason)
-    input = about["input"]
-    module = build_deployed(model, input, options.precision, options.islands, uint8=options.uint8)
-    program = _trace(module, _example(input, uint8=options.uint8), opset)
-    labels = {**_model_labels(about, program), **_option_labels(model, options), "opset_reason": why}
+    channels, height, width = about["input"].size
+    module = build_deployed(model, about["input"], options.precision, options.islands, uint8=options.uint8)
+    example = torch.zeros(TRACED_BATCH, channels, height, width)
+    if options.uint8:
+        example = torch.zeros(TRACED_BATCH, height, width, channels, dtype=torch.uint8)
+    program = _trace(module, example, opset)
+    labels = {**_labels(model, options, about, program), "opset_reason": why}
     metadata = {key: json.dumps(value) for key, value in labels.items()}
-    _remove_empty_pads(program.model.graph)
-    if lean:  # less work for the same outputs
-        drop_unread_tokens(program.model.graph)
-        join_linear_layers(program.model.graph)
-        RemoveUnusedNodesPass()(program.model)
-    _label(program.model, metadata)
-    files = _save(program, path, external_data)
+    _tidy(program.model, metadata, lean)
+    files = write_with_data(path, partial(_save, program, external_data))
     fields = {"precision": options.precision, "opset": opset, "opset_reason": why, "metadata": metadata}
     return record_export(path, files, format="onnx", **fields)
 
 
 def check_options(options: ExportOptions) -> None:
     """Raise InputError for an unsupported precision or opset."""
-    if options.precision not in PRECISIONS:
-        raise InputError(
-            f"ONNX precision {options.precision!r} is not supported", hint=f"use one of {', '.join(PRECISIONS)}"
-        )
-    if options.opset is not None and options.opset not in OPSETS:
-        raise InputError(
-            f"ONNX opset {options.opset} is not supported", hint=f"use one of {', '.join(map(str, OPSETS))}"
-        )
+    for name, value, allowed in (("precision", options.precision, PRECISIONS), ("opset", options.opset, OPSETS)):
+        if value is not None and value not in allowed:
+            hint = f"use one of {', '.join(map(str, allowed))}"
+            raise InputError(f"ONNX {name} {value!r} is not supported", hint=hint)
     if options.precision == "bf16" and (options.opset or BF16_FROM) < BF16_FROM:
         raise InputError(
             f"opset {options.opset} has no convolution in bf16", hint=f"use --opset {BF16_FROM} or omit it"
@@ -129,37 +115,23 @@ def _choose_opset(options: ExportOptions, reason: str | None) -> tuple[int, str]
     return DEFAULT_OPSET, reason
 
 
-def _option_labels(model: nn.Module, options: ExportOptions) -> dict[str, Any]:
-    """The options as metadata, with the name of every fp32 layer."""
-    place = (
-        ("in the first convolution" if can_fold_normalization(model) else "in front")
-        if options.uint8
-        else "by the caller"
-    )
+def _labels(model: nn.Module, options: ExportOptions, about: ModelInfo, program: Any) -> dict[str, object]:
+    """The metadata, with the name of every fp32 layer. Without class names, the classes are numbered."""
+    place = "in the first convolution" if can_fold_normalization(model) else "in front"
     return {
+        "classes": list(about.get("classes", ())) or list(map(str, range(program.model.graph.outputs[0].shape[-1]))),
+        **about["input"].to_dict(),
+        "versions": {
+            "vitcompress": vitcompress.__version__,
+            **{name: version(name) for name in ("torch", "timm", "onnx", "onnxscript")},
+        },
+        "plan_sha256": about.get("plan_digest", ""),
         "precision": options.precision,
         "islands": list(expand_layers(model, options.islands)) if options.islands else [],
         "input": "uint8" if options.uint8 else "float32",
         "layout": "NHWC" if options.uint8 else "NCHW",
-        "normalisation": place,
+        "normalisation": place if options.uint8 else "by the caller",
     }
-
-
-def _model_labels(about: ModelInfo, program: Any) -> dict[str, Any]:
-    """Metadata of the model. Without class names, the classes are numbered."""
-    names = list(about.get("classes", ())) or [str(i) for i in range(program.model.graph.outputs[0].shape[-1])]
-    libraries = {name: version(name) for name in ("torch", "timm", "onnx", "onnxscript")}
-    versions = {"vitcompress": vitcompress.__version__, **libraries}
-    plan_digest = about.get("plan_digest", "")
-    return {"classes": names, **about["input"].to_dict(), "versions": versions, "plan_sha256": plan_digest}
-
-
-def _example(input: InputConfig, *, uint8: bool) -> Tensor:
-    """The input for tracing."""
-    channels, height, width = input.size
-    if uint8:
-        return torch.zeros(TRACED_BATCH, height, width, channels, dtype=torch.uint8)
-    return torch.zeros(TRACED_BATCH, *input.size)
 
 
 def _trace(model: nn.Module, example: Tensor, opset: int) -> Any:
@@ -180,6 +152,11 @@ def _trace(model: nn.Module, example: Tensor, opset: int) -> Any:
                 verbose=False,
             )
     except torch.onnx.OnnxExporterError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, InputError):
+            cause = cause.__cause__
+        if cause is not None:
+            raise cause from None
         why = first_line(error.__cause__ or error)
         raise VitcompressError(
             f"torch could not export the model to ONNX: {why}", hint="--debug shows the full error"
@@ -203,9 +180,15 @@ def _attention(
     form (and scaling both by the root) for its fusion, ONNX Runtime folds one scale into the product as well as two,
     and OpenVINO leaves no scale behind.
     """
+    from onnxscript import opset20  # slow to import, and unused in a dry run
+
     boolean = attn_mask is not None and attn_mask.dtype == onnx_ir.DataType.BOOL
-    if boolean or is_causal or enable_gqa or dropout_p:
-        raise NotImplementedError("attention with a boolean mask, dropout or grouped queries has no translation")
+    forms = {"boolean mask": boolean, "causal mask": is_causal, "grouped queries": enable_gqa, "dropout": dropout_p}
+    if unsupported := ", ".join(name for name, value in forms.items() if value):
+        raise UnsupportedModelError(
+            f"an attention of the model has {unsupported}; decomposed attention supports an additive mask or none",
+            hint="use --opset 23, which exports attention as one node, or write the mask as numbers that are added",
+        )
     factor = opset20.CastLike(
         opset20.Constant(value_float=float(query.shape[-1] ** -0.5 if scale is None else scale)), query
     )
@@ -215,42 +198,32 @@ def _attention(
     return opset20.MatMul(opset20.Softmax(scores, axis=-1), value)
 
 
-def _remove_empty_pads(graph: Any) -> None:
-    """Remove each Pad that adds nothing: timm's Swin pads to whole windows even if they are whole already."""
+def _tidy(model: Any, metadata: dict[str, str], lean: bool) -> None:
+    """Remove work without effect, and replace torch's metadata by ours.
+
+    Swin in timm pads to whole windows even if they are whole already: such a Pad adds nothing.
+    """
+    graph = model.graph
     for node in list(graph):
         if node.op_type == "Pad" and (amounts := node.inputs[1].const_value) is not None and not amounts.numpy().any():
             onnx_ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
             graph.remove(node, safe=True)
-
-
-def _label(model: Any, metadata: dict[str, str]) -> None:
-    """Replace torch's metadata by ours."""
+    if lean:
+        drop_unread_tokens(graph)
+        join_linear_layers(graph)
+        RemoveUnusedNodesPass()(model)
     ClearMetadataAndDocStringPass()(model)  # stack traces: paths of this machine, and bytes that change
     model.metadata_props.update(metadata)
     model.producer_name, model.producer_version = "vitcompress", vitcompress.__version__
 
 
-def _save(program: Any, path: Path, external_data: bool | None) -> tuple[str, ...]:
-    """Write and check the file in a folder beside `path`, then move its data and the file into place."""
-    files: list[str] = []
-
-    def fill(beside: Path) -> None:
-        with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".part") as name:
-            target = Path(name) / path.name  # the graph refers to its data by this name
-            program.save(str(target), external_data=external_data)
-            try:
-                onnx.checker.check_model(str(target), full_check=True)
-            except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-                raise CheckFailedError(f"onnx.checker rejects the exported graph: {first_line(error)}") from None
-            data = [file for file in sorted(target.parent.iterdir()) if file != target]
-            sidecar_path(path).unlink(missing_ok=True)  # it describes the file that is replaced now
-            for file in data:
-                write_file(path.parent / file.name, file.replace)
-            target.replace(beside)
-            files.extend([path.name, *(file.name for file in data)])
-
-    write_file(path, fill)
-    return tuple(files)
+def _save(program: Any, external_data: bool | None, target: Path) -> None:
+    """Write and check the file `target`. The graph refers to its data by this name."""
+    program.save(str(target), external_data=external_data)
+    try:
+        onnx.checker.check_model(str(target), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise CheckFailedError(f"onnx.checker rejects the exported graph: {first_line(error)}") from None
 
 
 ONNX = Exporter(

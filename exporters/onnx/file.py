@@ -1,7 +1,4 @@
-"""Read ONNX files that are not trusted: the model, its tensors, and facts about its graph. Nothing is executed.
-
-Runners and verification both read files with these functions.
-"""
+"""Read ONNX files that are not trusted: the model, its tensors, and facts about its graph. Nothing is executed."""
 
 import math
 from collections import Counter
@@ -45,24 +42,19 @@ class Facts:
 def read_onnx(path: Path) -> Any:
     """The model protobuf of `path`; its external data stays on disk.
 
-    Raises:
-        ArtifactError: a file that is missing, not ONNX, or has external data outside its own folder.
+    Raises ArtifactError for a file that is missing, not ONNX, or has external data outside its own folder.
     """
     if not path.is_file():
         raise ArtifactError(f"there is no file {path}", hint="`vitcompress export` writes one from a run folder")
     try:
         model = onnx.load(str(path), load_external_data=False)
+        if not model.ir_version or not model.graph.node or not model.graph.output:
+            raise ValueError("it has no graph")
     except (DecodeError, ValueError, OSError) as error:
-        raise _not_onnx(path, str(error)) from None
-    if not model.ir_version or not model.graph.node or not model.graph.output:
-        raise _not_onnx(path, "it has no graph")
+        raise ArtifactError(f"{path} is not an ONNX file: {error}", hint="copy or export it again") from None
     for tensor in tensors(model):
         _check_location(path, tensor)
     return model
-
-
-def _not_onnx(path: Path, reason: str) -> ArtifactError:
-    return ArtifactError(f"{path} is not an ONNX file: {reason}", hint="copy or export it again")
 
 
 def _check_location(path: Path, tensor: Any) -> None:
@@ -164,14 +156,13 @@ def graph_facts(path: Path) -> Facts:
     """Facts about the graph of `path`. Raises ArtifactError like `read_onnx`."""
     model = read_onnx(path)
     nodes = list(onnx_ir.load(path).graph)
-    weights = (_constant(node.inputs[1]) for node in nodes if node.op_type in PRODUCTS)
-    factors = (  # the third input, of Gemm and Conv, is a bias
-        (node, value) for node in nodes if node.op_type in ("Mul", *PRODUCTS) for value in node.inputs[:2]
-    )
+    weights = (node.inputs[1].const_value for node in nodes if node.op_type in PRODUCTS and node.inputs[1])
+    factors = [(node, value) for node in nodes if node.op_type in ("Mul", *PRODUCTS) for value in node.inputs[:2]]
+    empty_pads = [node for node in nodes if node.op_type == "Pad" and _is_zero(node.inputs[1])]
     return Facts(
         operators=dict(Counter(node.op_type for node in nodes)),
         weights=tuple(sorted(weight_key(tuple(weight.shape)) for weight in weights if weight is not None)),
-        no_work=tuple(node.name or node.op_type for node in nodes if _is_idle(node)),
+        no_work=tuple(node.name or node.op_type for node in nodes if node.op_type in IDLE or node in empty_pads),
         zero_products=tuple(str(node.name or value.name) for node, value in factors if value and _is_zero(value)),
         metadata=metadata(model),
         opset=max(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")),
@@ -183,16 +174,7 @@ def weight_key(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(sizes)) if len(sizes) == 2 else sizes
 
 
-def _constant(value: onnx_ir.Value | None) -> Any:
-    return None if value is None else value.const_value
-
-
-def _is_idle(node: onnx_ir.Node) -> bool:
-    """Whether a node returns its input unchanged."""
-    return node.op_type in IDLE or (node.op_type == "Pad" and _is_zero(node.inputs[1]))
-
-
 def _is_zero(value: onnx_ir.Value | None) -> bool:
     """Whether a value is a constant of zeros. As a factor it means that something was masked instead of removed."""
-    constant = _constant(value)
+    constant = None if value is None else value.const_value
     return constant is not None and constant.size > 0 and not constant.numpy().any()

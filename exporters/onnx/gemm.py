@@ -1,8 +1,7 @@
 """Join every linear layer into one Gemm, on tokens in rows.
 
 torch exports a linear layer on (batch, tokens, channels) as MatMul and Add, which ONNX Runtime joins for matrices only.
-On (batch x tokens, channels) it is one Gemm that starts from the bias. Operations on each channel, including residual
-sums and norms, stay in that form, so that reshapes remain only around attentions. Every sum is the same.
+Operations on each channel stay in rows, (batch x tokens, channels), with reshapes only around attentions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,12 +23,15 @@ def join_linear_layers(graph: ir.Graph) -> int:
     for node in list(graph):
         if node in layers:
             product, bias = layers[node]
-            rows.replace(node, "Gemm", [rows.of(product.inputs[0], node), product.inputs[1], bias])
+            rows.replace(node, "Gemm", [rows.of(product.inputs[0], node), product.inputs[1], bias], {})
         elif _is_per_channel(node, rows):
             inputs = [v if v is None or _is_vector(v) else rows.of(v, node) for v in node.inputs]
             rows.replace(node, node.op_type, inputs, node.attributes)
-        elif node not in products:
-            _restore_inputs(node, rows)
+        elif node not in products:  # it needs inputs with all axes; for a Reshape rows have the same order
+            for index, value in enumerate(node.inputs):
+                if value is not None and value in rows.replaced:
+                    as_rows = index == 0 and _keeps_order(node)
+                    node.replace_input_with(index, rows.of(value, node) if as_rows else rows.whole(value, node))
     return len(layers)
 
 
@@ -50,7 +52,7 @@ class _Rows:
             producer = value.producer()
             source = producer.inputs[0] if producer is not None and _keeps_order(producer) else value
             self._rows[value] = self._reshape(source, [-1, value.shape[-1]], f"{value.name}.rows", before)
-            _set_type(self._rows[value], value, ir.Shape([None, value.shape[-1]]))
+            self._rows[value].type, self._rows[value].shape = value.type, ir.Shape([None, value.shape[-1]])
         return self._rows[value]
 
     def whole(self, value: ir.Value, before: ir.Node) -> ir.Value:
@@ -59,24 +61,20 @@ class _Rows:
             assert value.shape is not None
             sizes = [-1, *list(value.shape)[1:]]
             self._whole[value] = self._reshape(self._rows[value], sizes, f"{value.name}.whole", before)
-            _set_type(self._whole[value], value, value.shape)
+            self._whole[value].type, self._whole[value].shape = value.type, value.shape
         return self._whole[value]
 
     def replace(
-        self,
-        node: ir.Node,
-        operator: str,
-        inputs: Sequence[ir.Value | None],
-        attributes: Mapping[str, ir.Attr] | None = None,
+        self, node: ir.Node, kind: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]
     ) -> None:
         """Insert a node that works on rows before `node`, which it replaces."""
         (value,) = node.outputs
         assert value.shape is not None
-        new = ir.node(operator, inputs, attributes, name=f"{node.name}.rows")
+        new = ir.node(kind, inputs, attributes, name=f"{node.name}.rows")
         new.outputs[0].name = f"{value.name}.rows"
         self._graph.insert_before(node, new)
         self._rows[value] = new.outputs[0]
-        _set_type(new.outputs[0], value, ir.Shape([None, value.shape[-1]]))
+        new.outputs[0].type, new.outputs[0].shape = value.type, ir.Shape([None, value.shape[-1]])
         self.replaced.add(value)
 
     def _reshape(self, source: ir.Value | None, sizes: Sequence[object], name: str, before: ir.Node) -> ir.Value:
@@ -85,10 +83,6 @@ class _Rows:
         node.outputs[0].name = name
         self._graph.insert_before(before, node)
         return node.outputs[0]
-
-
-def _set_type(new: ir.Value, like: ir.Value, shape: ir.Shape) -> None:
-    new.type, new.shape = like.type, shape
 
 
 def _linear(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
@@ -117,14 +111,6 @@ def _is_per_channel(node: ir.Node, rows: _Rows) -> bool:
         return axis in (-1, len(shape) - 1)
     same_shape = all(value is not None and (_is_vector(value) or value.shape == shape) for value in node.inputs)
     return node.op_type in UNARY or (node.op_type in BINARY and same_shape)
-
-
-def _restore_inputs(node: ir.Node, rows: _Rows) -> None:
-    """Connect a node to inputs with all axes, or a Reshape to rows: it reads the elements in the same order."""
-    for index, value in enumerate(node.inputs):
-        if value is not None and value in rows.replaced:
-            as_rows = index == 0 and _keeps_order(node)
-            node.replace_input_with(index, rows.of(value, node) if as_rows else rows.whole(value, node))
 
 
 def _keeps_order(node: ir.Node) -> bool:

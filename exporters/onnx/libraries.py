@@ -11,7 +11,6 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from functools import cache
-from importlib import util
 from pathlib import Path
 
 import onnxruntime as ort
@@ -44,8 +43,7 @@ def load_tensorrt() -> None:
 def load_rtx() -> None:
     """Register the provider of TensorRT for RTX from its package.
 
-    Raises:
-        DeviceError: the package is damaged, or built for another ONNX Runtime.
+    Raises DeviceError if the package is damaged, or built for another ONNX Runtime.
     """
     load_cuda()
     try:
@@ -58,17 +56,10 @@ def load_rtx() -> None:
         ) from None
 
 
-def rtx_installed() -> bool:
-    return util.find_spec(PLUGIN) is not None
-
-
 def prepare_cache(folder: Path) -> Path:
     """Create the folder in which a provider stores what it builds, unless it exists.
 
-    Its files are executed, so no other user may be able to write there.
-
-    Raises:
-        OutputError: it cannot be created, or others can write there.
+    Raises OutputError if it cannot be created, or if other users can write there: its files are executed.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -87,9 +78,9 @@ def prepare_cache(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def capture_stderr() -> Iterator[list[str]]:
-    """Capture what native libraries write to the process's standard error; the lines are available after the block.
+    """Capture the lines that native libraries write to the process's standard error, if any, until the block ends.
 
-    All threads share one standard error: a second block waits. Without a standard error, nothing is captured.
+    All threads share one standard error: a second block waits.
     """
     lines: list[str] = []
     with CAPTURE_LOCK, contextlib.ExitStack() as stack:
@@ -100,21 +91,16 @@ def capture_stderr() -> Iterator[list[str]]:
             return
         stack.callback(os.close, stderr)
         file = stack.enter_context(tempfile.TemporaryFile())
-        _flush()
+        flush = (lambda: None) if sys.stderr is None else sys.stderr.flush
+        flush()
         os.dup2(file.fileno(), 2)
         try:
             yield lines
         finally:
-            _flush()
+            flush()
             os.dup2(stderr, 2)
             file.seek(0)
             lines += file.read().decode(errors="replace").splitlines()
-
-
-def _flush() -> None:
-    """Write what Python has buffered for its standard error, if the process has one."""
-    if sys.stderr is not None:
-        sys.stderr.flush()
 
 
 def missing_library(lines: list[str]) -> str | None:

@@ -1,12 +1,11 @@
 """Execution providers of ONNX Runtime: what each needs, its options, and why it cannot be used here.
 
 A provider is chosen by name or by device. It runs the model, or the session is rejected: no other provider replaces it.
-The precision is stored in the ONNX file. The only related provider setting is TF32 for fp32 products, which only the
-CUDA provider lets its user choose.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import util
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -70,40 +69,31 @@ class Provider:
     @property
     def present(self) -> bool:
         """Whether it is installed; it may still not work here."""
-        return self.name in ort.get_available_providers() or (self.name == RTX and libraries.rtx_installed())
+        return self.name in ort.get_available_providers() or (
+            self.name == RTX and bool(util.find_spec(libraries.PLUGIN))
+        )
 
 
 def _cuda_options(settings: ProviderSettings) -> dict[str, str]:
-    return {
-        "device_id": str(settings.index),
-        "use_tf32": str(int(settings.tf32)),
-        "user_compute_stream": str(settings.stream),
-        "enable_cuda_graph": str(int(settings.cuda_graph)),
-    }
+    return {"device_id": str(settings.index), "use_tf32": str(int(settings.tf32)), **_stream_options(settings)}
+
+
+def _stream_options(settings: ProviderSettings) -> dict[str, str]:
+    return {"user_compute_stream": str(settings.stream), "enable_cuda_graph": str(int(settings.cuda_graph))}
 
 
 def _tensorrt_options(settings: ProviderSettings) -> dict[str, str]:
     """Without precision flags the network is strongly typed: the file determines the precision."""
-    options = {
-        "device_id": str(settings.index),
-        "user_compute_stream": str(settings.stream),
-        **dict.fromkeys(("trt_fp16_enable", "trt_bf16_enable", "trt_int8_enable"), "0"),
-        **_profile("trt", settings),
-    }
-    if settings.cache is not None:
-        for kind in ("engine", "timing"):
-            options |= {f"trt_{kind}_cache_enable": "1", f"trt_{kind}_cache_path": str(settings.cache)}
-    return options
+    flags = dict.fromkeys(("trt_fp16_enable", "trt_bf16_enable", "trt_int8_enable"), "0")
+    for kind in ("engine", "timing") if settings.cache is not None else ():
+        flags |= {f"trt_{kind}_cache_enable": "1", f"trt_{kind}_cache_path": str(settings.cache)}
+    where = {"device_id": str(settings.index), "user_compute_stream": str(settings.stream)}
+    return {**where, **flags, **_profile("trt", settings)}
 
 
 def _rtx_options(settings: ProviderSettings) -> dict[str, str]:
-    options = {
-        "has_user_compute_stream": "1",
-        "user_compute_stream": str(settings.stream),
-        "enable_cuda_graph": str(int(settings.cuda_graph)),
-        **_profile("nv", settings),
-    }
-    return options | ({} if settings.cache is None else {"nv_runtime_cache_path": str(settings.cache)})
+    cache = {} if settings.cache is None else {"nv_runtime_cache_path": str(settings.cache)}
+    return {"has_user_compute_stream": "1", **_stream_options(settings), **_profile("nv", settings), **cache}
 
 
 def _profile(prefix: str, settings: ProviderSettings) -> dict[str, str]:
@@ -155,9 +145,7 @@ DEFAULTS = {"cpu": CPU, "cuda": CUDA, "mps": COREML}  # device -> its provider i
 def choose_provider(device: str | None, name: str | None) -> tuple[Provider, str]:
     """The provider and the device of a session; either one determines the other if that is None.
 
-    Raises:
-        DeviceError: an unknown provider or device, a provider for another device, or one that is not installed or has
-            no GPU on this machine.
+    Raises DeviceError for unknown ones, a provider for another device, or one that this machine lacks.
     """
     if name is not None and name not in PROVIDERS:
         starts = [full for full in PROVIDERS if name and full.lower().startswith(name.lower())]  # such as `cuda`
@@ -187,8 +175,7 @@ def choose_provider(device: str | None, name: str | None) -> tuple[Provider, str
 def attach(provider: Provider, options: Any, settings: ProviderSettings) -> list[tuple[str, dict[str, str]]] | None:
     """Load a provider and configure a session's options for it. Returns the session's argument `providers`.
 
-    Raises:
-        DeviceError: it cannot be loaded, or does not support the GPU.
+    Raises DeviceError if it cannot be loaded, or does not support the GPU.
     """
     provider.load()
     values = provider.options(settings)
@@ -228,12 +215,9 @@ def check_settings(provider: Provider, options: RunnerOptions) -> None:
 
 
 def resolve_precision(path: Path, stored: Any, requested: str | None, provider: Provider) -> str:
-    """The precision that the file is run in. Only TF32 products on CUDA can be chosen.
+    """The precision that the file is run in. Only TF32 products on CUDA can be chosen. stored: by its metadata.
 
-    stored: precision in the metadata of the file, or None.
-
-    Raises:
-        DeviceError: the file or the provider does not have the requested precision.
+    Raises DeviceError if the file or the provider does not have the requested precision.
     """
     own = str(stored or "as stored")
     if own == "bf16" and provider.name == CPU:
@@ -263,9 +247,8 @@ def resolve_precision(path: Path, stored: Any, requested: str | None, provider: 
 
 def node_assignment(session: Any) -> dict[str, set[str]]:
     """Provider -> operators that it runs. The session must record its assignment."""
-    parts: Iterable[Any] = session.get_provider_graph_assignment_info()
     operators: dict[str, set[str]] = {}
-    for part in parts:
+    for part in session.get_provider_graph_assignment_info():
         operators.setdefault(part.ep_name, set()).update(node.op_type for node in part.get_nodes())
     return operators
 

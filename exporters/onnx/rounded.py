@@ -1,9 +1,7 @@
 """Emulate a GPU: the outputs of an ONNX file in half precision with every result rounded to that precision.
 
-On most CPUs ONNX Runtime has no kernels for fp16. It then computes in fp32 from one operator to the next without
-rounding, so that overflows and lost digits do not show; bf16 it cannot compute at all. Here the casts are explicit:
-every operator computes in fp32, like the accumulators of tensor cores, and its result is rounded to the type that the
-file states.
+On most CPUs ONNX Runtime computes fp16 in fp32 without rounding in between, so that overflows do not show, and bf16 not
+at all. Here every operator computes in fp32, like tensor cores, and its result is rounded to the type in the file.
 """
 
 from collections.abc import Iterator
@@ -35,9 +33,8 @@ CHUNK = 16  # images at a time
 def rounded_logits(path: Path, images: Tensor) -> Tensor:
     """Logits of the file `path` for normalised `images`, (count, channels, height, width), rounded at every step.
 
-    Raises:
-        ArtifactError: not an ONNX file, or one that ONNX Runtime cannot run.
-        OutputError: a file with external weights, in a folder that cannot be written.
+    Raises ArtifactError if ONNX Runtime cannot run the file, OutputError if it has external weights and its folder
+    cannot be written.
     """
     model = file.read_onnx(path)
     config = read_input(str(path), decode_json_values(file.metadata(model)))
@@ -83,26 +80,19 @@ def spell_out_casts(model: Any) -> Any:
             name, tensor.name = tensor.name, f"{tensor.name}.low"
             nodes.append(_cast(tensor.name, name, TensorProto.FLOAT))
     for node in graph.node:
-        nodes += _with_casts(node, types)
+        nodes.append(node)
+        for index, name in enumerate(node.output):
+            kind = types.get(name)
+            if kind is None or kind not in HALF or node.op_type in MOVES:
+                continue
+            source = node.output[index] = f"{name}.wide"
+            if node.op_type not in ROUNDED_ALREADY:
+                nodes.append(_cast(source, f"{name}.low", kind))
+                source = f"{name}.low"
+            nodes.append(_cast(source, name, TensorProto.FLOAT))
     del graph.node[:], graph.value_info[:]
     graph.node.extend(nodes)
     return model
-
-
-def _with_casts(node: Any, types: dict[str, int]) -> Iterator[Any]:
-    """A node, and the casts after its results in half precision."""
-    casts = []
-    for index, name in enumerate(node.output):
-        kind = types.get(name)
-        if kind is None or kind not in HALF or node.op_type in MOVES:
-            continue
-        source = node.output[index] = f"{name}.wide"
-        if node.op_type not in ROUNDED_ALREADY:
-            casts.append(_cast(source, f"{name}.low", kind))
-            source = f"{name}.low"
-        casts.append(_cast(source, name, TensorProto.FLOAT))
-    yield node
-    yield from casts
 
 
 def _cast(source: str, name: str, kind: int) -> Any:

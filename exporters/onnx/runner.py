@@ -14,18 +14,7 @@ from vitcompress.errors import ArtifactError, DeviceError
 from vitcompress.exporters.onnx import file, libraries, providers
 from vitcompress.exporters.onnx.providers import CPU, ProviderSettings
 from vitcompress.exporters.options import DEFAULTS
-from vitcompress.exporters.runner import (
-    BoundCall,
-    QueuedCall,
-    Runner,
-    RunnerOptions,
-    approximate_bytes,
-    check_batch,
-    check_threads,
-    fill_description,
-    parse_device,
-    reject_foreign_settings,
-)
+from vitcompress.exporters.runner import BoundCall, QueuedCall, Runner, RunnerOptions, check_batch, parse_device
 from vitcompress.exporters.sidecar import check_sha256, read_input
 from vitcompress.io.files import decode_json_values
 from vitcompress.io.hardware import package_versions
@@ -41,28 +30,25 @@ class OnnxRunner(Runner):
     """An ONNX file on exactly one execution provider; the CPU may keep the arithmetic of shapes.
 
     Raises:
-        ArtifactError: not ONNX, unsafe external data, not the file that its sidecar describes, or not one image tensor
-            as input and logits as output.
-        DeviceError: a provider that is not available or does not support the model, or a precision that the file does
-            not have.
-        InputError: settings that the provider does not have.
-        OutputError: a cache folder that cannot be used.
+        ArtifactError: not ONNX, unsafe external data, another file than its sidecar describes, or other inputs and
+            outputs than one image tensor and logits.
+        DeviceError: a provider that is not available or does not support the model or its precision.
+        InputError, OutputError: settings that the provider does not have, or a cache folder that cannot be used.
     """
 
     def __init__(self, path: Path, options: RunnerOptions) -> None:
-        reject_foreign_settings(options, "ONNX Runtime", path.name)
+        super().__init__(str(path), options, "ONNX Runtime")
         model = file.read_onnx(path)
         labels = decode_json_values(file.metadata(model))
-        super().__init__(str(path))
         self._file, self._sha256 = path.name, check_sha256(path)
         self._provider, self._device = providers.choose_provider(options.device, options.provider)
         self._precision = providers.resolve_precision(path, labels.get("precision"), options.precision, self._provider)
         providers.check_settings(self._provider, options)
-        self._threads = check_threads(options)
         self._started_threads: int | None = None
-        self._cuda_graph, self._graph_numbers = options.cuda_graph, count(1)
-        self._stream = _create_stream(self._device)
-        self._batch_range, settings = self._provider_settings(model, options)
+        self._graph_numbers = count(1)
+        stream: Any = torch.cuda.Stream  # which CUDA events can time
+        self._stream = stream(torch.device(self._device)) if self._device.startswith("cuda") else None
+        settings = self._provider_settings(model)
         self._provider_options = self._provider.options(settings)
         self.session = self._open(path, settings)
         self._cpu_operators = self._check_assignment()
@@ -74,18 +60,17 @@ class OnnxRunner(Runner):
         self._transfers = options.transfers and self._stream is not None
         self.input = read_input(self.name, labels, self.input_size)
 
-    def _provider_settings(
-        self, model: Any, options: RunnerOptions
-    ) -> tuple[tuple[int, int, int] | None, ProviderSettings]:
-        """The range of batches that the provider builds for, None if it builds nothing, and its settings."""
+    def _provider_settings(self, model: Any) -> ProviderSettings:
+        """The provider's settings. Sets the range of batches that it builds for, if any."""
+        options = self._options
         cache = None if options.engine_cache is None else libraries.prepare_cache(options.engine_cache)
         name, sizes = _image_input(model)
         dynamic = self._provider.builds and sizes and not sizes[0]
-        batches = (options.batch or DEFAULTS["batch"]) if dynamic else None
-        profile = tuple(f"{name}:{'x'.join(map(str, (batch, *sizes[1:])))}" for batch in batches or ())
+        self._batch_range = (options.batch or DEFAULTS["batch"]) if dynamic else None
+        profile = tuple(f"{name}:{'x'.join(map(str, (batch, *sizes[1:])))}" for batch in self._batch_range or ())
         stream = 0 if self._stream is None else int(self._stream.cuda_stream)
         index = parse_device(self._device)[1]
-        return batches, ProviderSettings(index, self._precision == "tf32", options.cuda_graph, stream, profile, cache)
+        return ProviderSettings(index, self._precision == "tf32", options.cuda_graph, stream, profile, cache)
 
     def _open(self, path: Path, settings: ProviderSettings) -> Any:
         options = ort.SessionOptions()
@@ -155,23 +140,21 @@ class OnnxRunner(Runner):
 
     def _run(self, data: np.ndarray) -> np.ndarray:
         """data: from `_prepare` -> (batch, classes), float32."""
-        logits: np.ndarray = self.session.run(
-            [self._output.name], {self._input.name: data}, self._run_options(NO_GRAPH)
-        )[0]
-        return np.asarray(logits.astype(np.float32, copy=False))
+        logits = self.session.run([self._output.name], {self._input.name: data}, self._run_options(NO_GRAPH))[0]
+        return np.asarray(logits, dtype=np.float32)
 
     def _bind(self, images: Tensor) -> BoundCall:
         """Inputs and outputs stay on the provider's device, unless transfers were requested."""
         if self.takes_bytes and self.input is None:
-            images = approximate_bytes(images)
+            # Bytes for a file that does not state their normalisation, which is enough to time it.
+            images = (64 * images.cpu() + 128).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
         data = self._prepare(images)
         if self._transfers:
             return BoundCall(partial(self._run, data))
         return self._bind_host(data) if self._stream is None else self._bind_cuda(data)
 
     def _bind_host(self, data: np.ndarray) -> BoundCall:
-        output = np.empty(self._output_shape(data), OUTPUT_TYPES[self._output.type])
-        values = tuple(ort.OrtValue.ortvalue_from_numpy(array) for array in (data, output))
+        values = tuple(ort.OrtValue.ortvalue_from_numpy(array) for array in (data, self._output_like(data)))
         binding = self.session.io_binding()
         binding.bind_ortvalue_input(self._input.name, values[0])
         binding.bind_ortvalue_output(self._output.name, values[1])
@@ -181,24 +164,26 @@ class OnnxRunner(Runner):
         """One pass on the session's stream. The tensors are torch's; each binding has its own CUDA graph."""
         index = parse_device(self._device)[1]
         images = torch.from_numpy(data).to(f"cuda:{index}")
-        kind = OUTPUT_TYPES[self._output.type]
-        logits = torch.from_numpy(np.empty(self._output_shape(data), kind)).to(images.device)
+        output = self._output_like(data)
+        logits = torch.from_numpy(output).to(images.device)
         torch.cuda.synchronize(images.device)
         binding = self.session.io_binding()
         binding.bind_input(self._input.name, "cuda", index, data.dtype.type, images.shape, images.data_ptr())
-        binding.bind_output(self._output.name, "cuda", index, kind, logits.shape, logits.data_ptr())
-        options = self._run_options(str(next(self._graph_numbers)) if self._cuda_graph else NO_GRAPH, wait=False)
+        binding.bind_output(self._output.name, "cuda", index, output.dtype.type, logits.shape, logits.data_ptr())
+        options = self._run_options(
+            str(next(self._graph_numbers)) if self._options.cuda_graph else NO_GRAPH, wait=False
+        )
         call = QueuedCall(partial(_run_bound, self.session, binding, options, (images, logits)), self._stream)
-        for _ in range(RUNS_BEFORE_REPLAY if self._cuda_graph else 0):
+        for _ in range(RUNS_BEFORE_REPLAY if self._options.cuda_graph else 0):
             call()
         self.synchronize()
         return call
 
-    def _output_shape(self, data: np.ndarray) -> tuple[int, ...]:
-        """(batch, classes), determined by a run if the file does not state it."""
+    def _output_like(self, data: np.ndarray) -> np.ndarray:
+        """Memory for the logits, whose shape is determined by a run if the file does not state it."""
         sizes = self._output.shape[1:]
-        known = len(sizes) == 1 and all(isinstance(size, int) for size in sizes)
-        return (len(data), *sizes) if known else self._run(data).shape
+        known = len(sizes) == 1 and isinstance(sizes[0], int)
+        return np.empty((len(data), *sizes) if known else self._run(data).shape, OUTPUT_TYPES[self._output.type])
 
     def _run_options(self, graph: str, *, wait: bool = True) -> Any:
         """Options of one run. graph: number of the CUDA graph that it is recorded in and replayed from."""
@@ -212,29 +197,28 @@ class OnnxRunner(Runner):
         if self._stream is not None:
             self._stream.synchronize()
 
-    def describe(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, object]:
         shown = {key: value for key, value in self._provider_options.items() if not key.endswith("user_compute_stream")}
-        return fill_description(
-            artifact=self.name,
-            sha256=self._sha256,
-            runtime="onnxruntime",
-            runtime_version=ort.__version__,
-            device=self._device,
-            device_name=None if self._stream is None else torch.cuda.get_device_name(self._stream.device),
-            provider=self._provider.name,
-            provider_versions=package_versions(self._provider.packages),
-            provider_options=shown,
-            nodes_on_cpu=self._cpu_operators,
-            batch_range=None if self._batch_range is None else list(self._batch_range),
-            precision=self._precision,
-            tf32=self._precision == "tf32" or self._provider.tf32 == "always",
-            threads=self._threads or self._started_threads or "runtime default",
-            cuda_graph=self._cuda_graph,
-            graph_optimization="ORT_ENABLE_ALL",
-            classes=next((size for size in self._output.shape[1:2] if isinstance(size, int)), None),
-            input_type="uint8" if self.takes_bytes else "float32",
-            transfers=self._transfers,
-        )
+        return {
+            "sha256": self._sha256,
+            "runtime": "onnxruntime",
+            "runtime_version": ort.__version__,
+            "device": self._device,
+            "device_name": None if self._stream is None else torch.cuda.get_device_name(self._stream.device),
+            "provider": self._provider.name,
+            "provider_versions": package_versions(self._provider.packages),
+            "provider_options": shown,
+            "nodes_on_cpu": self._cpu_operators,
+            "batch_range": None if self._batch_range is None else list(self._batch_range),
+            "precision": self._precision,
+            "tf32": self._precision == "tf32" or self._provider.tf32 == "always",
+            "threads": self._threads or self._started_threads or "runtime default",
+            "cuda_graph": self._options.cuda_graph,
+            "graph_optimization": "ORT_ENABLE_ALL",
+            "classes": next((size for size in self._output.shape[1:2] if isinstance(size, int)), None),
+            "input_type": "uint8" if self.takes_bytes else "float32",
+            "transfers": self._transfers,
+        }
 
     def close(self) -> None:
         super().close()
@@ -250,14 +234,6 @@ def _count_threads() -> int | None:
 def _run_bound(session: Any, binding: Any, options: Any, values: tuple[Any, ...]) -> None:
     """One pass. values: those of `binding`, which references them itself only in some versions, if at all."""
     session.run_with_iobinding(binding, options)
-
-
-def _create_stream(device: str) -> Any:
-    """A CUDA stream for the session, which CUDA events can time; None for other devices."""
-    if not device.startswith("cuda"):
-        return None
-    stream: Any = torch.cuda.Stream
-    return stream(torch.device(device))
 
 
 def _image_input(model: Any) -> tuple[str, tuple[int, ...]]:

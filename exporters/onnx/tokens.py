@@ -1,8 +1,7 @@
 """Remove the computation of tokens that no operation reads.
 
-A classifier that reads the class token needs one row of everything after the keys and values of the last attention: of
-its scores and its output, of the FFN after it, and of every later block without an attention. No runtime detects this.
-Each remaining row is computed as before, so that the outputs are the same up to rounding.
+A classifier that reads the class token needs one row of everything after the keys and values of the last attention. No
+runtime detects this. Each remaining row is computed as before: the outputs are the same up to rounding.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +30,7 @@ def drop_unread_tokens(graph: ir.Graph) -> int:
     demands, shorter = _find_demands(graph)
     slices: Slices = {}
     for value, rows in shorter.items():
-        node = value.producer()
-        assert node is not None
+        node = _producer(value)
         for index, source in enumerate(node.inputs):
             need = demands[node, index]
             if source is not None and need is not None and source not in shorter:
@@ -88,10 +86,6 @@ def _gather(node: ir.Node) -> Sequence[Demand] | None:
 # ----------------------------------------- rules: rows of an output that are read -> rows of the inputs that are needed
 
 
-def _elementwise(node: ir.Node, rows: Rows) -> Sequence[Demand]:
-    return [rows]
-
-
 def _along_last_axes(node: ir.Node, rows: Rows) -> Sequence[Demand] | None:
     """Softmax and LayerNormalization reduce along the last axes, each row separately."""
     axis = _axis(node, node.inputs[0], default=-1)
@@ -99,12 +93,11 @@ def _along_last_axes(node: ir.Node, rows: Rows) -> Sequence[Demand] | None:
 
 
 def _broadcast(node: ir.Node, rows: Rows) -> Sequence[Demand] | None:
-    rank = _rank(node.outputs[0])
     needs: list[Demand] = []
     for value in node.inputs:
         if value is None or value.shape is None:
             return None
-        axis = rows.axis - (rank - len(value.shape))
+        axis = rows.axis - (_rank(node.outputs[0]) - len(value.shape))
         needs.append(Rows(axis, rows.count) if axis >= 0 and value.shape[axis] != 1 else None)
     return needs
 
@@ -137,7 +130,7 @@ def _attention(node: ir.Node, rows: Rows) -> Sequence[Demand] | None:
 
 
 RULES: dict[str, Callable[[ir.Node, Rows], Sequence[Demand] | None]] = {
-    **dict.fromkeys(("Gelu", "Erf", "Tanh", "Relu", "Sigmoid", "Cast"), _elementwise),
+    **dict.fromkeys(("Gelu", "Erf", "Tanh", "Relu", "Sigmoid", "Cast"), lambda node, rows: [rows]),
     **dict.fromkeys(("LayerNormalization", "Softmax"), _along_last_axes),
     **dict.fromkeys(("Add", "Sub", "Mul", "Div"), _broadcast),
     "MatMul": _matmul,
@@ -155,16 +148,17 @@ def _axis(node: ir.Node, value: ir.Value | None, default: int) -> int | None:
     return axis % len(value.shape)
 
 
+def _producer(value: ir.Value) -> ir.Node:
+    node = value.producer()
+    assert node is not None
+    return node
+
+
 def _rank(value: ir.Value | None) -> int:
     return -1 if value is None or value.shape is None else len(value.shape)
 
 
-# ---------------------------------------------------------------------------------------------------------------- edits
-
-
-def _first_rows(
-    graph: ir.Graph, value: ir.Value, rows: Rows, slices: dict[tuple[ir.Value, Rows], ir.Value]
-) -> ir.Value:
+def _first_rows(graph: ir.Graph, value: ir.Value, rows: Rows, slices: Slices) -> ir.Value:
     """The first rows of a value that others read whole: a Slice, or for constants another constant."""
     if (value, rows) not in slices:
         name = f"{value.name}.first{rows.count}"
@@ -176,9 +170,7 @@ def _first_rows(
             node = ir.node("Slice", [value, *bounds], name=name)
             node.outputs[0].name, node.outputs[0].type = name, value.type
             node.outputs[0].shape = _with_dim(value, rows)
-            before = value.producer()
-            assert before is not None
-            graph.insert_after(before, node)
+            graph.insert_after(_producer(value), node)
             slices[value, rows] = node.outputs[0]
     return slices[value, rows]
 

@@ -1,13 +1,13 @@
 """Export to OpenVINO IR: `model.xml` with its weights in `model.bin`, converted from our ONNX file.
 
-Weights stay in fp32 and are not multiplied together, so that the file holds the model bit for bit; OpenVINO fuses them
-when it loads the file. The precision is a hint for the runtime, which changes the arithmetic and not the weights: fp32,
-or bf16 and fp16 if the processor has them.
+Weights stay in fp32 and are not multiplied together, so that the file holds the model bit for bit. The precision is
+that of the arithmetic: fp32, or bf16 and fp16 if the processor has them.
 """
 
 import errno
 import os
 import shutil
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,13 +16,11 @@ from typing import Any, Unpack
 from torch import nn
 
 from vitcompress.errors import ArtifactError, InputError, first_line
-from vitcompress.exporters.base import Contents, Exported, Exporter, ModelInfo, Stored, record_export
+from vitcompress.exporters.base import Contents, Exported, Exporter, ModelInfo, Stored, record_export, write_with_data
 from vitcompress.exporters.onnx import export as onnx_export
-from vitcompress.exporters.openvino.library import INFO, core, load, read_ir, read_metadata, unavailable
-from vitcompress.exporters.openvino.runner import HINTS, OpenVinoRunner
+from vitcompress.exporters.openvino import runner
+from vitcompress.exporters.openvino.runner import HINTS, INFO, OpenVinoRunner, core, read_ir, read_metadata, unavailable
 from vitcompress.exporters.options import ExportOptions
-from vitcompress.exporters.sidecar import sidecar_path
-from vitcompress.io.files import write_file
 from vitcompress.io.progress import Progress
 
 REASON = "decomposed attention, which OpenVINO fuses when it loads the file, at any widths of q/k and v"
@@ -53,26 +51,13 @@ def export(
     if path.suffix != ".xml":
         raise InputError(f"an OpenVINO model is an .xml file, got {path.name}", hint="use a name such as model.xml")
     with TemporaryDirectory(prefix="vitcompress-") as folder:
-        source = onnx_export.export(
-            model,
-            Path(folder) / f"{path.stem}.onnx",
-            options=ExportOptions(opset=options.opset, uint8=options.uint8),
-            reason=REASON,
-            **about,
-        )
+        onnx, stored = Path(folder) / f"{path.stem}.onnx", ExportOptions(opset=options.opset, uint8=options.uint8)
+        source = onnx_export.export(model, onnx, options=stored, reason=REASON, **about)
         labels = {**source.metadata, "precision": f'"{options.precision}"'}
-        files = _convert(source.path, path, labels)
-    return record_export(
-        path,
-        files,
-        format="openvino",
-        precision=options.precision,
-        opset=source.opset,
-        opset_reason=source.opset_reason,
-        metadata=labels,
-        source={"name": source.path.name, "sha256": source.sha256},
-        build={"runtime": "openvino", "runtime_version": metadata.version("openvino"), "weights": "fp32"},
-    )
+        files = write_with_data(path, partial(_convert, source.path, labels))
+    build = {"runtime": "openvino", "runtime_version": metadata.version("openvino"), "weights": "fp32"}
+    fields = {"format": "openvino", "precision": options.precision, "metadata": labels, "build": build}
+    return record_export(path, files, source, **fields)
 
 
 def check_options(options: ExportOptions) -> None:
@@ -82,31 +67,15 @@ def check_options(options: ExportOptions) -> None:
     onnx_export.check_options(ExportOptions(opset=options.opset))
 
 
-def _convert(source: Path, path: Path, labels: dict[str, str]) -> tuple[str, str]:
-    """Convert beside `path`, then move the weights and the graph into place."""
-    weights = path.with_suffix(".bin")
-
-    def fill(beside: Path) -> None:
-        with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".part") as folder:
-            target = Path(folder) / path.name
-            model: Any = core().read_model(str(source))  # convert_model would multiply LayerScales into biases
-            for key, value in labels.items():
-                model.set_rt_info(value, [INFO, key])
-            _save(model, target)
-            sidecar_path(path).unlink(missing_ok=True)  # it describes the files that are replaced now
-            write_file(weights, target.with_suffix(".bin").replace)
-            target.replace(beside)
-
-    write_file(path, fill)
-    return path.name, weights.name
-
-
-def _save(model: Any, path: Path) -> None:
-    """Save an IR. Raises OSError with a reason where OpenVINO only reports that a stream failed."""
+def _convert(source: Path, labels: dict[str, str], target: Path) -> None:
+    """Raises OSError with a reason where OpenVINO only reports that a stream failed."""
+    model: Any = core().read_model(str(source))  # convert_model would multiply LayerScales into biases
+    for key, value in labels.items():
+        model.set_rt_info(value, [INFO, key])
     try:
-        load().save_model(model, str(path), compress_to_fp16=False)
+        runner.load().save_model(model, str(target), compress_to_fp16=False)
     except RuntimeError as error:
-        full = shutil.disk_usage(path.parent).free < FULL
+        full = shutil.disk_usage(target.parent).free < FULL
         number = errno.ENOSPC if full else errno.EIO
         raise OSError(number, os.strerror(number) if full else first_line(error)) from None
 

@@ -1,6 +1,8 @@
-"""Run OpenVINO models on the CPU, in exactly the requested precision."""
+"""The OpenVINO library, loaded without its telemetry, and models run with it on the CPU in the requested precision."""
 
-from importlib import metadata
+import sys
+from functools import cache, partial
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -8,38 +10,91 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitcompress.errors import ArtifactError, DeviceError
-from vitcompress.exporters.openvino.library import core, error_text, load, read_ir, read_metadata
-from vitcompress.exporters.runner import (
-    BoundCall,
-    Runner,
-    RunnerOptions,
-    check_threads,
-    fill_description,
-    reject_foreign_settings,
-)
+from vitcompress.errors import ArtifactError, DeviceError, MissingExtraError
+from vitcompress.exporters.runner import BoundCall, Runner, RunnerOptions
 from vitcompress.exporters.sidecar import check_sha256, read_input
 from vitcompress.io.files import decode_json_values
 
+TELEMETRY = "openvino_telemetry"
+INFO = "vitcompress"  # key of our metadata in a model's rt_info
+REMEDY = "pip install 'vitcompress[openvino]'"
 HINTS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
+
+
+def unavailable() -> str | None:
+    """Why OpenVINO cannot be used here, or None."""
+    return None if util.find_spec("openvino") else f"openvino is not installed ({REMEDY})"
+
+
+@cache
+def load() -> Any:
+    """The package, imported as if its telemetry package were not installed.
+
+    That package writes an identifier to the home folder and reports each import and each conversion over the network.
+    Without it OpenVINO uses a stub of its own.
+    """
+    hide = TELEMETRY not in sys.modules  # code that has already imported it is not affected
+    if hide:
+        sys.modules[TELEMETRY] = None  # type: ignore[assignment]
+    try:
+        import openvino  # noqa: TID251 - the only place that imports it
+    finally:
+        if hide:
+            del sys.modules[TELEMETRY]
+    return openvino
+
+
+@cache
+def core() -> Any:
+    """The only `Core` of this process, which exists until the process ends.
+
+    A core restores the thread's previous signal stack when it is destroyed. With two cores, the second restores that of
+    the first, whose memory is freed by then, and the next signal kills the process.
+    """
+    return load().Core()
+
+
+def read_ir(path: Path) -> Any:
+    """The model in `path`. Raises MissingExtraError, or ArtifactError if a file is missing or not an OpenVINO model."""
+    if unavailable():
+        raise MissingExtraError("openvino", "openvino", need=path.name)
+    if not path.is_file():
+        raise ArtifactError(f"there is no file {path}", hint="`vitcompress export` writes one from a run folder")
+    if not path.with_suffix(".bin").is_file():
+        raise ArtifactError(f"{path} needs {path.stem}.bin beside it, which is missing", hint="copy both files")
+    try:
+        return core().read_model(str(path))
+    except RuntimeError as error:
+        raise ArtifactError(
+            f"{path} is not an OpenVINO model: {error_text(error)}", hint="copy or export it again"
+        ) from None
+
+
+def read_metadata(model: Any) -> dict[str, str]:
+    """The metadata that our exporter wrote into a model, each value as JSON text; empty for other models."""
+    if not model.has_rt_info([INFO]):
+        return {}
+    return {key: str(value) for key, value in model.get_rt_info([INFO]).value.items()}
+
+
+def error_text(error: Exception) -> str:
+    """The last line of OpenVINO's message, which states the problem; earlier lines name places in its source."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
 
 
 class OpenVinoRunner(Runner):
     """An OpenVINO model, one batch at a time (`LATENCY`, one stream).
 
-    OpenVINO treats a precision as a hint and computes in another one if the processor lacks it (for example bf16
-    instead of fp16). Here that is an error.
-
     Raises:
         MissingExtraError: OpenVINO is not installed.
         ArtifactError: not an OpenVINO model, not the file that its sidecar describes, or not one image input.
-        DeviceError: a device other than the CPU, or a precision that the processor does not have.
+        DeviceError: a device other than the CPU, or a precision that the processor does not have, for which OpenVINO
+            would compute in another one.
     """
 
     def __init__(self, path: Path, options: RunnerOptions) -> None:
-        reject_foreign_settings(options, "OpenVINO", path.name)
-        super().__init__(str(path))
-        self._threads = check_threads(options)
+        super().__init__(str(path), options, "OpenVINO")
         if (options.device or "cpu") != "cpu":
             raise DeviceError(
                 f"OpenVINO models run on the CPU, but the device is {options.device}", hint="use --device cpu"
@@ -79,36 +134,35 @@ class OpenVinoRunner(Runner):
         return torch.from_numpy(np.array(outputs[0], dtype=np.float32))
 
     def _bind(self, images: Tensor) -> BoundCall:
-        request = self._compiled.create_infer_request()
-        data = self._prepare(images)
+        request, data = self._compiled.create_infer_request(), self._prepare(images)
         request.set_input_tensor(0, load().Tensor(data, shared_memory=True))
+        return BoundCall(partial(_infer, request, data))
 
-        def step(keep: np.ndarray = data) -> None:
-            request.infer()
-
-        return BoundCall(step)
-
-    def describe(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, object]:
         get = self._compiled.get_property
         classes = self._compiled.outputs[0].get_partial_shape()
-        return fill_description(
-            artifact=self.name,
-            sha256=self._sha256,
-            runtime="openvino",
-            runtime_version=metadata.version("openvino"),
-            device="cpu",
-            device_name=str(get("FULL_DEVICE_NAME")) if "FULL_DEVICE_NAME" in get("SUPPORTED_PROPERTIES") else None,
-            precision=self.precision,
-            threads=int(get("INFERENCE_NUM_THREADS")),
-            streams=int(get("NUM_STREAMS")),
-            input_type="uint8" if self.takes_bytes else "float32",
-            graph_optimization="LATENCY",
-            classes=int(classes[1].get_length()) if len(classes) == 2 and classes[1].is_static else None,
-        )
+        return {
+            "sha256": self._sha256,
+            "runtime": "openvino",
+            "runtime_version": metadata.version("openvino"),
+            "device": "cpu",
+            "device_name": str(get("FULL_DEVICE_NAME")) if "FULL_DEVICE_NAME" in get("SUPPORTED_PROPERTIES") else None,
+            "precision": self.precision,
+            "threads": int(get("INFERENCE_NUM_THREADS")),
+            "streams": int(get("NUM_STREAMS")),
+            "input_type": "uint8" if self.takes_bytes else "float32",
+            "graph_optimization": "LATENCY",
+            "classes": int(classes[1].get_length()) if len(classes) == 2 and classes[1].is_static else None,
+        }
 
     def close(self) -> None:
         super().close()
         self._request = self._compiled = None
+
+
+def _infer(request: Any, data: np.ndarray) -> None:
+    """One pass. data: the input of `request`, which does not reference it."""
+    request.infer()
 
 
 def _image_shape(path: Path, model: Any) -> tuple[list[int], str]:

@@ -1,16 +1,14 @@
-"""Build engines from ONNX files. They are strongly typed, so that the ONNX file determines the precision.
+"""Build engines from ONNX files with TensorRT (10.12 to 11) or TensorRT for RTX.
 
-Works with TensorRT (10.12 to 11) and TensorRT for RTX. TF32 products are off unless requested: the libraries enable
-them by default.
+They are strongly typed: the ONNX file determines the precision. TF32 products are off unless requested.
 """
 
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vitcompress.errors import ArtifactError, InputError, VitcompressError
 from vitcompress.exporters.onnx.export import INPUT
@@ -24,28 +22,18 @@ POLL_SECONDS = 0.1  # how often the main thread checks whether the build is done
 COMPATIBLE = {"ampere+": "AMPERE_PLUS", "same": "SAME_COMPUTE_CAPABILITY"}
 
 
-@dataclass(frozen=True)
-class Built:
+class Built(NamedTuple):
     """An engine, the duration of its build, and the library's warnings."""
 
     data: bytes
     seconds: float
-    warnings: tuple[str, ...]
+    warnings: list[str]
 
 
-def build(
-    flavour: Flavour,
-    onnx: Path,
-    size: Sequence[int],
-    options: ExportOptions,
-    targets: Sequence[int],
-    progress: Progress | None = None,
-) -> Built:
-    """Build an engine from `onnx`.
+def build(flavour: Flavour, onnx: Path, size: Sequence[int], options: ExportOptions, progress: Progress) -> Built:
+    """Build an engine from `onnx`, whose input images have the shape `size`.
 
-    Args:
-        size: shape of one input image in the file, without the batch.
-        targets: compute capabilities, for TensorRT for RTX; TensorRT builds for the GPU of this machine.
+    options: their `sm` are the targets of TensorRT for RTX; TensorRT builds for the GPU of this machine.
 
     Raises:
         MissingExtraError: the library is not installed.
@@ -53,7 +41,7 @@ def build(
         KeyboardInterrupt: Ctrl-C; the build has been cancelled.
     """
     library = flavour.load()
-    monitor = _create_monitor(library, flavour, progress or Progress())
+    monitor = _create_monitor(library, f"build the {flavour.title} engine", progress)
 
     def work() -> Built:
         log, start = create_log(library), time.perf_counter()
@@ -63,7 +51,7 @@ def build(
         parser = library.OnnxParser(network, log)  # holds the weights: must exist until the engine is built
         if not parser.parse_from_file(str(onnx)):
             raise _parser_error(flavour, parser, log)
-        config = _create_config(library, flavour, builder, options, targets)
+        config = _create_config(library, flavour, builder, options)
         cache = _use_timing_cache(config, options.timing_cache)
         profile = builder.create_optimization_profile()
         profile.set_shape(INPUT, *((images, *size) for images in options.batch))
@@ -77,12 +65,12 @@ def build(
             )
         if options.timing_cache is not None:
             write_bytes(options.timing_cache, bytes(memoryview(cache.serialize())))
-        return Built(bytes(memoryview(engine)), time.perf_counter() - start, tuple(log.warnings))
+        return Built(bytes(memoryview(engine)), time.perf_counter() - start, log.warnings)
 
     return _run_in_thread(work, monitor)
 
 
-def _create_config(library: Any, flavour: Flavour, builder: Any, options: ExportOptions, targets: Sequence[int]) -> Any:
+def _create_config(library: Any, flavour: Flavour, builder: Any, options: ExportOptions) -> Any:
     config = builder.create_builder_config()
     config.profiling_verbosity = library.ProfilingVerbosity.DETAILED  # for the inspector
     if options.precision != "tf32":
@@ -92,13 +80,13 @@ def _create_config(library: Any, flavour: Flavour, builder: Any, options: Export
     if options.optimization_level is not None:
         config.builder_optimization_level = options.optimization_level
     if options.hardware_compatible != "none":
-        level = COMPATIBLE[options.hardware_compatible]
-        config.hardware_compatibility_level = getattr(library.HardwareCompatibilityLevel, level)
+        levels = library.HardwareCompatibilityLevel
+        config.hardware_compatibility_level = getattr(levels, COMPATIBLE[options.hardware_compatible])
     if options.version_compatible:
         config.set_flag(library.BuilderFlag.VERSION_COMPATIBLE)
     if flavour is RTX:
-        config.num_compute_capabilities = len(targets)
-        for number, target in enumerate(targets):
+        config.num_compute_capabilities = len(options.sm)
+        for number, target in enumerate(options.sm):
             config.set_compute_capability(getattr(library.ComputeCapability, f"SM{target}"), number)
     return config
 
@@ -122,30 +110,27 @@ def _use_timing_cache(config: Any, path: Path | None) -> Any:
 def _run_in_thread(work: Callable[[], Built], monitor: Any) -> Built:
     """The result of `work`, run in a thread of its own, so that Ctrl-C interrupts the main thread immediately.
 
-    All callbacks of the library run in that thread: it ignores a KeyboardInterrupt raised in its log callback.
+    All callbacks of the library run in that thread: it ignores a KeyboardInterrupt raised in its log callback. After an
+    error, the frames of its traceback no longer reference the builder: freeing that later waits for a lock that the
+    library holds while it logs that it creates the next one, a deadlock.
     """
+
+    def work_and_clear() -> Built:
+        try:
+            return work()
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            raise
+
     with ThreadPoolExecutor(1, "build") as pool:
         try:
-            future: Future[Built] = pool.submit(_clear_frames_on_error, work)
+            future = pool.submit(work_and_clear)
             while not future.done():
                 time.sleep(POLL_SECONDS)
         except BaseException:
             monitor.stopped = True  # the builder checks this before each step; leaving the block waits for its end
             raise
     return future.result()
-
-
-def _clear_frames_on_error(work: Callable[[], Built]) -> Built:
-    """The result of `work`. After an error, the frames of its traceback no longer reference the builder.
-
-    Otherwise the garbage collector could free the builder at any time, such as while the library logs that it creates
-    the next one and holds a lock that freeing the first one waits for: a deadlock.
-    """
-    try:
-        return work()
-    except BaseException as error:
-        traceback.clear_frames(error.__traceback__)
-        raise
 
 
 def _parser_error(flavour: Flavour, parser: Any, log: Any) -> VitcompressError:
@@ -163,7 +148,7 @@ def _parser_error(flavour: Flavour, parser: Any, log: Any) -> VitcompressError:
     )
 
 
-def _create_monitor(library: Any, flavour: Flavour, progress: Progress) -> Any:
+def _create_monitor(library: Any, title: str, progress: Progress) -> Any:
     """Shows the phases of a build as progress. The builder stops after a step if `stopped` is set."""
 
     class Monitor(library.IProgressMonitor):  # type: ignore[misc]
@@ -189,6 +174,6 @@ def _create_monitor(library: Any, flavour: Flavour, progress: Progress) -> Any:
                 self._show("")
 
         def _show(self, text: str) -> None:
-            progress.update(f"build the {flavour.title} engine", self._done, self._steps, text.lower())
+            progress.update(title, self._done, self._steps, text.lower())
 
     return Monitor()

@@ -1,8 +1,7 @@
 """Export to TensorRT engines: the model as ONNX, an engine built from it, and a sidecar that describes it.
 
-People cannot read an engine, and running one is running code. So these files are written beside it: `<engine>.json`
-(hashes, targets, versions, flags), `<engine>.onnx` (the source of the build) and, if a GPU can run the engine,
-`<engine>.layers.json` (the output of the library's engine inspector).
+Beside an engine are `<engine>.json` (the sidecar), `<engine>.onnx` (the source of the build) and, if a GPU can run it
+here, `<engine>.layers.json` (the output of the library's engine inspector).
 """
 
 from collections.abc import Sequence
@@ -13,7 +12,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Unpack, get_args
 
-import onnx
 import torch
 from torch import nn
 
@@ -27,15 +25,7 @@ from vitcompress.exporters.precision import HALF
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.exporters.tensorrt.build import Built, build
-from vitcompress.exporters.tensorrt.flavours import (
-    RTX,
-    TRT,
-    Flavour,
-    capability,
-    numbers,
-    read_header,
-    supported_targets,
-)
+from vitcompress.exporters.tensorrt.flavours import RTX, TRT, Flavour, capability, numbers, read_header
 from vitcompress.exporters.tensorrt.layers import layer_checks, parse_layers, unavailable_checks
 from vitcompress.exporters.tensorrt.runner import EngineRunner
 from vitcompress.io import hardware
@@ -73,7 +63,9 @@ def export(
     """
     options, path = options or ExportOptions(), Path(path)
     check_options(flavour, options)
-    targets = choose_targets(flavour, options)
+    reason = "default of TensorRT for RTX" if flavour is RTX else "the GPU that it was built on"
+    reason = "requested" if options.sm else reason
+    options = replace(options, sm=choose_targets(flavour, options))
     for place in (path, *_companions(path)):
         if place.is_dir():
             raise OutputError(f"{place} cannot be written: it is a folder", hint="choose another file with --out")
@@ -81,82 +73,63 @@ def export(
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".part") as folder:
             staged = Path(folder) / path.name
-            source = _export_source(model, source_path(staged), options, **about)
-            graph = onnx.load(str(source.path), load_external_data=False).graph
-            size = tuple(dim.dim_value for dim in graph.input[0].type.tensor_type.shape.dim[1:]) or about["input"].size
-            built = build(flavour, source.path, size, options, targets, progress)
+            source = onnx_export.export(
+                model,
+                source_path(staged),
+                options=onnx_options(options),
+                lean=False,  # TensorRT's attention kernels are documented for the patterns that torch writes
+                reason=DECOMPOSED,
+                **about,
+            )
+            # The batches at which its outputs are compared with those of the model.
+            source = write_sidecar(replace(source, build={"batch": list(options.batch)}))
+            channels, height, width = about["input"].size
+            size = (height, width, channels) if options.uint8 else (channels, height, width)
+            built = build(flavour, source.path, size, options, progress or Progress())
             write_bytes(staged, built.data)
-            built = replace(built, warnings=(*built.warnings, *unfused_warnings(model, options.precision)))
-            exported = _record(flavour, staged, source, built, options, targets)
-            if cannot_run(flavour) is None and capability() in targets:
+            built.warnings.extend(unfused_warnings(model, options.precision))
+            exported = _record(flavour, staged, source, built, options, reason)
+            if cannot_run(flavour) is None and capability() in options.sm:
                 exported = _inspect(exported, source, options)
             return _move(exported, path, source if options.keep_onnx else None)
 
 
-def _export_source(model: nn.Module, path: Path, options: ExportOptions, **about: Unpack[ModelInfo]) -> Exported:
-    """The ONNX file that the engine is built from. Its sidecar states at which batches its outputs are compared."""
-    exported = onnx_export.export(
-        model,
-        path,
-        options=onnx_options(options),
-        lean=False,  # TensorRT's attention kernels are documented for the patterns that torch writes
-        reason=DECOMPOSED,
-        **about,
-    )
-    exported = replace(exported, build={"batch": list(options.batch)})
-    write_sidecar(exported)
-    return exported
-
-
 def layers_path(engine: Path) -> Path:
-    """`model.engine` -> `model.engine.layers.json`"""
     return engine.with_name(f"{engine.name}.layers.json")
 
 
 def source_path(engine: Path) -> Path:
-    """`model.engine` -> `model.engine.onnx`"""
     return engine.with_name(f"{engine.name}.onnx")
 
 
 def _companions(path: Path) -> tuple[Path, ...]:
     """The files that may be beside an engine, the sidecar first."""
-    source = source_path(path)
-    return sidecar_path(path), layers_path(path), source, sidecar_path(source)
+    return sidecar_path(path), layers_path(path), source_path(path), sidecar_path(source_path(path))
 
 
 def _record(
-    flavour: Flavour, staged: Path, source: Exported, built: Built, options: ExportOptions, targets: Sequence[int]
+    flavour: Flavour, staged: Path, source: Exported, built: Built, options: ExportOptions, reason: str
 ) -> Exported:
-    """Write the sidecar of an engine."""
+    """Write the sidecar of an engine. reason: for its targets."""
     version = str(flavour.load().__version__)
-    default = "default of TensorRT for RTX" if flavour is RTX else "the GPU that it was built on"
-    return record_export(
-        staged,
-        [staged.name],
-        format=flavour.name,
-        precision=options.precision,
-        opset=source.opset,
-        opset_reason=source.opset_reason,
-        metadata=source.metadata,
-        source={"name": source.path.name, "sha256": source.sha256},
-        build={
-            "runtime": flavour.title,
-            "runtime_version": version,
-            "sm": list(targets),
-            "sm_reason": "requested" if options.sm else default,
-            "batch": list(options.batch),
-            "tf32": options.precision == "tf32",
-            "optimization_level": options.optimization_level,
-            "workspace": options.workspace,
-            "timing_cache": None if options.timing_cache is None else options.timing_cache.name,
-            "hardware_compatible": options.hardware_compatible,
-            "version_compatible": options.version_compatible,
-            "gpu": torch.cuda.get_device_name() if flavour is TRT else None,
-            "header": read_header(built.data),
-            "seconds": round(built.seconds, 3),
-            "warnings": [*built.warnings, *_header_warnings(flavour, built.data, version, targets)],
-        },
-    )
+    build = {
+        "runtime": flavour.title,
+        "runtime_version": version,
+        "sm": list(options.sm),
+        "sm_reason": reason,
+        "batch": list(options.batch),
+        "tf32": options.precision == "tf32",
+        "optimization_level": options.optimization_level,
+        "workspace": options.workspace,
+        "timing_cache": None if options.timing_cache is None else options.timing_cache.name,
+        "hardware_compatible": options.hardware_compatible,
+        "version_compatible": options.version_compatible,
+        "gpu": torch.cuda.get_device_name() if flavour is TRT else None,
+        "header": read_header(built.data),
+        "seconds": round(built.seconds, 3),
+        "warnings": [*built.warnings, *_header_warnings(flavour, built.data, version, options.sm)],
+    }
+    return record_export(staged, [staged.name], source, format=flavour.name, precision=options.precision, build=build)
 
 
 def _header_warnings(flavour: Flavour, data: bytes, version: str, targets: Sequence[int]) -> list[str]:
@@ -167,10 +140,7 @@ def _header_warnings(flavour: Flavour, data: bytes, version: str, targets: Seque
 
 
 def _inspect(exported: Exported, source: Exported, options: ExportOptions) -> Exported:
-    """Write the inspector output beside the engine, and checks of it into the sidecar.
-
-    An engine without inspector output is not a failure: the runtime inside a version-compatible engine may lack it.
-    """
+    """Write the inspector output, which version-compatible engines may lack, and checks of it into the sidecar."""
     try:
         with closing(EngineRunner(exported.path, RunnerOptions(trust=options.version_compatible))) as runner:
             output = runner.layers()
@@ -181,9 +151,7 @@ def _inspect(exported: Exported, source: Exported, options: ExportOptions) -> Ex
         write_text(layers_path(exported.path), output)
         nodes = file.graph_facts(source.path).operators
         checks = layer_checks(layers, options.precision, nodes.get("Softmax", 0) + nodes.get("Attention", 0))
-    exported = replace(exported, build={**exported.build, "truth": [check.to_dict() for check in checks]})
-    write_sidecar(exported)
-    return exported
+    return write_sidecar(replace(exported, build={**exported.build, "truth": [check.to_dict() for check in checks]}))
 
 
 def _move(exported: Exported, path: Path, source: Exported | None) -> Exported:
@@ -202,7 +170,6 @@ def _move(exported: Exported, path: Path, source: Exported | None) -> Exported:
 
 
 def unavailable(flavour: Flavour) -> str | None:
-    """Why this machine cannot build such engines, or None."""
     if flavour is TRT and capability() is None:
         return f"{_no_gpu()}; build on the target ({flavour.install}), or use trt-rtx for GeForce and RTX"
     return flavour.problem("Builder" if flavour is TRT else None)
@@ -213,13 +180,12 @@ def _no_gpu() -> str:
 
 
 def cannot_run(flavour: Flavour) -> str | None:
-    """Why this machine cannot run such engines, or None."""
     if reason := flavour.problem():
         return reason
     here = capability()
     if here is None:
         return f"there is no CUDA GPU here{hardware.cuda_reason() or ': run it on the target'}"
-    if flavour is RTX and here not in supported_targets(flavour.load()):
+    if flavour is RTX and here not in flavour.supported_targets():
         return f"TensorRT for RTX does not support this GPU (compute capability {here})"
     return flavour.problem("Runtime")
 
@@ -232,7 +198,19 @@ def check_options(flavour: Flavour, options: ExportOptions) -> None:
     ONNX.check(onnx_options(options))
     if flavour is not RTX:
         return
-    _check_targets(options.sm, supported_targets(flavour.load()))
+    supported = flavour.supported_targets()
+    listed = ", ".join(map(str, supported))
+    for target in options.sm:
+        if target in DATA_CENTRE:
+            raise InputError(
+                f"TensorRT for RTX does not support data centre GPUs such as compute capability {target}; it supports "
+                f"{listed}",
+                hint="on that machine use --format trt, or the ONNX file in ONNX Runtime with CUDA",
+            )
+        if target not in supported:
+            raise InputError(
+                f"TensorRT for RTX does not support compute capability {target}", hint=f"use some of --sm {listed}"
+            )
     if (options.opset or 0) >= ATTENTION_NODE_FROM and precision not in HALF:
         raise InputError(
             f"opset {options.opset} exports attention as one Attention node, which TensorRT for RTX supports in half "
@@ -247,23 +225,8 @@ def check_options(flavour: Flavour, options: ExportOptions) -> None:
         )
 
 
-def _check_targets(targets: Sequence[int], supported: Sequence[int]) -> None:
-    listed = ", ".join(map(str, supported))
-    for target in targets:
-        if target in DATA_CENTRE:
-            raise InputError(
-                f"TensorRT for RTX does not support data centre GPUs such as compute capability {target}; it supports "
-                f"{listed}",
-                hint="on that machine use --format trt, or the ONNX file in ONNX Runtime with CUDA",
-            )
-        if target not in supported:
-            raise InputError(
-                f"TensorRT for RTX does not support compute capability {target}", hint=f"use some of --sm {listed}"
-            )
-
-
 def choose_targets(flavour: Flavour, options: ExportOptions) -> tuple[int, ...]:
-    """The compute capabilities to build for: those of the options, or that of the GPU that TensorRT builds on."""
+    """The compute capabilities to build for."""
     if flavour is RTX:
         return tuple(dict.fromkeys(options.sm)) or RTX_DEFAULT
     here = capability()

@@ -41,15 +41,17 @@ class Flavour:
             )
         return library
 
+    def supported_targets(self) -> tuple[int, ...]:
+        """Compute capabilities that TensorRT for RTX can build for."""
+        names = self.load().ComputeCapability.__members__
+        return tuple(sorted(int(name[2:]) for name in names if name.startswith("SM")))
+
     @property
     def install(self) -> str:
         return f"pip install 'vitcompress[{self.extra}]'"
 
     def create(self, kind: str, log: Any) -> Any:
-        """A `Builder` or `Runtime` of the library, which reports errors to `log`.
-
-        Raises DeviceError if the library does not work with the driver or the GPU; it may need newer ones than torch.
-        """
+        """A `Builder` or `Runtime`, which reports errors to `log`. Raises DeviceError for another driver or GPU."""
         library = self.load()
         try:
             return getattr(library, kind)(log)
@@ -88,18 +90,12 @@ def capability(index: int = 0) -> int | None:
     return 10 * major + minor
 
 
-def supported_targets(library: Any) -> tuple[int, ...]:
-    """Compute capabilities that TensorRT for RTX can build for."""
-    names = library.ComputeCapability.__members__
-    return tuple(sorted(int(name[2:]) for name in names if name.startswith("SM")))
-
-
 def flavour_of(data: bytes) -> Flavour | None:
     """The library that wrote an engine, by its first bytes: a hint, because the header is not documented."""
     return next((flavour for flavour in FLAVOURS.values() if data[MAGIC_BYTES] == flavour.magic), None)
 
 
-def read_header(data: bytes) -> dict[str, Any]:
+def read_header(data: bytes) -> dict[str, object]:
     """Library, version and compute capabilities of an engine by its first bytes; None for what they do not state."""
     flavour = flavour_of(data)
     if flavour is None or len(data) < HEADER:

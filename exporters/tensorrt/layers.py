@@ -1,8 +1,7 @@
 """What a TensorRT engine really computes with, according to its engine inspector.
 
-A build requests a precision and fused attention; only the engine shows whether it has them. The inspector output has
-two forms: up to TensorRT 10 tensors have one field `Format/Datatype`; from 11 on `Format` and `Datatype` are separate,
-and `Bindings` is named `I/O Tensors`.
+A build requests a precision and fused attention; only the engine shows whether it has them. In the inspector output
+tensors have one field `Format/Datatype` up to TensorRT 10, and `Format` and `Datatype` from 11 on.
 """
 
 import json
@@ -13,7 +12,7 @@ from typing import Any
 
 from vitcompress.errors import ArtifactError
 from vitcompress.exporters.precision import HALF
-from vitcompress.io.checks import Check, Status
+from vitcompress.io.checks import Check, Status, limit_check
 
 # The first one that matches a text; integers and booleans are indices and shapes, not arithmetic.
 TYPES = (
@@ -43,15 +42,13 @@ MOST_COPIES = 0.15  # share of casts and reformats among all layers
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer. inputs, outputs, weights: precisions of its tensors, None if the inspector does not state them."""
+    """One layer. operands: precisions of its inputs and weights, None if the inspector does not state them."""
 
     name: str
     kind: str
     tactic: str
     metadata: str
-    inputs: tuple[str | None, ...]
-    outputs: tuple[str | None, ...]
-    weights: str | None
+    operands: tuple[str | None, ...]
 
     @property
     def fused_attention(self) -> bool:
@@ -87,17 +84,12 @@ class Layer:
     @property
     def precision(self) -> str | None:
         """The widest precision that it multiplies, None if unknown."""
-        operands = [kind for kind in (*self.inputs, self.weights) if kind in WIDTH]
-        widest = max(operands, key=lambda kind: WIDTH[str(kind)], default=None)
+        widest = max((kind for kind in self.operands if kind in WIDTH), key=lambda kind: WIDTH[str(kind)], default=None)
         return "tf32" if widest == "fp32" and "tf32" in self.tactic.lower() else widest
 
 
 def parse_layers(output: str) -> tuple[Layer, ...]:
-    """The layers in the inspector's JSON output.
-
-    Raises:
-        ArtifactError: not such an output, or one with names only, of an engine that was built without details.
-    """
+    """The layers in the inspector's JSON output. Raises ArtifactError for another text, or names without details."""
     try:
         layers = json.loads(output)["Layers"]
         if any(isinstance(layer, str) for layer in layers):
@@ -111,15 +103,9 @@ def parse_layers(output: str) -> tuple[Layer, ...]:
 
 def _layer(data: Mapping[str, Any]) -> Layer:
     weights = data.get("Weights")
-    return Layer(
-        str(data["Name"]),
-        str(data.get("LayerType", "")),
-        str(data.get("TacticName") or ""),
-        str(data.get("Metadata") or ""),
-        _precisions(data.get("Inputs", ())),
-        _precisions(data.get("Outputs", ())),
-        _precision_in(str(weights.get("Type", ""))) if isinstance(weights, Mapping) else None,
-    )
+    kinds = (_precision_in(str(weights.get("Type", ""))),) if isinstance(weights, Mapping) else ()
+    texts = (str(data.get(key) or "") for key in ("LayerType", "TacticName", "Metadata"))
+    return Layer(str(data["Name"]), *texts, (*_precisions(data.get("Inputs", ())), *kinds))
 
 
 def _precisions(tensors: Iterable[Mapping[str, Any]]) -> tuple[str | None, ...]:
@@ -134,22 +120,13 @@ def _precision_in(text: str) -> str | None:
 
 
 def layer_checks(layers: Sequence[Layer], precision: str, attentions: int) -> tuple[Check, ...]:
-    """Does an engine compute as requested?
-
-    Args:
-        precision: fp32, tf32, fp16 or bf16.
-        attentions: number of attentions in the model.
-    """
+    """Does an engine compute as requested? attentions: their number in the model."""
     working = [layer for layer in layers if not layer.idle]
     copies = sum(layer.copies for layer in working)
     share = copies / len(working) if working else 1.0
     detail = f"{copies} of {len(working)} layers only cast or reformat"
-    verdict: Status = "passed" if share <= MOST_COPIES else "failed"
-    return (
-        _check_precision(layers, precision),
-        _check_attention(layers, precision, attentions),
-        Check(COPIES_SHARE, verdict, share, MOST_COPIES, detail),
-    )
+    copied = limit_check(COPIES_SHARE, share, MOST_COPIES, detail)
+    return _check_precision(layers, precision), _check_attention(layers, precision, attentions), copied
 
 
 def unavailable_checks(reason: str) -> tuple[Check, ...]:

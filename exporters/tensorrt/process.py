@@ -29,17 +29,13 @@ MACHINE_HINT = (
     "an engine runs in a process of its own: the GPU needs free memory, and a compute mode that lets several processes "
     "use it (`nvidia-smi -q -d COMPUTE,MEMORY`); `vitcompress doctor` tests the driver"
 )
-# Kind of an error in an answer -> what it is raised as.
-KINDS: dict[str, type[VitcompressError]] = {"engine": ArtifactError, "machine": DeviceError}
 
 
 class EngineProcess:
     """One engine in a process of its own.
 
-    Raises:
-        ArtifactError: the engine cannot be run.
-        DeviceError: this machine has too little memory or too old a driver for it.
-        VitcompressError: a call failed, or the process has ended.
+    Raises ArtifactError for an engine that cannot be run, DeviceError for too little memory or too old a driver, and
+    VitcompressError for a call that failed or a process that has ended.
     """
 
     def __init__(self, path: Path, **settings: object) -> None:
@@ -71,7 +67,8 @@ class EngineProcess:
                 hint="the engine may be damaged, or the GPU out of memory",
             ) from None
         if "error" in answer:
-            kind = KINDS.get(answer.get("kind", ""), VitcompressError)
+            kinds: dict[str, type[VitcompressError]] = {"engine": ArtifactError, "machine": DeviceError}
+            kind = kinds.get(answer.get("kind", ""), VitcompressError)
             hint = MACHINE_HINT if kind is DeviceError else None
             raise kind(f"{self._path} cannot be run: {answer['error']}", hint=hint)
         return answer, payload
@@ -85,7 +82,7 @@ class EngineProcess:
 
     def timed(self, slot: int, runs: int) -> tuple[list[float], float]:
         answer, _ = self._request({"do": "time", "slot": slot, "runs": runs})
-        return [float(value) for value in answer["times_ms"]], float(answer["wall_ms"])
+        return answer["times_ms"], answer["wall_ms"]
 
     def layers(self) -> str:
         return self._request({"do": "layers"})[1].decode()
@@ -108,7 +105,7 @@ def _environment() -> dict[str, str]:
     return {**inherited, "PYTHONPATH": os.pathsep.join([package, *filter(None, sys.path)])}
 
 
-def send(pipe: IO[bytes], message: dict[str, object], data: bytes | memoryview = b"") -> None:
+def send(pipe: IO[bytes], message: dict[str, object], data: bytes = b"") -> None:
     """Raises BrokenPipeError if the other end is closed."""
     pipe.write(json.dumps({**message, "bytes": len(data)}).encode() + b"\n")
     pipe.write(data)
@@ -116,24 +113,14 @@ def send(pipe: IO[bytes], message: dict[str, object], data: bytes | memoryview =
 
 
 def receive(pipe: IO[bytes]) -> tuple[dict[str, Any], bytearray]:
-    """The next message and its bytes.
-
-    Raises:
-        EOFError: the other end is closed.
-        ValueError: not a message.
-    """
-    line = pipe.readline(MAX_LINE)
-    if not line:
+    """The next message and its bytes. Raises EOFError if the other end is closed, ValueError if it is not a message."""
+    if not (line := pipe.readline(MAX_LINE)):
         raise EOFError
     message = json.loads(line)
     count = message.pop("bytes", None) if isinstance(message, dict) else None
     if not isinstance(count, int) or not 0 <= count <= MAX_BYTES:
         raise ValueError("not a message")
     data = bytearray(count)
-    view, position = memoryview(data), 0
-    while position < count:
-        size = pipe.readinto(view[position:])  # type: ignore[attr-defined]
-        if not size:
-            raise EOFError
-        position += size
+    if pipe.readinto(data) < count:  # type: ignore[attr-defined]
+        raise EOFError
     return message, data

@@ -8,27 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from vitcompress.errors import ArtifactError, DeviceError
-from vitcompress.exporters.runner import (
-    BoundCall,
-    Runner,
-    RunnerOptions,
-    check_batch,
-    fill_description,
-    parse_device,
-    reject_foreign_settings,
-)
+from vitcompress.exporters.runner import BoundCall, Runner, RunnerOptions, check_batch, parse_device
 from vitcompress.exporters.sidecar import find_mismatches, read_input, read_sidecar, sidecar_path
-from vitcompress.exporters.tensorrt.flavours import (
-    FLAVOURS,
-    HEADER,
-    RTX,
-    Flavour,
-    capability,
-    flavour_of,
-    numbers,
-    read_header,
-    supported_targets,
-)
+from vitcompress.exporters.tensorrt import flavours
+from vitcompress.exporters.tensorrt.flavours import FLAVOURS, HEADER, RTX, Flavour, capability, numbers
 from vitcompress.exporters.tensorrt.process import EngineProcess
 from vitcompress.io.files import decode_json_values, file_sha256
 
@@ -36,20 +19,16 @@ from vitcompress.io.files import decode_json_values, file_sha256
 class EngineRunner(Runner):
     """An engine on one GPU.
 
-    Raises:
-        ArtifactError: not an engine, or one that is not trusted.
-        DeviceError: it was built for another GPU, by another version, or in another precision.
+    Raises ArtifactError for one that is not trusted, DeviceError for another GPU, version or precision than it has.
     """
 
     def __init__(self, path: Path, options: RunnerOptions) -> None:
-        super().__init__(str(path))
-        self._options = options
         self._sidecar = read_trusted_sidecar(path, trust=options.trust)
-        self._build: dict[str, Any] = self._sidecar.get("build", {})
+        self._build = self._sidecar.get("build", {})
         self._flavour = _choose_flavour(path, self._sidecar)
         self._sha256 = file_sha256(path)
         self._precision = self._sidecar.get("precision")
-        reject_foreign_settings(options, self._flavour.title, path.name)
+        super().__init__(str(path), options, self._flavour.title)
         if options.precision not in (None, self._precision):
             raise DeviceError(
                 f"{path} was built in {self._precision or 'an unknown precision'}, but the precision is "
@@ -76,11 +55,8 @@ class EngineRunner(Runner):
         )
         self.facts, self.layers = self._process.facts, self._process.layers
         self.takes_bytes = self.facts["input_type"] == "UINT8"
+        self._set_size(self.facts["input_shape"][1:])
         self.input = read_input(self.name, decode_json_values(self._sidecar.get("metadata", {})))
-        if self.input is None:
-            self._set_size(self.facts["input_shape"][1:])
-        else:
-            self.input_size = self.input.size
         self._slots = count(1)
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -96,26 +72,25 @@ class EngineRunner(Runner):
         check_batch(self.name, self.facts["batch"], len(images))
         self._process.bind(slot, self._prepare(images))
 
-    def describe(self) -> dict[str, Any]:
-        return fill_description(
-            artifact=self.name,
-            sha256=self._sha256,
-            runtime=self._flavour.title,
-            runtime_version=self.facts["runtime_version"],
-            device=f"cuda:{self._index}",
-            device_name=self.facts["device_name"],
-            precision=self._precision or "as built",
-            tf32=self._build.get("tf32"),
-            cuda_graph=self._options.cuda_graph,
-            transfers=self._options.transfers,
-            graph_optimization=self._build.get("optimization_level"),
-            sm=self._build.get("sm"),
-            input_type="uint8" if self.takes_bytes else "float32",
-            batch_range=self.facts["batch"],
-            verified=self._sidecar.get("verified"),
-            trusted_without_sidecar=not self._sidecar,
-            process=self._process.pid,
-        )
+    def _describe(self) -> dict[str, object]:
+        return {
+            "sha256": self._sha256,
+            "runtime": self._flavour.title,
+            "runtime_version": self.facts["runtime_version"],
+            "device": f"cuda:{self._index}",
+            "device_name": self.facts["device_name"],
+            "precision": self._precision or "as built",
+            "tf32": self._build.get("tf32"),
+            "cuda_graph": self._options.cuda_graph,
+            "transfers": self._options.transfers,
+            "graph_optimization": self._build.get("optimization_level"),
+            "sm": self._build.get("sm"),
+            "input_type": "uint8" if self.takes_bytes else "float32",
+            "batch_range": self.facts["batch"],
+            "verified": self._sidecar.get("verified"),
+            "trusted_without_sidecar": not self._sidecar,
+            "process": self._process.pid,
+        }
 
     def close(self) -> None:
         super().close()
@@ -150,7 +125,7 @@ def _choose_flavour(path: Path, sidecar: dict[str, Any]) -> Flavour:
     """The library that runs an engine, by its first bytes or else its sidecar, which must agree."""
     with path.open("rb") as file:
         header = file.read(HEADER)
-    writer, recorded = flavour_of(header), sidecar.get("format")
+    writer, recorded = flavours.flavour_of(header), sidecar.get("format")
     flavour = writer or FLAVOURS.get(str(recorded))
     if len(header) < HEADER or flavour is None:
         raise ArtifactError(f"{path} is not a TensorRT engine: it starts with {header[:8]!r}", hint="export it again")
@@ -159,7 +134,7 @@ def _choose_flavour(path: Path, sidecar: dict[str, Any]) -> Flavour:
             f"{path} was written by {writer.title}, but its sidecar names {recorded}", hint="export it again"
         )
     build, installed = sidecar.get("build", {}), str(flavour.load().__version__)
-    version = build.get("runtime_version") or read_header(header)["version"]
+    version = build.get("runtime_version") or flavours.read_header(header)["version"]
     if numbers(str(version)) != numbers(installed) and not build.get("version_compatible"):
         raise DeviceError(
             f"{path} was built by {flavour.title} {version}, which the installed {installed} does not run",
@@ -182,7 +157,7 @@ def _choose_gpu(path: Path, options: RunnerOptions, build: dict[str, Any], flavo
     compatible = build.get("hardware_compatible") == "ampere+" and targets and min(here, *targets) >= 80
     if targets and here not in targets and not compatible:
         hint = f"export it again on this machine{' with --format trt' if flavour is RTX else ''}"
-        if flavour is RTX and here in supported_targets(flavour.load()):
+        if flavour is RTX and here in flavour.supported_targets():
             hint = f"export it with --sm {here}"
         raise DeviceError(
             f"{path} was built for compute capability {', '.join(map(str, targets))}, but this GPU has {here}",

@@ -1,8 +1,7 @@
 """The process that runs one engine: `python -m vitcompress.exporters.tensorrt.worker`, started by `process`.
 
-Deserialising an engine runs native code from the file. It therefore happens in this process, with the library's
-permissions for code and temporary files off. Timing loops run here, too, so that times do not include the communication
-between processes.
+Deserialising an engine runs native code from the file: it happens here, with the library's permissions for code and
+temporary files off. So do timing loops: times do not include the communication between processes.
 """
 
 import hashlib
@@ -36,23 +35,19 @@ class EngineError(Exception):
 
 @dataclass(frozen=True)
 class Binding:
-    """Input and outputs on the GPU, their execution context, and the call that runs it."""
+    """Input and outputs on the GPU by name, their execution context, and the call that runs it."""
 
-    images: Tensor
-    outputs: dict[str, Tensor]
+    tensors: dict[str, Tensor]
+    logits: Tensor
     context: Any
     call: QueuedCall
-
-    @property
-    def logits(self) -> Tensor:
-        return next(iter(self.outputs.values()))
 
 
 class Engine:
     """A deserialised engine with its bindings.
 
-    All bindings share one context, unless CUDA graphs are recorded: a graph replays what its context contained when it
-    was recorded, so each graph has a context of its own, in which no other shapes are set.
+    All bindings share one context, except that each recorded CUDA graph has its own: it replays what its context
+    contained when it was recorded.
 
     transfers: a run includes the copies of the images from, and of the logits to, page-locked memory of the host.
     """
@@ -72,6 +67,7 @@ class Engine:
         self._input, self._outputs = self._input_and_outputs()
         self._records = cuda_graph and self._flavour is not RTX  # RTX records by itself
         self._shared = None if self._records else self._create_context()
+        self._types = {n: TYPES[self._engine.get_tensor_dtype(n).name] for n in (self._input, *self._outputs)}
         self._prepared: Binding | None = None  # whose shape and addresses are set in the shared context
         self._bindings: dict[int, Binding] = {}
 
@@ -124,40 +120,41 @@ class Engine:
             raise EngineError(f"it has tensors of unsupported types: {unknown}; supported are {', '.join(TYPES)}")
         return inputs[0], outputs
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """What the parent process needs: shapes, types, batch range, version and GPU."""
-        profile = [list(shape) for shape in self._engine.get_tensor_profile_shape(self._input, 0)]
         return {
             "input_shape": list(self._engine.get_tensor_shape(self._input)),
             "input_type": self._engine.get_tensor_dtype(self._input).name,
-            "batch": [shape[0] for shape in profile],
+            "batch": [shape[0] for shape in self._engine.get_tensor_profile_shape(self._input, 0)],
             "runtime_version": self._library.__version__,
             "device_name": torch.cuda.get_device_name(),
         }
 
     def bind(self, slot: int, shape: list[int], data: bytearray) -> None:
         """Copy images to the GPU and prepare them to run."""
-        dtype = TYPES[self._engine.get_tensor_dtype(self._input).name]
+        dtype = self._types[self._input]
         host = torch.frombuffer(data, dtype=torch.uint8 if dtype is torch.uint8 else torch.float32)
         images = host.reshape(shape).to("cuda", dtype)
         context = self._shared or self._create_context()
         self._prepared = None
         self._check(context.set_input_shape(self._input, tuple(shape)), f"it does not take images of the shape {shape}")
-        outputs = {name: self._allocate(context, name) for name in self._outputs}
+        sizes = {name: tuple(context.get_tensor_shape(name)) for name in self._outputs}
+        outputs = [torch.empty(size, dtype=self._types[name], device="cuda") for name, size in sizes.items()]
         torch.cuda.synchronize()  # the copy must be complete before another stream reads the images
-        binding = Binding(images, outputs, context, QueuedCall(partial(self._enqueue, context), self._stream))
+        call = QueuedCall(partial(self._enqueue, context), self._stream)
+        binding = Binding({self._input: images, **dict(zip(sizes, outputs, strict=True))}, outputs[0], context, call)
         self._prepare(binding)
-        binding.call()
+        call()
         self._stream.synchronize()
-        run: Callable[[], object] = self._record(context) if self._records else binding.call.step
+        run: Callable[[], object] = call.step
+        if self._records:
+            graph: Any = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self._stream):
+                self._enqueue(context)
+            run = graph.replay
         if self._transfers:
             run = self._with_transfers(images, binding.logits, run)
         self._bindings[slot] = self._prepared = replace(binding, call=QueuedCall(run, self._stream))
-
-    def _allocate(self, context: Any, name: str) -> Tensor:
-        """Memory on the GPU for an output, in the shape for the current input."""
-        dtype = TYPES[self._engine.get_tensor_dtype(name).name]
-        return torch.empty(tuple(context.get_tensor_shape(name)), dtype=dtype, device="cuda")
 
     def _with_transfers(self, images: Tensor, logits: Tensor, run: Callable[[], object]) -> Callable[[], None]:
         """`run` between copies of the images to the GPU and of the logits from it, queued on the same stream."""
@@ -171,18 +168,11 @@ class Engine:
 
         return step
 
-    def _record(self, context: Any) -> Callable[[], None]:
-        graph: Any = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
-            self._enqueue(context)
-        replay: Callable[[], None] = graph.replay
-        return replay
-
     def _prepare(self, binding: Binding) -> None:
         """Set a binding's shape and tensors in its context."""
-        context, images = binding.context, binding.images
-        self._check(context.set_input_shape(self._input, tuple(images.shape)), "its shape cannot be set")
-        for name, tensor in {self._input: images, **binding.outputs}.items():
+        context, shape = binding.context, tuple(binding.tensors[self._input].shape)
+        self._check(context.set_input_shape(self._input, shape), "its shape cannot be set")
+        for name, tensor in binding.tensors.items():
             self._check(context.set_tensor_address(name, tensor.data_ptr()), f"the address of {name} cannot be set")
 
     def _enqueue(self, context: Any) -> None:
@@ -203,10 +193,8 @@ class Engine:
 
     def layers(self) -> str:
         """The output of the engine inspector, as JSON."""
-        output: str = self._engine.create_engine_inspector().get_engine_information(
-            self._library.LayerInformationFormat.JSON
-        )
-        return output
+        inspector, form = self._engine.create_engine_inspector(), self._library.LayerInformationFormat.JSON
+        return str(inspector.get_engine_information(form))
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
@@ -221,8 +209,17 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
             if engine is None:
                 engine = Engine(**request)
                 send(answers, engine.facts())
-            else:
-                _answer(engine, request, data, answers)
+            elif request["do"] == "bind":
+                engine.bind(request["slot"], request["shape"], data)
+                send(answers, {})
+            elif request["do"] == "run":
+                logits = engine.run(request["slot"])
+                send(answers, {"shape": list(logits.shape)}, logits.numpy().tobytes())
+            elif request["do"] == "time":
+                times, wall = engine.timed(request["slot"], request["runs"])
+                send(answers, {"times_ms": times, "wall_ms": wall})
+            elif request["do"] == "layers":
+                send(answers, {}, engine.layers().encode())
         except Exception as error:  # noqa: BLE001 - every error is reported to the parent process
             send(answers, {"error": str(error) or type(error).__name__, "kind": _kind(error)})
 
@@ -232,21 +229,6 @@ def _kind(error: Exception) -> str:
     if isinstance(error, DeviceError) or MACHINE_ERRORS.search(str(error)):
         return "machine"
     return "engine" if isinstance(error, EngineError) else ""
-
-
-def _answer(engine: Engine, request: dict[str, Any], data: bytearray, answers: IO[bytes]) -> None:
-    action, slot = request["do"], request.get("slot", 0)
-    if action == "bind":
-        engine.bind(slot, request["shape"], data)
-        send(answers, {})
-    elif action == "run":
-        logits = engine.run(slot)
-        send(answers, {"shape": list(logits.shape)}, logits.numpy().tobytes())
-    elif action == "time":
-        times, wall = engine.timed(slot, request["runs"])
-        send(answers, {"times_ms": times, "wall_ms": wall})
-    elif action == "layers":
-        send(answers, {}, engine.layers().encode())
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def test_a_silently_wider_engine_fails(version: int) -> None:
 )
 def test_types_in_every_format(text: str, precision: str | None) -> None:
     layer = {"Name": "a", "LayerType": "gemm", "Inputs": [{"Name": "t", "Format/Datatype": text}], "Outputs": []}
-    assert parse_layers(json.dumps({"Layers": [layer]}))[0].inputs == (precision,)
+    assert parse_layers(json.dumps({"Layers": [layer]}))[0].operands == (precision,)
 
 
 def test_separate_attention_fails_and_pruned_attention_is_not_missed() -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from contracts import build, images
 
 from vitcompress.bench import suite
 from vitcompress.errors import DeviceError, InputError, OutputError
-from vitcompress.exporters.doctor import provider_problem
+from vitcompress.exporters.doctor import onnx_problem
 from vitcompress.exporters.onnx import libraries, providers
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.onnx.libraries import RTX
@@ -41,7 +42,7 @@ def onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_table_has_the_names_of_onnx_runtime() -> None:
     ours = {CPU, CUDA, TENSORRT} & set(ort.get_available_providers())
     assert CPU in ours and all(PROVIDERS[name].present for name in ours)
-    assert PROVIDERS[RTX].present is libraries.rtx_installed()
+    assert PROVIDERS[RTX].present is (find_spec(libraries.PLUGIN) is not None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
@@ -50,7 +51,7 @@ def test_without_a_gpu_the_remedy_is_named(name: str, onnx: Path) -> None:
     with pytest.raises(DeviceError, match=rf"{name} is not available: .*torch finds no cuda here") as caught:
         open_runner(onnx, provider=name)
     assert PROVIDERS[name].remedy in str(caught.value.hint) and "--device cpu" in str(caught.value.hint)
-    assert "pip install" in str(provider_problem(name))
+    assert "pip install" in str(onnx_problem(provider=name))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def logged() -> Iterator[None]:
 
 
 @pytest.mark.skipif(TENSORRT not in ort.get_available_providers(), reason="not in this ONNX Runtime")
-@pytest.mark.skipif(libraries.util.find_spec("tensorrt") is not None, reason="TensorRT is installed")
+@pytest.mark.skipif(providers.util.find_spec("tensorrt") is not None, reason="TensorRT is installed")
 def test_a_library_that_is_missing_is_named(onnx: Path, logged: None) -> None:
     options = ort.SessionOptions()
     argument = providers.attach(PROVIDERS[TENSORRT], options, ProviderSettings())
@@ -160,7 +161,7 @@ def test_a_library_that_is_missing_is_named(onnx: Path, logged: None) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a driver")
-@pytest.mark.skipif(not libraries.rtx_installed(), reason="the package of the provider is not installed")
+@pytest.mark.skipif(not PROVIDERS[RTX].present, reason="the package of the provider is not installed")
 def test_a_plugin_that_cannot_be_loaded_names_the_missing_library() -> None:
     with pytest.raises(DeviceError, match=r"cannot be loaded: lib\S+ is missing"):
         providers.attach(PROVIDERS[RTX], ort.SessionOptions(), ProviderSettings())
@@ -235,7 +236,7 @@ def test_a_cache_that_others_can_write_to_is_rejected(tmp_path: Path) -> None:
 def here(name: str) -> str:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    if problem := provider_problem(name):
+    if problem := onnx_problem(provider=name):
         pytest.skip(problem)
     return name
 

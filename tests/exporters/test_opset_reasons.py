@@ -53,7 +53,7 @@ def layers(compiled: Any) -> Counter[str]:
 @openvino
 @pytest.mark.parametrize("qk", [16, 8])
 def test_openvino_fuses_attention_completely(qk: int, tmp_path: Path) -> None:
-    from vitcompress.exporters.openvino.library import core
+    from vitcompress.exporters.openvino.runner import core
 
     network = model(qk)
     path = EXPORTERS["openvino"].export(network, tmp_path / "m.xml", input=input_config(network)).path

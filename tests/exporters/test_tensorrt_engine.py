@@ -99,8 +99,8 @@ def test_the_sidecar_describes_the_engine(engine: Path) -> None:
 
 def rebuilt(engine: Path, *targets: int, **options: Any) -> Built:
     """Only the build, from the ONNX file beside `engine`."""
-    wanted = ExportOptions(**{"precision": "fp16", **SMALL, **options})
-    return build_engine(RTX, source_path(engine), (3, 8, 8), wanted, targets or (89,))
+    wanted = ExportOptions(**{"precision": "fp16", **SMALL, **options, "sm": targets or (89,)})
+    return build_engine(RTX, source_path(engine), (3, 8, 8), wanted, Progress())
 
 
 def test_two_builds_have_the_same_bytes(engine: Path) -> None:
@@ -131,7 +131,7 @@ def test_the_default_targets_are_recorded_and_tf32_is_off_unless_requested(model
 
 def test_the_build_shows_its_progress(engine: Path) -> None:
     listener = Listener()
-    build_engine(RTX, source_path(engine), (3, 8, 8), ExportOptions(**SMALL), (89,), listener)
+    build_engine(RTX, source_path(engine), (3, 8, 8), ExportOptions(**SMALL), listener)
     dones = [done for _, done, _ in listener.updates]
     label, done, total = listener.updates[-1]
     assert "TensorRT for RTX" in label and done == total > 1 and dones == sorted(dones) and len(set(dones)) > 2
@@ -200,7 +200,7 @@ def test_a_failed_build_keeps_no_reference_to_its_builder(tmp_path: Path) -> Non
     """Otherwise the garbage collector could free it under a lock of the library: a deadlock."""
     (tmp_path / "m.onnx").write_bytes(b"not ONNX")
     with pytest.raises(VitcompressError) as caught:
-        build_engine(RTX, tmp_path / "m.onnx", (3, 8, 8), ExportOptions(**SMALL), (89,))
+        build_engine(RTX, tmp_path / "m.onnx", (3, 8, 8), ExportOptions(**SMALL), Progress())
     values = [value for frame, _ in walk_tb(caught.value.__traceback__) for value in frame.f_locals.values()]
     assert values and not any(type(value).__module__.startswith("tensorrt") for value in values)
 
@@ -208,7 +208,7 @@ def test_a_failed_build_keeps_no_reference_to_its_builder(tmp_path: Path) -> Non
 def test_a_file_that_is_not_onnx(tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(b"not ONNX")
     with pytest.raises(VitcompressError, match="ONNX"):
-        build_engine(RTX, tmp_path / "m.onnx", (3, 8, 8), ExportOptions(**SMALL), (89,))
+        build_engine(RTX, tmp_path / "m.onnx", (3, 8, 8), ExportOptions(**SMALL), Progress())
 
 
 @pytest.mark.parametrize("place", ["m.engine", "m.engine.json", "m.engine.onnx"])
@@ -267,8 +267,8 @@ class Beginning(Progress):
         updates.wait()  # otherwise the signal may come after the end of the build on a busy machine
 
 signal.signal(signal.SIGINT, interrupted)
-options = ExportOptions(precision="fp16")
-build(RTX, Path(sys.argv[1]), (3, 8, 8), options, (75, 80, 86, 89, 120, 121), Beginning())
+options = ExportOptions(precision="fp16", sm=(75, 80, 86, 89, 120, 121))
+build(RTX, Path(sys.argv[1]), (3, 8, 8), options, Beginning())
 """
 
 

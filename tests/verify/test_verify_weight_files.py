@@ -17,7 +17,7 @@ from torch import nn
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.onnx.file import read_contents
-from vitcompress.exporters.openvino import library
+from vitcompress.exporters.openvino import runner
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.models.checkpoint import load_model, write_model
@@ -90,11 +90,11 @@ def test_openvino_stores_every_tensor_of_the_model_unchanged(variant: str, tmp_p
 
 def test_openvino_constants_that_share_their_bytes_are_all_compared(openvino_ir: Path, tmp_path: Path) -> None:
     """OpenVINO writes equal bytes once: here a masked weight shares those of an index."""
-    openvino = library.load()
+    openvino = runner.load()
     ops = openvino.opset13
 
     model, path = pruned("layer_scale")[1], tmp_path / "model.xml"
-    network = library.core().read_model(str(openvino_ir))
+    network = runner.core().read_model(str(openvino_ir))
     zeros, index = ops.constant(np.zeros((48, 16), np.float32)), ops.constant(np.zeros(384, np.int64))
     network.add_results([ops.result(index), ops.result(zeros)])  # the last is the first in the file
     openvino.save_model(network, str(path), compress_to_fp16=False)
