@@ -15,7 +15,7 @@ from annotated_types import Ge
 from torch import nn
 
 from vitcompress.errors import PlanError
-from vitcompress.families import Family
+from vitcompress.families import Family, Site
 from vitcompress.families.base import SiteKind
 from vitcompress.io.validation import Doc
 from vitcompress.methods import depth, transfer_entropy
@@ -104,7 +104,7 @@ def pick(model: nn.Module, family: Family, options: RandomOptions, seed: int = 0
         order = np.random.default_rng(derived_seed("random layers", seed)).permutation(len(sites))
         sites = [sites[i] for i in order]
     left = _limits(model, family, options)
-    chosen = []
+    chosen = list[Site]()
     for site in sites:
         if len(chosen) < options.pruned_layers and left[site.kind]:
             left[site.kind] -= 1

@@ -7,14 +7,14 @@ turns an FFN that lost its activation into one linear layer on the residual stre
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge, Lt
 from torch import nn
 
 from vitcompress import surgery
 from vitcompress.io.files import read_json
-from vitcompress.io.text import Table
+from vitcompress.io.text import Columns, Table
 from vitcompress.io.validation import Doc
 from vitcompress.methods.base import Context, Estimate, Method, StepInfo, StepReport, reject_unused
 from vitcompress.plan import Plan
@@ -60,8 +60,8 @@ def recovery_settings(base: TrainOptions, options: RecoverOptions) -> TrainOptio
     taught = base.distillation
     unused = {"alpha": taught == "none", "teacher_smoothing": taught != "hard"}
     reject_unused(options, {name: no and f"finetune.distillation is {taught!r}" for name, no in unused.items()})
-    own = {name: value for name, value in vars(options).items() if value is not None}
-    return replace(base, **own, **({"lr_base": None} if options.lr is not None else {}))
+    own: dict[str, Any] = {name: value for name, value in vars(options).items() if value is not None}
+    return replace(base, **own | ({"lr_base": None} if options.lr is not None else {}))
 
 
 def fold(model: nn.Module, context: Context, options: FoldOptions) -> Plan:
@@ -75,7 +75,7 @@ def fold(model: nn.Module, context: Context, options: FoldOptions) -> Plan:
 
 def report_fold(folder: Path) -> StepReport:
     """The modules that were folded, and those that were not."""
-    columns = {
+    columns: Columns = {
         "module": "{module}",
         "folded": lambda record: "yes" if record["folded"] else "no",
         "why": "{reason}",

@@ -119,7 +119,7 @@ def _spread(numbers: Sequence[int], count: int) -> list[int]:
 
 
 def depth_plan(
-    model: nn.Module, base: Plan, attentions: Iterable[int], activations: Iterable[int], **bypasses: Any
+    model: nn.Module, base: Plan, attentions: Sequence[int], activations: Sequence[int], **bypasses: Any
 ) -> Plan:
     """`plan_layers` of these blocks. bypasses: fields of BypassOptions."""
     return plan_layers(model, base, {"attention": attentions, "activation": activations}, BypassOptions(**bypasses))
@@ -138,7 +138,7 @@ def plan_layers(model: nn.Module, base: Plan, removed: Blocks, options: BypassOp
     if removed.get("activation"):
         check_kinds(family, ("activation",))
     attentions, activations = (_sites_in(sites, kind, removed.get(kind, ())) for kind in KINDS)
-    bypasses = {site.name: options.attention_bypass for site in attentions}
+    bypasses: dict[str, str] = {site.name: options.attention_bypass for site in attentions}
     for site in activations:
         if site.gates and options.gated_ffn == "drop_ffn":
             bypasses[site.gates] = "drop"

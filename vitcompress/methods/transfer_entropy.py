@@ -140,7 +140,7 @@ def measure(
     passes those chosen before; HetDPT passes the current model instead.
     """
     reference, *without = entropies(gated, [(), *((*removed, site.name) for site in candidates)], context, options)
-    rows, resampled = [], []
+    rows, resampled = list[dict[str, Any]](), []
     for site, entropy in zip(candidates, without, strict=True):
         difference = reference.value - entropy.value
         drawn = [a - b for a, b in zip(reference.resampled, entropy.resampled, strict=True)]

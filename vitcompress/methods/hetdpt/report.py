@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress.io.files import read_json
-from vitcompress.io.text import Table
+from vitcompress.io.text import Columns, Table
 from vitcompress.methods.base import Chart, Line, StepReport
 
 Row = Mapping[str, Any]
@@ -30,7 +30,7 @@ def _entropies(content: Any) -> Table:
     """The chosen layer of each greedy round, or all layers if they were measured once."""
     rounds = content if isinstance(content, list) else [content]
     greedy = len(rounds) > 1
-    columns = {
+    columns: Columns = {
         "layer": "{site}",
         "entropy without it": "{entropy:.3f}",
         "transfer entropy": "{transfer_entropy:.4f}",
@@ -47,7 +47,7 @@ def _allocation(allocation: Row) -> Table:
         counts = [split["attention"], split["activation"]]
         return f"{counts[0]} + {counts[1]}{' (chosen)' if counts == allocation['chosen'] else ''}"
 
-    columns = {
+    columns: Columns = {
         "attentions + activations": name,
         "predicted accuracy": "{prediction:.2f}",
         "below the best": "{gap:.2f}",
@@ -64,7 +64,7 @@ def _removals(result: Row) -> Table:
     return Table.of("HetDPT step 2: order of removal", columns, removals)
 
 
-COLLECTION = {
+COLLECTION: Columns = {
     "chain": "{chain}",
     "attentions removed": lambda record: len(record["attention"]),
     "activations removed": lambda record: len(record["activation"]),
@@ -95,7 +95,8 @@ def _collection_chart(data: Row) -> Chart:
         count = len(record["attention"]) + len(record["activation"])
         chains.setdefault(record["chain"], []).append((count, record["accuracy"]))
     start = chains.pop("dense", [])
-    lines = [Line(name, *zip(*start, *points, strict=True)) for name, points in chains.items()]
+    curves = {name: list(zip(*start, *points, strict=True)) for name, points in chains.items()}
+    lines = [Line(name, counts, accuracies) for name, (counts, accuracies) in curves.items()]
     return Chart("HetDPT step 1: chains of removals", "layers removed", "held-out top-1 after fine-tuning, %", lines)
 
 
