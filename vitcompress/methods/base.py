@@ -223,7 +223,7 @@ class Context:
     train: TrainOptions
     teacher: Callable[[], nn.Module | None] = lambda: None
     latency: Clock | None = None
-    measured_on: Callable[[], Mapping[str, Any]] = dict
+    measured_on: Callable[[], Mapping[str, object]] = dict
     _names: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def memo(self, name: str, compute: Callable[[], Any]) -> Any:

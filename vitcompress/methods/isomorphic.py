@@ -10,7 +10,7 @@ widths are aligned for the runtimes and the shares can be scaled to reach a targ
 do as published), timm is not patched, and the result is a plan instead of a pickled model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -126,7 +126,7 @@ class Aim:
         ]
 
 
-def _aim(data: Mapping[str, Any]) -> Aim | None:
+def _aim(data: Any) -> Aim | None:
     return Aim(**data["target"]) if "target" in data else None
 
 
