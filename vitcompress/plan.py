@@ -97,13 +97,13 @@ class Plan:
         if again := sorted(set(later.folded) & set(self.folded)):
             raise PlanError(f"the second plan folds what the first folded: {', '.join(again)}")
 
-        merged: dict[str, Any] = {}  # entries of both plans, this plan's only outside of the removed modules
+        channels = _to_dense_channels(self.kept, later.kept)
+        merged: dict[str, object] = {}  # entries of both plans, this plan's only outside of the removed modules
         for name in ("removed", "appended", "kept", "heads", *LISTS):
-            own, new = getattr(self, name), getattr(later, name)
+            own, new = getattr(self, name), channels if name == "kept" else getattr(later, name)
             left = [key for key in own if not is_within(module_of(key), later.removed)]
             both = dict.fromkeys((*left, *new))
             merged[name] = tuple(both) if name in LISTS else {key: new.get(key, own.get(key)) for key in both}
-        merged["kept"] |= _to_dense_channels(self.kept, later.kept)
         return self.delta(**merged, standard=later.standard or ({} if named else self.standard))
 
     def to_json(self) -> str:

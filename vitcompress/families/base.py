@@ -119,8 +119,8 @@ class Family:
 
     def problem(self, model: Any) -> str | None:
         """None, or why the family does not support the model (completes "cannot prune this model: ")."""
-        stem = getattr(model, "patch_embed", None)
-        if not isinstance(model, self.model_type):
+        stem, supported = getattr(model, "patch_embed", None), isinstance(model, self.model_type)
+        if not supported:
             return f"it is a {type(model).__name__}"
         if not isinstance(stem, self.stem_type):
             return f"its stem is a {type(stem).__name__}"

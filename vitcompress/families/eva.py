@@ -50,7 +50,7 @@ class EvaFamily(VitFamily):
     )
     model_type = Eva
     block_type = EvaBlock
-    attention_types = (EvaAttention, AttentionRope, SlicedRotaryAttention)
+    attention_types: tuple[type, ...] = (EvaAttention, AttentionRope, SlicedRotaryAttention)
     wiring = Wiring(
         branches=(("norm1", "attn", "gamma_1", "drop_path1"), ("norm2", "mlp", "gamma_2", "drop_path2")),
         takes_arguments=frozenset({"attn"}),

@@ -10,13 +10,6 @@ from torch import Tensor, nn
 from vitcompress.families.base import Family
 
 
-def count_tokens_read(model: nn.Module) -> int | None:
-    """How many of the first tokens the classifier reads; None if it reads all."""
-    if isinstance(model, VisionTransformer) and model.global_pool == "token" and model.attn_pool is None:
-        return int(model.num_prefix_tokens)
-    return None
-
-
 class FirstTokensBlock(nn.Module):
     """A last block that computes only the first `tokens` of its output, over the modules of `block`.
 
@@ -44,13 +37,15 @@ class FirstTokensBlock(nn.Module):
 
 
 def shorten_last_block(model: nn.Module, family: Family) -> tuple[str, FirstTokensBlock] | None:
-    """The path of the last block and its replacement; None if the block must compute all tokens."""
-    first, blocks = count_tokens_read(model), family.blocks(model)
-    if first is None or not blocks:
+    """The path of the last block and its replacement; None if the classifier reads all tokens."""
+    blocks = family.blocks(model)
+    if not isinstance(model, VisionTransformer) or model.global_pool != "token" or model.attn_pool or not blocks:
         return None
     path = list(blocks)[-1]
     block: Any = blocks[path]
     if type(block) is not Block or type(block.attn) is not Attention or type(block.mlp) is not Mlp:
         return None
-    scales = isinstance(block.ls1, nn.Identity | LayerScale) and isinstance(block.ls2, nn.Identity | LayerScale)
-    return (path, FirstTokensBlock(block, first)) if scales and block.attn.qkv.out_features % 3 == 0 else None
+    scales = all(isinstance(scale, nn.Identity | LayerScale) for scale in (block.ls1, block.ls2))
+    if not scales or block.attn.qkv.out_features % 3:
+        return None
+    return path, FirstTokensBlock(block, int(model.num_prefix_tokens))

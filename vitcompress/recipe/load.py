@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,13 @@ def parse_toml(source: str, text: str) -> dict[str, Any]:
         raise RecipeError(source, [f"not valid TOML: {error}"], hint=hint) from None
 
 
-def build_recipe(source: str, data: Mapping[str, object], sets: Sequence[str] = ()) -> Recipe:
+def build_recipe(source: str, data: dict[str, object], sets: Sequence[str] = ()) -> Recipe:
     """Validate `data`, the content of a recipe's TOML, after applying `sets`.
 
     Raises:
         RecipeError: with all problems of all tables.
     """
-    data = deepcopy(dict(data))
+    data = deepcopy(data)
     problems = [problem for text in sets if (problem := assign(data, text))]
     raw_steps = data.pop("step", [])
     tables = validate(Tables, data, "", problems)
@@ -126,9 +126,9 @@ def _contradictions(recipe: Recipe) -> list[str]:
 
 def _ineffective(sets: Sequence[str], steps: Sequence[Step]) -> list[str]:
     """Assignments to options that a recipe holds for another choice, such as `collection` beside published layers."""
-    problems = []
+    problems: list[str] = []
     for assignment in sets:
-        table, number, option, *_ = (*_path(assignment.partition("=")[0]), None, None, None)
+        table, number, option = [*_path(assignment.partition("=")[0]), None, None, None][:3]
         if table == "step" and isinstance(number, int) and not assignment.endswith("="):
             unused = find_method(steps[number].method).describe(steps[number].options).unused
             if option in unused:
@@ -136,7 +136,7 @@ def _ineffective(sets: Sequence[str], steps: Sequence[Step]) -> list[str]:
     return problems
 
 
-def _path(key: str) -> list[int | str]:
+def _path(key: str) -> list[Any]:
     """`step[0].lr` and `step.0.lr` as ["step", 0, "lr"]."""
     return [int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]\s]+", key)]
 
