@@ -101,8 +101,10 @@ def run(
             rows.append(row)
             masks.append(mask)
             progress.note(f"{row['correct']} of {row['total']} correct")
-    pairs = [(row, mcnemar(masks[0], mask)) for row, mask in zip(rows[1:], masks[1:], strict=True)]
-    tests = [ComparisonTest(a=rows[0]["artifact"], b=row["artifact"], **asdict(test)) for row, test in pairs]
+    tests = [
+        cast(ComparisonTest, {"a": rows[0]["artifact"], "b": row["artifact"], **asdict(mcnemar(masks[0], mask))})
+        for row, mask in zip(rows[1:], masks[1:], strict=True)
+    ]
     return {"images": len(images), "classes": len(classes), "rows": rows, "mcnemar": tests}
 
 
