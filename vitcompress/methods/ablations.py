@@ -8,7 +8,7 @@ fixed            layers named in the recipe
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from annotated_types import Ge
@@ -61,7 +61,7 @@ def te_static(model: nn.Module, context: Context, options: StaticOptions) -> Blo
     sites = depth.all_layers(model, context.family)
     measured = replace(options, attention_bypass=options.te_bypass or options.attention_bypass)
 
-    def measure() -> dict[str, Any]:
+    def measure() -> object:
         return transfer_entropy.measure(depth.gate_layers(model, context, sites, measured), sites, context, options.te)
 
     ranked = sorted(context.memo("transfer_entropy", measure)["rows"], key=lambda row: row["score"])

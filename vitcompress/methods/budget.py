@@ -2,8 +2,7 @@
 
 A `Group` is a set of scored channels: the hidden channels of an FFN, the heads of an attention, the channels within
 these heads, or a residual stream. Groups of one scope share a threshold; groups of different scopes are never compared
-(isomorphic pruning, Fang et al., ECCV 2024). A group always keeps its best channels, so a plan follows from the number
-of channels of each group.
+(isomorphic pruning, Fang et al., ECCV 2024). A group keeps its best channels: their numbers determine a plan.
 """
 
 import math

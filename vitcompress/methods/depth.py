@@ -228,10 +228,7 @@ def gate_layers(model: nn.Module, context: Context, sites: Sequence[Site], optio
 
 
 def gate_means(model: nn.Module, context: Context, sites: Iterable[Site], options: BypassOptions) -> dict[str, Tensor]:
-    """Gated FFN -> mean of its gate over the tokens of training images, (hidden,), with the current weights.
-
-    Of the gates among `sites`; empty unless the options are `mean_gate`.
-    """
+    """FFN of a gate in `sites` -> current mean of the gate over training images, (hidden,); none unless `mean_gate`."""
     gates = {site.name: site.gates for site in sites if site.gates}
     if not gates or options.gated_ffn != "mean_gate":
         return {}

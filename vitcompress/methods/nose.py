@@ -12,7 +12,7 @@ While transfer entropy is measured, a skipped attention is dropped (x <- x) as i
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Gt, Le
 from torch import nn
@@ -71,7 +71,7 @@ def _method(name: str, kind: SiteKind, options: type[ActivationOptions]) -> Meth
         sites = depth.layers(model, context.family)[kind]
         measured = replace(options, attention_bypass=options.te_bypass) if isinstance(options, Options) else options
 
-        def select() -> list[dict[str, Any]]:
+        def select() -> object:
             gated = depth.gate_layers(model, context, sites, measured)
             return transfer_entropy.greedy(gated, sites, options.pruned_layers, context, options.te)
 

@@ -9,7 +9,7 @@ The constants of the Gaussian cancel. A layer with a small TE is unimportant. TE
 the spread has a negative TE and ranks as least important; `sign = "abs"` ranks by magnitude instead.
 
 One pass over the images measures every set of layers, in float64, without storing features. The statistics are those of
-all images together (not a mean over batches), also with several processes.
+all images of all processes together, not a mean over batches.
 """
 
 from collections.abc import Collection, Iterator, Sequence

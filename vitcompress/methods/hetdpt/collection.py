@@ -167,10 +167,7 @@ def rows(records: Sequence[Record], counts: dict[SiteKind, int]) -> list[Row]:
 
 
 class _Collector:
-    """The chains of one collection.
-
-    latest: key and model of the last round. shared: key of the round that two chains start from.
-    """
+    """The chains. latest: key and model of the last round. shared: key of the round that two chains start from."""
 
     def __init__(self, model: nn.Module, context: Context, options: AllocationOptions) -> None:
         self.dense, self.context, self.options = model, context, options
