@@ -16,16 +16,12 @@ Table = TypeVar("Table", bound=BaseModel)
 STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 KINDS = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
+    **dict.fromkeys(("int_type", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("tuple_type", "list_type"), "a list"),
+    **dict.fromkeys(("dict_type", "dataclass_type", "model_type"), "a table"),
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text",
-    "tuple_type": "a list",
-    "list_type": "a list",
-    "dict_type": "a table",
-    "dataclass_type": "a table",
-    "model_type": "a table",
     "finite_number": "a finite number",
 }
 BOUNDS = {

@@ -38,13 +38,13 @@ class InputConfig:
     crop_pct: float
     crop_mode: str
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return asdict(self)
 
 
 def create_model(
     arch: str,
-    arch_args: Mapping[str, Any] | None = None,
+    arch_args: Mapping[str, object] | None = None,
     weights: str | Path = "random",
     *,
     seed: int = 0,
@@ -64,7 +64,7 @@ def create_model(
         InputError: unknown architecture, or arguments that it does not accept.
         WeightsError: the weights are not available, or belong to another model.
     """
-    args = dict(arch_args or {})
+    args: dict[str, Any] = dict(arch_args or {})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _build(arch, args, pretrained=str(weights) == "hub", new_head=new_head)
@@ -73,14 +73,14 @@ def create_model(
     return _finish(model, arch, args)
 
 
-def create_on_meta(arch: str, arch_args: Mapping[str, Any] | None = None) -> nn.Module:
+def create_on_meta(arch: str, arch_args: Mapping[str, object] | None = None) -> nn.Module:
     """`create_model` on torch's meta device: shapes without weights. Raises InputError as `create_model`."""
     return _finish(build_on_meta(arch, arch_args), arch, dict(arch_args or {}))
 
 
-def build_on_meta(arch: str, arch_args: Mapping[str, Any] | None = None) -> nn.Module:
+def build_on_meta(arch: str, arch_args: Mapping[str, object] | None = None) -> nn.Module:
     """timm's model on the meta device, not prepared: with timm's parameter names. Raises InputError."""
-    args = dict(arch_args or {})
+    args: dict[str, Any] = dict(arch_args or {})
     try:
         with torch.device("meta"):
             return _build(arch, args, pretrained=False, new_head=False)
@@ -89,7 +89,7 @@ def build_on_meta(arch: str, arch_args: Mapping[str, Any] | None = None) -> nn.M
             return _build(arch, args, pretrained=False, new_head=False).to("meta")
 
 
-def _finish(model: nn.Module, arch: str, args: dict[str, Any]) -> nn.Module:
+def _finish(model: nn.Module, arch: str, args: Mapping[str, object]) -> nn.Module:
     prepare_model(model).eval().plan = Plan(arch, args)  # type: ignore[assignment]
     return model
 
@@ -118,7 +118,7 @@ def plan_of(model: nn.Module) -> Plan:
     return plan
 
 
-def _recorded(arch: str, cfg: Mapping[str, Any], args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _recorded(arch: str, cfg: Mapping[str, object], args: dict[str, object]) -> tuple[str, dict[str, object]]:
     """Name and arguments with which timm builds a model with the pretrained configuration `cfg`."""
     name = arch if cfg.get("tag") == timm.get_pretrained_cfg(arch).tag else f"{arch}.{cfg.get('tag')}"
     default = timm.get_pretrained_cfg(name).to_dict()
@@ -169,7 +169,7 @@ def _build(arch: str, args: dict[str, Any], *, pretrained: bool, new_head: bool)
     return model
 
 
-def check_classifier(arch: str, args: Mapping[str, Any], on_meta: nn.Module) -> None:
+def check_classifier(arch: str, args: Mapping[str, object], on_meta: nn.Module) -> None:
     """Raise InputError if the model that timm builds with these arguments, `on_meta`, cannot classify an image."""
     if (classes := int(getattr(on_meta, "num_classes", 1))) < 1:
         message = f"{arch} with {args} has no classifier: num_classes is {classes}"

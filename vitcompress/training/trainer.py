@@ -1,4 +1,4 @@
-"""The state of one training: model, optimiser, average and history, saved to tensors and plain data and restored."""
+"""One training: its settings, timm's optimiser, and its state, saved to tensors and plain data and restored."""
 
 import json
 import math
@@ -330,14 +330,8 @@ def lr_setter(
     def set_lr(step: int) -> None:
         epoch = step / steps
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * (lr_scale(epoch) if lr_scale else 1.0) * _warmup(options, epoch, peak)
+            start = min(options.warmup_lr / peak, 1.0) if peak else 1.0
+            warmup = start + (1.0 - start) * epoch / options.warmup_epochs if epoch < options.warmup_epochs else 1.0
+            group["lr"] = peak * (lr_scale(epoch) if lr_scale else 1.0) * warmup
 
     return set_lr
-
-
-def _warmup(options: TrainOptions, epoch: float, peak: float) -> float:
-    """Learning rate during warm-up, linear from warmup_lr to the peak, as a share of the peak."""
-    if epoch >= options.warmup_epochs or not peak:
-        return 1.0
-    start = min(options.warmup_lr / peak, 1.0)
-    return start + (1.0 - start) * epoch / options.warmup_epochs

@@ -95,9 +95,6 @@ def is_about(path: Path, name: str) -> bool:
     return own or file_label(path) in (name, name.rpartition(".")[0])
 
 
-# ---------------------------------------------------------------------------------------------------------------- graph
-
-
 def checker_check(path: Path, name: str) -> Check:
     """onnx.checker, with shape inference."""
     problems = []
@@ -145,9 +142,6 @@ def _differences(expected: Mapping[str, int], actual: Mapping[str, int]) -> list
     """What the file has more or less often than the model."""
     names = (name for name in {**expected, **actual} if actual.get(name, 0) != expected.get(name, 0))
     return [f"{name}: {actual.get(name, 0)} in the file, {expected.get(name, 0)} in torch" for name in names]
-
-
-# ------------------------------------------------------------------------------------------------------ status of files
 
 
 def file_status(path: Path, checks: Sequence[Check]) -> Status:

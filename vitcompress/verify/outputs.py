@@ -131,9 +131,6 @@ def agreement_check(name: str, expected: Tensor, outputs: Tensor, tolerance: flo
     return limit_check(name, float(comparison.unexplained), 0.0, comparison.describe_flips())
 
 
-# ---------------------------------------------------------------------------------------------------------------- files
-
-
 @dataclass(frozen=True)
 class Original:
     """The model that exported files are compared with.

@@ -96,12 +96,8 @@ def slice_folder_checks(files: RunFolder, plan: Plan, images: Tensor) -> list[Ch
 
 def _masks(model: nn.Module, delta: Plan) -> dict[str, Tensor]:
     """1 for each channel that is kept, 0 for the others, by space: (channels,)."""
-    masks = {}
-    for space in family_of(model).spaces(model):
-        if space.name in delta.kept:
-            masks[space.name] = torch.zeros(space.size, dtype=torch.float64)
-            masks[space.name][list(delta.kept[space.name])] = 1.0
-    return masks
+    blank = {space.name: torch.zeros(space.size).double() for space in family_of(model).spaces(model)}
+    return {name: blank[name].index_fill(0, torch.tensor(channels), 1.0) for name, channels in delta.kept.items()}
 
 
 def _with_new_heads(model: nn.Module, delta: Plan, attentions: list[str]) -> tuple[nn.Module, Plan]:
@@ -119,12 +115,12 @@ def _regrouped(model: nn.Module, delta: Plan) -> list[str]:
     for space in family_of(model).spaces(model):
         if space.attention:
             owners.setdefault(space.attention, []).append(_owners(space, delta))
-    regrouped = []
-    for attention, (first, *others) in owners.items():
+
+    def is_regrouped(first: list[set[int]], *others: list[set[int]]) -> bool:
         mixed = any(other != first for other in others) or any(len(old) > 1 for old in first)
-        if mixed or len({old for heads in first for old in heads}) < len(first):
-            regrouped.append(attention)
-    return regrouped
+        return mixed or len(set[int]().union(*first)) < len(first)
+
+    return [attention for attention, heads in owners.items() if is_regrouped(*heads)]
 
 
 def _owners(space: Space, delta: Plan) -> list[set[int]]:

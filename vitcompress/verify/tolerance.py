@@ -138,9 +138,6 @@ def in_float64(model: nn.Module) -> Iterator[nn.Module]:
             tensor.data = tensor.data.to(dtypes[name])
 
 
-# -------------------------------------------------------------------------------------------------------------- private
-
-
 def _affine_map(layer: nn.Linear | Tensor) -> tuple[Tensor, Tensor]:
     """Weight and bias in float64."""
     if isinstance(layer, nn.Linear):

@@ -52,9 +52,6 @@ def _shapes(model: nn.Module) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------- files
-
-
 @dataclass(frozen=True)
 class FileTensors:
     """The tensors of an exported file.
@@ -182,9 +179,6 @@ def _describe(stored: Stored, matches: Mapping[str, Stored], dense: Mapping[str,
             return f"holds {name} a second time"
     same = next((name for name, shape in dense.items() if sorted(shape) == sorted(stored.shape)), None)
     return "is no weight of the model" + (f", but has the shape of the dense {same}" if same else "")
-
-
-# ---------------------------------------------------------------------------------------------------------------- table
 
 
 def weight_table(
