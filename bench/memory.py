@@ -10,8 +10,8 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
-
-from pydantic import validate_call
+from pathlib import Path
+from typing import Any
 
 from vitcompress.bench import machine
 from vitcompress.bench.artifacts import open_artifacts, synthetic_images
@@ -41,11 +41,12 @@ def measure_memory(artifact: str, variant: str | None, options: RunnerOptions, b
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-@validate_call
-def _run_job(artifact: str, variant: str | None, options: RunnerOptions, batch: int) -> dict[str, int | None]:
+def _run_job(artifact: str, variant: str | None, options: dict[str, Any], batch: int) -> dict[str, int | None]:
+    cache = options["engine_cache"]
+    settings = RunnerOptions(**{**options, "engine_cache": None if cache is None else Path(cache)})
     start = machine.peak_bytes()
     with ExitStack() as stack:
-        (runner,) = open_artifacts([artifact], options, variant, stack)
+        (runner,) = open_artifacts([artifact], settings, variant, stack)
         step = runner.bind(synthetic_images(runner.input_size, batch, 0))
         for _ in range(RUNS):
             step()
