@@ -89,7 +89,9 @@ def recipe(
     if not result.passed:
         return report_failure("a check failed", f"`vitcompress verify {result.folder}` shows which", as_json)
     if pending := result.pending:
-        names, commands = (", ".join(dict.fromkeys(check[key] for check in pending)) for key in ("name", "command"))
+        names, commands = (
+            ", ".join(dict.fromkeys(str(check[key]) for check in pending)) for key in ("name", "command")
+        )
         if require_verified:
             return report_failure(f"not run here: {names}", f"run on the target: {commands}", as_json)
         terminal.print_line(f"warning: not run here: {names}; on the target: {commands}")

@@ -223,7 +223,7 @@ def export(
         source = as_images(data)
         images = calibration_images(source, config, min(CALIBRATION_IMAGES, len(source)), seed)
     original, digest = Original(model, images, real=data is not None), plan_of(model).digest
-    about = {"classes": class_names, "plan_digest": digest, "progress": progress}
+    about: dict[str, Any] = {"classes": class_names, "plan_digest": digest, "progress": progress}
     return write_export(exporter, original, path, options=settings, **about).path
 
 
@@ -253,11 +253,11 @@ def evaluate(
         runtime = stack.enter_context(_runtime(device, workers=workers))
         runner = stack.enter_context(closing(_open(model, RunnerOptions(device=str(runtime.device)))))
         source = open_source(data, runtime)
-        if not isinstance(source, BatchLoader):
-            if runner.input is None:
-                raise InputError(f"{model} does not state its preprocessing", hint="pass batches of normalised images")
-            source = EvalLoader(source, runner.input, batch_size, runtime)
-        return evaluate_loader(runner, source, runtime)
+        if isinstance(source, BatchLoader):
+            return evaluate_loader(runner, source, runtime)
+        if runner.input is None:
+            raise InputError(f"{model} does not state its preprocessing", hint="pass batches of normalised images")
+        return evaluate_loader(runner, EvalLoader(source, runner.input, batch_size, runtime), runtime)
 
 
 def bench(

@@ -110,8 +110,8 @@ def verify_export(folder: Path, exported: Exported, progress: Progress | None = 
     inside = path.parent.resolve() == folder.resolve()
     model = load_model(folder)
     command = None if inside else _copy_command(folder, exported)
-    about = {"plan": read_plan(files.plan), "unfolded": files.unfolded}
-    original = PlannedOriginal(model, *recorded_images(folder, model), command, **about)
+    images, plan = recorded_images(folder, model), read_plan(files.plan)
+    original = PlannedOriginal(model, *images, command, plan=plan, unfolded=files.unfolded)
     paths = [file for file in (path, source) if file.is_file()]
     results = check_files(paths, original, "files checked", progress)
     checks = tuple(check for result in results.values() for check in result.checks)

@@ -125,8 +125,8 @@ def bench_models(job: Job) -> None:
     job.progress.stage("Measure dense against compressed")
     table, results = job.recipe.bench, []
     for dense, compressed, device in _pairs(job):
-        about = {"runner": RunnerOptions(device=device), "seed": job.recipe.run.seed}
-        options = suite.BenchOptions(table.protocol, **table.changes, **about)
+        runner, seed = RunnerOptions(device=device), job.recipe.run.seed
+        options = suite.BenchOptions(table.protocol, table.batch, table.warmup, table.runs, runner, seed=seed)
         result = suite.run((dense, compressed), options, progress=job.progress).to_dict()
         results.append(result)
         for line in reports.describe_speeds(result):

@@ -202,10 +202,10 @@ def dense_folder_of_run(folder: Path) -> Path | None:
 
 def record_settings(recipe: Recipe, folder: Path) -> None:
     """Write all options that `dense_key` depends on to settings.json, including those that are None."""
-    tables = {"model": recipe.model, "data": recipe.data, "dense": recipe.dense}
-    settings = {name: table and asdict(table) for name, table in tables.items()}
-    settings["run"] = {"seed": recipe.run.seed, "amp": recipe.run.amp}
-    del settings["data"]["workers"]
+    data = {name: value for name, value in asdict(recipe.data).items() if name != "workers"}
+    run = {"seed": recipe.run.seed, "amp": recipe.run.amp}
+    dense = recipe.dense and asdict(recipe.dense)
+    settings = {"model": asdict(recipe.model), "data": data, "dense": dense, "run": run}
     write_json(RunFolder(folder).settings, settings)
 
 

@@ -42,8 +42,10 @@ def prepare(
     if data is None and not options.structure_only:
         data = open_data(recipe.data, recipe.run.seed)
     job = create_job(recipe, options, runtime, progress, data)
-    for check in (*local_checks(job), partial(check_weights, job), partial(check_teacher, job)):
+    for check in local_checks(job):
         check()
+    check_weights(job)
+    check_teacher(job)
     check_latency(job)
     runtime.barrier()  # after this, no process reads the folder
     return job
@@ -51,7 +53,7 @@ def prepare(
 
 def local_checks(job: Job) -> tuple[Callable[[], None], ...]:
     """The checks that download nothing and measure nothing, in order."""
-    checks = (check_exports, check_training, check_bench, check_room)
+    checks: tuple[Callable[[Job], None], ...] = (check_exports, check_training, check_bench, check_room)
     return (*(partial(check, job) for check in checks), partial(check_writable, job.dense_folder))
 
 
@@ -134,7 +136,8 @@ def check_weights(job: Job, *, download: bool = True) -> None:
     if table.weights in ("train", "random") or has_dense(job):
         return
     if table.weights == "hub" and not download:
-        check_hub(table.name, args.get("num_classes"), new_head=table.new_head)
+        classes = args.get("num_classes")
+        check_hub(table.name, classes if isinstance(classes, int) else None, new_head=table.new_head)
     else:
         create_model(table.name, args, table.weights, new_head=table.new_head)
 

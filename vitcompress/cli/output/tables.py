@@ -10,6 +10,7 @@ from vitcompress.bench.report.records import BenchRecord, CheckRecord
 from vitcompress.cli.output.terminal import print_line, print_pairs, print_table, print_text
 from vitcompress.io.text import (
     NOT_MEASURED,
+    Columns,
     Table,
     describe_ratio,
     format_number,
@@ -27,7 +28,7 @@ ON_TARGET = "on the target"
 def print_checks(checks: Iterable[CheckRecord]) -> None:
     """Verdict, value and tolerance of each check; for one that did not run, the command that runs it."""
     numbers = ("value", "tolerance")
-    columns = {
+    columns: Columns = {
         "check": "{name}",
         "verdict": lambda check: check["verdict"].replace("_", " "),
         **{key: lambda check, key=key: "" if check.get(key) is None else format_number(check[key]) for key in numbers},
@@ -96,7 +97,7 @@ def _describe_size(size: Size, unit: str, mark: str = "") -> tuple[str, str, str
 def print_dry_run(plan: DryRun) -> None:
     """What a recipe would do: stages, cost before and after, and what is missing here."""
     print_text(f"{plan.recipe} in {plan.folder} (dry run, nothing is written)\n")
-    stages = {
+    stages: Columns = {
         "stage": lambda work: work.stage,
         "rounds": lambda work: work.rounds,
         "epochs per round": lambda work: "" if work.epochs is None else f"{work.epochs:,}",
@@ -116,7 +117,7 @@ def print_dry_run(plan: DryRun) -> None:
 
 def print_study_dry_run(plan: StudyDryRun) -> None:
     """What a study would do."""
-    columns = {
+    columns: Columns = {
         **{name: f"{{{name}}}" for name in ("row", "title", "epochs")},
         "of these fine-tuning": "{recovery}",
         "parameters": "{params:,}",
@@ -162,7 +163,7 @@ def _describe_input(metadata: Mapping[str, str], build: Mapping[str, Any]) -> st
 
 def _print_search(search: Mapping[str, Any]) -> None:
     """The sets of fp32 layers that were tested, and the one that was chosen."""
-    columns = {
+    columns: Columns = {
         "fp32 layers": lambda trial: ", ".join(trial["islands"]) or "none",
         "verdict": lambda trial: trial["verdict"].replace("_", " "),
         "tested by": "{by}",
@@ -201,7 +202,7 @@ def print_bench(bench: BenchRecord, table: Table) -> None:
 def print_accuracy(evaluation: Evaluation) -> None:
     """Accuracy with counts, throughput if it was measured, and McNemar's test of each later row against the first."""
     names = iter(shorten_paths([row["artifact"] for row in evaluation["rows"]]))
-    columns = {
+    columns: Columns = {
         "artifact": lambda row: next(names),
         "top-1": lambda row: f"{100 * row['top1']:.2f} % ({row['correct']}/{row['total']})",
         "95 % interval": lambda row: "{:.2f} to {:.2f} %".format(*(100 * end for end in row["top1_ci95"])),

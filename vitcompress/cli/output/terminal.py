@@ -36,7 +36,11 @@ def stream_console(*, stderr: bool) -> Console:
 
 def print_json(value: Any) -> None:
     """Only `value` on standard output: plain data, dataclasses and paths."""
-    print_text(json.dumps(value, indent=1, default=lambda item: asdict(item) if is_dataclass(item) else str(item)))
+
+    def convert(item: Any) -> object:
+        return asdict(item) if is_dataclass(item) and not isinstance(item, type) else str(item)
+
+    print_text(json.dumps(value, indent=1, default=convert))
 
 
 def print_text(text: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from vitcompress.bench import accuracy, machine, suite
-from vitcompress.bench.report.records import BenchRecord, Report
+from vitcompress.bench.report.records import BenchRecord
 from vitcompress.bench.report.run import read_report
 from vitcompress.exporters.onnx.export import ONNX
 from vitcompress.exporters.runtimes import RunnerOptions
@@ -17,7 +17,7 @@ from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.io.files import file_sha256, read_json, write_json, write_text
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.io.text import NOT_MEASURED, Table, format_count, format_percent
+from vitcompress.io.text import NOT_MEASURED, Columns, Table, format_count, format_percent
 from vitcompress.pipeline.export_folder import export_folder
 from vitcompress.pipeline.study.spec import Row, Run, Study
 from vitcompress.training.metrics import mcnemar
@@ -61,8 +61,8 @@ def measure_speed(
         progress.note("speed is not measured yet; the same command without --speed later measures it")
         return None
     progress.stage(f"Measure {len(files)} models interleaved")
-    runner = RunnerOptions(threads=study.speed.threads)
-    options = suite.BenchOptions(study.speed.protocol, **study.speed.changes, runner=runner)
+    table, runner = study.speed, RunnerOptions(threads=study.speed.threads)
+    options = suite.BenchOptions(table.protocol, table.batch, table.warmup, table.runs, runner)
     result = suite.run(list(files.values()), options, progress=progress).to_dict()
     evaluation = accuracy.EvaluateOptions(runner=runner)
     exports = {name: str(file) for name, file in files.items() if name != DENSE}
@@ -96,7 +96,7 @@ HOW_PAIRS_ARE_COMPARED = (
 
 def write_results(folder: Path, study: Study, runs: Sequence[Run], speed: Speed | None) -> dict[str, Any]:
     """Write study.json and study.md; returns the content of study.json, which has no paths."""
-    reports = [read_report(run.folder) for run in runs]
+    reports: list[dict[str, Any]] = [dict(read_report(run.folder)) for run in runs]
     records = [_run_record(run, report, speed) for run, report in zip(runs, reports, strict=True)]
     rows = [_row_record(row, [record for record in records if record["row"] == row.name]) for row in study.rows]
     masks: dict[str, list[np.ndarray]] = {}
@@ -124,13 +124,13 @@ def write_results(folder: Path, study: Study, runs: Sequence[Run], speed: Speed 
     return result
 
 
-def _accuracy(report: Report, model: Literal["dense", "compressed"]) -> dict[str, int]:
+def _accuracy(report: dict[str, Any], model: Literal["dense", "compressed"]) -> dict[str, int]:
     """Correct and all test images."""
     accuracy = report["accuracy"][model]
     return {"correct": accuracy["correct"], "total": accuracy["total"]}
 
 
-def _run_record(run: Run, report: Report, speed: Speed | None) -> dict[str, Any]:
+def _run_record(run: Run, report: dict[str, Any], speed: Speed | None) -> dict[str, Any]:
     """One row with one seed: counts, cost, speed relative to the dense model, what was removed and kept."""
     accuracy, cost, plan = _accuracy(report, "compressed"), report["cost"], report["plan"]
     ratio = next((r for r in speed["ratios"] if r["b"] == run.name), None) if speed else None
@@ -230,7 +230,7 @@ def row_table(study: dict[str, Any]) -> Table:
     `before recovery` is the held-out accuracy of the pruned model before the final fine-tuning, but after the training
     of a step that trains. `accuracy` is on the test images.
     """
-    columns = {
+    columns: Columns = {
         "row": "{title}",
         "before recovery": lambda row: "" if row["before_recovery"] is None else format_percent(row["before_recovery"]),
         "accuracy": _format_accuracy,
@@ -251,7 +251,7 @@ def row_table(study: dict[str, Any]) -> Table:
 def pair_table(study: dict[str, Any]) -> Table:
     """One line per comparison; the difference of their accuracies in percentage points."""
     titles = {row["row"]: row["title"] for row in study["rows"]}
-    columns = {
+    columns: Columns = {
         "row": lambda pair: titles[pair["row"]],
         "against": lambda pair: titles[pair["against"]],
         "MACs ratios": "{macs_ratio[0]:.2f} / {macs_ratio[1]:.2f}",
