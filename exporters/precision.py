@@ -106,7 +106,7 @@ def _layers_by_kind(model: nn.Module) -> dict[str, list[str]]:
 
 def classifier_layers(model: nn.Module) -> Iterator[str]:
     """Names of the layers that output the logits."""
-    layers = getattr(model, "get_classifier", tuple)()
+    layers: Any = getattr(model, "get_classifier", tuple)()
     layers = layers if isinstance(layers, tuple) else (layers,)
     for name, module in model.named_modules():
         if any(module is layer for layer in layers) and not isinstance(module, nn.Identity):

@@ -110,7 +110,7 @@ class TorchRunner(Runner):
 
     def _apply_settings(self) -> None:
         if torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)
+            torch.set_num_threads(self._threads or 1)
         if self._device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self._precision == "tf32"
 

@@ -84,7 +84,7 @@ def export(
     metadata = {key: json.dumps(value) for key, value in labels.items()}
     _tidy(program.model, metadata, lean)
     files = write_with_data(path, partial(_save, program, external_data))
-    fields = {"precision": options.precision, "opset": opset, "opset_reason": why, "metadata": metadata}
+    fields: dict[str, Any] = {"precision": options.precision, "opset": opset, "opset_reason": why, "metadata": metadata}
     return record_export(path, files, format="onnx", **fields)
 
 

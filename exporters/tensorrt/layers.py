@@ -104,8 +104,8 @@ def parse_layers(output: str) -> tuple[Layer, ...]:
 def _layer(data: Mapping[str, Any]) -> Layer:
     weights = data.get("Weights")
     kinds = (_precision_in(str(weights.get("Type", ""))),) if isinstance(weights, Mapping) else ()
-    texts = (str(data.get(key) or "") for key in ("LayerType", "TacticName", "Metadata"))
-    return Layer(str(data["Name"]), *texts, (*_precisions(data.get("Inputs", ())), *kinds))
+    kind, tactic, metadata = (str(data.get(key) or "") for key in ("LayerType", "TacticName", "Metadata"))
+    return Layer(str(data["Name"]), kind, tactic, metadata, (*_precisions(data.get("Inputs", ())), *kinds))
 
 
 def _precisions(tensors: Iterable[Mapping[str, Any]]) -> tuple[str | None, ...]:
