@@ -91,14 +91,15 @@ class ByteInput(nn.Module):
 def to_bytes(images: Tensor, input: InputConfig) -> Tensor:
     """Normalised images, (batch, channels, height, width), as the nearest bytes, (batch, height, width, channels)."""
     mean, std = _statistics(input, images.device)
-    values = (images.double() * std + mean) * LARGEST
+    values: Tensor = (images.double() * std + mean) * LARGEST
     return values.round().clamp(0, LARGEST).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
 def from_bytes(bytes: Tensor, input: InputConfig) -> Tensor:
     """Bytes, (batch, height, width, channels), as normalised images in float32, (batch, channels, height, width)."""
     mean, std = _statistics(input, bytes.device)
-    return ((bytes.permute(0, 3, 1, 2).double() / LARGEST - mean) / std).float().contiguous()
+    images: Tensor = (bytes.permute(0, 3, 1, 2).double() / LARGEST - mean) / std
+    return images.float().contiguous()
 
 
 def _statistics(input: InputConfig, device: torch.device | None = None) -> Tensor:

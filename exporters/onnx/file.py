@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -161,7 +161,7 @@ def graph_facts(path: Path) -> Facts:
     empty_pads = [node for node in nodes if node.op_type == "Pad" and _is_zero(node.inputs[1])]
     return Facts(
         operators=dict(Counter(node.op_type for node in nodes)),
-        weights=tuple(sorted(weight_key(tuple(weight.shape)) for weight in weights if weight is not None)),
+        weights=tuple(sorted(weight_key(weight.shape.numpy()) for weight in weights if weight is not None)),
         no_work=tuple(node.name or node.op_type for node in nodes if node.op_type in IDLE or node in empty_pads),
         zero_products=tuple(str(node.name or value.name) for node, value in factors if value and _is_zero(value)),
         metadata=metadata(model),
@@ -169,9 +169,9 @@ def graph_facts(path: Path) -> Facts:
     )
 
 
-def weight_key(sizes: tuple[int, ...]) -> tuple[int, ...]:
+def weight_key(sizes: Sequence[int]) -> tuple[int, ...]:
     """The shape of a weight as in `Facts.weights`."""
-    return tuple(sorted(sizes)) if len(sizes) == 2 else sizes
+    return tuple(sorted(sizes) if len(sizes) == 2 else sizes)
 
 
 def _is_zero(value: onnx_ir.Value | None) -> bool:

@@ -36,6 +36,8 @@ class OnnxRunner(Runner):
         InputError, OutputError: settings that the provider does not have, or a cache folder that cannot be used.
     """
 
+    _batch_range: tuple[int, int, int] | None
+
     def __init__(self, path: Path, options: RunnerOptions) -> None:
         super().__init__(str(path), options, "ONNX Runtime")
         model = file.read_onnx(path)

@@ -65,7 +65,7 @@ def test_weights_of_openvino_are_compared_and_damage_fails(openvino_ir: Path, tm
 
 def test_without_openvino_its_files_are_not_run(openvino_ir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only OpenVINO reads and runs them: verification on a machine without it must not fail."""
-    monkeypatch.setattr(library, "unavailable", lambda: "openvino is not installed")
+    monkeypatch.setattr(runner, "unavailable", lambda: "openvino is not installed")
     _, model, plan = pruned("layer_scale")
     original = PlannedOriginal(model, torch.zeros(1, 3, 8, 8), plan=plan)
     checks = {check.name: check for check in check_file(openvino_ir, original).checks}

@@ -22,7 +22,7 @@ from torch import nn
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space
-from vitcompress.io.text import Table, format_range
+from vitcompress.io.text import Columns, Table, format_range
 from vitcompress.io.validation import Doc
 from vitcompress.methods import budget, latency
 from vitcompress.methods.base import (
@@ -145,8 +145,12 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
             {"name": g.name, "kind": g.kind, "kept": counts[g.name], "of": g.size, "scores": g.scores.tolist()}
             for g in ranking.groups
         ]
-        data = {"rows": rows, "cost": candidates.cost(counts).to_dict(), "plan": candidates.delta(counts).to_json()}
-        return data if aim is None else data | {"target": vars(aim)}
+        data: dict[str, object] = {
+            "rows": rows,
+            "cost": candidates.cost(counts).to_dict(),
+            "plan": candidates.delta(counts).to_json(),
+        }
+        return data if aim is None else {**data, "target": vars(aim)}
 
     data = context.memo(WIDTHS, choose)
     cost, aim, delta = data["cost"], _aim(data), Plan.from_json(data["plan"])
@@ -291,7 +295,7 @@ def report(folder: Path) -> StepReport:
         return StepReport()
     rows, aim = data["rows"], _aim(data)
     kinds = {row["kind"]: row["kind"].replace("_", " ") for row in rows}
-    columns = {"where": "{name}", "kind": lambda row: kinds[row["kind"]], "kept": "{kept}", "of": "{of}"}
+    columns: Columns = {"where": "{name}", "kind": lambda row: kinds[row["kind"]], "kept": "{kept}", "of": "{of}"}
     tables = [Table.of("Isomorphic pruning: widths", columns, rows)]
     if aim:
         names = {"requested": "amount", "reached": "reached", "least possible": "least", "most possible": "most"}

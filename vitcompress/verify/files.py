@@ -116,7 +116,7 @@ def graph_checks(model: nn.Module, digest: str, path: Path, name: str) -> list[C
     recorded = decode_json_values(facts.metadata).get("plan_sha256")
     other = [] if recorded == digest else [f"the file names {str(recorded)[:12]}, plan.json is {digest[:12]}"]
     layers = (module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d))
-    sizes = Counter(format_shape(file.weight_key(tuple(layer.weight.shape))) for layer in layers)
+    sizes = Counter(format_shape(file.weight_key(layer.weight.shape)) for layer in layers)
     stored, nodes = Counter(map(format_shape, facts.weights)), Counter(facts.operators)
     attentions = {space.attention for space in family_of(model).spaces(model) if space.attention}
     expected = {

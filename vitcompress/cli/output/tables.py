@@ -27,14 +27,18 @@ ON_TARGET = "on the target"
 
 def print_checks(checks: Iterable[CheckRecord]) -> None:
     """Verdict, value and tolerance of each check; for one that did not run, the command that runs it."""
-    numbers = ("value", "tolerance")
     columns: Columns = {
         "check": "{name}",
         "verdict": lambda check: check["verdict"].replace("_", " "),
-        **{key: lambda check, key=key: "" if check.get(key) is None else format_number(check[key]) for key in numbers},
+        "value": lambda check: _format_value(check["value"]),
+        "tolerance": lambda check: _format_value(check["tolerance"]),
         "detail": _describe_check,
     }
     print_table(Table.of("", columns, checks), wrap=True)
+
+
+def _format_value(value: float | None) -> str:
+    return "" if value is None else format_number(value)
 
 
 def _describe_check(check: CheckRecord) -> str:

@@ -1,11 +1,13 @@
 """The record of an exploration, and its tables and curves for the report."""
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vitcompress.io.text import Table
+from vitcompress.io.text import Columns, Table
 from vitcompress.methods.base import Chart, Line, StepReport, ranked, read_memo
 from vitcompress.methods.sero.exploration import Exploration
 from vitcompress.methods.sero.layout import KINDS
@@ -13,24 +15,34 @@ from vitcompress.plan import Plan
 
 FILE = "exploration"
 NAMES = {"qk": "q and k", "v": "v", "mlp": "FFN"}
-WIDTHS = {
+
+
+def _removed(live: int, total: int) -> str:
+    return f"{100 * (1 - live / total):.2f} %" if total else "none"
+
+
+def _removed_in(kind: str, epoch: Mapping[str, tuple[int, int]]) -> str:
+    return _removed(*epoch[kind])
+
+
+WIDTHS: Columns = {
     "space": "{space}",
     "channels": "{size}",
     "live": "{live}",
     "kept": "{kept}",
     "per head": lambda row: row["kept"] // row["heads"],
 }
-UNITS = {
+UNITS: Columns = {
     "kind": "{kind}",
     "units": "{units}",
     "live": "{live}",
     "removed": lambda row: _removed(row["live"], row["units"]),
     "masked and revived": "{revived}",
 }
-EPOCHS = {
+EPOCHS: Columns = {
     "epoch": lambda row: row["epoch"] + 1,
     "requested": lambda row: f"{100 * row['wanted']:.2f} %",
-    **{kind: lambda row, kind=kind: _removed(*row[kind]) for kind in KINDS},
+    **{kind: partial(_removed_in, kind) for kind in KINDS},
 }
 
 
@@ -74,10 +86,6 @@ def report(folder: Path) -> StepReport:
         "them stayed. With amp = 'bf16' or 'none', or a lower learning rate, none need be skipped"
     )
     return StepReport(tables, [remark] if skipped else [], _charts(data))
-
-
-def _removed(live: int, total: int) -> str:
-    return f"{100 * (1 - live / total):.2f} %" if total else "none"
 
 
 def _charts(data: Any) -> list[Chart]:

@@ -5,19 +5,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitcompress.io.files import read_json
-from vitcompress.io.text import Table
+from vitcompress.io.text import Columns, Table
 from vitcompress.methods.base import Chart, Line, StepReport, ranked, read_memo
 from vitcompress.methods.upvit.heads import least_first
 from vitcompress.methods.upvit.ranking import too_few_images
 
 AXIS = "KL, nats, summed over images"
 KINDS = {"attn": "attention", "mlp": "FFN", "sr": "reduction"}
-ROUNDS = {
+ROUNDS: Columns = {
     "round": itemgetter(0),
     "removed (KL)": lambda row: _format_way(row[1], 0),
     "next best (KL)": lambda row: _format_way(row[1], 1),
 }
-CHANNELS = {
+CHANNELS: Columns = {
     "component": attrgetter("name"),
     "channels": lambda one: len(one.scores),
     "kept": lambda one: len(one.kept),
