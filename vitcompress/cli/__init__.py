@@ -6,20 +6,20 @@ Commands import torch, rich and everything that needs them when they run, so tha
 import click
 
 from vitcompress import __version__
-from vitcompress.cli import artifacts, recipe
+from vitcompress.cli import artifacts, recipe, reports, study
 from vitcompress.cli.common import Commands
 
 # In the order of use, which `--help` keeps.
 COMMANDS = (
     recipe.recipe,
     recipe.recipes,
-    recipe.study,
+    study.study,
     artifacts.verify,
     artifacts.export,
     artifacts.bench,
     artifacts.evaluate,
-    artifacts.report,
-    artifacts.doctor,
+    reports.report,
+    reports.doctor,
 )
 
 

@@ -147,3 +147,17 @@ runner_options = add_options(
 def take(values: dict[str, Any], kind: type[Any]) -> Any:
     """A `kind` of those `values` that are its fields (without `batch`), which are removed."""
     return kind(**{name: values.pop(name) for name in kind.__dataclass_fields__ if name in values and name != "batch"})
+
+
+dry_run_option = click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print stages, cost and problems; write nothing. Exit code 2 if the run would be rejected.",
+)
+set_option = click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change a setting, as in --set finetune.epochs=10; KEY= restores its default. Can be repeated.",
+)

@@ -1,4 +1,4 @@
-"""`vitcompress recipe` and `study` run recipes, `vitcompress recipes` lists and prints them."""
+"""Run a recipe; list and explain recipes."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -8,20 +8,7 @@ import click
 
 from vitcompress import recipes as shipped
 from vitcompress.cli.common import common_options, pause_gc, print_dry_run, print_result, report_failure, show_progress
-from vitcompress.cli.options import complete_names, parse_words
-
-dry_run_option = click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Print stages, cost and problems; write nothing. Exit code 2 if the run would be rejected.",
-)
-set_option = click.option(
-    "--set",
-    "sets",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Change a setting, as in --set finetune.epochs=10; KEY= restores its default. Can be repeated.",
-)
+from vitcompress.cli.options import complete_names, dry_run_option, parse_words, set_option
 
 
 @click.command()
@@ -98,57 +85,6 @@ def recipe(
     return 0
 
 
-@click.command()
-@click.argument("source", metavar="NAME|FILE", shell_complete=complete_names(shipped.study_names))
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder (default: runs/study-NAME).")
-@click.option("--seeds", type=int, default=3, show_default=True, help="Number of seeds per row: 0, 1, ...")
-@click.option("--jobs", type=int, default=1, show_default=True, help="Number of runs at a time.")
-@click.option("--rows", callback=parse_words, metavar="NAMES", help="Only these rows, as in hetdpt_5,random_5.")
-@set_option
-@click.option(
-    "--speed",
-    type=click.Choice(["now", "later", "again"]),
-    default="now",
-    show_default=True,
-    help="Measure speed when everything is trained, leave it to another call, or repeat it.",
-)
-@dry_run_option
-@common_options
-def study(
-    source: str,
-    sets: tuple[str, ...],
-    rows: tuple[str, ...],
-    dry_run: bool,
-    as_json: bool,
-    debug: bool,
-    **options: Any,
-) -> int:
-    """Train methods side by side with several seeds, and compare them.
-
-    Every row of the study with every seed is an ordinary run. The same command continues a study that was stopped.
-    """
-    with show_progress(debug) as progress:
-        from vitcompress.cli.output import tables, terminal
-        from vitcompress.pipeline.study.results import pair_table, row_table
-        from vitcompress.pipeline.study.run import StudyOptions, dry_run_study, run_study
-        from vitcompress.pipeline.study.spec import load_study
-
-        loaded, settings = load_study(source, sets, rows), StudyOptions(**options)
-        plan = dry_run_study(loaded, settings, progress) if dry_run else None
-        if plan is None:
-            result = run_study(loaded, settings, progress)
-    if plan is not None:
-        return print_dry_run(plan, as_json, tables.print_study_dry_run)
-
-    def draw(_: object) -> None:
-        terminal.print_table(row_table(result))
-        terminal.print_table(pair_table(result))
-        for warning in (result["speed"] or {}).get("warnings", ()):
-            terminal.print_line(f"note: {warning}")
-
-    return print_result(result, as_json, draw)
-
-
 @click.group("recipes", invoke_without_command=True)
 @click.option("--count", is_flag=True, help="Compare published parameters and MACs with those counted here.")
 @common_options
@@ -163,7 +99,7 @@ def recipes(ctx: click.Context, count: bool, as_json: bool, debug: bool) -> int:
         return print_result(shipped.summaries(), as_json, lambda summaries: print_pairs(summaries.items()))
     with show_progress(debug) as progress, pause_gc():
         from vitcompress.cli.output import tables
-        from vitcompress.pipeline.dry_run import compare_sizes
+        from vitcompress.pipeline.published import compare_sizes
 
         sizes = compare_sizes(shipped.names(), progress)
     return print_result(sizes, as_json, tables.print_counts)

@@ -14,17 +14,15 @@ from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.cost import Cost, count_cost
 from vitcompress.pipeline.dense import check_teacher, is_downloaded
-from vitcompress.pipeline.finalize import describe_choice
 from vitcompress.pipeline.folder import check_folder
 from vitcompress.pipeline.job import Job, RunOptions, Work, apply_options, create_job
 from vitcompress.pipeline.latency import check_clock
-from vitcompress.pipeline.run import STAGES, check_formats, check_weights, has_dense, local_checks
-from vitcompress.recipe.load import load_recipe
-from vitcompress.recipe.schema import Published, Recipe
+from vitcompress.pipeline.preflight import check_formats, check_weights, has_dense, local_checks
+from vitcompress.pipeline.report import describe_choice
+from vitcompress.pipeline.stages import STAGES
+from vitcompress.recipe.schema import Recipe
 from vitcompress.training import distributed
 from vitcompress.training.data import check_named, open_data
-
-CLOSE = 0.005  # allowed relative difference of a published figure, if the printed digits differ
 
 
 @dataclass(frozen=True)
@@ -67,13 +65,13 @@ def dry_run_recipe(recipe: Recipe, options: RunOptions) -> DryRun:
         str(folder),
         [work for stage in STAGES for work in stage.estimate(job)],
         describe_choice(recipe, searched=False),
-        {"dense": count_cost(job.blank, job.input.size), "compressed": _final_cost(job)},
+        {"dense": count_cost(job.blank, job.input.size), "compressed": count_final_cost(job)},
         missing + _list_problems(_checks(job, done)),
         [f"all is done: {folder}; --fresh starts over"] if done else [*no_path, *_notes(job)],
     )
 
 
-def _final_cost(job: Job) -> Cost:
+def count_final_cost(job: Job) -> Cost:
     """Cost of the folded model after all steps, counted on shapes."""
     model = deepcopy(job.pruned)
     surgery.fold_linears(model, job.structure)
@@ -124,56 +122,3 @@ def _notes(job: Job) -> Iterator[str]:
                 "whether the latency can be reached, and is rejected if not."
             )
     yield from job.onnx_notes()
-
-
-@dataclass(frozen=True)
-class Size:
-    """off: relative difference; None if nothing was published."""
-
-    published: float | None
-    counted: float
-    off: float | None
-
-
-@dataclass(frozen=True)
-class SizeComparison:
-    """Published and counted sizes of a recipe, in millions of parameters and G MACs.
-
-    macs_linear: published and counted MACs exclude the products inside attention. met: whether all figures agree in
-    their printed digits or to 0.5 %; None if neither was published. reason: why they differ.
-    """
-
-    recipe: str
-    params_m: Size
-    macs_g: Size
-    macs_linear: bool
-    met: bool | None
-    reason: str
-
-
-def compare_sizes(names: Iterable[str], progress: Progress | None = None) -> list[SizeComparison]:
-    """Compare recipes that reproduce published figures on shapes alone: no weights, no data, no training."""
-    recipes = [(recipe, recipe.published) for recipe in map(load_recipe, names) if recipe.published is not None]
-    comparisons = []
-    for number, (recipe, published) in enumerate(recipes):
-        comparisons.append(_compare_sizes(recipe, published))
-        if progress is not None:
-            progress.update("count", number + 1, len(recipes), recipe.name)
-    return comparisons
-
-
-def _compare_sizes(recipe: Recipe, published: Published) -> SizeComparison:
-    options = RunOptions(structure_only=True)
-    runtime = distributed.Runtime(torch.device("cpu"))
-    cost = _final_cost(create_job(apply_options(recipe, options), options, runtime, Progress()))
-    macs = cost.macs_linear if published.macs_linear else cost.macs
-    pairs = ((published.params_m, cost.params / 1e6), (published.macs_g, macs / 1e9))
-    params, macs_g = (Size(figure, counted, figure and counted / figure - 1) for figure, counted in pairs)
-    agree = [
-        round(counted, len(str(figure).partition(".")[2])) == figure or abs(counted / figure - 1) <= CLOSE
-        for figure, counted in pairs
-        if figure is not None
-    ]
-    return SizeComparison(
-        recipe.name, params, macs_g, published.macs_linear, all(agree) if agree else None, published.deviation
-    )

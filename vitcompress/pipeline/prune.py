@@ -1,24 +1,20 @@
-"""Run the pruning steps of a recipe, and recover the accuracy by fine-tuning with a distillation teacher."""
+"""Run the pruning steps of a recipe."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 
 from vitcompress import surgery
-from vitcompress.io.files import write_json, write_text
-from vitcompress.io.tensors import save_tensors
+from vitcompress.io.files import write_text
 from vitcompress.methods.base import PUBLISHED, Context, check_sealed, load_handed_over, seal
-from vitcompress.methods.depth import freeze_gates, read_mean_gates
-from vitcompress.pipeline.dense import heldout_accuracy, load_dense, teacher_for, train_model
+from vitcompress.pipeline.dense import load_dense, teacher_for
 from vitcompress.pipeline.job import Job, JobStep, Work
 from vitcompress.pipeline.latency import clock, measured_on
 from vitcompress.plan import Plan
-from vitcompress.surgery.gates import GATED_KINDS, GatedModel
 from vitcompress.training.data import no_data
-from vitcompress.training.trainer import TrainingControls
 from vitcompress.verify.slice import keep_step_input
 
 
@@ -103,76 +99,3 @@ def _plan_step(job: Job, dense: nn.Module, step: JobStep, model: nn.Module, plan
         seal(files.path)
         write_text(files.plan, delta.to_json())
     return delta
-
-
-def recover(job: Job) -> None:
-    """Fine-tune the pruned model and save it before folding.
-
-    It starts from the dense weights (HetDPT, stage 2), or from those that the last step trained.
-    """
-    dense = load_dense(job)
-    steps = run_steps(job, dense)
-    model, plan = steps.pruned(), steps.plan
-    if not job.options.structure_only:
-        job.progress.stage("Fine-tune the pruned model")
-        _measure_before(job, dense, model)
-        model = _finetune(job, dense, steps)
-    if job.runtime.is_main:
-        save_tensors(job.files.unfolded, model.state_dict(), {"plan": plan.digest})
-        write_text(job.files.unfolded_plan, plan.to_json())
-
-
-def estimate_recovery(job: Job) -> Iterator[Work]:
-    if not job.options.structure_only:
-        yield Work("fine-tune the pruned model", 1, job.recipe.finetune.epochs, job.train_images)
-
-
-def _measure_before(job: Job, dense: nn.Module, pruned: nn.Module) -> None:
-    """Record the held-out accuracy just after pruning: the loss that fine-tuning has to recover."""
-    assert job.data is not None
-    if not job.data.heldout or job.runtime.broadcast(job.files.before_recovery.is_file()):
-        return
-    accuracies = {name: heldout_accuracy(job, model) for name, model in (("dense", dense), ("pruned", pruned))}
-    job.progress.note("held-out top-1: " + ", ".join(f"{name} {accuracy}" for name, accuracy in accuracies.items()))
-    if job.runtime.is_main:
-        write_json(job.files.before_recovery, {name: accuracy.to_dict() for name, accuracy in accuracies.items()})
-
-
-def _finetune(job: Job, dense: nn.Module, steps: Steps) -> nn.Module:
-    options, files, step = job.recipe.finetune, job.files, job.steps[-1]
-    where = (files.recovery_state, "recovery", files.recovery)
-    teacher = teacher_for(job, dense)
-    if step.method.dilute is None:
-        pruned = steps.pruned()
-        train_model(job, pruned, options, *where, TrainingControls(teacher))
-        return pruned
-    # The layers of the last step fade out; those of the steps before are removed from the start.
-    means = job.runtime.broadcast(read_mean_gates(step.files.path) if job.runtime.is_main else None)
-    gated = _add_gates(job, deepcopy(steps.model), steps.last, means)
-    factor = step.method.dilute(step.options, options.epochs)
-
-    def set_gates(epoch: int) -> None:
-        """After an epoch, set all gates to the value of the next one."""
-        for site in gated.sites:
-            gated.set_gate(site.name, factor(epoch + 1))
-
-    set_gates(-1)
-    train_model(job, gated, options, *where, TrainingControls(teacher, after_epoch=set_gates))
-    pruned = deepcopy(steps.model)  # without the hooks of the gates
-    pruned.load_state_dict(gated.model.state_dict())
-    surgery.apply_plan(freeze_gates(pruned, means), steps.last)
-    return pruned
-
-
-def _add_gates(job: Job, model: nn.Module, delta: Plan, means: Mapping[str, Tensor]) -> GatedModel:
-    """`model` with a gate on each layer that `delta` removes. means: SwiGLU FFN -> the gate that it fades to."""
-    removed = delta.removed
-    gateable = [site for site in job.family.sites(model) if site.kind in GATED_KINDS]
-    sites = [site for site in gateable if site.name in removed or site.gates in removed]
-    options = {
-        "attention_bypass": next((removed[site.name] for site in sites if site.kind == "attention"), "drop"),
-        "both_pruned_output_act": "gelu" if delta.appended else "none",
-        "gated_ffn": next((removed.get(site.name, "drop_ffn") for site in sites if site.gates), "mean_gate"),
-    }
-    on_device = {ffn: mean.to(job.runtime.device) for ffn, mean in means.items()}
-    return GatedModel(model, job.family, sites, **options, gate_means=on_device)

@@ -18,7 +18,8 @@ from vitcompress.io.text import (
     format_rate,
     shorten_paths,
 )
-from vitcompress.pipeline.dry_run import DryRun, Size, SizeComparison
+from vitcompress.pipeline.dry_run import DryRun
+from vitcompress.pipeline.published import Size, SizeComparison
 from vitcompress.pipeline.study.run import StudyDryRun
 from vitcompress.recipe.keys import Key
 

@@ -1,0 +1,67 @@
+"""Show runs and what this machine can do."""
+
+from pathlib import Path
+
+import click
+
+from vitcompress.cli.common import common_options, print_result, show_progress
+from vitcompress.errors import MissingExtraError
+
+
+@click.command()
+@click.argument("folders", nargs=-1, required=True, metavar="DIR...")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File for a plot of accuracy against speed (default with several folders: comparison.png).",
+)
+@click.option(
+    "--pictures",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for plots of the layers and channels that each run chose, with their scores.",
+)
+@common_options
+def report(folders: tuple[str, ...], plot: Path | None, pictures: Path | None, as_json: bool, debug: bool) -> int:
+    """Show the results of runs.
+
+    One run folder as a page; several side by side, with a plot of accuracy against speed.
+    """
+    with show_progress(debug) as progress:
+        from vitcompress.bench.report import compare
+        from vitcompress.bench.report import run as reports
+        from vitcompress.cli.output import tables, terminal
+
+        result = compare.compare_runs(folders)
+        result["plot"] = None
+        if plot or (len(folders) > 1 and compare.points(result["runs"])):
+            try:
+                result["plot"] = str(compare.plot(result["runs"], plot or Path("comparison.png")))
+            except MissingExtraError as error:
+                if plot:
+                    raise
+                progress.note(f"no plot: {error.message}: {error.hint}")
+        if pictures:
+            from vitcompress.bench.plots.run import draw
+
+            result["pictures"] = list(map(str, draw(folders, pictures)))
+            progress.note(f"pictures: {', '.join(result['pictures'])}")
+        if result["plot"] and len(folders) == 1:
+            progress.note(f"plot: {result['plot']}")
+        page = reports.markdown(result["runs"][folders[0]])
+    show = tables.print_comparison if len(folders) > 1 else lambda _: terminal.print_markdown(page)
+    return print_result(result, as_json, show)
+
+
+@click.command()
+@common_options
+def doctor(as_json: bool, debug: bool) -> int:
+    """Show what this machine can export, run and measure.
+
+    And how to install what is missing for the rest.
+    """
+    with show_progress(debug):
+        from vitcompress.cli.output import tables
+        from vitcompress.exporters.doctor import examine
+
+        data = examine()
+    return print_result(data, as_json, tables.print_doctor)

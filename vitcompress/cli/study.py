@@ -1,0 +1,61 @@
+"""Run a study: a comparison of methods on the same data."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vitcompress import recipes as shipped
+from vitcompress.cli.common import common_options, print_dry_run, print_result, show_progress
+from vitcompress.cli.options import complete_names, dry_run_option, parse_words, set_option
+
+
+@click.command()
+@click.argument("source", metavar="NAME|FILE", shell_complete=complete_names(shipped.study_names))
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder (default: runs/study-NAME).")
+@click.option("--seeds", type=int, default=3, show_default=True, help="Number of seeds per row: 0, 1, ...")
+@click.option("--jobs", type=int, default=1, show_default=True, help="Number of runs at a time.")
+@click.option("--rows", callback=parse_words, metavar="NAMES", help="Only these rows, as in hetdpt_5,random_5.")
+@set_option
+@click.option(
+    "--speed",
+    type=click.Choice(["now", "later", "again"]),
+    default="now",
+    show_default=True,
+    help="Measure speed when everything is trained, leave it to another call, or repeat it.",
+)
+@dry_run_option
+@common_options
+def study(
+    source: str,
+    sets: tuple[str, ...],
+    rows: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+    debug: bool,
+    **options: Any,
+) -> int:
+    """Train methods side by side with several seeds, and compare them.
+
+    Every row of the study with every seed is an ordinary run. The same command continues a study that was stopped.
+    """
+    with show_progress(debug) as progress:
+        from vitcompress.cli.output import tables, terminal
+        from vitcompress.pipeline.study.results import pair_table, row_table
+        from vitcompress.pipeline.study.run import StudyOptions, dry_run_study, run_study
+        from vitcompress.pipeline.study.spec import load_study
+
+        loaded, settings = load_study(source, sets, rows), StudyOptions(**options)
+        plan = dry_run_study(loaded, settings, progress) if dry_run else None
+        if plan is None:
+            result = run_study(loaded, settings, progress)
+    if plan is not None:
+        return print_dry_run(plan, as_json, tables.print_study_dry_run)
+
+    def draw(_: object) -> None:
+        terminal.print_table(row_table(result))
+        terminal.print_table(pair_table(result))
+        for warning in (result["speed"] or {}).get("warnings", ()):
+            terminal.print_line(f"note: {warning}")
+
+    return print_result(result, as_json, draw)

@@ -1,0 +1,138 @@
+"""Check everything that can fail in a run before it writes or trains anything."""
+
+from collections.abc import Callable
+from functools import partial
+
+from vitcompress.bench import timing
+from vitcompress.errors import InputError
+from vitcompress.exporters import available_exporter, find_exporter
+from vitcompress.exporters.options import AUTO
+from vitcompress.exporters.precision import expand_layers
+from vitcompress.io.progress import Progress
+from vitcompress.io.run_folder import RunFolder
+from vitcompress.models.create import create_model
+from vitcompress.models.weights import check_hub
+from vitcompress.pipeline.dense import check_teacher
+from vitcompress.pipeline.folder import check_disk, check_writable
+from vitcompress.pipeline.job import Job, RunOptions, create_job
+from vitcompress.pipeline.latency import check_latency
+from vitcompress.recipe.schema import Recipe
+from vitcompress.training.data import Splits, open_data
+from vitcompress.training.distributed import Runtime
+from vitcompress.training.loop import check_options
+
+
+def prepare(
+    recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Progress, data: Splits | None = None
+) -> Job:
+    """Create the job and check everything that can fail. `recipe` has the `options` applied.
+
+    Raises:
+        InputError: a subclass that tells what is wrong; nothing was written.
+    """
+    if data is None and not options.structure_only:
+        data = open_data(recipe.data, recipe.run.seed)
+    job = create_job(recipe, options, runtime, progress, data)
+    for check in local_checks(job):
+        check()
+    check_weights(job)
+    check_teacher(job)
+    check_latency(job)
+    runtime.barrier()  # after this, no process reads the folder
+    return job
+
+
+def local_checks(job: Job) -> tuple[Callable[[], None], ...]:
+    """The checks that download nothing and measure nothing, in order."""
+    checks: tuple[Callable[[Job], None], ...] = (check_exports, check_training, check_bench, check_room)
+    return (*(partial(check, job) for check in checks), partial(check_writable, job.dense_folder))
+
+
+def check_formats(recipe: Recipe) -> None:
+    """Raise InputError for an unknown export format, one that cannot be built on this machine, or unused options."""
+    table, used = recipe.export, set[str]()
+    for name in table.formats:
+        elsewhere = f"leave it out of --export and run `vitcompress export DIR --format {name}` on the target"
+        exporter = available_exporter(name, hint=elsewhere)
+        exporter.check(table.only(exporter.uses))
+        used |= exporter.uses
+    if table.formats and (unused := [option for option in table.changed() if option not in used]):
+        raise InputError(
+            f"export.{unused[0]} is {getattr(table, unused[0])!r}, which has no effect on {', '.join(table.formats)}",
+            hint="leave it out, or export to a format that uses it",
+        )
+
+
+def check_exports(job: Job) -> None:
+    """Raise InputError for unknown fp32 layers, and for attentions that an export format does not support."""
+    table = job.recipe.export
+    expand_layers(job.blank, (name for name in table.islands if name != AUTO))
+    for exporter in map(find_exporter, table.formats):
+        options = table.only(exporter.uses)
+        exporter.check_model(job.pruned, options)
+        for step in job.steps if exporter.equal_widths(options) and not job.options.structure_only else ():
+            if step.info.equal_widths:
+                raise InputError(
+                    f"step {step.number + 1}, {step.method.name}, may give q and k another width than v; opset "
+                    f"{table.opset} makes one Attention node of them, for which {exporter.name} needs equal widths",
+                    hint=f"leave export.opset out, or --set step.{step.number}.{step.info.equal_widths}",
+                )
+
+
+def check_training(job: Job) -> None:
+    """Raise InputError for training options that cannot work, including those of later trainings."""
+    if job.data is None:
+        return
+    finetune = job.recipe.finetune
+    between = (step.info.training(finetune) for step in job.steps if step.info.training)
+    for options in (job.recipe.dense, finetune, *between):
+        if options is not None:
+            check_options(options, job.data.train, job.data.heldout, job.runtime)
+    if not job.data.heldout and any(step.info.uses_heldout for step in job.steps):
+        raise InputError(
+            "data.heldout is 0, but the layers are chosen by accuracy on held-out images",
+            hint="set data.heldout to 0.01 or more",
+        )
+    if job.steps[-1].method.dilute and finetune.select == "best":
+        raise InputError(
+            f"finetune.select is 'best', but {job.steps[-1].method.name} fades the layers out during the fine-tuning: "
+            "the best epoch may be one that still has them",
+            hint="set finetune.select = 'last'",
+        )
+
+
+def check_bench(job: Job) -> None:
+    """Raise InputError for an unusable protocol; note if ONNX Runtime cannot measure on the run's device."""
+    table = job.recipe.bench
+    timing.protocol(table.protocol, **table.changes)
+    for line in job.onnx_notes():
+        job.progress.note(line)
+
+
+def check_room(job: Job) -> None:
+    """Raise OutputError if the disk is too small for what the run will write."""
+    storing = sum(  # steps that slice, fold or train
+        bool(step.delta.kept or step.delta.folded) or step.info.choice is None for step in job.steps
+    )
+    params = sum(parameter.numel() for parameter in job.blank.parameters())
+    check_disk(job.folder, params, trains=not job.options.structure_only, storing_steps=storing)
+
+
+def check_weights(job: Job, *, download: bool = True) -> None:
+    """Raise InputError for dense weights that are not available or do not fit.
+
+    download: False checks only that timm has the weights, for the same classes.
+    """
+    table, args = job.recipe.model, job.base.arch_args
+    if table.weights in ("train", "random") or has_dense(job):
+        return
+    if table.weights == "hub" and not download:
+        classes = args.get("num_classes")
+        check_hub(table.name, classes if isinstance(classes, int) else None, new_head=table.new_head)
+    else:
+        create_model(table.name, args, table.weights, new_head=table.new_head)
+
+
+def has_dense(job: Job) -> bool:
+    """Whether an interrupted run has left the dense model, so that its weights are not needed again."""
+    return RunFolder(job.dense_folder).plan.is_file() and not job.options.fresh
