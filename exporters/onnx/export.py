@@ -199,22 +199,23 @@ def _attention(
 
 
 def _tidy(model: Any, metadata: dict[str, str], lean: bool) -> None:
-    """Remove work without effect, and replace torch's metadata by ours.
-
-    Swin in timm pads to whole windows even if they are whole already: such a Pad adds nothing.
-    """
-    graph = model.graph
-    for node in list(graph):
-        if node.op_type == "Pad" and (amounts := node.inputs[1].const_value) is not None and not amounts.numpy().any():
-            onnx_ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
-            graph.remove(node, safe=True)
+    """Remove work without effect, and replace torch's metadata by ours."""
+    _remove_empty_pads(model.graph)
     if lean:
-        drop_unread_tokens(graph)
-        join_linear_layers(graph)
+        drop_unread_tokens(model.graph)
+        join_linear_layers(model.graph)
         RemoveUnusedNodesPass()(model)
     ClearMetadataAndDocStringPass()(model)  # stack traces: paths of this machine, and bytes that change
     model.metadata_props.update(metadata)
     model.producer_name, model.producer_version = "vitcompress", vitcompress.__version__
+
+
+def _remove_empty_pads(graph: Any) -> None:
+    """Swin in timm pads to whole windows even if they are whole already: such a Pad adds nothing."""
+    for node in list(graph):
+        if node.op_type == "Pad" and (amounts := node.inputs[1].const_value) is not None and not amounts.numpy().any():
+            onnx_ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
+            graph.remove(node, safe=True)
 
 
 def _save(program: Any, external_data: bool | None, target: Path) -> None:

@@ -197,7 +197,8 @@ def test_checks_of_the_layers_of_an_engine_are_printed(capsys: pytest.CaptureFix
 
 
 def test_a_command_for_the_target_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    check = {"name": "agreement", "verdict": "not_run", "detail": "no GPU; run it on the target", "command": "verify x"}
+    check = {"name": "agreement", "verdict": "not_run", "value": None, "tolerance": None, "command": "verify x"}
+    check["detail"] = "no GPU; run it on the target"
     tables.print_checks([check, {**check, "detail": "of another version"}])
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "run it on the target: verify x" in text and "of another version; on the target: verify x" in text

@@ -101,6 +101,8 @@ ROWS = {
             Case("candidates", "all", {"pruned_layers": 1, "min_pruned_per_type": 0}),
             Case("diagnostics", True),
             Case("diagnostics", True, PUBLISHED),
+            *(unused(f"{table}.images_per_class", 6, base=PUBLISHED) for table in ("collection", "search")),
+            unused("te.images", 9, base=PUBLISHED),
             unused("published_attention", (1,)),
             unused("published_activation", (1,)),
             *(

@@ -107,6 +107,9 @@ def test_an_option_has_an_effect_or_is_rejected(name: str, case: Case, tmp_path:
     torch.manual_seed(0)
     base = change(OPTIONS[name], case.base)
     changed = change(base, {case.option: case.value})
+    table = case.option.partition(".")[0]
+    if case.rejected and table in METHODS[name].describe(changed).unused:
+        return  # a recipe may hold it for another choice; --set and vc.plan reject it
     if case.rejected:
         with pytest.raises(InputError, match=case.option.rpartition(".")[2]):
             effects(name, changed, case, tmp_path / "changed")

@@ -205,3 +205,9 @@ def test_names_of_version_0_1_still_work() -> None:
         assert vc.load is vc.load_model and vc.save is vc.save_model
     with pytest.raises(AttributeError):
         vc.nothing  # noqa: B018
+
+
+def test_an_option_that_another_choice_disables_is_rejected() -> None:
+    model = vc.create_model("vit_tiny_patch16_224", img_size=32, depth=3, num_classes=10)
+    with pytest.raises(InputError, match="published_attention has no effect: layers is 'search'"):
+        vc.plan(model, "hetdpt", published_attention=(0,))

@@ -16,14 +16,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
 
-from pydantic import TypeAdapter
 from torch import nn
 
 from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import Family
 from vitcompress.families.base import SiteKind
-from vitcompress.io.validation import Doc
+from vitcompress.io.validation import Doc, from_plain
 from vitcompress.methods import depth
 from vitcompress.methods.base import PUBLISHED, TRAINED, Context, Estimate, StepInfo, reject_unused
 from vitcompress.methods.depth import KINDS, Blocks, Indices
@@ -88,7 +87,7 @@ def allocate(model: nn.Module, context: Context, options: AllocationOptions) -> 
         )
         return asdict(allocation)
 
-    allocation = TypeAdapter(Allocation).validate_python(context.memo("allocation", compute))
+    allocation = from_plain(Allocation, context.memo("allocation", compute))
     context.progress.note(summarize(allocation))
     return records, allocation.chosen
 
