@@ -12,10 +12,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitcompress.families import family_of
-from vitcompress.models.create import input_config
+from vitcompress.models.create import SkipOnMeta, input_config
 from vitcompress.plan import Plan
 from vitcompress.surgery.shapes import sliced_shapes
 
+FREE = {"layer_norm", "gelu", "softmax", "dropout"}  # without products, and their output has the shape of the input
 LINEAR_OPERATORS = ("convolution", "addmm", "mm")
 
 
@@ -57,7 +58,7 @@ def _count_flops(model: nn.Module, input_size: tuple[int, int, int]) -> dict[str
     ready = not model.training and all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     shapes = model if ready else deepcopy(model).to("meta").eval()  # no copy for the many candidates of a search
     dtype = next((p.dtype for p in shapes.parameters()), torch.float32)
-    with torch.no_grad(), without_gradients(shapes), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), without_gradients(shapes), SkipOnMeta(FREE), FlopCounterMode(display=False) as counter:
         shapes(torch.empty(1, *input_size, device="meta", dtype=dtype))
     return dict(counter.get_flop_counts())
 

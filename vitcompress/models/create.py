@@ -5,7 +5,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from timm.data import resolve_model_data_config
 from timm.layers import DropPath
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from vitcompress.errors import InputError, WeightsError, close_matches, did_you_mean, first_line
 from vitcompress.families import prepare_model
@@ -24,6 +25,7 @@ from vitcompress.plan import Plan
 
 NOISE = 0.1  # standard deviation for `randomize_constants`: small compared with norm weights of 1
 PREPROCESSING = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
+INITIALIZERS = {"uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"}
 UNKNOWN = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
 
@@ -82,11 +84,30 @@ def build_on_meta(arch: str, arch_args: Mapping[str, object] | None = None) -> n
     """timm's model on the meta device, not prepared: with timm's parameter names. Raises InputError."""
     args: dict[str, Any] = dict(arch_args or {})
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), SkipOnMeta(INITIALIZERS):
             return _build(arch, args, pretrained=False, new_head=False)
     except InputError:  # some models compute with values in their constructor
         with torch.random.fork_rng(devices=[]):
             return _build(arch, args, pretrained=False, new_head=False).to("meta")
+
+
+class SkipOnMeta(TorchFunctionMode):
+    """Functions of these names return their tensor if it is on the meta device, where only its shape counts.
+
+    There most of the time goes into functions that change no shape: initialization, norms, activations.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in self.names:
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 def _finish(model: nn.Module, arch: str, args: Mapping[str, object]) -> nn.Module:
