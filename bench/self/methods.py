@@ -41,7 +41,7 @@ AT_ONCE = 16
 RECIPE = "digits_up"
 TARGET = {"embed_dim": 32, "num_heads": 2}  # half of every width
 FISHER, QUARTER = {"score": "fisher"}, {"score": "screened", "band": 0.25}
-SCREENS: dict[str, dict[str, Any]] = {
+SCREENS: dict[str, dict[str, str | float]] = {
     "Gauss-Newton, 1 direction": {**FISHER, "directions": 1},
     "Gauss-Newton, 2 directions": FISHER,
     "Gauss-Newton, 4 directions": {**FISHER, "directions": 4},

@@ -223,8 +223,10 @@ def export(
         source = as_images(data)
         images = calibration_images(source, config, min(CALIBRATION_IMAGES, len(source)), seed)
     original, digest = Original(model, images, real=data is not None), plan_of(model).digest
-    about: dict[str, Any] = {"classes": class_names, "plan_digest": digest, "progress": progress}
-    return write_export(exporter, original, path, options=settings, **about).path
+    exported = write_export(
+        exporter, original, path, options=settings, classes=class_names, plan_digest=digest, progress=progress
+    )
+    return exported.path
 
 
 def verify(folder: str | Path, *, progress: Progress | None = None) -> Verification:

@@ -177,7 +177,7 @@ def _prefetch(
     )
     if dataset.prepared:
         return BatchLoader(loader, runtime.device)
-    erase: dict[str, Any] = {"re_prob": pixels.reprob, "re_mode": pixels.remode} if pixels else {}
+    erase: dict[str, float | str] = {"re_prob": pixels.reprob, "re_mode": pixels.remode} if pixels else {}
     return PrefetchLoader(loader, input.mean, input.std, input.size[0], runtime.device, **erase)
 
 
