@@ -1,5 +1,6 @@
 """Latencies are measured on the requested runtime, and reach the step that prunes to one."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ from torch import nn
 from vitcompress.bench import machine, suite
 from vitcompress.errors import DeviceError, InputError, PlanError
 from vitcompress.io.progress import Progress
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.methods import METHODS, isomorphic
 from vitcompress.models.create import create_model
 from vitcompress.pipeline import dry_run, latency
 from vitcompress.pipeline.job import Job, RunOptions, create_job
 from vitcompress.pipeline.latency import check_latency, clock
 from vitcompress.pipeline.run import run_recipe
+from vitcompress.plan import Plan
 from vitcompress.recipe.load import load_recipe
+from vitcompress.recipe.schema import Step
 from vitcompress.training.distributed import Runtime
 
 
@@ -175,3 +179,16 @@ def test_the_range_is_measured_after_all_steps_before(tmp_path: Path, monkeypatc
     ):
         run_recipe(recipe, RunOptions(out=tmp_path / "run", structure_only=True))
     assert len(calls) == 2 and not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("simulated_clock")
+def test_a_step_after_a_latency_target_is_planned_on_the_measured_widths(tmp_path: Path) -> None:
+    """Its structure after the shares of the first step, which were not used, would name other channels."""
+    recipe = load_recipe("digits_isomorphic", [*WHOLE, *QUICK, "step.0.amount=80", "step.0.keep_heads=0.5"])
+    magnitude = Step("magnitude", METHODS["magnitude"].options())
+    recipe = replace(recipe, steps=(*recipe.steps, magnitude))
+    run = run_recipe(recipe, RunOptions(out=tmp_path / "run", structure_only=True))
+    first, second = (Plan.from_json((path / "plan.json").read_text()) for path in RunFolder(run.folder).steps())
+    heads = first.heads.get("blocks.0.attn", 4)
+    assert run.passed and second.heads["blocks.0.attn"] == round(heads / 2)
+    assert len(second.kept["blocks.0.v"]) * heads == len(first.kept["blocks.0.v"]) * round(heads / 2)

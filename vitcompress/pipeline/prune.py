@@ -75,7 +75,8 @@ def _plan_step(job: Job, dense: nn.Module, step: JobStep, model: nn.Module, plan
             check_sealed(files.path)
         return Plan.from_json(text)
     if job.options.structure_only and info.latency is None:
-        delta = step.delta
+        # Not `step.delta`: a latency target before this step may have led to other widths.
+        delta = step.method.structure(model, job.family, plan, step.options)
     else:
         work = "the published layers" if info.choice == PUBLISHED else step.method.summary
         job.progress.stage(f"Step {step.number + 1} of {len(job.steps)}: {work}")
