@@ -184,6 +184,14 @@ def test_a_timm_data_set_is_read_through_timm(tmp_path: Path) -> None:
     assert splits.train[5][0].getpixel((0, 0)) == (2, 0, 0)
 
 
+def test_a_timm_data_set_whose_first_image_is_broken_is_rejected(tmp_path: Path) -> None:
+    root = image_folder(tmp_path, {"train": {"a": 3, "b": 3}, "val": {"a": 2, "b": 1}})
+    for path in (root / "train" / "a").iterdir():
+        path.write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"timm:torch/image_folder split 'train' at .* cannot be opened"):
+        open_data(DataOptions("timm:torch/image_folder", str(root), test_split="val"), seed=0)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_image_that_breaks_later_is_named_in_one_sentence(tmp_path: Path, workers: int) -> None:
     root = image_folder(tmp_path, {"train": {"a": 2, "b": 2}, "val": {"a": 1, "b": 1}})

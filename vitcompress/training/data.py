@@ -203,9 +203,9 @@ def _timm(options: DataOptions) -> Splits:
     for split in (options.train_split or "train", options.test_split or "validation"):
         try:
             dataset = create_dataset(name, root=options.path, split=split)
+            parts.append(MappedImages(dataset, f"data source timm:{name}"))
         except (RuntimeError, OSError, ValueError, TypeError, AssertionError, ImportError) as error:
             message = f"data source timm:{name} split {split!r} at {options.path} cannot be opened: {first_line(error)}"
             raise DataError(message, hint="check the name, --data and the splits") from error
-        parts.append(MappedImages(dataset, f"data source timm:{name}"))
     names = getattr(parts[0].dataset, "classes", None) or range(int(parts[0].labels.max()) + 1)
     return Splits(name, tuple(map(str, names)), parts[0], _no_images(), parts[1])
