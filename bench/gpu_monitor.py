@@ -117,16 +117,14 @@ def foreign_processes(pids: list[int]) -> list[int] | None:
 @contextmanager
 def watch(gpu: Gpu | None) -> Iterator[list[GpuState]]:
     """Read the state of a GPU when this opens, twice a second, and when it closes; yields the readings in order."""
-    readings, stop = list[GpuState](), threading.Event()
     if gpu is None:
-        yield readings
+        yield []
         return
+    readings, stop = [gpu.state()], threading.Event()
 
     def read() -> None:
-        readings.append(gpu.state())
         while not stop.wait(SECONDS_BETWEEN):
             readings.append(gpu.state())
-        readings.append(gpu.state())
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
@@ -135,6 +133,7 @@ def watch(gpu: Gpu | None) -> Iterator[list[GpuState]]:
     finally:
         stop.set()
         thread.join()
+        readings.append(gpu.state())
 
 
 def summary(readings: Sequence[GpuState]) -> GpuSummary | None:

@@ -38,6 +38,31 @@ def test_without_counters_there_is_no_energy(tmp_path: Path) -> None:
     assert gpu_monitor.rapl(tmp_path) is None
 
 
+class CountingGpu(gpu_monitor.Gpu):
+    """Reports how often its state was read; has a state for the first `limit` readings only."""
+
+    def __init__(self, limit: int = 1000) -> None:
+        self.count, self.limit = 0, limit
+
+    def state(self) -> gpu_monitor.GpuState:
+        self.count += 1
+        if self.count > self.limit:
+            raise RuntimeError("the GPU is lost")
+        return {"busy_percent": self.count}
+
+
+def test_a_gpu_is_read_before_and_after_the_measurement() -> None:
+    with gpu_monitor.watch(CountingGpu()) as readings:
+        assert [reading["busy_percent"] for reading in readings] == [1]
+    assert [reading["busy_percent"] for reading in readings] == [1, 2]
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_a_gpu_that_cannot_be_read_is_no_measurement_without_readings(limit: int) -> None:
+    with pytest.raises(RuntimeError, match="the GPU is lost"), gpu_monitor.watch(CountingGpu(limit)):
+        pass
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_reason_is_reported() -> None:
     with pytest.raises(LookupError, match=r"NVML is not available|nvidia-ml-py is not installed"):
