@@ -48,6 +48,7 @@ def test_wrong_arguments_are_reported_and_nothing_is_written(
     assert error_of(str(tiny), "--seeds", "0") == "seeds must be 1 or more, got 0"
     assert error_of(str(tiny), "--jobs", "0") == "jobs must be 1 or more, got 0"
     assert error_of(str(tiny), "--rows", "contol") == "the study has no row 'contol', did you mean control?"
+    assert error_of(str(tiny), "--rows", "zz1,yy2,xx3,ww4") == "the study has no row 'zz1'", "the first one"
     assert "speed.protocol" in error_of(str(tiny), "--set", "speed.protocol=often")
     assert "row random_2: pruned_layers is 9" in error_of(str(tiny), "--set", "row.1.step.0.pruned_layers=9")
     assert not list(tmp_path.iterdir())
