@@ -170,6 +170,7 @@ def _move(exported: Exported, path: Path, source: Exported | None) -> Exported:
 
 
 def unavailable(flavour: Flavour) -> str | None:
+    """Why this machine cannot build such engines, or None."""
     if flavour is TRT and capability() is None:
         return f"{_no_gpu()}; build on the target ({flavour.install}), or use trt-rtx for GeForce and RTX"
     return flavour.problem("Builder" if flavour is TRT else None)
@@ -180,6 +181,7 @@ def _no_gpu() -> str:
 
 
 def cannot_run(flavour: Flavour) -> str | None:
+    """Why this machine cannot run such engines, or None."""
     if reason := flavour.problem():
         return reason
     here = capability()
@@ -226,7 +228,10 @@ def check_options(flavour: Flavour, options: ExportOptions) -> None:
 
 
 def choose_targets(flavour: Flavour, options: ExportOptions) -> tuple[int, ...]:
-    """The compute capabilities to build for."""
+    """The compute capabilities to build for: those of the options, or that of the GPU that TensorRT builds on.
+
+    Raises DeviceError without that GPU, InputError if the options have another one.
+    """
     if flavour is RTX:
         return tuple(dict.fromkeys(options.sm)) or RTX_DEFAULT
     here = capability()

@@ -206,9 +206,10 @@ def print_bench(bench: BenchRecord, table: Table) -> None:
 
 def print_accuracy(evaluation: Evaluation) -> None:
     """Accuracy with counts, throughput if it was measured, and McNemar's test of each later row against the first."""
-    names = iter(shorten_paths([row["artifact"] for row in evaluation["rows"]]))
+    paths = [row["artifact"] for row in evaluation["rows"]]
+    names = dict(zip(paths, shorten_paths(paths), strict=True))
     columns: Columns = {
-        "artifact": lambda row: next(names),
+        "artifact": lambda row: names[row["artifact"]],
         "top-1": lambda row: f"{100 * row['top1']:.2f} % ({row['correct']}/{row['total']})",
         "95 % interval": lambda row: "{:.2f} to {:.2f} %".format(*(100 * end for end in row["top1_ci95"])),
         "top-5": lambda row: f"{100 * row['top5']:.2f} %",
