@@ -20,7 +20,7 @@ from vitcompress.exporters.torch_runner import TIMM
 from vitcompress.exporters.uint8 import to_bytes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.recipe.load import load_recipe
+from vitcompress.recipe.load import load_recipe_of_run
 from vitcompress.training.data import DataOptions, open_test
 from vitcompress.training.datasets import Images, few
 from vitcompress.training.distributed import Runtime
@@ -116,7 +116,7 @@ def select_data(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptio
     elif options.data is not None:
         data = DataOptions("imagefolder", options.data, workers=options.workers)
     elif recipes:
-        data = load_recipe(str(recipes[0])).data
+        data = load_recipe_of_run(recipes[0]).data
     else:
         raise InputError("no data to evaluate on", hint="give --data PATH with PATH/val/CLASS, or --data digits")
     if options.split is not None and data.source == DIGITS:

@@ -76,7 +76,7 @@ def test_a_difference_is_tested_on_the_same_images(tmp_path: Path) -> None:
 def test_the_data_is_that_of_the_run_folder_unless_another_is_named(tmp_path: Path) -> None:
     run = folder(tmp_path / "run", seed=1)
     (run / "recipe.toml").write_text(
-        f'[model]\nname = "{ARCH}"\n[data]\nheldout = 0.25\n[[step]]\nmethod = "random"\npruned_layers = 1\n'
+        f'[model]\nname = "{ARCH}"\n[data]\nheldout = 0.25\n[[step]]\nmethod = "of_another_package"\n'
     )
     none, digits = accuracy.EvaluateOptions(), accuracy.EvaluateOptions(data="digits")
     assert accuracy.select_data([str(run / "model.onnx")], none).heldout == 0.25

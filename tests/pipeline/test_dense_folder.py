@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from vitcompress import recipes
+from vitcompress.errors import RecipeError
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.pipeline.folder import dense_folder, record_settings
-from vitcompress.recipe.load import dense_key, load_recipe
+from vitcompress.pipeline.folder import dense_folder, dense_folder_of_run, record_settings
+from vitcompress.recipe.load import dense_key, load_recipe, load_recipe_of_run
 from vitcompress.recipe.schema import Recipe
 
 
@@ -87,3 +89,17 @@ def test_unreadable_settings_are_ignored(tmp_path: Path, recipe: Recipe, older: 
 def test_a_removed_option_means_another_training(tmp_path: Path, recipe: Recipe, older: Path) -> None:
     edit_settings(older, lambda table: table["dense"].update(removed=1))
     assert dense_folder(recipe, tmp_path / "run") != older
+
+
+def test_the_folder_of_a_run_does_not_depend_on_its_methods(tmp_path: Path, recipe: Recipe) -> None:
+    """Its method may be of a package that is not installed, or have options of another version."""
+    run = tmp_path / "run"
+    run.mkdir()
+    text = recipes.text(recipe.name)
+    assert dense_folder_of_run(run) is None
+    for step in ('method = "of_another_package"', 'method = "hetdpt"\nremoved_option = 1'):
+        (run / "recipe.toml").write_text(text.replace('method = "hetdpt"', step))
+        with pytest.raises(RecipeError):
+            load_recipe(str(run / "recipe.toml"))
+        assert dense_folder_of_run(run) == tmp_path / f"dense-{dense_key(recipe)}"
+        assert load_recipe_of_run(run / "recipe.toml").data == recipe.data

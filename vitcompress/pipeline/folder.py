@@ -18,7 +18,7 @@ from vitcompress.io.files import convert_write_errors, read_json, write_json, wr
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import describe_differences
-from vitcompress.recipe.load import build_recipe, dense_key, load_recipe, parse_toml
+from vitcompress.recipe.load import ANY_STEP, build_recipe, dense_key, load_recipe_of_run, parse_toml
 from vitcompress.recipe.schema import Recipe
 
 HEADER = "# The recipe of this run, every setting spelled out."
@@ -197,7 +197,7 @@ def dense_folder(recipe: Recipe, folder: Path) -> Path:
 def dense_folder_of_run(folder: Path) -> Path | None:
     """The folder of the dense model according to the recipe.toml in `folder`; None if there is no such file."""
     path = RunFolder(folder).recipe
-    return dense_folder(load_recipe(str(path)), folder.resolve()) if path.is_file() else None
+    return dense_folder(load_recipe_of_run(path), folder.resolve()) if path.is_file() else None
 
 
 def record_settings(recipe: Recipe, folder: Path) -> None:
@@ -218,7 +218,7 @@ def _equal_trainings(recipe: Recipe, parent: Path) -> Iterator[Path]:
         if not (files.settings.is_file() and files.plan.is_file()):
             continue
         try:
-            other = build_recipe(str(files.settings), {**read_json(files.settings), "step": [{"method": "fold"}]})
+            other = build_recipe(str(files.settings), {**read_json(files.settings), **ANY_STEP})
         except (ArtifactError, RecipeError, TypeError, ValueError):  # another version's options, or damaged
             continue
         if dense_key(other) == dense_key(recipe):

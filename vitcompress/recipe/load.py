@@ -17,6 +17,7 @@ from vitcompress.methods import METHODS, find_method
 from vitcompress.recipe.schema import Recipe, Step, Tables, plain_data
 
 REMOVED = object()  # the value of `key=` in an assignment: the default applies
+ANY_STEP = {"step": [{"method": "fold"}]}  # for recipes whose steps do not matter
 
 
 def load_recipe(source: str, sets: Sequence[str] = ()) -> Recipe:
@@ -26,10 +27,24 @@ def load_recipe(source: str, sets: Sequence[str] = ()) -> Recipe:
         RecipeError: with all problems.
         InputError: no such recipe; names the nearest.
     """
+    return build_recipe(source, _read(source), sets)
+
+
+def load_recipe_of_run(path: Path) -> Recipe:
+    """The tables of a recipe.toml, with other steps: no package or version with the methods of the run is needed.
+
+    Raises:
+        RecipeError: with all problems of the tables.
+        InputError: the file cannot be read.
+    """
+    return build_recipe(str(path), {**_read(str(path)), **ANY_STEP})
+
+
+def _read(source: str) -> dict[str, Any]:
     name, text = read_text(source, "recipe", recipes.names(), recipes.text)
     data = parse_toml(source, text)
     recipes.check_kind("recipe", source, data)
-    return build_recipe(source, {"name": name, **data}, sets)
+    return {"name": name, **data}
 
 
 def parse_toml(source: str, text: str) -> dict[str, Any]:
