@@ -175,6 +175,10 @@ def test_a_method_of_another_package_is_an_entry_point(monkeypatch: pytest.Monke
     with pytest.raises(InputError, match="wrong = pruner:OTHER is not a Method"):
         find_method("wrong")
     assert keys_of("mine")[0].key.startswith("step.0.")
+    for find in (find_method, keys_of):
+        with pytest.raises(InputError, match="'min', did you mean mine") as error:
+            find("min")
+        assert "upvit, mine, wrong" in str(error.value.hint)
 
 
 def test_two_values_of_one_name_are_an_error(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ def find_by_name(
     name: str | T, table: Mapping[str, T], group: str, what: str, others: Iterable[str] = (), hint: str = ""
 ) -> T:
     """The object called `name`: from `table`, or from an entry point in `vitcompress.<group>`. An object is returned
-    unchanged. what, others, hint: for the error: the kind of object, other names that are allowed, the next step.
+    unchanged. what, others, hint: for the error: the kind of object, other names that are allowed, the next step, in
+    which `{names}` becomes the names in the table and in installed packages.
 
     Raises:
         InputError: there is none, or the entry point does not load, or is of another type than those in the table.
@@ -25,9 +26,10 @@ def find_by_name(
     for point in entry_points(group=f"vitcompress.{group}", name=name):
         plugin: T = _load(point, type(next(iter(table.values()))))
         return plugin
+    names = (*table, *sorted(point.name for point in entry_points(group=f"vitcompress.{group}")))
     raise InputError(
-        f"there is no {what} {name!r}{did_you_mean(name, (*table, *others))}",
-        hint=hint or f"use one of {', '.join(table)}, or install the package that declares it",
+        f"there is no {what} {name!r}{did_you_mean(name, (*names, *others))}",
+        hint=(hint or "use one of {names}, or install the package that declares it").format(names=", ".join(names)),
     )
 
 

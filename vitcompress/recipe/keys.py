@@ -95,7 +95,7 @@ def _method(source: str) -> Method | None:
     names = (*recipes.names(), *recipes.study_names())
     if source not in METHODS and (source in names or source.endswith(".toml") or Path(source).exists()):
         return None
-    hint = f"methods: {', '.join(METHODS)}; `vitcompress recipes` lists the recipes"
+    hint = "methods: {names}; `vitcompress recipes` lists the recipes"
     return find_by_name(source, METHODS, "methods", "recipe and no method called", names, hint)
 
 
