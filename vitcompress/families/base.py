@@ -84,9 +84,8 @@ class LinearPair:
     second: str
 
 
-Described = tuple[
-    list[Space], list[Axis]
-]  # the spaces inside of a module, and the residual axes that it reads and writes
+# The spaces inside of a module, and the residual axes that it reads and writes.
+Described = tuple[list[Space], list[Axis]]
 
 
 class Family:

@@ -106,8 +106,8 @@ def plan(
     unused = chosen.describe(settings).unused
     if wrong := [f"{name} has no effect: {unused[name]}" for name in options if name in unused]:
         raise InputError("; ".join(wrong), hint="omit it, or change the option that it depends on")
-    about = {"progress": progress or Progress(), "train": options_of(TrainOptions, training or {}, "training")}
-    context = context_for(model, data, folder=folder, device=device, seed=seed, **about)
+    fields = {"progress": progress or Progress(), "train": options_of(TrainOptions, training or {}, "training")}
+    context = context_for(model, data, folder=folder, device=device, seed=seed, **fields)
     model.to(context.runtime.device)
     delta = chosen.plan(model, context, settings)
     load_handed_over(model, context.folder, context.plan, context.runtime)

@@ -16,10 +16,7 @@ from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.io.files import write_json
 from vitcompress.models.checkpoint import load_model, load_model_files, read_plan, write_model
 from vitcompress.models.standard import save_standard
-from vitcompress.pipeline.export import (
-    quarantine_failed,
-    runnable_files,
-)
+from vitcompress.pipeline.export import quarantine_failed, runnable_files
 from vitcompress.pipeline.job import Job, Work
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import calibration_images, evaluate_images, mcnemar

@@ -52,11 +52,10 @@ def _measure_before(job: Job, dense: nn.Module, pruned: nn.Module) -> None:
 
 def _finetune(job: Job, dense: nn.Module, steps: Steps) -> nn.Module:
     options, files, step = job.recipe.finetune, job.files, job.steps[-1]
-    where = (files.recovery_state, "recovery", files.recovery)
     teacher = teacher_for(job, dense)
     if step.method.dilute is None:
         pruned = steps.pruned()
-        train_model(job, pruned, options, *where, TrainingControls(teacher))
+        train_model(job, pruned, options, files.recovery_state, "recovery", files.recovery, TrainingControls(teacher))
         return pruned
     # The layers of the last step fade out; those of the steps before are removed from the start.
     means = job.runtime.broadcast(read_mean_gates(step.files.path) if job.runtime.is_main else None)
@@ -69,7 +68,8 @@ def _finetune(job: Job, dense: nn.Module, steps: Steps) -> nn.Module:
             gated.set_gate(site.name, factor(epoch + 1))
 
     set_gates(-1)
-    train_model(job, gated, options, *where, TrainingControls(teacher, after_epoch=set_gates))
+    controls = TrainingControls(teacher, after_epoch=set_gates)
+    train_model(job, gated, options, files.recovery_state, "recovery", files.recovery, controls)
     pruned = deepcopy(steps.model)  # without the hooks of the gates
     pruned.load_state_dict(gated.model.state_dict())
     surgery.apply_plan(freeze_gates(pruned, means), steps.last)

@@ -18,11 +18,7 @@ from vitcompress.methods.base import Choice
 from vitcompress.methods.latency import other_machine
 from vitcompress.models.checkpoint import read_plan
 from vitcompress.models.cost import count_cost
-from vitcompress.pipeline.export import (
-    class_names,
-    describe_fp32_layers,
-    exported_paths,
-)
+from vitcompress.pipeline.export import class_names, describe_fp32_layers, exported_paths
 from vitcompress.pipeline.job import Job, JobStep
 from vitcompress.pipeline.latency import measured_on
 from vitcompress.recipe.schema import Recipe

@@ -161,8 +161,8 @@ def _prefetch(
     Worker processes are restarted every epoch: a persistent worker keeps its random state, and a resumed run would
     differ from an uninterrupted one.
     """
-    pixels = None if augmentation is None or augmentation.no_aug else augmentation
-    if dataset.prepared and pixels:
+    active = None if augmentation is None or augmentation.no_aug else augmentation  # it changes images
+    if dataset.prepared and active:
         message = "crop, flip, colour and erasing need PIL images, and the data set gives tensors"
         raise InputError(message, hint="set augmentation.no_aug = true, or pass a data set of PIL images")
     transform = train_transform(input, augmentation) if augmentation else eval_transform(input)
@@ -177,7 +177,7 @@ def _prefetch(
     )
     if dataset.prepared:
         return BatchLoader(loader, runtime.device)
-    erase: dict[str, float | str] = {"re_prob": pixels.reprob, "re_mode": pixels.remode} if pixels else {}
+    erase: dict[str, float | str] = {"re_prob": active.reprob, "re_mode": active.remode} if active else {}
     return PrefetchLoader(loader, input.mean, input.std, input.size[0], runtime.device, **erase)
 
 

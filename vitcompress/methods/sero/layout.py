@@ -100,7 +100,7 @@ def project(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: flo
         PlanError: the layout cannot be that sparse.
     """
     if options.layout == "ragged":
-        return _project_ragged(spaces, scores, ties, sparsity, options.threshold == "global")
+        return _project_ragged(spaces, scores, ties, sparsity, is_global=options.threshold == "global")
     for space in spaces:
         if options.round_to > (width := space.size // space.heads):
             raise PlanError(
@@ -116,14 +116,14 @@ def project(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: flo
     return live
 
 
-def _project_ragged(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: float, one: bool) -> Live:
-    """one: whether one threshold covers all spaces."""
+def _project_ragged(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: float, *, is_global: bool) -> Live:
+    """is_global: whether one threshold covers all spaces."""
     total = sum(space.size for space in spaces)
     if round((1 - sparsity) * total) < 1:
         raise PlanError(
             f"sparsity is {sparsity:g}, which removes all {total} units: no layer would be left", hint="lower sparsity"
         )
-    together = [list(spaces)] if one else [[space] for space in spaces]
+    together = [list(spaces)] if is_global else [[space] for space in spaces]
     live: Live = {}
     for members in together:
         score, tie = (np.concatenate([values[space.name] for space in members]) for values in (scores, ties))
