@@ -82,7 +82,7 @@ class EngineProcess:
 
     def timed(self, slot: int, runs: int) -> tuple[list[float], float]:
         answer, _ = self._request({"do": "time", "slot": slot, "runs": runs})
-        return answer["times_ms"], answer["wall_ms"]
+        return [float(value) for value in answer["times_ms"]], float(answer["wall_ms"])
 
     def layers(self) -> str:
         return self._request({"do": "layers"})[1].decode()

@@ -238,6 +238,17 @@ def test_errors_of_the_machine_are_no_errors_of_the_engine(
     assert type(caught.value) is kind
 
 
+def test_times_from_the_process_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are written to bench.json, and the file that the process runs may be malicious."""
+    process = EngineProcess.__new__(EngineProcess)
+    answer = {"times_ms": [1, 2.5], "wall_ms": 4}
+    monkeypatch.setattr(process, "_request", lambda request: (answer, b""))
+    assert list(map(type, (*process.timed(0, 2)[0], process.timed(0, 2)[1]))) == [float] * 3
+    answer["times_ms"] = ["<script>", 2.5]
+    with pytest.raises(ValueError, match="could not convert"):
+        process.timed(0, 2)
+
+
 def test_a_crashed_process_is_an_error_message(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(VitcompressError, match=r"the process that ran .* has ended"):
