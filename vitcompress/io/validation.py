@@ -71,7 +71,8 @@ def options_of(kind: type[Any], values: Mapping[str, object], what: str) -> Any:
     options = validate_options(kind, dict(values), "  ", problems)
     if options is None:
         lines = "\n".join(problems)
-        raise InputError(f"the options of {what} are invalid:\n{lines}", hint="see the documentation of these options")
+        hint = f"options: {', '.join(field.name for field in fields(kind))}"
+        raise InputError(f"the options of {what} are invalid:\n{lines}", hint=hint)
     return options
 
 
