@@ -70,6 +70,14 @@ def test_costs_need_no_data() -> None:
     expect_error("recipe", "deit_s_hetdpt")
 
 
+@pytest.mark.parametrize("name", ["magnitude", "hetdpt_plus"])
+def test_every_step_is_a_stage(name: str) -> None:
+    """Also those without trainings and measurements, such as `fold`."""
+    stages = " ".join(row["stage"] for row in dry_run(0, "recipe", f"digits_{name}")["stages"])
+    steps = ["magnitude"] if name == "magnitude" else ["2. recover", "3. fold", "4. isomorphic"]
+    assert [step for step in steps if step not in stages] == []
+
+
 def test_a_note_tells_that_a_latency_is_not_checked() -> None:
     (note,) = dry_run(0, "recipe", "digits_isomorphic", *LATENCY)["notes"]
     assert note.startswith("Step 1 prunes to 0.5 ms on onnxruntime, which a dry run does not check")

@@ -60,7 +60,10 @@ def run_steps(job: Job, dense: nn.Module | None = None) -> Steps:
 def estimate_steps(job: Job) -> Iterator[Work]:
     for step in job.steps if not job.options.structure_only else ():
         prefix = f"{step.number + 1}. " if len(job.steps) > 1 else ""
-        for part in step.method.estimate(step.model, job.family, step.options):
+        parts = step.method.estimate(step.model, job.family, step.options)
+        if not parts:
+            yield Work(f"{prefix}{step.method.name}")
+        for part in parts:
             images = part.images or part.images_per_class * job.classes or job.train_images
             if images is not None and job.train_images is not None:
                 images = min(images, job.train_images)
