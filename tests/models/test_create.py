@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
 
 from vitcompress.errors import InputError, WeightsError
-from vitcompress.models.create import create_model, create_on_meta, input_config, randomize_constants
+from vitcompress.models.create import SkipOnMeta, create_model, create_on_meta, input_config, randomize_constants
 
 ARCH = "vit_tiny_patch16_224"
 SMALL = contract("plain").arch_args
@@ -215,3 +215,9 @@ def test_float16_files_give_float32_models(tmp_path: Path) -> None:
     x = images("plain", dtype=torch.float32)
     assert {p.dtype for p in loaded.parameters()} == {torch.float32}
     assert 0 < difference(logits(loaded, x), logits(model, x)) < 0.05
+
+
+def test_functions_are_skipped_however_their_tensor_is_passed() -> None:
+    scores = torch.empty(2, 3, device="meta")
+    with SkipOnMeta({"softmax"}):
+        assert torch.softmax(scores, dim=1) is scores and torch.softmax(dim=1, input=scores) is scores

@@ -104,7 +104,7 @@ class SkipOnMeta(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in self.names:
-            tensor = args[0] if args else kwargs["tensor"]
+            tensor = args[0] if args else next(v for v in kwargs.values() if isinstance(v, torch.Tensor))
             if tensor.is_meta:
                 return tensor
         return func(*args, **kwargs)
