@@ -92,11 +92,11 @@ def plot(runs: Mapping[str, Report], path: Path) -> Path:
     axes = figure.subplots()
     for number, point in enumerate(shown):
         x, y = point.ratio["median"], 100 * point.accuracy["top1"]
-        left, right = (x if end is None else end for end in point.ratio["ci95"])
+        left, right = point.ratio["ci95"]
         low, high = (100 * end for end in point.accuracy["top1_ci95"])
         style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)], "label": point.run}
-        errors = {"xerr": [[x - left], [right - x]], "yerr": [[y - low], [high - y]]}
-        axes.errorbar([x], [y], **errors, ls="none", capsize=3, **style)
+        bar = None if left is None or right is None else [[x - left], [right - x]]  # None: too few rounds
+        axes.errorbar([x], [y], xerr=bar, yerr=[[y - low], [high - y]], ls="none", capsize=3, **style)
     name, first = next(iter(runs.items()))
     if dense := (first.get("accuracy") or {}).get("dense"):
         axes.axhline(100 * dense["top1"], linestyle=":", color="grey", label=f"dense of {Path(name).name}")

@@ -227,6 +227,19 @@ def test_what_the_plot_shows(measured: tuple[Path, dict[str, object]], tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_speed_up_without_an_interval_has_no_bar(
+    measured: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(compare, "save_figure", lambda figure, path: figures.append(figure))
+    entry = measured[1]["bench"][0]
+    for ends in ([1.2, 1.8], [0.0, None]):
+        short = {**entry, "ratios": [{**entry["ratios"][0], "median": 1.5, "ci95": ends}]}
+        compare.plot({"run": {**measured[1], "bench": [short]}}, tmp_path / "plot.png")
+    bars = [figure.axes[0].containers[0] for figure in figures]
+    assert [(bar.has_xerr, bar.has_yerr) for bar in bars] == [(True, True), (False, True)]
+
+
 def test_the_cost_of_a_model_fits_the_report() -> None:
     counted = count_cost(build("plain", dtype=torch.float32), (3, 8, 8)).to_dict()
     rows = run.cost_table({"recipe": "x", "cost": {"dense": counted, "compressed": counted}}).rows
