@@ -4,6 +4,7 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -28,6 +29,7 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.errors import UnsupportedModelError
 from vitcompress.families import FAMILIES, Axis, Space, family_of, lookup, prepare_model
+from vitcompress.families.base import StagedFamily
 from vitcompress.families.vit import VitFamily
 from vitcompress.models.checkpoint import load_model, prune, save_model
 from vitcompress.models.create import create_model
@@ -324,3 +326,14 @@ def test_weights_of_another_size_are_resampled_before_an_attention_is_removed(tm
     save_model(pruned, tmp_path / "run")
     assert torch.equal(logits(load_model(tmp_path / "run"), x), logits(pruned, x))
     assert_moved(logits(pruned, x), logits(model, x))
+
+
+def test_an_incomplete_family_is_rejected_when_it_is_created() -> None:
+    """Not later, in the middle of a run that slices."""
+
+    class Incomplete(StagedFamily):
+        def slice_attention(self, attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
+            return attn
+
+    with pytest.raises(TypeError, match=r"set_width.*stage_axes|stage_axes.*set_width"):
+        Incomplete()  # type: ignore[abstract]

@@ -5,6 +5,7 @@ module that can be removed. Both are plain data: slicing, masking and counting f
 distinguishes architectures.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -88,7 +89,7 @@ class LinearPair:
 Described = tuple[list[Space], list[Axis]]
 
 
-class Family:
+class Family(ABC):
     """Describes a group of timm models. Only families know the modules of a model.
 
     All methods read the model in its current state, after `prepare`. The defaults suit models whose pre-norm blocks
@@ -191,27 +192,19 @@ class Family:
         name = f"{path}.attn"
         return describe_heads(model, path, name, attn), [input_axis(f"{name}.qkv"), *linear_axes(model, f"{name}.proj")]
 
+    @abstractmethod
     def streams(self, model: Any, axes: Mapping[str, Iterable[Axis]]) -> Iterator[Space]:
-        """The residual streams, here one per stage. axes: those inside of each block."""
-        for number, stage in enumerate(self.stage_paths(model)):
-            first, last = self.stage_axes(model, number)
-            own = [axis for path in axes if path.startswith(f"{stage}.") for axis in axes[path]]
-            width = len(model.get_parameter(first[0].tensor))
-            yield Space(f"{stage}.residual", "residual", width, (*first, *own, *last))
+        """The residual streams. axes: those inside of each block."""
 
-    def stage_axes(self, model: Any, number: int) -> tuple[list[Axis], list[Axis]]:
-        """Axes of what writes the stream of a stage first, beginning with a weight, and of what reads it last."""
-        raise NotImplementedError
-
+    @abstractmethod
     def slice_attention(self, attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
         """The attention to use after slicing, over the same parameters: timm's own if it supports these widths."""
-        raise NotImplementedError
 
+    @abstractmethod
     def set_width(self, model: Any, space: str, width: int) -> None:
         """Store the new width of a residual space in the attributes that timm reads."""
-        raise NotImplementedError
 
-    def prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module) -> None:  # noqa: B027 (most models need none)
         """Rewrite the model in place into an equal one that `spaces` describes, for example with the biases of q, k and
         v in their layer. Called for every model before anything else, possibly more than once."""
 
@@ -246,6 +239,22 @@ class Family:
     def at_size(self, model: nn.Module, height: int, width: int) -> nn.Module:
         """A model over the same parameters for images of this size, with all that depends only on it precomputed."""
         return model
+
+
+class StagedFamily(Family):
+    """A family whose models have stages, each with a residual stream of its own width."""
+
+    def streams(self, model: Any, axes: Mapping[str, Iterable[Axis]]) -> Iterator[Space]:
+        """One residual stream per stage."""
+        for number, stage in enumerate(self.stage_paths(model)):
+            first, last = self.stage_axes(model, number)
+            own = [axis for path in axes if path.startswith(f"{stage}.") for axis in axes[path]]
+            width = len(model.get_parameter(first[0].tensor))
+            yield Space(f"{stage}.residual", "residual", width, (*first, *own, *last))
+
+    @abstractmethod
+    def stage_axes(self, model: Any, number: int) -> tuple[list[Axis], list[Axis]]:
+        """Axes of what writes the stream of a stage first, beginning with a weight, and of what reads it last."""
 
 
 def is_empty(*parts: nn.Module | None) -> bool:

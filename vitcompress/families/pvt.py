@@ -6,11 +6,20 @@ from timm.models.pvt_v2 import Attention, Block, MlpWithDepthwiseConv, PyramidVi
 from torch import nn
 
 from vitcompress.families.attention import SlicedReductionAttention
-from vitcompress.families.base import Axis, Described, Family, Space, describe_heads, input_axis, linear_axes, norm_axes
+from vitcompress.families.base import (
+    Axis,
+    Described,
+    Space,
+    StagedFamily,
+    describe_heads,
+    input_axis,
+    linear_axes,
+    norm_axes,
+)
 from vitcompress.families.edited_block import Wiring
 
 
-class PvtFamily(Family):
+class PvtFamily(StagedFamily):
     """One residual stream per stage, each begun by an overlapping patch embedding and ended by a norm."""
 
     name = "pvt"

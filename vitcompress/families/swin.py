@@ -20,7 +20,7 @@ from timm.models.swin_transformer import (
 from torch import Tensor, nn
 
 from vitcompress.families.attention import SlicedWindowAttention
-from vitcompress.families.base import Axis, Family, input_axis, linear_axes, norm_axes
+from vitcompress.families.base import Axis, StagedFamily, input_axis, linear_axes, norm_axes
 from vitcompress.families.edited_block import Part, Wiring, children
 
 
@@ -67,7 +67,7 @@ def parts(block: nn.Module) -> dict[str, Part]:
     return {**children(block), "attn": ShiftedWindowAttention(block)}
 
 
-class SwinFamily(Family):
+class SwinFamily(StagedFamily):
     """One residual stream per stage, each begun by the patch embedding or a patch merging of four neighbours."""
 
     name = "swin"
