@@ -2,12 +2,19 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from library_names import USED, Names, names_of
+from record_tensorrt_names import empty_libraries, record
+from tensorrt_source_names import names_in
 
+from vitcompress import exporters
 from vitcompress.exporters.tensorrt.flavours import TRT, numbers
 from vitcompress.exporters.tensorrt.worker import TYPES
 
@@ -25,7 +32,31 @@ OF_RTX: Names = {
     "IRuntimeConfig": dict.fromkeys(("cuda_graph_strategy", "dynamic_shapes_kernel_specialization_strategy")),
     "DynamicShapesKernelSpecializationStrategy": {"EAGER": None},
     "CudaGraphStrategy": {"WHOLE_GRAPH_CAPTURE": None, "DISABLED": None},
+    "ComputeCapability": {"SM80": None},
+    "IBuilderConfig": {"num_compute_capabilities": [], "set_compute_capability": []},
 }
+# Versions of the bindings, and "" for the newest one. They are wheels without libraries.
+VERSIONS = ("10.13.3.9", "10.16.1.11", "11.4.0.106", "")
+SOURCES = names_in(sorted(Path(exporters.__path__[0], "tensorrt").glob("*.py")))
+
+
+@pytest.fixture(scope="module")
+def bindings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, Names]]:
+    """Version and names of NVIDIA's own bindings, which are downloaded from the package registry."""
+    libraries = tmp_path_factory.mktemp("libraries")
+    empty_libraries(libraries)
+
+    def load(version: str) -> tuple[str, Names]:
+        folder = tmp_path_factory.mktemp("bindings")
+        wanted = "tensorrt-cu13-bindings" + (f"=={version}" if version else "")
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), wanted]
+        if (done := subprocess.run(command, capture_output=True, text=True, check=False)).returncode:
+            pytest.skip(f"pip cannot download {wanted}: {done.stderr.strip().splitlines()[-1]}")
+        (wheel,) = folder.glob("*.whl")
+        zipfile.ZipFile(wheel).extractall(folder)
+        return record(folder, libraries, everything=True)
+
+    return load
 
 
 @pytest.fixture
@@ -45,11 +76,18 @@ def lacking(known: Names, used: Names) -> list[str]:
     missing = []
     for kind, attributes in used.items():
         for name, words in attributes.items():
-            if name not in known.get(kind, {}):
+            if kind not in known or (name and name not in known[kind]):
                 missing.append(f"{kind}.{name}")
             else:
                 missing += [f"{kind}.{name}({word})" for word in words or () if word not in (known[kind][name] or ())]
     return missing
+
+
+def names_for_tensorrt(names: Names) -> Names:
+    """`names` without those that only TensorRT for RTX has."""
+    only_rtx = {kind: {*own} - {"create_execution_context"} for kind, own in OF_RTX.items()}
+    kinds = names.keys() - {kind for kind in OF_RTX if kind not in USED}
+    return {kind: {n: w for n, w in names[kind].items() if n not in only_rtx.get(kind, ())} for kind in kinds}
 
 
 def names_of_simulated(library: Any) -> Names:
@@ -85,3 +123,21 @@ def test_missing_names_are_reported() -> None:
         "IBuilderConfig.set_flag(flags)",
     ]
     assert lacking(known, {"Runtimes": {"__init__": []}}) == ["Runtimes.__init__"]
+
+
+def test_sources_use_the_names_of_the_record(simulated: Any) -> None:
+    """The syntax trees name every class that the simulated library has, so no use is overlooked."""
+    assert lacking(RECORDED["names"], names_for_tensorrt(SOURCES)) == []
+    assert SOURCES.keys() >= set(names_of_simulated(simulated)) - {"DataType", "TensorIOMode"}  # used through `.name`
+    assert SOURCES["IBuilderConfig"]["set_timing_cache"] == ["ignore_mismatch"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_version_has_the_names_of_sources_and_simulation(
+    version: str, bindings: Callable[[str], tuple[str, Names]], simulated: Any
+) -> None:
+    """Both are compared with the class attributes, enum members and keywords of NVIDIA's own bindings."""
+    installed, known = bindings(version)
+    assert installed.startswith(version) and numbers(installed) >= (10, 13)
+    assert lacking(known, names_for_tensorrt(SOURCES)) == lacking(known, names_of_simulated(simulated)) == []
+    assert lacking(known, {"IBuilderConfig": {"set_flags": []}, "Builder": {"create_network": ["flag"]}}) != []

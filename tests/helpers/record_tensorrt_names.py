@@ -23,6 +23,8 @@ FUNCTIONS = (
     "createNvOnnxParserRefitter_INTERNAL",
     "createNvOnnxParser_INTERNAL",
     "getBuilderPluginRegistry",
+    "getInferLibVersion",
+    "getLogger",
     "getNvOnnxParserVersion",
     "getPluginRegistry",
     "initLibNvInferPlugins",
@@ -31,7 +33,7 @@ SCRIPT = """
 import json, sys
 from library_names import USED, names_of
 import tensorrt_bindings as library
-names = {kind: named for kind, named in names_of(library).items() if kind in USED}
+names = {kind: named for kind, named in names_of(library).items() if kind in USED or sys.argv[1:]}
 json.dump([library.__version__, names], sys.stdout)
 """
 
@@ -45,11 +47,12 @@ def empty_libraries(folder: Path) -> None:
             subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / f"lib{library}.so.{major}", source], check=True)
 
 
-def record(bindings: Path, libraries: Path) -> tuple[str, Names]:
-    """Version and names of the bindings in a folder."""
+def record(bindings: Path, libraries: Path, *, everything: bool = False) -> tuple[str, Names]:
+    """Version and names of the bindings in a folder. everything: all classes, not only those in USED."""
     here = str(Path(__file__).parent)
     environment = {**os.environ, "LD_LIBRARY_PATH": str(libraries), "PYTHONPATH": f"{bindings}{os.pathsep}{here}"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", SCRIPT, *["everything"] * everything]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     version, names = json.loads(done.stdout)
     return version, names
 
