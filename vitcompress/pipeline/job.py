@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.methods import Method, find_method
 from vitcompress.methods.base import StepInfo
-from vitcompress.models.create import InputConfig, check_classifier, create_on_meta, input_config
+from vitcompress.models.create import InputConfig, check_classifier, input_config
+from vitcompress.models.source import ResolvedModel, create_blank, resolve_model
 from vitcompress.pipeline.folder import dense_folder
 from vitcompress.plan import Plan
 from vitcompress.recipe.schema import Recipe
@@ -109,8 +110,9 @@ class JobStep:
 class Job:
     """One run of one recipe, which has the `options` applied.
 
-    data: None if no images are needed or available. base: the plan of the dense model. blank: the dense model on
-    torch's meta device, without weights. pruned, structure: model and plan after all steps, without data or scoring.
+    data: None if no images are needed or available. resolved: the arguments of the dense model and their sources.
+    base: the plan of the dense model. blank: the dense model on torch's meta device, without weights.
+    pruned, structure: model and plan after all steps, without data or scoring.
     """
 
     recipe: Recipe
@@ -118,6 +120,7 @@ class Job:
     runtime: Runtime
     progress: Progress
     data: Splits | None
+    resolved: ResolvedModel
     base: Plan
     files: RunFolder
     family: Family
@@ -175,9 +178,11 @@ def create_job(
         PlanError: a step requests more than the model has.
     """
     classes = len(data.classes) if data is not None else recipe.model.classes or _class_count(recipe)
-    args = dict(recipe.model.args) | ({"num_classes": classes} if classes else {})
-    blank = model = _create_blank(recipe.model.name, json.dumps(args))
-    base = plan = Plan(recipe.model.name, args)
+    table = recipe.model
+    resolved = resolve_model(table.name, table.args, table.weights, classes=classes)
+    blank = model = create_blank(resolved.arch, json.dumps(resolved.arch_args))
+    check_classifier(resolved.arch, resolved.arch_args, blank)
+    base = plan = Plan(resolved.arch, resolved.arch_args)
     steps, family, files = list[JobStep](), family_of(blank), RunFolder(options.folder(recipe))
     for number, step in enumerate(recipe.steps):
         method = find_method(step.method)
@@ -185,15 +190,9 @@ def create_job(
         folder, info = RunFolder(files.step(number, step.method)), method.describe(step.options)
         steps.append(JobStep(number, method, step.options, info, folder, model, delta))
         model, plan = surgery.apply_to_copy(model, delta), plan.then(delta)
-    return Job(recipe, options, runtime, progress, data, base, files, family, tuple(steps), plan, blank, model)
-
-
-@lru_cache(maxsize=8)  # lists of recipes and the rows of a study use few architectures
-def _create_blank(arch: str, args: str) -> nn.Module:
-    """A classifier without weights. args: JSON."""
-    blank = create_on_meta(arch, json.loads(args))
-    check_classifier(arch, json.loads(args), blank)
-    return blank
+    return Job(
+        recipe, options, runtime, progress, data, resolved, base, files, family, tuple(steps), plan, blank, model
+    )
 
 
 def _class_count(recipe: Recipe) -> int | None:
