@@ -21,11 +21,12 @@ from vitcompress.exporters.uint8 import to_bytes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.recipe.load import load_recipe_of_run
-from vitcompress.training.data import DataOptions, open_test
+from vitcompress.training.data import open_test
 from vitcompress.training.datasets import Images, few
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import evaluate_images, mcnemar
+from vitcompress.training.options import DataOptions
 
 DIGITS = "digits"
 OTHER_CLASSES = "evaluate it on data with its own classes"  # a hint

@@ -18,9 +18,8 @@ from vitcompress.bench import timing
 from vitcompress.bench.artifacts import synthetic_images
 from vitcompress.bench.self.parts import Line, Options, time_ratio
 from vitcompress.families import family_of
+from vitcompress.methods.options import CriterionPass, SeroOptions
 from vitcompress.methods.sero.exploration import Exploration
-from vitcompress.methods.sero.layout import CriterionPass
-from vitcompress.methods.sero.layout import Options as SeroOptions
 from vitcompress.methods.upvit.importance import Component, Importance, components, divergence
 from vitcompress.methods.upvit.proxy import estimates
 from vitcompress.models.create import create_model, input_config

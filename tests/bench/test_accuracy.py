@@ -15,10 +15,11 @@ from vitcompress.io.files import file_sha256, write_json
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
-from vitcompress.training.data import DataOptions, open_test
+from vitcompress.training.data import open_test
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import evaluate, mcnemar
+from vitcompress.training.options import DataOptions
 
 ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 10}

@@ -17,7 +17,8 @@ from vitcompress.exporters.onnx.export import export
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
-from vitcompress.training.data import DataOptions, open_test
+from vitcompress.training.data import open_test
+from vitcompress.training.options import DataOptions
 
 MEAN, STD = 0.25, 0.5
 ARCH = "vit_tiny_patch16_224"

@@ -14,9 +14,7 @@ from method_world import context, model
 
 from vitcompress.methods import METHODS, isomorphic
 from vitcompress.methods.hetdpt import method as hetdpt
-from vitcompress.methods.hetdpt.collection import CollectionOptions
-from vitcompress.methods.hetdpt.search import SearchOptions
-from vitcompress.methods.transfer_entropy import EntropyOptions
+from vitcompress.methods.options import Alignment, CollectionOptions, EntropyOptions, SearchOptions
 from vitcompress.training.distributed import start, stop
 
 LR = 5e-3
@@ -28,7 +26,7 @@ OPTIONS = hetdpt.Options(
     candidates="all",
 )
 # 33 images: the processes' shares are not alike.
-WIDTHS = isomorphic.Options(images=33, align=isomorphic.Alignment(residual=1, ffn=1, head_dim=1))
+WIDTHS = isomorphic.Options(images=33, align=Alignment(residual=1, ffn=1, head_dim=1))
 
 
 def widened(module: Any, args: Any) -> Any:

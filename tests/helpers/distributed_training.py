@@ -22,12 +22,11 @@ from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.create import create_model, input_config
 from vitcompress.surgery.gates import GatedModel
-from vitcompress.training.augmentation import Augmentation
 from vitcompress.training.distributed import Runtime, start, stop
 from vitcompress.training.loaders import EvalLoader, TrainLoader
 from vitcompress.training.loop import train
 from vitcompress.training.metrics import evaluate_images
-from vitcompress.training.options import TrainOptions
+from vitcompress.training.options import Augmentation, TrainOptions
 from vitcompress.training.trainer import TrainingContext, TrainingControls
 
 OPTIONS = TrainOptions(epochs=3, batch_size=8, accumulate=2, ema=0.9, weight_decay=0.05)

@@ -21,11 +21,10 @@ from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.create import create_model, input_config
 from vitcompress.surgery.gates import GatedModel
-from vitcompress.training.augmentation import Augmentation
 from vitcompress.training.datasets import ArrayImages
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loop import train
-from vitcompress.training.options import TrainOptions
+from vitcompress.training.options import Augmentation, TrainOptions
 from vitcompress.training.trainer import TrainingContext, TrainingControls
 
 ARCH = "vit_tiny_patch16_224"

@@ -6,14 +6,10 @@ from typing import Any
 
 from vitcompress.methods import ablations, auxiliary, isomorphic, magnitude, nose
 from vitcompress.methods.hetdpt import method as hetdpt
-from vitcompress.methods.hetdpt.collection import CollectionOptions
-from vitcompress.methods.hetdpt.search import SearchOptions
-from vitcompress.methods.isomorphic import Alignment
+from vitcompress.methods.options import Alignment, CollectionOptions, EntropyOptions, SearchOptions
 from vitcompress.methods.sero import layout as sero
-from vitcompress.methods.transfer_entropy import EntropyOptions
 from vitcompress.methods.upvit import target as upvit
-from vitcompress.training.augmentation import Augmentation
-from vitcompress.training.options import TrainOptions
+from vitcompress.training.options import Augmentation, TrainOptions
 
 TRAIN = TrainOptions(epochs=2, batch_size=16, lr=1e-3)
 

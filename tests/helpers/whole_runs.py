@@ -29,8 +29,9 @@ from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import RunResult, run_recipe
 from vitcompress.recipe.load import load_recipe
 from vitcompress.recipe.schema import Recipe
-from vitcompress.training.data import DataOptions, open_data
+from vitcompress.training.data import open_data
 from vitcompress.training.metrics import calibration_images
+from vitcompress.training.options import DataOptions
 
 ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 3, "num_heads": 2}

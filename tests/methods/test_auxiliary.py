@@ -15,8 +15,7 @@ from vitcompress.io.tensors import load_tensors
 from vitcompress.methods import METHODS, auxiliary
 from vitcompress.methods.base import LEFT_WEIGHTS
 from vitcompress.methods.depth import depth_plan
-from vitcompress.training.augmentation import Augmentation
-from vitcompress.training.options import TrainOptions
+from vitcompress.training.options import Augmentation, TrainOptions
 
 
 def test_recover_trains_a_copy_and_hands_over_its_weights(tmp_path: Path) -> None:

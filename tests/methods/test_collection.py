@@ -11,18 +11,9 @@ from test_search import Stop
 
 from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
-from vitcompress.methods.hetdpt.collection import (
-    AllocationOptions,
-    CollectionOptions,
-    Record,
-    collect,
-    fast_options,
-    removal_orders,
-    rows,
-)
-from vitcompress.methods.transfer_entropy import EntropyOptions
-from vitcompress.training.augmentation import Augmentation
-from vitcompress.training.options import TrainOptions
+from vitcompress.methods.hetdpt.collection import Record, collect, fast_options, removal_orders, rows
+from vitcompress.methods.options import AllocationOptions, CollectionOptions, EntropyOptions
+from vitcompress.training.options import Augmentation, TrainOptions
 
 TE = EntropyOptions(images=12, resamples=2)
 FAST = CollectionOptions(epochs=1, images_per_class=8, lr=1e-3, interleaved=3)

@@ -15,13 +15,17 @@ from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.io.files import read_json
 from vitcompress.methods import METHODS, ablations, depth, nose
-from vitcompress.methods.ablations import FixedOptions
-from vitcompress.methods.depth import BypassOptions, DepthOptions
 from vitcompress.methods.hetdpt import collection
 from vitcompress.methods.hetdpt import method as hetdpt
-from vitcompress.methods.hetdpt.collection import AllocationOptions, CollectionOptions
 from vitcompress.methods.hetdpt.report import report
-from vitcompress.methods.transfer_entropy import EntropyOptions
+from vitcompress.methods.options import (
+    AllocationOptions,
+    BypassOptions,
+    CollectionOptions,
+    DepthOptions,
+    EntropyOptions,
+    FixedOptions,
+)
 
 DEPTH = [name for name, options in OPTIONS.items() if isinstance(options, BypassOptions)]
 every_depth_method = pytest.mark.parametrize("name", DEPTH)

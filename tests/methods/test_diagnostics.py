@@ -17,10 +17,8 @@ from vitcompress.methods import METHODS, depth
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.hetdpt import diagnostics
 from vitcompress.methods.hetdpt import method as hetdpt
-from vitcompress.methods.hetdpt.collection import AllocationOptions, CollectionOptions
 from vitcompress.methods.hetdpt.report import report
-from vitcompress.methods.hetdpt.search import SearchOptions
-from vitcompress.methods.transfer_entropy import EntropyOptions
+from vitcompress.methods.options import AllocationOptions, CollectionOptions, EntropyOptions, SearchOptions
 
 FAST = CollectionOptions(epochs=1, images_per_class=8)
 BUDGET = AllocationOptions(pruned_layers=1, te=EntropyOptions(images=30), collection=FAST)

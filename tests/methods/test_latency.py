@@ -13,7 +13,8 @@ from vitcompress.families import family_of
 from vitcompress.io.files import read_json
 from vitcompress.methods import isomorphic, width
 from vitcompress.methods.base import Clock
-from vitcompress.methods.isomorphic import Alignment, Options
+from vitcompress.methods.options import Alignment
+from vitcompress.methods.options import IsomorphicOptions as Options
 
 HALF: dict[str, Any] = {
     "keep_ratio": 0.5,

@@ -17,7 +17,7 @@ from vitcompress.errors import InputError, VitcompressError
 from vitcompress.families import family_of
 from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
-from vitcompress.methods import METHODS, ablations, find_method
+from vitcompress.methods import METHODS, ablations, find_method, options
 from vitcompress.methods.base import Context, Method, StepInfo, StepReport, context_for, load_handed_over
 from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan
@@ -29,6 +29,8 @@ every_method = pytest.mark.parametrize("name", METHODS)
 def test_every_method_has_a_row() -> None:
     assert set(ROWS) == set(METHODS)
     assert all(type(OPTIONS[name]) is method.options for name, method in METHODS.items())
+    assert {name: method.options for name, method in METHODS.items()} == options.OPTIONS
+    assert set(options.ABLATIONS) < set(METHODS)
 
 
 def start(name: str, *, earlier: bool = False) -> tuple[nn.Module, Plan]:
@@ -178,7 +180,7 @@ def test_a_method_of_another_package_is_an_entry_point(monkeypatch: pytest.Monke
     for find in (find_method, keys_of):
         with pytest.raises(InputError, match="'min', did you mean mine") as error:
             find("min")
-        assert "upvit, mine, wrong" in str(error.value.hint)
+        assert "fixed, mine, wrong" in str(error.value.hint)
 
 
 def test_two_values_of_one_name_are_an_error(tmp_path: Path) -> None:

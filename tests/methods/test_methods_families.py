@@ -20,7 +20,8 @@ from vitcompress.methods import METHODS, depth, nose
 from vitcompress.methods.base import LEFT_WEIGHTS, Context
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.hetdpt import method as hetdpt
-from vitcompress.methods.hetdpt.collection import AllocationOptions, CollectionOptions, collect
+from vitcompress.methods.hetdpt.collection import collect
+from vitcompress.methods.options import AllocationOptions, CollectionOptions
 from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
 

@@ -15,16 +15,8 @@ from vitcompress.families import family_of
 from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
 from vitcompress.methods import depth
-from vitcompress.methods.depth import DepthOptions
-from vitcompress.methods.hetdpt.search import (
-    DirectOptions,
-    SearchOptions,
-    alternating,
-    lr_scale,
-    parameter_groups,
-    removal_epochs,
-    search,
-)
+from vitcompress.methods.hetdpt.search import alternating, lr_scale, parameter_groups, removal_epochs, search
+from vitcompress.methods.options import DepthOptions, DirectOptions, SearchOptions
 from vitcompress.training.options import TrainOptions
 
 A, G = frozenset({"attention"}), frozenset({"activation"})

@@ -12,8 +12,8 @@ from vitcompress import surgery
 from vitcompress.methods import depth
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import calibration_images, training_subset
-from vitcompress.methods.depth import DepthOptions
-from vitcompress.methods.transfer_entropy import EntropyOptions, Moments, entropies, greedy, measure
+from vitcompress.methods.options import DepthOptions, EntropyOptions
+from vitcompress.methods.transfer_entropy import Moments, entropies, greedy, measure
 from vitcompress.surgery.gates import GatedModel
 
 BUDGET = DepthOptions(pruned_layers=2)

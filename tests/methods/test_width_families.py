@@ -12,7 +12,7 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.methods import METHODS, isomorphic, magnitude
-from vitcompress.methods.isomorphic import Alignment
+from vitcompress.methods.options import Alignment
 from vitcompress.methods.sero import method as sero
 from vitcompress.methods.upvit import method as upvit
 from vitcompress.models.checkpoint import load_model, write_model

@@ -8,8 +8,9 @@ from contracts import build, contract, every_variant, kept_channels, spaces_of
 
 from vitcompress import surgery
 from vitcompress.families import family_of
-from vitcompress.methods import METHODS, isomorphic
+from vitcompress.methods import METHODS
 from vitcompress.methods.depth import depth_plan
+from vitcompress.methods.options import Alignment
 from vitcompress.models import cost as models_cost
 from vitcompress.models.cost import _count_flops, count_cost, planned_cost
 from vitcompress.models.create import create_on_meta, input_config
@@ -57,7 +58,7 @@ def test_candidates_are_compared_without_counting_each(monkeypatch: pytest.Monke
     model = create_on_meta(base.arch, base.arch_args)
     size = input_config(model).size
     aim = 0.7 * count_cost(model, size).params / 1e6
-    options = METHODS["isomorphic"].options(target="params", amount=aim, align=isomorphic.Alignment(1, 1, 1))
+    options = METHODS["isomorphic"].options(target="params", amount=aim, align=Alignment(1, 1, 1))
     plan = METHODS["isomorphic"].structure(model, family_of(model), base, options)
     assert len(counted) == 2, "of the whole model, here and in the method"
     without = depth_plan(model, base, [], [0])

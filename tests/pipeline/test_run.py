@@ -16,8 +16,9 @@ from vitcompress.models.create import create_model, input_config
 from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import RunResult, run_recipe
 from vitcompress.plan import Plan
-from vitcompress.training.data import DataOptions, open_data
+from vitcompress.training.data import open_data
 from vitcompress.training.metrics import calibration_images
+from vitcompress.training.options import DataOptions
 
 # Keys of report.json, as bench/report.py explains them.
 KEYS = {"recipe", "summary", "model", "plan", "plan_sha256", "cost", "accuracy", "before_recovery", "bench", "files"}

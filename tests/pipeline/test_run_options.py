@@ -24,7 +24,8 @@ from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.plan import Plan
 from vitcompress.surgery.gates import GatedModel
-from vitcompress.training.data import DataOptions, open_data
+from vitcompress.training.data import open_data
+from vitcompress.training.options import DataOptions
 
 
 def test_without_heldout_images_fixed_layers_are_still_removed(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ from torchvision import transforms
 
 from vitcompress.errors import DataError, InputError
 from vitcompress.models.create import InputConfig
-from vitcompress.training.augmentation import DEIT, Augmentation, train_transform
-from vitcompress.training.data import DataOptions, open_data, open_test, subset
+from vitcompress.training.augmentation import DEIT, train_transform
+from vitcompress.training.data import open_data, open_test, subset
 from vitcompress.training.datasets import ArrayImages, as_images
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import BatchLoader, EvalLoader, TrainLoader, open_source
+from vitcompress.training.options import Augmentation, DataOptions
 
 CPU = Runtime(torch.device("cpu"))
 RANKS = [Runtime(torch.device("cpu"), rank=rank, world_size=2) for rank in (0, 1)]

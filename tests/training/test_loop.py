@@ -16,10 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from vitcompress.errors import InputError, VitcompressError
 from vitcompress.io.training_state import load_state
-from vitcompress.training.augmentation import Augmentation
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loop import drop_path
-from vitcompress.training.options import TrainOptions
+from vitcompress.training.options import Augmentation, TrainOptions
 from vitcompress.training.trainer import lr_setter, make_optimizer
 
 # ------------------------------------------------------------------------------------------------------------ learning

@@ -12,9 +12,8 @@ from torch.nn import functional
 
 from vitcompress.errors import InputError
 from vitcompress.models.create import input_config
-from vitcompress.training.augmentation import Augmentation
 from vitcompress.training.losses import Objective, both_heads, hard_loss, objective, soft_loss, student_of
-from vitcompress.training.options import TrainOptions
+from vitcompress.training.options import Augmentation, TrainOptions
 
 
 def test_hard_and_soft_losses_are_deits() -> None:

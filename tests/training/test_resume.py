@@ -16,9 +16,9 @@ from tiny_training import OPTIONS, fit, same, vit, weights
 from vitcompress.errors import InputError, OutputError
 from vitcompress.io.tensors import load_tensors
 from vitcompress.io.training_state import load_state
-from vitcompress.training.augmentation import Augmentation
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.log import RunLog
+from vitcompress.training.options import Augmentation
 
 
 @pytest.fixture(scope="module")

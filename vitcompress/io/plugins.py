@@ -33,6 +33,11 @@ def find_by_name(
     )
 
 
+def is_plugin(name: str, group: str) -> bool:
+    """Whether an installed package declares this name in the group; nothing is imported."""
+    return bool(entry_points(group=f"vitcompress.{group}", name=name))
+
+
 def load_plugins(group: str, kind: type[Any]) -> dict[str, Any]:
     """All objects in the group, by name. Raises InputError if one does not load, or is not a `kind`."""
     return {point.name: _load(point, kind) for point in entry_points(group=f"vitcompress.{group}")}

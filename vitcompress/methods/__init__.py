@@ -1,24 +1,16 @@
-"""Methods: what to remove. To add one: a file beside this one, and its name in `DEPTH` or `OTHERS`."""
+"""Methods: what to remove. Their `options` import no torch; the table of methods does, and is imported on first use."""
 
-from vitcompress.io.plugins import find_by_name
-from vitcompress.methods.ablations import FIXED, HETDPT_NO_STEP1, HETDPT_NO_STEP2, RANDOM, TE_STATIC
-from vitcompress.methods.auxiliary import FOLD, RECOVER
-from vitcompress.methods.base import Method
-from vitcompress.methods.hetdpt.method import HETDPT
-from vitcompress.methods.isomorphic import ISOMORPHIC
-from vitcompress.methods.magnitude import MAGNITUDE
-from vitcompress.methods.nose import ACTIVATION_ONLY, NOSE
-from vitcompress.methods.sero.method import SERO
-from vitcompress.methods.upvit.method import UPVIT
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-DEPTH = (HETDPT, NOSE, ACTIVATION_ONLY, TE_STATIC, HETDPT_NO_STEP2, HETDPT_NO_STEP1, RANDOM, FIXED)
-OTHERS = (ISOMORPHIC, MAGNITUDE, SERO, RECOVER, FOLD, UPVIT)
-METHODS: dict[str, Method] = {method.name: method for method in (*DEPTH, *OTHERS)}
-
-
-def find_method(method: str | Method) -> Method:
-    """The method of this name, built in or of an installed package. Raises InputError if there is none."""
-    return find_by_name(method, METHODS, "methods", "method")
-
+if TYPE_CHECKING:
+    from vitcompress.methods.base import Method
+    from vitcompress.methods.table import METHODS, find_method
 
 __all__ = ["METHODS", "Method", "find_method"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module("vitcompress.methods.table"), name)
+    raise AttributeError(f"module 'vitcompress.methods' has no attribute {name!r}")

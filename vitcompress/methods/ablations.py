@@ -7,53 +7,28 @@ random           random layers, or the first or last ones
 fixed            layers named in the recipe
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from dataclasses import replace
 
 import numpy as np
-from annotated_types import Ge
 from torch import nn
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site
 from vitcompress.families.base import SiteKind
-from vitcompress.io.validation import Doc
 from vitcompress.methods import depth, transfer_entropy
 from vitcompress.methods.base import MEASURED_LAYERS, TRAINED, Choice, Context, Estimate, StepInfo, reject_unused
-from vitcompress.methods.depth import KINDS, Blocks, Bypass, BypassOptions, DepthOptions, Indices
+from vitcompress.methods.depth import KINDS, Blocks
 from vitcompress.methods.hetdpt import collection, search
 from vitcompress.methods.hetdpt import method as hetdpt
-from vitcompress.methods.hetdpt.collection import AllocationOptions
-from vitcompress.methods.hetdpt.search import DirectOptions
-from vitcompress.methods.transfer_entropy import EntropyOptions
+from vitcompress.methods.options import (
+    AllocationOptions,
+    DirectOptions,
+    FixedOptions,
+    Indices,
+    RandomOptions,
+    StaticOptions,
+)
 from vitcompress.training.distributed import derived_seed
-
-
-@dataclass(frozen=True, kw_only=True)
-class FixedOptions(BypassOptions):
-    """Layers chosen by the user."""
-
-    attention: Annotated[Indices, Doc("blocks that lose their attention")] = ()
-    activation: Annotated[Indices, Doc("blocks that lose their activation")] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class StaticOptions(DepthOptions):
-    """Options of a ranking by transfer entropy, measured once."""
-
-    te: EntropyOptions = field(default_factory=EntropyOptions)
-    te_bypass: Annotated[Bypass | None, Doc("replacement while measuring; None: attention_bypass")] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RandomOptions(DepthOptions):
-    """Options of a random or positional choice."""
-
-    pick: Annotated[
-        Literal["random", "first", "last"],
-        Doc("`random` by the run's seed, or `first` or `last` in forward order (attention before activation)"),
-    ] = "random"
-    attention: Annotated[int | None, Ge(0), Doc("number of attentions among them; None: random")] = None
 
 
 def te_static(model: nn.Module, context: Context, options: StaticOptions) -> Blocks:

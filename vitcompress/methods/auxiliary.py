@@ -5,44 +5,20 @@ turns an FFN that lost its activation into one linear layer on the residual stre
 """
 
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from annotated_types import Ge, Lt
 from torch import nn
 
 from vitcompress import surgery
 from vitcompress.io.files import read_json
 from vitcompress.io.text import Columns, Table
-from vitcompress.io.validation import Doc
 from vitcompress.methods.base import Context, Estimate, Method, StepInfo, StepReport, reject_unused
+from vitcompress.methods.options import FoldOptions, RecoverOptions
 from vitcompress.plan import Plan
-from vitcompress.training.augmentation import Augmentation
 from vitcompress.training.options import TrainOptions
 from vitcompress.training.trainer import TrainingControls
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecoverOptions:
-    """Options of this training. [finetune] sets all others, and those that are None here."""
-
-    epochs: Annotated[int, Ge(1), Doc("of this training")] = 10
-    batch_size: Annotated[int | None, Ge(1), Doc("None: as in [finetune]")] = None
-    lr: Annotated[float | None, Ge(0), Doc("None: as in [finetune]")] = None
-    min_lr: Annotated[float | None, Ge(0), Doc("None: as in [finetune]")] = None
-    warmup_epochs: Annotated[int | None, Ge(0), Doc("None: as in [finetune]")] = None
-    weight_decay: Annotated[float | None, Ge(0), Doc("None: as in [finetune]")] = None
-    decay_all: Annotated[bool | None, Doc("None: as in [finetune]")] = None
-    drop_path: Annotated[float | None, Ge(0), Lt(1), Doc("None: as in [finetune]")] = None
-    alpha: Annotated[float | None, Ge(0), Doc("None: as in [finetune]")] = None
-    teacher_smoothing: Annotated[float | None, Ge(0), Lt(1), Doc("None: as in [finetune]")] = None
-    augmentation: Annotated[Augmentation | None, Doc("None: as in [finetune]")] = None
-
-
-@dataclass(frozen=True)
-class FoldOptions:
-    """No options: what is cheaper as a product is folded, as at the end of every recipe."""
 
 
 def recover(model: nn.Module, context: Context, options: RecoverOptions) -> Plan:

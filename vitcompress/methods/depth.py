@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from annotated_types import Ge
 from torch import Tensor, nn
 
 from vitcompress import surgery
@@ -18,47 +17,17 @@ from vitcompress.families.base import SiteKind
 from vitcompress.families.gated_ffn import freeze_gate
 from vitcompress.io.files import read_json
 from vitcompress.io.text import suggest_range
-from vitcompress.io.validation import Doc
 from vitcompress.methods.base import Context, Method
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.hetdpt.report import report
+from vitcompress.methods.options import BypassOptions, DepthOptions
 from vitcompress.plan import Plan, check_bypasses
 from vitcompress.surgery.gates import GatedModel
 
 KINDS: tuple[SiteKind, ...] = ("attention", "activation")
 Blocks = Mapping[SiteKind, Sequence[int]]  # dense block numbers that lose their layer of this kind
-Indices = tuple[Annotated[int, Ge(0)], ...]
-# norm_identity is the released HetDPT code, double the released NOSE code (the residual stream once more).
-Bypass = Annotated[
-    Literal["drop", "norm_identity", "double"],
-    Doc("replacement of an attention: nothing, the block's norm (HetDPT's code) or the residual stream (NOSE's code)"),
-]
-# drop_ffn is the only reading of HetDPT's DINOv2-g that gives the published size.
-GatedFfn = Annotated[
-    Literal["mean_gate", "drop_gate", "drop_ffn"],
-    Doc("of a SwiGLU FFN that loses its activation: fix its gate at the mean over training images or at 1, or drop it"),
-]
 GATE_IMAGES = 1024  # training images over which the mean of a gate is taken
 MEAN_GATES = "mean_gates"  # file of the constant gates of layers that fade out
-
-
-@dataclass(frozen=True, kw_only=True)
-class BypassOptions:
-    """What replaces removed layers."""
-
-    attention_bypass: Bypass = "drop"
-    both_pruned_output_act: Annotated[
-        Literal["none", "gelu"],
-        Doc("`gelu` adds a GELU after blocks that lost both types, as in the released HetDPT code"),
-    ] = "none"
-    gated_ffn: GatedFfn = "mean_gate"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DepthOptions(BypassOptions):
-    """Options of all methods that remove attentions and activations."""
-
-    pruned_layers: Annotated[int, Ge(1), Doc("number of attentions and activations to remove, both types together")] = 4
 
 
 def _bypasses(options: BypassOptions) -> dict[str, str]:

@@ -12,18 +12,16 @@ do as published), timm is not patched, and the result is a plan instead of a pic
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from annotated_types import Ge, Gt, Le
 from torch import nn
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space
 from vitcompress.io.text import Columns, Table, format_range
-from vitcompress.io.validation import Doc
 from vitcompress.methods import budget, latency
 from vitcompress.methods.base import (
     MEASURED,
@@ -41,12 +39,11 @@ from vitcompress.methods.base import (
     reject_unused,
 )
 from vitcompress.methods.budget import Counts, Ranking, Target, Units
-from vitcompress.methods.scores import UNMEASURED, Criterion, Scores, compute_scores, random_scores
-from vitcompress.methods.width import ALL, CandidateClock, Candidates, Scope, groups_of
+from vitcompress.methods.options import IsomorphicOptions as Options
+from vitcompress.methods.scores import UNMEASURED, Scores, compute_scores, random_scores
+from vitcompress.methods.width import ALL, CandidateClock, Candidates, groups_of
 from vitcompress.plan import Plan
 
-Share = Annotated[float, Gt(0), Le(1)]
-Multiple = Annotated[int, Ge(1)]
 UNITS = {  # of a target: size and text
     "macs": (1e9, "G MACs"),
     "macs_linear": (1e9, "G MACs (without attention products)"),
@@ -56,47 +53,6 @@ UNITS = {  # of a target: size and text
 LATENCY_ROUNDS = 5  # each candidate is exported and measured
 MISSED = 0.05  # relative scatter of measured latencies; targets that are counted are met to `budget.CLOSE`
 WIDTHS = "widths"
-
-
-@dataclass(frozen=True)
-class Alignment:
-    """Kept widths are multiples of these. 64 fills the tiles of tensor cores; head widths in steps of 16 keep fused
-    attention kernels (TensorRT fuses multiples of 8).
-    """
-
-    residual: Annotated[Multiple, Doc("of the residual width")] = 64
-    ffn: Annotated[Multiple, Doc("of an FFN's channels")] = 64
-    head_dim: Annotated[Multiple, Doc("of a head's channels")] = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    keep_ratio: Annotated[Share, Doc("share of residual width and FFN channels kept")] = 0.5
-    keep_heads: Annotated[Share, Doc("share of heads kept")] = 0.5
-    keep_head_dim: Annotated[Share, Doc("share of a head's channels kept")] = 0.75
-    target: Annotated[
-        Literal["ratios", "macs", "macs_linear", "params", "latency"],
-        Doc("`ratios`: the shares as they are, else scaled to reach `amount`; macs_linear: without attention products"),
-    ] = "ratios"
-    amount: Annotated[float | None, Gt(0), Doc("G MACs, M parameters or ms on `latency_on`, as `target` says")] = None
-    latency_on: Annotated[Literal["onnxruntime", "torch"], Doc("runtime that a latency is measured in")] = "onnxruntime"
-    align: Annotated[Alignment, Doc("multiples that widths are kept at")] = field(default_factory=Alignment)
-    round_to: Annotated[Multiple | None, Doc("one multiple for all widths, rounded down as published")] = None
-    scope: Annotated[
-        Scope,
-        Doc("what is ranked together: one kind, everything but heads (`global`), or one layer (`local`: equal blocks)"),
-    ] = "isomorphic"
-    criterion: Annotated[Criterion, Doc("score of a channel")] = "taylor"
-    images: Annotated[int, Ge(1), Doc("number of images over which the gradients are summed")] = 3200
-    attention_scale: Annotated[
-        Literal["keep", "reset"], Doc("`reset` uses the softmax scale of the new head width, as the released code")
-    ] = "keep"
-
-    @property
-    def units(self) -> Units:
-        if self.round_to is not None:
-            return Units(self.round_to, self.round_to, self.round_to, down=True)
-        return Units(**asdict(self.align))
 
 
 @dataclass(frozen=True)
@@ -128,6 +84,12 @@ class Aim:
 
 def _aim(data: Any) -> Aim | None:
     return Aim(**data["target"]) if "target" in data else None
+
+
+def _units(options: Options) -> Units:
+    if options.round_to is not None:
+        return Units(options.round_to, options.round_to, options.round_to, down=True)
+    return Units(**asdict(options.align))
 
 
 def plan(model: nn.Module, context: Context, options: Options) -> Plan:
@@ -199,7 +161,7 @@ def _rank(spaces: Sequence[Space], scores: Scores, options: Options) -> Ranking:
     groups = groups_of(spaces, scores, options.scope)
     shares = {"head": options.keep_heads, "head_dim": options.keep_head_dim}
     keep = {g.scope: options.keep_ratio if g.scope == ALL else shares.get(g.kind, options.keep_ratio) for g in groups}
-    return Ranking(groups, keep, options.units)
+    return Ranking(groups, keep, _units(options))
 
 
 def _check(options: Options, spaces: Sequence[Space]) -> None:

@@ -3,23 +3,14 @@
 The score of a head is the sum of w^2 over the weights that write and read its values (v and the output projection).
 """
 
-from dataclasses import dataclass
-from typing import Annotated
-
 import torch
-from annotated_types import Gt, Lt
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space
-from vitcompress.io.validation import Doc
 from vitcompress.methods.base import Context, Method
+from vitcompress.methods.options import MagnitudeOptions as Options
 from vitcompress.methods.scores import Scores, channel_scores
 from vitcompress.plan import Plan
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    keep_heads: Annotated[float, Gt(0), Lt(1), Doc("share of the heads kept in every attention; at least one")] = 0.5
 
 
 def plan(model: torch.nn.Module, context: Context, options: Options) -> Plan:

@@ -11,37 +11,17 @@ While transfer entropy is measured, a skipped attention is dropped (x <- x) as i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Annotated
+from dataclasses import replace
 
-from annotated_types import Gt, Le
 from torch import nn
 
 from vitcompress.families import Family
 from vitcompress.families.base import SiteKind
-from vitcompress.io.validation import Doc
 from vitcompress.methods import depth, transfer_entropy
 from vitcompress.methods.base import MEASURED_LAYERS, Context, Estimate, Method, StepInfo, reject_unused
-from vitcompress.methods.depth import Blocks, Bypass, DepthOptions
-from vitcompress.methods.transfer_entropy import EntropyOptions
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActivationOptions(DepthOptions):
-    """Options for activations."""
-
-    dilution: Annotated[
-        float, Gt(0), Le(1), Doc("share of the recovery until the layers are gone (NOSE: 300 of 400 epochs)")
-    ] = 0.75
-    te: EntropyOptions = field(default_factory=EntropyOptions)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(ActivationOptions):
-    """Options for attentions; NOSE itself replaces an attention by doubling the residual stream."""
-
-    attention_bypass: Bypass = "double"
-    te_bypass: Annotated[Bypass, Doc("replacement while transfer entropy is measured")] = "drop"
+from vitcompress.methods.depth import Blocks
+from vitcompress.methods.options import ActivationOptions
+from vitcompress.methods.options import NoseOptions as Options
 
 
 def dilute(options: ActivationOptions, epochs: int) -> Callable[[int], float]:

@@ -10,7 +10,6 @@ calibration images. Biases, tokens, positions and LayerScales do not score, as i
 
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,8 @@ from vitcompress.errors import VitcompressError
 from vitcompress.families import Space
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import calibration_images
+from vitcompress.methods.options import Criterion
 
-Criterion = Literal["taylor", "magnitude", "gradient", "random"]
 UNMEASURED = ("magnitude", "random")  # criteria that need no images
 Scores = dict[str, Tensor]
 

@@ -15,31 +15,19 @@ all images of all processes together, not a mean over batches.
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from annotated_types import Ge
 from torch import Tensor, nn
 
 from vitcompress.families.base import Site
-from vitcompress.io.validation import Doc
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import calibration_images
+from vitcompress.methods.options import EntropyOptions
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.distributed import Runtime, derived_seed
 
 SMALLEST_DEVIATION = 1e-12
-
-
-@dataclass(frozen=True)
-class EntropyOptions:
-    """How transfer entropy is measured."""
-
-    images: Annotated[
-        int, Ge(2), Doc("training images, class-balanced, evaluation transforms (NOSE's code: 33 280)")
-    ] = 10_240
-    sign: Annotated[Literal["signed", "abs"], Doc("`signed` as in the paper, or `abs`, the absolute change")] = "signed"
-    resamples: Annotated[int, Ge(0), Doc("bootstrap resamples, which show how certain a choice is; 0: none")] = 20
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +15,12 @@ from torch import Tensor, nn
 from vitcompress import surgery
 from vitcompress.families import Space
 from vitcompress.methods.budget import Counts, Group, Kind, normalize
+from vitcompress.methods.options import Scope
 from vitcompress.methods.scores import Scores
 from vitcompress.models.cost import Cost, count_cost, planned_cost
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
 
-Scope = Literal["isomorphic", "global", "local"]
 ZERO = torch.zeros(())
 ALL = "all"  # the common scope of everything but heads
 # (function that builds the model as deployed, its plan, whether to exclude other load) -> ms, see `Clock`

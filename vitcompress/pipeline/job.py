@@ -22,8 +22,9 @@ from vitcompress.models.source import ResolvedModel, create_blank, resolve_model
 from vitcompress.pipeline.folder import dense_folder
 from vitcompress.plan import Plan
 from vitcompress.recipe.schema import Recipe
-from vitcompress.training.data import DataOptions, Splits, class_count
+from vitcompress.training.data import Splits, class_count
 from vitcompress.training.distributed import Runtime
+from vitcompress.training.options import DataOptions
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from pydantic import create_model
 from pydantic.fields import FieldInfo
 
 from vitcompress import recipes
-from vitcompress.io.plugins import find_by_name, load_plugins
+from vitcompress.io.plugins import find_by_name, is_plugin, load_plugins
 from vitcompress.io.validation import BOUNDS, parts_of
-from vitcompress.methods import METHODS, Method, find_method
+from vitcompress.methods.options import ABLATIONS, OPTIONS, find_options
 from vitcompress.recipe.load import load_recipe
 from vitcompress.recipe.schema import Recipe, Tables
 
@@ -37,9 +37,12 @@ def recipe_schema() -> dict[str, object]:
 
     Methods of other installed packages are included.
     """
-    methods = {**METHODS, **load_plugins("methods", Method)}
+    from vitcompress.methods.base import Method  # imports torch
+
+    plugins = load_plugins("methods", Method)
+    methods = {**OPTIONS, **{name: method.options for name, method in plugins.items()}}
     # One model for all tables and options, so that pydantic gives every type a name of its own.
-    options: Any = {f"step_{name}": (method.options, ...) for name, method in methods.items()}
+    options: Any = {f"step_{name}": (kind, ...) for name, kind in methods.items()}
     schema: Any = _without_null(create_model("Recipe", __base__=Tables, **options).model_json_schema())
     steps = []
     for name in methods:
@@ -82,21 +85,29 @@ def keys_of(source: str) -> list[Key]:
     """
     tables = {name: table for name, hint in typing.get_type_hints(Recipe).items() if (table := _table_in(hint))}
     del tables["published"], tables["steps"]  # quoted figures are no settings; steps have keys of their own
-    if method := _method(source):
-        return [*_keys("step.0", method.options), *(key for pair in tables.items() for key in _keys(*pair))]
+    if options := _options(source):
+        return [*_keys("step.0", options), *(key for pair in tables.items() for key in _keys(*pair))]
     recipe = load_recipe(source)
-    steps = [(f"step.{i}", find_method(s.method).options, s.options) for i, s in enumerate(recipe.steps)]
+    steps = [(f"step.{i}", type(s.options), s.options) for i, s in enumerate(recipe.steps)]
     common = [(name, table, getattr(recipe, name)) for name, table in tables.items()]
     return [key for name, table, values in (*steps, *common) for key in _keys(name, table, values)]
 
 
-def _method(source: str) -> Method | None:
-    """The method `source`; None for a recipe. Raises InputError if it is neither, nor a file."""
+def _options(source: str) -> type[Any] | None:
+    """The options of the method `source`, or of the only one whose name starts so (`up`, `UP-ViT`); None for a recipe.
+
+    Raises InputError if it is neither, nor a file.
+    """
     names = (*recipes.names(), *recipes.study_names())
-    if source not in METHODS and (source in names or source.endswith(".toml") or Path(source).exists()):
+    if source not in OPTIONS and (source in names or source.endswith(".toml") or Path(source).exists()):
         return None
-    hint = "methods: {names}; `vitcompress recipes` lists the recipes"
-    return find_by_name(source, METHODS, "methods", "recipe and no method called", names, hint)
+    start = source.lower().replace("-", "")
+    matches = [start] if start in OPTIONS else [name for name in OPTIONS if name.startswith(start)]
+    if len(matches) == 1 or is_plugin(source, "methods"):
+        return find_options(matches[0] if len(matches) == 1 else source)
+    ablations = ", ".join(ABLATIONS)
+    hint = f"methods: {{names}} (ablations: {ablations}); `vitcompress recipes` lists the recipes"
+    return find_by_name(source, OPTIONS, "methods", "recipe and no method called", names, hint)
 
 
 def _keys(prefix: str, table: type[Any], values: Any = None) -> Iterator[Key]:

@@ -13,7 +13,7 @@ from vitcompress import recipes
 from vitcompress.errors import InputError, RecipeError
 from vitcompress.io.text import format_range
 from vitcompress.io.validation import keys_hint, validate, validate_options
-from vitcompress.methods import METHODS, find_method
+from vitcompress.methods.options import OPTIONS, find_options
 from vitcompress.recipe.schema import Recipe, Step, Tables, plain_data
 
 REMOVED = object()  # the value of `key=` in an assignment: the default applies
@@ -108,14 +108,14 @@ def _steps(raw: Any, problems: list[str]) -> tuple[Step, ...]:
 def _step(data: dict[str, object], prefix: str, problems: list[str]) -> Step | None:
     name = data.pop("method", None)
     if name is None:
-        problems.append(f"{prefix}method   is missing: one of {', '.join(METHODS)}")
+        problems.append(f"{prefix}method   is missing: one of {', '.join(OPTIONS)}")
         return None
     try:
-        method = find_method(str(name))
+        kind = find_options(str(name))
     except InputError as error:
         problems.append(f"{prefix}method   {error.message}: {error.hint}")
         return None
-    options = validate_options(method.options, data, prefix, problems)
+    options = validate_options(kind, data, prefix, problems)
     return None if options is None else Step(str(name), options)
 
 
@@ -145,6 +145,8 @@ def _ineffective(sets: Sequence[str], steps: Sequence[Step]) -> list[str]:
     for assignment in sets:
         table, number, option = [*_path(assignment.partition("=")[0]), None, None, None][:3]
         if table == "step" and isinstance(number, int) and not assignment.endswith("="):
+            from vitcompress.methods import find_method  # imports torch
+
             unused = find_method(steps[number].method).describe(steps[number].options).unused
             if option in unused:
                 problems.append(f"--set {assignment}   has no effect: {unused[option]}")

@@ -12,8 +12,7 @@ from pydantic_core import to_jsonable_python
 
 from vitcompress.exporters.options import ExportOptions, Positive
 from vitcompress.io.validation import STRICT, Doc
-from vitcompress.training.data import DataOptions
-from vitcompress.training.options import TrainOptions
+from vitcompress.training.options import DataOptions, TrainOptions
 
 
 @dataclass(frozen=True)

@@ -1,53 +1,17 @@
 """timm's image transforms, mixup and CutMix, configured by one table."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from annotated_types import Ge, Le, Lt
 from PIL import Image, ImageOps
 from timm.data import Mixup, create_transform
 from torch import Tensor
 
-from vitcompress.io.validation import Doc
 from vitcompress.models.create import InputConfig
+from vitcompress.training.options import Augmentation
 
-Share = Annotated[float, Ge(0), Le(1)]
 Transform = Callable[[Image.Image], Tensor]
-
-
-@dataclass(frozen=True)
-class Augmentation:
-    """Transforms of training images, with timm's names. The defaults change nothing.
-
-    DeiT's recipe (Touvron et al., 2021, https://arxiv.org/abs/2012.12877, table 9) is no_aug=False,
-    auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.3, reprob=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, repeats=3.
-    """
-
-    no_aug: Annotated[
-        bool,
-        Doc("disable crop, flip, colour and erasing; mixup, cutmix, smoothing, repeats and noise are set separately"),
-    ] = True
-    auto_augment: Annotated[str | None, Doc("timm's policy string; disables colour jitter")] = None
-    color_jitter: Annotated[float, Ge(0), Doc("strength; 0: off")] = 0.0
-    hflip: Annotated[Share, Doc("share of images that are flipped")] = 0.5
-    scale: Annotated[tuple[float, float], Doc("area of the random crop, as a share of the image")] = (0.08, 1.0)
-    ratio: Annotated[tuple[float, float], Doc("aspect ratio (width / height) of the random crop")] = (3 / 4, 4 / 3)
-    reprob: Annotated[Share, Doc("share of images with one erased rectangle")] = 0.0
-    remode: Annotated[Literal["const", "rand", "pixel"], Doc("content of an erased rectangle")] = "pixel"
-    mixup: Annotated[float, Ge(0), Doc("alpha of the Beta distribution; 0: off")] = 0.0
-    cutmix: Annotated[float, Ge(0), Doc("alpha of the Beta distribution; 0: off")] = 0.0
-    mixup_prob: Annotated[Share, Doc("share of batches with mixup or CutMix")] = 1.0
-    mixup_switch_prob: Annotated[Share, Doc("share of those with CutMix, where both are on")] = 0.5
-    smoothing: Annotated[float, Ge(0), Lt(1), Doc("label smoothing")] = 0.0
-    repeats: Annotated[int, Ge(0), Doc("views of an image per pass (repeated augmentation); 0 or 1: off")] = 0
-    noise: Annotated[float, Ge(0), Doc("standard deviation of Gaussian noise on the normalised pixels")] = 0.0
-
-    @property
-    def mixes(self) -> bool:
-        """True when images of a batch are mixed, which makes targets soft."""
-        return self.mixup > 0 or self.cutmix > 0
 
 
 DEIT = Augmentation(False, "rand-m9-mstd0.5-inc1", 0.3, reprob=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, repeats=3)

@@ -5,33 +5,19 @@ A data set is checked when it is opened, before any training.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from annotated_types import Ge, Lt
 from timm.data import create_dataset
 
 from vitcompress.errors import DataError, MissingExtraError, first_line
-from vitcompress.io.validation import Doc
 from vitcompress.training.datasets import ArrayImages, FolderImages, Images, MappedImages, as_images, class_names
 from vitcompress.training.distributed import derived_seed
 from vitcompress.training.loaders import Views
+from vitcompress.training.options import DataOptions
 
 _TEST_FOLDERS = ("val", "validation", "test")
 _DIGITS_TEST = 540  # of 1797 images; the same ones for every seed, so that results compare
-_SOURCES = "`digits` (scikit-learn), `imagefolder` (`path`/<split>/<class>/<image>), `timm:NAME` (data set in `path`)"
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """Where images are read from."""
-
-    source: Annotated[str, Doc(_SOURCES)] = "digits"
-    path: Annotated[str | None, Doc("folder of the images")] = None
-    train_split: Annotated[str | None, Doc("name of the training split; None: train")] = None
-    test_split: Annotated[str | None, Doc("name of the test split; None: val, validation or test")] = None
-    heldout: Annotated[float, Ge(0), Lt(1), Doc("share of the training images that are held out for choices")] = 0.1
-    workers: Annotated[int, Ge(0), Doc("processes that load images; 0: the main process loads them")] = 0
 
 
 @dataclass(frozen=True)

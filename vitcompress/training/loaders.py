@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from vitcompress.errors import DataError, InputError
 from vitcompress.models.create import InputConfig
-from vitcompress.training.augmentation import Augmentation, Transform, eval_transform, mixup, train_transform
+from vitcompress.training.augmentation import Transform, eval_transform, mixup, train_transform
 from vitcompress.training.datasets import Images, as_images, is_map_style
 from vitcompress.training.distributed import Runtime, derived_seed
+from vitcompress.training.options import Augmentation
 
 
 class Views(Images, Dataset[tuple[Any, int]]):

@@ -1,15 +1,63 @@
-"""The settings of a training, and its result."""
+"""The settings of data and of a training, and its result. Imports neither torch nor timm."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from vitcompress.io.validation import Doc
-from vitcompress.training.augmentation import Augmentation
-from vitcompress.training.metrics import Accuracy
 
+if TYPE_CHECKING:
+    from vitcompress.training.metrics import Accuracy
+
+_SOURCES = "`digits` (scikit-learn), `imagefolder` (`path`/<split>/<class>/<image>), `timm:NAME` (data set in `path`)"
+Share = Annotated[float, Ge(0), Le(1)]
 Distillation = Literal["none", "hard", "soft", "soft_patch", "features"]
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Where images are read from."""
+
+    source: Annotated[str, Doc(_SOURCES)] = "digits"
+    path: Annotated[str | None, Doc("folder of the images")] = None
+    train_split: Annotated[str | None, Doc("name of the training split; None: train")] = None
+    test_split: Annotated[str | None, Doc("name of the test split; None: val, validation or test")] = None
+    heldout: Annotated[float, Ge(0), Lt(1), Doc("share of the training images that are held out for choices")] = 0.1
+    workers: Annotated[int, Ge(0), Doc("processes that load images; 0: the main process loads them")] = 0
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Transforms of training images, with timm's names. The defaults change nothing.
+
+    DeiT's recipe (Touvron et al., 2021, https://arxiv.org/abs/2012.12877, table 9) is no_aug=False,
+    auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.3, reprob=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, repeats=3.
+    """
+
+    no_aug: Annotated[
+        bool,
+        Doc("disable crop, flip, colour and erasing; mixup, cutmix, smoothing, repeats and noise are set separately"),
+    ] = True
+    auto_augment: Annotated[str | None, Doc("timm's policy string; disables colour jitter")] = None
+    color_jitter: Annotated[float, Ge(0), Doc("strength; 0: off")] = 0.0
+    hflip: Annotated[Share, Doc("share of images that are flipped")] = 0.5
+    scale: Annotated[tuple[float, float], Doc("area of the random crop, as a share of the image")] = (0.08, 1.0)
+    ratio: Annotated[tuple[float, float], Doc("aspect ratio (width / height) of the random crop")] = (3 / 4, 4 / 3)
+    reprob: Annotated[Share, Doc("share of images with one erased rectangle")] = 0.0
+    remode: Annotated[Literal["const", "rand", "pixel"], Doc("content of an erased rectangle")] = "pixel"
+    mixup: Annotated[float, Ge(0), Doc("alpha of the Beta distribution; 0: off")] = 0.0
+    cutmix: Annotated[float, Ge(0), Doc("alpha of the Beta distribution; 0: off")] = 0.0
+    mixup_prob: Annotated[Share, Doc("share of batches with mixup or CutMix")] = 1.0
+    mixup_switch_prob: Annotated[Share, Doc("share of those with CutMix, where both are on")] = 0.5
+    smoothing: Annotated[float, Ge(0), Lt(1), Doc("label smoothing")] = 0.0
+    repeats: Annotated[int, Ge(0), Doc("views of an image per pass (repeated augmentation); 0 or 1: off")] = 0
+    noise: Annotated[float, Ge(0), Doc("standard deviation of Gaussian noise on the normalised pixels")] = 0.0
+
+    @property
+    def mixes(self) -> bool:
+        """True when images of a batch are mixed, which makes targets soft."""
+        return self.mixup > 0 or self.cutmix > 0
 
 
 @dataclass(frozen=True)
@@ -77,12 +125,12 @@ class TrainResult:
     """Result of a training: one record per epoch, held-out accuracy, and which weights were selected."""
 
     history: list[EpochRecord]
-    raw: Accuracy | None
-    ema: Accuracy | None
+    raw: "Accuracy | None"
+    ema: "Accuracy | None"
     chosen: Literal["raw", "ema"]
     epoch: int  # the epoch (from 0) whose weights were selected; -1 if nothing was trained
 
     @property
-    def accuracy(self) -> Accuracy | None:
+    def accuracy(self) -> "Accuracy | None":
         """Held-out accuracy of the selected weights."""
         return self.ema if self.chosen == "ema" else self.raw

@@ -13,17 +13,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitcompress.errors import PlanError
 from vitcompress.io.text import suggest_range
+from vitcompress.methods.options import TieBreak
 
 DEGREES = (1, 2, 3, 4)
 TIE_SHARE = 0.1
-TieBreak = Literal["faster", "none"]
 Array = NDArray[np.float64]
 
 

@@ -10,65 +10,25 @@ give the 22 rows of the paper's Table 10 with the default of 3 + 3 layers.
 import shutil
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from annotated_types import Ge, Gt
 from torch import nn
 
 from vitcompress.families import Family, Site
 from vitcompress.families.base import SiteKind
-from vitcompress.io.validation import Doc
 from vitcompress.methods import transfer_entropy
 from vitcompress.methods.base import Context, Estimate, reject_unused
 from vitcompress.methods.calibration import accuracy, training_subset
-from vitcompress.methods.depth import KINDS, DepthOptions, gate_layers, layers, remove_layers
-from vitcompress.methods.hetdpt.allocation import Row, TieBreak
-from vitcompress.methods.transfer_entropy import EntropyOptions
+from vitcompress.methods.depth import KINDS, gate_layers, layers, remove_layers
+from vitcompress.methods.hetdpt.allocation import Row
+from vitcompress.methods.options import (
+    AllocationOptions,
+    CollectionOptions,
+    FastTraining,
+)
 from vitcompress.training.options import TrainOptions
-
-
-@dataclass(frozen=True, kw_only=True)
-class FastTraining:
-    """A short training on a class-balanced part of the training set, as in the released code: AdamW, weight decay for
-    matrices only, every image once per epoch. Everything else follows the recipe's [finetune].
-    """
-
-    images_per_class: Annotated[int, Ge(0), Doc("training images of each class; 0: all")] = 100
-    batch_size: Annotated[int | None, Ge(1), Doc("None: that of [finetune]")] = None
-    lr: Annotated[float | None, Gt(0), Doc("peak learning rate; None: 5e-5 per 512 images of the batch")] = None
-    min_lr: Annotated[float, Ge(0), Doc("final learning rate")] = 1e-5
-    weight_decay: Annotated[float, Ge(0), Doc("of matrices")] = 0.05
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectionOptions(FastTraining):
-    """Options of the removal chains of step 1."""
-
-    epochs: Annotated[int, Ge(0), Doc("of the fast fine-tuning after each removal")] = 10
-    rounds: Annotated[int | None, Ge(1), Doc("layers removed by a single-type chain; None: the budget")] = None
-    interleaved: Annotated[int, Ge(0), Doc("layers removed by the interleaved chain")] = 6
-    order: Annotated[
-        Literal["activation_first", "attention_first"],
-        Doc("start of the interleaved chain (Algorithm 2: attention; points of Table 10: activation)"),
-    ] = "activation_first"
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllocationOptions(DepthOptions):
-    """Options of step 1."""
-
-    min_pruned_per_type: Annotated[
-        int, Ge(0), Doc("least layers of each type; 1 in the paper's listing, 0 in Algorithm 3")
-    ] = 1
-    tie_break: Annotated[
-        TieBreak,
-        Doc("between nearly equal predictions: `faster` takes the split with fewer MACs, `none` the best prediction"),
-    ] = "faster"
-    te: EntropyOptions = field(default_factory=EntropyOptions)
-    collection: CollectionOptions = field(default_factory=CollectionOptions)
-
 
 Record = dict[str, Any]
 

@@ -18,7 +18,8 @@ from vitcompress.families import Site
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import accuracy, calibration_images
 from vitcompress.methods.depth import all_layers, gate_layers, remove_layers
-from vitcompress.methods.hetdpt.collection import AllocationOptions, Record, fine_tune
+from vitcompress.methods.hetdpt.collection import Record, fine_tune
+from vitcompress.methods.options import AllocationOptions
 
 
 def measure(model: nn.Module, context: Context, options: AllocationOptions) -> None:

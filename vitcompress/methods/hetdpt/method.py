@@ -12,9 +12,9 @@ choice uses images held out from the training set (the released code used the te
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Annotated, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -22,36 +22,16 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import Family
 from vitcompress.families.base import SiteKind
-from vitcompress.io.validation import Doc, from_plain
+from vitcompress.io.validation import from_plain
 from vitcompress.methods import depth
 from vitcompress.methods.base import PUBLISHED, TRAINED, Context, Estimate, StepInfo, reject_unused
-from vitcompress.methods.depth import KINDS, Blocks, Indices
+from vitcompress.methods.depth import KINDS, Blocks
 from vitcompress.methods.hetdpt import collection, diagnostics, search
 from vitcompress.methods.hetdpt.allocation import Allocation, allocate_budget, feasible_splits
-from vitcompress.methods.hetdpt.collection import AllocationOptions, Record
-from vitcompress.methods.hetdpt.search import DirectOptions
+from vitcompress.methods.hetdpt.collection import Record
+from vitcompress.methods.options import AllocationOptions, Indices
+from vitcompress.methods.options import HetdptOptions as Options
 from vitcompress.models.cost import count_cost
-
-Example = Annotated[
-    Indices, Doc("assumed result of the search in `--structure-only` and `--dry-run`; default: evenly spread")
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(AllocationOptions, DirectOptions):
-    """Stage 1 as a whole, or published layers."""
-
-    layers: Annotated[
-        Literal["search", "published"], Doc("`search` runs stage 1; `published` takes the published_... lists")
-    ] = "search"
-    published_attention: Annotated[Indices, Doc('blocks that lose their attention, with layers = "published"')] = ()
-    published_activation: Annotated[Indices, Doc('blocks that lose their activation, with layers = "published"')] = ()
-    example_attention: Example = ()
-    example_activation: Example = ()
-    candidates: Annotated[Literal["collected", "all"], Doc("of step 2: layers of the single-type chains, or all")] = (
-        "collected"
-    )
-    diagnostics: Annotated[bool, Doc("also measure gradient disparity and recovery asymmetry")] = False
 
 
 def choose(model: nn.Module, context: Context, options: Options) -> Blocks:

@@ -12,46 +12,24 @@ after blocks that lost both, and its learning rate stays at the minimum from the
 import math
 import shutil
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from annotated_types import Gt
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vitcompress.families import Family, Site
 from vitcompress.families.base import SiteKind
 from vitcompress.io.files import read_json, write_json
-from vitcompress.io.validation import Doc
 from vitcompress.methods.base import Context, Estimate, reject_unused
 from vitcompress.methods.calibration import training_subset
-from vitcompress.methods.depth import KINDS, Blocks, DepthOptions, gate_layers, spread_layers
-from vitcompress.methods.hetdpt.collection import FastTraining, fast_options
+from vitcompress.methods.depth import KINDS, Blocks, gate_layers, spread_layers
+from vitcompress.methods.hetdpt.collection import fast_options
+from vitcompress.methods.options import DirectOptions
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.options import TrainOptions
 from vitcompress.training.trainer import TrainingControls
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchOptions(FastTraining):
-    """Options of the search of step 2."""
-
-    factor: Annotated[float, Gt(0), Doc("scales the schedule of (k + 1)^2 epochs")] = 1.0
-    schedule: Annotated[
-        Literal["restarts", "constant"],
-        Doc("of the learning rate; `restarts` decays from the peak after each removal (before the first: the minimum)"),
-    ] = "restarts"
-    score_lr: Annotated[float, Gt(0), Doc("learning rate of the scores, as a multiple of that of the weights")] = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class DirectOptions(DepthOptions):
-    """Options of a method that searches layers, such as direct importance: all layers are candidates."""
-
-    search: SearchOptions = field(default_factory=SearchOptions)
-
 
 Event = frozenset[SiteKind]
 Record = dict[str, Any]

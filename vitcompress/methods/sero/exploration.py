@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.families import Family
-from vitcompress.methods.sero.layout import KINDS, Live, Options, project, unit_spaces
+from vitcompress.methods.options import SeroOptions as Options
+from vitcompress.methods.sero.layout import KINDS, Live, project, unit_spaces
 from vitcompress.surgery.masks import mask_channels
 from vitcompress.training.distributed import derived_seed
 

@@ -12,46 +12,20 @@ of removed units is the share of the blocks' linear weights that is removed. One
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
 
 import numpy as np
-from annotated_types import Ge, Gt, Lt
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Space
-from vitcompress.io.validation import Doc
+from vitcompress.methods.options import Layout
+from vitcompress.methods.options import SeroOptions as Options
 from vitcompress.plan import Plan
-
-WeightScale = Literal["gradient", "update", "none"]
-Threshold = Literal["global", "per_layer"]
-Layout = Literal["ragged", "uniform", "tied", "padded"]
-Criterion = Literal["gradient", "gradient_times_weight", "weight", "random"]
-CriterionPass = Literal["dense", "masked"]
 
 Scores = Mapping[str, np.ndarray]
 Live = dict[str, np.ndarray]  # space -> whether each channel is live, (channels,)
 APART: tuple[Layout, ...] = ("ragged", "uniform")  # q/k and v get different widths
 KINDS = ("qk", "v", "mlp")
 TIED_WIDTH = 16  # smallest head width of fused attention kernels
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    sparsity: Annotated[float, Gt(0), Lt(1), Doc("share of all q/k, v and FFN units to remove")] = 0.5
-    epochs: Annotated[int, Ge(1), Doc("of the exploration")] = 50
-    warmup_epochs: Annotated[int, Ge(0), Doc("epochs of the exploration without masks")] = 1
-    refresh: Annotated[int, Ge(1), Doc("iterations between two updates of the masks")] = 8
-    lr: Annotated[float | None, Gt(0), Doc("of the exploration (peak); None: that of [finetune]")] = None
-    layout: Annotated[
-        Layout, Doc("`ragged`, `uniform` heads, `tied` (equal q/k and v) or `padded` (uniform, padded to the wider)")
-    ] = "uniform"
-    round_to: Annotated[int, Ge(1), Doc("channels of a head are multiples of this")] = 8
-    threshold: Annotated[Threshold, Doc("one over all layers, or the same share in each layer")] = "global"
-    criterion: Annotated[Criterion, Doc("|gradient|, |gradient * weight|, |weight|, or random")] = "gradient"
-    criterion_pass: Annotated[CriterionPass, Doc("gradients without masks, or of the previous step with masks")] = (
-        "dense"
-    )
-    weight_scale: Annotated[WeightScale, Doc("apply |W| to the gradient, to the update, or not at all")] = "gradient"
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,10 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import Family, Space
 from vitcompress.methods.base import ARBITRARY, INPUT_MODEL, Choice, Context, Estimate, Method, StepInfo, reject_unused
+from vitcompress.methods.options import SeroOptions as Options
 from vitcompress.methods.sero import layout
 from vitcompress.methods.sero.exploration import Exploration, sparsity_at
-from vitcompress.methods.sero.layout import Live, Options
+from vitcompress.methods.sero.layout import Live
 from vitcompress.methods.sero.report import FILE, record, report
 from vitcompress.plan import Plan
 from vitcompress.training.options import TrainOptions

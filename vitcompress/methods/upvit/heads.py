@@ -5,11 +5,9 @@ old ones. That changes the function, since the products of several old heads are
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 from vitcompress.errors import PlanError
-
-Strategy = Literal["groups", "across", "each"]
+from vitcompress.methods.options import Strategy
 
 
 def least_first(scores: Sequence[float]) -> list[int]:

@@ -17,13 +17,14 @@ from torch import nn
 from vitcompress.families import Family
 from vitcompress.methods.base import ARBITRARY, MEASURED, Choice, Context, Estimate, Method, StepInfo
 from vitcompress.methods.calibration import calibration_images
+from vitcompress.methods.options import UpvitOptions as Options
 from vitcompress.methods.scores import UNMEASURED
 from vitcompress.methods.upvit.blocks import drop_sites
 from vitcompress.methods.upvit.heads import best, regroup
 from vitcompress.methods.upvit.importance import Component, components
 from vitcompress.methods.upvit.ranking import PROXY_BATCH, Ranker
 from vitcompress.methods.upvit.report import report
-from vitcompress.methods.upvit.target import Options, Target, find_target
+from vitcompress.methods.upvit.target import Target, find_target
 from vitcompress.plan import Plan, is_within, module_of
 
 

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import calibration_images
+from vitcompress.methods.options import UpvitOptions as Options
 from vitcompress.methods.scores import UNMEASURED, channel_scores, random_scores
 from vitcompress.methods.upvit.blocks import Candidate, block_scores, candidates, drop_sites
 from vitcompress.methods.upvit.heads import count_parts, least_first
 from vitcompress.methods.upvit.importance import Component, Importance
 from vitcompress.methods.upvit.proxy import estimates
-from vitcompress.methods.upvit.target import Options, Target
+from vitcompress.methods.upvit.target import Target
 from vitcompress.training.loaders import EvalLoader
 
 PROXY_BATCH = 64  # images whose outputs are compared together
