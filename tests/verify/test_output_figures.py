@@ -63,7 +63,7 @@ def test_two_logits_are_close_within_twice_the_allowed_error(margin: float, unex
 @pytest.mark.parametrize("share", [1e-3, 8e-2])
 def test_each_figure_has_its_own_limit(share: float) -> None:
     """See the derivation in the module's docstring."""
-    limits = {"flips": share, "kl": 2 * share**2, "cosine": share**2 / 2, "error": share}
+    limits = {"flips": 0.0, "kl": 2 * share**2, "cosine": share**2 / 2, "error": share}
     good = Comparison(images=100_000, flips=0, unexplained=0, kl=0.0, cosine=1.0, error=0.0)
 
     def failing(result: Comparison) -> set[str]:
@@ -80,18 +80,6 @@ def test_each_figure_has_its_own_limit(share: float) -> None:
         ):
             assert failing(replace(good, **change)) == ({kind} if fails else set())
     assert failing(replace(good, flips=1, unexplained=1)) == {"flips"}
-
-
-def test_as_many_flips_as_the_share_allows_pass() -> None:
-    """A share is not certainly above the limit if its interval contains the limit."""
-    flips = {count: Comparison(1000, count, 0, 0.0, 1.0, 0.0) for count in (10, 30)}
-    low = {count: result.interval[0] for count, result in flips.items()}
-    assert low[10] < 0.01 < low[30]
-    verdicts = {count: comparison_checks(result, (0.01, 0.01), "a", "here")[0] for count, result in flips.items()}
-    assert {count: (check.verdict, check.value) for count, check in verdicts.items()} == {
-        10: ("passed", low[10]),
-        30: ("failed", low[30]),
-    }
 
 
 def test_the_detail_counts_the_flips() -> None:
@@ -137,12 +125,15 @@ def test_a_model_whose_logits_are_zero_can_be_compared() -> None:
         assert {check.verdict for check in checks if check.name in ("a.error", "a.cosine")} == {verdict}
 
 
-def test_too_many_changes_fail_even_if_all_are_close() -> None:
-    expected = logits([4.0, 3.99]).repeat(100, 1)
-    got = expected.clone()
-    got[:10] = got[:10].flip(1)
-    checks = comparison_checks(outputs.compare(expected, got, 0.01), (0.01, 0.01), "a", "here")
-    assert checks[0].verdict == "failed" and checks[0].value and checks[0].value > 0.01
+def test_near_ties_are_reported_and_do_not_fail() -> None:
+    """Even if the class of every image changes: rounding explains it, and the limits of the logits still apply."""
+    expected = logits([4.0, 3.99]).repeat(8, 1)
+    checks = comparison_checks(outputs.compare(expected, expected.flip(1), 0.01), (0.01, 0.01), "a", "here")
+    assert {check.verdict for check in checks} == {"passed"} and checks[0].detail.startswith(
+        "8 of 8 top-1 outputs differ"
+    )
+    checks = comparison_checks(outputs.compare(expected, expected.flip(1), 0.001), (0.01, 0.01), "a", "here")
+    assert (checks[0].verdict, checks[0].value) == ("failed", 8.0)
 
 
 @pytest.mark.parametrize(

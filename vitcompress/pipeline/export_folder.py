@@ -16,7 +16,7 @@ from vitcompress.io.checks import Check, Status, Verification, update_verificati
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model, read_plan
-from vitcompress.pipeline.export import write_export
+from vitcompress.pipeline.export import CALIBRATION_IMAGES, write_export
 from vitcompress.verify.files import file_status, is_about, quarantine, read_tensors
 from vitcompress.verify.folder import check_files, recorded_images
 from vitcompress.verify.outputs import Original, PlannedOriginal
@@ -48,10 +48,11 @@ def export_folder(
     exporter.check(options)
     _check_name(exporter, folder, out)
     model = load_model(folder)
+    images, real = recorded_images(folder, model)
     precision = "" if options.precision == "fp32" else f"-{options.precision}"
     return write_export(
         exporter,
-        Original(model, *recorded_images(folder, model)),
+        Original(model, images[:CALIBRATION_IMAGES], real),
         out or files.exported("model", f"{precision}{exporter.suffix}"),
         options=options,
         classes=read_class_names(files.exported("model", ".onnx")),

@@ -21,8 +21,7 @@ from vitcompress.pipeline.job import Job, Work
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import calibration_images, evaluate_images, mcnemar
 from vitcompress.verify import verify_folder
-
-VERIFIED_IMAGES = 64
+from vitcompress.verify.folder import image_count
 
 
 def fold_model(job: Job) -> None:
@@ -58,7 +57,7 @@ def verify_run(job: Job) -> None:
         job.progress.stage("Verify")
         images = None
         if job.data is not None:
-            count = min(VERIFIED_IMAGES, len(job.data.test))
+            count = min(image_count(job.base), len(job.data.test))
             images = calibration_images(job.data.test, job.input, count, job.recipe.run.seed)
         result = verify_folder(job.folder, images, job.dense_folder, job.progress)
         passed = Counter(check.name.split(".")[0] for check in result.checks if check.verdict == "passed")

@@ -1,8 +1,10 @@
 """Verify a run folder: first the model, then every exported file. Tolerances are derived in `tolerance`."""
 
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +19,8 @@ from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
 from vitcompress.models.checkpoint import load_model, read_plan, write_model
-from vitcompress.models.create import create_model, input_config
+from vitcompress.models.cost import count_cost
+from vitcompress.models.create import create_model, create_on_meta, input_config, plan_of
 from vitcompress.plan import Plan
 from vitcompress.verify.engine import inspector_checks
 from vitcompress.verify.files import FileResult, check_file, record_status, rejected_exports, structure_checks
@@ -26,6 +29,11 @@ from vitcompress.verify.outputs import PREFIX, PlannedOriginal
 from vitcompress.verify.slice import slice_folder_checks
 from vitcompress.verify.tolerance import reference
 from vitcompress.verify.weights import shape_check, weight_table
+
+MOST_IMAGES = 1000  # on which files are compared with their model
+FEW_IMAGES = 64  # on which models are compared with each other; and images of noise, whose outputs are much alike
+WORK = 1.2 * 10**12  # multiply-accumulates of the dense model on all images: 68 in DeiT-B, minutes on two cores
+STORED_BYTES = 2**27  # of all images, which the run folder keeps
 
 
 def verify_folder(
@@ -56,7 +64,8 @@ def verify_folder(
     real, model = images is not None or bool(recorded), load_model(files.path)
     shown = recorded.get("images", noise_images(model)) if images is None else images
     original = PlannedOriginal(model, shown, real, plan=read_plan(files.plan), unfolded=files.unfolded)
-    checks = [*_missing_exports(files), *_model_checks(files, original, recorded, progress)]
+    few = replace(original, images=shown[:FEW_IMAGES])
+    checks = [*_missing_exports(files), *_model_checks(files, few, recorded, progress)]
     engines = set(files.path.glob("*.engine"))  # also those whose sidecar is missing, whatever their names
     paths = {*exported_files(files.path, "model"), *engines} - set(exported_files(files.path, DENSE))
     results = check_files(sorted(paths), original, "files checked", progress)
@@ -139,8 +148,9 @@ def _reload_checks(files: RunFolder, original: PlannedOriginal, recorded: Mappin
         yield reload_check(model, load_model(folder), images)
     if plan.standard:
         yield standard_check(files, model, plan, images)
-    if recorded and torch.equal(images, recorded["images"]):
-        yield _logits_check("reload.recorded", model, images, recorded["logits"], "those recorded with the run")
+    if recorded and torch.equal(images, recorded["images"][: len(images)]):
+        logits = recorded["logits"][: len(images)]
+        yield _logits_check("reload.recorded", model, images, logits, "those recorded with the run")
 
 
 def _logits_check(name: str, model: nn.Module, images: Tensor, others: Tensor, what: str) -> Check:
@@ -180,6 +190,18 @@ def recorded_images(folder: Path, model: nn.Module) -> tuple[Tensor, bool]:
 
 
 def noise_images(model: nn.Module) -> Tensor:
-    """A few images of noise in the input size of `model`, always the same: (count, channels, height, width)."""
+    """Images of noise in the input size of `model`, always the same: (count, channels, height, width)."""
     size = input_config(model).size
-    return torch.randn(EXACT_IMAGES, *size, generator=torch.Generator().manual_seed(0))
+    count = min(image_count(plan_of(model)), FEW_IMAGES)
+    return torch.randn(count, *size, generator=torch.Generator().manual_seed(0))
+
+
+def image_count(plan: Plan) -> int:
+    """The number of images to compare outputs on: 1,000, or fewer if the dense model of `plan` or its images are large.
+
+    Time and space are limited by `WORK` and `STORED_BYTES`.
+    """
+    dense = create_on_meta(plan.arch, plan.arch_args)
+    size = input_config(dense).size
+    most = min(WORK // count_cost(dense, size).macs, STORED_BYTES // (4 * math.prod(size)), MOST_IMAGES)
+    return max(int(most), EXACT_IMAGES)

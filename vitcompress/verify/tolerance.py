@@ -1,14 +1,16 @@
 """Tolerances derived from floating-point arithmetic: how much may two evaluations of the same function differ?
 
 - `reference(model, images)`: the exact logits, and the tolerance of an evaluation in the model's precision.
+- `rounding_limit(model, images, dtype)`: how much rounding every weight and every result to a type may change a logit.
 - `storage_limit(model, roundings, images)`: how much rounding the weights of some modules may change a logit.
 - `fold_excess(layers, folded, x, folds)`: the difference of a folded layer from its chain, and a bound on it.
 - `in_float64(model)`: a context in which the model is evaluated in float64.
 
 Logits: each operation of the model adds an independent error to its result y, with a standard deviation of u |y| for
 the unit roundoff u. Sums add another one: n products p_i that are added in random order, with every partial sum
-rounded, have a variance of u^2 ((1/3 + (n + 1) / 18) sum p_i^2 + (n + 1) / 9 (sum p_i)^2). Monte Carlo arithmetic draws
-these errors and estimates E M, the mean over draws of the largest error M of all logits. Errors of logits are sums of
+rounded, have a variance of u^2 ((1/3 + (n + 1) / 18) sum p_i^2 + (n + 1) / 9 (sum p_i)^2). Monte Carlo arithmetic
+(Parker, Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic, UCLA CSD-970002, 1997) draws these
+errors and estimates E M, the mean over draws of the largest error M of all logits. Errors of logits are sums of
 many small ones and so nearly Gaussian, whatever their correlation. Then P(M > E M + t s) <= exp(-t^2 / 2) for the
 largest standard deviation s (Borell-TIS inequality), and s <= sqrt(pi / 2) E M, so that M exceeds
 
@@ -73,6 +75,15 @@ def reference(model: nn.Module, images: Tensor) -> Reference:
     with in_float64(model) as wide:
         exact = torch.cat([wide(part.double()) for part in torch.split(images, 16)])
     return Reference(exact, tolerance, _model_roundoff(model))
+
+
+@torch.no_grad()
+def rounding_limit(model: nn.Module, images: Tensor, dtype: torch.dtype) -> float:
+    """How much a logit may change if every parameter and every result is rounded to `dtype`, as in an exported file.
+
+    Products are added in float32, as in tensor cores. images: (count, channels, height, width).
+    """
+    return _arithmetic_limit(model, images, _roundoff(dtype))
 
 
 @torch.no_grad()
@@ -175,17 +186,24 @@ def _factor(p: float) -> float:
 
 
 @torch.no_grad()
-def _arithmetic_limit(model: nn.Module, images: Tensor) -> float:
-    """How much rounding in the precision of `model` may change a logit, if products are added in float32 or better."""
-    each = _model_roundoff(model)
+def _arithmetic_limit(model: nn.Module, images: Tensor, roundoff: float = 0.0) -> float:
+    """How much rounding in the precision of `model` may change a logit, if products are added in float32 or better.
+
+    roundoff: of a lower precision, to which the parameters are rounded too.
+    """
+    stored = _model_roundoff(model)
+    each = max(stored, roundoff)
     drawn = max(each, SMALLEST_DRAWN)
-    wide = model if each <= _roundoff(torch.float32) else deepcopy(model).float()
+    wide = model if stored <= _roundoff(torch.float32) else deepcopy(model).float()
+    parameters = dict(wide.named_parameters()) if each > stored else {}
     sums = min(each, _roundoff(torch.float32)) * drawn / each
     generator = torch.Generator().manual_seed(0)
 
     def perturbed(x: Tensor) -> Tensor:
-        with _Rounding(drawn, sums, generator) as rounding:
-            out: Tensor = wide(rounding.rounded(x))
+        rounding = _Rounding(drawn, sums, generator)
+        changed = {name: rounding.rounded(value) for name, value in parameters.items()}
+        with rounding:
+            out: Tensor = functional_call(wide, changed, (rounding.rounded(x),))
         return out
 
     with sdpa_kernel(SDPBackend.MATH):  # as separate operations
