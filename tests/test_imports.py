@@ -46,7 +46,7 @@ DOORS = {
     "click": {"cli"},
     "pydantic": {"recipe", "io", "exporters", "bench.report", "pipeline"},
     "tomli_w": {"recipe"},
-    "onnxruntime": {"exporters", "verify", "bench.self"},
+    "onnxruntime": {"exporters"},
 }
 # The distribution that brings a library, where its name is another.
 DISTRIBUTIONS = {

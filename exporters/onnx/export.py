@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import vitcompress
 from vitcompress.errors import CheckFailedError, InputError, UnsupportedModelError, VitcompressError, first_line
 from vitcompress.exporters.base import Exported, Exporter, ModelInfo, record_export, write_with_data
+from vitcompress.exporters.onnx import libraries
 from vitcompress.exporters.onnx.file import read_contents
 from vitcompress.exporters.onnx.gemm import join_linear_layers
 from vitcompress.exporters.onnx.runner import OnnxRunner
@@ -235,6 +236,6 @@ ONNX = Exporter(
     uses=frozenset({"precision", "opset", "islands", "uint8"}),
     check_options=check_options,
     unavailable=lambda: None,
-    cannot_run=lambda: None,
+    cannot_run=libraries.unavailable,
     contents=read_contents,
 )

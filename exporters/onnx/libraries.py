@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import io
+import logging
 import os
 import re
 import stat
@@ -12,10 +13,10 @@ import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-
-import onnxruntime as ort
+from typing import Any
 
 from vitcompress.errors import DeviceError, OutputError, first_line
+from vitcompress.io.hardware import package_versions
 
 RTX = "NvTensorRTRTXExecutionProvider"
 PLUGIN = "onnxruntime_ep_nv_tensorrt_rtx"  # the package of this provider
@@ -23,13 +24,49 @@ MISSING = re.compile(r"(\S+): cannot open shared object file")
 SOURCE_LOCATION = re.compile(r"^/\S+:\d+ .*?\)(?: const)? ")
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 CAPTURE_LOCK = threading.RLock()
+BUILDS = ("onnxruntime-gpu", "onnxruntime")  # the distributions of ONNX Runtime, for CUDA and for the CPU only
+INSTALL = "pip install 'onnxruntime-gpu!=1.27.*' (with a GPU) or pip install onnxruntime (without)"
+
+
+@cache
+def load_onnxruntime() -> Any:
+    """The package of either build, imported at its first use. Logs a warning if both are installed.
+
+    Raises DeviceError if there is none, or if it cannot be imported: 1.27 of the build for CUDA needs CUDA 13.
+    """
+    conflict = find_conflict()
+    try:
+        import onnxruntime
+    except (ImportError, AttributeError) as error:  # AttributeError: files of two builds
+        raise DeviceError(f"ONNX Runtime cannot be imported: {first_line(error)}", hint=conflict or INSTALL) from None
+    if conflict:
+        logging.getLogger("vitcompress").warning(conflict)
+    return onnxruntime
+
+
+def unavailable() -> str | None:
+    """Why ONNX Runtime cannot be used here, and the remedy; None if it can."""
+    try:
+        load_onnxruntime()
+    except DeviceError as error:
+        return f"{error.message}; {error.hint}"
+    return None
+
+
+def find_conflict() -> str | None:
+    """That both builds are installed, with the remedy; None if at most one is."""
+    builds = [" ".join(build) for build in package_versions(BUILDS).items()]
+    if len(builds) < 2:
+        return None
+    remedy = f"pip uninstall -y {' '.join(BUILDS)}, then {INSTALL}"
+    return f"{' and '.join(builds)} are both installed and overwrite each other: {remedy}"
 
 
 @cache
 def load_cuda() -> None:
     """Load CUDA's libraries from their packages: the provider itself searches only the system's paths."""
     with contextlib.redirect_stdout(io.StringIO()):  # what is missing is reported when the session is created
-        ort.preload_dlls()
+        load_onnxruntime().preload_dlls()
 
 
 @cache
@@ -48,7 +85,7 @@ def load_rtx() -> None:
     load_cuda()
     try:
         plugin = importlib.import_module(PLUGIN)
-        ort.register_execution_provider_library(RTX, plugin.get_library_path())
+        load_onnxruntime().register_execution_provider_library(RTX, plugin.get_library_path())
     except Exception as error:  # noqa: BLE001 - loading a native library can raise anything
         raise DeviceError(
             f"{RTX} cannot be loaded: {missing_library([str(error)]) or error_text(error)}",

@@ -9,11 +9,9 @@ from importlib import util
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import onnxruntime as ort
-
 from vitcompress.errors import DeviceError, InputError, did_you_mean
 from vitcompress.exporters.onnx import libraries
-from vitcompress.exporters.onnx.libraries import RTX
+from vitcompress.exporters.onnx.libraries import RTX, load_onnxruntime
 from vitcompress.exporters.options import Precision
 from vitcompress.exporters.runner import RunnerOptions, parse_device
 from vitcompress.io import hardware
@@ -69,9 +67,8 @@ class Provider:
     @property
     def present(self) -> bool:
         """Whether it is installed; it may still not work here."""
-        return self.name in ort.get_available_providers() or (
-            self.name == RTX and bool(util.find_spec(libraries.PLUGIN))
-        )
+        available = [] if libraries.unavailable() else load_onnxruntime().get_available_providers()
+        return self.name in available or (self.name == RTX and bool(util.find_spec(libraries.PLUGIN)))
 
 
 def _cuda_options(settings: ProviderSettings) -> dict[str, str]:
@@ -167,7 +164,8 @@ def choose_provider(device: str | None, name: str | None) -> tuple[Provider, str
         reason = f"it needs an NVIDIA GPU, and torch finds no {device} here{hardware.cuda_reason()}"
         raise DeviceError(f"{provider.name} is not available: {reason}", hint=hint)
     if not provider.present:
-        others = ", ".join(ort.get_available_providers())
+        others = ", ".join(load_onnxruntime().get_available_providers())
+        hint = libraries.find_conflict() or hint
         raise DeviceError(f"{provider.name} is not available: this ONNX Runtime has only {others}", hint=hint)
     return provider, f"cuda:{index}" if on_cuda else device
 
@@ -181,7 +179,7 @@ def attach(provider: Provider, options: Any, settings: ProviderSettings) -> list
     values = provider.options(settings)
     if provider.name != RTX:
         return [(provider.name, values)]
-    devices = [device for device in ort.get_ep_devices() if device.ep_name == RTX]
+    devices = [device for device in load_onnxruntime().get_ep_devices() if device.ep_name == RTX]
     numbered = ((int(device.ep_options.get("device_id", n)), device) for n, device in enumerate(devices))
     selected = [device for number, device in numbered if number == settings.index]
     if not selected:

@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import torch
 from onnx import TensorProto, helper
 from torch import Tensor
 
 from vitcompress.errors import ArtifactError
 from vitcompress.exporters.onnx import file
-from vitcompress.exporters.onnx.libraries import error_text
+from vitcompress.exporters.onnx.libraries import error_text, load_onnxruntime
 from vitcompress.exporters.runner import prepare_input
 from vitcompress.exporters.sidecar import read_input
 from vitcompress.io.files import convert_write_errors, decode_json_values
@@ -49,6 +48,7 @@ def rounded_logits(path: Path, images: Tensor) -> Tensor:
 @contextmanager
 def _open_session(path: Path, model: Any) -> Iterator[Any]:
     """A session of `model`, whose weights may be in files beside `path`, without any optimisation."""
+    ort = load_onnxruntime()
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import torch
 from torch import Tensor
 
@@ -40,6 +39,7 @@ class OnnxRunner(Runner):
 
     def __init__(self, path: Path, options: RunnerOptions) -> None:
         super().__init__(str(path), options, "ONNX Runtime")
+        self._ort = libraries.load_onnxruntime()
         model = file.read_onnx(path)
         labels = decode_json_values(file.metadata(model))
         self._file, self._sha256 = path.name, check_sha256(path)
@@ -75,7 +75,7 @@ class OnnxRunner(Runner):
         return ProviderSettings(index, self._precision == "tf32", options.cuda_graph, stream, profile, cache)
 
     def _open(self, path: Path, settings: ProviderSettings) -> Any:
-        options = ort.SessionOptions()
+        options = self._ort.SessionOptions()
         options.log_severity_level = LOG_NOTHING  # errors are raised, not logged
         if self._threads is not None:
             options.intra_op_num_threads = self._threads
@@ -107,14 +107,14 @@ class OnnxRunner(Runner):
 
     def _create_session(self, path: Path, options: Any, argument: Any) -> Any:
         name = self._provider.name
-        ort.set_default_logger_severity(LOG_NOTHING if name == CPU else LOG_ERRORS)
+        self._ort.set_default_logger_severity(LOG_NOTHING if name == CPU else LOG_ERRORS)
         try:
-            return ort.InferenceSession(str(path), options, providers=argument, enable_fallback=0)
+            return self._ort.InferenceSession(str(path), options, providers=argument, enable_fallback=0)
         except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions have no other common base class
             message = f"{name} of ONNX Runtime cannot run {path}: {libraries.error_text(error)}"
             raise (ArtifactError if name == CPU else DeviceError)(message) from None
         finally:
-            ort.set_default_logger_severity(LOG_WARNINGS)
+            self._ort.set_default_logger_severity(LOG_WARNINGS)
 
     def _check_assignment(self) -> list[str]:
         """Operators that the CPU runs. Raises DeviceError if they are more than the arithmetic of shapes."""
@@ -156,7 +156,7 @@ class OnnxRunner(Runner):
         return self._bind_host(data) if self._stream is None else self._bind_cuda(data)
 
     def _bind_host(self, data: np.ndarray) -> BoundCall:
-        values = tuple(ort.OrtValue.ortvalue_from_numpy(array) for array in (data, self._output_like(data)))
+        values = tuple(self._ort.OrtValue.ortvalue_from_numpy(array) for array in (data, self._output_like(data)))
         binding = self.session.io_binding()
         binding.bind_ortvalue_input(self._input.name, values[0])
         binding.bind_ortvalue_output(self._output.name, values[1])
@@ -189,7 +189,7 @@ class OnnxRunner(Runner):
 
     def _run_options(self, graph: str, *, wait: bool = True) -> Any:
         """Options of one run. graph: number of the CUDA graph that it is recorded in and replayed from."""
-        options = ort.RunOptions()
+        options = self._ort.RunOptions()
         if self._provider.graph_number:
             options.add_run_config_entry(self._provider.graph_number, graph)
         options.add_run_config_entry("disable_synchronize_execution_providers", str(int(not wait)))
@@ -204,7 +204,7 @@ class OnnxRunner(Runner):
         return {
             "sha256": self._sha256,
             "runtime": "onnxruntime",
-            "runtime_version": ort.__version__,
+            "runtime_version": self._ort.__version__,
             "device": self._device,
             "device_name": None if self._stream is None else torch.cuda.get_device_name(self._stream.device),
             "provider": self._provider.name,
