@@ -17,7 +17,6 @@ from vitcompress.io import hardware
 
 RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt", "tensorrt-rtx")
 LIBRARIES = ("vitcompress", "torch", "timm", "onnx", *RUNTIMES, "numpy")
-CPU_FLAGS = ("avx2", "avx_vnni", "f16c", "bf16", "i8mm")
 GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 CGROUP = Path("/sys/fs/cgroup")  # of this process, as seen in a container: cgroup v2, or v1 in its folder `cpu`
 DISTURBED = 0.25  # cores used by other processes, above which a measurement counts as disturbed
@@ -30,8 +29,8 @@ def facts() -> MachineRecord:
     return {
         "system": platform.platform(),
         "python": sys.version.split()[0],
-        "cpu": next(iter(_cpuinfo("model name")), "") or platform.processor() or platform.machine(),
-        "cpu_flags": cpu_flags(),
+        "cpu": hardware.cpu_name(),
+        "cpu_flags": hardware.cpu_flags(),
         "cpu_cores": os.cpu_count(),
         "cpu_cores_usable": usable_cores(),
         "cpu_quota_cores": quota_cores(),
@@ -124,16 +123,3 @@ def cpu_state() -> CpuState:
         "clock_mhz": [min(clocks), max(clocks)] if clocks else None,
         "governor": GOVERNOR.read_text().strip() if GOVERNOR.is_file() else None,
     }
-
-
-def cpu_flags() -> list[str]:
-    """Instruction sets for matrix products: avx2, avx512*, amx*, *vnni and the like."""
-    flags = set(" ".join(_cpuinfo("flags")[:1] or _cpuinfo("Features")[:1]).split())
-    return sorted(flag for flag in flags if flag in CPU_FLAGS or flag.startswith(("avx512", "amx", "sve", "asimd")))
-
-
-def _cpuinfo(key: str) -> list[str]:
-    """Value of `key` in /proc/cpuinfo for each core; psutil has neither the name of the processor nor its flags."""
-    info = Path("/proc/cpuinfo")
-    pairs = [line.partition(":") for line in info.read_text().splitlines()] if info.is_file() else []
-    return [value.strip() for name, _, value in pairs if name.strip() == key]

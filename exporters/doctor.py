@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import psutil
 import torch
 
 from vitcompress.errors import VitcompressError, first_line
-from vitcompress.exporters.onnx.libraries import error_text
+from vitcompress.exporters.onnx.libraries import error_text, find_conflict
 from vitcompress.exporters.onnx.providers import PROVIDERS
 from vitcompress.exporters.onnx.runner import OnnxRunner
 from vitcompress.exporters.runner import RunnerOptions
@@ -24,7 +25,7 @@ from vitcompress.io.hardware import package_versions
 
 LIBRARIES = ("torch", "timm", "onnx", "onnxruntime", "onnxruntime-gpu", "numpy", "safetensors")
 NO_FORMAT = "-"
-NO_CLOCKS = "times yes; clocks, power and energy no: pip install 'vitcompress[cuda]'"
+NO_CLOCKS = "times only, without clocks, power and energy; pip install 'vitcompress[cuda]'"
 # Format -> the distributions whose versions matter.
 PACKAGES: dict[str, tuple[str, ...]] = {
     "onnx": ("onnx", "onnxscript"),
@@ -49,9 +50,17 @@ smallest (float[1, 1, 1, 1] images) => (float[1, 1] logits) <float[1, 1] weight 
 
 
 def examine() -> dict[str, Any]:
-    """Versions, devices, formats, providers and optional packages as plain data. Nothing is changed."""
+    """Processor, versions, devices, formats, providers and optional packages as plain data. Nothing is changed."""
     return {
-        "machine": {"system": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()},
+        "machine": {
+            "system": platform.platform(),
+            "python": platform.python_version(),
+            "cores": os.cpu_count(),
+            "cpu": hardware.cpu_name(),
+            "instruction_sets": hardware.instruction_sets(),
+            "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        },
+        "warnings": [conflict] if (conflict := find_conflict()) else [],
         "versions": package_versions(LIBRARIES),
         "devices": _devices(),
         "export": {name: exporter.unavailable() for name, exporter in EXPORTERS.items()},
@@ -68,13 +77,13 @@ def _devices() -> dict[str, str | None]:
     """Device -> its name, None if this machine has none."""
     gpus = {f"cuda:{index}": torch.cuda.get_device_name(index) for index in range(hardware.count_gpus())}
     mps = platform.processor() if torch.backends.mps.is_available() else None
-    return {"cpu": platform.processor() or platform.machine(), **(gpus or {"cuda": None}), "mps": mps}
+    return {"cpu": hardware.cpu_name(), **(gpus or {"cuda": None}), "mps": mps}
 
 
 def targets() -> list[Record]:
     """What can be exported, run and measured here: one record per format, ONNX Runtime provider and device of torch.
 
-    `export`, `run`, `measure`: None if it works, else the reason and the remedy; `export` is `-` for targets without a
+    `export`, `run`, `measure`: None if it works, else `reason; remedy`; `export` is `-` for targets without a
     format of their own.
     """
     records = [
@@ -84,11 +93,13 @@ def targets() -> list[Record]:
     for name, provider in PROVIDERS.items():
         if provider.device != "mps" or provider.present:
             problem, on_gpu = onnx_problem(provider=name), provider.device == "cuda"
+            if on_gpu and not hardware.count_gpus():
+                problem = f"torch finds no NVIDIA GPU here{hardware.cuda_reason()}; with one: {provider.remedy}"
             records.append(_target(f"onnxruntime {name}", NO_FORMAT, problem, provider.packages, on_gpu))
     no_cuda = hardware.cuda_reason() or ("" if torch.version.cuda else ": built without CUDA (see pytorch.org)")
     for device, present in _devices().items():
         if present or device != "mps" or sys.platform == "darwin":
-            absent = f"torch finds no such device here{no_cuda if device == 'cuda' else ''}"
+            absent = f"torch finds no {'NVIDIA GPU' if device == 'cuda' else device} here{no_cuda * (device == 'cuda')}"
             problem = torch_problem(device) if present else absent
             records.append(_target(f"torch {device}", NO_FORMAT, problem, ("torch",), "cuda" in device))
     return records
@@ -121,7 +132,7 @@ def onnx_problem(device: str | None = None, *, provider: str | None = None) -> s
             with closing(OnnxRunner(path, RunnerOptions(device, provider))) as runner:
                 runner(torch.ones(1, 1, 1, 1))
         except VitcompressError as error:
-            text = f"{error.message}: {error.hint}" if error.hint else error.message
+            text = f"{error.message}; {error.hint}" if error.hint else error.message
             return text.replace(str(path), "a model").removeprefix(f"{provider} is not available: ")
         except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions have no other common base class
             return f"it opens a model and cannot run it: {error_text(error)}"

@@ -19,6 +19,7 @@ from vitcompress.errors import ArtifactError, DeviceError, InputError
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.onnx.runner import OnnxRunner
 from vitcompress.exporters.runtimes import RunnerOptions, TorchRunner
+from vitcompress.io import hardware
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import input_config
 
@@ -262,7 +263,7 @@ def test_conditions_of_a_cpu_run_are_recorded(folder: Path) -> None:
     assert set(seen["cpu_before"]) == {"load_average", "clock_mhz", "governor"}
     assert seen["host_peak_bytes"] > 1e6
     assert seen["gpu"] is None
-    assert data["machine"]["cpu_flags"] == machine.cpu_flags()
+    assert data["machine"]["cpu_flags"] == hardware.cpu_flags()
     (row,) = data["rows"]
     assert row["energy_of"]
     assert row["variation"] >= 0

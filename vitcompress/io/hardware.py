@@ -1,12 +1,43 @@
-"""CUDA devices that torch can use, and versions of installed packages."""
+"""The processor, CUDA devices that torch can use, and versions of installed packages."""
 
+import platform
 from collections.abc import Iterable
 from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
 from vitcompress.errors import first_line
+
+CPUINFO = Path("/proc/cpuinfo")
+CPU_FLAGS = ("avx2", "avx_vnni", "f16c", "bf16", "i8mm")
+# Instruction sets that decide how fast matrix products are -> the flags of Linux, any of which means that it is there.
+X86 = {"AVX2": ("avx2",), "AVX-512": ("avx512f",), "VNNI": ("avx512_vnni", "avx_vnni"), "BF16": ("avx512_bf16",)}
+X86 |= {"AMX": ("amx_tile",)}
+ARM = {"dotprod": ("asimddp",), "i8mm": ("i8mm",), "bf16": ("bf16",)}
+
+
+def cpu_name() -> str:
+    return next(iter(_cpuinfo("model name")), "") or platform.processor() or platform.machine()
+
+
+def cpu_flags() -> list[str]:
+    """Instruction sets for matrix products: avx2, avx512*, amx*, *vnni and the like; empty if unknown."""
+    flags = set(" ".join(_cpuinfo("flags")[:1] or _cpuinfo("Features")[:1]).split())
+    return sorted(flag for flag in flags if flag in CPU_FLAGS or flag.startswith(("avx512", "amx", "sve", "asimd")))
+
+
+def instruction_sets() -> dict[str, bool] | None:
+    """Whether the processor has each of `X86` or `ARM`; None if unknown, without /proc/cpuinfo."""
+    known = ARM if _cpuinfo("Features") else X86 if _cpuinfo("flags") else None
+    return known and {name: any(flag in cpu_flags() for flag in flags) for name, flags in known.items()}
+
+
+def _cpuinfo(key: str) -> list[str]:
+    """Value of `key` in /proc/cpuinfo for each core; psutil has neither the name of the processor nor its flags."""
+    pairs = [line.partition(":") for line in CPUINFO.read_text().splitlines()] if CPUINFO.is_file() else []
+    return [value.strip() for name, _, value in pairs if name.strip() == key]
 
 
 def count_gpus() -> int:

@@ -229,16 +229,26 @@ def _throughput(row: EvaluationRow) -> str:
 
 def print_doctor(facts: Mapping[str, Any]) -> None:
     """What this machine can do per target; below, what is missing and how to install it."""
-    machine = ", ".join(f"{key} {value}" for key, value in facts["machine"].items())
+    machine = facts["machine"]
+    sets: Mapping[str, bool] | None = machine["instruction_sets"]
+    known = ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in (sets or {}).items())
+    print_text("{system}, Python {python}\n{cpu}, {cores} cores, {memory_gib} GiB of memory".format_map(machine))
+    print_text(f"instruction sets: {known or 'unknown, this system does not list them (no /proc/cpuinfo)'}")
     versions = [f"{name} {version}" for name, version in facts["versions"].items()]
     versions += [part for row in facts["targets"] for part in row["version"].split(", ") if part]
-    print_text(f"{machine}\n{', '.join(dict.fromkeys(versions))}\n")
+    print_text(f"{', '.join(dict.fromkeys(versions))}\n")
+    for line in facts["warnings"]:
+        print_line(f"note: {line}")
     verbs = ("export", "run", "measure")
     rows = ((row["target"], *(_answer(row[verb]) for verb in verbs)) for row in facts["targets"])
     print_table(Table("", ("target", *verbs), tuple(rows)))
+    remedies = dict[str, list[str]]()  # of each reason, one line per target
     for row in facts["targets"]:
-        for reason in dict.fromkeys(row[verb] for verb in verbs if row[verb] not in (None, "-")):
-            print_text(f"  {row['target']}: {reason}")
+        for text in dict.fromkeys(row[verb] for verb in verbs if row[verb] not in (None, "-")):
+            reason, _, remedy = text.partition("; ")
+            remedies.setdefault(reason, []).append(f"    {row['target']}{': ' * bool(remedy)}{remedy}")
+    for reason, lines in remedies.items():
+        print_text("\n".join([f"  {reason}", *lines]))
     for item in facts["optional"]:
         print_text(f"  {item['package']} ({item['for']}): {'installed' if item['present'] else item['install']}")
 
@@ -246,4 +256,4 @@ def print_doctor(facts: Mapping[str, Any]) -> None:
 def _answer(reason: str | None) -> str:
     if reason is None:
         return "yes"
-    return "-" if reason == "-" else "partly" if reason.startswith("times yes") else "no"
+    return "-" if reason == "-" else "partly" if reason.startswith("times only") else "no"
