@@ -13,7 +13,7 @@ from torch import nn
 from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError
 from vitcompress.families import family_of
 from vitcompress.io.files import write_text
-from vitcompress.io.tensors import checkpoint_part, load_tensors, save_tensors
+from vitcompress.io.tensors import load_tensors, read_checkpoint, save_tensors
 from vitcompress.models.checkpoint import load_model, prune, save_model, write_model
 from vitcompress.models.create import create_model, input_config, plan_of
 from vitcompress.plan import Plan
@@ -206,9 +206,9 @@ def test_checkpoints_with_averaged_weights_and_the_options_of_their_script(other
     content = {raw: {"a": torch.zeros(2)}, averaged: {"module.a": torch.ones(2)}, "args": Namespace(lr=0.1)}
     torch.save(content, tmp_path / "last.pth.tar")
     assert load_tensors(tmp_path / "last.pth.tar")["a"].tolist() == [1, 1]
-    assert checkpoint_part(tmp_path / "last.pth.tar") == averaged
+    assert read_checkpoint(tmp_path / "last.pth.tar")[1] == averaged
     torch.save({"a": torch.ones(2)}, tmp_path / "plain.pth")
-    assert checkpoint_part(tmp_path / "plain.pth") is None
+    assert read_checkpoint(tmp_path / "plain.pth")[1] is None
 
 
 def test_options_of_a_script_that_would_run_code_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

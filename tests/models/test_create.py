@@ -112,7 +112,7 @@ def test_weights_with_timms_names_load_into_a_prepared_model(variant: str, tmp_p
     assert list(loaded.state_dict()) != list(model.state_dict())
     assert difference(logits(loaded, x), logits(model, x)) < 1e-5
     save_file({**model.state_dict(), "another": torch.zeros(1)}, path)
-    with pytest.raises(WeightsError, match=r"another model: 1 unknown \(another"):
+    with pytest.raises(WeightsError, match=r"another model.*: 1 unknown \(another"):
         create_model(row.arch, row.arch_args, path)
 
 
@@ -169,7 +169,7 @@ def test_layer_scales_of_original_deit3_checkpoints_are_renamed(tmp_path: Path) 
 )
 def test_weights_of_another_architecture(args: dict, message: str, tmp_path: Path) -> None:
     _, path = saved(tmp_path, **args)
-    with pytest.raises(WeightsError, match=f"contains the weights of another model: .*{message}") as caught:
+    with pytest.raises(WeightsError, match=f"contains the weights of another model.*: .*{message}") as caught:
         create_model(ARCH, SMALL, path)
     assert caught.value.hint
 

@@ -24,8 +24,10 @@ from vitcompress.cli.options import complete_names, dry_run_option, parse_words,
 @click.option(
     "--weights",
     metavar="PATH|random|hub|train",
-    help="Weights of the dense model: a .safetensors or .pth file, random, hub (timm's), or train (as in [dense]).",
+    help="Weights of the dense model: a checkpoint or Hugging Face folder, random, hub (timm's), or train ([dense]).",
 )
+@click.option("--model", metavar="NAME", help="timm architecture, instead of the recipe's and its arguments.")
+@click.option("--classes", type=click.Path(path_type=Path, dir_okay=False), help="File of class names, one per line.")
 @set_option
 @click.option("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, mps (default: the recipe's, else the best one).")
 @dry_run_option
@@ -39,6 +41,7 @@ from vitcompress.cli.options import complete_names, dry_run_option, parse_words,
 @common_options
 def recipe(
     source: str,
+    model: str | None,
     sets: tuple[str, ...],
     dry_run: bool,
     require_verified: bool,
@@ -61,7 +64,7 @@ def recipe(
         from vitcompress.pipeline.run import run_recipe
         from vitcompress.recipe.load import load_recipe
 
-        loaded, settings = load_recipe(source, sets), RunOptions(**options)
+        loaded, settings = load_recipe(source, sets, model), RunOptions(**options)
         plan = dry_run_recipe(loaded, settings) if dry_run else None
         if plan is None:
             result = run_recipe(loaded, settings, progress)

@@ -4,16 +4,17 @@ import argparse
 import pickle
 import struct
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from vitcompress.errors import WeightsError
-from vitcompress.io.files import write_file
+from vitcompress.io.files import decode_json_values, write_file
 
 # What libraries raise for unsuitable data or arguments.
 LIBRARY_ERRORS = (TypeError, ValueError, AssertionError, RuntimeError, LookupError, AttributeError, ArithmeticError)
@@ -21,9 +22,13 @@ LIBRARY_ERRORS = (TypeError, ValueError, AssertionError, RuntimeError, LookupErr
 DAMAGED = (*LIBRARY_ERRORS, pickle.UnpicklingError, struct.error, OSError, EOFError, MemoryError)
 
 # Keys of the weights in checkpoints of training scripts, in timm's order: averaged weights first.
-PARTS = ("state_dict_ema", "model_ema", "state_dict", "model")
-# Name prefixes of compiled and distributed models, in either order.
-WRAPPERS = ("_orig_mod.", "module.", "_orig_mod.")
+PARTS = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model", "module", "net")
+# Name prefixes of compiled and distributed models, in either order, and of Lightning's and transformers' wrappers.
+WRAPPERS = ("_orig_mod.", "module.", "_orig_mod.", "model.", "timm_model.")
+# Classes of options and scores in checkpoints of training scripts, all of them plain data.
+PLAIN_TYPES = [argparse.Namespace, PosixPath, np._core.multiarray.scalar, np.dtype]
+PLAIN_TYPES += [type(np.dtype(name)) for name in ("float32", "float64", "int64")]
+ACCEPTED = "a checkpoint (.safetensors, .pth, .pt, .pth.tar, .bin), a Hugging Face folder, hf-hub:NAME, random or hub"
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -38,52 +43,58 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Weights by name from a safetensors file or a PyTorch checkpoint (read with `weights_only=True`).
+    """The tensors of `read_checkpoint`."""
+    return read_checkpoint(path)[0]
 
-    From a checkpoint of a training script, loads the first of PARTS and strips the prefixes WRAPPERS. Raises
-    WeightsError for a file that is missing, truncated, of another format, or contains pickled code.
+
+def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], str | None, dict[str, Any]]:
+    """Weights by name, the key of PARTS that they are from, and everything else in the file.
+
+    path: safetensors with metadata, or a PyTorch checkpoint (read with `weights_only=True`). From one of a training
+    script, loads the first of PARTS. Strips the prefixes WRAPPERS. Raises WeightsError for a file that is missing,
+    truncated, of another format, or contains pickled code.
     """
     path = Path(path)
     if not path.is_file():
-        raise WeightsError(f"no weights at {path}", hint="use a .safetensors, .pth or .pt file")
-    if path.suffix != ".safetensors":
-        return _load_pytorch(path)
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise WeightsError(f"no weights at {path}: it {what}", hint=f"use {ACCEPTED}")
+    if path.suffix == ".safetensors":
+        tensors, content = _read_safetensors(path)
+        return _strip_wrappers(tensors), None, content
+    content = _read_pytorch(path)
+    part = next((key for key in PARTS if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
+    tensors = content if part is None else content[part]
+    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise WeightsError(f"{path} is not a state dict of tensors", hint="save model.state_dict()")
+    return _strip_wrappers(tensors), part, {} if part is None else {**content, part: None}
+
+
+def _strip_wrappers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    for wrapper in WRAPPERS:
+        if all(name.startswith(wrapper) for name in tensors):
+            tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             # Cloned: a view would change with the file, and its alignment changes the rounding of torch's kernels.
-            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
+            return tensors, decode_json_values(file.metadata() or {})
     except (SafetensorError, OSError) as error:
         message = f"{path} is not a complete safetensors file: {error}"
         raise WeightsError(message, hint="copy or download it again") from None
 
 
-def checkpoint_part(path: Path) -> str | None:
-    """The key of PARTS that `load_tensors` loads from a checkpoint; None for a file of weights only."""
-    return None if path.suffix == ".safetensors" else _part(_read_pytorch(path))
-
-
-def _load_pytorch(path: Path) -> dict[str, Tensor]:
-    data = _read_pytorch(path)
-    part = _part(data)
-    tensors = data if part is None else data[part]
-    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise WeightsError(f"{path} is not a state dict of tensors", hint="save model.state_dict()")
-    for wrapper in WRAPPERS:
-        tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
-    return tensors
-
-
 def _read_pytorch(path: Path) -> Any:
     """The content of a PyTorch checkpoint: tensors, plain data and `argparse.Namespace` (options of a script)."""
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals(PLAIN_TYPES):
             return torch.load(path, map_location="cpu", weights_only=True)
     except DAMAGED as error:
         if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
             message = f"{path} contains more than tensors: loading it would run code from the file"
             raise WeightsError(message, hint="save only its state_dict(), preferably as .safetensors") from None
-        raise WeightsError(f"{path} is not a complete PyTorch checkpoint", hint="copy or download it again") from None
-
-
-def _part(data: Any) -> str | None:
-    return next((key for key in PARTS if isinstance(data, dict) and isinstance(data.get(key), dict)), None)
+        message = f"{path} is not a complete PyTorch checkpoint"
+        raise WeightsError(message, hint=f"copy it again, or use {ACCEPTED}") from None

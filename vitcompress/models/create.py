@@ -71,7 +71,7 @@ def create_model(
         torch.manual_seed(seed)
         model = _build(arch, args, pretrained=str(weights) == "hub", new_head=new_head)
     if str(weights) not in ("random", "hub"):
-        load_weights(model, Path(weights), new_head)
+        load_weights(model, weights, new_head)
     return _finish(model, arch, args)
 
 

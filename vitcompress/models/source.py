@@ -4,20 +4,22 @@ Weights of a user are rarely of the architecture's default size. What their shap
 and a config.json state becomes arguments of `timm.create_model`, so a plan rebuilds the model without that file.
 """
 
+import inspect
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import isqrt
 from pathlib import Path
 from typing import Any
 
-from timm.models import beit, eva, pvt_v2, swin_transformer, vision_transformer
+import timm
 from torch import nn
 
-from vitcompress.models.create import create_on_meta, input_config
-from vitcompress.models.weight_files import WeightFile, open_weights
+from vitcompress.errors import InputError, WeightsError
+from vitcompress.io.files import read_json
+from vitcompress.models.arguments import RULES, describe_shapes, kind_of, read_arguments, shapes_of, usual_name
+from vitcompress.models.create import create_on_meta, input_config, is_known
+from vitcompress.models.weight_files import HUB, WeightFile, open_weights
 
 OVERLAY = "pretrained_cfg_overlay"  # argument of timm.create_model
 PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
@@ -26,9 +28,7 @@ DEFAULT = "timm's default"
 ASSUMED = f"assumed: {DEFAULT}, not visible in the weights"
 RECIPE = "model.args"
 WEIGHTS = "the weights"
-USER = "the user"
-
-Shapes = Mapping[str, tuple[int, ...]]
+CLASSES_HINT = "--classes takes one name per line, or a JSON list, in the order of the classifier's outputs"
 
 
 @dataclass(frozen=True)
@@ -56,54 +56,7 @@ class ResolvedModel:
     settings: tuple[Setting, ...] = ()
     class_names: tuple[str, ...] = ()
     resampled: tuple[str, ...] = ()
-
-
-def _grid(tokens: int, patch: int) -> int | None:
-    """Image size with this number of patches; None if they form no square."""
-    side = isqrt(max(tokens, 0))
-    return side * patch if side and side * side == tokens else None
-
-
-def _vit_size(shapes: Shapes) -> int | None:
-    if "pos_embed" not in shapes:
-        return None
-    tokens, patch = shapes["pos_embed"][1], shapes["patch_embed.proj.weight"][-1]
-    sizes = (_grid(tokens - prefix, patch) for prefix in _prefixes(shapes))
-    return next((size for size in sizes if size), None)
-
-
-def _prefixes(shapes: Shapes) -> tuple[int, ...]:
-    """Possible numbers of class and register tokens in the position table."""
-    names = ("cls_token", "dist_token", "reg_token")
-    return sum(shapes[name][1] for name in names if name in shapes), 0
-
-
-def _count(pattern: str) -> Callable[[Shapes], int]:
-    return lambda shapes: 1 + max((int(m[1]) for name in shapes if (m := re.match(pattern, name))), default=-1)
-
-
-def _size(name: str, axis: int) -> Callable[[Shapes], int]:
-    return lambda shapes: shapes[name][axis]
-
-
-PLAIN: dict[str, Callable[[Shapes], object]] = {
-    "img_size": _vit_size,
-    "patch_size": _size("patch_embed.proj.weight", -1),
-    "in_chans": _size("patch_embed.proj.weight", 1),
-    "embed_dim": _size("patch_embed.proj.weight", 0),
-    "depth": _count(r"blocks\.(\d+)\."),
-    "mlp_ratio": lambda shapes: shapes["blocks.0.mlp.fc2.weight"][1] / shapes["patch_embed.proj.weight"][0],
-    "num_classes": _size("head.weight", 0),
-}
-# Model class -> argument -> its value according to the shapes of the weights. A rule whose tensors are missing knows
-# nothing. The same rules read the model that timm builds, so only what differs from it becomes an argument.
-RULES: dict[type[nn.Module], dict[str, Callable[[Shapes], object]]] = {
-    vision_transformer.VisionTransformer: PLAIN,
-    eva.Eva: PLAIN,
-    beit.Beit: PLAIN,
-    swin_transformer.SwinTransformer: {},
-    pvt_v2.PyramidVisionTransformerV2: {},
-}
+    part: str | None = None
 
 
 def resolve_model(
@@ -117,74 +70,128 @@ def resolve_model(
 ) -> ResolvedModel:
     """Complete the arguments of a recipe with what its weights state.
 
-    args: of the recipe; they override what the weights leave open. preprocessing: values of the user for PREPROCESSING,
-    by name with their source. classes: number of classes of the data; None: that of the weights. class_names: of the
-    user.
+    args: of the recipe; they decide what the weights leave open. preprocessing: the user's values of PREPROCESSING.
+    classes: number of classes of the data; None: that of the weights. class_names: the user's.
 
     Raises:
-        InputError: timm cannot build the model.
-        WeightsError: the weights cannot be read, or contradict `args`.
+        InputError: timm cannot build the model, or `class_names` has another length.
+        WeightsError: the weights cannot be read, or contradict `args`, or are of another architecture.
     """
+    if arch.startswith(HUB):
+        arch, weights = "", arch if str(weights) == "hub" else weights
+    file = WeightFile(Path()) if str(weights) in NOT_FILES else open_weights(weights)
+    arch = arch or str(file.stated.get("model", ""))
     own = {name: value for name, value in args.items() if name != OVERLAY}
-    file = None if str(weights) in NOT_FILES else open_weights(weights)
-    chosen, sources, resampled = _arguments(arch, own, file)
-    if classes or "num_classes" in chosen:
-        chosen["num_classes"] = classes or chosen["num_classes"]
-        sources["num_classes"] = "the data" if classes else sources["num_classes"]
-    overlay = dict(_mapping(args.get(OVERLAY)))
-    blank = create_blank(arch, json.dumps({**chosen, **({OVERLAY: overlay} if overlay else {})}))
-    shown = input_config(blank).to_dict()
-    stated = {} if file is None else {name: (value, file.stated_in) for name, value in file.stated.items()}
-    requested = {name: (value, USER) for name, value in (preprocessing or {}).items()}
+    chosen, sources, resampled = _arguments(arch, own, file, weights)
+    if classes:
+        chosen["num_classes"], sources["num_classes"] = classes, "the data"
+    overlay: dict[str, Any] = dict(args.get(OVERLAY) or {})  # type: ignore[call-overload]
+    blank = create_blank(arch, {**chosen, OVERLAY: overlay} if overlay else chosen)
+    values: dict[str, Any] = input_config(blank).to_dict()
+    layers = {file.stated_in: _preprocessing(arch, file), RECIPE: dict(overlay), "the user": preprocessing or {}}
     for name in PREPROCESSING:
-        kept = {name: (overlay[name], RECIPE)} if name in overlay else {}
-        value, sources[name] = {name: (shown[name], DEFAULT), **stated, **kept, **requested}[name]
-        if _plain(value) != _plain(shown[name]):
-            overlay[name] = shown[name] = _plain(value)
-    names = tuple(class_names) or (file.class_names if file else ())
+        sources[name], value = [(DEFAULT, values[name]), *((s, t[name]) for s, t in layers.items() if name in t)][-1]
+        if _plain(value) != _plain(values[name]):
+            overlay[name] = values[name] = _plain(value)
+    names, count = tuple(class_names) or file.class_names, int(getattr(blank, "num_classes", 0))
+    if class_names and len(names) != count:
+        raise InputError(f"{len(names)} class names, but the model has {count} classes", hint=CLASSES_HINT)
+    names = names if len(names) == count else ()
     if names:
         overlay["label_names"] = list(names)
-    facts = {**_facts(blank), **{name: shown[name] for name in PREPROCESSING}}
-    settings = [Setting(name, value, sources.get(name, DEFAULT)) for name, value in facts.items()]
-    complete = {**chosen, **({OVERLAY: overlay} if overlay else {})}
-    return ResolvedModel(arch, complete, str(weights), tuple(settings), names, tuple(resampled))
+    facts = {**_facts(blank), **{name: values[name] for name in PREPROCESSING}}
+    settings = [Setting("model", arch, RECIPE), *(Setting(n, v, sources.get(n, DEFAULT)) for n, v in facts.items())]
+    chosen |= {OVERLAY: overlay} if overlay else {}
+    return ResolvedModel(arch, chosen, str(weights), tuple(settings), names, resampled, file.part)
 
 
 def _arguments(
-    arch: str, own: Mapping[str, object], file: WeightFile | None
-) -> tuple[dict[str, object], dict[str, str], list[str]]:
-    """Arguments, the source of each, and what is resampled."""
-    chosen, sources, resampled = dict(own), dict.fromkeys(own, RECIPE), list[str]()
-    return chosen, sources, resampled
+    arch: str, own: Mapping[str, object], file: WeightFile, weights: str | Path
+) -> tuple[dict[str, object], dict[str, str], tuple[str, ...]]:
+    """Arguments of timm, the source of each, and what is resampled. Raises WeightsError."""
+    if not file.tensors:
+        return dict(own), dict.fromkeys(own, RECIPE), ()
+    default, shapes = create_blank(arch, own), shapes_of(file.tensors)
+    kind = next((kind for kind in type(default).__mro__ if kind in RULES), None)
+    known = inspect.signature(kind).parameters if kind else {}
+    seen = read_arguments(kind, shapes)
+    stated = {name: value for name, value in file.stated.items() if name in known and name not in seen}
+    sources = dict.fromkeys(own, RECIPE) | dict.fromkeys(stated, file.stated_in) | dict.fromkeys(seen, WEIGHTS)
+    have = {name: getattr(default, name, None) for name in stated} | _facts(default)
+    differing = {name: value for name, value in (stated | seen).items() if not _equal(value, have.get(name))}
+    fixed = differing.keys() & own.keys()
+    label, name = kind_of(shapes)[0], usual_name(shapes)
+    distilled = "distilled" in label
+    other = kind and label and not seen.keys() & {"depth", "depths"}
+    other = other or (distilled != hasattr(default, "head_dist"))
+    if other or (name is not None and "embed_dim" in differing.keys() - fixed):
+        message = f"{weights} contains {describe_shapes(shapes)}; the recipe's model is {arch}"
+        raise WeightsError(message, hint=f"use --model {name or 'NAME'}, or other weights")
+    if wrong := [
+        f"{name} is {differing[name]} in {sources[name]}, {own[name]} in {RECIPE}"
+        for name in sorted(fixed - {"img_size", "num_classes"})
+    ]:
+        hint = "leave it out of model.args, or use other weights"
+        raise WeightsError(f"{weights} contradicts the recipe: {'; '.join(wrong)}", hint=hint)
+    resampled = tuple(
+        f"position tables from {name} {differing[name]}, of {sources[name]}, to {own[name]}, of {RECIPE}"
+        for name in fixed & {"img_size"}
+    )
+    if "num_heads" not in {**own, **stated, **seen}:
+        sources["num_heads"] = ASSUMED
+    return {**differing, **own}, {**sources, **dict.fromkeys(fixed, RECIPE)}, resampled
+
+
+def _preprocessing(arch: str, file: WeightFile) -> dict[str, object]:
+    """What a file of weights states; a training script that names another model uses the defaults of that model."""
+    model = str(file.stated.get("model", arch))
+    default = timm.get_pretrained_cfg(model) if is_known(model) and model.split(".")[0] != arch.split(".")[0] else None
+    cfg = default.to_dict() if default else {}
+    return {name: value for name, value in {**cfg, **file.stated}.items() if name in PREPROCESSING}
 
 
 def _facts(blank: nn.Module) -> dict[str, object]:
-    """The arguments that the shapes of a model show."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in blank.state_dict().items()}
-    return read_shapes(blank, shapes)
-
-
-def read_shapes(model: nn.Module, shapes: Shapes) -> dict[str, object]:
-    """The arguments of the kind of `model` that `shapes` show; without those that they leave open."""
-    rules = next((rules for kind, rules in RULES.items() if isinstance(model, kind)), {})
-    facts = {}
-    for name, rule in rules.items():
-        try:
-            facts[name] = rule(shapes)
-        except KeyError:
-            continue
-    return {name: value for name, value in facts.items() if value is not None}
+    """The arguments of a model that its weights can contradict."""
+    heads = [
+        next((int(module.num_heads) for module in stage.modules() if hasattr(module, "num_heads")), 0)
+        for stage in getattr(blank, "layers", None) or getattr(blank, "stages", None) or [blank]
+    ]
+    facts = {
+        "num_heads": heads if len(heads) > 1 else heads[0],
+        **read_arguments(type(blank), shapes_of(blank.state_dict())),
+    }
+    return {**facts, "img_size": input_config(blank).size[-1]}
 
 
 def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, (tuple, list)) else value
+    return list(value) if isinstance(value, tuple) else value
 
 
-def _mapping(value: object) -> Mapping[str, object]:
-    return value if isinstance(value, Mapping) else {}
+def _equal(first: Any, second: Any) -> bool:
+    """Whether two values of an argument mean the same: 48 is (48, 48)."""
+    one, other = (value if isinstance(value, list | tuple) else [value, value] for value in (first, second))
+    return list(one) == list(other)
+
+
+def load_class_names(path: Path) -> tuple[str, ...]:
+    """The class names in a text file, one per line, or in a JSON list. Raises InputError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}", hint=CLASSES_HINT) from None
+    names = read_json(path) if text.lstrip().startswith("[") else [line.strip() for line in text.splitlines()]
+    if names and not names[-1]:  # an empty last line
+        names = names[:-1]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise InputError(f"{path} contains an empty line, or no names", hint=CLASSES_HINT)
+    return tuple(names)
+
+
+def create_blank(arch: str, args: Mapping[str, object]) -> nn.Module:
+    """`create_on_meta`, once for equal arguments."""
+    return _blank(arch, json.dumps(args))
 
 
 @lru_cache(maxsize=8)  # lists of recipes and the rows of a study use few architectures
-def create_blank(arch: str, args: str) -> nn.Module:
-    """`create_on_meta`, once for equal arguments. args: JSON."""
+def _blank(arch: str, args: str) -> nn.Module:
     return create_on_meta(arch, json.loads(args))

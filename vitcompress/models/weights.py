@@ -10,7 +10,9 @@ from torch import nn
 
 from vitcompress.errors import WeightsError
 from vitcompress.families import prepare_model
-from vitcompress.io.tensors import LIBRARY_ERRORS, checkpoint_part, load_tensors
+from vitcompress.io.tensors import LIBRARY_ERRORS
+from vitcompress.models.arguments import describe_shapes, shapes_of
+from vitcompress.models.weight_files import open_weights
 
 # timm's functions that convert a checkpoint to a model's names and input size; they resample position tables.
 FILTERS = {
@@ -20,6 +22,7 @@ FILTERS = {
     swin_transformer.SwinTransformer: swin_transformer.checkpoint_filter_fn,
     pvt_v2.PyramidVisionTransformerV2: pvt_v2.checkpoint_filter_fn,
 }
+OTHER_MODEL = "use weights of the architecture in the recipe, or change model.name or --model"
 USE_FILE = "use a local file with --weights PATH (.safetensors or .pth)"
 
 
@@ -50,17 +53,13 @@ def _class_mismatch(what: str, have: int, wanted: int) -> WeightsError:
     )
 
 
-def part_of_weights(weights: str | Path) -> str | None:
-    """The part of a training checkpoint that `create_model` loads; None without parts. Raises WeightsError."""
-    return None if str(weights) in ("random", "hub") else checkpoint_part(Path(weights))
-
-
-def load_weights(model: nn.Module, path: Path, new_head: bool) -> None:
+def load_weights(model: nn.Module, path: str | Path, new_head: bool) -> None:
     """Load a checkpoint of timm's model, or of a model that `prepare_model` changed, which is done here if needed.
 
     Raises WeightsError if the file is no checkpoint of this architecture, or has another number of classes.
     """
-    tensors = load_tensors(path)
+    tensors = open_weights(path).tensors
+    about = describe_shapes(shapes_of(tensors))
     for kind, convert in FILTERS.items():
         if isinstance(model, kind):
             with contextlib.suppress(*LIBRARY_ERRORS):  # weights of another model: reported below
@@ -68,17 +67,20 @@ def load_weights(model: nn.Module, path: Path, new_head: bool) -> None:
     if not model.state_dict().keys() <= tensors.keys():
         prepare_model(model)
     own = model.state_dict()
-    heads = [key for key in own if key.split(".")[0] in ("head", "head_dist")]
-    differing = [key for key in heads if key in tensors and tensors[key].shape[0] != own[key].shape[0]]
-    if differing and new_head:
+    heads = {key for key in own if key.split(".")[0] in ("head", "head_dist")}
+    differing = [key for key in sorted(heads & tensors.keys()) if tensors[key].shape != own[key].shape]
+    if new_head and (differing or not heads <= tensors.keys()):
         tensors = {**tensors, **{key: own[key] for key in heads}}
-    elif differing:
-        raise _class_mismatch(f"the weights in {path}", tensors[differing[0]].shape[0], own[differing[0]].shape[0])
+    elif differing and tensors[differing[0]].shape[0] != own[differing[0]].shape[0]:
+        have, wanted = (state[differing[0]].shape[0] for state in (tensors, own))
+        raise _class_mismatch(f"the weights in {path}, {about},", have, wanted)
     missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     shapes = {key: (tuple(tensors[key].shape), tuple(own[key].shape)) for key in own if key in tensors}
     wrong = [f"{key} is {loaded}, expected {wanted}" for key, (loaded, wanted) in shapes.items() if loaded != wanted]
     kinds = {"tensors missing": missing, "unknown": extra, "with another shape": wrong}
     if problems := [f"{len(names)} {kind} ({names[0]} ...)" for kind, names in kinds.items() if names]:
-        message = f"{path} contains the weights of another model: {', '.join(problems)}"
-        raise WeightsError(message, hint="use weights of the architecture in the recipe, or change model.name")
+        message = f"{path} contains the weights of another model, {about}: {', '.join(problems)}"
+        only_head = {*missing, *extra, *differing} <= heads and len(wrong) == len(differing)
+        hint = "model.new_head = true trains a new classifier" if only_head else OTHER_MODEL
+        raise WeightsError(message, hint=hint)
     model.load_state_dict(tensors, strict=True)

@@ -13,7 +13,7 @@ from vitcompress.io.files import write_json
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model, randomize_constants
-from vitcompress.models.weights import hub_classes, part_of_weights
+from vitcompress.models.weights import hub_classes
 from vitcompress.pipeline.folder import lock_folder, record_settings, remove_unfinished
 from vitcompress.pipeline.job import Job, Work
 from vitcompress.training.data import Splits
@@ -50,7 +50,8 @@ def estimate_dense(job: Job) -> Iterator[Work]:
 
 def _create_with_weights(job: Job) -> nn.Module:
     table, seed = job.recipe.model, job.recipe.run.seed
-    model = create_model(table.name, job.base.arch_args, table.weights, seed=seed, new_head=table.new_head)
+    arch, args = job.base.arch, job.base.arch_args
+    model = create_model(arch, args, job.resolved.weights, seed=seed, new_head=table.new_head)
     if table.weights == "random" and job.options.structure_only:
         randomize_constants(model, seed)  # the checks need values other than the zeros of an untrained model
     if table.weights != "random" and job.data is not None and job.data.heldout:
@@ -63,7 +64,7 @@ def _train_dense(job: Job, options: TrainOptions) -> nn.Module:
     job.progress.stage(f"Train the dense model ({table.name})")
     if job.runtime.is_main:
         record_settings(job.recipe, files.path)
-    model = create_model(table.name, job.base.arch_args, seed=job.recipe.run.seed)
+    model = create_model(job.base.arch, job.base.arch_args, seed=job.recipe.run.seed)
     train_model(job, model, options, files.state, "dense", files.training)
     return model
 
@@ -108,7 +109,7 @@ def heldout_accuracy(job: Job, model: nn.Module) -> Accuracy:
 def _report_weights(job: Job, model: nn.Module, data: Splits) -> None:
     """Report the held-out accuracy of existing weights; warn if it is no better than always the most frequent class."""
     weights, accuracy = job.recipe.model.weights, heldout_accuracy(job, model)
-    if part := part_of_weights(weights):
+    if part := job.resolved.part:
         job.progress.note(f"dense model: `{part}` of {weights}")
     job.progress.note(f"dense model: held-out top-1 {accuracy}")
     if guessed(accuracy.correct, data.heldout.labels):

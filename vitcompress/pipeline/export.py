@@ -181,8 +181,11 @@ def _export_target(job: Job, target: Target) -> None:
 
 
 def class_names(job: Job) -> tuple[str, ...]:
-    """The data's class names; numbers without data."""
-    return job.data.classes if job.data is not None else tuple(map(str, range(job.classes)))
+    """The user's class names, else those of the data or of the weights; numbers if all of these are unknown."""
+    names = job.resolved.class_names
+    if job.data is not None and job.recipe.model.class_names is None:
+        return job.data.classes
+    return names or tuple(map(str, range(job.classes)))
 
 
 def quarantine_failed(job: Job) -> None:

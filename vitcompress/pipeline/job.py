@@ -1,6 +1,5 @@
 """One run of one recipe: its options, and what all stages of the pipeline know about it."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,15 +9,16 @@ from typing import Any
 from torch import nn
 
 from vitcompress import surgery
-from vitcompress.errors import InputError
+from vitcompress.errors import InputError, WeightsError
 from vitcompress.exporters.doctor import onnx_problem
 from vitcompress.families import Family, family_of
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.methods import Method, find_method
 from vitcompress.methods.base import StepInfo
+from vitcompress.models.checkpoint import read_plan
 from vitcompress.models.create import InputConfig, check_classifier, input_config
-from vitcompress.models.source import ResolvedModel, create_blank, resolve_model
+from vitcompress.models.source import ResolvedModel, create_blank, load_class_names, resolve_model
 from vitcompress.pipeline.folder import dense_folder
 from vitcompress.plan import Plan
 from vitcompress.recipe.schema import Recipe
@@ -31,13 +31,15 @@ from vitcompress.training.options import DataOptions
 class RunOptions:
     """What the command line changes in a recipe. None keeps the recipe's own setting.
 
-    out: the run folder; None is runs/NAME. structure_only: no training and no scoring. fresh: start over.
+    out: the run folder; None is runs/NAME. classes: a file of class names. structure_only: no training and no scoring.
+    fresh: start over.
     """
 
     out: Path | None = None
     export: tuple[str, ...] = ()
     data: str | None = None
     weights: str | None = None
+    classes: Path | None = None
     device: str | None = None
     structure_only: bool = False
     fresh: bool = False
@@ -58,7 +60,8 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
         message = "--weights train needs a [dense] table with training options, and the recipe has none"
         raise InputError(message, hint="use a checkpoint, hub or random")
     weights = options.weights or ("random" if options.structure_only and recipe.model.weights == "train" else None)
-    model = recipe.model if weights is None else replace(recipe.model, weights=weights)
+    names = recipe.model.class_names if options.classes is None else str(options.classes.resolve())
+    model = replace(recipe.model, weights=weights or recipe.model.weights, class_names=names)
     table = recipe.data
     if data is not None:
         counts = "/".join(str(len(part)) for part in (data.train, data.heldout, data.test))
@@ -112,6 +115,7 @@ class Job:
     """One run of one recipe, which has the `options` applied.
 
     data: None if no images are needed or available. resolved: the arguments of the dense model and their sources.
+    weights_problem: why the weights cannot be used; `resolved` is then without them.
     base: the plan of the dense model. blank: the dense model on torch's meta device, without weights.
     pruned, structure: model and plan after all steps, without data or scoring.
     """
@@ -122,6 +126,7 @@ class Job:
     progress: Progress
     data: Splits | None
     resolved: ResolvedModel
+    weights_problem: WeightsError | None
     base: Plan
     files: RunFolder
     family: Family
@@ -178,10 +183,8 @@ def create_job(
         InputError: timm cannot build the model, it cannot classify images, or no family supports it.
         PlanError: a step requests more than the model has.
     """
-    classes = len(data.classes) if data is not None else recipe.model.classes or _class_count(recipe)
-    table = recipe.model
-    resolved = resolve_model(table.name, table.args, table.weights, classes=classes)
-    blank = model = create_blank(resolved.arch, json.dumps(resolved.arch_args))
+    resolved, problem = _resolve(recipe, options, data)
+    blank = model = create_blank(resolved.arch, resolved.arch_args)
     check_classifier(resolved.arch, resolved.arch_args, blank)
     base = plan = Plan(resolved.arch, resolved.arch_args)
     steps, family, files = list[JobStep](), family_of(blank), RunFolder(options.folder(recipe))
@@ -191,9 +194,31 @@ def create_job(
         folder, info = RunFolder(files.step(number, step.method)), method.describe(step.options)
         steps.append(JobStep(number, method, step.options, info, folder, model, delta))
         model, plan = surgery.apply_to_copy(model, delta), plan.then(delta)
-    return Job(
-        recipe, options, runtime, progress, data, resolved, base, files, family, tuple(steps), plan, blank, model
-    )
+    about = (resolved, problem, base, files, family, tuple(steps), plan, blank, model)
+    return Job(recipe, options, runtime, progress, data, *about)
+
+
+def _resolve(recipe: Recipe, options: RunOptions, data: Splits | None) -> tuple[ResolvedModel, WeightsError | None]:
+    """The dense model with its weights, or without them and why: a run that has its dense model needs no weights."""
+    table = recipe.model
+    classes = table.classes or _class_count(recipe) if data is None else len(data.classes)
+    if table.classes not in (None, classes):
+        raise InputError(f"model.classes is {table.classes}, the data has {classes}", hint="leave model.classes out")
+    names = load_class_names(Path(table.class_names)) if table.class_names else ()
+    try:
+        resolved = resolve_model(table.name, table.args, table.weights, classes=classes, class_names=names)
+    except WeightsError as problem:
+        dense = RunFolder(dense_folder(recipe, options.folder(recipe))).plan
+        done = dense.is_file() and not options.fresh
+        plan = read_plan(dense) if done else Plan(table.name, table.args)
+        return resolve_model(plan.arch, plan.arch_args, classes=classes, class_names=names), problem
+    if data is not None and {*data.classes} == {*resolved.class_names} and data.classes != resolved.class_names:
+        first = next(pair for pair in zip(data.classes, resolved.class_names, strict=True) if pair[0] != pair[1])
+        message = "the data has {!r} where the classifier has {!r}".format(*first)
+        raise InputError(
+            f"{message}: the same classes in another order", hint="name the folders in the classifier's order"
+        )
+    return resolved, None
 
 
 def _class_count(recipe: Recipe) -> int | None:

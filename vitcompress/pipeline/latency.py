@@ -40,7 +40,7 @@ def check_latency(job: Job) -> None:
     if not timed or job.runtime.broadcast(done):
         return
     check_clock(job)
-    model, plan = create_model(job.recipe.model.name, job.base.arch_args), job.base
+    model, plan = create_model(job.base.arch, job.base.arch_args), job.base
     with distributed.cpu_threads(job.recipe.run.threads):
         for step in job.steps[: timed[-1].number + 1]:
             if step.info.latency is not None:

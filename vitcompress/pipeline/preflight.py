@@ -123,14 +123,16 @@ def check_weights(job: Job, *, download: bool = True) -> None:
 
     download: False checks only that timm has the weights, for the same classes.
     """
-    table, args = job.recipe.model, job.base.arch_args
+    table, arch, args = job.recipe.model, job.base.arch, job.base.arch_args
     if table.weights in ("train", "random") or has_dense(job):
         return
-    if table.weights == "hub" and not download:
+    if job.weights_problem is not None:
+        raise job.weights_problem
+    if job.resolved.weights == "hub" and not download:
         classes = args.get("num_classes")
-        check_hub(table.name, classes if isinstance(classes, int) else None, new_head=table.new_head)
+        check_hub(arch, classes if isinstance(classes, int) else None, new_head=table.new_head)
     else:
-        create_model(table.name, args, table.weights, new_head=table.new_head)
+        create_model(arch, args, job.resolved.weights, new_head=table.new_head)
 
 
 def has_dense(job: Job) -> bool:

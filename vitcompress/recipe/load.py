@@ -20,14 +20,20 @@ REMOVED = object()  # the value of `key=` in an assignment: the default applies
 ANY_STEP = {"step": [{"method": "fold"}]}  # for recipes whose steps do not matter
 
 
-def load_recipe(source: str, sets: Sequence[str] = ()) -> Recipe:
+def load_recipe(source: str, sets: Sequence[str] = (), model: str | None = None) -> Recipe:
     """Read a recipe by name or from a file, apply `sets` (`table.key=value`) and validate it.
+
+    model: an architecture to use instead of the recipe's, whose arguments do not apply to it.
 
     Raises:
         RecipeError: with all problems.
         InputError: no such recipe; names the nearest.
     """
-    return build_recipe(source, _read(source), sets)
+    data = _read(source)
+    table = data.get("model")
+    if model is not None and isinstance(table, dict) and table.get("name") != model:
+        data["model"] = {**table, "name": model, "args": {}}
+    return build_recipe(source, data, sets)
 
 
 def load_recipe_of_run(path: Path) -> Recipe:
