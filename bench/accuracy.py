@@ -111,7 +111,7 @@ def run(
 
 def select_data(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptions:
     """The test data of the options, or else of the first run folder among the artifacts."""
-    recipes = [path for artifact in artifacts if (path := _run_folder(artifact).recipe).is_file()]
+    recipes = [path for artifact in artifacts if (path := RunFolder.of(artifact).recipe).is_file()]
     if options.data == DIGITS:
         data = DataOptions()
     elif options.data is not None:
@@ -126,15 +126,9 @@ def select_data(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptio
     return data if options.split is None else replace(data, test_split=options.split)
 
 
-def _run_folder(artifact: str) -> RunFolder:
-    """The folder `artifact`, or the one that contains it; not necessarily of a run."""
-    path = Path(artifact)
-    return RunFolder(path if path.is_dir() else path.parent)
-
-
 def _recorded_benchmarks(artifact: str) -> list[records.BenchRecord]:
     """bench.json of the run folder of an artifact; in other folders a file of this name may be anything."""
-    folder = _run_folder(artifact)
+    folder = RunFolder.of(artifact)
     valid = folder.benchmark.is_file() and folder.plan.is_file()
     return read_benchmarks(folder.benchmark) if valid else []
 

@@ -56,6 +56,11 @@ class ExportOptions:
         """Names of the options that differ from their defaults."""
         return tuple(name for name, default in DEFAULTS.items() if getattr(self, name) != default)
 
+    @property
+    def label(self) -> str:
+        """`-fp16-uint8`: what the name of a file states; empty for fp32 and images of floats."""
+        return f"-{self.precision}" * (self.precision != "fp32") + "-uint8" * self.uint8
+
     def only(self, names: Collection[str]) -> "ExportOptions":
         """These options for an exporter that supports `names`, with the defaults for all others."""
         return ExportOptions(**{name: getattr(self, name) for name in DEFAULTS if name in names})

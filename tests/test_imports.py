@@ -51,6 +51,7 @@ DOORS = {
 # The distribution that brings a library, where its name is another.
 DISTRIBUTIONS = {
     "PIL": "pillow",
+    "markdown_it": "markdown-it-py",
     "google": "protobuf",
     "pydantic_core": "pydantic",  # which pins it to one version
     "pynvml": "nvidia-ml-py",

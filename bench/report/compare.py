@@ -1,13 +1,13 @@
 """Several runs side by side: one table, and a plot of accuracy against speed."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, NotRequired, TypedDict
+from typing import Literal, NamedTuple, NotRequired, TypedDict, cast
 
 from vitcompress.bench.plots.figure import COLOURS, MARKS, check_path, new_figure, save_figure
-from vitcompress.bench.report.files import format_accuracy
+from vitcompress.bench.report.files import format_accuracy, pairs
 from vitcompress.bench.report.records import AccuracyRecord, RatioRecord, Report
-from vitcompress.bench.report.run import read_report
 from vitcompress.errors import InputError
 from vitcompress.io.text import NOT_MEASURED, format_change, format_count, format_interval
 
@@ -15,93 +15,128 @@ COLUMNS = ("run", "accuracy", "parameters", "MACs", "speed", "checks")
 
 
 class Cells(TypedDict):
-    """A table with one row per run."""
+    """A table with one row per run and per dense model."""
 
     columns: list[str]
     rows: list[tuple[str, ...]]
 
 
 class Comparison(TypedDict):
-    """Reports by run folder, and a table of them. plot, pictures: paths of images drawn from them."""
+    """Reports by run folder, and a table of them. not_plotted: why a run is not in the plot, by folder. plot, pictures:
+    paths of images drawn from them.
+    """
 
     runs: dict[str, Report]
     table: Cells
+    not_plotted: dict[str, str]
     plot: NotRequired[str | None]
     pictures: NotRequired[list[str]]
 
 
 class Point(NamedTuple):
-    """A run in the plot."""
+    """A run in the plot, or a dense model, which has no ratio."""
 
     run: str
     runtime: str
-    ratio: RatioRecord
+    ratio: RatioRecord | None
     accuracy: AccuracyRecord
 
 
-def compare_runs(folders: Sequence[str | Path]) -> Comparison:
-    """Compare each run with its own dense model. Raises ArtifactError for a folder without a report."""
-    runs = {str(folder): read_report(folder) for folder in folders}
-    rows = [(Path(name).name, *_cells(report)) for name, report in runs.items()]
-    return {"runs": runs, "table": {"columns": list(COLUMNS), "rows": rows}}
+def compare_runs(runs: Mapping[str, Report]) -> Comparison:
+    """Compare each run, by its folder, with its own dense model."""
+    groups = dense_models(runs)
+    several, rows = len(groups) > 1, list[tuple[str, ...]]()
+    for name, members in groups.items():
+        dense = cast(Report, {**members[0][1], "verify": None, "bench": None})
+        rows.append((name, *[""] * several, *_cells(dense, "dense")))
+        rows += [(Path(run).name, *[name] * several, *_cells(report, "compressed")) for run, report in members]
+    columns = [COLUMNS[0], *["dense model"] * several, *COLUMNS[1:]]
+    left_out = {run: reason for run, report in runs.items() if (reason := _gap(report))}
+    return {"runs": dict(runs), "table": {"columns": columns, "rows": rows}, "not_plotted": left_out}
 
 
-def _cells(report: Report) -> tuple[str, ...]:
-    accuracy, ratio, verify = _accuracy(report), _ratio(report), report.get("verify")
-    dense, compressed = report["cost"]["dense"], report["cost"]["compressed"]
-    counts = ((dense["params"], compressed["params"]), (dense["macs"], compressed["macs"]))
+def dense_models(runs: Mapping[str, Report]) -> dict[str, list[tuple[str, Report]]]:
+    """The runs of each dense model: `dense`, or `dense A`, `dense B`, ... if they start from several.
+
+    Equal are those with the same weights, by hash, and the same preprocessing; without a hash, with the same accuracy.
+    """
+    groups: dict[str, list[tuple[str, Report]]] = {}
+    for name, report in runs.items():
+        known = report.get("dense_sha256") or (report.get("accuracy") or {}).get("dense")
+        key = json.dumps([known, (report.get("model") or {}).get("input"), report["cost"]["dense"]])
+        groups.setdefault(key, []).append((name, report))
+    titles = [f"dense {chr(65 + n)}" if n < 26 else f"dense {n + 1}" for n in range(len(groups))]
+    return dict(zip(titles if len(groups) > 1 else ["dense"], groups.values(), strict=True))
+
+
+def _cells(report: Report, model: Literal["dense", "compressed"]) -> tuple[str, ...]:
+    accuracy, speed, verify = _accuracy(report, model), _speed(report), report.get("verify")
+    before, after = report["cost"]["dense"], report["cost"][model]
+    counts = ((before["params"], after["params"]), (before["macs"], after["macs"]))
+    changes = [f" ({format_change(*pair)})" if model == "compressed" else "" for pair in counts]
+    ratio = f"{speed[1]['median']:.2f}x ({format_interval(speed[1]['ci95'])})" if speed else NOT_MEASURED
     return (
         format_accuracy(accuracy) if accuracy else NOT_MEASURED,
-        *(f"{format_count(after)} ({format_change(before, after)})" for before, after in counts),
-        f"{ratio['median']:.2f}x ({format_interval(ratio['ci95'])})" if ratio else NOT_MEASURED,
-        "not run" if not verify else "passed" if verify["passed"] else "failed",
+        *(f"{format_count(pair[1])}{change}" for pair, change in zip(counts, changes, strict=True)),
+        ratio if model == "compressed" else "1x",
+        "" if model == "dense" else "not run" if not verify else "passed" if verify["passed"] else "failed",
     )
 
 
-def _accuracy(report: Report) -> AccuracyRecord | None:
-    return (report.get("accuracy") or {}).get("compressed")
+def _accuracy(report: Report, model: Literal["dense", "compressed"] = "compressed") -> AccuracyRecord | None:
+    return (report.get("accuracy") or {}).get(model)
 
 
-def _ratio(report: Report) -> RatioRecord | None:
-    """Speed of the compressed over the dense model in the first runtime."""
-    entries = report.get("bench") or ()
-    return entries[0]["ratios"][0] if entries and entries[0]["ratios"] else None
+def _speed(report: Report) -> tuple[str, RatioRecord] | None:
+    """Runtime, and the speed of the compressed over the dense model in it, in the first measurement of both."""
+    measured = (pair for entry in report.get("bench") or () for pair in pairs(entry))
+    return next(((a["runtime"], ratio) for a, _, ratio in measured), None)
+
+
+def _gap(report: Report) -> str:
+    """Why a run is not in the plot; empty if it is."""
+    accuracy = "" if _accuracy(report) else "its accuracy is not known"
+    hint = "`vitcompress bench DIR/dense.onnx DIR/model.onnx` measures it, or give --bench FILE"
+    speed = "" if _speed(report) else f"its speed was not measured together with that of its dense model ({hint})"
+    return "; ".join(filter(None, (accuracy, speed)))
 
 
 def points(runs: Mapping[str, Report]) -> list[Point]:
-    """The runs that have both an accuracy and a speed."""
-    return [
-        Point(Path(name).name, entries[0]["rows"][0]["runtime"], ratio, accuracy)
-        for name, report in runs.items()
-        if (entries := report.get("bench")) and (ratio := _ratio(report)) and (accuracy := _accuracy(report))
-    ]
+    """The runs that have both an accuracy and a speed, each after its dense model."""
+    result, groups = list[Point](), dense_models(runs)
+    for dense, members in groups.items():
+        if accuracy := next((known for _, report in members if (known := _accuracy(report, "dense"))), None):
+            result.append(Point(dense, "", None, accuracy))
+        for name, report in members:
+            if (speed := _speed(report)) and (own := _accuracy(report)):
+                label = f"{Path(name).name}{f' ({dense})' if len(groups) > 1 else ''}"
+                result.append(Point(label, *speed, own))
+    return result
 
 
 def plot(runs: Mapping[str, Report], path: Path) -> Path:
-    """Plot accuracy against speed-up with their intervals, one point per run, to `path` (.png, .svg or .pdf).
+    """Plot accuracy against speed-up with their intervals to `path` (.png, .svg or .pdf): runs and dense models.
 
     Raises:
         InputError: no run has both an accuracy and a speed, or `path` has another suffix.
     """
     check_path(path)
     shown = points(runs)
-    if not shown:
-        problem = "none of these runs has both an accuracy and a speed to plot"
-        raise InputError(problem, hint="--structure-only runs have no accuracy")
+    if not any(point.ratio for point in shown):
+        reasons = "; ".join(f"{Path(name).name}: {_gap(report)}" for name, report in runs.items())
+        raise InputError(f"none of these runs has both an accuracy and a speed to plot: {reasons}")
     figure = new_figure(7, 4.5)
     axes = figure.subplots()
     for number, point in enumerate(shown):
-        x, y = point.ratio["median"], 100 * point.accuracy["top1"]
-        left, right = point.ratio["ci95"]
+        x, y = point.ratio["median"] if point.ratio else 1.0, 100 * point.accuracy["top1"]
+        left, right = point.ratio["ci95"] if point.ratio else (None, None)
         low, high = (100 * end for end in point.accuracy["top1_ci95"])
         style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)], "label": point.run}
+        style |= {} if point.ratio else {"color": "grey", "mfc": "white"}
         bar = None if left is None or right is None else [[x - left], [right - x]]  # None: too few rounds
         axes.errorbar([x], [y], xerr=bar, yerr=[[y - low], [high - y]], ls="none", capsize=3, **style)
-    name, first = next(iter(runs.items()))
-    if dense := (first.get("accuracy") or {}).get("dense"):
-        axes.axhline(100 * dense["top1"], linestyle=":", color="grey", label=f"dense of {Path(name).name}")
     axes.axvline(1.0, linestyle=":", color="lightgrey")
-    runtimes = " or ".join(dict.fromkeys(point.runtime for point in shown))
+    runtimes = " or ".join(dict.fromkeys(point.runtime for point in shown if point.runtime))
     axes.set(xlabel=f"times as fast as its dense model ({runtimes})", ylabel="top-1 on the test images, %")
     axes.set_title("bars: 95 % intervals", fontsize="small", loc="left")
     figure.legend(fontsize="small", loc="outside lower center", ncols=3)  # beside the axes, where it hides no interval

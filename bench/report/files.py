@@ -1,10 +1,64 @@
 """Tables and sentences about exported files: accuracy, speed, size, and the origin of their weights."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import cast
 
 from vitcompress.bench.report import records
+from vitcompress.exporters.sidecar import DENSE
 from vitcompress.io.text import NONE, Columns, Table, format_percent, format_rate, format_shape, shorten_paths
+
+SETTINGS = ("runtime", "device", "precision", "threads", "input_type", "compile", "cuda_graph")
+
+
+def match_rows(entries: Iterable[records.BenchRecord], names: Mapping[str, Sequence[str]]) -> list[records.BenchRecord]:
+    """The part of each measurement that is about the files of a run folder, which it then calls by their names there.
+
+    names: SHA-256 -> names, relative to the folder. A file that has changed since is not one of them.
+    """
+    return [own for entry in entries if (own := _match_entry(entry, names))["rows"]]
+
+
+def _match_entry(entry: records.BenchRecord, names: Mapping[str, Sequence[str]]) -> records.BenchRecord:
+    rows = [row for row in entry["rows"] if row.get("sha256") in names]
+    own = {row["artifact"]: _own_name(row["artifact"], names[row["sha256"] or ""]) for row in rows}
+    patterns = {r["artifact"]: rf"(?<![\w./-]){re.escape(r['artifact'])}(?!\.?[\w/-])" for r in entry["rows"]}
+    foreign = [pattern for name, pattern in patterns.items() if name not in own]
+
+    def rename(text: str) -> str:
+        for name in sorted(own, key=len, reverse=True):
+            text = re.sub(patterns[name], lambda _, name=name: own[name], text)  # type: ignore[misc]
+        return text
+
+    texts = {
+        key: [rename(text) for text in entry[key] if not any(re.search(pattern, text) for pattern in foreign)]
+        for key in ("warnings", "notes", "disturbed")
+    }
+    ratios = [{**r, "a": own[r["a"]], "b": own[r["b"]]} for r in entry["ratios"] if {r["a"], r["b"]} <= own.keys()]
+    kept = {key: value for key, value in entry.items() if key != "ratio"}
+    only = {"ratio": ratios[0]} if len(ratios) == 1 else {}
+    named = [{**row, "artifact": own[row["artifact"]]} for row in rows]
+    return cast(records.BenchRecord, {**kept, **texts, "rows": named, "ratios": ratios, **only})
+
+
+def _own_name(artifact: str, names: Sequence[str]) -> str:
+    """The name of an artifact among the files of equal content: the same one, else one that contains its last part."""
+    return min(names, key=lambda name: (name != artifact, Path(artifact).name not in Path(name).parts))
+
+
+def is_dense(artifact: str) -> bool:
+    """Whether a name that is relative to a run folder is one of the dense model's: its files and its folders."""
+    return any(part.startswith(DENSE) for part in Path(artifact).parts[-2:])
+
+
+def pairs(entry: records.BenchRecord) -> Iterator[tuple[records.BenchRow, records.BenchRow, records.RatioRecord]]:
+    """Rows and ratio of each dense and compressed artifact of a measurement that ran with the same settings."""
+    rows = {(row["artifact"], row["batch"]): row for row in entry["rows"]}
+    for ratio in entry["ratios"]:
+        a, b = (rows[name, ratio["batch"]] for name in (ratio["a"], ratio["b"]))
+        if is_dense(ratio["a"]) and not is_dense(ratio["b"]) and all(a.get(key) == b.get(key) for key in SETTINGS):
+            yield a, b, ratio
 
 
 def list_warnings(entries: Iterable[records.BenchRecord]) -> list[str]:
@@ -21,14 +75,15 @@ def list_warnings(entries: Iterable[records.BenchRecord]) -> list[str]:
 
 
 def artifact_table(entries: Iterable[records.ArtifactRecord]) -> Table:
-    """One row per exported file: accuracy, speed, size and hash."""
+    """One row per exported file: format, size, agreement, accuracy, speed and hash."""
     columns: Columns = {
         "file": "{file}",
+        "format": lambda entry: entry.get("format", NONE),
+        "precision": lambda entry: entry["precision"] + " +uint8" * (entry.get("input") == "uint8"),
+        "bytes": "{bytes:,}",
+        "agrees with the model": lambda entry: entry.get("agreement") or ("yes" if entry["verified"] else "not run"),
         "top-1": lambda entry: format_accuracy(entry["accuracy"]) if entry["accuracy"] else NONE,
         "images/s": lambda entry: _format_speed(entry["speed"]) if entry["speed"] else NONE,
-        "precision": "{precision}",
-        "bytes": "{bytes:,}",
-        "outputs checked here": lambda entry: "yes" if entry["verified"] else "no",
         "sha256": "{sha256:.12}",
     }
     return Table.of("", columns, entries)

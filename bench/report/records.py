@@ -270,7 +270,10 @@ class CostRecord(TypedDict):
 
 
 class AccuracyRecord(TypedDict):
-    """Counts and shares of correct images (first, among the first five), mean loss, Wilson's 95 % interval of top-1."""
+    """Counts and shares of correct images (first, among the first five), mean loss, Wilson's 95 % interval of top-1.
+
+    sha256: of the exported file.
+    """
 
     correct: int
     correct5: int
@@ -279,6 +282,7 @@ class AccuracyRecord(TypedDict):
     top1: float
     top5: float
     top1_ci95: Sequence[float]
+    sha256: NotRequired[str | None]
 
 
 class McNemarRecord(TypedDict):
@@ -344,7 +348,11 @@ class PlanRecord(TypedDict):
 
 
 class ArtifactRecord(TypedDict):
-    """One exported file of the compressed model. verified: its outputs were compared with the model's."""
+    """One exported file. verified: its outputs were compared with the model's; agreement: the result, as text.
+
+    input: type of its images, `float32` or `uint8`. batch: smallest, best and largest, of an engine. accuracy and speed
+    are of the file with this hash. Reports of earlier versions lack the last keys.
+    """
 
     file: str
     sha256: str
@@ -353,6 +361,10 @@ class ArtifactRecord(TypedDict):
     verified: bool
     accuracy: AccuracyRecord | None
     speed: SpeedRecord | None
+    format: NotRequired[str]
+    input: NotRequired[str]
+    agreement: NotRequired[str]
+    batch: NotRequired[Sequence[int] | None]
 
 
 class PublishedRecord(TypedDict, total=False):
@@ -374,8 +386,8 @@ class Report(TypedDict, total=False):
     """Content of report.json. Every key except `recipe` and `cost` may be missing or null.
 
     before_recovery: on held-out images, directly after pruning. bench: one entry per runtime, the dense model first.
-    files: bytes of each exported file. searched: models that the search measured. layers: how layers were chosen.
-    tables: measurements of the methods.
+    files: bytes of each exported file. dense_sha256: of the dense model's weights. searched: models that the search
+    measured. layers: how layers were chosen. tables: measurements of the methods.
     """
 
     recipe: Required[str]
@@ -383,6 +395,7 @@ class Report(TypedDict, total=False):
     model: ModelRecord | None
     plan: PlanRecord | None
     plan_sha256: str | None
+    dense_sha256: str | None
     widths: TableRecord | None
     cost: Required[Mapping[Literal["dense", "compressed"], CostRecord]]
     accuracy: AccuracyPair | None

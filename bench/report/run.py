@@ -7,13 +7,22 @@ from typing import cast
 
 from vitcompress.bench.plots import structure
 from vitcompress.bench.report import records
-from vitcompress.bench.report.files import artifact_table, describe_bytes, format_accuracy, list_warnings, weight_table
-from vitcompress.bench.report.snippet import snippet
+from vitcompress.bench.report.files import (
+    artifact_table,
+    describe_bytes,
+    format_accuracy,
+    is_dense,
+    list_warnings,
+    pairs,
+    weight_table,
+)
+from vitcompress.bench.report.snippet import TEMPLATES, snippet
 from vitcompress.errors import ArtifactError
+from vitcompress.exporters.sidecar import DENSE
 from vitcompress.io import text
 from vitcompress.io.files import read_json, write_json, write_text
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.io.text import NOT_MEASURED, Columns, Table
+from vitcompress.io.text import NOT_MEASURED, Columns, Table, escape_markdown
 
 FILES = {"xml": "xml and bin"}  # an OpenVINO model consists of two files
 SPEED_KEYS = records.SpeedRecord.__annotations__.keys()
@@ -90,7 +99,7 @@ def summary_table(report: records.Report) -> Table:
     """Accuracy, size and speed before and after, and the checks."""
     rows: list[Row] = [_accuracy_row(report)]
     for artifact in report.get("artifacts") or ():
-        if accuracy := artifact["accuracy"]:
+        if (accuracy := artifact["accuracy"]) and not is_dense(artifact["file"]):
             rows.append((f"accuracy of {artifact['file']}", "", format_accuracy(accuracy), ""))
     dense, compressed = report["cost"]["dense"], report["cost"]["compressed"]
     rows.append(_count_row("parameters", dense["params"], compressed["params"]))
@@ -100,8 +109,9 @@ def summary_table(report: records.Report) -> Table:
     rows += [] if entries else [(name, NOT_MEASURED, NOT_MEASURED, "") for name in ("latency", "throughput")]
     files = report.get("files") or {}
     for name, after in files.items():
-        kind = name.removeprefix("model.")
-        if kind != name and (before := files.get(f"dense.{kind}")):
+        kind = name.removeprefix("model")
+        if kind != name and (before := files.get(f"{DENSE}{kind}")):
+            kind = kind.lstrip(".-")
             rows.append(_count_row(f"file size ({FILES.get(kind, kind)})", before, after, "B"))
     if verify := report.get("verify"):
         rows.append(("checks (verify.json)", "", count_verdicts(verify), ""))
@@ -129,20 +139,17 @@ def _accuracy_row(report: records.Report) -> Row:
 
 
 def _speed_rows(entry: records.BenchRecord) -> Iterator[Row]:
-    """Latency, throughput and speed-up of one interleaved measurement of two artifacts."""
-    dense, compressed = entry["rows"][:2]
-    ratio = entry["ratios"][0]
-    where = f"{dense['runtime']} {dense['device']} {dense['precision']}, batch {dense['batch']}"
-    times = [row["latency_ms"]["p50"] for row in (dense, compressed)]
-    rates = [row["images_per_second"] for row in (dense, compressed)]
-    yield (
-        f"latency, median ({where})",
-        *(f"{text.format_milliseconds(t)} ms" for t in times),
-        text.format_change(*times),
-    )
-    yield f"throughput ({where})", *(f"{text.format_rate(rate)} images/s" for rate in rates), text.format_change(*rates)
-    # The speed-up is a median over pairs of blocks, not the ratio of the figures above, and so has its own row.
-    yield f"speed-up, in turns ({where})", "", f"{text.format_ratio(ratio['median'])}x", describe_interval(ratio)
+    """Latency, throughput and speed-up of each pair of a dense and a compressed artifact that were interleaved."""
+    for dense, compressed, ratio in pairs(entry):
+        where = f"{dense['runtime']} {dense['device']} {_format_precision(dense)}, batch {dense['batch']}"
+        times = [row["latency_ms"]["p50"] for row in (dense, compressed)]
+        rates = [row["images_per_second"] for row in (dense, compressed)]
+        cells = [f"{text.format_milliseconds(t)} ms" for t in times]
+        yield f"latency, median ({where})", *cells, text.format_change(*times)
+        cells = [f"{text.format_rate(rate)} images/s" for rate in rates]
+        yield f"throughput ({where})", *cells, text.format_change(*rates)
+        # The speed-up is a median over pairs of blocks, not the ratio of the figures above, and so has its own row.
+        yield f"speed-up, in turns ({where})", "", f"{text.format_ratio(ratio['median'])}x", describe_interval(ratio)
 
 
 def cost_table(report: records.Report) -> Table:
@@ -207,7 +214,11 @@ def verify_table(verify: records.VerificationRecord) -> Table:
 
 def markdown(report: records.Report) -> str:
     """The report as one page."""
-    parts = [f"# {report['recipe']}", report.get("summary") or "", summary_table(report).markdown()]
+    parts = [
+        f"# {escape_markdown(report['recipe'])}",
+        escape_markdown(report.get("summary") or ""),
+        summary_table(report).markdown(),
+    ]
     parts += [*_removed(report), "## Cost", cost_table(report).markdown()]
     if entries := report.get("bench"):
         parts += ["## Speed", bench_table(entries).markdown(), *_conditions(entries)]
@@ -218,24 +229,26 @@ def markdown(report: records.Report) -> str:
         if weights := verify.get("weights"):
             parts += ["## Weights", weight_table(weights).markdown(), _bullets(describe_bytes(weights))]
     for table in report.get("tables") or ():
-        parts += [f"## {table['title']}", _table(table)]
+        parts += [f"## {escape_markdown(table['title'])}", _table(table)]
     if published := report.get("published"):
         figures = _published_lines(published, report["cost"]["compressed"])
         parts += ["## As published by others, not measured here", _bullets(figures)]
     if notes := report.get("notes"):
         parts += ["## Notes", _bullets(notes)]
     model = report.get("model") or {}
-    if "input" in model and "model.onnx" in (report.get("files") or {}):
-        lines = snippet(model["input"], uint8=model.get("uint8", False))
-        parts += ["## Use it without vitcompress", f"```python\n{lines}```"]
+    if usable := [entry for entry in artifacts or () if "input" in model and entry.get("format", "onnx") in TEMPLATES]:
+        parts.append("## Use it without vitcompress")
+        for entry in sorted(usable, key=lambda entry: is_dense(entry["file"])):
+            parts += [f"### {escape_markdown(entry['file'])}", f"```python\n{snippet(model['input'], entry)}```"]
     if classes := model.get("classes"):
         unnamed = list(classes) == [str(number) for number in range(len(classes))]
-        parts += ["## Classes", f"{len(classes)}, named by their numbers" if unnamed else ", ".join(classes)]
+        listed = "named by their numbers" if unnamed else escape_markdown(", ".join(classes))
+        parts += ["## Classes", f"{len(classes)}: {listed}"]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _bullets(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
+    return "\n".join(f"- {escape_markdown(line)}" for line in lines)
 
 
 def _table(table: records.TableRecord) -> str:
@@ -254,7 +267,12 @@ def _removed(report: records.Report) -> list[str]:
     if start := report.get("before_recovery"):
         pruned, dense = format_accuracy(start["pruned"]), format_accuracy(start["dense"])
         sentences.append(f"Directly after pruning, on held-out images: {pruned}; dense: {dense}.")
-    return ["## What was removed", _bullets(lines) or "nothing", _table(widths) if widths else "", " ".join(sentences)]
+    return [
+        "## What was removed",
+        _bullets(lines) or "nothing",
+        _table(widths) if widths else "",
+        escape_markdown(" ".join(sentences)),
+    ]
 
 
 def _conditions(entries: Sequence[records.BenchRecord]) -> list[str]:
@@ -265,7 +283,7 @@ def _conditions(entries: Sequence[records.BenchRecord]) -> list[str]:
     tf32 = "; ".join(f"{e['rows'][0]['runtime']}: TF32 {'on' if e['rows'][0]['tf32'] else 'off'}" for e in entries)
     settings = f"Measured on {hardware}; {versions}. Artifacts are interleaved; input: {row['input']}. {tf32}."
     ratios = [f"- {line}" for entry in entries for line in describe_speeds(entry)]
-    return [settings, "\n".join([*ratios, *list_warnings(entries)])]
+    return [escape_markdown(settings), "\n".join(map(escape_markdown, [*ratios, *list_warnings(entries)]))]
 
 
 def _published_lines(published: records.PublishedRecord, cost: records.CostRecord) -> Iterator[str]:

@@ -88,17 +88,21 @@ def test_the_summary_shows_before_after_and_change(measured: tuple[Path, dict[st
 def test_each_row_shows_its_own_change() -> None:
     """A stalled machine changes the throughput, not the median of interleaved rounds: they have separate rows."""
 
-    def row(rate: float, p50: float) -> dict[str, object]:
-        about = {"runtime": "onnxruntime", "device": "cpu", "precision": "fp32", "batch": 2}
+    def row(name: str, rate: float, p50: float) -> dict[str, object]:
+        about = {"runtime": "onnxruntime", "device": "cpu", "precision": "fp32", "batch": 2, "artifact": name}
+        about |= {"compile": False, "cuda_graph": False, "transfers": False, "threads": 1}
         return about | {"images_per_second": rate, "latency_ms": {"p50": p50}}
 
     def cells(high: float | None) -> list[tuple[str, ...]]:
         ratio = {
+            "a": "dense.onnx",
+            "b": "model.onnx",
+            "batch": 2,
             "median": 1.5,
             "ci95": [1.4 if high else 0.0, high],
             "verdict": "faster" if high else "not distinguishable",
         }
-        bench = [{"rows": [row(3831.0, 3.0), row(121.0, 2.0)], "ratios": [ratio]}]
+        bench = [{"rows": [row("dense.onnx", 3831.0, 3.0), row("model.onnx", 121.0, 2.0)], "ratios": [ratio]}]
         rows = run.summary_table({"cost": COST, "bench": bench}).rows
         return [row[1:] for row in rows if "batch 2" in row[0]]
 
@@ -204,20 +208,22 @@ def test_a_run_without_data_has_a_report_too() -> None:
 
 def test_runs_side_by_side(measured: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
     folder, _ = measured
-    comparison = compare.compare_runs([folder])
+    comparison = compare.compare_runs({str(folder): run.read_report(folder)})
     compare.plot(comparison["runs"], tmp_path / "plot.png")
-    (row,) = comparison["table"]["rows"]
+    dense, row = comparison["table"]["rows"]
+    assert dense[:2] == ("dense", "97.0 % (524 of 540)") and comparison["not_plotted"] == {}
     assert (*row[:2], row[-1]) == (folder.name, "96.5 % (521 of 540)", "passed")
     with Image.open(tmp_path / "plot.png") as image:
         assert image.width > 500
     with pytest.raises(InputError):
         compare.plot(comparison["runs"], tmp_path / "plot.exe")
     with pytest.raises(ArtifactError):
-        compare.compare_runs([tmp_path])
+        run.read_report(tmp_path)
 
 
 def test_what_the_plot_shows(measured: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
-    (point,) = compare.points({"run": measured[1]})
+    dense, point = compare.points({"run": measured[1]})
+    assert (dense.run, dense.ratio, dense.accuracy["top1"]) == ("dense", None, 524 / 540)
     assert point.accuracy["top1"] == 521 / 540
     assert point.ratio["ci95"][0] <= point.ratio["median"]
     structure = {"run": {"recipe": "x", "cost": COST}}
@@ -236,7 +242,7 @@ def test_a_speed_up_without_an_interval_has_no_bar(
     for ends in ([1.2, 1.8], [0.0, None]):
         short = {**entry, "ratios": [{**entry["ratios"][0], "median": 1.5, "ci95": ends}]}
         compare.plot({"run": {**measured[1], "bench": [short]}}, tmp_path / "plot.png")
-    bars = [figure.axes[0].containers[0] for figure in figures]
+    bars = [figure.axes[0].containers[1] for figure in figures]
     assert [(bar.has_xerr, bar.has_yerr) for bar in bars] == [(True, True), (False, True)]
 
 
@@ -251,12 +257,14 @@ def test_an_exported_file_has_accuracy_speed_and_hash_in_one_row() -> None:
     speed = {"images_per_second": 9457.4, "batch": 256}
     engine = {**known, "file": "model.engine", "verified": False, "accuracy": None, "speed": None}
     slow = {**engine, "file": "model.xml", "speed": {"images_per_second": 0.2987, "batch": 1}}
-    files = [{**known, "accuracy": accuracy(529), "speed": speed}, engine, slow]
+    now = {"format": "onnx", "input": "uint8", "agreement": "passed, 0 of 64 differ"}
+    files = [{**known, **now, "accuracy": accuracy(529), "speed": speed}, engine, slow]
     data = {"recipe": "x", "cost": COST, "artifacts": files}
     page = run.markdown(data)
-    cells = "98.0 % (529 of 540) | 9,457 (batch 256) | fp32 | 712,340 | yes | 0123456789ab"
-    assert f"| model.onnx | {cells} |" in page and "| model.engine | - | - | fp32 | 712,340 | no |" in page
-    assert "| model.xml | - | 0.299 (batch 1) |" in page
+    cells = "onnx | fp32 +uint8 | 712,340 | passed, 0 of 64 differ | 98.0 % (529 of 540) | 9,457 (batch 256)"
+    assert f"| model.onnx | {cells} | 0123456789ab |" in page
+    assert "| model.engine | - | fp32 | 712,340 | not run | - | - |" in page  # as earlier versions recorded it
+    assert "| model.xml | - | fp32 | 712,340 | not run | - | 0.299 (batch 1) |" in page
     rows = {row[0]: row for row in run.summary_table(data).rows}
     assert rows["accuracy of model.onnx"][2] == "98.0 % (529 of 540)" and "accuracy of model.engine" not in rows
 

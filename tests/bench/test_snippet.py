@@ -28,7 +28,8 @@ def test_the_ten_lines_classify_a_jpeg_without_vitcompress(tmp_path: Path) -> No
     about = {"arch": "x", "input": input_config(model).to_dict(), "classes": list(CLASSES)}
     counted = count_cost(model, (3, 8, 8)).to_dict()
     data = {"recipe": "x", "model": about, "cost": {"dense": counted, "compressed": counted}}
-    page = run.markdown({**data, "files": {"model.onnx": 1}})
+    file = {"file": "model.onnx", "sha256": "0", "bytes": 1, "precision": "fp32", "verified": True}
+    page = run.markdown({**data, "artifacts": [{**file, "accuracy": None, "speed": None}]})
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(code.splitlines()) == 10
     assert "vitcompress" not in code
@@ -76,7 +77,8 @@ def test_the_ten_lines_preprocess_images_like_the_evaluation(
 ) -> None:
     noise = np.random.default_rng(1).integers(0, 255, (size[1], size[0], 3)).astype(np.uint8)
     Image.fromarray(noise).save(tmp_path / "photo.png")
-    lines = snippet(input.to_dict(), image=str(tmp_path / "photo.png")).splitlines()
+    file = {"file": "model.onnx", "precision": "fp32"}
+    lines = snippet(input.to_dict(), file, image=str(tmp_path / "photo.png")).splitlines()
     scope: dict[str, object] = {}
     exec("\n".join([*lines[:2], *lines[4:9]]), scope)  # without the session and the printed class
     photo = OnePhoto(tmp_path / "photo.png", "L" if input.size[0] == 1 else "RGB")

@@ -24,10 +24,13 @@ def verify(folder: Path, as_json: bool, debug: bool) -> int:
         from vitcompress.bench.report.run import count_verdicts
         from vitcompress.cli.output import tables
         from vitcompress.pipeline.folder import dense_folder_of_run
+        from vitcompress.pipeline.report import refresh_report, run_folders
         from vitcompress.verify import verify_folder
 
         progress.stage(f"Verify {folder}")
         verification = verify_folder(folder, dense=dense_folder_of_run(folder), progress=progress)
+        for run in run_folders([folder]):
+            refresh_report(run, progress)
         data = cast(VerificationRecord, verification.to_dict())
         weights = files.weight_table(data["weights"])
     summary = [*files.describe_bytes(data["weights"]), count_verdicts(data)]
@@ -42,24 +45,35 @@ def verify(folder: Path, as_json: bool, debug: bool) -> int:
 )
 @export_options
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File to write (default: in DIR).")
+@click.option("--dense", is_flag=True, help="Export the model before pruning, to compare with.")
 @click.option("--require-verified", is_flag=True, help="Exit code 1 if the file cannot be verified on this machine.")
 @common_options
 def export(
-    folder: Path, name: str, out: Path | None, require_verified: bool, as_json: bool, debug: bool, **options: Any
+    folder: Path,
+    name: str,
+    out: Path | None,
+    dense: bool,
+    require_verified: bool,
+    as_json: bool,
+    debug: bool,
+    **options: Any,
 ) -> int:
     """Export a finished run folder again.
 
     In another format or precision, or on the target machine. The weights and outputs of the file are compared with the
-    model; a file that fails is moved to the folder `failed`.
+    model; a file that fails is moved to the folder `failed`. The report of the folder lists the file.
     """
     with show_progress(debug) as progress:
         from vitcompress.cli.output import tables
         from vitcompress.exporters.options import ExportOptions
         from vitcompress.pipeline.export_folder import export_folder, verify_export
+        from vitcompress.pipeline.report import refresh_report, run_folders
 
         settings = ExportOptions(**{key: value for key, value in options.items() if value not in (None, ())})
-        done = export_folder(folder, name, options=settings, out=out, progress=progress)
-        outcome = verify_export(folder, done, progress)
+        done = export_folder(folder, name, options=settings, out=out, dense=dense, progress=progress)
+        outcome = verify_export(folder, done, progress, dense=dense)
+        for run in run_folders([folder]):
+            refresh_report(run, progress)
     data = {"folder": str(outcome.path.parent), **done.to_dict(), **outcome.to_dict()}
     print_result(data, as_json, tables.print_export)
     file = done.path.name
@@ -113,10 +127,12 @@ def bench(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any
         from vitcompress.bench.report.run import bench_table
         from vitcompress.cli.output import tables
         from vitcompress.exporters.runtimes import RunnerOptions
+        from vitcompress.pipeline.report import record_bench
 
         settings = suite.BenchOptions(runner=take(options, RunnerOptions), **options)
         result = suite.run(artifacts, settings, progress=progress)
         measured, failure = result.to_dict(), result.failure()
+        record_bench(artifacts, measured, progress)
     print_result(measured, as_json, lambda _: tables.print_bench(measured, bench_table([measured])))
     return 0 if failure is None else report_failure(failure, None, as_json)
 
@@ -146,8 +162,10 @@ def evaluate(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: 
         from vitcompress.bench.preprocessing import Preprocessing
         from vitcompress.cli.output import tables
         from vitcompress.exporters.runtimes import RunnerOptions
+        from vitcompress.pipeline.report import record_accuracy
 
         runner, preprocessing = take(options, RunnerOptions), take(options, Preprocessing)
         settings = accuracy.EvaluateOptions(runner=runner, preprocessing=preprocessing, **options)
         result = accuracy.run(artifacts, settings, progress)
+        record_accuracy(artifacts, result, settings, progress)
     return print_result(result, as_json, tables.print_accuracy)

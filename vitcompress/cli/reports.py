@@ -20,20 +20,34 @@ from vitcompress.errors import MissingExtraError
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for plots of the layers and channels that each run chose, with their scores.",
 )
+@click.option(
+    "--bench",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Output of `bench --json`, to take speeds from.",
+)
 @common_options
-def report(folders: tuple[str, ...], plot: Path | None, pictures: Path | None, as_json: bool, debug: bool) -> int:
+def report(
+    folders: tuple[str, ...],
+    plot: Path | None,
+    pictures: Path | None,
+    bench: Path | None,
+    as_json: bool,
+    debug: bool,
+) -> int:
     """Show the results of runs.
 
-    One run folder as a page; several side by side, with a plot of accuracy against speed.
+    One run folder as a page; several side by side, with a plot of accuracy against speed. Updates the reports in the
+    folders if their files have changed.
     """
     with show_progress(debug) as progress:
         from vitcompress.bench.report import compare
         from vitcompress.bench.report import run as reports
         from vitcompress.cli.output import tables, terminal
+        from vitcompress.pipeline.report import read_reports
 
-        result = compare.compare_runs(folders)
+        result = compare.compare_runs(read_reports(folders, bench, progress))
         result["plot"] = None
-        if plot or (len(folders) > 1 and compare.points(result["runs"])):
+        if plot or (len(folders) > 1 and len(result["not_plotted"]) < len(result["runs"])):
             try:
                 result["plot"] = str(compare.plot(result["runs"], plot or Path("comparison.png")))
             except MissingExtraError as error:

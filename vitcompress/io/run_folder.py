@@ -5,7 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-EXPORTS = ("model.*", "model-*.*", "standard.*", "dense.*")  # model-*: further exports, in another precision
+EXPORTS = (
+    "model.*",
+    "model-*.*",
+    "standard.*",
+    "dense.*",
+    "dense-*.*",
+)  # -*: in another precision, or with bytes as input
 
 
 class Entry:
@@ -35,6 +41,7 @@ class RunFolder:
     benchmark = Entry("bench.json")
     report = Entry("report.json")
     markdown = Entry("report.md")
+    html = Entry("report.html")
     log = Entry("log.jsonl")
     tensorboard = Entry("tensorboard")
     lock = Entry(".lock")
@@ -57,6 +64,12 @@ class RunFolder:
     rejected = Entry("state/refused.json")  # exports that failed a check, and why
     dense = Entry("state/dense")  # the dense model, where the run does not share it with others
 
+    @classmethod
+    def of(cls, artifact: str | Path) -> "RunFolder":
+        """The folder `artifact`, or the one that contains it; not necessarily of a run."""
+        path = Path(artifact)
+        return cls(path if path.is_dir() else path.parent)
+
     def step(self, number: int, method: str) -> Path:
         """What pruning step `number` (from 0) keeps."""
         return self.state / f"step-{number}-{method}"
@@ -75,7 +88,7 @@ class RunFolder:
         The report comes first and the recipe last: without a report a run is not done, without a recipe the folder
         belongs to no run.
         """
-        yield from (self.report, self.markdown, self.verification, self.benchmark)
+        yield from (self.report, self.markdown, self.html, self.verification, self.benchmark)
         for pattern in EXPORTS:
             yield from sorted(self.path.glob(pattern))
         yield from (self.failed, self.plan, self.log, self.tensorboard)

@@ -1,5 +1,6 @@
 """Format numbers, ranges, tables and differences between settings."""
 
+import html
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,12 @@ def shorten_paths(names: Sequence[str]) -> list[str]:
     return [shorten(name) for name in names]
 
 
+def escape_markdown(text: str) -> str:
+    """`text` on one line, without effect as Markdown or HTML: names of classes and files may contain anything."""
+    line = html.escape(" ".join(text.split()), quote=False)
+    return re.sub(r"([\\`*\[\]|~]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", line)  # not the _ inside words
+
+
 NOT_MEASURED = "not measured"
 NONE = "-"
 # Heading -> cell: a format string with the keys of a record (`"{accuracy:.1f} %"`), or a function of the record.
@@ -106,9 +113,9 @@ class Table:
 
     def markdown(self) -> str:
         head = [self.columns, tuple("---:" if self._is_numeric(i) else "---" for i in range(len(self.columns)))]
-        return "\n".join(
-            "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in [*head, *self.rows]
-        )
+        rows = [head[0], *self.rows]
+        lines = ["| " + " | ".join(map(escape_markdown, row)) + " |" for row in rows]
+        return "\n".join([lines[0], "| " + " | ".join(head[1]) + " |", *lines[1:]])
 
     def _is_numeric(self, column: int) -> bool:
         """Whether a column is right-aligned: numbers are; words, hashes and the first column are not."""

@@ -10,13 +10,14 @@ from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters import available_exporter, exported_files
 from vitcompress.exporters.base import Exported, Exporter
 from vitcompress.exporters.options import ExportOptions
-from vitcompress.exporters.sidecar import DENSE, read_class_names, sidecar_path
+from vitcompress.exporters.sidecar import DENSE, read_class_names, read_sidecar, sidecar_path
 from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, Status, Verification, update_verification
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model, read_plan
 from vitcompress.pipeline.export import CALIBRATION_IMAGES, write_export
+from vitcompress.pipeline.folder import dense_folder_of_run
 from vitcompress.verify.files import file_status, is_about, quarantine, read_tensors
 from vitcompress.verify.folder import check_files, recorded_images
 from vitcompress.verify.outputs import Original, PlannedOriginal
@@ -29,16 +30,18 @@ def export_folder(
     *,
     options: ExportOptions | None = None,
     out: Path | None = None,
+    dense: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
     """Write the model of a run folder in the format `name`, by default to `model.<suffix>` in the folder.
 
-    A precision other than fp32 is part of the file's name, so that the file does not replace the measured one.
+    A precision other than fp32, and bytes as input, are part of the file's name: `model-fp16-uint8.onnx`. dense: write
+    the model before pruning, to `dense.<suffix>`.
 
     Raises:
-        InputError: an unknown format, one that this machine cannot write, unsupported options, or a name for another
-            format.
-        ArtifactError: not a finished run folder.
+        InputError: an unknown format, one that this machine cannot write, unsupported options, a name for another
+            format or model, or that of a file of another precision or input.
+        ArtifactError: not a finished run folder, or the dense model is missing.
         PrecisionError: a result inside the model is too large for fp16, on the images of the folder; nothing was
             written.
         CheckFailedError: with no set of fp32 layers the outputs agree.
@@ -46,29 +49,47 @@ def export_folder(
     files, options = RunFolder(folder), options or ExportOptions()
     exporter = available_exporter(name, hint="`vitcompress doctor` lists what this machine can export")
     exporter.check(options)
-    _check_name(exporter, folder, out)
-    model = load_model(folder)
+    source = _source(folder, dense)
+    path = out or files.exported("dense" if dense else "model", f"{options.label}{exporter.suffix}")
+    _check_name(exporter, folder, path, options, dense)
+    model = load_model(source.path)
     images, real = recorded_images(folder, model)
-    precision = "" if options.precision == "fp32" else f"-{options.precision}"
     return write_export(
         exporter,
         Original(model, images[:CALIBRATION_IMAGES], real),
-        out or files.exported("model", f"{precision}{exporter.suffix}"),
+        path,
         options=options,
         classes=read_class_names(files.exported("model", ".onnx")),
-        plan_digest=read_plan(files.plan).digest,
+        plan_digest=read_plan(source.plan).digest,
         progress=progress,
     )
 
 
-def _check_name(exporter: Exporter, folder: Path, out: Path | None) -> None:
-    """Raise InputError for the name of a file of the dense model, or of another format."""
-    if out is None:
-        return
-    if out.name.startswith(DENSE) and out.parent.resolve() == folder.resolve():
+def _source(folder: Path, dense: bool) -> RunFolder:
+    """The folder of the model to export. Raises ArtifactError if that of the dense model is missing."""
+    files = RunFolder(dense_folder_of_run(folder) or RunFolder(folder).dense if dense else folder)
+    if dense and not files.plan.is_file():
+        raise ArtifactError(
+            f"the dense model of {folder} is missing: there is no {files.plan}",
+            hint=f"copy {files.path} from the machine of the run, or omit --dense",
+        )
+    return files
+
+
+def _check_name(exporter: Exporter, folder: Path, out: Path, options: ExportOptions, dense: bool) -> None:
+    """Raise InputError for the name of a file of another model, format, precision or input."""
+    if out.name.startswith(DENSE) is not dense and out.parent.resolve() == folder.resolve():
         raise InputError(
-            f"{out} has the name of a file of the dense model, which begins with {DENSE!r} in a run folder",
-            hint="give another --out",
+            f"{out} has the name of a file of the {'compressed' if dense else 'dense'} model",
+            hint=f"give another --out; names of files of the dense model, and of no others, begin with {DENSE!r}",
+        )
+    old = None
+    with suppress(ArtifactError):  # a damaged sidecar is replaced
+        old = read_sidecar(out) if out.is_file() else None
+    if old and (old["precision"], "uint8" in old["metadata"].get("input", "")) != (options.precision, options.uint8):
+        raise InputError(
+            f"{out} is a file of another precision or input ({old['precision']}, {old['metadata'].get('input')})",
+            hint="give another --out, or remove the file",
         )
     if out.suffix != exporter.file_suffix:
         raise InputError(
@@ -99,7 +120,9 @@ class ExportOutcome:
         return {"verdict": self.verdict, "verified": self.verdict == "passed", "checks": checks}
 
 
-def verify_export(folder: Path, exported: Exported, progress: Progress | None = None) -> ExportOutcome:
+def verify_export(
+    folder: Path, exported: Exported, progress: Progress | None = None, *, dense: bool = False
+) -> ExportOutcome:
     """Compare an exported file with the model of the run `folder`, on the images that the folder was verified with.
 
     The ONNX file that an engine was built from is checked too, as most machines can run it. The result is recorded in
@@ -107,24 +130,26 @@ def verify_export(folder: Path, exported: Exported, progress: Progress | None = 
     """
     progress = progress or Progress()
     progress.stage(f"Compare {exported.path.name} with the model")
-    path, source, files = exported.path, source_path(exported.path), RunFolder(folder)
+    path, source, files = exported.path, source_path(exported.path), _source(folder, dense)
     inside = path.parent.resolve() == folder.resolve()
-    model = load_model(folder)
+    model = load_model(files.path)
     command = None if inside else _copy_command(folder, exported)
     images, plan = recorded_images(folder, model), read_plan(files.plan)
-    original = PlannedOriginal(model, *images, command, plan=plan, unfolded=files.unfolded)
+    original = PlannedOriginal(model, *images, command, plan=plan, unfolded=None if dense else files.unfolded)
     paths = [file for file in (path, source) if file.is_file()]
     results = check_files(paths, original, "files checked", progress)
     checks = tuple(check for result in results.values() for check in result.checks)
     if inside:
         tensors = {file.name: result.tensors for file, result in results.items() if result.tensors}
-        for file in exported_files(folder, "model"):
+        for file in () if dense else exported_files(folder, "model"):
             with suppress(ArtifactError):  # a damaged file fails when the folder is verified
                 if file not in results and (other := read_tensors(file, original)):
                     tensors[file.name] = other
-        weights = weight_table(original.rows, model, tensors)
-        replaced = {check.name for check in checks} | {"weights"}
-        verification = Verification((*checks, shape_check(original.rows, model)), weights)
+        # The table of weights is that of the compressed model.
+        own = () if dense else (shape_check(original.rows, model),)
+        weights = {} if dense else weight_table(original.rows, model, tensors)
+        replaced = {check.name for check in (*checks, *own)}
+        verification = Verification((*checks, *own), weights)
         update_verification(
             folder, verification, lambda name: name in replaced or any(is_about(f, name) for f in paths)
         )

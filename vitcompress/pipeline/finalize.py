@@ -12,12 +12,14 @@ from torch import Tensor
 from vitcompress import surgery
 from vitcompress.bench import suite, timing
 from vitcompress.bench.report import run as reports
-from vitcompress.exporters.runtimes import RunnerOptions, open_runner
+from vitcompress.bench.report.files import match_rows
+from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.io.files import write_json
 from vitcompress.models.checkpoint import load_model, load_model_files, read_plan, write_model
 from vitcompress.models.standard import save_standard
 from vitcompress.pipeline.export import quarantine_failed, runnable_files
 from vitcompress.pipeline.job import Job, Work
+from vitcompress.pipeline.report import list_names
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import calibration_images, evaluate_images, mcnemar
 from vitcompress.verify import verify_folder
@@ -80,7 +82,8 @@ def evaluate_models(job: Job) -> None:
     accuracies, correct = dict[str, dict[str, object]](), dict[str, np.ndarray]()
     for name, predict in _models(job):
         accuracy, correct[name] = evaluate_images(predict, loader, job.runtime)
-        accuracies[name] = accuracy.to_dict()
+        own = {"sha256": predict.describe()["sha256"]} if isinstance(predict, Runner) else {}
+        accuracies[name] = {**accuracy.to_dict(), **own}
         job.progress.note(f"{name}: {accuracy.correct} of {accuracy.total} correct")
     test = asdict(mcnemar(correct["dense"], correct["compressed"]))
     write_json(job.files.mistakes, {name: np.flatnonzero(~mask).tolist() for name, mask in correct.items()})
@@ -114,7 +117,7 @@ def bench_models(job: Job) -> None:
             job.progress.note(line)
         for reason in result["disturbed"]:
             job.progress.note(f"disturbed: {reason}; repeat with `vitcompress bench` when nothing else runs")
-    write_json(job.files.benchmark, results)
+    write_json(job.files.benchmark, match_rows(results, list_names(job.folder)))
 
 
 def estimate_bench(job: Job) -> Iterator[Work]:

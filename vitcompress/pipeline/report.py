@@ -1,28 +1,42 @@
-"""report.json and report.md: the results of all stages in one place."""
+"""report.json, report.md and report.html: the results of all stages, and of later commands, in one place."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
 from vitcompress import surgery
+from vitcompress.bench.accuracy import EvaluateOptions, Evaluation, select_data
 from vitcompress.bench.plots import structure
+from vitcompress.bench.preprocessing import Preprocessing
 from vitcompress.bench.report import run as reports
-from vitcompress.bench.report.records import AccuracyRecord, ArtifactRecord, BenchRecord, Report
-from vitcompress.errors import ArtifactError
-from vitcompress.exporters.sidecar import read_sidecar, sidecar_path
-from vitcompress.io.files import read_json
+from vitcompress.bench.report.files import SETTINGS, match_rows
+from vitcompress.bench.report.page import write_page
+from vitcompress.bench.report.records import AccuracyRecord, ArtifactRecord, BenchRecord, BenchRow, Report
+from vitcompress.errors import ArtifactError, VitcompressError
+from vitcompress.exporters import exported_files
+from vitcompress.exporters.sidecar import DENSE, find_mismatches, read_sidecar
+from vitcompress.io.files import file_sha256, lock_folder, read_json, write_json
+from vitcompress.io.progress import Progress
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.methods import find_method
 from vitcompress.methods.base import Choice
 from vitcompress.methods.latency import other_machine
 from vitcompress.models.checkpoint import read_plan
 from vitcompress.models.cost import count_cost
-from vitcompress.pipeline.export import class_names, describe_fp32_layers, exported_paths
+from vitcompress.pipeline.export import class_names, describe_fp32_layers
+from vitcompress.pipeline.folder import dense_folder_of_run
 from vitcompress.pipeline.job import Job, JobStep
 from vitcompress.pipeline.latency import measured_on
+from vitcompress.recipe.load import load_recipe_of_run
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training.metrics import guessed
+
+ACCURACY_KEYS = AccuracyRecord.__annotations__.keys()  # of a row of `evaluate`
 
 
 def describe_choice(recipe: Recipe, *, searched: bool) -> str:
@@ -56,9 +70,8 @@ def _choices(recipe: Recipe) -> Iterator[tuple[int, str, Choice]]:
 
 
 def write_report(job: Job) -> None:
-    """report.json and report.md: the results of all stages in one place (keys: `bench.report.run`)."""
+    """The report of a finished run (keys: `bench.report.records`)."""
     files, plan, recipe = job.files, read_plan(job.files.plan), job.recipe
-    accuracy, measured = _read(files.accuracy), _read(files.benchmark)
     models = {"dense": job.blank, "compressed": surgery.apply_to_copy(job.blank, plan)}
     searched = not job.options.structure_only
     report = {
@@ -76,13 +89,8 @@ def write_report(job: Job) -> None:
         "plan_sha256": plan.digest,
         "widths": structure.width_table(plan),
         "cost": {name: count_cost(model, job.input.size).to_dict() for name, model in models.items()},
-        "accuracy": accuracy,
         "before_recovery": _read(files.before_recovery),
         "recovery": _read(files.recovery),
-        "bench": measured,
-        "artifacts": [_artifact(path, accuracy or {}, measured or []) for path in exported_paths(job, "model")],
-        "files": {path.name: _sidecar(path)["bytes"] for path in exported_paths(job)},
-        "verify": read_json(files.verification),
         "folding": _read(files.folding),
         "searched": describe_measured_models(recipe) if searched else None,
         "layers": describe_choice(recipe, searched=searched),
@@ -91,7 +99,12 @@ def write_report(job: Job) -> None:
         "tables": [vars(table) for step in job.steps for table in step.method.report(step.files.path).tables],
         "notes": list(_remarks(job)),
     }
-    reports.write_report(job.folder, cast(Report, report))
+    _write(job.folder, current_report(job.folder, cast(Report, report)))
+
+
+def _write(folder: Path, report: Report) -> None:
+    write_page(folder, report)
+    reports.write_report(folder, report)
 
 
 def _read(path: Path) -> Any:
@@ -99,19 +112,177 @@ def _read(path: Path) -> Any:
     return read_json(path) if path.is_file() else None
 
 
-def _sidecar(path: Path) -> dict[str, Any]:
-    sidecar = read_sidecar(path)
-    if sidecar is None:
-        raise ArtifactError(f"{sidecar_path(path)} is missing", hint="run the recipe again")
-    return sidecar
+# ------------------------------------------------------------------------------------------------------- later commands
 
 
-def _artifact(path: Path, accuracy: Mapping[str, AccuracyRecord], measured: Sequence[BenchRecord]) -> ArtifactRecord:
-    """An exported file with its accuracy and its speed."""
-    sidecar = _sidecar(path)
-    stored = {key: sidecar[key] for key in ("sha256", "bytes", "precision", "verified")}
-    speed = reports.find_speed(measured, sidecar["sha256"])
-    return cast(ArtifactRecord, {"file": path.name, **stored, "accuracy": accuracy.get(path.name), "speed": speed})
+def refresh_report(folder: Path, progress: Progress) -> Report:
+    """The report of a run folder as its files are now; its files are written again if it has changed.
+
+    A report that cannot be updated stays as it is, with a note. Raises ArtifactError if there is none.
+    """
+    report = before = reports.read_report(folder)
+    with note_errors(folder, progress):
+        report = current_report(folder, before)
+        if json.loads(json.dumps(report)) != before or not RunFolder(folder).html.is_file():
+            _write(folder, report)
+    return report
+
+
+@contextmanager
+def note_errors(folder: Path, progress: Progress) -> Iterator[None]:
+    """A report that cannot be updated, as in a read-only folder, is a note: the result of the command is valid."""
+    try:
+        yield
+    except VitcompressError as error:
+        progress.note(f"the report of {folder} was not updated: {error.message}")
+
+
+def read_reports(folders: Sequence[str], bench: Path | None, progress: Progress) -> dict[str, Report]:
+    """The reports of run folders as they are now. bench: output of `vitcompress bench --json`, whose measurements of
+    their files come before those in the folders.
+    """
+    extra = reports.read_benchmarks(bench) if bench else []
+    runs: dict[str, Report] = {}
+    for folder in folders:
+        report = refresh_report(Path(folder), progress)
+        own = match_rows(extra, list_names(Path(folder), report)) if extra else []
+        runs[folder] = {**report, "bench": [*own, *(report.get("bench") or ())] or None}
+    return runs
+
+
+def current_report(folder: Path, report: Report) -> Report:
+    """`report` with what follows from the files that are in the folder now.
+
+    An accuracy or a speed is shown only for the file that it was measured on, by its hash.
+    """
+    files, names = RunFolder(folder), list_names(folder, report)
+    hashes = {name: sha256 for sha256, equal in names.items() for name in equal}
+    # Earlier versions recorded accuracies without a hash, which is that of the file when the report was written.
+    before = {entry["file"]: entry["sha256"] for entry in report.get("artifacts") or () if entry["accuracy"]}
+    recorded: dict[str, Any] = _read(files.accuracy) or report.get("accuracy") or {}
+    accuracy = {
+        name: value
+        for name, value in recorded.items()
+        if "." not in name or value.get("sha256", before.get(name, hashes.get(name))) == hashes.get(name)
+    }
+    measured = match_rows(_read(files.benchmark) or report.get("bench") or (), names)
+    paths = [path for model in (DENSE, "model") for path in exported_files(folder, model)]
+    artifacts = [entry for path in paths if (entry := _artifact(path, accuracy, measured))]
+    return {
+        **report,
+        "dense_sha256": _dense_weights(folder, report)[1],
+        "accuracy": cast(Any, accuracy or None),
+        "bench": measured or None,
+        "artifacts": artifacts,
+        "files": {entry["file"]: entry["bytes"] for entry in artifacts},
+        "verify": _read(files.verification) or report.get("verify"),
+    }
+
+
+def list_names(folder: Path, report: Report | None = None) -> dict[str, list[str]]:
+    """SHA-256 -> names, relative to the run folder, of its exported files and of the weights of both models."""
+    files = RunFolder(folder)
+    paths = [*exported_files(folder, "model"), *exported_files(folder, DENSE), files.weights]
+    names: dict[str, list[str]] = {}
+    for path in paths:
+        names.setdefault(file_sha256(path), []).append(path.name)
+    dense, sha256 = _dense_weights(folder, report or cast(Report, {}))
+    if sha256:
+        names.setdefault(sha256, []).append(dense)
+    return names
+
+
+def _dense_weights(folder: Path, report: Report) -> tuple[str, str | None]:
+    """Path of the dense model's weights, relative to the run folder, and their hash: as recorded if they are gone."""
+    path = RunFolder(dense_folder_of_run(folder) or RunFolder(folder).dense).weights
+    rows = (row for entry in report.get("bench") or () for row in entry["rows"])
+    recorded = report.get("dense_sha256") or next((row["sha256"] for row in rows if row["runtime"] == "torch"), None)
+    sha256 = file_sha256(path) if path.is_file() else recorded
+    return os.path.relpath(path.resolve(), folder.resolve()), sha256
+
+
+def _artifact(
+    path: Path, accuracy: Mapping[str, AccuracyRecord], measured: Sequence[BenchRecord]
+) -> ArtifactRecord | None:
+    """An exported file with its agreement, accuracy and speed; None without a valid sidecar."""
+    sidecar: dict[str, Any] = {}
+    with suppress(ArtifactError):  # `verify` reports it
+        sidecar = read_sidecar(path) or {}
+    if not sidecar:
+        return None
+    stored = {key: sidecar[key] for key in ("format", "bytes", "precision", "verified")}
+    sha256, agreement = file_sha256(path), _describe_agreement(sidecar)
+    if find_mismatches(path):
+        stored["verified"], agreement = False, "the file has changed"
+    return cast(
+        ArtifactRecord,
+        {
+            "file": path.name,
+            "sha256": sha256,
+            **stored,
+            "input": json.loads(sidecar["metadata"].get("input", '"float32"')),
+            "batch": sidecar["build"].get("batch"),
+            "agreement": agreement,
+            "accuracy": accuracy.get(path.name),
+            "speed": reports.find_speed(measured, sha256),
+        },
+    )
+
+
+def _describe_agreement(sidecar: Mapping[str, Any]) -> str:
+    """`passed, 0 of 64 differ`"""
+    verification = sidecar.get("verification") or {"verdict": "not_run", "checks": ()}
+    counts = (re.match(r"\d+ of [\d,]+", check["detail"]) for check in verification["checks"])
+    differ = next((f", {count[0]} differ" for count in counts if count), "")
+    return f"{verification['verdict'].replace('_', ' ')}{differ}"
+
+
+def run_folders(artifacts: Iterable[str | Path]) -> list[Path]:
+    """The folders of finished runs that contain `artifacts`."""
+    folders = dict.fromkeys(RunFolder.of(artifact).path for artifact in artifacts)
+    return [folder for folder in folders if RunFolder(folder).report.is_file()]
+
+
+def record_bench(artifacts: Iterable[str | Path], measured: BenchRecord, progress: Progress) -> None:
+    """Add a measurement to the bench.json of each run folder that it has files of, and update their reports.
+
+    It replaces earlier ones of the same files with the same settings.
+    """
+
+    def key(row: BenchRow) -> tuple[object, ...]:
+        return tuple(row.get(name) for name in ("artifact", "batch", *SETTINGS))
+
+    for folder in run_folders(artifacts):
+        with note_errors(folder, progress):
+            path, names = RunFolder(folder).benchmark, list_names(folder, reports.read_report(folder))
+            if own := match_rows([measured], names):
+                again = {key(row) for row in own[0]["rows"]}
+                with lock_folder(folder):
+                    old = match_rows(_read(path) or (), names)
+                    write_json(path, [*(entry for entry in old if not again.issuperset(map(key, entry["rows"]))), *own])
+                refresh_report(folder, progress)
+
+
+def record_accuracy(
+    artifacts: Sequence[str], evaluation: Evaluation, options: EvaluateOptions, progress: Progress
+) -> None:
+    """Add the accuracies of exported files, on the test images of their own run, to its report."""
+    used = select_data(artifacts, options)
+    for folder in run_folders(artifacts):
+        with note_errors(folder, progress):
+            files, names = RunFolder(folder), list_names(folder, reports.read_report(folder))
+            own = load_recipe_of_run(files.recipe).data
+            if replace(own, workers=used.workers) != used or options.preprocessing != Preprocessing():
+                progress.note(f"not in the report of {folder}: other images or preprocessing than those of the run")
+                continue
+            with lock_folder(folder):
+                accuracy = _read(files.accuracy) or {}
+                for row in evaluation["rows"]:
+                    for name in names.get(row["sha256"] or "", ()):
+                        if "/" not in name and name != files.weights.name:
+                            accuracy[name] = {key: row[key] for key in ACCURACY_KEYS}
+                write_json(files.accuracy, accuracy)
+            refresh_report(folder, progress)
 
 
 def _remarks(job: Job) -> Iterator[str]:

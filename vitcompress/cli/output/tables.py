@@ -187,6 +187,8 @@ def print_comparison(comparison: Comparison) -> None:
     print_table(Table("", tuple(cells["columns"]), tuple(cells["rows"])))
     if comparison.get("plot"):
         print_text(f"plot: {comparison['plot']}")
+    for run, reason in comparison["not_plotted"].items():
+        print_text(f"not in a plot: {run}: {reason}")
 
 
 def print_bench(bench: BenchRecord, table: Table) -> None:

@@ -1,0 +1,235 @@
+"""The report of a run folder always shows the files that are in it."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from command_line import begin, images, run_folder
+from PIL import Image
+
+from vitcompress import cli
+from vitcompress.bench.report.files import match_rows
+from vitcompress.bench.report.page import write_page
+from vitcompress.bench.report.run import markdown
+
+SPEED = ("--protocol", "paper", "--batch", "2", "--warmup", "1", "--runs", "8")
+WITHOUT_US = "import sys; sys.modules.update(dict.fromkeys(['vitcompress', 'torch', 'timm'])); "
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run without training."""
+    with pytest.MonkeyPatch.context() as patch:
+        begin(tmp_path_factory.mktemp("home") / "work", patch)
+        return run_folder().resolve()
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, and the working folder around it."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished, tmp_path / "run")
+    return Path("run")
+
+
+def call(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(cli.main, arguments)
+    assert result.exit_code == code, result.output
+    return result.stdout if "--json" in arguments else result.output
+
+
+def rows(folder: Path) -> dict[str, dict[str, Any]]:
+    report = json.loads((folder / "report.json").read_text())
+    assert (folder / "report.md").read_text() == markdown(report)
+    return {entry["file"]: entry for entry in report["artifacts"]}
+
+
+def run_snippets(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """What the code in report.md prints for each file, without vitcompress, torch and timm."""
+    noise = np.random.default_rng(0).integers(0, 255, (30, 40, 3)).astype(np.uint8)
+    Image.fromarray(noise).save(folder / "photo.jpg")
+    code = dict(re.findall(r"### (\S+)\n\n```python\n(.*?)```", (folder / "report.md").read_text(), re.DOTALL))
+    assert set(code) == set(names)
+    printed = {}
+    for name in names:
+        command = [sys.executable, "-c", WITHOUT_US + "\n" + code[name]]
+        printed[name] = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+    return printed
+
+
+def test_each_exported_file_has_a_row_and_code_that_runs(folder: Path) -> None:
+    before = {path.name: path.read_bytes() for path in folder.glob("*.onnx")}
+    call("export", "run", "--uint8")
+    call("export", "run", "--precision", "fp16", "--uint8")
+    call("export", "run", "--format", "openvino")
+    assert {name: (folder / name).read_bytes() for name in before} == before
+    entries = rows(folder)
+    assert {name: (entry["format"], entry["precision"], entry["input"]) for name, entry in entries.items()} == {
+        "dense.onnx": ("onnx", "fp32", "float32"),
+        "model.onnx": ("onnx", "fp32", "float32"),
+        "model-uint8.onnx": ("onnx", "fp32", "uint8"),
+        "model-fp16-uint8.onnx": ("onnx", "fp16", "uint8"),
+        "model.xml": ("openvino", "fp32", "float32"),
+    }
+    assert all(re.fullmatch(r"passed, \d+ of \d+ differ", entry["agreement"]) for entry in entries.values())
+    printed = run_snippets(folder, list(entries))
+    assert len({printed[name] for name in ("model.onnx", "model-uint8.onnx", "model.xml")}) == 1
+    names = {check["name"] for check in json.loads((folder / "verify.json").read_text())["checks"]}
+    assert "agreement.model-uint8.onnx.flips" in names and "onnx.model-uint8.checker" in names
+    call("verify", "run")
+
+
+def test_an_export_replaces_no_file_of_another_kind(folder: Path) -> None:
+    before = (folder / "model.onnx").read_bytes()
+    assert "another precision or input" in call("export", "run", "--uint8", "--out", "run/model.onnx", code=2)
+    assert "dense model" in call("export", "run", "--out", "run/dense-2.onnx", code=2)
+    assert "compressed model" in call("export", "run", "--dense", "--out", "run/model-2.onnx", code=2)
+    assert (folder / "model.onnx").read_bytes() == before
+    call("export", "run")  # the same file again
+
+
+def test_the_dense_model_is_exported_with_the_same_options(folder: Path) -> None:
+    before = (folder / "dense.onnx").read_bytes()
+    call("export", "run", "--dense", "--precision", "fp16")
+    call("export", "run", "--precision", "fp16")
+    call("export", "run", "--dense")
+    assert (folder / "dense.onnx").read_bytes() == before
+    entries = rows(folder)
+    assert entries["dense-fp16.onnx"]["agreement"].startswith("passed")
+    assert entries["dense-fp16.onnx"]["bytes"] > entries["model-fp16.onnx"]["bytes"]
+    call("bench", "run/dense-fp16.onnx", "run/model-fp16.onnx", *SPEED)
+    page = (folder / "report.md").read_text()
+    assert "| file size (fp16.onnx) |" in page and "speed-up, in turns (onnxruntime cpu fp16, batch 2)" in page
+    shutil.rmtree(folder / "state/dense")
+    assert "the dense model of run is missing" in call("export", "run", "--dense", code=2)
+
+
+def test_a_speed_is_shown_for_the_measured_file_only(folder: Path) -> None:
+    call("bench", "run/dense.onnx", "run/model.onnx", "run", "timm:vit_tiny_patch16_224", *SPEED, "--threads", "1")
+    entry = json.loads((folder / "bench.json").read_text())[-1]
+    names = ["dense.onnx", "model.onnx", "model.safetensors"]
+    assert [row["artifact"] for row in entry["rows"]] == names and [r["b"] for r in entry["ratios"]] == names[1:]
+    assert "timm" not in json.dumps([entry["warnings"], entry["disturbed"]])
+    assert rows(folder)["model.onnx"]["speed"]["threads"] == 1
+    count = len(json.loads((folder / "bench.json").read_text()))
+    call("bench", "run/dense.onnx", "run/model.onnx", "run", *SPEED, "--threads", "1")
+    assert len(json.loads((folder / "bench.json").read_text())) == count  # measured again
+    text = "".join((folder / name).read_text() for name in ("bench.json", "report.json", "report.md", "report.html"))
+    assert str(folder.resolve()) not in text
+    call("export", "run", "--opset", "21")  # another file of the same name
+    assert rows(folder)["model.onnx"]["speed"] is None
+    assert rows(folder)["dense.onnx"]["speed"] is not None
+
+
+def test_a_changed_file_has_no_figures(folder: Path) -> None:
+    call("bench", "run/model.onnx", *SPEED)
+    call("evaluate", "run/model.onnx")
+    assert rows(folder)["model.onnx"]["accuracy"] and rows(folder)["model.onnx"]["speed"]
+    (folder / "model.onnx").write_bytes((folder / "model.onnx").read_bytes()[:-9])
+    call("verify", "run", code=1)
+    entry = rows(folder)["model.onnx"]
+    assert (entry["accuracy"], entry["speed"], entry["agreement"]) == (None, None, "the file has changed")
+
+
+def test_an_accuracy_on_other_images_is_not_that_of_the_run(folder: Path) -> None:
+    images("other", classes=10)
+    output = call("evaluate", "run/model.onnx", "--data", "other")
+    assert "not in the report of run" in output and rows(folder)["model.onnx"]["accuracy"] is None
+    call("evaluate", "run/model.onnx", "run/dense.onnx")
+    assert rows(folder)["dense.onnx"]["accuracy"]["total"] == rows(folder)["model.onnx"]["accuracy"]["total"]
+
+
+def test_speeds_without_their_files_are_dropped() -> None:
+    row = {"artifact": "/x/run/model.onnx", "sha256": "1"}
+    other = {"artifact": "/x/run", "sha256": "2"}
+    warnings = ["/x/run/model.onnx, batch 2: noisy", "/x/run, batch 2: noisy", "all: busy"]
+    ratio = {"a": row["artifact"], "b": other["artifact"]}
+    entry: Any = {"rows": [row, other], "ratios": [ratio], "ratio": ratio, "warnings": warnings}
+    entry |= {"notes": [], "disturbed": []}
+    (own,) = match_rows([entry], {"1": ["copy.onnx", "model.onnx"]})
+    assert (own["rows"], own["ratios"], "ratio" in own) == ([{**row, "artifact": "model.onnx"}], [], False)
+    assert own["warnings"] == ["model.onnx, batch 2: noisy", "all: busy"]
+    assert match_rows([own], {"1": ["copy.onnx", "model.onnx"]}) == [own]
+    assert match_rows([entry], {"3": ["model.onnx"]}) == []
+
+
+class Page(HTMLParser):
+    """Elements and addresses of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
+
+
+BAD = [
+    "<script>alert(1)</script>",
+    "[c](javascript:1)",
+    "a\n\n# b",
+    "`x`",
+    "&amp;",
+    "<img src=x onerror=y>",
+    "![i](h://x)",
+]
+
+
+def test_names_from_outside_are_text(folder: Path) -> None:
+    report = json.loads((folder / "report.json").read_text())
+    report |= {"recipe": BAD[0], "summary": BAD[1], "notes": BAD}
+    report["model"]["classes"] = BAD
+    report["tables"] = [{"title": BAD[2], "columns": ["a"], "rows": [[name] for name in BAD]}]
+    report["artifacts"][0]["file"] = "".join(BAD)
+    page = markdown(report)
+    assert "<script" not in page.replace("'<script", "") and "\n# b" not in page  # but as a string in the code
+    write_page(folder, report)
+    text = (folder / "report.html").read_text()
+    html = Page(text)
+    assert not {"script", "a", "iframe", "link", "object"} & set(html.tags)
+    assert html.tags.count("h1") == 1 and html.tags.count("img") == len(html.addresses) >= 1
+    assert all(address.startswith("data:image/png;base64,") for address in html.addresses)
+    for shown in ("&lt;script&gt;alert(1)", "[c](javascript:1)", "`x`", "&amp;amp;", "&lt;img src=x"):
+        assert shown in text
+
+
+def test_the_comparison_explains_what_the_plot_lacks(folder: Path) -> None:
+    shutil.copytree(folder, "other")
+    data = json.loads((Path("other") / "report.json").read_text())
+    data["model"]["input"]["mean"] = [0.1]  # the same weights with another normalisation are another dense model
+    counts = {"correct": 5, "correct5": 9, "total": 10, "loss": 1.0, "top1": 0.5, "top5": 0.9, "top1_ci95": [0.2, 0.8]}
+    (Path("other") / "state/accuracy.json").write_text(json.dumps({"dense": counts, "compressed": counts}))
+    (Path("other") / "report.json").write_text(json.dumps(data))
+    measured = json.loads(call("bench", "run/dense.onnx", "run/model.onnx", *SPEED, "--json"))
+    Path("b.json").write_text(json.dumps(measured))
+    shown = json.loads(call("report", "run", "other", "--bench", "b.json", "--plot", "cmp.png", "--json"))
+    assert list(shown["not_plotted"]) == ["run"] and "accuracy is not known" in shown["not_plotted"]["run"]
+    assert [row[:2] for row in map(tuple, shown["table"]["rows"])] == [
+        ("dense A", ""),
+        ("run", "dense A"),
+        ("dense B", ""),
+        ("other", "dense B"),
+    ]
+    assert Path("cmp.png").is_file() and shown["plot"] == "cmp.png"
+    assert "not in a plot: run" in call("report", "run", "other")
+    assert "accuracy is not known" in call("report", "run", "--plot", "one.png", code=2)
+
+
+def test_a_read_only_folder_is_a_note(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write read-only folders, so that the file is a folder here."""
+    (folder / "report.html").unlink()
+    (folder / "report.html").mkdir()
+    output = call("bench", "run/model.onnx", *SPEED)
+    assert "the report of run was not updated" in output
