@@ -56,12 +56,17 @@ def summaries() -> dict[str, str]:
     return {name: str(tomllib.loads(text(name)).get("summary", "")) for name in names()}
 
 
+def methods(name: str) -> set[str]:
+    """The methods of the steps of a recipe."""
+    return {str(step["method"]) for step in tomllib.loads(text(name))["step"]}
+
+
 def _stems(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in folder.glob("*.toml")))
 
 
 def _unknown(what: str, name: str, choices: tuple[str, ...], hint: str) -> InputError:
-    close = close_matches(name, choices)
+    close = close_matches(name, choices) or [choice for choice in choices if name.lower() in choice.split("_")][:3]
     return InputError(
         f"there is no {what} called {name!r}, and no such file{'; nearest: ' if close else ''}{', '.join(close)}",
         hint=f"{hint}; the path of a .toml file is also accepted",

@@ -35,20 +35,45 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
     assert "digits_hetdp" in message and "digits_hetdpt" in message and "vitcompress recipes" in message
 
 
-def test_a_wrong_name_is_reported_without_importing_torch() -> None:
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("recipe digits_hetdp", "digits_hetdpt"),
+        ("recipe nowhere.toml", "nowhere.toml cannot be read"),
+        ("recipe up", "nearest: digits_up"),
+        ("recipe digits_hetdpt --set finetune.epoch=3", "did you mean epochs?"),
+        ("recipe digits_hetdpt --set step.0.method=hetdp", "did you mean hetdpt?"),
+        ("recipe digits_hetdpt --weights nowhere.pth", "nowhere.pth does not exist"),
+        ("recipe digits_hetdpt --data nowhere", "nowhere does not exist"),
+        ("recipes keys hetdp", "did you mean hetdpt?"),
+        ("study nowhere.toml", "nowhere.toml cannot be read"),
+        ("study show digit", "nearest: digits"),
+        ("study digits digits", "got two studies"),
+        ("verify nowhere", "nowhere does not exist"),
+        ("export nowhere", "nowhere does not exist"),
+        ("report nowhere", "nowhere does not exist"),
+        ("bench timm:x nowhere.onnx", "nowhere.onnx does not exist"),
+        ("evaluate nowhere.onnx --data digits", "nowhere.onnx does not exist"),
+    ],
+)
+def test_a_mistake_is_reported_without_importing_torch(words: str, sentence: str) -> None:
     code = (
-        "import sys; from vitcompress import cli\n"
-        "try: cli.main(['recipe', 'digits_hetdp'])\n"
-        "finally: print('torch' in sys.modules)"
+        "import sys; from vitcompress import cli\ntry: cli.main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=SOURCE)
-    assert (done.returncode, done.stdout) == (2, "False\n") and "digits_hetdpt" in done.stderr
+    done = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True, cwd=SOURCE)
+    assert (done.returncode, done.stdout) == (2, "False\n") and sentence in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("option", ["--weights", "--data"])
+def test_an_empty_option(option: str) -> None:
+    """As from an unset variable of the shell."""
+    assert f"{option} is empty" in expect_error("recipe", "small.toml", option, "")
 
 
 def test_a_folder_or_another_file_instead_of_a_recipe() -> None:
     Path("folder").mkdir()
     message = expect_error("recipe", "folder")
-    assert "Is a directory" in message and ".toml file" in message and len(message) < 200
+    assert "is a folder" in message and ".toml file" in message and len(message) < 200
     Path("notes.toml").write_text("# Title\n[model\n")
     assert "vitcompress recipes show" in expect_error("recipe", "notes.toml")
 
@@ -160,7 +185,7 @@ def truncated_pth() -> str:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: "nowhere.safetensors", "no weights at nowhere.safetensors"),
+        (lambda: "nowhere.safetensors", "nowhere.safetensors does not exist"),
         (wrong_architecture, "another model"),
         (wrong_classes, "7 classes"),
         (truncated, "not a complete safetensors file"),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def test_help_imports_no_heavy_package(path: tuple[str, ...]) -> None:
 
 
 def test_the_import_check_sees_an_import() -> None:
-    assert "torch" in loaded_by("verify", "nowhere")
+    assert "torch" in loaded_by("bench", "timm:nowhere")
 
 
 def test_completion_and_listing_import_no_torch() -> None:
@@ -70,7 +71,8 @@ def test_completion_and_listing_import_no_torch() -> None:
     }
     assert loaded_by(**completion) == set()
     assert loaded_by("--version") == set()
-    assert loaded_by("recipes") == loaded_by("recipes", "show", "digits_hetdpt") == {"rich"}
+    assert loaded_by("recipes", "show", "digits_hetdpt") == loaded_by("study", "show", "digits") == {"rich"}
+    assert loaded_by("recipes") == loaded_by("recipes", "keys", "hetdpt") == {"rich", "pydantic"}
 
 
 def test_completion_knows_the_recipes() -> None:
@@ -253,6 +255,31 @@ def test_only_one_process_of_a_host_prints_an_error(monkeypatch: pytest.MonkeyPa
 def test_only_the_first_process_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     assert invoke("recipes", "--json").stdout == ""
+
+
+def test_other_names_of_formats_and_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of other tools, in any case; in the environment, too."""
+    precision = lambda *words: export.make_context("export", ["tests", *words]).params["precision"]  # noqa: E731
+    export = cli.main.commands["export"]
+    assert [precision("--precision", word) for word in ("half", "Float16", "fp16", "fp8")] == [*["fp16"] * 3, "fp8"]
+    formats = [export.make_context("export", ["tests", "--format", word]).params["name"] for word in ("ov", "engine")]
+    assert formats == ["openvino", "trt"]
+    recipe = cli.main.commands["recipe"].make_context("recipe", ["x", "--export", "tensorrt,ov", "-o", "out", "-q"])
+    assert recipe.params["export"] == ("trt", "openvino") and recipe.params["out"] == Path("out")
+    monkeypatch.setenv("VITCOMPRESS_RECIPE_DEVICE", "gpu:nine")
+    assert "gpu:nine" in invoke("recipe", "digits_hetdpt", "--dry-run").output
+
+
+def test_quiet_and_verbose(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work() -> None:
+        with common.show_progress(debug=False) as progress:
+            warnings.warn("from a library", stacklevel=1)
+            progress.note("ours")
+
+    add_command(monkeypatch, work)
+    with warnings.catch_warnings(record=True) as shown:
+        assert "ours" in invoke("act").stderr and invoke("act", "-q").stderr == "" and not shown
+        assert "ours" in invoke("act", "-v").stderr and len(shown) == 1
 
 
 def test_output_of_libraries_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:

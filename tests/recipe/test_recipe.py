@@ -1,5 +1,6 @@
 """Recipes: all problems at once, each with the value, what is allowed and the nearest name."""
 
+import os
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -165,8 +166,12 @@ def test_an_unknown_recipe_is_corrected() -> None:
 def test_a_missing_or_unreadable_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="No such file"):
         load_recipe(str(tmp_path / "none.toml"))
-    with pytest.raises(InputError, match="directory"):
+    with pytest.raises(InputError, match="is a folder, not a file"):
         load_recipe(str(tmp_path))
+    os.mkfifo(tmp_path / "pipe.toml")
+    for path in (tmp_path / "pipe.toml", Path("/dev/zero")):  # reading would never end
+        with pytest.raises(InputError, match="is a pipe or a device"):
+            load_recipe(str(path))
 
 
 def test_set_changes_values_of_all_types(file: Path) -> None:

@@ -23,7 +23,10 @@ COMMANDS = (
 )
 
 
-@click.group(cls=Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+SETTINGS = {"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "VITCOMPRESS"}
+
+
+@click.group(cls=Commands, invoke_without_command=True, context_settings=SETTINGS)
 @click.version_option(__version__, "--version", message="vitcompress %(version)s")
 @click.pass_context
 def main(ctx: click.Context) -> None:

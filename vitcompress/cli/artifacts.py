@@ -6,7 +6,15 @@ from typing import Any, cast
 import click
 
 from vitcompress.cli.common import common_options, print_result, report_failure, show_progress
-from vitcompress.cli.options import export_options, parse_batches, preprocessing_options, runner_options, take
+from vitcompress.cli.options import (
+    ALIASES,
+    export_options,
+    parse_batches,
+    preprocessing_options,
+    replace_alias,
+    runner_options,
+    take,
+)
 
 
 @click.command()
@@ -41,10 +49,16 @@ def verify(folder: Path, as_json: bool, debug: bool) -> int:
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @click.option(
-    "--format", "name", default="onnx", show_default=True, metavar="FORMAT", help="onnx, openvino, trt or trt-rtx."
+    "--format",
+    "name",
+    default="onnx",
+    show_default=True,
+    metavar="FORMAT",
+    callback=replace_alias(ALIASES),
+    help="onnx, openvino, trt or trt-rtx.",
 )
 @export_options
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File to write (default: in DIR).")
+@click.option("--out", "-o", type=click.Path(path_type=Path, dir_okay=False), help="File to write (default: in DIR).")
 @click.option("--dense", is_flag=True, help="Export the model before pruning, to compare with.")
 @click.option("--require-verified", is_flag=True, help="Exit code 1 if the file cannot be verified on this machine.")
 @common_options
@@ -104,7 +118,12 @@ def export(
     metavar="R",
     help="Exit code 1 if the lower bound of the 95 % interval of any speed-up over the first artifact is below R.",
 )
-@click.option("--precision", metavar="PRECISION", help="fp32, tf32, fp16, bf16 (default: the file's, fp32 in torch).")
+@click.option(
+    "--precision",
+    metavar="PRECISION",
+    callback=replace_alias(ALIASES),
+    help="fp32, tf32, fp16, bf16 (default: the file's, fp32 in torch).",
+)
 @click.option("--compile", is_flag=True, help="Use torch.compile for run folders and timm models.")
 @click.option(
     "--variants",

@@ -12,6 +12,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -146,8 +147,10 @@ def show_progress(debug: bool) -> Iterator[Progress]:
     from vitcompress.cli.output.terminal import ConsoleProgress
 
     with contextlib.ExitStack() as stack:
+        context = click.get_current_context(silent=True)
+        meta = context.meta if context else {}
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        if not debug:
+        if not (debug or meta.get("verbose")):
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.callback(logging.disable, logging.root.manager.disable)
@@ -155,14 +158,58 @@ def show_progress(debug: bool) -> Iterator[Progress]:
             # A failed thread of a library prints a traceback; its effect on the work is raised as an error.
             stack.callback(setattr, threading, "excepthook", threading.excepthook)
             threading.excepthook = lambda args: None
-        yield stack.enter_context(ConsoleProgress()) if is_main_process() else Progress()
+        yield stack.enter_context(ConsoleProgress()) if is_main_process() and not meta.get("quiet") else Progress()
+
+
+# Arguments and options that name files which must exist -> the next step if one does not.
+FILES = {
+    "folder": "name a run folder, such as runs/digits_hetdpt",
+    "folders": "name run folders, such as runs/digits_hetdpt",
+    "artifacts": "use a run folder, an exported file, timm:NAME or timm-onnx:NAME",
+    "data": "expected PATH/train/CLASS/IMAGE and PATH/val/CLASS/IMAGE",
+    "weights": "use a file (.safetensors, .pth, .pth.tar), a folder, random, hub or train",
+}
+NO_FILES = {"weights": ("random", "hub", "train"), "data": ("digits",)}
+
+
+def check_files(name: str, value: Any) -> None:
+    """Raise InputError if `value` of the option `name` is empty, or a file that does not exist."""
+    for one in value if isinstance(value, tuple) else (value,):
+        if str(one) in NO_FILES.get(name, ()) or re.match("[a-z-]{2,}:", str(one)):  # timm:NAME
+            continue
+        if not str(one):
+            raise InputError(f"--{name} is empty", hint="is a variable of the shell not set?")
+        if not Path(one).expanduser().exists():
+            raise InputError(f"{one} does not exist", hint=FILES[name])
+
+
+def _common(command: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(command)
+    def run(*args: Any, **values: Any) -> Any:
+        for name in FILES.keys() & values.keys():  # before libraries are imported, which takes seconds
+            if values[name] is not None:
+                check_files(name, values[name])
+        return command(*args, **values)
+
+    return run
+
+
+def _keep(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    ctx.meta[str(param.name)] = value
 
 
 # The options of all commands.
-common_options = add_options(
+_options = add_options(
     click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
-    click.option("--debug", is_flag=True, help="Show tracebacks and warnings of libraries."),
+    click.option("--verbose", "-v", is_flag=True, expose_value=False, callback=_keep, help="Show library warnings."),
+    click.option("--quiet", "-q", is_flag=True, expose_value=False, callback=_keep, help="Show no progress."),
+    click.option("--debug", is_flag=True, help="Show tracebacks and library warnings."),
 )
+
+
+def common_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of all commands, and check files before the command imports libraries."""
+    return _options(_common(command))
 
 
 def print_result(data: Any, as_json: bool, draw: Callable[[Any], None]) -> int:

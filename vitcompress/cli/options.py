@@ -9,6 +9,12 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+# Other names of formats, precisions, devices and providers.
+ALIASES = {
+    **{"engine": "trt", "tensorrt": "trt", "rtx": "trt-rtx", "ov": "openvino", "gpu": "cuda"},
+    **{"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32"},
+}
+PROVIDERS = {name.lower(): f"{name}ExecutionProvider" for name in ("CPU", "CUDA", "Tensorrt")}
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 Command = Callable[..., Any]
@@ -51,7 +57,13 @@ def _positive(word: str) -> int:
     return int(word)
 
 
+def replace_alias(names: dict[str, str]) -> Callable[[click.Context, click.Parameter, str | None], str | None]:
+    """Accept the other `names` of a value, in any case."""
+    return lambda ctx, param, value: value and names.get(value.lower(), value)
+
+
 parse_words = parse_list(str, "names", ())
+parse_formats = parse_list(lambda word: ALIASES.get(word.lower(), word), "formats", ())
 parse_capabilities = parse_list(_capability, "compute capabilities, as in 80,8.9", ())
 parse_batches = parse_list(_positive, "numbers of 1 or more, as in 1,8,64")
 parse_floats = parse_list(float, "numbers, as in 0.485,0.456,0.406")
@@ -84,7 +96,12 @@ def add_options(*options: Decorator) -> Decorator:
 
 # Each option is a field of ExportOptions.
 export_options = add_options(
-    click.option("--precision", metavar="PRECISION", help="fp32 (default), tf32, fp16 or bf16, if the format has it."),
+    click.option(
+        "--precision",
+        metavar="PRECISION",
+        callback=replace_alias(ALIASES),
+        help="fp32 (default), tf32, fp16 or bf16, if the format has it.",
+    ),
     click.option("--opset", type=int, help="ONNX operator set (default: chosen and recorded with the reason)."),
     click.option("--batch", callback=parse_batch_range, metavar="MIN:OPT:MAX", help="Batch sizes of an engine (trt)."),
     click.option("--sm", callback=parse_capabilities, metavar="LIST", help="Compute capabilities, as in 80,89 (trt)."),
@@ -130,9 +147,15 @@ runner_options = add_options(
     click.option(
         "--device",
         metavar="DEVICE",
+        callback=replace_alias(ALIASES),
         help="cpu, cuda, cuda:1, mps (default: cuda for engines and everything measured beside them, else cpu).",
     ),
-    click.option("--provider", metavar="NAME", help="ONNX Runtime execution provider, such as CUDAExecutionProvider."),
+    click.option(
+        "--provider",
+        metavar="NAME",
+        callback=replace_alias(PROVIDERS),
+        help="ONNX Runtime execution provider, such as CUDAExecutionProvider, or cpu, cuda, tensorrt.",
+    ),
     click.option(
         "--engine-cache",
         type=click.Path(path_type=Path, file_okay=False),

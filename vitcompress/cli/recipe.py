@@ -8,15 +8,15 @@ import click
 
 from vitcompress import recipes as shipped
 from vitcompress.cli.common import common_options, pause_gc, print_dry_run, print_result, report_failure, show_progress
-from vitcompress.cli.options import complete_names, dry_run_option, parse_words, set_option
+from vitcompress.cli.options import ALIASES, complete_names, dry_run_option, parse_formats, replace_alias, set_option
 
 
 @click.command()
 @click.argument("source", metavar="NAME|FILE", shell_complete=complete_names(shipped.names))
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Run folder (default: runs/NAME).")
+@click.option("--out", "-o", type=click.Path(path_type=Path, file_okay=False), help="Run folder (default: runs/NAME).")
 @click.option(
     "--export",
-    callback=parse_words,
+    callback=parse_formats,
     metavar="FORMATS",
     help="Formats to export: onnx, openvino, trt, trt-rtx, or several, as in onnx,trt.",
 )
@@ -29,7 +29,12 @@ from vitcompress.cli.options import complete_names, dry_run_option, parse_words,
 @click.option("--model", metavar="NAME", help="timm architecture, instead of the recipe's and its arguments.")
 @click.option("--classes", type=click.Path(path_type=Path, dir_okay=False), help="File of class names, one per line.")
 @set_option
-@click.option("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, mps (default: the recipe's, else the best one).")
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    callback=replace_alias(ALIASES),
+    help="cpu, cuda, cuda:1, mps (default: the recipe's, else the best one).",
+)
 @dry_run_option
 @click.option(
     "--structure-only",
@@ -54,17 +59,17 @@ def recipe(
     Trains the dense model if necessary, prunes, fine-tunes, folds, exports, verifies, evaluates and measures. The same
     command continues a run that was stopped.
     """
-    if not source.endswith(".toml") and not Path(source).exists():
-        shipped.text(source)  # reports an unknown name without importing torch
     with show_progress(debug) as progress, pause_gc() if dry_run else nullcontext():
+        from vitcompress.recipe.load import load_recipe
+
+        loaded = load_recipe(source, sets, model)  # reports mistakes before the imports below, which take seconds
         from vitcompress.bench.report.run import summary_table
         from vitcompress.cli.output import tables, terminal
         from vitcompress.pipeline.dry_run import dry_run_recipe
         from vitcompress.pipeline.job import RunOptions
         from vitcompress.pipeline.run import run_recipe
-        from vitcompress.recipe.load import load_recipe
 
-        loaded, settings = load_recipe(source, sets, model), RunOptions(**options)
+        settings = RunOptions(**options)
         plan = dry_run_recipe(loaded, settings) if dry_run else None
         if plan is None:
             result = run_recipe(loaded, settings, progress)
@@ -97,9 +102,16 @@ def recipes(ctx: click.Context, count: bool, as_json: bool, debug: bool) -> int:
     if ctx.invoked_subcommand is not None:
         return 0
     if not count:
-        from vitcompress.cli.output.terminal import print_pairs
+        from vitcompress.cli.output.terminal import print_line, print_pairs
+        from vitcompress.methods.options import ABLATIONS
 
-        return print_result(shipped.summaries(), as_json, lambda summaries: print_pairs(summaries.items()))
+        def draw(summaries: dict[str, str]) -> None:
+            ablations = {name for name in summaries if shipped.methods(name) & {*ABLATIONS}}
+            print_pairs((name, text) for name, text in summaries.items() if name not in ablations)
+            print_line("\nablations and baselines:")
+            print_pairs((name, summaries[name]) for name in sorted(ablations))
+
+        return print_result(shipped.summaries(), as_json, draw)
     with show_progress(debug) as progress, pause_gc():
         from vitcompress.cli.output import tables
         from vitcompress.pipeline.published import compare_sizes
@@ -121,18 +133,19 @@ def show(name: str, as_json: bool, debug: bool) -> int:
 
 @recipes.command()
 @click.argument("source", metavar="NAME|FILE|METHOD", shell_complete=complete_names(shipped.names))
+@click.option("--all", "every", is_flag=True, help="For a method: also the keys of the other tables of a recipe.")
 @common_options
-def keys(source: str, as_json: bool, debug: bool) -> int:
-    """List all keys of a recipe or of a method.
+def keys(source: str, every: bool, as_json: bool, debug: bool) -> int:
+    """List all keys of a recipe, or those of a method.
 
     With type, default, description and the recipe's value. Keys are the same in TOML and with --set.
     """
     with show_progress(debug):
-        from vitcompress.cli.output import tables
+        from vitcompress.cli.output.keys import print_keys
         from vitcompress.recipe.keys import keys_of
 
-        listed = keys_of(source)
-    return print_result(listed, as_json, tables.print_keys)
+        listed = keys_of(source, every)
+    return print_result(listed, as_json, print_keys)
 
 
 @recipes.command()

@@ -11,8 +11,11 @@ from vitcompress.cli.options import complete_names, dry_run_option, parse_words,
 
 
 @click.command()
-@click.argument("source", metavar="NAME|FILE", shell_complete=complete_names(shipped.study_names))
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder (default: runs/study-NAME).")
+@click.argument("source", metavar="[show] NAME|FILE", shell_complete=complete_names(shipped.study_names))
+@click.argument("shown", metavar="", required=False, shell_complete=complete_names(shipped.study_names))
+@click.option(
+    "--out", "-o", type=click.Path(path_type=Path, file_okay=False), help="Folder (default: runs/study-NAME)."
+)
 @click.option("--seeds", type=int, default=3, show_default=True, help="Number of seeds per row: 0, 1, ...")
 @click.option("--jobs", type=int, default=1, show_default=True, help="Number of runs at a time.")
 @click.option("--rows", callback=parse_words, metavar="NAMES", help="Only these rows, as in hetdpt_5,random_5.")
@@ -28,6 +31,7 @@ from vitcompress.cli.options import complete_names, dry_run_option, parse_words,
 @common_options
 def study(
     source: str,
+    shown: str | None,
     sets: tuple[str, ...],
     rows: tuple[str, ...],
     dry_run: bool,
@@ -38,8 +42,19 @@ def study(
     """Train methods side by side with several seeds, and compare them.
 
     Every row of the study with every seed is an ordinary run. The same command continues a study that was stopped.
+    `study show NAME` prints the TOML of a study, to read or to copy.
     """
+    if source == "show":
+        from vitcompress.cli.output.terminal import print_toml
+
+        text = shipped.study_text(shown or "")
+        return print_result({"name": shown, "toml": text}, as_json, lambda _: print_toml(text))
+    if shown is not None:
+        raise click.UsageError(f"got two studies, {source} and {shown}; `study show NAME` prints one")
     with show_progress(debug) as progress:
+        from vitcompress.recipe.load import read_study
+
+        read_study(source)  # reports a missing file before the imports below, which take seconds
         from vitcompress.cli.output import tables, terminal
         from vitcompress.pipeline.study.results import pair_table, row_table
         from vitcompress.pipeline.study.run import StudyOptions, dry_run_study, run_study

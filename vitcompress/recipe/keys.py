@@ -77,8 +77,10 @@ def _without_null(schema: Any) -> Any:
     return kept
 
 
-def keys_of(source: str) -> list[Key]:
+def keys_of(source: str, every: bool = True) -> list[Key]:
     """All keys of the recipe `source` (name or file), or of a recipe with one step of the method `source`.
+
+    every: False leaves out the keys that all methods share.
 
     Raises:
         InputError: neither a method nor a recipe; names the nearest.
@@ -86,7 +88,8 @@ def keys_of(source: str) -> list[Key]:
     tables = {name: table for name, hint in typing.get_type_hints(Recipe).items() if (table := _table_in(hint))}
     del tables["published"], tables["steps"]  # quoted figures are no settings; steps have keys of their own
     if options := _options(source):
-        return [*_keys("step.0", options), *(key for pair in tables.items() for key in _keys(*pair))]
+        shared = tables.items() if every else ()
+        return [*_keys("step.0", options), *(key for pair in shared for key in _keys(*pair))]
     recipe = load_recipe(source)
     steps = [(f"step.{i}", type(s.options), s.options) for i, s in enumerate(recipe.steps)]
     common = [(name, table, getattr(recipe, name)) for name, table in tables.items()]

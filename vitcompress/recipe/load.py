@@ -53,6 +53,14 @@ def _read(source: str) -> dict[str, Any]:
     return {"name": name, **data}
 
 
+def read_study(source: str) -> tuple[str, dict[str, Any]]:
+    """Name and content of a study, not validated. Raises InputError if there is none, RecipeError if it is not TOML."""
+    name, text = read_text(source, "study", recipes.study_names(), recipes.study_text)
+    data = parse_toml(f"of the study {source}", text)
+    recipes.check_kind("study", source, data)
+    return name, data
+
+
 def parse_toml(source: str, text: str) -> dict[str, Any]:
     """TOML as plain data. Raises RecipeError, which names `source`, if it is not TOML."""
     try:
@@ -94,6 +102,9 @@ def read_text(source: str, what: str, names: Collection[str], text: Callable[[st
     path = Path(source)
     if source in names or not (path.suffix == ".toml" or path.exists()):
         return source, text(source)
+    if path.exists() and not path.is_file():  # a pipe would be read without end
+        kind = "a folder" if path.is_dir() else "a pipe or a device"
+        raise InputError(f"{source} is {kind}, not a file", hint=f"write the name of a {what}, or of a .toml file")
     try:
         return path.stem, path.read_text(encoding="utf-8")
     except UnicodeDecodeError:

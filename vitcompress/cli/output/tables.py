@@ -7,7 +7,7 @@ from typing import Any
 from vitcompress.bench.accuracy import Evaluation, EvaluationRow
 from vitcompress.bench.report.compare import Comparison
 from vitcompress.bench.report.records import BenchRecord, CheckRecord
-from vitcompress.cli.output.terminal import print_line, print_pairs, print_table, print_text
+from vitcompress.cli.output.terminal import print_line, print_table, print_text
 from vitcompress.io.text import (
     NOT_MEASURED,
     Columns,
@@ -21,7 +21,6 @@ from vitcompress.io.text import (
 from vitcompress.pipeline.dry_run import DryRun
 from vitcompress.pipeline.published import Size, SizeComparison
 from vitcompress.pipeline.study.run import StudyDryRun
-from vitcompress.recipe.keys import Key
 
 ON_TARGET = "on the target"
 
@@ -55,20 +54,6 @@ def print_verification(checks: Iterable[CheckRecord], weights: Table, summary: I
     if weights.rows:
         print_table(weights)
     print_text("\n".join(summary))
-
-
-def print_keys(keys: Iterable[Key]) -> None:
-    """The keys of a recipe with description, type, default, and the recipe's value if it differs."""
-    pairs = []
-    for key in keys:
-        default = "required" if key.required else f"default {_as_toml(key.default)}"
-        here = "" if key.value is None or key.value == key.default else f"; here {_as_toml(key.value)}"
-        pairs.append((key.key, f"{key.about}\n  {key.type}; {default}{here}"))
-    print_pairs(pairs)
-
-
-def _as_toml(value: object) -> str:
-    return "not set" if value is None else json.dumps(value, default=str)
 
 
 def print_counts(sizes: Sequence[SizeComparison]) -> None:

@@ -17,14 +17,13 @@ from typing import Annotated
 
 from pydantic import BaseModel, JsonValue, StringConstraints
 
-from vitcompress import recipes
 from vitcompress.errors import InputError, RecipeError, did_you_mean
 from vitcompress.exporters.options import Positive
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.validation import STRICT, Doc, validate
 from vitcompress.methods import find_method
 from vitcompress.pipeline.folder import dense_folder
-from vitcompress.recipe.load import assign, build_recipe, parse_toml, read_text
+from vitcompress.recipe.load import assign, build_recipe, read_study
 from vitcompress.recipe.schema import ProtocolTable, Recipe
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
@@ -119,10 +118,8 @@ def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) 
         RecipeError: with every mistake.
         InputError: no such study or row; with the nearest names.
     """
-    name, text = read_text(source, "study", recipes.study_names(), recipes.study_text)
+    name, data = read_study(source)
     label = f"of the study {source}"
-    data = parse_toml(label, text)
-    recipes.check_kind("study", source, data)
     problems = [problem for text in sets if (problem := assign(data, text))]
     tables = validate(_Tables, data, "", problems)
     if tables is None:
