@@ -3,7 +3,7 @@
 import argparse
 import pickle
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -43,15 +43,17 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of `read_checkpoint`."""
-    return read_checkpoint(path)[0]
+    """The tensors of a file that `save_tensors` wrote, with their names there. Raises as `read_checkpoint`."""
+    return read_checkpoint(path, wrappers=())[0]
 
 
-def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], str | None, dict[str, Any]]:
+def read_checkpoint(
+    path: Path, wrappers: Sequence[str] = WRAPPERS
+) -> tuple[dict[str, Tensor], str | None, dict[str, Any]]:
     """Weights by name, the key of PARTS that they are from, and everything else in the file.
 
     path: safetensors with metadata, or a PyTorch checkpoint (read with `weights_only=True`). From one of a training
-    script, loads the first of PARTS. Strips the prefixes WRAPPERS. Raises WeightsError for a file that is missing,
+    script, loads the first of PARTS. Strips the prefixes `wrappers`. Raises WeightsError for a file that is missing,
     truncated, of another format, or contains pickled code.
     """
     path = Path(path)
@@ -60,17 +62,17 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], str | None, dict[str
         raise WeightsError(f"no weights at {path}: it {what}", hint=f"use {ACCEPTED}")
     if path.suffix == ".safetensors":
         tensors, content = _read_safetensors(path)
-        return _strip_wrappers(tensors), None, content
+        return _strip_wrappers(tensors, wrappers), None, content
     content = _read_pytorch(path)
     part = next((key for key in PARTS if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
     tensors = content if part is None else content[part]
     if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise WeightsError(f"{path} is not a state dict of tensors", hint="save model.state_dict()")
-    return _strip_wrappers(tensors), part, {} if part is None else {**content, part: None}
+    return _strip_wrappers(tensors, wrappers), part, {} if part is None else {**content, part: None}
 
 
-def _strip_wrappers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    for wrapper in WRAPPERS:
+def _strip_wrappers(tensors: dict[str, Tensor], wrappers: Sequence[str]) -> dict[str, Tensor]:
+    for wrapper in wrappers:
         if all(name.startswith(wrapper) for name in tensors):
             tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
     return tensors
