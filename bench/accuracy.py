@@ -88,7 +88,7 @@ def run(
     for artifact in artifacts:
         if not artifact.startswith(TIMM) and not Path(artifact).exists():
             open_runner(artifact)  # raises; a missing artifact is reported before missing data
-    benches = [[*_recorded_benchmarks(artifact), *extra] for artifact in artifacts]
+    benches = [[*extra, *_recorded_benchmarks(artifact)] for artifact in artifacts]
     classes, images = open_test(select_data(artifacts, options))
     rows: list[EvaluationRow] = []
     masks: list[np.ndarray] = []  # which images are correct

@@ -66,10 +66,10 @@ def _is_measurement(entry: object) -> bool:
 def find_speed(
     entries: Iterable[records.BenchRecord], sha256: str | None, settings: Mapping[str, object] | None = None
 ) -> records.SpeedRecord | None:
-    """The last measurement of the file with this hash; None without one. settings: values that its row must have."""
+    """The first, latest measurement of the file with this hash, or None. settings: values that its row must have."""
     rows: list[dict[str, object]] = [dict(row) for entry in entries for row in entry["rows"]]
     same = [row for row in rows if row.get("sha256") == sha256 and (settings or {}).items() <= row.items()]
-    return cast(records.SpeedRecord, {key: same[-1][key] for key in SPEED_KEYS}) if sha256 and same else None
+    return cast(records.SpeedRecord, {key: same[0][key] for key in SPEED_KEYS}) if sha256 and same else None
 
 
 # ------------------------------------------------------------------------------------------------------------ sentences

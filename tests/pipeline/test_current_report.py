@@ -115,7 +115,7 @@ def test_the_dense_model_is_exported_with_the_same_options(folder: Path) -> None
 
 def test_a_speed_is_shown_for_the_measured_file_only(folder: Path) -> None:
     call("bench", "run/dense.onnx", "run/model.onnx", "run", "timm:vit_tiny_patch16_224", *SPEED, "--threads", "1")
-    entry = json.loads((folder / "bench.json").read_text())[-1]
+    entry = json.loads((folder / "bench.json").read_text())[0]
     names = ["dense.onnx", "model.onnx", "model.safetensors"]
     assert [row["artifact"] for row in entry["rows"]] == names and [r["b"] for r in entry["ratios"]] == names[1:]
     assert "timm" not in json.dumps([entry["warnings"], entry["disturbed"]])

@@ -86,7 +86,7 @@ def test_the_lines_of_the_report_give_the_file_bytes(
     finished: tuple[Any, world.RecordedProgress], tmp_path: Path
 ) -> None:
     folder = finished[0].folder
-    (code,) = re.findall(r"```python\n(.*?)```", (folder / "report.md").read_text(), re.DOTALL)
+    (code,) = re.findall(r"### model.onnx\n\n```python\n(.*?)```", (folder / "report.md").read_text(), re.DOTALL)
     assert "uint8" in code and "255" not in code
     pixels = np.random.default_rng(0).integers(0, 255, (8, 8), np.uint8).astype(np.uint8)
     Image.fromarray(pixels).save(tmp_path / "photo.png")

@@ -244,7 +244,7 @@ def run_folders(artifacts: Iterable[str | Path]) -> list[Path]:
 
 
 def record_bench(artifacts: Iterable[str | Path], measured: BenchRecord, progress: Progress) -> None:
-    """Add a measurement to the bench.json of each run folder that it has files of, and update their reports.
+    """Add a measurement to the start of bench.json of each run folder that it has files of, and update their reports.
 
     It replaces earlier ones of the same files with the same settings.
     """
@@ -259,7 +259,7 @@ def record_bench(artifacts: Iterable[str | Path], measured: BenchRecord, progres
                 again = {key(row) for row in own[0]["rows"]}
                 with lock_folder(folder):
                     old = match_rows(_read(path) or (), names)
-                    write_json(path, [*(entry for entry in old if not again.issuperset(map(key, entry["rows"]))), *own])
+                    write_json(path, [*own, *(entry for entry in old if not again.issuperset(map(key, entry["rows"])))])
                 refresh_report(folder, progress)
 
 
