@@ -25,6 +25,9 @@ from vitcompress.exporters.tensorrt.runner import EngineRunner
 from vitcompress.exporters.torch_runner import TIMM, TORCH_TYPES
 from vitcompress.io import hardware
 from vitcompress.models.create import create_model, input_config
+from vitcompress.models.source import NOT_FILES, create_named, resolve_model
+from vitcompress.recipe.load import load_recipe
+from vitcompress.training.data import class_count
 
 TIMM_ONNX = "timm-onnx:"  # prefix of the ONNX file that timm itself exports
 
@@ -142,7 +145,7 @@ def _timm_onnx(name: str, options: RunnerOptions) -> Runner:
     if options.precision in HALF:
         hint = f"leave --precision out: files run in their own; in torch {TIMM}NAME runs in {options.precision}"
         raise InputError(f"timm exports {name} in fp32, the requested precision is {options.precision}", hint=hint)
-    model = create_model(name[len(TIMM_ONNX) :], weights=options.weights)
+    model = _dense_model(name[len(TIMM_ONNX) :], options)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timm.onnx"
         export_by_timm(model, path)
@@ -152,6 +155,18 @@ def _timm_onnx(name: str, options: RunnerOptions) -> Runner:
         runner = open_runner(path, options)
     runner.name = name
     return runner
+
+
+def _dense_model(name: str, options: RunnerOptions) -> nn.Module:
+    """timm's model `NAME` or `NAME?img_size=48`, or the dense model of a recipe, `FILE.toml`, with its weights."""
+    if not name.endswith(".toml"):
+        return create_named(name, options.weights)
+    recipe = load_recipe(name)
+    table = recipe.model
+    weights = options.weights if table.weights in NOT_FILES else table.weights
+    classes = table.classes or (class_count(recipe.data) if weights in NOT_FILES else None)
+    resolved = resolve_model(table.name, table.args, weights, classes=classes)
+    return create_model(resolved.arch, resolved.arch_args, resolved.weights, new_head=table.new_head)
 
 
 def export_by_timm(model: nn.Module, path: Path) -> None:

@@ -19,7 +19,8 @@ from vitcompress.io.files import file_sha256
 from vitcompress.io.plugins import find_by_name, load_plugins
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model
-from vitcompress.models.create import create_model, is_known
+from vitcompress.models.create import is_known
+from vitcompress.models.source import create_named
 
 __all__ = ["RUNNERS", "Runner", "RunnerOptions", "TorchRunner", "open_runner"]
 
@@ -70,7 +71,7 @@ def open_runner(artifact: str | Path, options: RunnerOptions | None = None, **se
     options = replace(options or RunnerOptions(), **settings)
     name, path = str(artifact), Path(artifact)
     if name.startswith(TIMM):
-        return TorchRunner(create_model(name[len(TIMM) :], weights=options.weights), options, name=name)
+        return TorchRunner(create_named(name[len(TIMM) :], options.weights), options, name=name)
     if path.is_dir():
         return TorchRunner(load_model(path), options, name=name, sha256=file_sha256(RunFolder(path).weights))
     if (path.suffix in RUNNERS or path.is_file()) and (exporter := exporter_of(path)):

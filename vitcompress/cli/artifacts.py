@@ -139,7 +139,8 @@ def bench(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any
     """Measure artifacts interleaved and compare them with the first one.
 
     Artifacts are run folders, .onnx, .xml and .engine files, timm:NAME, and timm-onnx:NAME (the file that timm itself
-    exports).
+    exports). NAME may have arguments, as in vit_tiny_patch16_224?img_size=48; timm-onnx:FILE.toml is the dense model
+    of a recipe.
     """
     with show_progress(debug) as progress:
         from vitcompress.bench import suite

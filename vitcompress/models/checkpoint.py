@@ -1,6 +1,6 @@
 """A compressed model in a folder: plan.json and model.safetensors."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +9,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from vitcompress.errors import ArtifactError, PlanError, WeightsError
+from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError
 from vitcompress.families import prepare_model
 from vitcompress.io.files import write_text
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
-from vitcompress.models.create import create_model, create_on_meta, plan_of
+from vitcompress.models.create import class_names_of, create_model, create_on_meta, plan_of, with_class_names
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_plan
 
@@ -43,25 +43,30 @@ def write_model(folder: Path, model: nn.Module, plan: Plan) -> None:
     write_text(files.plan, plan.to_json())
 
 
-def save_model(model: nn.Module, folder: str | Path) -> None:
+def save_model(model: nn.Module, folder: str | Path, classes: Sequence[str] | None = None) -> None:
     """Write a dense or pruned model with its plan to a new folder.
 
     `load_model` loads it, and `vitcompress export`, `verify` and `bench` accept the folder. The weights may have been
-    trained further, and the classifier may be a new one (`reset_classifier`).
+    trained further, and the classifier may be a new one (`reset_classifier`). classes: their names, which exported
+    files contain; None: those that the model has.
 
     Raises:
         ArtifactError: the folder is not empty.
-        InputError: the model has no plan and is not as timm builds it, see `plan_of`.
+        InputError: the model has no plan and is not as timm builds it, see `plan_of`; or `classes` has another length.
         WeightsError: the weights do not belong to the plan, because the model was changed in another way.
     """
     folder, plan = Path(folder), plan_of(model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ArtifactError(f"{folder} is not empty", hint="choose a new folder; this one may contain other exports")
     model = model if hasattr(model, "plan") else prepare_model(deepcopy(model))
-    weights, classes = model.state_dict(), getattr(model, "num_classes", None)
+    weights, count = model.state_dict(), getattr(model, "num_classes", None)
+    if classes is not None and len(classes) != count:
+        raise InputError(f"{len(classes)} class names, but the model has {count} classes")
     blank = _rebuild(plan, weights)
-    if classes != getattr(blank, "num_classes", None):
-        plan = replace(plan, arch_args={**plan.arch_args, "num_classes": classes})
+    names, replaced = class_names_of(blank), count != getattr(blank, "num_classes", None)
+    if replaced or (classes is not None and tuple(classes) != names):
+        args = {**plan.arch_args, **({"num_classes": count} if replaced else {})}
+        plan = replace(plan, arch_args=with_class_names(args, classes or (() if replaced else names)))
         blank = _rebuild(plan, weights)
     load_strictly(blank, weights, RunFolder(folder).weights)
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from vitcompress.models.weights import USE_FILE, check_hub, load_weights
 from vitcompress.plan import Plan
 
 NOISE = 0.1  # standard deviation for `randomize_constants`: small compared with norm weights of 1
+OVERLAY, LABELS = "pretrained_cfg_overlay", "label_names"  # argument of timm.create_model, and a key in it
 PREPROCESSING = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 INITIALIZERS = {"uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"}
 UNKNOWN = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
@@ -144,13 +145,26 @@ def _recorded(arch: str, cfg: Mapping[str, object], args: dict[str, object]) -> 
     name = arch if cfg.get("tag") == timm.get_pretrained_cfg(arch).tag else f"{arch}.{cfg.get('tag')}"
     default = timm.get_pretrained_cfg(name).to_dict()
     overlay = {key: cfg[key] for key in PREPROCESSING if cfg.get(key) != default.get(key)}
-    return name, args | ({"pretrained_cfg_overlay": overlay} if overlay else {})
+    return name, args | ({OVERLAY: overlay} if overlay else {})
 
 
 def _structure(model: nn.Module) -> dict[str, str]:
     """Types of all modules and shapes of all tensors; drop paths do not count."""
     modules = {name: "" if isinstance(m, nn.Identity | DropPath) else str(type(m)) for name, m in model.named_modules()}
     return modules | {name: str(tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
+
+
+def with_class_names(args: Mapping[str, object], names: Sequence[str]) -> dict[str, object]:
+    """Arguments of timm.create_model with these class names in its pretrained configuration; () removes them."""
+    overlay: dict[str, Any] = dict(args.get(OVERLAY) or {})  # type: ignore[call-overload]
+    overlay = {key: value for key, value in overlay.items() if key != LABELS} | ({LABELS: list(names)} if names else {})
+    return {key: value for key, value in args.items() if key != OVERLAY} | ({OVERLAY: overlay} if overlay else {})
+
+
+def class_names_of(model: nn.Module) -> tuple[str, ...]:
+    """The class names of `model`; empty if they are unknown or of another classifier."""
+    names = getattr(model, "pretrained_cfg", {}).get(LABELS) or ()
+    return tuple(names) if len(names) == getattr(model, "num_classes", None) else ()
 
 
 def randomize_constants(model: nn.Module, seed: int = 0) -> None:

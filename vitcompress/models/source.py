@@ -11,17 +11,25 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import timm
 from torch import nn
 
 from vitcompress.errors import InputError, WeightsError
-from vitcompress.io.files import read_json
+from vitcompress.io.files import decode_json_values, read_json
 from vitcompress.models.arguments import RULES, describe_shapes, kind_of, read_arguments, shapes_of, usual_name
-from vitcompress.models.create import create_on_meta, input_config, is_known
+from vitcompress.models.create import (
+    LABELS,
+    OVERLAY,
+    create_model,
+    create_on_meta,
+    input_config,
+    is_known,
+    with_class_names,
+)
 from vitcompress.models.weight_files import HUB, WeightFile, open_weights
 
-OVERLAY = "pretrained_cfg_overlay"  # argument of timm.create_model
 PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
 NOT_FILES = ("random", "hub", "train")
 DEFAULT = "timm's default"
@@ -86,7 +94,13 @@ def resolve_model(
     if classes:
         chosen["num_classes"], sources["num_classes"] = classes, "the data"
     overlay: dict[str, Any] = dict(args.get(OVERLAY) or {})  # type: ignore[call-overload]
-    blank = create_blank(arch, {**chosen, OVERLAY: overlay} if overlay else chosen)
+    try:
+        blank = create_blank(arch, {**chosen, OVERLAY: overlay} if overlay else chosen)
+    except InputError as error:
+        if sources.get("num_heads") != ASSUMED:
+            raise
+        hint = "the weights do not show the number of heads: set it, as in --set model.args.num_heads=4"
+        raise InputError(error.message, hint=hint) from None
     values: dict[str, Any] = input_config(blank).to_dict()
     layers = {file.stated_in: _preprocessing(arch, file), RECIPE: dict(overlay), "the user": preprocessing or {}}
     for name in PREPROCESSING:
@@ -97,12 +111,10 @@ def resolve_model(
     if class_names and len(names) != count:
         raise InputError(f"{len(names)} class names, but the model has {count} classes", hint=CLASSES_HINT)
     names = names if len(names) == count else ()
-    if names:
-        overlay["label_names"] = list(names)
     facts = {**_facts(blank), **{name: values[name] for name in PREPROCESSING}}
     settings = [Setting("model", arch, RECIPE), *(Setting(n, v, sources.get(n, DEFAULT)) for n, v in facts.items())]
-    chosen |= {OVERLAY: overlay} if overlay else {}
-    return ResolvedModel(arch, chosen, str(weights), tuple(settings), names, resampled, file.part)
+    complete = with_class_names({**chosen, OVERLAY: overlay}, names or overlay.get(LABELS, ()))
+    return ResolvedModel(arch, complete, str(weights), tuple(settings), names, resampled, file.part)
 
 
 def _arguments(
@@ -126,12 +138,12 @@ def _arguments(
     other = other or (distilled != hasattr(default, "head_dist"))
     if other or (name is not None and "embed_dim" in differing.keys() - fixed):
         message = f"{weights} contains {describe_shapes(shapes)}; the recipe's model is {arch}"
-        raise WeightsError(message, hint=f"use --model {name or 'NAME'}, or other weights")
+        raise WeightsError(message, hint=f"use --model {file.stated.get('model', name or 'NAME')}, or other weights")
     if wrong := [
         f"{name} is {differing[name]} in {sources[name]}, {own[name]} in {RECIPE}"
         for name in sorted(fixed - {"img_size", "num_classes"})
     ]:
-        hint = "leave it out of model.args, or use other weights"
+        hint = "leave it out of model.args, or use --model NAME, which starts without arguments"
         raise WeightsError(f"{weights} contradicts the recipe: {'; '.join(wrong)}", hint=hint)
     resampled = tuple(
         f"position tables from {name} {differing[name]}, of {sources[name]}, to {own[name]}, of {RECIPE}"
@@ -185,6 +197,17 @@ def load_class_names(path: Path) -> tuple[str, ...]:
     if not names or not all(isinstance(name, str) and name for name in names):
         raise InputError(f"{path} contains an empty line, or no names", hint=CLASSES_HINT)
     return tuple(names)
+
+
+def create_named(text: str, weights: str | Path = "random") -> nn.Module:
+    """The model `NAME` or `NAME?img_size=48&depth=2`, with arguments of timm, completed by `resolve_model`.
+
+    Raises:
+        InputError, WeightsError: as `resolve_model` and `create_model`.
+    """
+    name, _, query = text.partition("?")
+    resolved = resolve_model(name, decode_json_values(dict(parse_qsl(query, keep_blank_values=True))), weights)
+    return create_model(resolved.arch, resolved.arch_args, resolved.weights)
 
 
 def create_blank(arch: str, args: Mapping[str, object]) -> nn.Module:

@@ -29,6 +29,7 @@ from vitcompress.methods import find_method
 from vitcompress.methods.base import Method, context_for, load_handed_over
 from vitcompress.models import create
 from vitcompress.models.create import input_config, plan_of
+from vitcompress.models.source import resolve_model
 from vitcompress.pipeline.export import CALIBRATION_IMAGES, write_export
 from vitcompress.plan import Plan
 from vitcompress.training import distributed
@@ -51,7 +52,7 @@ def create_model(
 
     Args:
         pretrained: download timm's weights.
-        weights: a checkpoint (.safetensors, .pth) to load instead.
+        weights: a checkpoint or Hugging Face folder to load instead; it also sets arguments that `args` leave open.
         seed: of random weights.
         args: of `timm.create_model`, such as `num_classes`, `img_size`, `depth`.
 
@@ -65,7 +66,10 @@ def create_model(
     """
     if pretrained and weights is not None:
         raise InputError("pretrained=True and weights exclude each other", hint="pass one of them")
-    return create.create_model(name, args, weights or ("hub" if pretrained else "random"), seed=seed)
+    if weights is not None:  # they show what `args` leave open
+        resolved = resolve_model(name, args, weights)
+        return create.create_model(resolved.arch, resolved.arch_args, resolved.weights, seed=seed)
+    return create.create_model(name, args, "hub" if pretrained else "random", seed=seed)
 
 
 def plan(

@@ -27,7 +27,7 @@ from vitcompress.io.files import write_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model, read_plan
-from vitcompress.models.create import input_config
+from vitcompress.models.create import class_names_of, input_config
 from vitcompress.pipeline.fp32_layers import Layers, Search, best_evaluator, search
 from vitcompress.pipeline.job import Job
 from vitcompress.training.metrics import calibration_images
@@ -65,6 +65,7 @@ def write_export(
         options = replace(options, islands=_selected_layers(result, options.precision, path))
     elif options.precision == "fp16":
         check_fp16(model, original.images, options.islands, offer_islands="islands" in exporter.uses)
+    classes = classes or class_names_of(model)
     about: ModelInfo = {"input": input_config(model), "classes": classes, "plan_digest": plan_digest}
     exported = exporter.export(model, path, options=options, progress=progress, **about)
     if result is not None:

@@ -188,12 +188,15 @@ def create_job(
     check_classifier(resolved.arch, resolved.arch_args, blank)
     base = plan = Plan(resolved.arch, resolved.arch_args)
     steps, family, files = list[JobStep](), family_of(blank), RunFolder(options.folder(recipe))
-    for number, step in enumerate(recipe.steps):
-        method = find_method(step.method)
-        delta = method.structure(model, family, plan, step.options)
-        folder, info = RunFolder(files.step(number, step.method)), method.describe(step.options)
-        steps.append(JobStep(number, method, step.options, info, folder, model, delta))
-        model, plan = surgery.apply_to_copy(model, delta), plan.then(delta)
+    try:
+        for number, step in enumerate(recipe.steps):
+            method = find_method(step.method)
+            delta = method.structure(model, family, plan, step.options)
+            folder, info = RunFolder(files.step(number, step.method)), method.describe(step.options)
+            steps.append(JobStep(number, method, step.options, info, folder, model, delta))
+            model, plan = surgery.apply_to_copy(model, delta), plan.then(delta)
+    except InputError as error:  # steps may be impossible only without the weights' arguments
+        raise problem or error from None
     about = (resolved, problem, base, files, family, tuple(steps), plan, blank, model)
     return Job(recipe, options, runtime, progress, data, *about)
 

@@ -31,7 +31,7 @@ def load_recipe(source: str, sets: Sequence[str] = (), model: str | None = None)
     """
     data = _read(source)
     table = data.get("model")
-    if model is not None and isinstance(table, dict) and table.get("name") != model:
+    if model is not None and isinstance(table, dict):
         data["model"] = {**table, "name": model, "args": {}}
     return build_recipe(source, data, sets)
 

@@ -1,0 +1,251 @@
+"""What weights show about their model. The folder `transformers` contains tiny random models of that library (version
+5.23) and, in outputs.json, what it computes for `images`.
+"""
+
+import json
+import re
+from argparse import Namespace
+from pathlib import Path, PosixPath
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from vitcompress.errors import InputError, WeightsError
+from vitcompress.models.checkpoint import load_model, save_model
+from vitcompress.models.create import class_names_of, create_model, input_config
+from vitcompress.models.source import create_named, load_class_names, resolve_model
+
+TRANSFORMERS = Path(__file__).parent / "transformers"
+VIT = "vit_tiny_patch16_224"
+OWN = {"img_size": 24, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 4, "num_classes": 3}
+IMAGENET = [0.485, 0.456, 0.406]
+# Architecture, arguments that the weights show, and those that they do not.
+MODELS: dict[str, tuple[str, dict, dict]] = {
+    "vit": (VIT, {k: v for k, v in OWN.items() if k != "num_heads"} | {"mlp_ratio": 2.5}, {"num_heads": 4}),
+    "registers": (VIT, {"img_size": 48, "depth": 1, "reg_tokens": 2, "no_embed_class": True, "init_values": 1e-5}, {}),
+    "pooled": (VIT, {"depth": 1, "global_pool": "avg", "class_token": False, "qkv_bias": False, "qk_norm": True}, {}),
+    "distilled": ("deit_tiny_distilled_patch16_224", {"img_size": 32, "depth": 1}, {}),
+    "eva": ("eva02_tiny_patch14_224", {"img_size": 56, "depth": 1}, {}),
+    "dinov3": ("vit_small_patch16_dinov3", {"depth": 1, "num_reg_tokens": 2}, {"img_size": 32}),
+    "beit": ("beit_base_patch16_224", {"img_size": 48, "depth": 1, "embed_dim": 16, "num_heads": 4}, {}),
+    "swin": (
+        "swin_tiny_patch4_window7_224",
+        {"depths": [1, 2], "num_heads": [2, 4], "embed_dim": 16, "window_size": 4},
+        {"img_size": 64},
+    ),
+    "small_swin": ("swin_tiny_patch4_window7_224", {"img_size": 96, "depths": [1, 1, 1, 1], "embed_dim": 24}, {}),
+    "pvt": (
+        "pvt_v2_b0",
+        {"depths": [1, 1, 1, 1], "embed_dims": [8, 8, 16, 16], "mlp_ratios": [2, 2, 2, 2], "sr_ratios": [4, 4, 2, 1]},
+        {"num_heads": [1, 2, 4, 8]},
+    ),
+}
+
+
+def saved(path: Path, arch: str = VIT, args: dict | None = None, options: Any = None, **more: Any) -> torch.nn.Module:
+    """A model with the arguments `args`, whose training checkpoint is written to `path`."""
+    torch.manual_seed(1)
+    model = timm.create_model(arch, **{"num_classes": 3, **(OWN if args is None else args)}).eval()
+    torch.save({"state_dict": model.state_dict(), "args": options, **more}, path)
+    return model
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_weights_show_the_arguments_of_their_model(case: str, tmp_path: Path) -> None:
+    arch, shown, hidden = MODELS[case]
+    path = tmp_path / "own.pth.tar"
+    model = saved(path, arch, {**shown, **hidden}, Namespace(model=arch, model_kwargs=hidden, drop=0.1))
+    resolved = resolve_model(arch, {}, path)
+    assert resolved.arch_args == {"num_classes": 3, **shown, **hidden}
+    sources = {setting.name: setting.source for setting in resolved.settings}
+    assert {sources[name] for name in {**shown, "num_classes": 3} if name in sources} == {"the weights"}
+    assert {sources[name] for name in hidden if name in sources} <= {"the checkpoint's args"}
+    x = torch.randn(1, *input_config(model).size)
+    with torch.no_grad():
+        assert torch.equal(create_model(arch, resolved.arch_args, path)(x), model(x))
+
+
+def test_the_number_of_heads_is_assumed_if_nothing_states_it(tmp_path: Path) -> None:
+    saved(tmp_path / "a.pth", args={**OWN, "embed_dim": 48, "num_heads": 4})
+    settings = {s.name: s for s in resolve_model(VIT, {}, tmp_path / "a.pth").settings}
+    assert settings["num_heads"].value == 3 and settings["num_heads"].source.startswith("assumed")
+    saved(tmp_path / "b.pth")
+    with pytest.raises(InputError, match=r"divisible|divided") as caught:
+        resolve_model(VIT, {}, tmp_path / "b.pth")
+    assert "--set model.args.num_heads=4" in str(caught.value.hint)
+
+
+def test_preprocessing_is_that_of_the_training(tmp_path: Path) -> None:
+    path = tmp_path / "a.pth"
+    saved(
+        path,
+        options=Namespace(
+            model=VIT, num_heads=4, mean=tuple(IMAGENET), std=None, crop_pct=1.0, best=np.float64(1), out=PosixPath("x")
+        ),
+    )
+    resolved = resolve_model(VIT, {}, path, preprocessing={"crop_pct": 0.8, "crop_mode": "center"})
+    assert resolved.arch_args["pretrained_cfg_overlay"] == {"mean": IMAGENET, "crop_pct": 0.8}
+    sources = {setting.name: setting.source for setting in resolved.settings}
+    assert [sources[name] for name in ("mean", "std", "crop_pct")] == [
+        "the checkpoint's args",
+        "timm's default",
+        "the user",
+    ]
+    own = {"pretrained_cfg_overlay": {"mean": [0.5, 0.5, 0.5]}}
+    assert resolve_model(VIT, own, path).arch_args["pretrained_cfg_overlay"] == {"mean": [0.5] * 3, "crop_pct": 1.0}
+    saved(path, options={"model": "deit_tiny_patch16_224", "num_heads": 4})  # trained with the mean of another name
+    assert input_config(create_model(VIT, resolve_model(VIT, {}, path).arch_args)).mean == tuple(IMAGENET)
+
+
+def test_a_recipe_without_files_keeps_its_plan() -> None:
+    for args in ({"img_size": 32}, {"pretrained_cfg_overlay": {"crop_pct": 0.9}}):
+        assert resolve_model(VIT, args, classes=5).arch_args == {**args, "num_classes": 5}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"num_heads": 8}, "num_heads is 4 in the checkpoint's args, 8 in model.args"),
+        (
+            {"patch_size": 4, "depth": 3},
+            "depth is 2 in the weights, 3 in model.args; patch_size is 8 in the weights, 4",
+        ),
+    ],
+)
+def test_arguments_that_the_weights_contradict_are_rejected(args: dict, message: str, tmp_path: Path) -> None:
+    saved(tmp_path / "a.pth", options={"num_heads": 4})
+    with pytest.raises(WeightsError, match=message):
+        resolve_model(VIT, args, tmp_path / "a.pth")
+
+
+def test_a_requested_image_size_resamples(tmp_path: Path) -> None:
+    saved(tmp_path / "a.pth", options={"num_heads": 4})
+    resolved = resolve_model(VIT, {"img_size": 48}, tmp_path / "a.pth")
+    assert resolved.arch_args["img_size"] == 48
+    assert resolved.resampled == ("position tables from img_size 24, of the weights, to 48, of model.args",)
+    create_model(VIT, resolved.arch_args, tmp_path / "a.pth")
+    assert not resolve_model(VIT, {"img_size": [24, 24]}, tmp_path / "a.pth").resampled
+
+
+@pytest.mark.parametrize(
+    ("trained", "used", "message"),
+    [
+        (
+            VIT,
+            "deit_small_patch16_224",
+            r"ViT \(embed_dim 192, depth 1, patch_size 16, img_size 224.*vit_tiny_patch16_224",
+        ),
+        ("deit_tiny_distilled_patch16_224", VIT, "distilled DeiT .*--model deit_tiny_distilled_patch16_224"),
+        ("swin_tiny_patch4_window7_224", VIT, "Swin Transformer"),
+        ("pvt_v2_b0", VIT, "PVTv2"),
+        ("resnet18", VIT, "ResNet"),
+        (VIT, "swin_tiny_patch4_window7_224", "ViT"),
+    ],
+)
+def test_weights_of_another_architecture_are_named(trained: str, used: str, message: str, tmp_path: Path) -> None:
+    saved(tmp_path / "a.pth", trained, {"depth": 1} if "16" in trained else {})
+    with pytest.raises(WeightsError) as caught:
+        resolve_model(used, {}, tmp_path / "a.pth")
+    assert re.search(message, f"{caught.value.message} {caught.value.hint}")
+
+
+@pytest.mark.parametrize("key", ["state_dict_ema", "model_state_dict", "model", "module"])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module.", "model."])
+def test_keys_and_prefixes_of_training_scripts(key: str, prefix: str, tmp_path: Path) -> None:
+    model = saved(tmp_path / "a.pth")
+    state = {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save({key: state, "arch": VIT, "args": {"num_heads": 4}}, tmp_path / "a.pth")
+    loaded = create_named(VIT, tmp_path / "a.pth")
+    x = torch.randn(1, 3, 24, 24)
+    assert torch.equal(loaded(x), model(x))
+
+
+@pytest.mark.parametrize("case", sorted(json.loads((TRANSFORMERS / "outputs.json").read_text())))
+def test_models_of_transformers(case: str) -> None:
+    folder = TRANSFORMERS / case
+    arch = {
+        "deit_distilled": "deit_tiny_distilled_patch16_224",
+        "swin": "swin_tiny_patch4_window7_224",
+        "dinov2_swiglu": "vit_giant_patch14_dinov2",
+    }.get(case, "vit_small_patch14_dinov2" if "dinov2" in case else VIT)
+    backbone = "dinov2" in case
+    resolved = resolve_model(arch, {}, folder, classes=3 if backbone else None)
+    if backbone:
+        with pytest.raises(WeightsError, match=r"head\.bias") as caught:
+            create_model(arch, resolved.arch_args, folder)
+        assert "model.new_head = true" in str(caught.value.hint)
+    model: Any = create_model(arch, resolved.arch_args, folder, new_head=backbone)
+    size = input_config(model).size
+    images = torch.linspace(0, 30, 2 * size[0] * size[1] * size[2]).sin().reshape(2, *size)
+    with torch.no_grad():
+        outputs = model.forward_features(images) if backbone else model(images)
+    expected = torch.tensor(json.loads((TRANSFORMERS / "outputs.json").read_text())[case]).reshape(outputs.shape)
+    # transformers' ViT and DeiT add 1e-12 to variances and timm 1e-6: relative to variances of 0.01 or more, 1e-4.
+    torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
+    if case in ("vit", "deit"):
+        assert resolved.class_names == ("cat", "dog", "owl") == class_names_of(model)
+    if case == "vit":
+        about = input_config(model)
+        assert (about.mean, about.interpolation, about.crop_mode) == ((0.1, 0.2, 0.3), "bilinear", "squash")
+
+
+def test_a_folder_in_timms_layout(tmp_path: Path) -> None:
+    model = saved(tmp_path / "a.pth")
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    cfg = {"mean": IMAGENET, "input_size": [3, 24, 24], "num_classes": 1000}
+    config = {
+        "architecture": VIT,
+        "num_classes": 3,
+        "model_args": OWN,
+        "pretrained_cfg": cfg,
+        "label_names": ["c", "a", "b"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    resolved = resolve_model(VIT, {}, tmp_path)
+    overlay = {"mean": IMAGENET, "label_names": ["c", "a", "b"]}
+    assert resolved.arch_args == {**OWN, "pretrained_cfg_overlay": overlay}
+    with pytest.raises(WeightsError, match=r"num_heads is 4 in config\.json, 2 in model\.args"):
+        resolve_model(VIT, {"num_heads": 2}, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["recipe.toml", "empty", "none.pth", "hf-hub:timm/none"])
+def test_what_is_no_file_of_weights_is_rejected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "recipe.toml").write_text("[model]\n")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(WeightsError, match=name) as caught:
+        resolve_model(VIT, {}, name if name.startswith("hf-hub") else tmp_path / name)
+    assert "Hugging Face folder" in str(caught.value.hint)
+
+
+def test_class_names_survive_saving(tmp_path: Path) -> None:
+    (tmp_path / "names.txt").write_text("owl\ncat \ndog\n")
+    (tmp_path / "names.json").write_text('["owl", "cat", "dog"]')
+    names = load_class_names(tmp_path / "names.txt")
+    assert names == load_class_names(tmp_path / "names.json") == ("owl", "cat", "dog")
+    resolved = resolve_model(VIT, OWN, class_names=names)
+    model: Any = create_model(VIT, resolved.arch_args)
+    save_model(model, tmp_path / "kept")
+    assert class_names_of(load_model(tmp_path / "kept")) == names
+    save_model(model, tmp_path / "renamed", classes=["x", "y", "z"])
+    assert class_names_of(load_model(tmp_path / "renamed")) == ("x", "y", "z")
+    model.reset_classifier(2)
+    save_model(model, tmp_path / "other")
+    assert class_names_of(load_model(tmp_path / "other")) == ()
+    with pytest.raises(InputError, match="3 class names, but the model has 2 classes"):
+        save_model(model, tmp_path / "wrong", classes=names)
+    with pytest.raises(InputError, match="2 class names, but the model has 3 classes"):
+        resolve_model(VIT, OWN, class_names=names[:2])
+    for text in ("", "a\n\nb\n", "[1, 2]"):
+        (tmp_path / "names.txt").write_text(text)
+        with pytest.raises(InputError, match=r"names\.txt"):
+            load_class_names(tmp_path / "names.txt")
+
+
+def test_names_with_arguments() -> None:
+    model: Any = create_named(f"{VIT}?img_size=32&depth=1&global_pool=avg&num_classes=4")
+    assert (model.num_classes, len(model.blocks), model.global_pool) == (4, 1, "avg")
