@@ -242,19 +242,25 @@ def _time_block(target: Target, runs: int) -> tuple[list[float], float]:
 def ratio(a: Samples, b: Samples) -> RatioRecord:
     """Speed of `b` over `a`, that is time of `a` over time of `b`: the median over rounds, with a 95 % interval.
 
-    A round is a block of `a` and the following block of `b`; its ratio is that of the medians of their runs. The
-    interval is that of the sign test (Conover, Practical Nonparametric Statistics, 3rd ed., section 3.2): it reaches
-    from the k-th smallest to the k-th largest round. The number of rounds below the true median is binomial with
+    A round is a block of `a` and the following block of `b`; its ratio is that of the medians of their runs.
+    """
+    times = np.array([[np.median(block) for block in s.blocks_ms] for s in (a, b)])  # (2, rounds)
+    median, low, high = median_interval(times[0] / times[1])
+    verdict: SpeedVerdict = "faster" if low > 1 else "slower" if high and high < 1 else "not distinguishable"
+    return {"a": a.name, "b": b.name, "median": median, "ci95": [low, high], "verdict": verdict, "batch": a.batch}
+
+
+def median_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float, float | None]:
+    """The median of one value per round, and the ends of its 95 % interval.
+
+    The interval is that of the sign test (Conover, Practical Nonparametric Statistics, 3rd ed., section 3.2): from the
+    k-th smallest to the k-th largest value. The number of values below the true median is binomial with
     probability 1/2 for any distribution, so the coverage is exact, 95.9 % with 20 rounds. Five rounds or fewer give no
     interval: from 0, without an upper end (None: JSON has no infinity).
     """
-    times = np.array([[np.median(block) for block in s.blocks_ms] for s in (a, b)])  # (2, rounds)
-    rounds = np.sort(times[0] / times[1])
+    rounds = np.sort(values)
     k = _sign_test_rank(len(rounds))
-    low, high = (float(rounds[k - 1]), float(rounds[-k])) if k else (0.0, None)
-    verdict: SpeedVerdict = "faster" if low > 1 else "slower" if high and high < 1 else "not distinguishable"
-    median = float(np.median(rounds))
-    return {"a": a.name, "b": b.name, "median": median, "ci95": [low, high], "verdict": verdict, "batch": a.batch}
+    return float(np.median(rounds)), *((float(rounds[k - 1]), float(rounds[-k])) if k else (0.0, None))
 
 
 def _sign_test_rank(rounds: int) -> int:

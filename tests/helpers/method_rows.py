@@ -47,6 +47,18 @@ class Row:
     composed: Any = None
 
 
+def latency_cases(least: float, most: float) -> list[Case]:
+    """Two latencies between those of the largest and the smallest sizes, in thousands of parameters."""
+    base = {"target": "latency", "amount": most}
+    cases = [Case("amount", least, base), Case("latency_on", "torch", base), unused("target", "latency")]
+    settings = {"amount": 1.0, "latency_on": "torch", "latency_batch": 2, "latency_threads": 2}
+    return [
+        *cases,
+        *(unused(option, value) for option, value in settings.items()),
+        *(Case(f"latency_{name}", 2, base) for name in ("batch", "threads")),
+    ]
+
+
 TE = EntropyOptions(images=12, resamples=2)
 STEP_1: dict[str, Any] = {"te": TE, "collection": CollectionOptions(epochs=1, images_per_class=8, interleaved=2)}
 STEP_2 = SearchOptions(factor=0.25, images_per_class=8)
@@ -71,6 +83,7 @@ SEARCH = [
     Case("search.score_lr", 2.0),
     unused("search.min_lr", 1e-6, base={"search.schedule": "constant"}),
 ]
+LAYERS = latency_cases(11.2, 12.3)
 ALLOCATION = [
     Case("pruned_layers", 3),
     *BYPASSES,
@@ -79,6 +92,7 @@ ALLOCATION = [
     *COLLECTION,
     Case("min_pruned_per_type", 0),
     Case("tie_break", "none"),
+    *LAYERS,
 ]
 PUBLISHED = {"layers": "published", "published_attention": (0,), "published_activation": (2,)}
 HARD = replace(TRAIN, distillation="hard")
@@ -122,6 +136,7 @@ ROWS = {
             *ENTROPY,
             Case("te_bypass", "double"),
             Case("dilution", 0.5),
+            *LAYERS,
             unused("gated_ffn", "drop_ffn", family="swiglu"),
         ],
         composed=nose.Options(pruned_layers=1),
@@ -134,13 +149,14 @@ ROWS = {
             Case("both_pruned_output_act", "gelu", family="without attentions"),
             *ENTROPY,
             Case("dilution", 0.5),
+            *LAYERS,
             unused("attention_bypass", "double"),
         ],
         composed=nose.ActivationOptions(pruned_layers=1),
     ),
     "te_static": Row(
         ablations.StaticOptions(pruned_layers=2, te=TE),
-        [Case("pruned_layers", 3), *BYPASSES, OUTPUT_ACT, *ENTROPY, Case("te_bypass", "double")],
+        [Case("pruned_layers", 3), *BYPASSES, OUTPUT_ACT, *ENTROPY, Case("te_bypass", "double"), *LAYERS],
         composed=ablations.StaticOptions(
             pruned_layers=2, attention_bypass="norm_identity", both_pruned_output_act="gelu"
         ),
@@ -151,11 +167,11 @@ ROWS = {
     ),
     "hetdpt_no_step1": Row(
         ablations.DirectOptions(pruned_layers=2, search=STEP_2),
-        [Case("pruned_layers", 3), *BYPASSES, OUTPUT_ACT, *SEARCH],
+        [Case("pruned_layers", 3), *BYPASSES, OUTPUT_ACT, *SEARCH, *LAYERS],
     ),
     "random": Row(
         ablations.RandomOptions(pruned_layers=2),
-        [Case("pruned_layers", 3), *BYPASSES, OUTPUT_ACT, Case("pick", "last"), Case("attention", 2)],
+        [Case("pruned_layers", 3), *BYPASSES, OUTPUT_ACT, Case("pick", "last"), Case("attention", 2), *LAYERS],
         composed=ablations.RandomOptions(pruned_layers=2, pick="last"),
     ),
     "fixed": Row(
@@ -178,7 +194,7 @@ ROWS = {
             Case("keep_head_dim", 0.5),
             Case("target", "macs_linear", {"target": "macs", "amount": 4e-5}),
             Case("amount", 5e-5, {"target": "macs", "amount": 4e-5}),
-            Case("latency_on", "torch", {"target": "latency", "amount": 7.0}),
+            *latency_cases(5.0, 7.0),
             Case("align.residual", 3),
             Case("align.ffn", 5),
             Case("align.head_dim", 4),
@@ -190,7 +206,13 @@ ROWS = {
         ],
         composed=isomorphic.Options(keep_ratio=0.75, keep_heads=0.75, keep_head_dim=0.75, align=COMPOSED),
     ),
-    "magnitude": Row(magnitude.Options(), [Case("keep_heads", 0.25, family="four heads")]),
+    "magnitude": Row(
+        magnitude.Options(),
+        [
+            Case("keep_heads", 0.25, family="four heads"),
+            *(replace(case, family="four heads") for case in latency_cases(11.2, 12.3)),
+        ],
+    ),
     "sero": Row(
         sero.Options(sparsity=0.5, epochs=2, refresh=2, lr=1e-3, round_to=2, threshold="per_layer"),
         [
@@ -205,6 +227,7 @@ ROWS = {
             Case("criterion", "weight"),
             Case("criterion_pass", "masked"),
             Case("weight_scale", "none"),
+            *latency_cases(6.0, 9.0),
         ],
         composed=sero.Options(sparsity=0.3, round_to=1, layout="padded"),
     ),
@@ -222,6 +245,7 @@ ROWS = {
             Case("band", 0.25, {"score": "screened"}),
             Case("directions", 3, {"score": "fisher"}),
             Case("images_at_once", 2),
+            *latency_cases(4.0, 9.0),
         ],
         composed=upvit.Options(target_args={"embed_dim": 12, "num_heads": 2, "depth": 2}),
     ),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from method_rows import OPTIONS, ROWS, Case
-from method_world import context, model
+from method_world import clock, context, model
 from test_methods_families import world
 from torch import nn
 
@@ -19,7 +19,8 @@ from vitcompress import surgery
 from vitcompress.errors import InputError
 from vitcompress.families import family_of
 from vitcompress.methods import METHODS
-from vitcompress.methods.base import Clock, Context
+from vitcompress.methods.base import Context
+from vitcompress.methods.latency import plan_step
 from vitcompress.training.options import TrainOptions
 
 
@@ -81,10 +82,10 @@ def effects(name: str, options: Any, case: Case, folder: Path) -> Any:
     milliseconds = lambda candidate, runtime: sum(p.numel() for p in candidate.parameters()) / 1000  # noqa: E731
     teacher = model(4) if case.train.distillation != "none" else None
     known = {entry.name: getattr(around, entry.name) for entry in fields(around) if entry.init}
-    changes = {"train": case.train, "latency": Clock(milliseconds, milliseconds), "teacher": lambda: teacher}
+    changes = {"train": case.train, "latency": clock(milliseconds), "teacher": lambda: teacher}
     recording = RecordingContext(**{**known, **changes})
     structure = method.structure(vit, family_of(vit), recording.plan, options)
-    plan = method.plan(vit, recording, options)
+    plan = plan_step(method, vit, recording, options)
     info = method.describe(options)
     return (
         structure,

@@ -23,7 +23,18 @@ BASE: dict[str, dict[str, Any]] = {
 ALWAYS = {
     "isomorphic": {"keep_ratio", "keep_heads", "target", "scope", "criterion", "round_to"},
     "sero": {
-        *("sparsity", "epochs", "warmup_epochs", "refresh", "lr", "layout", "threshold", "criterion", "weight_scale"),
+        *(
+            "target",
+            "sparsity",
+            "epochs",
+            "warmup_epochs",
+            "refresh",
+            "lr",
+            "layout",
+            "threshold",
+            "criterion",
+            "weight_scale",
+        ),
     },
     "upvit": {"target", "target_args"},
 }
@@ -34,7 +45,6 @@ SCREENED = {"score": "screened"}
 # method, option, options with which the value has an effect, options with which it has none
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("isomorphic", {"amount": 5e-3}, {"target": "params"}, {}),
-    ("isomorphic", {"latency_on": "torch"}, LATENCY, {}),
     ("isomorphic", {"latency_on": "torch"}, LATENCY, {"target": "params", "amount": 5e-3}),
     ("isomorphic", FINE, {}, {"round_to": 2}),
     ("isomorphic", {"images": 24}, {}, {"criterion": "magnitude"}),
@@ -56,6 +66,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("upvit", {"directions": 1}, SCREENED, {}),
     ("upvit", {"images_at_once": 64}, SCREENED, {"score": "fisher"}),
     ("upvit", {"images_at_once": 64}, {}, ONLY_BLOCKS),
+    *(
+        (method, {option: value}, LATENCY, {})
+        for method in BASE
+        for option, value in {"latency_on": "torch", "latency_batch": 2, "latency_threads": 2}.items()
+    ),
+    *((method, {"amount": 2.0}, {"target": "latency"}, {}) for method in BASE),
 ]
 
 

@@ -122,27 +122,41 @@ LEFT_WEIGHTS, LEFT = "weights.safetensors", "left.json"
 
 
 @dataclass(frozen=True)
-class Clock:
-    """Measures the milliseconds of one call of a model on `onnxruntime` or `torch`.
-
-    median: of a few calls, for dozens of candidates. undisturbed: of a longer measurement that excludes other load on
-    the machine, for decisions on which more depends than on one candidate.
-    """
-
-    median: Callable[[nn.Module, str], float]
-    undisturbed: Callable[[nn.Module, str], float]
-
-
-@dataclass(frozen=True)
-class LatencyTarget:
-    """A latency that a step prunes to: `ms` per call on `runtime`. unscored: options with which `plan` needs no data.
-    check(model, family, base, clock): raises PlanError if no structure that the step can choose has this latency.
-    """
+class Goal:
+    """A latency that a step prunes to: `ms` per call on `runtime`. None: the recipe's batch, the runtime's threads."""
 
     ms: float
     runtime: str
-    unscored: Any
-    check: Callable[[nn.Module, Family, Plan, Clock], None]
+    batch: int | None = None
+    threads: int | None = None
+
+    def __str__(self) -> str:
+        """`5 ms on onnxruntime, batch 1`"""
+        batch, threads = (self.batch and f", batch {self.batch}"), (self.threads and f", {self.threads} threads")
+        return f"{self.ms:g} ms on {self.runtime}{batch or ''}{threads or ''}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Median milliseconds of one call with the 95 % interval of the benchmark.
+
+    fastest: of the block that other load disturbed least. repeats: number of measurements. disturbed: why the times may
+    be too long; empty on a quiet machine.
+    """
+
+    ms: float
+    low: float
+    high: float
+    fastest: float
+    repeats: int = 1
+    disturbed: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.ms:.4g} ms (95 %: {self.low:.4g} to {self.high:.4g})"
+
+
+# Measures a model as a goal requires, until it is clear on which side of the goal it is, or up to a bound.
+Clock = Callable[[nn.Module, Goal], Measured]
 
 
 @dataclass(frozen=True)
@@ -152,14 +166,15 @@ class StepInfo:
     choice: None if it removes nothing (it trains or folds). training: options of [finetune] -> those of the training
     whose weights the next step starts from; None: the step trains nothing. uses_heldout: whether it compares accuracies
     on held-out images. equal_widths: the options for equal widths of q, k and v (`layout=tied`); empty if they are.
-    unused: options that a recipe may hold for another choice, as for `layers`, and why they have no effect.
+    unused: options that a recipe may hold for another choice, as for `layers`, and why they have no effect. unscored:
+    for methods whose `plan` meets a latency by itself, the options with which it needs no data.
     """
 
     choice: Choice | None = MEASURED
     training: Callable[[TrainOptions], TrainOptions] | None = None
     uses_heldout: bool = False
     equal_widths: str = ""
-    latency: LatencyTarget | None = None
+    unscored: Any = None
     unused: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -336,6 +351,8 @@ class Method:
         report(folder): tables, remarks and charts of the step's folder; empty if nothing was measured.
         dilute(options, epochs): gate value of the removed layers in each epoch of the recovery, for methods that fade
             them out; None removes them at once.
+        resize(options, model, family, strength): the options for other sizes, to reach a latency. strength: above 0,
+            the larger, the smaller the result, to 1, the smallest. `structure` raises PlanError for impossible sizes.
     """
 
     name: str
@@ -347,3 +364,4 @@ class Method:
     describe: Callable[[Any], StepInfo] = lambda options: StepInfo()
     report: Callable[[Path], StepReport] = lambda folder: StepReport()
     dilute: Callable[[Any, int], Callable[[int], float]] | None = None
+    resize: Callable[[Any, nn.Module, Family, float], Any] = lambda options, model, family, strength: options

@@ -8,8 +8,8 @@ these heads, or a residual stream. Groups of one scope share a threshold; groups
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, partial
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from vitcompress.io.text import format_range
 
 Kind = Literal["residual", "ffn", "head_dim", "head"]
 Counts = dict[str, int]
+T = TypeVar("T")
 ROUNDS = 40  # bisection steps; as fine as a float
-DISTURBED = 10  # largest factor by which other load on the machine may slow a call down
 CLOSE, EXACT = 0.01, 1e-4  # relative differences at which a target counts as met, and at which the search ends
 
 
@@ -122,11 +122,11 @@ class Ranking:
             scopes[scope] = groups, owners[order]
         return scopes
 
-    def counts(self, strength: float = 0.5) -> Counts:
+    def counts(self, strength: float = 0.5, *, fixed: Counts | None = None) -> Counts:
         """Group -> number of kept channels, aligned; at least one unit each.
 
         strength: 0 keeps everything, 0.5 the shares in `keep`, 1 the minimum. In between shares are raised to the power
-            strength / (1 - strength), so that scopes shrink in proportion.
+            strength / (1 - strength), so that scopes shrink in proportion. fixed: groups with another number.
         """
         counts: Counts = {}
         for scope, (groups, owners) in self._scopes.items():
@@ -135,7 +135,7 @@ class Ranking:
             for group, number in zip(groups, numbers, strict=True):
                 unit = self.units.of(group.kind)
                 counts[group.name] = align(max(1, number), group.size, unit, down=self.units.down)
-        return counts
+        return counts | (fixed or {})
 
 
 def scale_share(share: float, strength: float) -> float:
@@ -144,26 +144,26 @@ def scale_share(share: float, strength: float) -> float:
 
 
 @dataclass(frozen=True)
-class Target:
-    """A cost to reach: `amount` in `unit`, as measured by `cost(counts)`, at most once for equal counts.
+class Target(Generic[T]):
+    """A cost to reach: `amount` in `unit`, as measured by `cost(candidate)`, at most once for equal candidates.
 
-    runtime: where it is measured, if it is a latency. undisturbed: a longer measurement that excludes other load on the
-    machine. rounds: largest number of bisection steps. exact: relative difference at which the search ends.
+    runtime: where it is measured, if it is a latency. fastest: the cost with the least other load on the machine.
+    rounds: largest number of bisection steps. exact: relative difference at which the search ends.
     """
 
     amount: float
-    cost: Callable[[Counts], float]
+    cost: Callable[[T], float]
     unit: str
     runtime: str = ""
-    undisturbed: Callable[[Counts], float] | None = None
+    fastest: Callable[[T], float] | None = None
     rounds: int = ROUNDS
     exact: float = EXACT
-    known: dict[tuple[int, ...], float] = field(init=False, default_factory=dict)
+    known: dict[str, float] = field(init=False, default_factory=dict)
 
-    def cost_of(self, counts: Counts) -> float:
-        key = tuple(counts.values())
+    def cost_of(self, candidate: T) -> float:
+        key = repr(candidate)
         if key not in self.known:
-            self.known[key] = self.cost(counts)
+            self.known[key] = self.cost(candidate)
         return self.known[key]
 
     def difference(self, cost: float) -> float:
@@ -181,17 +181,18 @@ class Solution:
     most: float
 
 
-def solve(ranking: Ranking, target: Target) -> Solution:
+def solve(ranking: Ranking, target: Target[Counts]) -> Solution:
     """Numbers of channels whose cost is nearest to the target.
 
-    The residual width, whose units cost most, is aligned to the width that a solution without alignment has; the other
-    widths then meet the target. If they miss it by more than 1 %, the next residual widths are tried too.
+    The residual width, whose units cost most, is aligned to the width that a solution without alignment has (of a
+    latency, with alignment: other widths may be slow); the other widths then meet the target. If they miss it by more
+    than 1 % (a latency by 2 %), the next residual widths are tried too.
 
     Raises:
         PlanError: the target is out of reach, with the range of costs that is not.
     """
-    least, most = check_reach(ranking, target)
-    free = _bisect(replace(ranking, units=Units()), target, {})[0]
+    least, most = check_reach(ranking.counts(0.0), ranking.counts(1.0), target)
+    free = bisect((ranking if target.runtime else replace(ranking, units=Units())).counts, target)[0]
     results: list[tuple[Counts, float]] = []
     for shift in (0, -1, 1):
         residual = {
@@ -199,24 +200,21 @@ def solve(ranking: Ranking, target: Target) -> Solution:
             for group in ranking.groups
             if group.kind == "residual"
         }
-        results.append(_bisect(ranking, target, residual))
-        if target.difference(results[-1][1]) <= CLOSE:
+        results.append(bisect(partial(ranking.counts, fixed=residual), target))
+        if target.difference(results[-1][1]) <= max(CLOSE, target.exact):
             break
     counts, cost = min(results, key=lambda result: target.difference(result[1]))
     return Solution(counts, cost, least, most)
 
 
-def check_reach(ranking: Ranking, target: Target) -> tuple[float, float]:
+def check_reach(largest: T, smallest: T, target: Target[T]) -> tuple[float, float]:
     """The smallest and the largest cost of this structure. Raises PlanError if the target is not between them.
 
-    A measured smallest cost is measured again, for longer, before a target is rejected: other load on the machine can
-    only have increased it.
+    Other load on the machine can only have increased a measured cost, so the fastest part of the measurement counts.
     """
-    largest, smallest = ranking.counts(0.0), ranking.counts(1.0)
     most, least = target.cost_of(largest), target.cost_of(smallest)
-    if target.undisturbed is not None and least / DISTURBED <= target.amount < least:
-        least = min(least, target.undisturbed(smallest))
-        target.known[tuple(smallest.values())] = least
+    if target.fastest is not None and target.amount < least:
+        least = target.fastest(smallest)
     if least <= target.amount <= most:
         return least, most
     amount, low, high = (f"{value:.4g} {target.unit}" for value in (target.amount, least, most))
@@ -224,17 +222,23 @@ def check_reach(ranking: Ranking, target: Target) -> tuple[float, float]:
     load = "; other load on the machine makes times longer: the same command measures anew and keeps what it trained"
     raise PlanError(
         f"{amount}{where} cannot be reached: this structure allows {format_range(low, high)}",
-        hint="change the target, or allow more dimensions to be pruned (keep_ratio, keep_heads, keep_head_dim below 1)"
+        hint=(
+            "nothing has to be removed for this amount: lower it, or leave the step out"
+            if target.amount > most
+            else "change the target, or allow more to be pruned (shares below 1; smaller target_args of upvit)"
+        )
         + (load if target.runtime else ""),
     )
 
 
-def _bisect(ranking: Ranking, target: Target, fixed: Counts) -> tuple[Counts, float]:
-    """The counts nearest to the target (of equal ones the first) and their cost. `fixed` counts do not change."""
+def bisect(candidate: Callable[[float], T], target: Target[T]) -> tuple[T, float]:
+    """The candidate nearest to the target (of equal ones the first) and its cost.
 
-    def at(strength: float) -> tuple[Counts, float]:
-        counts = ranking.counts(strength) | fixed
-        return counts, target.cost_of(counts)
+    candidate: of a strength between 0, the largest, and 1, the smallest.
+    """
+
+    def at(strength: float) -> tuple[T, float]:
+        return candidate(strength), target.cost_of(candidate(strength))
 
     low, high = 0.0, 1.0
     best = at(low)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from vitcompress.io.text import suggest_range
 from vitcompress.methods.base import Context, Method
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.hetdpt.report import report
+from vitcompress.methods.latency import check_target
 from vitcompress.methods.options import BypassOptions, DepthOptions
 from vitcompress.plan import Plan, check_bypasses
 from vitcompress.surgery.gates import GatedModel
@@ -43,6 +44,12 @@ def layers(model: nn.Module, family: Family) -> dict[SiteKind, tuple[Site, ...]]
 def all_layers(model: nn.Module, family: Family) -> list[Site]:
     """The attentions and then the activations of `model`."""
     return [site for group in layers(model, family).values() for site in group]
+
+
+def resize(options: Any, model: nn.Module, family: Family, strength: float) -> Any:
+    """Options for another number of layers; lists of layers in them are for one number."""
+    lists = {name: () for name in ("example_attention", "example_activation") if hasattr(options, name)}
+    return replace(options, pruned_layers=max(1, round(strength * len(all_layers(model, family)))), **lists)
 
 
 def blocks_of(sites: Iterable[Site]) -> dict[SiteKind, list[int]]:
@@ -177,9 +184,12 @@ def depth_method(
         return record_choice(model, context, choose(model, context, options), options, fades=fades)
 
     def structure(model: nn.Module, family: Family, base: Plan, options: Any) -> Plan:
+        if sized:
+            check_target(options)
         return plan_layers(model, base, unscored(model, family, options), options)
 
-    return Method(name, summary, options, plan, structure, **{"report": report, **optional})
+    sized = issubclass(options, DepthOptions)
+    return Method(name, summary, options, plan, structure, **{"report": report, "resize": resize, **optional})
 
 
 def remove_layers(model: nn.Module, context: Context, removed: Blocks, options: BypassOptions) -> nn.Module:

@@ -10,10 +10,9 @@ widths are aligned for the runtimes and the shares can be scaled to reach a targ
 do as published), timm is not patched, and the result is a plan instead of a pickled model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,13 @@ from torch import nn
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space
 from vitcompress.io.text import Columns, Table, format_range
-from vitcompress.methods import budget, latency
+from vitcompress.methods import budget
 from vitcompress.methods.base import (
     MEASURED,
     Chart,
     Choice,
-    Clock,
     Context,
     Estimate,
-    LatencyTarget,
     Method,
     StepInfo,
     StepReport,
@@ -38,10 +35,11 @@ from vitcompress.methods.base import (
     read_memo,
     reject_unused,
 )
-from vitcompress.methods.budget import Counts, Ranking, Target, Units
+from vitcompress.methods.budget import Counts, Ranking, Target, Units, scale_share
+from vitcompress.methods.latency import Search, check_target, goal_of, most_candidates
 from vitcompress.methods.options import IsomorphicOptions as Options
 from vitcompress.methods.scores import UNMEASURED, Scores, compute_scores, random_scores
-from vitcompress.methods.width import ALL, CandidateClock, Candidates, groups_of
+from vitcompress.methods.width import ALL, Candidates, groups_of
 from vitcompress.plan import Plan
 
 UNITS = {  # of a target: size and text
@@ -50,8 +48,6 @@ UNITS = {  # of a target: size and text
     "params": (1e6, "M parameters"),
     "latency": (1.0, "ms"),
 }
-LATENCY_ROUNDS = 5  # each candidate is exported and measured
-MISSED = 0.05  # relative scatter of measured latencies; targets that are counted are met to `budget.CLOSE`
 WIDTHS = "widths"
 
 
@@ -72,7 +68,7 @@ class Aim:
     def remarks(self) -> list[str]:
         """A sentence if the target was missed, with the difference and the allowed range."""
         off = self.reached / self.amount - 1
-        if abs(off) <= (MISSED if self.on else budget.CLOSE):
+        if abs(off) <= budget.CLOSE:
             return []
         allowed = format_range(*(f"{value:.4g} {UNITS[self.kind][1]}" for value in (self.least, self.most)))
         return [
@@ -100,9 +96,10 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
     def choose() -> dict[str, object]:
         context.progress.stage(f"score channels by {options.criterion}")
         ranking = _rank(spaces, compute_scores(model, spaces, context, options.criterion, options.images), options)
-        candidates = Candidates(model, spaces, ranking.groups, context.plan, _clock(context, options))
-        with latency.forget_if_rejected(context, options.latency_on):
-            counts, aim = _choose(ranking, candidates, options)
+        candidates = Candidates(model, spaces, ranking.groups, context.plan)
+        goal = goal_of(options)
+        search = Search(context, goal, model, most_candidates(ISOMORPHIC, options)) if goal else None
+        counts, aim = _choose(ranking, candidates, options, search)
         rows = [
             {"name": g.name, "kind": g.kind, "kept": counts[g.name], "of": g.size, "scores": g.scores.tolist()}
             for g in ranking.groups
@@ -116,8 +113,7 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
 
     data = context.memo(WIDTHS, choose)
     cost, aim, delta = data["cost"], _aim(data), Plan.from_json(data["plan"])
-    reached = f", {aim.format(aim.reached)}" if aim and aim.on else ""
-    context.progress.note(f"{cost['params'] / 1e6:.2f} M parameters, {cost['macs'] / 1e9:.3f} G MACs{reached}")
+    context.progress.note(f"{cost['params'] / 1e6:.2f} M parameters, {cost['macs'] / 1e9:.3f} G MACs")
     for remark in aim.remarks() if aim else ():
         context.progress.note(remark)
     if options.attention_scale == "reset":
@@ -131,28 +127,16 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
     Raises:
         PlanError: a target out of reach, an alignment larger than a width, or an option without effect.
     """
-    ranking, candidates = _unscored(model, family, base, options)
+    spaces = family.spaces(model)
+    ranking = _rank(spaces, random_scores(spaces, 0), options)  # the numbers of channels depend little on scores
+    candidates = Candidates(model, spaces, ranking.groups, base)
     return candidates.delta(_choose(ranking, candidates, options)[0])
 
 
-def check_reach(options: Options, model: nn.Module, family: Family, base: Plan, clock: Clock) -> None:
-    """Measure the largest and the smallest model. Raises PlanError if the requested latency is not in between."""
-
-    def measure(build: Callable[[], nn.Module], delta: Plan, undisturbed: bool) -> float:
-        return (clock.undisturbed if undisturbed else clock.median)(build(), options.latency_on)
-
-    ranking, candidates = _unscored(model, family, base, options, measure)
-    if (target := _target(options, candidates)) is not None:
-        budget.check_reach(ranking, target)
-
-
-def _unscored(
-    model: nn.Module, family: Family, base: Plan, options: Options, clock: CandidateClock | None = None
-) -> tuple[Ranking, Candidates]:
-    """Channels ranked at random: the numbers of kept channels depend little on scores."""
-    spaces = family.spaces(model)
-    ranking = _rank(spaces, random_scores(spaces, 0), options)
-    return ranking, Candidates(model, spaces, ranking.groups, base, clock)
+def resize(options: Options, model: nn.Module, family: Family, strength: float) -> Options:
+    shares = (options.keep_ratio, options.keep_heads, options.keep_head_dim)
+    ratio, heads, head_dim = (scale_share(share, strength) for share in shares)
+    return replace(options, keep_ratio=ratio, keep_heads=heads, keep_head_dim=head_dim)
 
 
 def _rank(spaces: Sequence[Space], scores: Scores, options: Options) -> Ranking:
@@ -169,53 +153,33 @@ def _check(options: Options, spaces: Sequence[Space]) -> None:
     rotary = all(space.whole_heads for space in spaces if space.kind == "qk")
     full = options.keep_head_dim == 1 and options.scope != "global"
     unused: dict[str, str | bool] = {
-        "amount": options.target == "ratios" and "target is 'ratios'",
-        "latency_on": options.target != "latency" and f"target is {options.target!r}",
         "align": options.round_to is not None and "round_to replaces it",
         "images": options.criterion in UNMEASURED and f"criterion is {options.criterion!r}",
         "keep_head_dim": options.scope == "global" and "scope is 'global', which keeps keep_ratio of all channels",
         "attention_scale": (rotary or full) and "the heads of q and k keep their width",
     }
     reject_unused(options, unused)
-    if options.amount is None and options.target != "ratios":
-        raise PlanError(
-            f"amount is required with target = {options.target!r}",
-            hint="set amount in G MACs, M parameters or ms, or target = 'ratios'",
-        )
+    check_target(options)
     if options.keep_ratio == options.keep_heads == options.keep_head_dim == 1:
         raise PlanError(
             "all shares are 1, so nothing is removed", hint="set keep_ratio, keep_heads or keep_head_dim below 1"
         )
 
 
-def _clock(context: Context, options: Options) -> CandidateClock | None:
-    """Measures latencies of candidates; None if the target is not a latency."""
-    if options.target != "latency":
-        return None
-    if context.latency is None:
-        raise PlanError("latencies cannot be measured here", hint="set target to macs or params")
-    return latency.kept_clock(context, context.latency, options.latency_on)
-
-
-def _target(options: Options, candidates: Candidates) -> Target | None:
-    """The target to solve for; None for shares as given, or for a latency without a clock."""
-    is_latency = options.target == "latency"
-    if options.amount is None or (is_latency and candidates.clock is None):
-        return None
-    size, unit = UNITS[options.target]
-    if not is_latency:
-        return Target(options.amount, lambda counts: getattr(candidates.cost(counts), options.target) / size, unit)
-    undisturbed, on = partial(candidates.latency, undisturbed=True), options.latency_on
-    return Target(options.amount, candidates.latency, unit, on, undisturbed, LATENCY_ROUNDS, budget.CLOSE)
-
-
-def _choose(ranking: Ranking, candidates: Candidates, options: Options) -> tuple[Counts, Aim | None]:
-    """How many channels each group keeps, and how the target was met, if there is one."""
-    if (target := _target(options, candidates)) is None:
+def _choose(
+    ranking: Ranking, candidates: Candidates, options: Options, search: Search | None = None
+) -> tuple[Counts, Aim | None]:
+    """How many channels each group keeps, and how a counted target was met. A latency needs the `search`."""
+    if search is not None:
+        solution = budget.solve(ranking, search.target(candidates.delta))
+        search.conclude(delta := candidates.delta(solution.counts), delta)
+        return solution.counts, None
+    if options.amount is None or options.target == "latency":
         return ranking.counts(), None
-    solution = budget.solve(ranking, target)
-    on = target.runtime or None
-    return solution.counts, Aim(options.target, on, target.amount, solution.cost, solution.least, solution.most)
+    size, unit = UNITS[options.target]
+    count = lambda counts: getattr(candidates.cost(counts), options.target) / size  # noqa: E731
+    solution = budget.solve(ranking, Target[Counts](options.amount, count, unit))
+    return solution.counts, Aim(options.target, None, options.amount, solution.cost, solution.least, solution.most)
 
 
 def reset_attention_scale(model: nn.Module, spaces: Sequence[Space], delta: Plan) -> nn.Module:
@@ -244,11 +208,7 @@ def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimat
 
 def describe(options: Options) -> StepInfo:
     choice = Choice("chance") if options.criterion == "random" else MEASURED
-    if options.target != "latency":
-        return StepInfo(choice)
-    unscored = replace(options, criterion="random", images=Options.images)
-    check = partial(check_reach, options)
-    return StepInfo(choice, latency=LatencyTarget(options.amount or 0.0, options.latency_on, unscored, check))
+    return StepInfo(choice, unscored=replace(options, criterion="random", images=Options.images))
 
 
 def report(folder: Path) -> StepReport:
@@ -273,4 +233,4 @@ def report(folder: Path) -> StepReport:
 
 
 SUMMARY = "widths: residual, FFN, heads and their channels, each kind ranked among its own"
-ISOMORPHIC = Method("isomorphic", SUMMARY, Options, plan, structure, estimate, describe, report)
+ISOMORPHIC = Method("isomorphic", SUMMARY, Options, plan, structure, estimate, describe, report, resize=resize)

@@ -1,61 +1,177 @@
-"""Latencies of candidates, measured while a step plans and kept in its folder, so that a killed run can resume.
+"""Sizes for a latency: their search, and the measurements of candidates.
 
-Latencies of another machine, another version of a runtime or another number of threads are not comparable: if a run
-continues there, they stay in the folder, and candidates are measured anew.
+Measurements are kept in the step's folder, so that a killed run continues with the same ones. Those of another machine,
+another version of a runtime or another number of threads are not comparable: if a run continues there, they stay in the
+folder, and candidates are measured anew.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from vitcompress.errors import PlanError
+from vitcompress.errors import InputError, PlanError
+from vitcompress.families import Family
 from vitcompress.io.files import read_json
 from vitcompress.io.text import describe_differences
-from vitcompress.methods.base import Clock, Context
-from vitcompress.methods.width import CandidateClock
+from vitcompress.methods import budget
+from vitcompress.methods.base import Context, Goal, Measured, Method, reject_unused
+from vitcompress.methods.budget import T, Target
+from vitcompress.methods.width import deploy
 from vitcompress.plan import Plan
 
-
-def kept_clock(context: Context, clock: Clock, runtime: str) -> CandidateClock:
-    """Milliseconds of candidates on `runtime`, measured by `clock` once per plan and machine."""
-    here = context.runtime.broadcast(dict(context.measured_on()) if context.runtime.is_main else None)
-    key = _key(here)
-    if context.runtime.is_main and (other := other_machine(context.folder, runtime, here)):
-        context.progress.note(f"latencies on {runtime} are measured anew: those kept were taken elsewhere ({other})")
-    context.memo(f"measured-on-{runtime}-{key}", lambda: here)
-
-    known: dict[str, float] = {}
-
-    def latency(build: Callable[[], nn.Module], delta: Plan, undisturbed: bool) -> float:
-        def measure() -> float:
-            ms = (clock.undisturbed if undisturbed else clock.median)(build(), runtime)
-            context.progress.note(f"a candidate takes {ms:.4g} ms on {runtime}")  # dozens of them can take long
-            return ms
-
-        name = f"latency-{runtime}-{key}-{delta.digest[:16]}{'-undisturbed' if undisturbed else ''}"
-        if name not in known:
-            known[name] = float(context.memo(name, measure))
-        return known[name]
-
-    return latency
+CLOSE = 0.02  # relative difference at which a latency counts as reached
+ROUNDS = 8  # bisection steps of one search; each candidate is exported and measured
+STEPS = 100  # strengths from which the sizes of a method are listed
+RECORD = "latency"  # sentences on the result
+AMOUNTS = ("macs", "macs_linear", "params", "latency")
 
 
-@contextmanager
-def forget_if_rejected(context: Context, runtime: str) -> Iterator[None]:
-    """On a PlanError delete the latencies on `runtime`: other load on the machine may have increased them, and the next
-    attempt must measure anew.
+def check_target(options: Any) -> None:
+    """Raise PlanError if the amount of a target is missing, or an option without effect is set."""
+    reason = f"target is {options.target!r}"
+    unused: dict[str, str | bool] = {"amount": options.target not in AMOUNTS and reason}
+    unused |= {f"latency_{name}": options.target != "latency" and reason for name in ("on", "batch", "threads")}
+    reject_unused(options, unused)
+    if options.amount is None and options.target in AMOUNTS:
+        hint = "set amount in G MACs, M parameters or ms, or leave target out"
+        raise PlanError(f"amount is required with {reason.replace('is', '=')}", hint=hint)
+
+
+def goal_of(options: Any) -> Goal | None:
+    """The latency that a step with these options prunes to; None if there is none."""
+    if getattr(options, "target", None) != "latency":
+        return None
+    return Goal(options.amount or 0.0, options.latency_on, options.latency_batch, options.latency_threads)
+
+
+def most_candidates(method: Method, options: Any) -> int:
+    """The largest number of measured candidates; a method with its own search also tries other residual widths."""
+    return 3 + ROUNDS * (4 if method.describe(options).unscored is not None else 1)
+
+
+def plan_step(method: Method, model: nn.Module, context: Context, options: Any, *, scored: bool = True) -> Plan:
+    """The plan of a step. With a latency, of the sizes that take it.
+
+    A method that trains cannot be repeated for every size: the search measures its structures, and at the end its plan.
+    scored: False needs no data.
     """
+
+    def plan(options: Any) -> Plan:
+        if scored:
+            return method.plan(model, context, options)
+        return method.structure(model, context.family, context.plan, options)
+
+    goal, unscored = goal_of(options), method.describe(options).unscored
+    if goal is None:
+        return plan(options)
     try:
-        yield
-    except PlanError:
+        if unscored is not None:
+            return method.plan(model, context, options if scored else unscored)
+        search = Search(context, goal, model, most_candidates(method, options))
+        sizes = list_sizes(method, model, context.family, context.plan, options)
+        target: Target[int] = search.target(lambda size: sizes[size][1])
+        budget.check_reach(0, len(sizes) - 1, target)
+    except PlanError:  # other load on the machine may have increased the latencies: the next attempt measures anew
         if context.runtime.is_main:
-            for path in context.folder.glob(f"latency-{runtime}-*.json"):
+            for path in context.folder.glob(f"latency-{goal.runtime}-*.json"):
                 path.unlink()
         raise
+    size, _ = budget.bisect(lambda strength: min(1 + int(strength * (len(sizes) - 1)), len(sizes) - 1), target)
+    delta = plan(sizes[size][0])
+    search.conclude(delta, sizes[size][1])
+    return delta
+
+
+def list_sizes(method: Method, model: nn.Module, family: Family, base: Plan, options: Any) -> list[tuple[Any, Plan]]:
+    """Options and structures: of the model as it is, then from the largest to the smallest size, each once.
+
+    Raises:
+        PlanError: no size is possible.
+    """
+    sizes = {base.delta().digest: (options, base.delta())}
+    resized = (method.resize(options, model, family, step / STEPS) for step in range(1, STEPS + 1))
+    for different in {repr(candidate): candidate for candidate in resized}.values():
+        with suppress(InputError):  # the model cannot have such sizes
+            delta = method.structure(model, family, base, different)
+            sizes.setdefault(delta.digest, (different, delta))
+    if len(sizes) == 1:
+        raise PlanError(f"{method.name} has no sizes to choose by a latency", hint="remove target = 'latency'")
+    return list(sizes.values())
+
+
+@dataclass
+class Search:
+    """Latencies of candidates of one step, each measured once per machine. limit: the largest number of them."""
+
+    context: Context
+    goal: Goal
+    model: nn.Module
+    limit: int
+    known: dict[str, Measured] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        context, runtime = self.context, self.goal.runtime
+        here = context.runtime.broadcast(dict(context.measured_on()) if context.runtime.is_main else None)
+        if context.runtime.is_main and (other := other_machine(context.folder, runtime, here)):
+            elsewhere = f"those kept were taken elsewhere ({other})"
+            context.progress.note(f"latencies on {runtime} are measured anew: {elsewhere}")
+        context.memo(f"measured-on-{runtime}-{_key(here)}", lambda: here)
+        self.name = f"latency-{runtime}-{_key({**here, 'goal': str(self.goal)})}"
+
+    def measure(self, delta: Plan) -> Measured:
+        """The latency of the model after `delta` and folding."""
+
+        def run() -> dict[str, object]:
+            if self.context.latency is None:
+                raise PlanError("latencies cannot be measured here", hint="remove target = 'latency'")
+            result = self.context.latency(deploy(self.model, self.context.plan, delta), self.goal)
+            count = f"candidate {len(self.known) + 1} of at most {self.limit}"
+            self.context.progress.note(f"{count} takes {result} on {self.goal.runtime}")
+            return asdict(result)
+
+        if delta.digest not in self.known:
+            self.known[delta.digest] = Measured(**self.context.memo(f"{self.name}-{delta.digest[:16]}", run))
+        return self.known[delta.digest]
+
+    def target(self, plan: Callable[[T], Plan]) -> Target[T]:
+        """The goal for candidates with a `plan`."""
+        goal, measure = self.goal, self.measure
+        cost, fastest = lambda size: measure(plan(size)).ms, lambda size: measure(plan(size)).fastest
+        return Target(goal.ms, cost, "ms", goal.runtime, fastest, ROUNDS, CLOSE)
+
+    def conclude(self, delta: Plan, nearest: Plan) -> None:
+        """Measure the plan of the step, whose `nearest` structure was searched, and record how it meets the goal."""
+        remarks = list(self._remarks(self.measure(delta), self.measure(nearest)))
+        for remark in self.context.memo(RECORD, lambda: remarks):
+            self.context.progress.note(remark)
+
+    def _remarks(self, result: Measured, nearest: Measured) -> Iterator[str]:
+        """The result, why it missed the goal, and what other load on the machine means for the plan."""
+        goal, times = self.goal, sorted(measured.ms for measured in self.known.values())
+        range_ms = f"{times[0]:.4g} ms to {times[-1]:.4g} ms"
+        yield f"Planned for {goal}: the plan takes {result}; {len(times)} candidates took {range_ms}."
+        if abs(off := result.ms / goal.ms - 1) > CLOSE:
+            if result.low <= goal.ms <= result.high:
+                reason = f"the machine is too noisy to tell them apart, even with {result.repeats} measurements"
+            elif abs(nearest.ms / goal.ms - 1) <= CLOSE:
+                reason = f"the search measured evenly spread sizes of {nearest}, and the method spread them otherwise"
+            else:
+                sides = [ms for ms in times if ms <= goal.ms][-1:] + [ms for ms in times if ms > goal.ms][:1]
+                steps = " and ".join(f"{ms:.4g} ms" for ms in sides)
+                reason = f"the nearest sizes take {steps}; only smaller multiples (align, round_to) allow finer steps"
+            yield f"The latency target was missed by {100 * off:+.1f} %: {reason}."
+        if causes := [measured.disturbed for measured in self.known.values() if measured.disturbed]:
+            yield (
+                f"There was no quiet machine in {len(causes)} of {len(times)} measurements for the latency target "
+                f"({causes[-1]}). Such times are too long, so the plan may be smaller than necessary: plan again on a "
+                "quiet machine (--fresh)."
+            )
 
 
 def other_machine(folder: Path, runtime: str, here: Mapping[str, object]) -> str:

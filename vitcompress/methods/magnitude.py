@@ -3,11 +3,14 @@
 The score of a head is the sum of w^2 over the weights that write and read its values (v and the output projection).
 """
 
+from dataclasses import replace
+
 import torch
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space
 from vitcompress.methods.base import Context, Method
+from vitcompress.methods.latency import check_target
 from vitcompress.methods.options import MagnitudeOptions as Options
 from vitcompress.methods.scores import Scores, channel_scores
 from vitcompress.plan import Plan
@@ -25,6 +28,7 @@ def structure(model: torch.nn.Module, family: Family, base: Plan, options: Optio
 
 
 def _keep(spaces: tuple[Space, ...], base: Plan, options: Options, scores: Scores) -> Plan:
+    check_target(options)
     kept, heads = {}, {}
     for v in (space for space in spaces if space.kind == "v"):
         if (count := max(1, round(options.keep_heads * v.heads))) < v.heads:
@@ -37,4 +41,10 @@ def _keep(spaces: tuple[Space, ...], base: Plan, options: Options, scores: Score
     return base.delta(kept=kept, heads=heads)
 
 
-MAGNITUDE = Method("magnitude", "heads with the smallest weights, without data", Options, plan, structure)
+def resize(options: Options, model: torch.nn.Module, family: Family, strength: float) -> Options:
+    return replace(options, keep_heads=1 - strength)
+
+
+MAGNITUDE = Method(
+    "magnitude", "heads with the smallest weights, without data", Options, plan, structure, resize=resize
+)

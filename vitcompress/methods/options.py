@@ -20,6 +20,22 @@ GatedFfn = Annotated[
     Literal["mean_gate", "drop_gate", "drop_ffn"],
     Doc("of a SwiGLU FFN that loses its activation: fix its gate at the mean over training images or at 1, or drop it"),
 ]
+Count = Annotated[int | None, Ge(1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyOptions:
+    """Options of all methods whose sizes can be chosen by a latency."""
+
+    target: Annotated[
+        Literal["sizes", "latency"], Doc("`latency` chooses the sizes that take `amount` ms; `sizes`: as they are set")
+    ] = "sizes"
+    amount: Annotated[float | None, Gt(0), Doc("ms per call, with target = latency")] = None
+    latency_on: Annotated[Literal["onnxruntime", "openvino", "torch"], Doc("runtime that a latency is measured in")] = (
+        "onnxruntime"
+    )
+    latency_batch: Annotated[Count, Doc("images per call of a latency; None: bench.batch, or 1")] = None
+    latency_threads: Annotated[Count, Doc("CPU threads of the runtime; None: its default")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +51,7 @@ class BypassOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DepthOptions(BypassOptions):
+class DepthOptions(BypassOptions, LatencyOptions):
     """Options of all methods that remove attentions and activations."""
 
     pruned_layers: Annotated[int, Ge(1), Doc("number of attentions and activations to remove, both types together")] = 4
@@ -200,16 +216,15 @@ class Alignment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IsomorphicOptions:
+class IsomorphicOptions(LatencyOptions):
     keep_ratio: Annotated[Share, Doc("share of residual width and FFN channels kept")] = 0.5
     keep_heads: Annotated[Share, Doc("share of heads kept")] = 0.5
     keep_head_dim: Annotated[Share, Doc("share of a head's channels kept")] = 0.75
     target: Annotated[
         Literal["ratios", "macs", "macs_linear", "params", "latency"],
         Doc("`ratios`: the shares as they are, else scaled to reach `amount`; macs_linear: without attention products"),
-    ] = "ratios"
+    ] = "ratios"  # type: ignore[assignment]
     amount: Annotated[float | None, Gt(0), Doc("G MACs, M parameters or ms on `latency_on`, as `target` says")] = None
-    latency_on: Annotated[Literal["onnxruntime", "torch"], Doc("runtime that a latency is measured in")] = "onnxruntime"
     align: Annotated[Alignment, Doc("multiples that widths are kept at")] = field(default_factory=Alignment)
     round_to: Annotated[Multiple | None, Doc("one multiple for all widths, rounded down as published")] = None
     scope: Annotated[
@@ -224,7 +239,7 @@ class IsomorphicOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MagnitudeOptions:
+class MagnitudeOptions(LatencyOptions):
     keep_heads: Annotated[float, Gt(0), Lt(1), Doc("share of the heads kept in every attention; at least one")] = 0.5
 
 
@@ -236,7 +251,7 @@ CriterionPass = Literal["dense", "masked"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeroOptions:
+class SeroOptions(LatencyOptions):
     sparsity: Annotated[float, Gt(0), Lt(1), Doc("share of all q/k, v and FFN units to remove")] = 0.5
     epochs: Annotated[int, Ge(1), Doc("of the exploration")] = 50
     warmup_epochs: Annotated[int, Ge(0), Doc("epochs of the exploration without masks")] = 1
@@ -280,11 +295,15 @@ Strategy = Literal["groups", "across", "each"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpvitOptions:
-    target: Annotated[str | None, Doc("timm name; None: the model itself, with the sizes of target_args")] = None
-    target_args: Annotated[dict[str, Any], Doc("besides the model's own, as in { num_heads = 3, depth = 10 }")] = field(
-        default_factory=dict
-    )
+class UpvitOptions(LatencyOptions):
+    target: Annotated[
+        str | None,
+        Doc("timm name; None: the model itself, with the sizes of target_args; `latency`: between both, as `amount`"),
+    ] = None  # type: ignore[assignment]
+    target_args: Annotated[
+        dict[str, Any],
+        Doc("sizes besides the model's own, as in { num_heads = 3, depth = 10 }; the smallest for a latency"),
+    ] = field(default_factory=dict)
     heads: Annotated[Strategy, Doc("how new heads are formed from old ones (`regroup`)")] = "groups"
     images: Annotated[int, Ge(1), Doc("proxy images from the training set, the same number of each class")] = 2000
     reference: Annotated[

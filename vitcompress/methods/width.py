@@ -7,7 +7,7 @@ and the channels within heads, which all heads of an attention and its q, k and 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,6 @@ from vitcompress.plan import Plan
 
 ZERO = torch.zeros(())
 ALL = "all"  # the common scope of everything but heads
-# (function that builds the model as deployed, its plan, whether to exclude other load) -> ms, see `Clock`
-CandidateClock = Callable[[Callable[[], nn.Module], Plan, bool], float]
 
 
 def groups_of(spaces: Sequence[Space], scores: Scores, scope: Scope) -> tuple[Group, ...]:
@@ -70,13 +68,12 @@ def _head_dim_group(space: Space, own: Sequence[Space]) -> str:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The plan, the cost after folding, and the latency for numbers of kept channels."""
+    """The plan, and the cost after folding, for numbers of kept channels."""
 
     model: nn.Module
     spaces: Sequence[Space]
     ranked: Sequence[Group]
     base: Plan
-    clock: CandidateClock | None
 
     @cached_property
     def groups(self) -> dict[str, Group]:
@@ -109,7 +106,7 @@ class Candidates:
         delta = self.delta(counts)
         if self.planned is not None:
             return self.planned(delta)
-        return count_cost(_deploy(self.shapes, self.base, delta), input_config(self.model).size)
+        return count_cost(deploy(self.shapes, self.base, delta), input_config(self.model).size)
 
     @cached_property
     def shapes(self) -> nn.Module:
@@ -123,14 +120,9 @@ class Candidates:
         scales = all(record.reason == surgery.INTO_THE_LINEAR for record in records)
         return planned_cost(whole, input_config(self.model).size) if scales else None
 
-    def latency(self, counts: Counts, *, undisturbed: bool = False) -> float:
-        """Milliseconds of the deployed model."""
-        assert self.clock is not None
-        delta = self.delta(counts)
-        return self.clock(partial(_deploy, self.model, self.base, delta), delta, undisturbed)
 
-
-def _deploy(model: nn.Module, base: Plan, delta: Plan) -> nn.Module:
+def deploy(model: nn.Module, base: Plan, delta: Plan) -> nn.Module:
+    """A copy of `model`, which has the plan `base`, after `delta` and folding."""
     sliced = surgery.apply_to_copy(model, delta)
     surgery.fold_linears(sliced, base)
     return sliced

@@ -27,6 +27,7 @@ from vitcompress.io.progress import Progress
 from vitcompress.io.validation import options_of
 from vitcompress.methods import find_method
 from vitcompress.methods.base import Method, context_for, load_handed_over
+from vitcompress.methods.latency import plan_step
 from vitcompress.models import create
 from vitcompress.models.create import input_config, plan_of
 from vitcompress.models.source import resolve_model
@@ -113,7 +114,7 @@ def plan(
     fields = {"progress": progress or Progress(), "train": options_of(TrainOptions, training or {}, "training")}
     context = context_for(model, data, folder=folder, device=device, seed=seed, **fields)
     model.to(context.runtime.device)
-    delta = chosen.plan(model, context, settings)
+    delta = plan_step(chosen, model, context, settings)
     load_handed_over(model, context.folder, context.plan, context.runtime)
     return delta
 

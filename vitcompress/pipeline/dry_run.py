@@ -16,7 +16,7 @@ from vitcompress.models.cost import Cost, count_cost
 from vitcompress.pipeline.dense import check_teacher, is_downloaded
 from vitcompress.pipeline.folder import check_folder
 from vitcompress.pipeline.job import Job, RunOptions, Work, apply_options, create_job
-from vitcompress.pipeline.latency import check_clock
+from vitcompress.pipeline.latency import check_clock, describe_searches
 from vitcompress.pipeline.preflight import check_formats, check_weights, has_dense, local_checks
 from vitcompress.pipeline.report import describe_choice
 from vitcompress.pipeline.stages import STAGES
@@ -114,11 +114,5 @@ def _notes(job: Job) -> Iterator[str]:
             f"A run first downloads the weights of the teacher {job.recipe.finetune.teacher} from timm's hub; "
             "--set finetune.teacher_weights=FILE avoids it."
         )
-    for step in job.steps:
-        if (target := step.info.latency) is not None:
-            yield (
-                f"Step {step.number + 1} prunes to {target.ms:g} ms on {target.runtime}, which a dry run does not "
-                "check, as it measures nothing; the cost above is that of the recipe's ratios. A run first measures "
-                "whether the latency can be reached, and is rejected if not."
-            )
+    yield from describe_searches(job)
     yield from job.onnx_notes()

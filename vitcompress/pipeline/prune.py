@@ -10,6 +10,7 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.io.files import write_text
 from vitcompress.methods.base import PUBLISHED, Context, check_sealed, load_handed_over, seal
+from vitcompress.methods.latency import goal_of, plan_step
 from vitcompress.pipeline.dense import load_dense, teacher_for
 from vitcompress.pipeline.job import Job, JobStep, Work
 from vitcompress.pipeline.latency import clock, measured_on
@@ -77,28 +78,26 @@ def _plan_step(job: Job, dense: nn.Module, step: JobStep, model: nn.Module, plan
         if job.runtime.is_main:
             check_sealed(files.path)
         return Plan.from_json(text)
-    if job.options.structure_only and info.latency is None:
-        # Not `step.delta`: a latency target before this step may have led to other widths.
-        delta = step.method.structure(model, job.family, plan, step.options)
-    else:
+    scored = not job.options.structure_only
+    if scored or goal_of(step.options):
         work = "the published layers" if info.choice == PUBLISHED else step.method.summary
         job.progress.stage(f"Step {step.number + 1} of {len(job.steps)}: {work}")
-        options = info.latency.unscored if info.latency and job.options.structure_only else step.options
-        context = Context(
-            plan=plan,
-            family=job.family,
-            data=job.data or no_data(),
-            input=job.input,
-            runtime=job.runtime,
-            folder=files.path,
-            seed=job.recipe.run.seed,
-            progress=job.progress,
-            train=job.recipe.finetune,
-            teacher=lambda: teacher_for(job, dense),
-            latency=clock(job),
-            measured_on=partial(measured_on, job),
-        )
-        delta = step.method.plan(model, context, options)
+    context = Context(
+        plan=plan,
+        family=job.family,
+        data=job.data or no_data(),
+        input=job.input,
+        runtime=job.runtime,
+        folder=files.path,
+        seed=job.recipe.run.seed,
+        progress=job.progress,
+        train=job.recipe.finetune,
+        teacher=lambda: teacher_for(job, dense),
+        latency=clock(job),
+        measured_on=partial(measured_on, job),
+    )
+    # Not `step.delta`: a latency target before this step may have led to other widths.
+    delta = plan_step(step.method, model, context, step.options, scored=scored)
     if job.runtime.is_main:
         seal(files.path)
         write_text(files.plan, delta.to_json())

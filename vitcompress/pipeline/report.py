@@ -23,9 +23,8 @@ from vitcompress.exporters.sidecar import DENSE, find_mismatches, read_sidecar
 from vitcompress.io.files import file_sha256, lock_folder, read_json, write_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.methods import find_method
-from vitcompress.methods.base import Choice
-from vitcompress.methods.latency import other_machine
+from vitcompress.methods import find_method, latency
+from vitcompress.methods.base import Choice, read_memo
 from vitcompress.models.checkpoint import read_plan
 from vitcompress.models.cost import count_cost
 from vitcompress.pipeline.export import class_names, describe_fp32_layers
@@ -288,6 +287,7 @@ def record_accuracy(
 def _remarks(job: Job) -> Iterator[str]:
     """What a reader must know to understand the figures of the report."""
     for step in job.steps:
+        yield from read_memo(step.files.path, latency.RECORD) or ()
         yield from step.method.report(step.files.path).remarks
         yield from _measured_latency(job, step)
     if job.options.structure_only:
@@ -313,15 +313,15 @@ def _remarks(job: Job) -> Iterator[str]:
 
 def _measured_latency(job: Job, step: JobStep) -> Iterator[str]:
     """The final latency on the runtime for which `step` has a latency target, if the benchmark measured it."""
-    target = step.info.latency
+    target = latency.goal_of(step.options)
     if target is None:
         return
-    other = other_machine(step.files.path, target.runtime, measured_on(job))
+    other = latency.other_machine(step.files.path, target.runtime, measured_on(job))
     planned = f" The widths were chosen by times from another machine or setting ({other})." if other else ""
     for entry in _read(job.files.benchmark) or ():
         row = entry["rows"][1]
         if row["runtime"] == target.runtime:
             yield (
-                f"Latency target: {target.ms:g} ms on {row['runtime']}; measured at the end: "
+                f"Latency target: {target}; measured at the end: "
                 f"{row['latency_ms']['p50']:.4g} ms (median, {row['protocol']}, batch {row['batch']}).{planned}"
             )

@@ -101,7 +101,14 @@ def unscored(model: nn.Module, family: Family, options: Options) -> Blocks:
     """
     published = options.layers == "published"
     if published:
-        searching = ("min_pruned_per_type", "tie_break", "candidates", "example_attention", "example_activation")
+        searching = (
+            "target",
+            "min_pruned_per_type",
+            "tie_break",
+            "candidates",
+            "example_attention",
+            "example_activation",
+        )
         reject_unused(options, dict.fromkeys(searching, "layers is 'published'"))
         collection.check_options(options.collection)
         return _listed(options, "published")

@@ -23,6 +23,7 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import Family, Space
 from vitcompress.methods.base import ARBITRARY, INPUT_MODEL, Choice, Context, Estimate, Method, StepInfo, reject_unused
+from vitcompress.methods.latency import check_target
 from vitcompress.methods.options import SeroOptions as Options
 from vitcompress.methods.sero import layout
 from vitcompress.methods.sero.exploration import Exploration, sparsity_at
@@ -58,6 +59,7 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
             f"warmup_epochs is {options.warmup_epochs} of {options.epochs} epochs, so nothing would be explored",
             hint="raise epochs or lower warmup_epochs",
         )
+    check_target(options)
     gradients = options.criterion.startswith("gradient")
     unused = not gradients and f"criterion is {options.criterion!r}, which uses no gradients"
     reject_unused(options, {"round_to": options.layout == "ragged" and "layout is 'ragged'", "criterion_pass": unused})
@@ -90,6 +92,10 @@ def _deploy(copy: nn.Module, family: Family, base: Plan, live: Live, options: Op
 
 def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimate]:
     return [Estimate("exploration", 1, options.epochs)]
+
+
+def resize(options: Options, model: nn.Module, family: Family, strength: float) -> Options:
+    return replace(options, sparsity=strength)
 
 
 def describe(options: Options) -> StepInfo:
@@ -136,4 +142,4 @@ def _zero(model: nn.Module, spaces: tuple[Space, ...], channels: dict[str, tuple
 
 
 SUMMARY = "q/k, v and FFN channels: masks explored while training, one threshold over all layers"
-SERO = Method("sero", SUMMARY, Options, plan, structure, estimate, describe, report)
+SERO = Method("sero", SUMMARY, Options, plan, structure, estimate, describe, report, resize=resize)

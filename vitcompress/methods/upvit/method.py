@@ -11,9 +11,11 @@ taken in float64, negative rounding is clamped, and all components are scored in
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
+from vitcompress.errors import PlanError
 from vitcompress.families import Family
 from vitcompress.methods.base import ARBITRARY, MEASURED, Choice, Context, Estimate, Method, StepInfo
 from vitcompress.methods.calibration import calibration_images
@@ -98,10 +100,29 @@ def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimat
     return rows
 
 
+def resize(options: Options, model: nn.Module, family: Family, strength: float) -> Options:
+    """Sizes between those of the model and target_args. Raises PlanError for other arguments than sizes of a ViT."""
+    spaces = {space.kind: space for space in family.spaces(model)}
+    width, heads = spaces["residual"].size, spaces["v"].heads
+    own = {
+        "depth": len(family.blocks(model)),
+        "num_heads": heads,
+        "embed_dim": width,
+        "mlp_ratio": spaces["mlp"].size / width,
+    }
+    if wrong := sorted(set(options.target_args) - set(own)):
+        raise PlanError(f"target_args.{wrong[0]} cannot be chosen by a latency", hint=f"set any of {', '.join(own)}")
+    sizes = {name: own[name] + strength * (least - own[name]) for name, least in options.target_args.items()}
+    heads = max(1, round(sizes.get("num_heads", heads)))
+    units = {"depth": 1, "num_heads": 1, "embed_dim": heads, "mlp_ratio": 0.25}
+    args = {name: units[name] * max(1, round(size / units[name])) for name, size in sizes.items()}
+    return replace(options, target_args=args)
+
+
 def describe(options: Options) -> StepInfo:
     """With `random` scores, blocks are measured all the same."""
     return StepInfo(Choice("chance for channels", unscored=ARBITRARY) if options.score == "random" else MEASURED)
 
 
 SUMMARY = "channels and blocks whose removal changes the outputs least, down to the sizes of a standard model"
-UPVIT = Method("upvit", SUMMARY, Options, plan, structure, estimate, describe, report)
+UPVIT = Method("upvit", SUMMARY, Options, plan, structure, estimate, describe, report, resize=resize)

@@ -8,6 +8,7 @@ from torch import nn
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space, family_of
 from vitcompress.methods.base import reject_unused
+from vitcompress.methods.latency import check_target
 from vitcompress.methods.options import UpvitOptions as Options
 from vitcompress.methods.scores import UNMEASURED
 from vitcompress.methods.upvit.blocks import Block, stage_of, standard_blocks
@@ -90,11 +91,13 @@ def find_target(model: nn.Module, family: Family, base: Plan, options: Options) 
         PlanError: no target is set, the model cannot become it, or an option has no effect.
         InputError: timm cannot build it.
     """
-    if options.target is None and not options.target_args:
+    check_target(options)
+    name = None if options.target == "latency" else options.target
+    if name is None and not options.target_args:
         raise PlanError("no target is set", hint="set target = 'deit_tiny_patch16_224', or sizes in target_args")
     spaces = family.spaces(model)
     _check_family(family, spaces)
-    arch, arch_args = options.target or base.arch, {**base.arch_args, **options.target_args}
+    arch, arch_args = name or base.arch, {**base.arch_args, **options.target_args}
     standard = create_on_meta(arch, arch_args)
     there, here = _Layout.of(standard, family_of(standard)), _Layout.of(model, family)
     stages = _stages(model, family, base, only_widths=there.depths == here.depths)
