@@ -132,7 +132,7 @@ class Goal:
 
     def __str__(self) -> str:
         """`5 ms on onnxruntime, batch 1`"""
-        batch, threads = (self.batch and f", batch {self.batch}"), (self.threads and f", {self.threads} threads")
+        batch, threads = (self.batch and f", batch {self.batch}"), (self.threads and f", threads {self.threads}")
         return f"{self.ms:g} ms on {self.runtime}{batch or ''}{threads or ''}"
 
 
