@@ -126,9 +126,13 @@ def test_a_requested_image_size_resamples(tmp_path: Path) -> None:
     saved(tmp_path / "a.pth", options={"num_heads": 4})
     resolved = resolve_model(VIT, {"img_size": 48}, tmp_path / "a.pth")
     assert resolved.arch_args["img_size"] == 48
-    assert resolved.resampled == ("position tables from img_size 24, of the weights, to 48, of model.args",)
+    assert resolved.resampled == ("pos_embed from (1, 10, 16) to (1, 37, 16)",)
     create_model(VIT, resolved.arch_args, tmp_path / "a.pth")
     assert not resolve_model(VIT, {"img_size": [24, 24]}, tmp_path / "a.pth").resampled
+    saved(tmp_path / "wide.pth", args={**OWN, "img_size": (24, 32)}, options={"num_heads": 4})
+    with pytest.raises(WeightsError, match="would be resampled"):
+        resolve_model(VIT, {}, tmp_path / "wide.pth")
+    assert not resolve_model(VIT, {"img_size": [24, 32]}, tmp_path / "wide.pth").resampled
 
 
 @pytest.mark.parametrize(

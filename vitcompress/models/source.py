@@ -6,6 +6,7 @@ and a config.json state becomes arguments of `timm.create_model`, so a plan rebu
 
 import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +19,7 @@ from torch import nn
 
 from vitcompress.errors import InputError, WeightsError
 from vitcompress.io.files import decode_json_values, read_json
-from vitcompress.models.arguments import RULES, describe_shapes, kind_of, read_arguments, shapes_of, usual_name
+from vitcompress.models.arguments import RULES, Shapes, describe_shapes, kind_of, read_arguments, shapes_of, usual_name
 from vitcompress.models.create import (
     LABELS,
     OVERLAY,
@@ -31,6 +32,7 @@ from vitcompress.models.create import (
 from vitcompress.models.weight_files import HUB, WeightFile, open_weights
 
 PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+POSITIONS = re.compile("^pos_embed$|relative_position_bias_table$")
 NOT_FILES = ("random", "hub", "train")
 DEFAULT = "timm's default"
 ASSUMED = f"assumed: {DEFAULT}, not visible in the weights"
@@ -54,8 +56,8 @@ class ResolvedModel:
 
     arch_args: those of the recipe, and what differs from timm's defaults. Preprocessing and class names are in timm's
     `pretrained_cfg_overlay`, so they are part of the plan. settings: everything that the model depends on, to show.
-    class_names: of the weights, or of the user; empty if unknown. resampled: what is interpolated because model.args
-    requests another image size than that of the weights, one sentence each.
+    class_names: of the weights, or of the user; empty if unknown. resampled: position tables that are interpolated
+    because model.args requests another image size than that of the weights. part: the key of the checkpoint.
     """
 
     arch: str
@@ -88,9 +90,10 @@ def resolve_model(
     if arch.startswith(HUB):
         arch, weights = "", arch if str(weights) == "hub" else weights
     file = WeightFile(Path()) if str(weights) in NOT_FILES else open_weights(weights)
-    arch = arch or str(file.stated.get("model", ""))
+    if not (arch := arch or str(file.stated.get("model", ""))):
+        raise InputError(f"{weights} does not name a timm architecture", hint=f"use --model NAME --weights {weights}")
     own = {name: value for name, value in args.items() if name != OVERLAY}
-    chosen, sources, resampled = _arguments(arch, own, file, weights)
+    chosen, sources = _arguments(arch, own, file, weights)
     if classes:
         chosen["num_classes"], sources["num_classes"] = classes, "the data"
     overlay: dict[str, Any] = dict(args.get(OVERLAY) or {})  # type: ignore[call-overload]
@@ -101,6 +104,8 @@ def resolve_model(
             raise
         hint = "the weights do not show the number of heads: set it, as in --set model.args.num_heads=4"
         raise InputError(error.message, hint=hint) from None
+    requested = bool(own.keys() & {"img_size", "window_size"})
+    resampled = _resampled(shapes_of(file.tensors), shapes_of(blank.state_dict()), requested, weights)
     values: dict[str, Any] = input_config(blank).to_dict()
     layers = {file.stated_in: _preprocessing(arch, file), RECIPE: dict(overlay), "the user": preprocessing or {}}
     for name in PREPROCESSING:
@@ -112,17 +117,20 @@ def resolve_model(
         raise InputError(f"{len(names)} class names, but the model has {count} classes", hint=CLASSES_HINT)
     names = names if len(names) == count else ()
     facts = {**_facts(blank), **{name: values[name] for name in PREPROCESSING}}
-    settings = [Setting("model", arch, RECIPE), *(Setting(n, v, sources.get(n, DEFAULT)) for n, v in facts.items())]
+    settings = [
+        Setting("model", arch, "the recipe"),
+        *(Setting(n, v, sources.get(n, DEFAULT)) for n, v in facts.items()),
+    ]
     complete = with_class_names({**chosen, OVERLAY: overlay}, names or overlay.get(LABELS, ()))
     return ResolvedModel(arch, complete, str(weights), tuple(settings), names, resampled, file.part)
 
 
 def _arguments(
     arch: str, own: Mapping[str, object], file: WeightFile, weights: str | Path
-) -> tuple[dict[str, object], dict[str, str], tuple[str, ...]]:
-    """Arguments of timm, the source of each, and what is resampled. Raises WeightsError."""
+) -> tuple[dict[str, object], dict[str, str]]:
+    """Arguments of timm, and the source of each. Raises WeightsError."""
     if not file.tensors:
-        return dict(own), dict.fromkeys(own, RECIPE), ()
+        return dict(own), dict.fromkeys(own, RECIPE)
     default, shapes = create_blank(arch, own), shapes_of(file.tensors)
     kind = next((kind for kind in type(default).__mro__ if kind in RULES), None)
     known = inspect.signature(kind).parameters if kind else {}
@@ -145,13 +153,19 @@ def _arguments(
     ]:
         hint = "leave it out of model.args, or use --model NAME, which starts without arguments"
         raise WeightsError(f"{weights} contradicts the recipe: {'; '.join(wrong)}", hint=hint)
-    resampled = tuple(
-        f"position tables from {name} {differing[name]}, of {sources[name]}, to {own[name]}, of {RECIPE}"
-        for name in fixed & {"img_size"}
-    )
     if "num_heads" not in {**own, **stated, **seen}:
         sources["num_heads"] = ASSUMED
-    return {**differing, **own}, {**sources, **dict.fromkeys(fixed, RECIPE)}, resampled
+    return {**differing, **own}, {**sources, **dict.fromkeys(fixed, RECIPE)}
+
+
+def _resampled(shapes: Shapes, model: Shapes, requested: bool, weights: str | Path) -> tuple[str, ...]:
+    """Position tables that get another size. Raises WeightsError if the recipe requests none."""
+    tables = {name: shapes[name] for name in model.keys() & shapes.keys() if POSITIONS.search(name)}
+    lines = sorted(f"{name} from {old} to {model[name]}" for name, old in tables.items() if old != model[name])
+    if lines and not requested:
+        hint = "set the image size of the training, as in --set model.args.img_size=[48,96]"
+        raise WeightsError(f"the image size of {weights} is unknown: {lines[0]} would be resampled", hint=hint)
+    return tuple(lines)
 
 
 def _preprocessing(arch: str, file: WeightFile) -> dict[str, object]:

@@ -33,8 +33,12 @@ ALIASES = {
     "image_mean": "mean",
     "image_std": "std",
 }
-STATED = {"model", "num_classes", "img_size", "num_heads", "window_size", "global_pool", "in_chans", "patch_size"}
-STATED |= {"mean", "std", "interpolation", "crop_pct", "crop_mode"}
+SIZES, NUMBERS = (int, list, tuple), (list, tuple)
+STATED: dict[str, Any] = {  # what files state beside weights, with its types
+    **dict.fromkeys(("model", "interpolation", "crop_mode", "global_pool"), str),
+    **dict.fromkeys(("img_size", "input_size", "patch_size", "num_heads", "window_size"), SIZES),
+    **{"num_classes": int, "in_chans": int, "mean": NUMBERS, "std": NUMBERS, "crop_pct": (int, float)},
+}
 ARGUMENTS = ("model_args", "model_kwargs")  # tables of which all keys are arguments
 CLASS_NAMES = ("label_names", "class_names", "classes", "class_to_idx", "id2label", "idx_to_class", "labels")
 TRAINING_ONLY = re.compile(r"drop|weight_init")  # arguments without effect on a trained model
@@ -93,7 +97,9 @@ def open_weights(weights: str | Path) -> WeightFile:
     files = [path / name for name in FOLDER_FILES if (path / name).is_file()]
     if path.is_dir() and not files:
         raise WeightsError(f"the folder {path} has no {' or '.join(FOLDER_FILES)}", hint=f"use {ACCEPTED}")
-    config, processor = ((read_json(path / n) if (path / n).is_file() else {}) for n in (CONFIG, PROCESSOR))
+    config, processor = (_table(read_json(path / n) if (path / n).is_file() else {}) for n in (CONFIG, PROCESSOR))
+    if config.get("hidden_act", "gelu") != "gelu":  # the only activation of timm's models of these architectures
+        raise WeightsError(f"{path} has the activation {config['hidden_act']}, timm's models have gelu")
     tensors, part, content = read_checkpoint(files[0] if files else path)
     stated_in = CONFIG if files else "the checkpoint's args"
     content = {**content, **config, **_processor(processor)}
@@ -120,8 +126,8 @@ def to_timm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             if ".attn.query." not in q:
                 tensors[name] = tensor
             elif q == name:
-                parts = [renamed[q.replace(".query.", f".{part}.")] for part in ("query", "key", "value")]
-                tensors[q.replace(".query.", ".qkv.")] = torch.cat(parts)
+                parts = (renamed.get(q.replace(".query.", f".{part}.")) for part in ("query", "key", "value"))
+                tensors[q.replace(".query.", ".qkv.")] = torch.cat([part for part in parts if part is not None])
     if "dist_token" in tensors and "head_dist.weight" not in tensors:  # a token without a classifier is a register
         tensors["reg_token"] = tensors.pop("dist_token")
     if "register_tokens" in tensors:  # DINOv2: only the class token has a position
@@ -134,16 +140,14 @@ def to_timm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _download(name: str) -> Path:
     """The folder of a model of Hugging Face's hub in the cache of its client. Raises WeightsError."""
-    problem = ""
-    for file in FOLDER_FILES:
+    paths, problem = dict[str, Path](), ""
+    for file in (CONFIG, PROCESSOR, *FOLDER_FILES):  # not every model has all of them
         try:
-            path = Path(download_from_hf(name, file))
-            for extra in (CONFIG, PROCESSOR):
-                download_from_hf(name, extra)
+            paths[file] = Path(download_from_hf(name, file))
         except (*LIBRARY_ERRORS, OSError) as error:
-            problem = problem or first_line(error)
-            continue
-        return path.parent
+            problem = first_line(error)
+        if file in paths and file in FOLDER_FILES:
+            return paths[file].parent
     raise WeightsError(f"{HUB}{name} could not be downloaded: {problem}", hint=f"use {ACCEPTED}")
 
 
@@ -151,22 +155,17 @@ def _stated(content: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint or config.json states, with the names of timm's arguments."""
     options = _table(content.get("args"))
     tables = [_table(content.get("pretrained_cfg")), content, options]
-    stated = {ALIASES.get(key, key): value for table in tables for key, value in table.items() if _is_plain(value)}
-    stated = {key: value for key, value in stated.items() if key in STATED}
-    if size := next((table["input_size"] for table in reversed(tables) if table.get("input_size")), None):
-        stated.setdefault("img_size", size)
-    for table in (content, options):
-        for arguments in (_table(table.get(key)) for key in ARGUMENTS):
-            stated |= {key: value for key, value in arguments.items() if not TRAINING_ONLY.search(key)}
-    if isinstance(size := stated.get("img_size"), list | tuple):
+    named = [(ALIASES.get(key, key), value) for table in tables for key, value in table.items()]
+    stated = {key: value for key, value in named if value and isinstance(value, STATED.get(key, ()))}
+    if stated.get("interpolation", "bicubic") not in RESAMPLE.values():  # as in `random`
+        del stated["interpolation"]
+    size = stated.pop("input_size", None)
+    stated |= {"img_size": size} if size and "img_size" not in stated else {}
+    for arguments in (_table(table.get(key)) for table in (content, options) for key in ARGUMENTS):
+        stated |= {key: value for key, value in arguments.items() if not TRAINING_ONLY.search(key)}
+    if isinstance(size := stated.get("img_size"), list | tuple):  # (channels, height, width) or (height, width)
         stated["img_size"] = size[-1] if len({*size[-2:]}) == 1 else list(size[-2:])
     return stated
-
-
-def _is_plain(value: object) -> bool:
-    """Whether a value is set, and is data that a plan can contain."""
-    items = value if isinstance(value, list | tuple) else [value]
-    return bool(items) and all(isinstance(item, str | int | float) and item != "" for item in items)
 
 
 def _table(value: object) -> dict[str, Any]:
@@ -176,14 +175,14 @@ def _table(value: object) -> dict[str, Any]:
 def _class_names(content: Mapping[str, Any]) -> tuple[str, ...]:
     """The class names of a checkpoint or config.json: a list, or a table from or to the number of the class."""
     tables = (_table(content.get("pretrained_cfg")), _table(content.get("args")), content)
-    names = next((table[key] for key in CLASS_NAMES for table in tables if table.get(key)), ())
+    listed = [table.get(key) for key in CLASS_NAMES for table in tables]
+    names = next((names for names in listed if isinstance(names, list | tuple | Mapping) and names), ())
     if isinstance(names, Mapping):
-        pairs = names.items() if all(str(key).isdecimal() for key in names) else ((v, k) for k, v in names.items())
-        numbered = {int(number): str(name) for number, name in pairs}
-        names = [numbered.get(number, "") for number in range(len(numbered))]
-    is_list = isinstance(names, list | tuple) and all(isinstance(name, str) and name for name in names)
-    unnamed = is_list and all(name == f"LABEL_{number}" for number, name in enumerate(names))  # transformers' default
-    return tuple(names) if is_list and not unnamed else ()
+        by_number = names if all(str(key).isdecimal() for key in names) else {v: k for k, v in names.items()}
+        numbers = {str(number): name for number, name in by_number.items()}
+        names = [numbers.get(str(number)) for number in range(len(numbers))]
+    unnamed = all(name == f"LABEL_{number}" for number, name in enumerate(names))  # transformers' default
+    return tuple(names) if not unnamed and all(isinstance(name, str) and name for name in names) else ()
 
 
 def _processor(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,8 +203,5 @@ def _processor(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _edge(size: Any) -> int | None:
     """The edge of `224`, `{"height": 224, "width": 224}` or `{"shortest_edge": 256}`."""
-    return (
-        next((size[key] for key in ("height", "shortest_edge") if size.get(key)), None)
-        if isinstance(size, dict)
-        else size
-    )
+    edges = [size.get("height"), size.get("shortest_edge")] if isinstance(size, Mapping) else [size]
+    return next((edge for edge in edges if isinstance(edge, int)), None)
