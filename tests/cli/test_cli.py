@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 
 from vitcompress import cli, recipes
 from vitcompress.cli import common, options
+from vitcompress.io.log_file import log_warnings
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "timm", "numpy", "onnx", "onnxruntime", "pydantic", "PIL", "rich")
@@ -280,6 +281,28 @@ def test_quiet_and_verbose(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings(record=True) as shown:
         assert "ours" in invoke("act").stderr and invoke("act", "-q").stderr == "" and not shown
         assert "ours" in invoke("act", "-v").stderr and len(shown) == 1
+
+
+def test_a_run_logs_the_warnings_of_libraries(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of `warnings`, and of loggers with and without handlers of their own; everything is restored."""
+    own, plain = logging.getLogger("some.own"), logging.getLogger("some.plain")
+    own.propagate, handler = False, logging.StreamHandler()
+    own.addHandler(handler)
+    before = (warnings.showwarning, logging.root.manager.disable, list(logging.root.handlers))
+    for debug in (False, True):
+        path = tmp_path / f"{debug}.log"
+        with common.show_progress(debug), log_warnings(path):
+            assert not path.exists()
+            warnings.warn(f"by warnings {debug}", stacklevel=1)
+            plain.warning("by a logger")
+            own.warning("by its own handler")
+            own.error("an error")
+        logged = path.read_text()
+        assert all(text in logged for text in (f"by warnings {debug}", "by a logger", "by its own handler", "an error"))
+        shown = capfd.readouterr().err
+        assert "an error" in shown and ("by its own handler" in shown) == debug
+        assert before == (warnings.showwarning, logging.root.manager.disable, logging.root.handlers)
+    assert not handler.filters and own.handlers == [handler]
 
 
 def test_output_of_libraries_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ def finished(home: Path) -> tuple[RunResult, world.RecordedProgress]:
 def test_a_run_writes_all_files_of_a_run_folder(home: Path, finished: tuple[Any, Any]) -> None:
     folder = finished[0].folder
     assert folder == home / "run" and finished[0].passed
-    files = {path.name for path in folder.iterdir()} - {"tensorboard"}
+    files = {path.name for path in folder.iterdir()} - {"tensorboard", "warnings.log"}
     exported = {"dense.onnx", "dense.onnx.json", "model.onnx", "model.onnx.json"}
     reports = {"verify.json", "bench.json", "report.json", "report.md", "report.html", "log.jsonl", "state"}
     assert files == {"recipe.toml", "plan.json", "model.safetensors"} | exported | reports

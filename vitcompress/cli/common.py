@@ -143,7 +143,7 @@ def pause_gc() -> Iterator[None]:
 
 @contextlib.contextmanager
 def show_progress(debug: bool) -> Iterator[Progress]:
-    """Show progress during the work. Output of libraries goes to standard error, their warnings are hidden."""
+    """Show progress. Output of libraries goes to standard error; their warnings are hidden, and logged by runs."""
     from vitcompress.cli.output.terminal import ConsoleProgress
 
     with contextlib.ExitStack() as stack:
@@ -152,7 +152,7 @@ def show_progress(debug: bool) -> Iterator[Progress]:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         if not (debug or meta.get("verbose")):
             stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
+            warnings.showwarning = lambda *warning: None
             stack.callback(logging.disable, logging.root.manager.disable)
             logging.disable(logging.WARNING)
             # A failed thread of a library prints a traceback; its effect on the work is raised as an error.

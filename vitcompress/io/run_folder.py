@@ -43,6 +43,7 @@ class RunFolder:
     markdown = Entry("report.md")
     html = Entry("report.html")
     log = Entry("log.jsonl")
+    warnings = Entry("warnings.log")  # of libraries
     tensorboard = Entry("tensorboard")
     lock = Entry(".lock")
     failed = Entry("failed")  # exported files that failed a check are moved here
@@ -91,6 +92,6 @@ class RunFolder:
         yield from (self.report, self.markdown, self.html, self.verification, self.benchmark)
         for pattern in EXPORTS:
             yield from sorted(self.path.glob(pattern))
-        yield from (self.failed, self.plan, self.log, self.tensorboard)
+        yield from (self.failed, self.plan, self.log, self.warnings, self.tensorboard)
         yield from (path for path in sorted(self.state.glob("*")) if path.name != self.lock.name)
         yield self.recipe

@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 
 from vitcompress.errors import ArtifactError, OutputError, RecipeError
 from vitcompress.io.files import convert_write_errors, read_json, write_json, write_text
+from vitcompress.io.log_file import log_warnings
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import describe_differences
@@ -162,7 +163,8 @@ def open_folder(folder: Path, recipe: Recipe, *, structure_only: bool, fresh: bo
         remove_unfinished(folder)
         if not files.recipe.is_file():
             write_text(files.recipe, text)
-        yield
+        with log_warnings(files.warnings):
+            yield
 
 
 def remove_unfinished(folder: Path) -> None:
