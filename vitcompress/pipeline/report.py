@@ -34,6 +34,7 @@ from vitcompress.pipeline.latency import measured_on
 from vitcompress.recipe.load import load_recipe_of_run
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training.metrics import guessed
+from vitcompress.verify.outputs import PREFIX
 
 ACCURACY_KEYS = AccuracyRecord.__annotations__.keys()  # of a row of `evaluate`
 
@@ -210,7 +211,7 @@ def _artifact(
     if not sidecar:
         return None
     stored = {key: sidecar[key] for key in ("format", "bytes", "precision", "verified")}
-    sha256, agreement = file_sha256(path), _describe_agreement(sidecar)
+    sha256, agreement = file_sha256(path), _describe_agreement(path.name, sidecar)
     if find_mismatches(path):
         stored["verified"], agreement = False, "the file has changed"
     return cast(
@@ -228,11 +229,11 @@ def _artifact(
     )
 
 
-def _describe_agreement(sidecar: Mapping[str, Any]) -> str:
+def _describe_agreement(name: str, sidecar: Mapping[str, Any]) -> str:
     """`passed, 0 of 64 differ`"""
     verification = sidecar.get("verification") or {"verdict": "not_run", "checks": ()}
-    counts = (re.match(r"\d+ of [\d,]+", check["detail"]) for check in verification["checks"])
-    differ = next((f", {count[0]} differ" for count in counts if count), "")
+    flips = (check["detail"] for check in verification["checks"] if check["name"] == f"{PREFIX}{name}.flips")
+    differ = next((f", {count[0]} differ" for text in flips if (count := re.match(r"\d+ of [\d,]+", text))), "")
     return f"{verification['verdict'].replace('_', ' ')}{differ}"
 
 
