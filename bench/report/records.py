@@ -270,10 +270,7 @@ class CostRecord(TypedDict):
 
 
 class AccuracyRecord(TypedDict):
-    """Counts and shares of correct images (first, among the first five), mean loss, Wilson's 95 % interval of top-1.
-
-    sha256: of the exported file.
-    """
+    """Counts and shares of correct images (first, among the first five), mean loss, Wilson's 95 % interval of top-1."""
 
     correct: int
     correct5: int
@@ -282,7 +279,6 @@ class AccuracyRecord(TypedDict):
     top1: float
     top5: float
     top1_ci95: Sequence[float]
-    sha256: NotRequired[str | None]
 
 
 class McNemarRecord(TypedDict):
@@ -294,7 +290,10 @@ class McNemarRecord(TypedDict):
 
 
 class AccuracyPair(TypedDict, total=False):
-    """Accuracy on the test images, dense and compressed; each other key is the name of an exported file."""
+    """Accuracy on the test images, dense and compressed; each other key is the name of an exported file.
+
+    The records of files have `sha256` too, the file that was evaluated.
+    """
 
     dense: AccuracyRecord
     compressed: AccuracyRecord

@@ -162,6 +162,20 @@ def test_speeds_without_their_files_are_dropped() -> None:
     assert match_rows([entry], {"3": ["model.onnx"]}) == []
 
 
+def test_figures_of_earlier_versions_are_those_of_the_recorded_file(folder: Path) -> None:
+    report, counts = json.loads((folder / "report.json").read_text()), {"correct": 1, "total": 2, "top1": 0.5}
+    for entry in report["artifacts"]:
+        entry["accuracy"] = counts
+    (folder / "report.json").write_text(json.dumps(report))
+    (folder / "state/accuracy.json").write_text(json.dumps({"model.onnx": counts, "gone.onnx": counts}))
+    call("verify", "run")
+    assert rows(folder)["model.onnx"]["accuracy"] == counts
+    call("export", "run", "--opset", "21")
+    call("verify", "run")
+    assert rows(folder)["model.onnx"]["accuracy"] is None
+    assert json.loads((folder / "report.json").read_text())["accuracy"] is None
+
+
 class Page(HTMLParser):
     """Elements and addresses of a page."""
 

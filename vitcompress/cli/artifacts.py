@@ -32,13 +32,12 @@ def verify(folder: Path, as_json: bool, debug: bool) -> int:
         from vitcompress.bench.report.run import count_verdicts
         from vitcompress.cli.output import tables
         from vitcompress.pipeline.folder import dense_folder_of_run
-        from vitcompress.pipeline.report import refresh_report, run_folders
+        from vitcompress.pipeline.report import refresh_reports
         from vitcompress.verify import verify_folder
 
         progress.stage(f"Verify {folder}")
         verification = verify_folder(folder, dense=dense_folder_of_run(folder), progress=progress)
-        for run in run_folders([folder]):
-            refresh_report(run, progress)
+        refresh_reports([folder], progress)
         data = cast(VerificationRecord, verification.to_dict())
         weights = files.weight_table(data["weights"])
     summary = [*files.describe_bytes(data["weights"]), count_verdicts(data)]
@@ -81,13 +80,12 @@ def export(
         from vitcompress.cli.output import tables
         from vitcompress.exporters.options import ExportOptions
         from vitcompress.pipeline.export_folder import export_folder, verify_export
-        from vitcompress.pipeline.report import refresh_report, run_folders
+        from vitcompress.pipeline.report import refresh_reports
 
         settings = ExportOptions(**{key: value for key, value in options.items() if value not in (None, ())})
         done = export_folder(folder, name, options=settings, out=out, dense=dense, progress=progress)
         outcome = verify_export(folder, done, progress, dense=dense)
-        for run in run_folders([folder]):
-            refresh_report(run, progress)
+        refresh_reports([folder], progress)
     data = {"folder": str(outcome.path.parent), **done.to_dict(), **outcome.to_dict()}
     print_result(data, as_json, tables.print_export)
     file = done.path.name

@@ -5,13 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-EXPORTS = (
-    "model.*",
-    "model-*.*",
-    "standard.*",
-    "dense.*",
-    "dense-*.*",
-)  # -*: in another precision, or with bytes as input
+# -*: in another precision, or with bytes as input
+EXPORTS = ("model.*", "model-*.*", "standard.*", "dense.*", "dense-*.*")
 
 
 class Entry:

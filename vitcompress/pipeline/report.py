@@ -36,7 +36,7 @@ from vitcompress.recipe.schema import Recipe
 from vitcompress.training.metrics import guessed
 from vitcompress.verify.outputs import PREFIX
 
-ACCURACY_KEYS = AccuracyRecord.__annotations__.keys()  # of a row of `evaluate`
+ACCURACY_KEYS = {*AccuracyRecord.__annotations__, "sha256"}  # of a row of `evaluate`
 
 
 def describe_choice(recipe: Recipe, *, searched: bool) -> str:
@@ -128,6 +128,13 @@ def refresh_report(folder: Path, progress: Progress) -> Report:
     return report
 
 
+def refresh_reports(artifacts: Iterable[str | Path], progress: Progress) -> None:
+    """`refresh_report` for the folders of finished runs that contain `artifacts`."""
+    for folder in _run_folders(artifacts):
+        with note_errors(folder, progress):
+            refresh_report(folder, progress)
+
+
 @contextmanager
 def note_errors(folder: Path, progress: Progress) -> Iterator[None]:
     """A report that cannot be updated, as in a read-only folder, is a note: the result of the command is valid."""
@@ -159,15 +166,15 @@ def current_report(folder: Path, report: Report) -> Report:
     hashes = {name: sha256 for sha256, equal in names.items() for name in equal}
     # Earlier versions recorded accuracies without a hash, which is that of the file when the report was written.
     before = {entry["file"]: entry["sha256"] for entry in report.get("artifacts") or () if entry["accuracy"]}
-    recorded: dict[str, Any] = _read(files.accuracy) or report.get("accuracy") or {}
+    recorded = cast(dict[str, Any], _read(files.accuracy) or report.get("accuracy") or {})
     accuracy = {
         name: value
         for name, value in recorded.items()
-        if "." not in name or value.get("sha256", before.get(name, hashes.get(name))) == hashes.get(name)
+        if "." not in name or value.get("sha256", before.get(name)) == hashes.get(name, "")
     }
     measured = match_rows(_read(files.benchmark) or report.get("bench") or (), names)
     paths = [path for model in (DENSE, "model") for path in exported_files(folder, model)]
-    artifacts = [entry for path in paths if (entry := _artifact(path, accuracy, measured))]
+    artifacts = [entry for path in paths if (entry := _artifact(path, hashes[path.name], accuracy, measured))]
     return {
         **report,
         "dense_sha256": _dense_weights(folder, report)[1],
@@ -202,7 +209,7 @@ def _dense_weights(folder: Path, report: Report) -> tuple[str, str | None]:
 
 
 def _artifact(
-    path: Path, accuracy: Mapping[str, AccuracyRecord], measured: Sequence[BenchRecord]
+    path: Path, sha256: str, accuracy: Mapping[str, AccuracyRecord], measured: Sequence[BenchRecord]
 ) -> ArtifactRecord | None:
     """An exported file with its agreement, accuracy and speed; None without a valid sidecar."""
     sidecar: dict[str, Any] = {}
@@ -211,7 +218,7 @@ def _artifact(
     if not sidecar:
         return None
     stored = {key: sidecar[key] for key in ("format", "bytes", "precision", "verified")}
-    sha256, agreement = file_sha256(path), _describe_agreement(path.name, sidecar)
+    agreement = _describe_agreement(path.name, sidecar)
     if find_mismatches(path):
         stored["verified"], agreement = False, "the file has changed"
     return cast(
@@ -237,7 +244,7 @@ def _describe_agreement(name: str, sidecar: Mapping[str, Any]) -> str:
     return f"{verification['verdict'].replace('_', ' ')}{differ}"
 
 
-def run_folders(artifacts: Iterable[str | Path]) -> list[Path]:
+def _run_folders(artifacts: Iterable[str | Path]) -> list[Path]:
     """The folders of finished runs that contain `artifacts`."""
     folders = dict.fromkeys(RunFolder.of(artifact).path for artifact in artifacts)
     return [folder for folder in folders if RunFolder(folder).report.is_file()]
@@ -252,7 +259,7 @@ def record_bench(artifacts: Iterable[str | Path], measured: BenchRecord, progres
     def key(row: BenchRow) -> tuple[object, ...]:
         return tuple(row.get(name) for name in ("artifact", "batch", *SETTINGS))
 
-    for folder in run_folders(artifacts):
+    for folder in _run_folders(artifacts):
         with note_errors(folder, progress):
             path, names = RunFolder(folder).benchmark, list_names(folder, reports.read_report(folder))
             if own := match_rows([measured], names):
@@ -268,7 +275,7 @@ def record_accuracy(
 ) -> None:
     """Add the accuracies of exported files, on the test images of their own run, to its report."""
     used = select_data(artifacts, options)
-    for folder in run_folders(artifacts):
+    for folder in _run_folders(artifacts):
         with note_errors(folder, progress):
             files, names = RunFolder(folder), list_names(folder, reports.read_report(folder))
             own = load_recipe_of_run(files.recipe).data
@@ -280,7 +287,7 @@ def record_accuracy(
                 for row in evaluation["rows"]:
                     for name in names.get(row["sha256"] or "", ()):
                         if "/" not in name and name != files.weights.name:
-                            accuracy[name] = {key: row[key] for key in ACCURACY_KEYS}
+                            accuracy[name] = {key: value for key, value in row.items() if key in ACCURACY_KEYS}
                 write_json(files.accuracy, accuracy)
             refresh_report(folder, progress)
 
@@ -320,7 +327,7 @@ def _measured_latency(job: Job, step: JobStep) -> Iterator[str]:
     other = latency.other_machine(step.files.path, target.runtime, measured_on(job))
     planned = f" The widths were chosen by times from another machine or setting ({other})." if other else ""
     for entry in _read(job.files.benchmark) or ():
-        row = entry["rows"][1]
+        row = entry["rows"][-1]
         if row["runtime"] == target.runtime:
             yield (
                 f"Latency target: {target}; measured at the end: "
