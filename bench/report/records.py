@@ -281,6 +281,12 @@ class AccuracyRecord(TypedDict):
     top1_ci95: Sequence[float]
 
 
+class FileAccuracy(AccuracyRecord):
+    """Accuracy of an exported file. sha256: of the file; missing in reports of earlier versions."""
+
+    sha256: NotRequired[str | None]
+
+
 class McNemarRecord(TypedDict):
     """Images that only one of two models classifies correctly, and the exact p-value."""
 
@@ -290,10 +296,7 @@ class McNemarRecord(TypedDict):
 
 
 class AccuracyPair(TypedDict, total=False):
-    """Accuracy on the test images, dense and compressed; each other key is the name of an exported file.
-
-    The records of files have `sha256` too, the file that was evaluated.
-    """
+    """Accuracy on the test images, dense and compressed; each other key is the name of an exported file."""
 
     dense: AccuracyRecord
     compressed: AccuracyRecord
@@ -358,7 +361,7 @@ class ArtifactRecord(TypedDict):
     bytes: int
     precision: str
     verified: bool
-    accuracy: AccuracyRecord | None
+    accuracy: FileAccuracy | None
     speed: SpeedRecord | None
     format: NotRequired[str]
     input: NotRequired[str]

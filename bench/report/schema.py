@@ -23,7 +23,7 @@ def schema(name: str) -> dict[str, object]:
     """JSON Schema (draft 2020-12) of report.json, bench.json, verify.json or the sidecar of an exported file."""
     properties = TYPES[name].json_schema()
     if name == "report":  # TypedDict has no syntax for keys that are file names
-        properties["$defs"]["AccuracyPair"]["additionalProperties"] = {"$ref": "#/$defs/AccuracyRecord"}
+        properties["$defs"]["AccuracyPair"]["additionalProperties"] = {"$ref": "#/$defs/FileAccuracy"}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **properties}
 
 

@@ -16,7 +16,7 @@ from vitcompress.bench.preprocessing import Preprocessing
 from vitcompress.bench.report import run as reports
 from vitcompress.bench.report.files import SETTINGS, match_rows
 from vitcompress.bench.report.page import write_page
-from vitcompress.bench.report.records import AccuracyRecord, ArtifactRecord, BenchRecord, BenchRow, Report
+from vitcompress.bench.report.records import ArtifactRecord, BenchRecord, BenchRow, FileAccuracy, Report
 from vitcompress.errors import ArtifactError, VitcompressError
 from vitcompress.exporters import exported_files
 from vitcompress.exporters.sidecar import DENSE, find_mismatches, read_sidecar
@@ -36,7 +36,7 @@ from vitcompress.recipe.schema import Recipe
 from vitcompress.training.metrics import guessed
 from vitcompress.verify.outputs import PREFIX
 
-ACCURACY_KEYS = {*AccuracyRecord.__annotations__, "sha256"}  # of a row of `evaluate`
+ACCURACY_KEYS = FileAccuracy.__annotations__.keys()  # of a row of `evaluate`
 
 
 def describe_choice(recipe: Recipe, *, searched: bool) -> str:
@@ -209,7 +209,7 @@ def _dense_weights(folder: Path, report: Report) -> tuple[str, str | None]:
 
 
 def _artifact(
-    path: Path, sha256: str, accuracy: Mapping[str, AccuracyRecord], measured: Sequence[BenchRecord]
+    path: Path, sha256: str, accuracy: Mapping[str, FileAccuracy], measured: Sequence[BenchRecord]
 ) -> ArtifactRecord | None:
     """An exported file with its agreement, accuracy and speed; None without a valid sidecar."""
     sidecar: dict[str, Any] = {}
