@@ -19,7 +19,7 @@ from vitcompress.models.checkpoint import load_model, read_plan
 from vitcompress.pipeline.export import CALIBRATION_IMAGES, write_export
 from vitcompress.pipeline.folder import dense_folder_of_run
 from vitcompress.verify.files import file_status, is_about, quarantine, read_tensors
-from vitcompress.verify.folder import check_files, recorded_images
+from vitcompress.verify.folder import check_files, recorded_images, run_classes
 from vitcompress.verify.outputs import Original, PlannedOriginal
 from vitcompress.verify.weights import shape_check, weight_table
 
@@ -59,7 +59,7 @@ def export_folder(
         Original(model, images[:CALIBRATION_IMAGES], real),
         path,
         options=options,
-        classes=read_class_names(files.exported("model", ".onnx")),
+        classes=run_classes(files, model) or read_class_names(files.exported("model", ".onnx")),
         plan_digest=read_plan(source.plan).digest,
         progress=progress,
     )
@@ -135,7 +135,8 @@ def verify_export(
     model = load_model(files.path)
     command = None if inside else _copy_command(folder, exported)
     images, plan = recorded_images(folder, model), read_plan(files.plan)
-    original = PlannedOriginal(model, *images, command, plan=plan, unfolded=None if dense else files.unfolded)
+    unfolded, classes = None if dense else files.unfolded, run_classes(RunFolder(folder), model)
+    original = PlannedOriginal(model, *images, command, plan=plan, unfolded=unfolded, classes=classes)
     paths = [file for file in (path, source) if file.is_file()]
     results = check_files(paths, original, "files checked", progress)
     checks = tuple(check for result in results.values() for check in result.checks)

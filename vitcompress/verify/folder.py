@@ -15,12 +15,13 @@ from vitcompress.exporters import exported_files
 from vitcompress.exporters.sidecar import DENSE
 from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, Verification, largest_difference, limit_check, problem_check
+from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
 from vitcompress.models.checkpoint import load_model, read_plan, write_model
 from vitcompress.models.cost import count_cost
-from vitcompress.models.create import create_model, create_on_meta, input_config, plan_of
+from vitcompress.models.create import class_names_of, create_model, create_on_meta, input_config, plan_of
 from vitcompress.plan import Plan
 from vitcompress.verify.engine import inspector_checks
 from vitcompress.verify.files import FileResult, check_file, record_status, rejected_exports, structure_checks
@@ -63,7 +64,8 @@ def verify_folder(
     recorded = load_tensors(files.recorded_outputs) if files.recorded_outputs.is_file() else {}
     real, model = images is not None or bool(recorded), load_model(files.path)
     shown = recorded.get("images", noise_images(model)) if images is None else images
-    original = PlannedOriginal(model, shown, real, plan=read_plan(files.plan), unfolded=files.unfolded)
+    plan, classes = read_plan(files.plan), run_classes(files, model)
+    original = PlannedOriginal(model, shown, real, plan=plan, unfolded=files.unfolded, classes=classes)
     few = replace(original, images=shown[:FEW_IMAGES])
     checks = [*_missing_exports(files), *_model_checks(files, few, recorded, progress)]
     engines = set(files.path.glob("*.engine"))  # also those whose sidecar is missing, whatever their names
@@ -131,7 +133,8 @@ def _dense_checks(
     """Compare the files of the dense model with it, where its folder is present."""
     paths = exported_files(files.path, DENSE)
     if paths and dense.plan.is_file():
-        original = PlannedOriginal(load_model(dense.path), images, real, plan=read_plan(dense.plan))
+        model, plan = load_model(dense.path), read_plan(dense.plan)
+        original = PlannedOriginal(model, images, real, plan=plan, classes=run_classes(files, model))
         for result in check_files(paths, original, "files of the dense model checked", progress).values():
             yield from result.checks
         return
@@ -181,6 +184,14 @@ def standard_check(files: RunFolder, model: nn.Module, plan: Plan, images: Tenso
         return Check("standard", "failed", detail=f"{path.name} does not load into {arch}: {error.message}")
     logits = model_logits(loaded, images)
     return _logits_check("standard", model, images, logits, f"those of timm's {arch}, which loads strictly")
+
+
+def run_classes(files: RunFolder, model: nn.Module) -> tuple[str, ...] | None:
+    """The class names in the report of a run, else those of its model; None if neither has any."""
+    match read_json(files.report) if files.report.is_file() else None:
+        case {"model": {"classes": [*names]}}:
+            return tuple(map(str, names))
+    return class_names_of(model) or None
 
 
 def recorded_images(folder: Path, model: nn.Module) -> tuple[Tensor, bool]:

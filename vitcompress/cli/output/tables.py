@@ -135,7 +135,18 @@ def print_export(done: Mapping[str, Any]) -> None:
         print_line(f"note: {warning}")
     if done["islands_search"]:
         _print_search(done["islands_search"])
-    print_checks([*done["checks"], *done["build"].get("truth", ())])
+    truth = done["build"].get("truth", ())
+    checks = [*done["checks"], *truth]
+    others = [check for check in checks if check["verdict"] != "passed"]
+    for check in (check for check in checks if check not in others):
+        if check["name"].endswith(".flips"):
+            print_text(f"{check['name'].removeprefix('agreement.').removesuffix('.flips')} {check['detail']}")
+        elif check in truth:
+            print_text(f"{check['name']}: {check['detail']}")
+    if others:
+        print_checks(others)
+    place = "{folder}/{path}.json".format_map(done)
+    print_text(f"{len(checks) - len(others)} of {len(checks)} checks passed; values and limits: {place}")
     if done["verdict"] == "not_run":
         commands = sorted({check["command"] for check in done["checks"] if check.get("command")})
         print_text(f"not verified on this machine; on the target: {', '.join(commands)}")
