@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vitcompress.cli.output import tables
+from vitcompress.cli.output import tables, terminal
 from vitcompress.cli.output.terminal import ConsoleProgress, error_as_data, print_error, print_json, print_table
 from vitcompress.errors import CheckFailedError, InputError, RecipeError, VitcompressError
 from vitcompress.io.text import Table
@@ -217,6 +217,19 @@ def test_a_command_for_the_target_is_printed_once(capsys: pytest.CaptureFixture[
     tables.print_checks([check, {**check, "detail": "of another version"}])
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "run it on the target: verify x" in text and "of another version; on the target: verify x" in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_names_of_checks_break_at_dots_only(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "PIPE_WIDTH", width)
+    name = "agreement.model-fp16.rtx.engine.onnx.flips.of.all"
+    check = {"name": name, "verdict": "passed", "value": 0.0, "tolerance": 0.001, "detail": "word " * 40}
+    tables.print_checks([check])
+    lines = [line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    lines = [line for line in lines if line]
+    assert "".join(lines) == name and len(lines) > 1 and all(line.endswith(".") for line in lines[:-1])
 
 
 def test_long_words_in_checks_are_folded_and_not_cut(capsys: pytest.CaptureFixture[str]) -> None:

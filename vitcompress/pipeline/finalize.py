@@ -62,7 +62,9 @@ def verify_run(job: Job) -> None:
             count = min(image_count(job.base), len(job.data.test))
             images = calibration_images(job.data.test, job.input, count, job.recipe.run.seed)
         result = verify_folder(job.folder, images, job.dense_folder, job.progress)
-        passed = Counter(check.name.split(".")[0] for check in result.checks if check.verdict == "passed")
+        files = [path.name for path in job.folder.iterdir()]  # some names begin with that of a file, which has dots
+        names = [check.name for check in result.checks if check.verdict == "passed"]
+        passed = Counter(next((f for f in files if name.startswith(f"{f}.")), name.split(".")[0]) for name in names)
         job.progress.note("passed: " + ", ".join(f"{name} ({count})" for name, count in passed.items()))
         for check in result.checks:
             if check.verdict != "passed":
