@@ -9,12 +9,14 @@ from vitcompress.cli.common import common_options, print_result, report_failure,
 from vitcompress.cli.options import (
     ALIASES,
     export_options,
+    max_drop_option,
     parse_batches,
     preprocessing_options,
     replace_alias,
     runner_options,
     take,
 )
+from vitcompress.errors import InputError
 
 
 @click.command()
@@ -131,9 +133,10 @@ def export(
 @click.option("--cuda-graph", is_flag=True, help="Replay each run from a CUDA graph (GPU only).")
 @click.option("--memory", is_flag=True, help="Measure the CPU memory of each artifact (some seconds each).")
 @click.option("--transfers", is_flag=True, help="Include the copies of images to the device and of logits back.")
+@click.option("--notes", is_flag=True, help="Print all warnings, and what the protocol does not cover.")
 @runner_options
 @common_options
-def bench(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any) -> int:
+def bench(artifacts: tuple[str, ...], notes: bool, as_json: bool, debug: bool, **options: Any) -> int:
     """Measure artifacts interleaved and compare them with the first one.
 
     Artifacts are run folders, .onnx, .xml and .engine files, timm:NAME, and timm-onnx:NAME (the file that timm itself
@@ -151,7 +154,7 @@ def bench(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any
         result = suite.run(artifacts, settings, progress=progress)
         measured, failure = result.to_dict(), result.failure()
         record_bench(artifacts, measured, progress)
-    print_result(measured, as_json, lambda _: tables.print_bench(measured, bench_table([measured])))
+    print_result(measured, as_json, lambda _: tables.print_bench(measured, bench_table([measured]), notes=notes))
     return 0 if failure is None else report_failure(failure, None, as_json)
 
 
@@ -167,17 +170,21 @@ def bench(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any
     help="Output of `bench --json`, to show throughput from.",
 )
 @preprocessing_options
+@max_drop_option
 @runner_options
 @common_options
-def evaluate(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any) -> int:
+def evaluate(artifacts: tuple[str, ...], max_drop: float | None, as_json: bool, debug: bool, **options: Any) -> int:
     """Count top-1 and top-5 of artifacts.
 
     Several artifacts are compared with the first on the same images. Shows throughput too if the run folder has a
     benchmark of the file. --mean to --crop-mode set the preprocessing of files without metadata.
     """
+    if max_drop is not None and len(artifacts) < 2:
+        raise InputError("--max-drop compares with the first artifact, got only one", hint="give two or more")
     with show_progress(debug) as progress:
         from vitcompress.bench import accuracy
         from vitcompress.bench.preprocessing import Preprocessing
+        from vitcompress.bench.report.loss import list_drops
         from vitcompress.cli.output import tables
         from vitcompress.exporters.runtimes import RunnerOptions
         from vitcompress.pipeline.report import record_accuracy
@@ -186,4 +193,7 @@ def evaluate(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: 
         settings = accuracy.EvaluateOptions(runner=runner, preprocessing=preprocessing, **options)
         result = accuracy.run(artifacts, settings, progress)
         record_accuracy(artifacts, result, settings, progress)
-    return print_result(result, as_json, tables.print_accuracy)
+        drops = list_drops(((f"{test['b']} against {test['a']}", test) for test in result["mcnemar"]), max_drop)
+    limits = {"max_drop": max_drop, "drops": drops, "passed": not drops}
+    print_result({**result, **limits}, as_json, lambda _: tables.print_accuracy(result))
+    return report_failure("\n".join(drops), None, as_json) if drops else 0

@@ -78,7 +78,14 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, data: Any) -> None:
     """Raises ValueError for NaN and infinity, which JSON lacks."""
-    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+    write_text(path, format_json(data, allow_nan=False) + "\n")
+
+
+def format_json(data: Any, **options: Any) -> str:
+    """Indented JSON with every array of numbers on one line. options: of `json.dumps`."""
+    text = json.dumps(data, indent=1, **options)
+    # A line break cannot be inside a JSON string, so this matches whole arrays only.
+    return re.sub(r'\[\n[^][{}"]*\n *\]', lambda array: f"[{' '.join(array[0][1:-1].split())}]", text)
 
 
 @contextlib.contextmanager

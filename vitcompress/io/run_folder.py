@@ -52,6 +52,7 @@ class RunFolder:
     settings = Entry("settings.json")  # of the folder of a dense model: how it was trained
     recovery_state = Entry("state/recovery")
     recovery = Entry("state/recovery.json")
+    control = Entry("state/control")  # the dense model after as much training; a folder like that of the dense model
     before_recovery = Entry("state/before_recovery.json")
     unfolded = Entry("state/unfolded.safetensors")
     unfolded_plan = Entry("state/unfolded_plan.json")

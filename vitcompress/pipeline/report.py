@@ -89,6 +89,7 @@ def write_report(job: Job) -> None:
         "plan_sha256": plan.digest,
         "widths": structure.width_table(plan),
         "cost": {name: count_cost(model, job.input.size).to_dict() for name, model in models.items()},
+        "extra_epochs": job.extra_epochs,
         "before_recovery": _read(files.before_recovery),
         "recovery": _read(files.recovery),
         "folding": _read(files.folding),

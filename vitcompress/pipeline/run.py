@@ -62,7 +62,7 @@ def run_recipe(
     with ExitStack() as stack:
         stack.callback(distributed.stop)
         runtime = distributed.start(recipe.run.device, recipe.run.amp, recipe.data.workers)
-        if runtime.broadcast(RunFolder(folder).report.is_file() and not options.fresh):
+        if runtime.broadcast(options.is_done(RunFolder(folder))):
             progress.note(f"all is done: {folder}; --fresh starts over")
         else:
             job = prepare(recipe, options, runtime, progress, data)

@@ -29,6 +29,7 @@ SHARED_STAGES = (
     Stage("dense model", dense.create_dense, lambda job: RunFolder(job.dense_folder).plan, dense.estimate_dense),
     Stage("prune", prune.run_steps, lambda job: job.steps[-1].files.plan, prune.estimate_steps),
     Stage("fine-tune", recover.recover, lambda job: job.files.unfolded_plan, recover.estimate_recovery),
+    Stage("control", recover.train_control, lambda job: RunFolder(job.files.control).plan, recover.estimate_control),
 )
 LATER_STAGES = (
     Stage("fold", finalize.fold_model, lambda job: job.files.plan, lambda job: [Work("fold")]),

@@ -1,6 +1,5 @@
 """Text, tables, JSON, errors and progress in the terminal: results on standard output, all else on standard error."""
 
-import json
 import sys
 import textwrap
 import time
@@ -21,6 +20,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from vitcompress.errors import CheckFailedError, InputError, RecipeError, VitcompressError
+from vitcompress.io.files import format_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.text import Table
 
@@ -41,7 +41,7 @@ def print_json(value: Any) -> None:
     def convert(item: Any) -> object:
         return asdict(item) if is_dataclass(item) and not isinstance(item, type) else str(item)
 
-    print_text(json.dumps(value, indent=1, default=convert))
+    print_text(format_json(value, default=convert))
 
 
 def print_text(text: str) -> None:
