@@ -14,6 +14,7 @@ import re
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ def forked(work: Any, *args: Any) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def until(folder: Path, moment: str) -> None:
+def until(folder: Path, moment: str, work: Callable[..., Any] = run, *args: Any, **options: Any) -> None:
     """Run, and kill the process just before a file or folder that matches `moment` is renamed into place."""
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
@@ -190,7 +191,7 @@ def until(folder: Path, moment: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
-    run(folder)
+    work(folder, *args, **options)
 
 
 def killed(folder: Path) -> None:
