@@ -14,7 +14,6 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +182,7 @@ def forked(work: Any, *args: Any) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def until(folder: Path, moment: str, work: Callable[..., Any] = run, *args: Any, **options: Any) -> None:
+def until(folder: Path, moment: str) -> None:
     """Run, and kill the process just before a file or folder that matches `moment` is renamed into place."""
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
@@ -191,7 +190,7 @@ def until(folder: Path, moment: str, work: Callable[..., Any] = run, *args: Any,
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
-    work(folder, *args, **options)
+    run(folder)
 
 
 def killed(folder: Path) -> None:
