@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from vitcompress.bench.plots import structure
 from vitcompress.bench.report import records
@@ -164,7 +164,7 @@ def cost_table(report: records.Report) -> Table:
 
 def bench_table(entries: Sequence[records.BenchRecord]) -> Table:
     """One row per artifact and runtime; its speed-up is over the first artifact at the same batch size."""
-    rows = [{**row, "ratio": ratio} for entry in entries for row, ratio in _pair_ratios(entry)]
+    rows: list[dict[str, Any]] = [{**row, "ratio": ratio} for entry in entries for row, ratio in _pair_ratios(entry)]
     paths = [row["artifact"] for row in rows]
     names = dict(zip(paths, text.shorten_paths(paths), strict=True))
     columns: Columns = {
