@@ -400,7 +400,7 @@ class Report(TypedDict, total=False):
     before_recovery: on held-out images, directly after pruning. bench: one entry per runtime, the dense model first.
     files: bytes of each exported file. dense_sha256: of the dense model's weights. searched: models that the search
     measured. layers: how layers were chosen. extra_epochs: for which the compressed model was trained after the dense
-    one. tables: measurements of the methods.
+    one. tables: measurements of the methods. manifest: whether manifest.json lists the files of the folder.
     """
 
     recipe: Required[str]
@@ -426,3 +426,4 @@ class Report(TypedDict, total=False):
     published: PublishedRecord | None
     tables: Sequence[TableRecord] | None
     notes: Sequence[str] | None
+    manifest: bool | None

@@ -22,6 +22,7 @@ from vitcompress.errors import ArtifactError
 from vitcompress.exporters.sidecar import DENSE
 from vitcompress.io import text
 from vitcompress.io.files import read_json, write_json, write_text
+from vitcompress.io.manifest import check_unchanged
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import NOT_MEASURED, Columns, Table, escape_markdown
 
@@ -37,8 +38,9 @@ def write_report(folder: Path, report: records.Report) -> None:
 
 
 def read_report(folder: str | Path) -> records.Report:
-    """The report of a run folder. Raises ArtifactError if there is none."""
+    """The report of a run folder. Raises ArtifactError if there is none, or if it was changed."""
     path = RunFolder(Path(folder)).report
+    check_unchanged(path.parent, path)
     if not path.is_file():
         hint = "give folders of finished runs; `vitcompress recipe` continues an unfinished one"
         raise ArtifactError(f"{folder} has no {path.name}", hint=hint)

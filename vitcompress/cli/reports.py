@@ -4,7 +4,13 @@ from pathlib import Path
 
 import click
 
-from vitcompress.cli.common import common_options, print_result, report_failure, show_progress
+from vitcompress.cli.common import (
+    common_options,
+    note_without_manifest,
+    print_result,
+    report_failure,
+    show_progress,
+)
 from vitcompress.cli.options import max_drop_option
 from vitcompress.errors import MissingExtraError
 
@@ -49,6 +55,7 @@ def report(
         from vitcompress.cli.output import tables, terminal
         from vitcompress.pipeline.report import read_reports
 
+        note_without_manifest(folders, progress)
         result = compare.compare_runs(read_reports(folders, bench, progress))
         drops = [line for name, run in result["runs"].items() for line in list_run_drops(name, run, max_drop)]
         result["plot"] = None

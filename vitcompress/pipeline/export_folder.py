@@ -13,6 +13,7 @@ from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.sidecar import DENSE, read_class_names, read_sidecar, sidecar_path
 from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, Status, Verification, update_verification
+from vitcompress.io.manifest import check_unchanged
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model, read_plan
@@ -52,14 +53,16 @@ def export_folder(
     source = _source(folder, dense)
     path = out or files.exported("dense" if dense else "model", f"{options.label}{exporter.suffix}")
     _check_name(exporter, folder, path, options, dense)
-    model = load_model(source.path)
+    model, onnx = load_model(source.path), files.exported("model", ".onnx")
+    read = files.report, files.verification, files.recorded_outputs, files.unfolded, sidecar_path(onnx)
+    check_unchanged(folder, *read)
     images, real = recorded_images(folder, model)
     return write_export(
         exporter,
         Original(model, images[:CALIBRATION_IMAGES], real),
         path,
         options=options,
-        classes=run_classes(files, model) or read_class_names(files.exported("model", ".onnx")),
+        classes=run_classes(files, model) or read_class_names(onnx),
         plan_digest=read_plan(source.plan).digest,
         progress=progress,
     )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from vitcompress.io.manifest import write_manifest
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.pipeline import dense, finalize, prune, recover, report
 from vitcompress.pipeline.export import export_models
@@ -38,6 +39,7 @@ LATER_STAGES = (
     Stage("evaluate", finalize.evaluate_models, lambda job: job.files.accuracy, finalize.estimate_evaluation),
     Stage("measure", finalize.bench_models, lambda job: job.files.benchmark, finalize.estimate_bench),
     Stage("report", report.write_report, lambda job: job.files.report, lambda job: [Work("report")]),
+    Stage("manifest", lambda job: write_manifest(job.folder), lambda job: job.files.manifest, lambda job: ()),
 )
 STAGES = (*SHARED_STAGES, *LATER_STAGES)
 

@@ -200,6 +200,8 @@ def quarantine(path: Path) -> Path:
     Raises OutputError if the files cannot be moved.
     """
     folder = RunFolder(path.parent).failed
+    if folder.is_symlink():
+        raise OutputError(f"{folder} is a link, so {path} is not moved there", hint="remove the link")
     files = [path.with_suffix(".bin").name] if path.suffix == ".xml" else []
     with suppress(ArtifactError):  # the sidecar itself may be damaged
         files = list((read_sidecar(path) or {"files": files})["files"])
