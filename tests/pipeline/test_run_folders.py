@@ -1,7 +1,9 @@
 """Folders and recipes: runs continue, other folders are not touched, and a rejected run writes nothing."""
 
+import logging
 import shutil
 import tomllib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from vitcompress.pipeline.folder import HEADER, difference, lock_folder, open_fo
 from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.plan import Plan
+from vitcompress.recipe.load import load_recipe
 
 
 @pytest.fixture(scope="module")
@@ -191,3 +194,13 @@ def test_a_teacher_that_cannot_teach_is_rejected_first(small: Path, tmp_path: Pa
 def test_the_recipe_of_a_run_has_a_header(small: Path) -> None:
     text = (small / "run" / "recipe.toml").read_text()
     assert text.startswith(HEADER) and tomllib.loads(text)["run"]["seed"] == 0
+
+
+def test_a_run_folder_keeps_the_warnings_of_libraries(tmp_path: Path) -> None:
+    recipe = load_recipe("digits_random")
+    for fresh, text in ((False, "first"), (False, "second"), (True, "third")):
+        with open_folder(tmp_path / "run", recipe, structure_only=True, fresh=fresh), pytest.warns(UserWarning):
+            logging.getLogger("a.library").warning(text)
+            warnings.warn(text, stacklevel=1)
+        kept = (tmp_path / "run" / "warnings.log").read_text()
+        assert text in kept and ("first" in kept) == (not fresh)
