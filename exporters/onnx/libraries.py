@@ -30,7 +30,7 @@ INSTALL = "pip install 'onnxruntime-gpu!=1.27.*' (with a GPU) or pip install onn
 
 @cache
 def load_onnxruntime() -> Any:
-    """The package of either build, imported at its first use. Logs a warning if both are installed.
+    """The package of either build, imported at its first use. Logs an error if both are installed.
 
     Raises DeviceError if there is none, or if it cannot be imported: 1.27 of the build for CUDA needs CUDA 13.
     """
@@ -40,7 +40,7 @@ def load_onnxruntime() -> Any:
     except (ImportError, AttributeError) as error:  # AttributeError: files of two builds
         raise DeviceError(f"ONNX Runtime cannot be imported: {first_line(error)}", hint=conflict or INSTALL) from None
     if conflict:
-        logging.getLogger("vitcompress").warning(conflict)
+        logging.getLogger("vitcompress").error(conflict)  # the command line hides warnings
     return onnxruntime
 
 
