@@ -23,7 +23,8 @@ def match_rows(entries: Iterable[records.BenchRecord], names: Mapping[str, Seque
 def _match_entry(entry: records.BenchRecord, names: Mapping[str, Sequence[str]]) -> records.BenchRecord:
     rows = [row for row in entry["rows"] if row.get("sha256") in names]
     own = {row["artifact"]: _own_name(row["artifact"], names[row["sha256"] or ""]) for row in rows}
-    patterns = {r["artifact"]: rf"(?<![\w./-]){re.escape(r['artifact'])}(?!\.?[\w/-])" for r in entry["rows"]}
+    artifacts = {row["artifact"] for row in entry["rows"] if "artifact" in row}
+    patterns = {name: rf"(?<![\w./-]){re.escape(name)}(?!\.?[\w/-])" for name in artifacts}
     foreign = [pattern for name, pattern in patterns.items() if name not in own]
 
     def rename(text: str) -> str:
@@ -32,10 +33,12 @@ def _match_entry(entry: records.BenchRecord, names: Mapping[str, Sequence[str]])
         return text
 
     texts = {
-        key: [rename(text) for text in entry[key] if not any(re.search(pattern, text) for pattern in foreign)]
+        key: [rename(text) for text in entry.get(key, ()) if not any(re.search(pattern, text) for pattern in foreign)]
         for key in ("warnings", "notes", "disturbed")
     }
-    ratios = [{**r, "a": own[r["a"]], "b": own[r["b"]]} for r in entry["ratios"] if {r["a"], r["b"]} <= own.keys()]
+    ratios = [
+        {**r, "a": own[r["a"]], "b": own[r["b"]]} for r in entry.get("ratios", ()) if {r["a"], r["b"]} <= own.keys()
+    ]
     kept = {key: value for key, value in entry.items() if key != "ratio"}
     only = {"ratio": ratios[0]} if len(ratios) == 1 else {}
     named = [{**row, "artifact": own[row["artifact"]]} for row in rows]
