@@ -243,11 +243,11 @@ def _artifact(
 
 
 def _describe_agreement(name: str, sidecar: Mapping[str, Any]) -> str:
-    """`passed, 0 of 64 differ`"""
+    """`passed, ` and the top-1 agreement: the start of the detail of its check."""
     verification = sidecar.get("verification") or {"verdict": "not_run", "checks": ()}
     flips = (check["detail"] for check in verification["checks"] if check["name"] == f"{PREFIX}{name}.flips")
-    differ = next((f", {count[0]} differ" for text in flips if (count := re.match(r"\d+ of [\d,]+", text))), "")
-    return f"{verification['verdict'].replace('_', ' ')}{differ}"
+    counts = [re.split(r" \(|;", text)[0] for text in flips]
+    return ", ".join([verification["verdict"].replace("_", " "), *counts])
 
 
 def _run_folders(artifacts: Iterable[str | Path]) -> list[Path]:
