@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitcompress.bench.preprocessing import Preprocessing, is_undocumented_uint8, resolve_preprocessing
+from vitcompress.bench.preprocessing import is_undocumented_uint8, resolve_preprocessing
 from vitcompress.bench.report import records
 from vitcompress.bench.report.run import find_speed, read_benchmarks
 from vitcompress.errors import ArtifactError, InputError
@@ -20,6 +20,7 @@ from vitcompress.exporters.torch_runner import TIMM
 from vitcompress.exporters.uint8 import to_bytes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
+from vitcompress.models.preprocessing import Preprocessing
 from vitcompress.recipe.load import load_recipe_of_run
 from vitcompress.training.data import open_test
 from vitcompress.training.datasets import Images, few
@@ -49,16 +50,12 @@ class EvaluateOptions:
 
 
 class EvaluationRow(records.AccuracyRecord, records.RuntimeRecord):
-    """Accuracy of one artifact, its settings, and the recorded speed of the same file with the same settings.
-
-    mistakes: indices of the images that it classifies wrongly.
-    """
+    """Accuracy of one artifact, its settings, and the recorded speed of the same file with the same settings."""
 
     artifact: str
     input: records.InputRecord
     sha256: str | None
     speed: records.SpeedRecord | None
-    mistakes: list[int]
 
 
 class ComparisonTest(records.McNemarRecord):
@@ -195,11 +192,5 @@ def _evaluate(
     settings = {key: known[key] for key in ("runtime", "device", "precision")}
     speed = find_speed(benches, known["sha256"], settings)
     same = {**settings, "threads": known["threads"], "sha256": known["sha256"], "input": padded.input.to_dict()}
-    row = {
-        "artifact": padded.runner.name,
-        **accuracy.to_dict(),
-        **same,
-        "speed": speed,
-        "mistakes": np.flatnonzero(~mask).tolist(),
-    }
+    row = {"artifact": padded.runner.name, **accuracy.to_dict(), **same, "speed": speed}
     return cast(EvaluationRow, row), mask

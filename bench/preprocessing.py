@@ -5,29 +5,16 @@ A file that takes uint8 images normalizes them itself; only size, interpolation 
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
 
 from timm.data import resolve_data_config
 
-from vitcompress.errors import ArtifactError, InputError
+from vitcompress.errors import ArtifactError
 from vitcompress.exporters.runtimes import Runner
 from vitcompress.models.create import InputConfig
+from vitcompress.models.preprocessing import Preprocessing, Value
 
 CHANNELS = (1, 3)  # of images that can be read from a data set
-Value = str | float | tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Preprocessing:
-    """Options of the user, None if not set. mean, std: of pixels from 0 to 1, one value or one per channel.
-    interpolation, crop_pct, crop_mode: as in timm.
-    """
-
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-    interpolation: str | None = None
-    crop_pct: float | None = None
-    crop_mode: str | None = None
 
 
 def resolve_preprocessing(runner: Runner, options: Preprocessing) -> tuple[InputConfig, str]:
@@ -40,9 +27,7 @@ def resolve_preprocessing(runner: Runner, options: Preprocessing) -> tuple[Input
             dimension cannot be channels.
         InputError: the number of values is neither 1 nor the number of channels, or a std is not above 0.
     """
-    values: dict[str, Value] = {name: value for name, value in asdict(options).items() if value is not None}
-    for name in {"mean", "std"} & values.keys():
-        values[name] = _expand_to_channels(runner, name, getattr(options, name))
+    values = options.changes_for(runner.input_size[0], runner.name)
     if runner.input is not None:
         _check_equal(runner.name, runner.input, values)
         return runner.input, ""
@@ -76,16 +61,6 @@ def resolve_preprocessing(runner: Runner, options: Preprocessing) -> tuple[Input
 def is_undocumented_uint8(runner: Runner) -> bool:
     """Whether `runner` takes uint8 images and does not record how it normalizes them."""
     return runner.input is None and runner.describe().get("input_type") == "uint8"
-
-
-def _expand_to_channels(runner: Runner, name: str, values: tuple[float, ...]) -> tuple[float, ...]:
-    channels = runner.input_size[0]
-    if len(values) not in (1, channels):
-        problem = f"--{name} has {len(values)} values, the images of {runner.name} have {channels} channels"
-        raise InputError(problem, hint=f"give 1 value or {channels}")
-    if not all(map(math.isfinite, values)) or (name == "std" and min(values) <= 0):
-        raise InputError(f"--{name} cannot be {_format_value(values)}", hint="give finite numbers, and a std above 0")
-    return values if len(values) == channels else values * channels
 
 
 def _check_equal(name: str, config: InputConfig, values: Mapping[str, Value]) -> None:

@@ -288,29 +288,19 @@ class FileAccuracy(AccuracyRecord):
 
 
 class McNemarRecord(TypedDict):
-    """Images that only one of two models classifies correctly, and the exact p-value.
-
-    difference: share of correct images of the second model minus that of the first, with its 95 % interval.
-    """
+    """Images that only one of two models classifies correctly, and the exact p-value."""
 
     only_a: int
     only_b: int
     p_value: float
-    difference: NotRequired[float]
-    difference_ci95: NotRequired[Sequence[float]]
 
 
 class AccuracyPair(TypedDict, total=False):
-    """Accuracy on the test images; each other key is the name of an exported file.
-
-    control: the dense model after training as long as the compressed one. mcnemar: dense and compressed model.
-    """
+    """Accuracy on the test images, dense and compressed; each other key is the name of an exported file."""
 
     dense: AccuracyRecord
     compressed: AccuracyRecord
-    control: AccuracyRecord
     mcnemar: McNemarRecord
-    control_mcnemar: McNemarRecord
 
 
 class RecoveryRecord(TypedDict):
@@ -399,8 +389,7 @@ class Report(TypedDict, total=False):
 
     before_recovery: on held-out images, directly after pruning. bench: one entry per runtime, the dense model first.
     files: bytes of each exported file. dense_sha256: of the dense model's weights. searched: models that the search
-    measured. layers: how layers were chosen. extra_epochs: for which the compressed model was trained after the dense
-    one. tables: measurements of the methods. manifest: whether manifest.json lists the files of the folder.
+    measured. layers: how layers were chosen. tables: measurements of the methods.
     """
 
     recipe: Required[str]
@@ -412,7 +401,6 @@ class Report(TypedDict, total=False):
     widths: TableRecord | None
     cost: Required[Mapping[Literal["dense", "compressed"], CostRecord]]
     accuracy: AccuracyPair | None
-    extra_epochs: int | None
     before_recovery: Mapping[Literal["dense", "pruned"], AccuracyRecord] | None
     recovery: RecoveryRecord | None
     bench: Sequence[BenchRecord] | None
@@ -426,4 +414,3 @@ class Report(TypedDict, total=False):
     published: PublishedRecord | None
     tables: Sequence[TableRecord] | None
     notes: Sequence[str] | None
-    manifest: bool | None

@@ -10,12 +10,12 @@ import pytest
 from onnx import helper, numpy_helper
 
 from vitcompress.bench import accuracy
-from vitcompress.bench.preprocessing import Preprocessing
 from vitcompress.cli import main
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.onnx.export import export
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model, input_config
+from vitcompress.models.preprocessing import Preprocessing
 from vitcompress.plan import Plan
 from vitcompress.training.data import open_test
 from vitcompress.training.options import DataOptions
@@ -125,7 +125,7 @@ def test_mean_and_std_are_required_and_other_values_assumed(foreign: Path, capsy
     [{"mean": (0.5, 0.5, 0.5), "std": (0.5,)}, {"mean": (0.5,), "std": (0.0,)}, {"mean": (0.1,), "std": (np.nan,)}],
 )
 def test_invalid_values_are_rejected(options: dict[str, Any], foreign: Path) -> None:
-    with pytest.raises(InputError, match=r"--mean has 3 values|--(mean|std) cannot be"):
+    with pytest.raises(InputError, match=r"mean has 3 values|(mean|std) cannot be"):
         evaluate(foreign, **options)
 
 

@@ -96,14 +96,14 @@ def test_weights_outside_the_range_of_half_precision_do_not_stop_the_measurement
 def test_onnx_files_run_on_the_cpu_if_onnx_runtime_does_not_support_the_device(device: str, tmp_path: Path) -> None:
     about = job(tmp_path, 'export.formats=["onnx"]', device=device)
     assert about.onnx_device == "cpu"
-    (line,) = about.onnx_notes()
+    (line,) = about.notes()
     assert device in line and "on the CPU" in line
     assert list(dry_run._notes(about)).count(line) == 1
 
 
 def test_on_the_cpu_there_is_no_note(tmp_path: Path) -> None:
     about = job(tmp_path, 'export.formats=["onnx"]')
-    assert about.onnx_device == "cpu" and not list(about.onnx_notes())
+    assert about.onnx_device == "cpu" and not list(about.notes())
 
 
 def test_a_latency_target_is_not_measured_on_another_device(tmp_path: Path) -> None:

@@ -7,25 +7,17 @@ from typing import Any
 import click
 
 from vitcompress import recipes as shipped
-from vitcompress.cli.common import (
-    common_options,
-    is_main_process,
-    pause_gc,
-    print_dry_run,
-    print_result,
-    report_failure,
-    show_progress,
-)
+from vitcompress.cli.common import common_options, pause_gc, print_dry_run, print_result, report_failure, show_progress
 from vitcompress.cli.options import (
     ALIASES,
     complete_names,
     dry_run_option,
-    max_drop_option,
     parse_formats,
+    preprocessing_options,
     replace_alias,
     set_option,
+    take,
 )
-from vitcompress.errors import InputError
 
 
 @click.command()
@@ -58,12 +50,13 @@ from vitcompress.errors import InputError
     is_flag=True,
     help="No training and no scoring: cost and speed of a structure of the same size.",
 )
+@preprocessing_options
 @click.option(
-    "--control",
-    is_flag=True,
-    help="Also train the dense model for as many epochs, with the same teacher and options, and compare with it.",
+    "--expect", type=float, metavar="PERCENT", help="Stop if the dense model is worse than this on the held-out images."
 )
-@max_drop_option
+@click.option(
+    "--check", is_flag=True, help="With --dry-run: load the weights and measure the dense model, as a run does."
+)
 @click.option("--require-verified", is_flag=True, help="Exit code 1 unless every exported file was run here.")
 @click.option("--fresh", is_flag=True, help="Start over instead of continuing.")
 @common_options
@@ -72,7 +65,7 @@ def recipe(
     model: str | None,
     sets: tuple[str, ...],
     dry_run: bool,
-    max_drop: float | None,
+    check: bool,
     require_verified: bool,
     as_json: bool,
     debug: bool,
@@ -83,37 +76,32 @@ def recipe(
     Trains the dense model if necessary, prunes, fine-tunes, folds, exports, verifies, evaluates and measures. The same
     command continues a run that was stopped.
     """
-    if max_drop is not None and options["structure_only"]:
-        raise InputError("--max-drop needs accuracies, --structure-only measures none", hint="leave one of them out")
     with show_progress(debug) as progress, pause_gc() if dry_run else nullcontext():
         from vitcompress.recipe.load import load_recipe
 
         loaded = load_recipe(source, sets, model)  # reports mistakes before the imports below, which take seconds
-        from vitcompress.bench.report.loss import list_run_drops
         from vitcompress.bench.report.run import summary_table
         from vitcompress.cli.output import tables, terminal
+        from vitcompress.models.preprocessing import Preprocessing
         from vitcompress.pipeline.dry_run import dry_run_recipe
         from vitcompress.pipeline.job import RunOptions
         from vitcompress.pipeline.run import run_recipe
 
-        settings = RunOptions(**options)
-        plan = dry_run_recipe(loaded, settings) if dry_run else None
+        settings = RunOptions(preprocessing=take(options, Preprocessing), **options)
+        plan = dry_run_recipe(loaded, settings, check=check) if dry_run else None
         if plan is None:
             result = run_recipe(loaded, settings, progress)
     if plan is not None:
-        return print_dry_run(plan, as_json, tables.print_dry_run)
+        code = print_dry_run(plan, as_json, tables.print_dry_run)
+        return code or (report_failure(plan.failed, None, as_json) if plan.failed else 0)
 
     def draw(_: object) -> None:
         terminal.print_table(summary_table(result.report))
         terminal.print_text(f"all results: {result.folder}/report.md")
 
-    drops = list_run_drops(result.folder.name, result.report, max_drop) if is_main_process() else []
-    limits = {"passed": result.passed and not drops, "max_drop": max_drop, "drops": drops}
-    print_result({"folder": str(result.folder), **limits, **result.report}, as_json, draw)
+    print_result({"folder": str(result.folder), "passed": result.passed, **result.report}, as_json, draw)
     if not result.passed:
-        drops.insert(0, f"a check failed: `vitcompress verify {result.folder}` shows which")
-    if drops:
-        return report_failure("\n".join(drops), None, as_json)
+        return report_failure("a check failed", f"`vitcompress verify {result.folder}` shows which", as_json)
     if pending := result.pending:
         names, commands = (
             ", ".join(dict.fromkeys(str(check[key]) for check in pending)) for key in ("name", "command")

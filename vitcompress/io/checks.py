@@ -30,9 +30,8 @@ class Check:
 
     def to_dict(self) -> dict[str, object]:
         data = {**asdict(self), "passed": self.verdict == "passed"}
-        for key in ("value", "tolerance"):
-            if data[key] is not None and not math.isfinite(data[key]):  # JSON has no NaN and no infinity
-                data |= {key: None, "detail": f"{data['detail']} ({key}: {data[key]})".strip()}
+        if self.value is not None and not math.isfinite(self.value):  # JSON has no NaN and no infinity
+            data |= {"value": None, "detail": f"{self.detail} (value: {self.value})".strip()}
         return data
 
 

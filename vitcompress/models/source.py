@@ -29,6 +29,7 @@ from vitcompress.models.create import (
     is_known,
     with_class_names,
 )
+from vitcompress.models.preprocessing import Preprocessing
 from vitcompress.models.weight_files import HUB, WeightFile, open_weights
 
 PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
@@ -74,7 +75,7 @@ def resolve_model(
     args: Mapping[str, object],
     weights: str | Path = "random",
     *,
-    preprocessing: Mapping[str, object] | None = None,
+    preprocessing: Preprocessing | None = None,
     classes: int | None = None,
     class_names: Sequence[str] = (),
 ) -> ResolvedModel:
@@ -107,7 +108,8 @@ def resolve_model(
     requested = bool(own.keys() & {"img_size", "window_size"})
     resampled = _resampled(shapes_of(file.tensors), shapes_of(blank.state_dict()), requested, weights)
     values: dict[str, Any] = input_config(blank).to_dict()
-    layers = {file.stated_in: _preprocessing(arch, file), RECIPE: dict(overlay), "the user": preprocessing or {}}
+    changes = (preprocessing or Preprocessing()).changes_for(input_config(blank).size[0], arch)
+    layers = {file.stated_in: _preprocessing(arch, file), RECIPE: dict(overlay), "the user": changes}
     for name in PREPROCESSING:
         sources[name], value = [(DEFAULT, values[name]), *((s, t[name]) for s, t in layers.items() if name in t)][-1]
         if _plain(value) != _plain(values[name]):

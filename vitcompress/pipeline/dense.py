@@ -3,20 +3,20 @@
 from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from vitcompress.errors import InputError, WeightsError
-from vitcompress.io.files import write_json
+from vitcompress.errors import CheckFailedError, InputError, WeightsError
+from vitcompress.io.files import read_json, write_json
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model, randomize_constants
 from vitcompress.models.weights import hub_classes
 from vitcompress.pipeline.folder import lock_folder, record_settings, remove_unfinished
 from vitcompress.pipeline.job import Job, Work
-from vitcompress.training.data import Splits
 from vitcompress.training.datasets import few
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.loop import train
@@ -54,8 +54,8 @@ def _create_with_weights(job: Job) -> nn.Module:
     model = create_model(arch, args, job.resolved.weights, seed=seed, new_head=table.new_head)
     if table.weights == "random" and job.options.structure_only:
         randomize_constants(model, seed)  # the checks need values other than the zeros of an untrained model
-    if table.weights != "random" and job.data is not None and job.data.heldout:
-        _report_weights(job, model, job.data)
+    if part := job.resolved.part:
+        job.progress.note(f"dense model: `{part}` of {table.weights}")
     return model
 
 
@@ -106,18 +106,76 @@ def heldout_accuracy(job: Job, model: nn.Module) -> Accuracy:
     return accuracy
 
 
-def _report_weights(job: Job, model: nn.Module, data: Splits) -> None:
-    """Report the held-out accuracy of existing weights; warn if it is no better than always the most frequent class."""
-    weights, accuracy = job.recipe.model.weights, heldout_accuracy(job, model)
-    if part := job.resolved.part:
-        job.progress.note(f"dense model: `{part}` of {weights}")
-    job.progress.note(f"dense model: held-out top-1 {accuracy}")
-    if guessed(accuracy.correct, data.heldout.labels):
-        mean, std = (", ".join(f"{value:g}" for value in values) for values in (job.input.mean, job.input.std))
-        job.progress.note(
+def check_dense(job: Job) -> None:
+    """Report the held-out accuracy of the dense model, which is measured once per run.
+
+    Raises CheckFailedError if it is worse than expected.
+    """
+    if why_unchecked(job):
+        return
+    record = job.files.dense_accuracy
+    known = job.runtime.broadcast(read_json(record) if job.runtime.is_main and record.is_file() else None)
+    accuracy = Accuracy(**known) if known else heldout_accuracy(job, load_dense(job))
+    if job.runtime.is_main and not known:
+        write_json(record, asdict(accuracy))
+    for line in describe_dense(job, accuracy):
+        job.progress.note(line)
+    if problem := unexpected(job, accuracy):
+        raise problem
+
+
+def has_dense(job: Job) -> bool:
+    """Whether an interrupted run has left the dense model, so that its weights are not needed again."""
+    return RunFolder(job.dense_folder).plan.is_file() and not job.options.fresh
+
+
+def preview_dense(job: Job) -> Accuracy:
+    """The held-out accuracy of the dense model that a run would start from; writes nothing."""
+    return heldout_accuracy(job, load_dense(job) if has_dense(job) else _create_with_weights(job))
+
+
+def why_unchecked(job: Job) -> str:
+    """Why the accuracy of the dense model is not measured; empty if it is."""
+    if job.data is None or not job.data.heldout:
+        return "there are no held-out images"
+    return "" if job.recipe.model.weights != "random" or job.options.expect is not None else "its weights are random"
+
+
+def describe_dense(job: Job, accuracy: Accuracy) -> Iterator[str]:
+    """The accuracy, and a warning if it is no better than always the most frequent class."""
+    assert job.data is not None
+    yield f"dense model: held-out top-1 {_with_interval(accuracy)}"
+    if job.recipe.model.weights not in ("random", "train") and guessed(accuracy.correct, job.data.heldout.labels):
+        yield (
             "The dense model is no better than guessing, and every step depends on it. Was it trained on these classes "
-            f"in this order ({few(data.classes)}), on images of mean {mean} and standard deviation {std}?"
+            f"in this order ({few(job.data.classes)}), on images of {_normalization(job)}?"
         )
+
+
+def unexpected(job: Job, accuracy: Accuracy) -> CheckFailedError | None:
+    """The error if the dense model is worse than expected: if that is above the upper end of the 95 % interval."""
+    expect = job.options.expect
+    if expect is None or job.data is None or 100 * accuracy.interval[1] >= expect:
+        return None
+    arguments = (f"{key} {value}" for key, value in job.base.arch_args.items() if not isinstance(value, dict))
+    causes = (
+        f"the preprocessing ({_normalization(job)}), the order of the classes ({few(job.data.classes)}), "
+        f"or the arguments of the model ({', '.join(arguments)})"
+    )
+    return CheckFailedError(
+        f"the dense model is worse than expected: held-out top-1 {_with_interval(accuracy)}, expected {expect:g} %",
+        hint=f"likely causes: {causes}; correct them, and start over with --fresh",
+    )
+
+
+def _with_interval(accuracy: Accuracy) -> str:
+    low, high = (100 * end for end in accuracy.interval)
+    return f"{accuracy}, 95 % interval {low:.1f} to {high:.1f} %"
+
+
+def _normalization(job: Job) -> str:
+    mean, std = (", ".join(f"{value:g}" for value in values) for values in (job.input.mean, job.input.std))
+    return f"mean {mean} and standard deviation {std}"
 
 
 def is_downloaded(job: Job) -> bool:

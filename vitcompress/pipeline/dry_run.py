@@ -3,21 +3,30 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from vitcompress import surgery
-from vitcompress.errors import InputError
+from vitcompress.errors import InputError, VitcompressError
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.cost import Cost, count_cost
-from vitcompress.pipeline.dense import check_teacher, is_downloaded
+from vitcompress.models.source import Setting
+from vitcompress.pipeline.dense import (
+    check_teacher,
+    describe_dense,
+    has_dense,
+    is_downloaded,
+    preview_dense,
+    unexpected,
+    why_unchecked,
+)
 from vitcompress.pipeline.folder import check_folder
 from vitcompress.pipeline.job import Job, RunOptions, Work, apply_options, create_job
 from vitcompress.pipeline.latency import check_clock, describe_searches
-from vitcompress.pipeline.preflight import check_formats, check_weights, has_dense, local_checks
+from vitcompress.pipeline.preflight import check_formats, check_weights, local_checks
 from vitcompress.pipeline.report import describe_choice
 from vitcompress.pipeline.stages import STAGES
 from vitcompress.recipe.schema import Recipe
@@ -27,8 +36,10 @@ from vitcompress.training.data import check_named, open_data
 
 @dataclass(frozen=True)
 class DryRun:
-    """missing: reasons for which a run would be rejected. notes: downloads and measurements that a run starts with,
-    what it does differently on this machine, and that no data folder is set, as costs do not need one.
+    """settings: of the dense model, with their sources. missing: reasons for which a run would be rejected. notes:
+    downloads and measurements that a run starts with, what it does differently on this machine, and that no data folder
+    is set, as costs do not need one. cost: empty if the data cannot be opened, as it defines the number of classes.
+    dense: held-out accuracy of the dense model, if it was measured; failed: why a run would stop after that.
     """
 
     recipe: str
@@ -38,10 +49,15 @@ class DryRun:
     cost: dict[str, Cost]
     missing: list[str]
     notes: list[str]
+    settings: list[Setting]
+    dense: dict[str, object] | None = None
+    failed: str | None = None
 
 
-def dry_run_recipe(recipe: Recipe, options: RunOptions) -> DryRun:
+def dry_run_recipe(recipe: Recipe, options: RunOptions, *, check: bool = False) -> DryRun:
     """Stages with epochs and images, cost before and after, what is missing here, and notes.
+
+    check: load the weights of the dense model and measure it on the held-out images, if nothing is missing.
 
     Raises:
         InputError: the recipe itself cannot work: no such model, or a budget larger than the model.
@@ -49,7 +65,7 @@ def dry_run_recipe(recipe: Recipe, options: RunOptions) -> DryRun:
     recipe = apply_options(recipe, options)
     folder, data, done = options.folder(recipe), None, False
     with suppress(OSError):  # reported by `check_folder`
-        done = options.is_done(RunFolder(folder))  # then neither data nor weights are needed
+        done = RunFolder(folder).report.is_file() and not options.fresh  # then neither data nor weights are needed
     no_path, missing = list[str](), list[str]()
     if not options.structure_only and not (no_path := _list_problems([partial(check_named, recipe.data)])):
         try:
@@ -60,15 +76,29 @@ def dry_run_recipe(recipe: Recipe, options: RunOptions) -> DryRun:
     with suppress(InputError):  # reported by `_checks`
         device = distributed.check_device(recipe.run.device, recipe.run.amp)
     job = create_job(recipe, options, distributed.Runtime(device), Progress(), data)
-    return DryRun(
+    unopened = bool(missing)
+    missing += _list_problems(_checks(job, done, unopened))
+    plan = DryRun(
         recipe.name,
         str(folder),
         [work for stage in STAGES for work in stage.estimate(job)],
         describe_choice(recipe, searched=False),
-        {"dense": count_cost(job.blank, job.input.size), "compressed": count_final_cost(job)},
-        missing + _list_problems(_checks(job, done)),
+        {} if unopened else {"dense": count_cost(job.blank, job.input.size), "compressed": count_final_cost(job)},
+        missing,
         [f"all is done: {folder}; --fresh starts over"] if done else [*no_path, *_notes(job)],
+        job.settings,
     )
+    return _check_dense(job, plan) if check and not missing and not done else plan
+
+
+def _check_dense(job: Job, plan: DryRun) -> DryRun:
+    """`plan` with the accuracy of the dense model."""
+    trained_first = job.recipe.model.weights == "train" and not has_dense(job)
+    if reason := why_unchecked(job) or "the dense model is trained first" * trained_first:
+        return replace(plan, notes=[*plan.notes, f"there is nothing to check yet: {reason}"])
+    accuracy = preview_dense(job)
+    problem, notes = unexpected(job, accuracy), [*plan.notes, *describe_dense(job, accuracy)]
+    return replace(plan, notes=notes, dense=accuracy.to_dict(), failed=_sentence(problem) if problem else None)
 
 
 def count_final_cost(job: Job) -> Cost:
@@ -88,12 +118,14 @@ def _list_problems(checks: Iterable[Callable[[], object]]) -> list[str]:
     return problems
 
 
-def _sentence(error: InputError) -> str:
+def _sentence(error: VitcompressError) -> str:
     return f"{error.message}: {error.hint}" if error.hint else error.message
 
 
-def _checks(job: Job, done: bool) -> Iterator[Callable[[], object]]:
-    """The checks of a run, in its order, except those that download or measure."""
+def _checks(job: Job, done: bool, unopened: bool = False) -> Iterator[Callable[[], object]]:
+    """The checks of a run, in its order, except those that download or measure, and without data (`unopened`) those of
+    class counts.
+    """
     recipe, options = job.recipe, job.options
     yield partial(check_folder, job.folder, recipe, structure_only=options.structure_only, fresh=options.fresh)
     yield partial(check_formats, recipe)
@@ -101,7 +133,9 @@ def _checks(job: Job, done: bool) -> Iterator[Callable[[], object]]:
     if not done:
         yield from local_checks(job)
         yield partial(check_weights, job, download=False)
+    if not done and not unopened:
         yield partial(check_teacher, job, download=False)
+    if not done:
         yield partial(check_clock, job)
 
 
@@ -115,4 +149,4 @@ def _notes(job: Job) -> Iterator[str]:
             "--set finetune.teacher_weights=FILE avoids it."
         )
     yield from describe_searches(job)
-    yield from job.onnx_notes()
+    yield from job.notes()

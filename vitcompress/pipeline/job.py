@@ -18,13 +18,15 @@ from vitcompress.methods import Method, find_method
 from vitcompress.methods.base import StepInfo
 from vitcompress.models.checkpoint import read_plan
 from vitcompress.models.create import InputConfig, check_classifier, input_config
-from vitcompress.models.source import ResolvedModel, create_blank, load_class_names, resolve_model
+from vitcompress.models.preprocessing import Preprocessing
+from vitcompress.models.source import DEFAULT, ResolvedModel, Setting, create_blank, load_class_names, resolve_model
 from vitcompress.pipeline.folder import dense_folder
 from vitcompress.plan import Plan
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training.data import Splits, class_count
+from vitcompress.training.datasets import few
 from vitcompress.training.distributed import Runtime
-from vitcompress.training.options import DataOptions, TrainOptions
+from vitcompress.training.options import DataOptions
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class RunOptions:
     """What the command line changes in a recipe. None keeps the recipe's own setting.
 
     out: the run folder; None is runs/NAME. classes: a file of class names. structure_only: no training and no scoring.
-    control: also train the dense model as long as the compressed one. fresh: start over.
+    fresh: start over. expect: the run stops if the held-out accuracy (percent) of the dense model is worse.
     """
 
     out: Path | None = None
@@ -42,16 +44,12 @@ class RunOptions:
     classes: Path | None = None
     device: str | None = None
     structure_only: bool = False
-    control: bool = False
     fresh: bool = False
+    expect: float | None = None
+    preprocessing: Preprocessing = Preprocessing()  # noqa: RUF009 (frozen)
 
     def folder(self, recipe: Recipe) -> Path:
         return (self.out or Path("runs") / recipe.name).resolve()
-
-    def is_done(self, files: RunFolder) -> bool:
-        """Whether a run in this folder has nothing left to do."""
-        control = not self.control or RunFolder(files.control).plan.is_file()
-        return files.report.is_file() and control and not self.fresh
 
 
 def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = None) -> Recipe:
@@ -60,20 +58,21 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
     data: images from Python; recorded by name and counts, so that a folder of other images is not continued.
 
     Raises:
-        InputError: the weights must be trained, and the recipe does not tell how; a control without training.
+        InputError: the weights must be trained, and the recipe does not tell how; or no accuracy can be as expected.
     """
-    if options.control and options.structure_only:
-        raise InputError("--control trains a model, --structure-only trains nothing", hint="leave one of them out")
+    if options.expect is not None and not 0 <= options.expect <= 100:
+        message = f"--expect is {options.expect:g}, which is no accuracy in percent"
+        raise InputError(message, hint="use 0 to 100, as in --expect 87.5")
     if options.weights == "train" and recipe.dense is None:
         message = "--weights train needs a [dense] table with training options, and the recipe has none"
         raise InputError(message, hint="use a checkpoint, hub or random")
     weights = options.weights or ("random" if options.structure_only and recipe.model.weights == "train" else None)
     names = recipe.model.class_names if options.classes is None else str(options.classes.resolve())
     model = replace(recipe.model, weights=weights or recipe.model.weights, class_names=names)
-    table = recipe.data
+    table = replace(recipe.data, **options.preprocessing.changes())
     if data is not None:
         counts = "/".join(str(len(part)) for part in (data.train, data.heldout, data.test))
-        table = DataOptions(source=f"python:{data.name} ({counts} images)")
+        table = replace(DataOptions(f"python:{data.name} ({counts} images)"), **table.changes())
     elif options.data is not None:  # a folder of images, or the root of a data set of timm
         source = "imagefolder" if table.source == "digits" else table.source
         table = replace(table, path=str(Path(options.data).resolve()), source=source)
@@ -156,23 +155,18 @@ class Job:
         return input_config(self.blank)
 
     @property
+    def settings(self) -> list[Setting]:
+        """What the dense model depends on, such as the preprocessing of images, with the source of each value."""
+        full = f"{DEFAULT} for {self.base.arch}"
+        return [replace(setting, source=setting.source.replace(DEFAULT, full)) for setting in self.resolved.settings]
+
+    @property
     def classes(self) -> int:
         return int(getattr(self.blank, "num_classes", 0))
 
     @property
     def train_images(self) -> int | None:
         return None if self.data is None else len(self.data.train)
-
-    @property
-    def trainings(self) -> list[TrainOptions]:
-        """The trainings of the compressed model after the dense one: those of the steps, and the fine-tuning."""
-        finetune = self.recipe.finetune
-        between = [step.info.training(finetune) for step in self.steps if step.info.training]
-        return [] if self.options.structure_only else [*between, finetune]
-
-    @property
-    def extra_epochs(self) -> int:
-        return sum(options.epochs for options in self.trainings)
 
     @cached_property
     def onnx_problem(self) -> str | None:
@@ -186,8 +180,10 @@ class Job:
         """The run's device if ONNX Runtime can use it, else the CPU."""
         return "cpu" if self.onnx_problem else str(self.runtime.device)
 
-    def onnx_notes(self) -> Iterator[str]:
-        """A note if ONNX files are evaluated and measured on another device than the run's."""
+    def notes(self) -> Iterator[str]:
+        """Notes on images that are left out, and on ONNX files that do not run on the device of the run."""
+        if skipped := () if self.data is None else self.data.skipped:
+            yield f"left out, because they cannot be read: {len(skipped)} images, {few(list(map(str, skipped)))}"
         if "onnx" in self.recipe.export.formats and self.onnx_problem:
             reason = f"ONNX Runtime does not work on {self.runtime.device} here ({self.onnx_problem})"
             yield f"ONNX files are evaluated and measured on the CPU: {reason}."
@@ -223,17 +219,19 @@ def create_job(
 def _resolve(recipe: Recipe, options: RunOptions, data: Splits | None) -> tuple[ResolvedModel, WeightsError | None]:
     """The dense model with its weights, or without them and why: a run that has its dense model needs no weights."""
     table = recipe.model
-    classes = table.classes or _class_count(recipe) if data is None else len(data.classes)
+    folders = class_count(recipe.data) if data is None and recipe.data.path else None
+    classes = folders or table.classes or _class_count(recipe) if data is None else len(data.classes)
     if table.classes not in (None, classes):
         raise InputError(f"model.classes is {table.classes}, the data has {classes}", hint="leave model.classes out")
     names = load_class_names(Path(table.class_names)) if table.class_names else ()
+    user: Any = {"preprocessing": recipe.data, "classes": classes, "class_names": names}
     try:
-        resolved = resolve_model(table.name, table.args, table.weights, classes=classes, class_names=names)
+        resolved = resolve_model(table.name, table.args, table.weights, **user)
     except WeightsError as problem:
         dense = RunFolder(dense_folder(recipe, options.folder(recipe))).plan
         done = dense.is_file() and not options.fresh
         plan = read_plan(dense) if done else Plan(table.name, table.args)
-        return resolve_model(plan.arch, plan.arch_args, classes=classes, class_names=names), problem
+        return resolve_model(plan.arch, plan.arch_args, **user), problem
     if data is not None and {*data.classes} == {*resolved.class_names} and data.classes != resolved.class_names:
         first = next(pair for pair in zip(data.classes, resolved.class_names, strict=True) if pair[0] != pair[1])
         message = "the data has {!r} where the classifier has {!r}".format(*first)

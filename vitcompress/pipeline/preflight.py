@@ -9,10 +9,10 @@ from vitcompress.exporters import available_exporter, find_exporter
 from vitcompress.exporters.options import AUTO
 from vitcompress.exporters.precision import expand_layers
 from vitcompress.io.progress import Progress
-from vitcompress.io.run_folder import RunFolder
+from vitcompress.io.text import describe_value
 from vitcompress.models.create import create_model
 from vitcompress.models.weights import check_hub
-from vitcompress.pipeline.dense import check_teacher
+from vitcompress.pipeline.dense import check_teacher, has_dense, why_unchecked
 from vitcompress.pipeline.folder import check_disk, check_writable
 from vitcompress.pipeline.job import Job, RunOptions, create_job
 from vitcompress.pipeline.latency import check_latency
@@ -33,6 +33,11 @@ def prepare(
     if data is None and not options.structure_only:
         data = open_data(recipe.data, recipe.run.seed)
     job = create_job(recipe, options, runtime, progress, data)
+    rows = [(setting.source, f"{setting.name} {describe_value(setting.value)}") for setting in job.settings]
+    for source in dict.fromkeys(source for source, _ in rows):
+        progress.note(f"from {source}: {', '.join(text for other, text in rows if other == source)}")
+    for line in job.notes():
+        progress.note(line)
     for check in local_checks(job):
         check()
     check_weights(job)
@@ -44,7 +49,7 @@ def prepare(
 
 def local_checks(job: Job) -> tuple[Callable[[], None], ...]:
     """The checks that download nothing and measure nothing, in order."""
-    checks: tuple[Callable[[Job], None], ...] = (check_exports, check_training, check_bench, check_room)
+    checks: tuple[Callable[[Job], None], ...] = (check_exports, check_training, check_expect, check_bench, check_room)
     return (*(partial(check, job) for check in checks), partial(check_writable, job.dense_folder))
 
 
@@ -84,7 +89,8 @@ def check_training(job: Job) -> None:
     if job.data is None:
         return
     finetune = job.recipe.finetune
-    for options in (job.recipe.dense, *reversed(job.trainings)):
+    between = (step.info.training(finetune) for step in job.steps if step.info.training)
+    for options in (job.recipe.dense, finetune, *between):
         if options is not None:
             check_options(options, job.data.train, job.data.heldout, job.runtime)
     if not job.data.heldout and any(step.info.uses_heldout for step in job.steps):
@@ -101,11 +107,9 @@ def check_training(job: Job) -> None:
 
 
 def check_bench(job: Job) -> None:
-    """Raise InputError for an unusable protocol; note if ONNX Runtime cannot measure on the run's device."""
+    """Raise InputError for an unusable protocol."""
     table = job.recipe.bench
     timing.protocol(table.protocol, **table.changes)
-    for line in job.onnx_notes():
-        job.progress.note(line)
 
 
 def check_room(job: Job) -> None:
@@ -114,7 +118,7 @@ def check_room(job: Job) -> None:
         bool(step.delta.kept or step.delta.folded) or step.info.choice is None for step in job.steps
     )
     params = sum(parameter.numel() for parameter in job.blank.parameters())
-    check_disk(job.folder, params, trains=not job.options.structure_only, storing_steps=storing + job.options.control)
+    check_disk(job.folder, params, trains=not job.options.structure_only, storing_steps=storing)
 
 
 def check_weights(job: Job, *, download: bool = True) -> None:
@@ -134,6 +138,7 @@ def check_weights(job: Job, *, download: bool = True) -> None:
         create_model(arch, args, job.resolved.weights, new_head=table.new_head)
 
 
-def has_dense(job: Job) -> bool:
-    """Whether an interrupted run has left the dense model, so that its weights are not needed again."""
-    return RunFolder(job.dense_folder).plan.is_file() and not job.options.fresh
+def check_expect(job: Job) -> None:
+    """Raise InputError for an expected accuracy without images to measure it on."""
+    if job.options.expect is not None and (reason := why_unchecked(job)):
+        raise InputError(f"--expect cannot be checked: {reason}", hint="set data.heldout above 0, or leave it out")

@@ -24,8 +24,7 @@ class ModelTable:
         default_factory=dict
     )
     weights: Annotated[
-        str,
-        Doc("`hub` (timm's pretrained weights), `random`, `train` (trained first, see [dense]), or a file or folder"),
+        str, Doc("`hub` (timm's pretrained weights), `random`, `train` (trained first, see [dense]), or a checkpoint")
     ] = "hub"
     classes: Annotated[int | None, Ge(2), Doc("number of classes, where the data does not define it")] = None
     class_names: Annotated[str | None, Doc("file of class names: one per line, or a JSON list")] = None

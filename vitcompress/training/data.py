@@ -22,13 +22,14 @@ _DIGITS_TEST = 540  # of 1797 images; the same ones for every seed, so that resu
 
 @dataclass(frozen=True)
 class Splits:
-    """The parts of a data set; items are (image, class index) before any transform."""
+    """The parts of a data set; items are (image, class index) before any transform. skipped: unreadable files."""
 
     name: str
     classes: tuple[str, ...]
     train: Images
     heldout: Images
     test: Images
+    skipped: tuple[Path, ...] = ()
 
     def hold_out(self, share: float, seed: int) -> "Splits":
         """Move a share of the training images to the held-out ones: at least one image of each class on both sides."""
@@ -85,7 +86,7 @@ def open_test(options: DataOptions) -> tuple[tuple[str, ...], Images]:
         data = _open(options)
         return data.classes, data.test
     folder = _test_folder(_root(options), options.test_split)
-    test = FolderImages(folder, class_names(folder))
+    test = FolderImages(folder, class_names(folder), skip_broken=options.broken == "skip")
     _check_classes(str(folder), test.classes, test)
     return test.classes, test
 
@@ -148,11 +149,17 @@ def _image_folder(options: DataOptions) -> Splits:
     root = _root(options)
     folder = root / (options.train_split or "train")
     if not folder.is_dir():
-        raise DataError(f"data folder {root} has no folder {folder.name}", hint="expected PATH/train/<class>/<image>")
+        hint = (
+            f"use its parent {root.parent}"
+            if (root.parent / folder.name).is_dir()
+            else "expected PATH/train/<class>/<image>"
+        )
+        raise DataError(f"data folder {root} has no folder {folder.name}", hint=hint)
     classes = class_names(folder)
     _check_classes(str(folder), classes, None)
-    train, test = (FolderImages(part, classes) for part in (folder, _test_folder(root, options.test_split)))
-    return Splits(str(root), classes, train, _no_images(), test)
+    parts, skip = (folder, _test_folder(root, options.test_split)), options.broken == "skip"
+    train, test = (FolderImages(part, classes, skip_broken=skip) for part in parts)
+    return Splits(str(root), classes, train, _no_images(), test, train.skipped + test.skipped)
 
 
 def _root(options: DataOptions) -> Path:

@@ -1,6 +1,8 @@
 """Labelled images: in memory, in class folders, and any map-style data set."""
 
+import zlib
 from collections.abc import Sequence
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,8 +14,14 @@ from timm.utils.misc import natural_key
 from torch import Tensor
 
 from vitcompress.errors import DataError, first_line
+from vitcompress.io.tensors import DAMAGED
 
 _CHECKED_ON_OPENING = 1000  # images decoded when a folder is opened; the others are checked when they are read
+# Pillow has decoders for many more formats, and chooses by content: one starts Ghostscript, whatever the suffix.
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+_MOST_PIXELS = 89_478_485  # above this, Pillow warns of a decompression bomb
+_UNREADABLE = (*DAMAGED, SyntaxError, zlib.error, Image.DecompressionBombError)  # decoders raise these for broken files
 
 
 class Images(Protocol):
@@ -49,22 +57,30 @@ class ArrayImages(Images):
 class FolderImages(Images):
     """One folder per class, images at any depth below; class indices follow `classes`.
 
-    Images of all classes, at most about 1000, are decoded at once to see whether they can be read.
+    Images of all classes, at most about 1000, are decoded at once to see whether they can be read; with `skip_broken`
+    all of them are, and those that cannot be read are in `skipped` instead.
     """
 
-    def __init__(self, folder: Path, classes: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path, classes: tuple[str, ...], *, skip_broken: bool = False) -> None:
         _check_folders(folder, classes)
-        samples, _ = find_images_and_targets(str(folder), class_to_idx={name: i for i, name in enumerate(classes)})
-        self.classes, self.files = classes, [Path(file) for file, _ in samples]
-        self.labels = np.array([label for _, label in samples], np.int64)
+        numbers = {name: i for i, name in enumerate(classes)}
+        samples, _ = find_images_and_targets(str(folder), _SUFFIXES, class_to_idx=numbers)
+        step = 1 if skip_broken else max(1, len(samples) // _CHECKED_ON_OPENING)
+        checked = [Path(file) for file, _ in samples[::step]]
+        with ThreadPool() as pool:
+            problems = zip(checked, pool.map(_problem, checked), strict=True)
+        broken = {file: problem for file, problem in problems if problem}
+        if broken and not skip_broken:
+            names, count = few([str(file) for file in broken]), f"{len(broken)} image{'s' if len(broken) > 1 else ''}"
+            message = f"{count} cannot be read: {names} (the first: {next(iter(broken.values()))})"
+            raise DataError(message, hint="remove or replace these files, or set data.broken = 'skip'")
+        self.classes, self.skipped = classes, tuple(broken)
+        kept = [(path, label) for file, label in samples if (path := Path(file)) not in broken]
+        self.files, self.labels = [path for path, _ in kept], np.array([label for _, label in kept], np.int64)
         present = set(self.labels.tolist())
         if empty := [name for i, name in enumerate(classes) if i not in present]:
             message = f"{folder} has class folders without images: {few(empty)}"
             raise DataError(message, hint="fill or remove these folders")
-        checked = self.files[:: max(1, len(self.files) // _CHECKED_ON_OPENING)]
-        if broken := [str(file) for file in checked if not _is_readable(file)]:
-            message = f"{len(broken)} image{'s' if len(broken) > 1 else ''} cannot be read: {few(broken)}"
-            raise DataError(message, hint="remove or replace these files")
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         return _decode(self.files[index]), int(self.labels[index])
@@ -149,20 +165,23 @@ def _labels_of(dataset: Any) -> np.ndarray:
 
 
 def _decode(file: Path) -> Image.Image:
-    """The image in `file`, decoded, grey or RGB."""
+    """The image in `file`, decoded, grey or RGB. Raises DataError."""
     try:
-        with Image.open(file) as image:
+        with Image.open(file, formats=_FORMATS) as image:
+            if image.width * image.height > _MOST_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} pixels are more than {_MOST_PIXELS:,}")
             return image.convert("L" if image.mode in ("1", "L", "I;16") else "RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except _UNREADABLE as error:
         raise DataError(f"image {file} cannot be read: {error}", hint="remove or replace this file") from error
 
 
-def _is_readable(file: Path) -> bool:
+def _problem(file: Path) -> str:
+    """Why `file` cannot be read; empty if it can."""
     try:
         _decode(file)
-    except DataError:
-        return False
-    return True
+    except DataError as error:
+        return first_line(error.__cause__ or error)
+    return ""
 
 
 def few(names: Sequence[str]) -> str:

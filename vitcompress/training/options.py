@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 from annotated_types import Ge, Gt, Le, Lt
 
 from vitcompress.io.validation import Doc
+from vitcompress.models.preprocessing import Preprocessing
 
 if TYPE_CHECKING:
     from vitcompress.training.metrics import Accuracy
@@ -16,8 +17,8 @@ Distillation = Literal["none", "hard", "soft", "soft_patch", "features"]
 
 
 @dataclass(frozen=True)
-class DataOptions:
-    """Where images are read from."""
+class DataOptions(Preprocessing):
+    """Where images are read from, and how they become the input of the model."""
 
     source: Annotated[str, Doc(_SOURCES)] = "digits"
     path: Annotated[str | None, Doc("folder of the images")] = None
@@ -25,6 +26,10 @@ class DataOptions:
     test_split: Annotated[str | None, Doc("name of the test split; None: val, validation or test")] = None
     heldout: Annotated[float, Ge(0), Lt(1), Doc("share of the training images that are held out for choices")] = 0.1
     workers: Annotated[int, Ge(0), Doc("processes that load images; 0: the main process loads them")] = 0
+    broken: Annotated[
+        Literal["error", "skip"],
+        Doc("images that cannot be read: `skip` leaves them out, and decodes all images first"),
+    ] = "error"
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,8 @@ def _dry_run(study: Study, folder: Path, runs: Sequence[Run], progress: Progress
             raise InputError(f"row {name}: {error.message}", hint=error.hint) from None
         missing |= dict.fromkeys(plan.missing)
         notes |= dict.fromkeys(plan.notes)
+        if not plan.cost:  # the data is missing
+            continue
         macs = plan.cost["compressed"].macs
         rows.append(
             {

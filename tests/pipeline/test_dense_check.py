@@ -1,0 +1,185 @@
+"""The dense model is measured before the first step, with the preprocessing that the user sets."""
+
+import json
+from argparse import Namespace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from click.testing import CliRunner
+from command_line import begin, expect_error, tree
+from PIL import Image
+
+import vitcompress as vc
+from vitcompress import cli
+from vitcompress.io.run_folder import RunFolder
+
+ARGS = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
+IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+OPTIONS = [word for name, values in IMAGENET.items() for word in (f"--{name}", ",".join(map(str, values)))]
+RECIPE = """
+[model]
+name = "vit_tiny_patch16_224"
+args = { img_size = 8, patch_size = 4, embed_dim = 16, depth = 2, num_heads = 2 }
+weights = "plain.pth"
+[data]
+source = "imagefolder"
+path = "pictures"
+heldout = 0.5
+[[step]]
+method = "magnitude"
+[finetune]
+epochs = 1
+batch_size = 4
+[bench]
+runtimes = []
+[export]
+formats = []
+[run]
+device = "cpu"
+"""
+NAMES = ("dark grey", "grey", "light grey", "white")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Colour images in classes of brightness, and weights that are right on images with ImageNet's mean and std."""
+    begin(tmp_path / "home", monkeypatch)
+    generator = np.random.default_rng(0)
+    for (label, name), split, number in product(enumerate(NAMES), ("train", "val"), range(12)):
+        place = Path("pictures", split, name)
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = generator.normal(40 + 55 * label, 9, (8, 8, 3)).clip(0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(place / f"{number}.png")
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=4, **ARGS)
+    files = sorted(Path("pictures", "train").rglob("*.png"))
+    labels = torch.tensor([NAMES.index(file.parent.name) for file in files])
+    mean, std = (torch.tensor(IMAGENET[key]).view(3, 1, 1) for key in ("mean", "std"))
+    pixels = torch.stack([torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) / 255 for file in files])
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model((pixels - mean) / std), labels).backward()
+        optimizer.step()
+    torch.save(model.state_dict(), "plain.pth")
+    options = Namespace(model="vit_tiny_patch16_224", **IMAGENET)
+    torch.save({"state_dict": model.state_dict(), "epoch": 3, "args": options}, "last.pth.tar")
+    Path("mine.toml").write_text(RECIPE)
+
+
+def run(*words: str, code: int = 0) -> dict[str, Any]:
+    done = CliRunner().invoke(cli.main, ["recipe", "mine.toml", "--json", *words])
+    assert done.exit_code == code, done.output
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def check(*words: str, code: int = 0) -> dict[str, Any]:
+    before = tree(Path())
+    result = run("--dry-run", "--check", *words, code=code)
+    assert tree(Path()) == before
+    return result
+
+
+def test_options_and_keys_of_preprocessing_do_the_same() -> None:
+    assert check()["dense"]["top1"] < 0.9, "the preprocessing does not matter"
+    assert check(*OPTIONS)["dense"]["correct"] == 24
+    keys = [word for name, values in IMAGENET.items() for word in ("--set", f"data.{name}={values}")]
+    assert check(*keys)["dense"]["correct"] == 24
+    assert check(*keys, "--mean", "0.5", "--std", "0.5")["dense"] == check()["dense"]  # options override keys
+    overlay = "model.args.pretrained_cfg_overlay={ mean = [0.1, 0.1, 0.1], crop_pct = 0.5 }"
+    assert check("--set", overlay, *OPTIONS, "--crop-pct", "0.9")["dense"]["correct"] == 24
+
+
+def test_options_of_the_training_script_apply_unless_the_user_sets_others() -> None:
+    result = check("--weights", "last.pth.tar")
+    sources = {row["name"]: row["source"] for row in result["settings"]}
+    assert result["dense"]["correct"] == 24 and "checkpoint" in sources["mean"]
+    assert sources["crop_pct"] == "timm's default for vit_tiny_patch16_224"
+    other = check("--weights", "last.pth.tar", "--mean", "0.5", "--std", "0.5")
+    assert other["dense"] == check()["dense"] and other["settings"][-5]["source"] == "the user"
+
+
+def test_a_run_records_preprocessing_in_plan_metadata_and_loaded_model() -> None:
+    run(*OPTIONS, "--crop-pct", "1", "--out", "run", "--expect", "90", "--set", 'export.formats=["onnx"]')
+    plan = json.loads(RunFolder(Path("run")).plan.read_text())
+    assert plan["arch_args"]["pretrained_cfg_overlay"] == {**IMAGENET, "crop_pct": 1.0}
+    config = timm.data.resolve_model_data_config(vc.load_model("run"), use_test_size=True)
+    assert config["input_size"] == (3, 8, 8) and config["mean"] == (0.485, 0.456, 0.406) and config["crop_pct"] == 1
+    assert vc.load_model("run").pretrained_cfg["num_classes"] == 4
+    done = CliRunner().invoke(cli.main, ["evaluate", "run/model.onnx", "run", "--json", "--data", "pictures"])
+    assert [row["input"]["mean"] for row in json.loads(done.stdout)["rows"]] == [IMAGENET["mean"]] * 2
+    run("--out", "other")
+    plan = json.loads(RunFolder(Path("other")).plan.read_text())
+    assert plan["arch_args"] == {**ARGS, "num_classes": 4}  # as before these options existed
+
+
+def test_a_worse_model_stops_before_the_first_step_and_again_when_continued() -> None:
+    for _ in range(2):
+        result = run("--expect", "99", "--out", "run", code=1)
+        assert "expected 99 %" in result["error"] and " of 24)" in result["error"]
+        assert all(cause in result["hint"] for cause in ("mean 0.5, 0.5, 0.5", "dark grey, grey", "num_heads 2"))
+    assert not RunFolder(Path("run")).steps()
+    assert RunFolder(Path("run")).dense_accuracy.is_file()
+    assert "expected 99 %" in check("--expect", "99", code=1)["failed"]
+    low, high = (100 * end for end in check()["dense"]["top1_ci95"])
+    assert check("--expect", str(high - 0.01))["failed"] is None and low < high  # only beyond the interval
+
+
+def test_a_continued_run_does_not_measure_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = Path("mine.toml").read_text()
+    run("--expect", "99", "--out", "run", code=1)
+    monkeypatch.setattr("vitcompress.pipeline.dense.heldout_accuracy", None)
+    assert "expected 99 %" in run("--expect", "99", "--out", "run", code=1)["error"]
+    assert Path("mine.toml").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--expect", "101"], "--expect is 101"),
+        (["--expect", "-1"], "--expect is -1"),
+        (["--expect", "nan"], "--expect is nan"),
+        (["--expect", "90", "--structure-only"], "no held-out images"),
+        (["--expect", "90", "--set", "data.heldout=0"], "no held-out images"),
+        (["--mean", "0.5,0.5"], "mean has 2 values, the images of vit_tiny_patch16_224 have 3 channels"),
+        (["--mean", "nan"], "mean cannot be nan"),
+        (["--std", "0"], "std cannot be 0"),
+        (["--set", "data.std=[0.5, -1.0, 0.5]"], "data.std[1]"),
+        (["--set", "data.interpolation=cubic"], "did you mean bicubic?"),
+        (["--set", "model.classes=10"], "model.classes is 10, the data has 4"),
+        (["--set", "model.classes=10", "--structure-only"], "model.classes is 10, the data has 4"),
+    ],
+)
+def test_wrong_values_are_rejected(words: list[str], message: str) -> None:
+    assert message in expect_error("recipe", "mine.toml", *words)
+
+
+def test_nothing_to_check_is_stated() -> None:
+    dense = ["--set", "model.weights=train", "--set", "dense.epochs=1", "--set", "dense.batch_size=4"]
+    for words, reason in (
+        (dense, "trained first"),
+        (["--weights", "random"], "random"),
+        (["--structure-only"], "no held"),
+    ):
+        result = check(*words)
+        assert result["dense"] is None and reason in " ".join(result["notes"])
+
+
+def test_a_folder_one_level_too_deep_gets_one_message() -> None:
+    result = run("--dry-run", "--data", "pictures/train", code=2)
+    assert len(result["missing"]) == 1 and "use its parent" in result["missing"][0] and result["cost"] == {}
+
+
+def test_unreadable_images_are_named_or_skipped() -> None:
+    bad = [Path("pictures", split, NAMES[0], "bad.png") for split in ("train", "val")]
+    for path in bad:
+        path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\nshowpage\n")
+    assert str(bad[0]) in run("--dry-run", code=2)["missing"][0]
+    result = check("--set", "data.broken=skip", *OPTIONS)
+    assert "cannot be read: 2 images" in " ".join(result["notes"]) and result["dense"]["correct"] == 24
