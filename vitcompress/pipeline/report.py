@@ -240,7 +240,7 @@ def _describe_agreement(name: str, sidecar: Mapping[str, Any]) -> str:
     """`passed, ` and the top-1 agreement: the start of the detail of its check."""
     verification = sidecar.get("verification") or {"verdict": "not_run", "checks": ()}
     flips = (check["detail"] for check in verification["checks"] if check["name"] == f"{PREFIX}{name}.flips")
-    counts = [re.split(r" \(|;", text)[0] for text in flips]
+    counts = [re.split(r" \(|;", text)[0].removeprefix("agrees with the model: ") for text in flips]
     return ", ".join([verification["verdict"].replace("_", " "), *counts])
 
 
