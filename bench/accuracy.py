@@ -50,12 +50,16 @@ class EvaluateOptions:
 
 
 class EvaluationRow(records.AccuracyRecord, records.RuntimeRecord):
-    """Accuracy of one artifact, its settings, and the recorded speed of the same file with the same settings."""
+    """Accuracy of one artifact, its settings, and the recorded speed of the same file with the same settings.
+
+    mistakes: indices of the images that it classifies wrongly.
+    """
 
     artifact: str
     input: records.InputRecord
     sha256: str | None
     speed: records.SpeedRecord | None
+    mistakes: list[int]
 
 
 class ComparisonTest(records.McNemarRecord):
@@ -192,5 +196,11 @@ def _evaluate(
     settings = {key: known[key] for key in ("runtime", "device", "precision")}
     speed = find_speed(benches, known["sha256"], settings)
     same = {**settings, "threads": known["threads"], "sha256": known["sha256"], "input": padded.input.to_dict()}
-    row = {"artifact": padded.runner.name, **accuracy.to_dict(), **same, "speed": speed}
+    row = {
+        "artifact": padded.runner.name,
+        **accuracy.to_dict(),
+        **same,
+        "speed": speed,
+        "mistakes": np.flatnonzero(~mask).tolist(),
+    }
     return cast(EvaluationRow, row), mask

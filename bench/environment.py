@@ -137,19 +137,22 @@ def disturbances(conditions: Conditions) -> Iterator[str]:
 
 
 def sample_warnings(samples: Sequence[timing.Samples], rows: Sequence[RunnerRecord]) -> Iterator[str]:
-    """Drift, noise, and a warm-up that did not settle."""
+    """A warm-up that did not settle, drift, and noise."""
     for one, row in zip(samples, rows, strict=True):
         name, drift, variation = f"{one.name}, batch {one.batch}", one.drift or 0.0, one.variation or 0.0
+        if one.settled is False:
+            yield f"{name}: times had not settled after {one.warmup_seconds:.0f} s"
         if abs(drift) > DRIFT:
             yield f"{name}: times drifted by {100 * drift:+.1f} % from the first to the last third"
         if variation > NOISY.get(_kind(row), NOISY["cpu"]):
             yield f"{name}: noisy, the runs vary by {100 * variation:.1f} % (standard deviation over mean)"
-        if one.settled is False:
-            yield f"{name}: times had not settled after {one.warmup_seconds:.0f} s"
 
 
-def comparison_warnings(rows: Sequence[BenchRow]) -> Iterator[str]:
-    """Differences that make a ratio unfair: image sizes, numbers of classes, devices, numbers of CPU threads."""
+def comparison_warnings(rows: Sequence[BenchRow], *, transfers: bool = False) -> Iterator[str]:
+    """Differences that make a ratio unfair: image sizes, numbers of classes, devices, numbers of CPU threads.
+
+    transfers: they were requested, which has no effect on the CPU.
+    """
     properties: dict[str, Callable[[BenchRow], object]] = {
         "image sizes": lambda row: format_shape(row["input_size"]),
         "numbers of classes": lambda row: row.get("classes"),
@@ -164,6 +167,8 @@ def comparison_warnings(rows: Sequence[BenchRow]) -> Iterator[str]:
         if len(groups) > 1:
             listing = "; ".join(f"{value}: {', '.join(names)}" for value, names in groups.items())
             yield f"the ratios compare different {what} ({listing})"
+    if transfers and (names := [row["artifact"] for row in rows if _kind(row) == "cpu"]):
+        yield f"--transfers has no effect on the CPU, where nothing is copied ({', '.join(dict.fromkeys(names))})"
 
 
 def thread_warnings(rows: Sequence[RunnerRecord]) -> Iterator[str]:

@@ -15,9 +15,10 @@ from vitcompress.bench.report.run import bench_table
 from vitcompress.errors import InputError
 from vitcompress.exporters.runtimes import Runner, RunnerOptions
 from vitcompress.io.progress import Progress
-from vitcompress.io.text import describe_ratio
+from vitcompress.io.text import describe_ratio, shorten_names
 
 FORMAT = 1
+NO_INTERVAL = "the speed-up has no interval: at least 6 rounds are needed, as with --runs 6"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class BenchOptions:
 class Bench:
     """Result of a measurement. rows: one per artifact and batch. ratios: each later artifact over the first.
 
-    notes: what the protocol does not cover. disturbed: why the figures may be wrong; they are among `warnings` too.
+    warnings: the most important first. notes: what the protocol does not cover. disturbed: why the figures may be
+    wrong; the first warnings.
     """
 
     rows: tuple[records.BenchRow, ...]
@@ -62,9 +64,8 @@ class Bench:
     disturbed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """A table of the rows, then the ratios and the warnings."""
-        ratios, table = [describe_ratio(ratio) for ratio in self.ratios], bench_table([self.to_dict()])
-        return "\n".join([table.markdown(), *ratios, *self.warnings])
+        """A table of the rows with the ratios, then the warnings."""
+        return "\n".join([bench_table([self.to_dict()]).markdown(), *self.warnings])
 
     @property
     def too_slow(self) -> list[records.RatioRecord]:
@@ -78,11 +79,10 @@ class Bench:
         return cast(records.BenchRecord, {"bench_format": FORMAT, **fields, **only, "passed": not self.too_slow})
 
     def failure(self) -> str | None:
-        """The ratio that is furthest below `fail_under`, as a sentence; None if none is."""
-        if not self.too_slow:
-            return None
-        worst = min(self.too_slow, key=lambda ratio: ratio["ci95"][0] or 0.0)
-        return f"{describe_ratio(worst)}; the limit of --fail-under is {self.fail_under:g}"
+        """A line for each ratio below `fail_under`; None if none is."""
+        lines = [f"batch {ratio['batch']}: {describe_ratio(ratio)}" for ratio in self.too_slow]
+        text = "\n".join([*lines, f"the limit of --fail-under is {self.fail_under or 0:g}"])
+        return shorten_names(text, [row["artifact"] for row in self.rows]) if lines else None
 
 
 def run(
@@ -130,22 +130,23 @@ def run(
 def compare(runners: Sequence[Runner], options: BenchOptions, progress: Progress | None = None) -> Bench:
     """`run` for runners that are already open; they stay open."""
     rows, ratios, conditions = list[records.BenchRow](), list[records.RatioRecord](), list[records.Conditions]()
-    warnings, notes, disturbed = list[str](), list[str](), list[str]()
+    disturbed, unfair, noisy, notes = list[str](), list[str](), list[str](), list[str]()
     for protocol in options.protocols():
         targets = [_target(runner, protocol.batch, options.seed) for runner in runners]
         with environment.monitor([cast(records.RunnerRecord, runner.describe()) for runner in runners]) as monitor:
             samples = timing.measure(targets, protocol, progress, monitor.joules)
         new = [_row(*one, protocol, monitor) for one in zip(runners, samples, targets, strict=True)]
-        causes = list(environment.disturbances(monitor.conditions))
-        warnings += [*environment.comparison_warnings(new), *environment.thread_warnings(new)]
-        warnings += [*environment.sample_warnings(samples, new), *causes]
+        disturbed += environment.disturbances(monitor.conditions)
+        unfair += environment.comparison_warnings(new, transfers=options.runner.transfers)
+        unfair += environment.thread_warnings(new)
+        ratios += (compared := [timing.ratio(samples[0], later) for later in samples[1:]])
+        unfair += [NO_INTERVAL] if any(ratio["ci95"][1] is None for ratio in compared) else []
+        noisy += environment.sample_warnings(samples, new)
         notes += environment.protocol_notes(protocol, new)
-        disturbed += causes
         rows += new
-        ratios += [timing.ratio(samples[0], later) for later in samples[1:]]
         conditions.append(monitor.conditions)
     # Each sentence once, although several batches may have it.
-    sentences = {"warnings": warnings, "notes": notes, "disturbed": disturbed}
+    sentences = {"warnings": [*disturbed, *unfair, *noisy], "notes": notes, "disturbed": disturbed}
     distinct = {name: tuple(dict.fromkeys(texts)) for name, texts in sentences.items()}
     machine: records.MachineRecord = {**environment.facts(), "conditions": conditions}
     return Bench(tuple(rows), tuple(ratios), machine, fail_under=options.fail_under, **distinct)

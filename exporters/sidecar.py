@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 
 from vitcompress.errors import ArtifactError
 from vitcompress.io.files import decode_json_values, file_sha256, find_changed_files, lock_folder, read_json, write_json
+from vitcompress.io.manifest import check_unchanged
 from vitcompress.io.validation import describe_errors
 from vitcompress.models.create import InputConfig
 
@@ -125,13 +126,14 @@ def amend_sidecar(path: Path, **fields: Any) -> None:
 def find_mismatches(path: Path) -> list[str]:
     """Differences between `path` and its sidecar, a sentence each. An unusable sidecar is one, too."""
     try:
-        return [] if read_sidecar(path) is None else find_changed_files(sidecar_path(path))
+        return [] if read_sidecar(path) is None else [*find_changed_files(sidecar_path(path)).values()]
     except ArtifactError as error:
         return [error.message]
 
 
 def check_sha256(path: Path) -> str:
-    """SHA-256 of `path`. Raises ArtifactError if its sidecar describes other files, or cannot be used."""
+    """SHA-256 of `path`. Raises ArtifactError if its sidecar describes other files, was changed, or cannot be used."""
+    check_unchanged(path.parent, sidecar_path(path))  # the sidecar has the hash of `path`
     if wrong := find_mismatches(path):
         raise ArtifactError(
             f"{path} is not trusted, because {sidecar_path(path).name} does not match it: {wrong[0]}",

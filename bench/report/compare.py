@@ -9,9 +9,9 @@ from vitcompress.bench.plots.figure import COLOURS, MARKS, check_path, new_figur
 from vitcompress.bench.report.files import format_accuracy, pairs
 from vitcompress.bench.report.records import AccuracyRecord, RatioRecord, Report
 from vitcompress.errors import InputError
-from vitcompress.io.text import NOT_MEASURED, format_change, format_count, format_interval
+from vitcompress.io.text import NOT_MEASURED, format_change, format_count, format_speedup
 
-COLUMNS = ("run", "accuracy", "parameters", "MACs", "speed", "checks")
+COLUMNS = ("run", "accuracy", "parameters", "MACs", "speed-up (95 %)", "checks")
 
 
 class Cells(TypedDict):
@@ -74,7 +74,7 @@ def _cells(report: Report, model: Literal["dense", "compressed"]) -> tuple[str, 
     before, after = report["cost"]["dense"], report["cost"][model]
     counts = ((before["params"], after["params"]), (before["macs"], after["macs"]))
     changes = [f" ({format_change(*pair)})" if model == "compressed" else "" for pair in counts]
-    ratio = f"{speed[1]['median']:.2f}x ({format_interval(speed[1]['ci95'])})" if speed else NOT_MEASURED
+    ratio = format_speedup(speed[1]) if speed else NOT_MEASURED
     return (
         format_accuracy(accuracy) if accuracy else NOT_MEASURED,
         *(f"{format_count(pair[1])}{change}" for pair, change in zip(counts, changes, strict=True)),

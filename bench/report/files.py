@@ -7,7 +7,7 @@ from typing import cast
 
 from vitcompress.bench.report import records
 from vitcompress.exporters.sidecar import DENSE
-from vitcompress.io.text import NONE, Columns, Table, format_percent, format_rate, format_shape, shorten_paths
+from vitcompress.io.text import NONE, Columns, Table, format_percent, format_rate, format_shape, shorten_names
 
 SETTINGS = ("runtime", "device", "precision", "threads", "input_type", "compile", "cuda_graph")
 
@@ -65,15 +65,12 @@ def pairs(entry: records.BenchRecord) -> Iterator[tuple[records.BenchRow, record
 
 
 def list_warnings(entries: Iterable[records.BenchRecord]) -> list[str]:
-    """Notes and warnings of several measurements, each once with the runtimes that it applies to."""
+    """Warnings and notes of several measurements, each once with the runtimes that it applies to."""
     runtimes: dict[str, list[str]] = {}
     for entry in entries:
         names = [row["artifact"] for row in entry["rows"]]
-        short_names = dict(zip(names, shorten_paths(names), strict=True))
-        for text in (*entry["notes"], *entry["warnings"]):
-            name = next((name for name in names if text.startswith((f"{name}, ", f"{name}: "))), "")
-            text = short_names.get(name, "") + text.removeprefix(name)
-            runtimes.setdefault(text, []).append(entry["rows"][0]["runtime"])
+        for text in (*entry["warnings"], *entry["notes"]):
+            runtimes.setdefault(shorten_names(text, names), []).append(entry["rows"][0]["runtime"])
     return [f"- note ({', '.join(dict.fromkeys(names))}): {text}" for text, names in runtimes.items()]
 
 

@@ -288,19 +288,29 @@ class FileAccuracy(AccuracyRecord):
 
 
 class McNemarRecord(TypedDict):
-    """Images that only one of two models classifies correctly, and the exact p-value."""
+    """Images that only one of two models classifies correctly, and the exact p-value.
+
+    difference: share of correct images of the second model minus that of the first, with its 95 % interval.
+    """
 
     only_a: int
     only_b: int
     p_value: float
+    difference: NotRequired[float]
+    difference_ci95: NotRequired[Sequence[float]]
 
 
 class AccuracyPair(TypedDict, total=False):
-    """Accuracy on the test images, dense and compressed; each other key is the name of an exported file."""
+    """Accuracy on the test images; each other key is the name of an exported file.
+
+    control: the dense model after training as long as the compressed one. mcnemar: dense and compressed model.
+    """
 
     dense: AccuracyRecord
     compressed: AccuracyRecord
+    control: AccuracyRecord
     mcnemar: McNemarRecord
+    control_mcnemar: McNemarRecord
 
 
 class RecoveryRecord(TypedDict):
@@ -389,7 +399,8 @@ class Report(TypedDict, total=False):
 
     before_recovery: on held-out images, directly after pruning. bench: one entry per runtime, the dense model first.
     files: bytes of each exported file. dense_sha256: of the dense model's weights. searched: models that the search
-    measured. layers: how layers were chosen. tables: measurements of the methods.
+    measured. layers: how layers were chosen. extra_epochs: for which the compressed model was trained after the dense
+    one. tables: measurements of the methods. manifest: whether manifest.json lists the files of the folder.
     """
 
     recipe: Required[str]
@@ -401,6 +412,7 @@ class Report(TypedDict, total=False):
     widths: TableRecord | None
     cost: Required[Mapping[Literal["dense", "compressed"], CostRecord]]
     accuracy: AccuracyPair | None
+    extra_epochs: int | None
     before_recovery: Mapping[Literal["dense", "pruned"], AccuracyRecord] | None
     recovery: RecoveryRecord | None
     bench: Sequence[BenchRecord] | None
@@ -414,3 +426,4 @@ class Report(TypedDict, total=False):
     published: PublishedRecord | None
     tables: Sequence[TableRecord] | None
     notes: Sequence[str] | None
+    manifest: bool | None

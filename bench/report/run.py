@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from vitcompress.bench.plots import structure
 from vitcompress.bench.report import records
@@ -16,11 +16,13 @@ from vitcompress.bench.report.files import (
     pairs,
     weight_table,
 )
+from vitcompress.bench.report.loss import describe_difference, paired_tests
 from vitcompress.bench.report.snippet import TEMPLATES, snippet
 from vitcompress.errors import ArtifactError
 from vitcompress.exporters.sidecar import DENSE
 from vitcompress.io import text
 from vitcompress.io.files import read_json, write_json, write_text
+from vitcompress.io.manifest import check_unchanged
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import NOT_MEASURED, Columns, Table, escape_markdown
 
@@ -36,8 +38,9 @@ def write_report(folder: Path, report: records.Report) -> None:
 
 
 def read_report(folder: str | Path) -> records.Report:
-    """The report of a run folder. Raises ArtifactError if there is none."""
+    """The report of a run folder. Raises ArtifactError if there is none, or if it was changed."""
     path = RunFolder(Path(folder)).report
+    check_unchanged(path.parent, path)
     if not path.is_file():
         hint = "give folders of finished runs; `vitcompress recipe` continues an unfinished one"
         raise ArtifactError(f"{folder} has no {path.name}", hint=hint)
@@ -75,15 +78,10 @@ def find_speed(
 # ------------------------------------------------------------------------------------------------------------ sentences
 
 
-def describe_interval(ratio: records.RatioRecord) -> str:
-    """`95 % interval 1.37 to 1.47: faster`; no verdict if there are too few rounds for an interval."""
-    return f"{text.format_interval(ratio['ci95'])}{'' if ratio['ci95'][1] is None else ': ' + ratio['verdict']}"
-
-
-def describe_speeds(entry: records.BenchRecord) -> list[str]:
-    """`torch: 1.376 times as fast, 95 % interval 1.37 to 1.47: faster` for each ratio of a measurement."""
-    runtime = entry["rows"][0]["runtime"]
-    return [f"{runtime}: {ratio['median']:.3f} times as fast, {describe_interval(ratio)}" for ratio in entry["ratios"]]
+def describe_speedup(ratio: records.RatioRecord) -> str:
+    """`1.42x (95 % interval 1.37 to 1.47): faster`; no verdict if there are too few rounds for an interval."""
+    verdict = "" if ratio["ci95"][1] is None else f": {ratio['verdict']}"
+    return f"{text.format_ratio(ratio['median'])}x ({text.format_interval(ratio['ci95'])}){verdict}"
 
 
 def count_verdicts(verify: records.VerificationRecord) -> str:
@@ -97,7 +95,7 @@ def count_verdicts(verify: records.VerificationRecord) -> str:
 
 def summary_table(report: records.Report) -> Table:
     """Accuracy, size and speed before and after, and the checks."""
-    rows: list[Row] = [_accuracy_row(report)]
+    rows: list[Row] = list(_accuracy_rows(report))
     for artifact in report.get("artifacts") or ():
         if (accuracy := artifact["accuracy"]) and not is_dense(artifact["file"]):
             rows.append((f"accuracy of {artifact['file']}", "", format_accuracy(accuracy), ""))
@@ -121,35 +119,37 @@ def summary_table(report: records.Report) -> Table:
 def _count_row(name: str, before: int, after: int, unit: str = "") -> Row:
     return (
         name,
-        f"{text.format_count(before)}{unit}",
-        f"{text.format_count(after)}{unit}",
+        f"{text.format_count(before, like=after)}{unit}",
+        f"{text.format_count(after, like=before)}{unit}",
         text.format_change(before, after),
     )
 
 
-def _accuracy_row(report: records.Report) -> Row:
-    accuracy = report.get("accuracy") or {}
+def _accuracy_rows(report: records.Report) -> Iterator[Row]:
+    """The compressed model against the dense one, and against the control."""
+    accuracy, epochs = report.get("accuracy") or {}, report.get("extra_epochs")
     if "dense" not in accuracy or "compressed" not in accuracy:
-        return "accuracy", NOT_MEASURED, NOT_MEASURED, ""
-    dense, compressed = accuracy["dense"], accuracy["compressed"]
-    points = f"{100 * (compressed['top1'] - dense['top1']):+.1f} points"
-    if test := accuracy.get("mcnemar"):
-        points += f" (p = {test['p_value']:.2g})"
-    return "accuracy, test images", format_accuracy(dense), format_accuracy(compressed), points
+        yield "accuracy", NOT_MEASURED, NOT_MEASURED, ""
+        return
+    points = {name: describe_difference(test) for name, test in paired_tests(report)}
+    longer = "" if epochs is None or "control" in accuracy else f" (compressed: {epochs} more epochs of training)"
+    after, change = format_accuracy(accuracy["compressed"]), points.get("the dense model", "")
+    yield f"accuracy, test images{longer}", format_accuracy(accuracy["dense"]), after, change
+    if control := accuracy.get("control"):
+        label = f"accuracy, before: control (dense, {epochs} more epochs)"
+        yield label, format_accuracy(control), after, points["the control"]
 
 
 def _speed_rows(entry: records.BenchRecord) -> Iterator[Row]:
-    """Latency, throughput and speed-up of each pair of a dense and a compressed artifact that were interleaved."""
+    """Latency and throughput of each pair of a dense and a compressed artifact that were interleaved, and one ratio."""
     for dense, compressed, ratio in pairs(entry):
         where = f"{dense['runtime']} {dense['device']} {_format_precision(dense)}, batch {dense['batch']}"
         times = [row["latency_ms"]["p50"] for row in (dense, compressed)]
         rates = [row["images_per_second"] for row in (dense, compressed)]
-        cells = [f"{text.format_milliseconds(t)} ms" for t in times]
-        yield f"latency, median ({where})", *cells, text.format_change(*times)
-        cells = [f"{text.format_rate(rate)} images/s" for rate in rates]
-        yield f"throughput ({where})", *cells, text.format_change(*rates)
+        yield f"latency, median ({where})", *(f"{text.format_milliseconds(t)} ms" for t in times), ""
+        yield f"throughput ({where})", *(f"{text.format_rate(rate)} images/s" for rate in rates), ""
         # The speed-up is a median over pairs of blocks, not the ratio of the figures above, and so has its own row.
-        yield f"speed-up, in turns ({where})", "", f"{text.format_ratio(ratio['median'])}x", describe_interval(ratio)
+        yield f"speed-up ({where})", "", "", describe_speedup(ratio)
 
 
 def cost_table(report: records.Report) -> Table:
@@ -165,8 +165,8 @@ def cost_table(report: records.Report) -> Table:
 
 
 def bench_table(entries: Sequence[records.BenchRecord]) -> Table:
-    """One row per artifact and runtime."""
-    rows = [row for entry in entries for row in entry["rows"]]
+    """One row per artifact and runtime; its speed-up is over the first artifact at the same batch size."""
+    rows: list[dict[str, Any]] = [{**row, "ratio": ratio} for entry in entries for row, ratio in _pair_ratios(entry)]
     paths = [row["artifact"] for row in rows]
     names = dict(zip(paths, text.shorten_paths(paths), strict=True))
     columns: Columns = {
@@ -179,10 +179,18 @@ def bench_table(entries: Sequence[records.BenchRecord]) -> Table:
         "p50 ms": lambda row: text.format_milliseconds(row["latency_ms"]["p50"]),
         "p90 ms": lambda row: "" if (p90 := row["latency_ms"]["p90"]) is None else text.format_milliseconds(p90),
         "max ms": lambda row: text.format_milliseconds(row["latency_ms"]["max"]),
+        "speed-up (95 %)": lambda row: text.format_speedup(row["ratio"]) if row["ratio"] else "",
     }
     if any(_format_peak(row["memory"]) for row in rows):
         columns = {**columns, "peak MiB": lambda row: _format_peak(row["memory"])}
     return Table.of("Speed", columns, rows)
+
+
+def _pair_ratios(entry: records.BenchRecord) -> Iterator[tuple[records.BenchRow, records.RatioRecord | None]]:
+    """Each row with its ratio, None for the first artifact; the rows of each batch size are in the same order."""
+    rows, ratios = entry["rows"], entry.get("ratios", ())
+    artifacts, rest = len(rows) // max(1, len(rows) - len(ratios)), iter(ratios)
+    return ((row, next(rest) if number % artifacts else None) for number, row in enumerate(rows))
 
 
 def _format_precision(row: records.BenchRow) -> str:
@@ -282,8 +290,7 @@ def _conditions(entries: Sequence[records.BenchRecord]) -> list[str]:
     hardware = ", ".join([machine["cpu"], f"{machine['cpu_cores_usable']} cores", *machine["gpus"]])
     tf32 = "; ".join(f"{e['rows'][0]['runtime']}: TF32 {'on' if e['rows'][0]['tf32'] else 'off'}" for e in entries)
     settings = f"Measured on {hardware}; {versions}. Artifacts are interleaved; input: {row['input']}. {tf32}."
-    ratios = [f"- {line}" for entry in entries for line in describe_speeds(entry)]
-    return [escape_markdown(settings), "\n".join(map(escape_markdown, [*ratios, *list_warnings(entries)]))]
+    return [escape_markdown(settings), "\n".join(map(escape_markdown, list_warnings(entries)))]
 
 
 def _published_lines(published: records.PublishedRecord, cost: records.CostRecord) -> Iterator[str]:

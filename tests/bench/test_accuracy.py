@@ -69,8 +69,8 @@ def test_a_difference_is_tested_on_the_same_images(tmp_path: Path) -> None:
     result = accuracy.run([str(path) for path in runs], accuracy.EvaluateOptions(data="digits"))
     test, rows = result["mcnemar"][0], result["rows"]
     assert test["only_a"] - test["only_b"] == rows[0]["correct"] - rows[1]["correct"]
-    masks = [torch.ones(test["only_a"] + test["only_b"], dtype=torch.bool) for _ in range(2)]
-    masks[1][: test["only_a"]], masks[0][test["only_a"] :] = False, False
+    masks = [torch.ones(result["images"], dtype=torch.bool) for _ in range(2)]
+    masks[1][: test["only_a"]], masks[0][test["only_a"] :][: test["only_b"]] = False, False
     assert asdict(mcnemar(masks[0].numpy(), masks[1].numpy())).items() <= test.items()
 
 

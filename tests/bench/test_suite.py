@@ -74,6 +74,23 @@ def test_the_limit_applies_to_the_lower_end_of_the_interval(folder: Path, fail_u
     assert passes or "the limit of --fail-under is 1e+06" in str(bench.failure())
 
 
+def test_every_artifact_and_batch_size_below_the_limit_is_named(folder: Path) -> None:
+    artifacts = [folder, folder / "model.onnx", "timm-onnx:test_vit"]
+    lines = str(suite.run(artifacts, SMALL, batch=(1, 2), fail_under=1e6).failure()).splitlines()
+    names = [f"batch {batch}: {name} is" for batch in (1, 2) for name in ("model.onnx", "timm-onnx:test_vit")]
+    assert [line.startswith(name) for line, name in zip(lines, names, strict=False)] == [True] * 4 and len(lines) == 5
+
+
+def test_the_most_important_warnings_come_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "disturbances", lambda conditions: ["others used 2 cores"])
+    monkeypatch.setattr(environment, "sample_warnings", lambda samples, rows: ["model.onnx: noisy"])
+    bench = suite.run([folder, "timm:test_vit"], SMALL, batch=(1, 2), runs=1, runner=RunnerOptions(transfers=True))
+    first, sizes, classes, transfers, interval, last = bench.warnings
+    assert (first, last) == (bench.disturbed[0], "model.onnx: noisy")
+    assert "image sizes" in sizes and "numbers of classes" in classes and "no interval" in interval
+    assert transfers == f"--transfers has no effect on the CPU, where nothing is copied ({folder}, timm:test_vit)"
+
+
 def test_a_single_run_has_an_open_interval_and_valid_json(folder: Path) -> None:
     bench = suite.run([folder, folder], SMALL, runs=1, fail_under=0.5)
     data = json.loads(json.dumps(bench.to_dict(), allow_nan=False))

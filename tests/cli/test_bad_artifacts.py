@@ -14,8 +14,10 @@ from whole_runs import ARCH
 
 from vitcompress import cli
 from vitcompress.cli.output import terminal
+from vitcompress.errors import InputError
 from vitcompress.models.checkpoint import load_model
 from vitcompress.plan import Plan
+from vitcompress.verify import verify_folder
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +82,13 @@ def edited(folder: Path, **changes: Any) -> None:
 )
 def test_a_plan_edited_by_hand(changes: dict[str, Any], sentence: str, folder: Path) -> None:
     edited(folder, **changes)
-    for command in (("verify", "run"), ("bench", "run"), ("evaluate", "run", "--data", "digits"), ("export", "run")):
+    assert "plan.json" in expect_error("bench", "run")
+    (folder / "manifest.json").unlink()
+    for command in (("bench", "run"), ("evaluate", "run", "--data", "digits"), ("export", "run")):
         assert sentence in expect_error(*command), command
+    with pytest.raises(InputError) as caught:
+        verify_folder(folder, adopt=True)
+    assert sentence in f"{caught.value.message} {caught.value.hint}" and not (folder / "verify.json").exists()
 
 
 def test_an_evaluation_on_images_of_other_classes(folder: Path) -> None:

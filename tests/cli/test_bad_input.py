@@ -186,7 +186,7 @@ def truncated_pth() -> str:
     ("make", "sentence"),
     [
         (lambda: "nowhere.safetensors", "nowhere.safetensors does not exist"),
-        (wrong_architecture, "another model"),
+        (wrong_architecture, "embed_dim is 32 in the weights, 16 in model.args"),
         (wrong_classes, "7 classes"),
         (truncated, "not a complete safetensors file"),
         (pickled, "would run code"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vitcompress.cli.output import tables
+from vitcompress.cli.output import tables, terminal
 from vitcompress.cli.output.terminal import ConsoleProgress, error_as_data, print_error, print_json, print_table
 from vitcompress.errors import CheckFailedError, InputError, RecipeError, VitcompressError
 from vitcompress.io.text import Table
@@ -193,7 +193,22 @@ def test_warnings_of_a_build_are_printed(capsys: pytest.CaptureFixture[str]) -> 
 def test_checks_of_the_layers_of_an_engine_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     truth = {"name": "engine.precision", "verdict": "passed", "value": 1.0, "tolerance": 0.9, "detail": "12 of 12"}
     tables.print_export({**EXPORT, "build": {"truth": [truth]}})
-    assert re.search(r"engine\.precision +│ passed .* 12 of 12", capsys.readouterr().out)
+    assert "engine.precision: 12 of 12\n1 of 1 checks passed" in capsys.readouterr().out
+
+
+def test_an_export_states_its_agreement_and_only_the_checks_that_did_not_pass(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name, about = "agreement.model.onnx", {"verdict": "passed", "value": 0.0, "tolerance": 0.1}
+    flips = {**about, "name": f"{name}.flips", "detail": "agrees with the model: 1,000 of 1,000 images; fp32 in torch"}
+    others = [{**about, "name": f"{name}.{kind}", "detail": "small"} for kind in ("kl", "cosine", "error")]
+    tables.print_export({**EXPORT, "checks": [flips, *others]})
+    printed = capsys.readouterr().out
+    assert "model.onnx agrees with the model: 1,000 of 1,000 images; fp32 in torch\n" in printed
+    assert "4 of 4 checks passed; values and limits: run/model.onnx.json" in printed and "cosine" not in printed
+    tables.print_export({**EXPORT, "checks": [flips, *others[:2], {**others[2], "verdict": "failed"}]})
+    printed = capsys.readouterr().out
+    assert "3 of 4 checks passed" in printed and "cosine" not in printed and f"{name}.error" in printed
 
 
 def test_a_command_for_the_target_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,6 +217,19 @@ def test_a_command_for_the_target_is_printed_once(capsys: pytest.CaptureFixture[
     tables.print_checks([check, {**check, "detail": "of another version"}])
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "run it on the target: verify x" in text and "of another version; on the target: verify x" in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_names_of_checks_break_at_dots_only(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "PIPE_WIDTH", width)
+    name = "agreement.model-fp16.rtx.engine.onnx.flips.of.all"
+    check = {"name": name, "verdict": "passed", "value": 0.0, "tolerance": 0.001, "detail": "word " * 40}
+    tables.print_checks([check])
+    lines = [line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    lines = [line for line in lines if line]
+    assert "".join(lines) == name and len(lines) > 1 and all(line.endswith(".") for line in lines[:-1])
 
 
 def test_long_words_in_checks_are_folded_and_not_cut(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Every reader reports what is wrong with a sidecar that people edited or another version wrote."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from contextlib import closing
@@ -170,9 +171,15 @@ def test_a_sidecar_names_only_files_beside_it(path: Path) -> None:
         *((key, value) for key in ("mean", "std") for value in ("no JSON", 7, None, [1], ["a", "b", "c"], {"a": 1})),
         *((key, value) for key in ("interpolation", "crop_mode") for value in (7, None, ["bicubic"])),
         *(("crop_pct", value) for value in ("no JSON", None, [1])),
+        *(("std", [wrong, 1.0, 1.0]) for wrong in (0.0, -1.0, math.nan, math.inf)),
+        *(("mean", [wrong, 0.0, 0.0]) for wrong in (math.nan, -math.inf, 1e9)),
+        *(("crop_pct", value) for value in (0.0, -0.9, 1e-9, math.nan, math.inf)),
+        *(("size", [3, side, 8]) for side in (0, -1, 10**9)),
+        ("interpolation", "cubist"),
+        ("crop_mode", "left"),
     ],
 )
-def test_metadata_of_another_type_are_reported(key: str, wrong: object) -> None:
+def test_metadata_of_another_type_or_out_of_range_are_reported(key: str, wrong: object) -> None:
     """ONNX files and IRs contain them, too, and are read in the same way."""
     known = {**asdict(input_config(MODEL)), "classes": []}
     assert read_input("it", known) == input_config(MODEL)

@@ -92,7 +92,7 @@ def test_the_sidecar_describes_the_engine(engine: Path) -> None:
     known = {key: json.loads(text) for key, text in sidecar["metadata"].items()}
     assert sidecar["opset"] == 20 and "TensorRT" in sidecar["opset_reason"] == known["opset_reason"]
     assert known["plan_sha256"] == "ab12" and known["classes"][0] == "ant" and known["size"] == [3, 8, 8]
-    assert find_changed_files(sidecar_path(source_path(engine))) == []
+    assert find_changed_files(sidecar_path(source_path(engine))) == {}
     assert json.loads(sidecar_path(source_path(engine)).read_text())["build"] == {"batch": [1, 2, 4]}
     assert not layers_path(engine).exists() or torch.cuda.is_available()
 

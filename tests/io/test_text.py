@@ -3,10 +3,13 @@
 from vitcompress.io.text import (
     Table,
     describe_ratio,
+    format_count,
     format_interval,
     format_milliseconds,
     format_number,
     format_range,
+    format_speedup,
+    shorten_names,
     shorten_paths,
     suggest_range,
 )
@@ -33,13 +36,23 @@ def test_significant_digits() -> None:
         "0.00617", "0.891", "26.64", "7,240",
     ]  # fmt: skip
     ratio = {"a": "x", "b": "y", "median": 183.655, "ci95": [1.5, None]}
-    assert describe_ratio(ratio) == "y is 183.7 times as fast as x (no interval: at least 6 rounds are needed)"
+    assert describe_ratio(ratio) == "y is 183.7 times as fast as x (no interval)"
     assert format_interval([1.5, 12.345]) == "95 % interval 1.50 to 12.3"
+    assert format_speedup(ratio) == "183.7x (no interval)"
+    assert format_speedup({**ratio, "ci95": [1.5, 12.345]}) == "183.7x (1.50 to 12.3)"
+
+
+def test_numbers_of_one_row_have_one_unit() -> None:
+    assert [format_count(1_420_000, like=680_550), format_count(680_550, like=1_420_000)] == ["1.42 M", "0.68 M"]
+    assert [format_count(n, like=22e9) for n in (1e9, 3.4e6)] == ["1.00 G", "0.0034 G"]
+    assert [format_count(n) for n in (11_230_000, 512, 0)] == ["11.23 M", "512", "0"]
 
 
 def test_paths_are_shortened_to_unique_suffixes() -> None:
     assert shorten_paths(["a/dense.onnx", "a/model.onnx"]) == ["dense.onnx", "model.onnx"]
     assert shorten_paths(["/r/a/model.onnx", "/r/b/model.onnx"]) == ["a/model.onnx", "b/model.onnx"]
+    text = "/r/a/model.onnx, batch 1: noisy (/r/a/model.onnx; /r/a; is)"
+    assert shorten_names(text, ["/r/a", "/r/a/model.onnx", "is"]) == "model.onnx, batch 1: noisy (model.onnx; a; is)"
     assert shorten_paths(["m.onnx", "a/m.onnx", "timm:x", "timm:x"]) == ["m.onnx", "a/m.onnx", "timm:x", "timm:x"]
 
 

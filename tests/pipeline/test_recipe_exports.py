@@ -26,6 +26,9 @@ from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.checkpoint import load_model
 from vitcompress.models.create import create_model, input_config
+from vitcompress.pipeline.job import RunOptions
+from vitcompress.pipeline.run import run_recipe
+from vitcompress.recipe.load import load_recipe
 from vitcompress.verify import verify_folder
 from vitcompress.verify.files import rejected_exports
 
@@ -132,6 +135,18 @@ def test_a_trained_run_keeps_all_files_but_those_that_overflow_and_reports_these
     for file, detail in failed.items():
         assert re.search(r"^head reaches \S+ on these images, the largest number in half precision is 65504", detail)
         assert "use --precision bf16" in detail and f"| {file} | failed |" in (tmp_path / "run/report.md").read_text()
+
+
+@pytest.mark.skipif(EXPORTERS["openvino"].unavailable() is not None, reason="OpenVINO is not installed")
+def test_the_summary_of_the_checks_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(untrained(SMALL + '[export]\nformats = ["openvino"]\n'))
+    progress, options = (
+        world.RecordedProgress(),
+        RunOptions(out=tmp_path / "run", structure_only=True, weights="random"),
+    )
+    run_recipe(load_recipe(str(tmp_path / "tiny.toml")), options, progress)
+    (passed,) = (note for note in progress.notes if note.startswith("passed: "))
+    assert "model.xml (1)" in passed and "model (" not in passed
 
 
 @pytest.mark.parametrize("islands", ["[]", '"auto"'])

@@ -45,7 +45,16 @@ def test_a_run_writes_all_files_of_a_run_folder(home: Path, finished: tuple[Any,
     assert folder == home / "run" and finished[0].passed
     files = {path.name for path in folder.iterdir()} - {"tensorboard", "warnings.log"}
     exported = {"dense.onnx", "dense.onnx.json", "model.onnx", "model.onnx.json"}
-    reports = {"verify.json", "bench.json", "report.json", "report.md", "report.html", "log.jsonl", "state"}
+    reports = {
+        "verify.json",
+        "bench.json",
+        "report.json",
+        "report.md",
+        "report.html",
+        "manifest.json",
+        "log.jsonl",
+        "state",
+    }
     assert files == {"recipe.toml", "plan.json", "model.safetensors"} | exported | reports
     assert read_json(folder / "verify.json")["passed"] is True
     stages = {json.loads(line)["stage"] for line in (folder / "log.jsonl").read_text().splitlines()}
@@ -116,7 +125,7 @@ def test_a_lost_report_is_written_again_without_training(home: Path, finished: t
     result, progress = world.run(home)
     assert result.report == finished[0].report and progress.stages == []
     changed = {name for name, when in tree(home / "run").items() if before.get(name) != when}
-    assert changed == {"report.json", "report.md", "report.html"}
+    assert changed == {"report.json", "report.md", "report.html", "manifest.json"}
 
 
 @pytest.mark.slow

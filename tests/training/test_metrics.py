@@ -1,6 +1,7 @@
 """Counts, intervals and the exact test, against values that can be worked out by hand or by scipy."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from vitcompress.training.metrics import (
     evaluate_images,
     guessed,
     mcnemar,
+    paired_interval,
     wilson,
 )
 
@@ -109,6 +111,60 @@ def test_wilson_against_the_published_example() -> None:
     assert Accuracy(20, 20, 20, 0.0).interval[1] == 1.0
     with pytest.raises(ValueError, match="not a share"):
         wilson(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("only_a", "only_b", "total", "ends"),
+    [
+        # Fagerland, Lydersen and Laake, Statistical Analysis of Contingency Tables (2017), chapter 8, and their R
+        # package contingencytables, with the other sign: Bentur et al. (2009), Cavo et al. (2012).
+        (7, 1, 21, (-0.517, -0.026)),
+        (16, 6, 161, (-0.1240, -0.0054)),
+    ],
+)
+def test_the_paired_interval_against_published_examples(
+    only_a: int, only_b: int, total: int, ends: tuple[float, float]
+) -> None:
+    low, high = paired_interval(only_a, only_b, total)
+    assert (low, high) == pytest.approx(ends, abs=5e-4 if total == 21 else 5e-5)
+    assert paired_interval(only_b, only_a, total) == pytest.approx((-high, -low), abs=1e-12)
+
+
+def test_the_paired_interval_at_its_limits() -> None:
+    z2 = stats.norm.ppf(0.975) ** 2
+    for total in (1, 5, 44, 50_000):  # with no difference the equation has a closed solution
+        assert paired_interval(0, 0, total) == pytest.approx((-z2 / (total + z2), z2 / (total + z2)), rel=1e-9)
+        assert paired_interval(total, 0, total)[0] == -1 and paired_interval(0, total, total)[1] == 1
+    for only_b, inside in ((20, True), (22, False)):  # 0 is inside unless McNemar's statistic is above the limit
+        assert (paired_interval(10, only_b, 200)[0] <= 0) == inside == ((only_b - 10) ** 2 / (only_b + 10) <= z2)
+    for wrong in ((1, 1, 1), (-1, 0, 3), (0, 0, 0)):
+        with pytest.raises(ValueError, match="not parts of a whole"):
+            paired_interval(*wrong)
+
+
+def wald_interval(only_a: int, only_b: int, total: int) -> tuple[float, float]:
+    half = 1.96 * np.sqrt(only_a + only_b - (only_a - only_b) ** 2 / total) / total
+    return (only_b - only_a) / total - half, (only_b - only_a) / total + half
+
+
+@pytest.mark.parametrize(("interval", "sound"), [(paired_interval, True), (wald_interval, False)])
+def test_the_paired_interval_covers_the_true_difference(interval: Any, sound: bool) -> None:
+    """Exact coverage: the sum over all outcomes. The lower end alone, the limit of `--max-drop`, covers 97.5 %.
+
+    A score interval has this coverage on average, not everywhere; 1 % and 0.1 % are allowed below it.
+    """
+    coverage = []
+    for total in (100, 540):
+        for lost, won in ((0.02, 0.01), (0.05, 0.05), (0.03, 0.0), (0.10, 0.04)):
+            ends = [stats.binom.interval(1 - 1e-9, total, share) for share in (lost, won)]
+            counts = [(a, b) for a in np.arange(ends[0][0], ends[0][1] + 1) for b in range(int(ends[1][1]) + 1)]
+            low, high = np.array([interval(int(a), b, total) for a, b in counts]).T
+            table = [(a, b, total - a - b) for a, b in counts]
+            likely = stats.multinomial.pmf(table, total, [lost, won, 1 - lost - won])
+            above = low <= won - lost + 1e-12
+            coverage.append((likely[above & (won - lost <= high + 1e-12)].sum(), likely[above].sum()))
+    both, lower = np.array(coverage).T
+    assert (both.min() >= 0.94) == (lower.min() >= 0.974) == sound
 
 
 @pytest.mark.parametrize(("only_a", "only_b"), [(0, 0), (1, 5), (7, 7), (0, 6), (40, 20)])

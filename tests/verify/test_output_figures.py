@@ -86,8 +86,8 @@ def test_the_detail_counts_the_flips() -> None:
     (check, *_) = comparison_checks(Comparison(40, 3, 1, 0.0, 1.0, 0.0), (0.01, 0.01), "a", "fp16 in a runtime")
     low, high = (f"{100 * end:.1f}" for end in Comparison(40, 3, 1, 0.0, 1.0, 0.0).interval)
     assert check.detail == (
-        f"3 of 40 top-1 outputs differ (95 % interval {low} to {high} %), "
-        "2 of them within the tolerance; fp16 in a runtime"
+        f"agrees with the model: 39 of 40 images (3 in another class, 95 % interval {low} to {high} %; "
+        "2 of them near ties, which rounding explains); fp16 in a runtime"
     )
 
 
@@ -105,7 +105,7 @@ def test_a_class_may_change_only_where_two_logits_are_close(margin: float, verdi
     got = expected.clone()
     got[0] = got[0].flip(0)
     checks = {c.name: c for c in comparison_checks(outputs.compare(expected, got, 0.01), (0.01, 0.01), "a", "here")}
-    assert checks["a.flips"].verdict == verdict and "1 of 200" in checks["a.flips"].detail
+    assert checks["a.flips"].verdict == verdict and "of 200 images (1 in another class" in checks["a.flips"].detail
 
 
 def test_an_image_that_is_evaluated_twice_counts_once() -> None:
@@ -130,7 +130,7 @@ def test_near_ties_are_reported_and_do_not_fail() -> None:
     expected = logits([4.0, 3.99]).repeat(8, 1)
     checks = comparison_checks(outputs.compare(expected, expected.flip(1), 0.01), (0.01, 0.01), "a", "here")
     assert {check.verdict for check in checks} == {"passed"} and checks[0].detail.startswith(
-        "8 of 8 top-1 outputs differ"
+        "agrees with the model: 8 of 8 images (8 in another class"
     )
     checks = comparison_checks(outputs.compare(expected, expected.flip(1), 0.001), (0.01, 0.01), "a", "here")
     assert (checks[0].verdict, checks[0].value) == ("failed", 8.0)

@@ -16,9 +16,10 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.errors import ArtifactError, WeightsError
 from vitcompress.exporters.onnx.export import export
+from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar, sidecar_path
 from vitcompress.families import family_of
 from vitcompress.io.checks import Check
-from vitcompress.io.files import write_text
+from vitcompress.io.files import file_sha256, write_text
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
@@ -230,6 +231,55 @@ def test_a_file_of_another_tool_fails_and_replaces_older_results(
     assert f"{check}.{file}" in failed
     recorded = json.loads((folder / "verify.json").read_text())
     assert not recorded["passed"] and failed <= {one["name"] for one in recorded["checks"] if not one["passed"]}
+
+
+def edit_metadata(path: Path, sidecar: str, **values: object) -> None:
+    """Change metadata inside an ONNX file. sidecar: what becomes of it, `gone`, `redone` (the hash) or `rewritten`."""
+    model = onnx.load(path)
+    for entry in model.metadata_props:
+        entry.value = json.dumps(values.get(entry.key, json.loads(entry.value)))
+    onnx.save(model, path)
+    if sidecar == "gone":
+        sidecar_path(path).unlink()
+        return
+    known = read_sidecar(path) or {}
+    new = {"metadata": {**known["metadata"], **{k: json.dumps(v) for k, v in values.items()}}}
+    digest = file_sha256(path)
+    amend_sidecar(path, sha256=digest, files={path.name: digest}, **(new if sidecar == "rewritten" else {}))
+
+
+@pytest.mark.parametrize("file", ["model.onnx", "dense.onnx"])
+@pytest.mark.parametrize(
+    ("sidecar", "key", "wrong"),
+    [
+        ("gone", "std", [0.9, 0.9, 0.9]),
+        ("redone", "mean", [0.1, 0.2, 0.3]),
+        ("rewritten", "crop_pct", 0.5),
+        ("rewritten", "interpolation", "nearest"),
+        ("rewritten", "size", [3, 16, 16]),
+        ("rewritten", "classes", ["4", "3", "2", "1", "0"]),
+        ("rewritten", "classes", ["0"]),
+        ("rewritten", "classes", 7),
+    ],
+)
+def test_preprocessing_and_classes_of_a_file_are_those_of_the_run(
+    sidecar: str, key: str, wrong: object, file: str, folder: Path
+) -> None:
+    """The file says how images are prepared to whoever serves it, with or without its sidecar."""
+    names = [str(number) for number in range(5)]
+    write_text(RunFolder(folder).report, json.dumps({"model": {"classes": names}}))
+    edit_metadata(folder / file, sidecar, **{key: wrong})
+    checks = {check.name: check for check in verify_folder(folder).checks}
+    label = "onnx" if file == "model.onnx" else "onnx.dense"
+    assert checks[f"{label}.metadata"].verdict == "failed"
+    assert f"{key} is {wrong!r} in {file}, not" in checks[f"{label}.metadata"].detail
+    assert checks[f"{label}.file"].verdict == ("failed" if sidecar == "gone" else "passed")
+
+
+def test_a_file_without_a_sidecar_fails(folder: Path) -> None:
+    sidecar_path(folder / "model.onnx").unlink()
+    failed = [check for check in verify_folder(folder).checks if check.verdict == "failed"]
+    assert [check.name for check in failed] == ["onnx.file"] and "model.onnx.json is missing" in failed[0].detail
 
 
 def test_another_model_instead_of_the_dense_onnx_file_fails(folder: Path) -> None:

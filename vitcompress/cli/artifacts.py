@@ -1,47 +1,64 @@
 """Verify, export, measure and evaluate what runs wrote."""
 
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import click
 
-from vitcompress.cli.common import common_options, print_result, report_failure, show_progress
+from vitcompress.cli.common import common_options, note_without_manifest, print_result, report_failure, show_progress
 from vitcompress.cli.options import (
     ALIASES,
     export_options,
+    max_drop_option,
     parse_batches,
     preprocessing_options,
     replace_alias,
     runner_options,
     take,
 )
+from vitcompress.errors import InputError, RecipeError
 
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--require-verified", is_flag=True, help="Exit code 1 if a check cannot run on this machine.")
+@click.option("--adopt", is_flag=True, help="Write a manifest of all files in DIR if no check fails.")
 @common_options
-def verify(folder: Path, as_json: bool, debug: bool) -> int:
+def verify(folder: Path, require_verified: bool, adopt: bool, as_json: bool, debug: bool) -> int:
     """Re-run every check on a run folder.
 
-    Folds, slices, weights, and every exported file: its tensors and its outputs. Checks that cannot run on this machine
-    are reported as `not run`, never as passed. Exit code 1 if a check fails.
+    Files against manifest.json, accuracy counts, folds, slices, weights, and every exported file: its tensors and its
+    outputs. Checks that cannot run on this machine are reported as `not run`, never as passed. Exit code 1 if a check
+    fails.
     """
     with show_progress(debug) as progress:
         from vitcompress.bench.report import files
         from vitcompress.bench.report.records import VerificationRecord
         from vitcompress.bench.report.run import count_verdicts
         from vitcompress.cli.output import tables
+        from vitcompress.io.manifest import REMEDY
+        from vitcompress.io.run_folder import RunFolder
         from vitcompress.pipeline.folder import dense_folder_of_run
         from vitcompress.pipeline.report import refresh_reports
         from vitcompress.verify import verify_folder
 
         progress.stage(f"Verify {folder}")
-        verification = verify_folder(folder, dense=dense_folder_of_run(folder), progress=progress)
+        dense = None
+        with suppress(RecipeError) if RunFolder(folder).manifest.exists() else nullcontext():  # which has its hash
+            dense = dense_folder_of_run(folder)
+        verification = verify_folder(folder, dense=dense, progress=progress, adopt=adopt)
         refresh_reports([folder], progress)
-        data = cast(VerificationRecord, verification.to_dict())
+        data = cast(VerificationRecord, {"weights": {"tensors": [], "files": []}, **verification.to_dict()})
         weights = files.weight_table(data["weights"])
     summary = [*files.describe_bytes(data["weights"]), count_verdicts(data)]
     print_result(data, as_json, lambda _: tables.print_verification(data["checks"], weights, summary))
+    failed = [check.name for check in verification.checks if check.verdict == "failed"]
+    open_ = [check.name for check in verification.checks if check.verdict == "not_run"]
+    if changed := [name for name in failed if name.startswith("manifest.")]:
+        return report_failure(f"{len(changed)} files are not as they were written", REMEDY, as_json)
+    if not failed and open_ and require_verified:
+        return report_failure(f"{len(open_)} checks could not run here: {', '.join(open_)}", None, as_json)
     return 0 if verification.passed else 1
 
 
@@ -79,12 +96,15 @@ def export(
     with show_progress(debug) as progress:
         from vitcompress.cli.output import tables
         from vitcompress.exporters.options import ExportOptions
+        from vitcompress.io.manifest import record_changes
         from vitcompress.pipeline.export_folder import export_folder, verify_export
         from vitcompress.pipeline.report import refresh_reports
 
+        note_without_manifest([folder], progress)
         settings = ExportOptions(**{key: value for key, value in options.items() if value not in (None, ())})
         done = export_folder(folder, name, options=settings, out=out, dense=dense, progress=progress)
-        outcome = verify_export(folder, done, progress, dense=dense)
+        with record_changes(folder):
+            outcome = verify_export(folder, done, progress, dense=dense)
         refresh_reports([folder], progress)
     data = {"folder": str(outcome.path.parent), **done.to_dict(), **outcome.to_dict()}
     print_result(data, as_json, tables.print_export)
@@ -131,9 +151,10 @@ def export(
 @click.option("--cuda-graph", is_flag=True, help="Replay each run from a CUDA graph (GPU only).")
 @click.option("--memory", is_flag=True, help="Measure the CPU memory of each artifact (some seconds each).")
 @click.option("--transfers", is_flag=True, help="Include the copies of images to the device and of logits back.")
+@click.option("--notes", is_flag=True, help="Print all warnings, and what the protocol does not cover.")
 @runner_options
 @common_options
-def bench(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any) -> int:
+def bench(artifacts: tuple[str, ...], notes: bool, as_json: bool, debug: bool, **options: Any) -> int:
     """Measure artifacts interleaved and compare them with the first one.
 
     Artifacts are run folders, .onnx, .xml and .engine files, timm:NAME, and timm-onnx:NAME (the file that timm itself
@@ -147,11 +168,12 @@ def bench(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any
         from vitcompress.exporters.runtimes import RunnerOptions
         from vitcompress.pipeline.report import record_bench
 
+        note_without_manifest(artifacts, progress)
         settings = suite.BenchOptions(runner=take(options, RunnerOptions), **options)
         result = suite.run(artifacts, settings, progress=progress)
         measured, failure = result.to_dict(), result.failure()
         record_bench(artifacts, measured, progress)
-    print_result(measured, as_json, lambda _: tables.print_bench(measured, bench_table([measured])))
+    print_result(measured, as_json, lambda _: tables.print_bench(measured, bench_table([measured]), notes=notes))
     return 0 if failure is None else report_failure(failure, None, as_json)
 
 
@@ -167,23 +189,31 @@ def bench(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any
     help="Output of `bench --json`, to show throughput from.",
 )
 @preprocessing_options
+@max_drop_option
 @runner_options
 @common_options
-def evaluate(artifacts: tuple[str, ...], as_json: bool, debug: bool, **options: Any) -> int:
+def evaluate(artifacts: tuple[str, ...], max_drop: float | None, as_json: bool, debug: bool, **options: Any) -> int:
     """Count top-1 and top-5 of artifacts.
 
     Several artifacts are compared with the first on the same images. Shows throughput too if the run folder has a
     benchmark of the file. --mean to --crop-mode set the preprocessing of files without metadata.
     """
+    if max_drop is not None and len(artifacts) < 2:
+        raise InputError("--max-drop compares with the first artifact, got only one", hint="give two or more")
     with show_progress(debug) as progress:
         from vitcompress.bench import accuracy
+        from vitcompress.bench.report.loss import list_drops
         from vitcompress.cli.output import tables
         from vitcompress.exporters.runtimes import RunnerOptions
         from vitcompress.models.preprocessing import Preprocessing
         from vitcompress.pipeline.report import record_accuracy
 
+        note_without_manifest(artifacts, progress)
         runner, preprocessing = take(options, RunnerOptions), take(options, Preprocessing)
         settings = accuracy.EvaluateOptions(runner=runner, preprocessing=preprocessing, **options)
         result = accuracy.run(artifacts, settings, progress)
         record_accuracy(artifacts, result, settings, progress)
-    return print_result(result, as_json, tables.print_accuracy)
+        drops = list_drops(((f"{test['b']} against {test['a']}", test) for test in result["mcnemar"]), max_drop)
+    limits = {"max_drop": max_drop, "drops": drops, "passed": not drops}
+    print_result({**result, **limits}, as_json, lambda _: tables.print_accuracy(result))
+    return report_failure("\n".join(drops), None, as_json) if drops else 0

@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ import click
 from vitcompress.cli.options import add_options
 from vitcompress.errors import CheckFailedError, InputError, VitcompressError, first_line
 from vitcompress.io.progress import Progress
+from vitcompress.io.run_folder import RunFolder
 
 STOPPED = 130  # what a shell reports for a program that Ctrl-C ended
 REPEAT_AFTER = 0.05  # seconds after which a lost Ctrl-C is repeated
@@ -224,6 +225,14 @@ def print_result(data: Any, as_json: bool, draw: Callable[[Any], None]) -> int:
 def print_dry_run(plan: Any, as_json: bool, draw: Callable[[Any], None]) -> int:
     """Print the result of a dry run. Returns the exit code with which a run would start: 2 if something is missing."""
     return print_result(plan, as_json, draw) or (InputError.exit_code if plan.missing else 0)
+
+
+def note_without_manifest(artifacts: Iterable[str | Path], progress: Progress) -> None:
+    """Name the finished run folders without a manifest, as earlier versions wrote them."""
+    folders = [files for files in map(RunFolder, map(Path, artifacts)) if files.report.is_file()]
+    if old := [str(files.path) for files in folders if not files.manifest.exists()]:
+        remedy = f"`vitcompress verify {old[0]} --adopt` writes one"
+        progress.note(f"changes of files are not detected without a manifest, in {', '.join(old)}: {remedy}")
 
 
 def report_failure(message: str, hint: str | None, as_json: bool) -> int:

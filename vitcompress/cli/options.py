@@ -89,6 +89,13 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str | None) ->
     return int(match[1]) * UNITS[match[2]]
 
 
+def parse_points(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    """Percentage points of a loss, from 0 to below 100."""
+    if value is None or 0 <= value < 100:  # not for NaN
+        return value
+    raise click.BadParameter(f"got {value:g}, expected percentage points from 0 to below 100, as in 1.5")
+
+
 def add_options(*options: Decorator) -> Decorator:
     """Add several options to a command, in this order."""
     return lambda command: reduce(lambda inner, option: option(inner), reversed(options), command)
@@ -170,6 +177,14 @@ def take(values: dict[str, Any], kind: type[Any]) -> Any:
     return kind(**{name: values.pop(name) for name in kind.__dataclass_fields__ if name in values and name != "batch"})
 
 
+max_drop_option = click.option(
+    "--max-drop",
+    type=float,
+    callback=parse_points,
+    metavar="POINTS",
+    help="Exit code 1 unless the 95 % interval of each paired difference of top-1 (over the dense model and, if there "
+    "is one, the control; in evaluate, over the first artifact) excludes a loss of more than POINTS percentage points.",
+)
 dry_run_option = click.option(
     "--dry-run",
     is_flag=True,

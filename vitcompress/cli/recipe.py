@@ -7,17 +7,27 @@ from typing import Any
 import click
 
 from vitcompress import recipes as shipped
-from vitcompress.cli.common import common_options, pause_gc, print_dry_run, print_result, report_failure, show_progress
+from vitcompress.cli.common import (
+    common_options,
+    is_main_process,
+    pause_gc,
+    print_dry_run,
+    print_result,
+    report_failure,
+    show_progress,
+)
 from vitcompress.cli.options import (
     ALIASES,
     complete_names,
     dry_run_option,
+    max_drop_option,
     parse_formats,
     preprocessing_options,
     replace_alias,
     set_option,
     take,
 )
+from vitcompress.errors import InputError
 
 
 @click.command()
@@ -50,6 +60,12 @@ from vitcompress.cli.options import (
     is_flag=True,
     help="No training and no scoring: cost and speed of a structure of the same size.",
 )
+@click.option(
+    "--control",
+    is_flag=True,
+    help="Also train the dense model for as many epochs, with the same teacher and options, and compare with it.",
+)
+@max_drop_option
 @preprocessing_options
 @click.option(
     "--expect", type=float, metavar="PERCENT", help="Stop if the dense model is worse than this on the held-out images."
@@ -65,7 +81,7 @@ def recipe(
     model: str | None,
     sets: tuple[str, ...],
     dry_run: bool,
-    check: bool,
+    max_drop: float | None,
     require_verified: bool,
     as_json: bool,
     debug: bool,
@@ -76,10 +92,13 @@ def recipe(
     Trains the dense model if necessary, prunes, fine-tunes, folds, exports, verifies, evaluates and measures. The same
     command continues a run that was stopped.
     """
+    if max_drop is not None and options["structure_only"]:
+        raise InputError("--max-drop needs accuracies, --structure-only measures none", hint="leave one of them out")
     with show_progress(debug) as progress, pause_gc() if dry_run else nullcontext():
         from vitcompress.recipe.load import load_recipe
 
         loaded = load_recipe(source, sets, model)  # reports mistakes before the imports below, which take seconds
+        from vitcompress.bench.report.loss import list_run_drops
         from vitcompress.bench.report.run import summary_table
         from vitcompress.cli.output import tables, terminal
         from vitcompress.models.preprocessing import Preprocessing
@@ -87,6 +106,7 @@ def recipe(
         from vitcompress.pipeline.job import RunOptions
         from vitcompress.pipeline.run import run_recipe
 
+        check = options.pop("check")
         settings = RunOptions(preprocessing=take(options, Preprocessing), **options)
         plan = dry_run_recipe(loaded, settings, check=check) if dry_run else None
         if plan is None:
@@ -99,9 +119,13 @@ def recipe(
         terminal.print_table(summary_table(result.report))
         terminal.print_text(f"all results: {result.folder}/report.md")
 
-    print_result({"folder": str(result.folder), "passed": result.passed, **result.report}, as_json, draw)
+    drops = list_run_drops(result.folder.name, result.report, max_drop) if is_main_process() else []
+    limits = {"passed": result.passed and not drops, "max_drop": max_drop, "drops": drops}
+    print_result({"folder": str(result.folder), **limits, **result.report}, as_json, draw)
     if not result.passed:
-        return report_failure("a check failed", f"`vitcompress verify {result.folder}` shows which", as_json)
+        drops.insert(0, f"a check failed: `vitcompress verify {result.folder}` shows which")
+    if drops:
+        return report_failure("\n".join(drops), None, as_json)
     if pending := result.pending:
         names, commands = (
             ", ".join(dict.fromkeys(str(check[key]) for check in pending)) for key in ("name", "command")

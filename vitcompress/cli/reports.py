@@ -4,7 +4,14 @@ from pathlib import Path
 
 import click
 
-from vitcompress.cli.common import common_options, print_result, show_progress
+from vitcompress.cli.common import (
+    common_options,
+    note_without_manifest,
+    print_result,
+    report_failure,
+    show_progress,
+)
+from vitcompress.cli.options import max_drop_option
 from vitcompress.errors import MissingExtraError
 
 
@@ -25,12 +32,14 @@ from vitcompress.errors import MissingExtraError
     type=click.Path(path_type=Path, dir_okay=False),
     help="Output of `bench --json`, to take speeds from.",
 )
+@max_drop_option
 @common_options
 def report(
     folders: tuple[str, ...],
     plot: Path | None,
     pictures: Path | None,
     bench: Path | None,
+    max_drop: float | None,
     as_json: bool,
     debug: bool,
 ) -> int:
@@ -42,10 +51,13 @@ def report(
     with show_progress(debug) as progress:
         from vitcompress.bench.report import compare
         from vitcompress.bench.report import run as reports
+        from vitcompress.bench.report.loss import list_run_drops
         from vitcompress.cli.output import tables, terminal
         from vitcompress.pipeline.report import read_reports
 
+        note_without_manifest(folders, progress)
         result = compare.compare_runs(read_reports(folders, bench, progress))
+        drops = [line for name, run in result["runs"].items() for line in list_run_drops(name, run, max_drop)]
         result["plot"] = None
         if plot or (len(folders) > 1 and len(result["not_plotted"]) < len(result["runs"])):
             try:
@@ -63,7 +75,8 @@ def report(
             progress.note(f"plot: {result['plot']}")
         page = reports.markdown(result["runs"][folders[0]])
     show = tables.print_comparison if len(folders) > 1 else lambda _: terminal.print_markdown(page)
-    return print_result(result, as_json, show)
+    print_result({**result, "max_drop": max_drop, "drops": drops, "passed": not drops}, as_json, show)
+    return report_failure("\n".join(drops), None, as_json) if drops else 0
 
 
 @click.command()

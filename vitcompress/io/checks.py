@@ -30,8 +30,9 @@ class Check:
 
     def to_dict(self) -> dict[str, object]:
         data = {**asdict(self), "passed": self.verdict == "passed"}
-        if self.value is not None and not math.isfinite(self.value):  # JSON has no NaN and no infinity
-            data |= {"value": None, "detail": f"{self.detail} (value: {self.value})".strip()}
+        for key in ("value", "tolerance"):
+            if data[key] is not None and not math.isfinite(data[key]):  # JSON has no NaN and no infinity
+                data |= {key: None, "detail": f"{data['detail']} ({key}: {data[key]})".strip()}
         return data
 
 

@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,14 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, data: Any) -> None:
     """Raises ValueError for NaN and infinity, which JSON lacks."""
-    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+    write_text(path, format_json(data, allow_nan=False) + "\n")
+
+
+def format_json(data: Any, **options: Any) -> str:
+    """Indented JSON with every array of numbers on one line. options: of `json.dumps`."""
+    text = json.dumps(data, indent=1, **options)
+    # A line break cannot be inside a JSON string, so this matches whole arrays only.
+    return re.sub(r'\[\n[^][{}"]*\n *\]', lambda array: f"[{' '.join(array[0][1:-1].split())}]", text)
 
 
 @contextlib.contextmanager
@@ -121,16 +128,19 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def find_changed_files(sidecar: Path) -> list[str]:
-    """One sentence for each file that is missing or whose SHA-256 is not the one in the sidecar's `files`."""
+def find_changed_files(sidecar: Path, names: Collection[str] | None = None) -> dict[str, str]:
+    """One sentence for each file that is missing or whose SHA-256 is not the one in the sidecar's `files`.
+
+    names: of the files to check; None: all.
+    """
     data = read_json(sidecar)
     files = data.get("files") if isinstance(data, dict) else None
     if not isinstance(files, dict):
-        return [f"{sidecar.name} does not list its files"]
-    wrong = []
-    for name, recorded in files.items():
+        return {sidecar.name: f"{sidecar.name} does not list its files"}
+    wrong = {}
+    for name, recorded in ((name, files[name]) for name in files if names is None or name in names):
         path = sidecar.parent / name
         actual = file_sha256(path) if path.is_file() else "missing"
         if actual != recorded:
-            wrong.append(f"{name}: sha256 is {actual[:12]}, {sidecar.name} records {str(recorded)[:12]}")
+            wrong[name] = f"{name}: sha256 is {actual[:12]}, {sidecar.name} records {str(recorded)[:12]}"
     return wrong

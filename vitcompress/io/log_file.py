@@ -17,26 +17,26 @@ def log_warnings(path: Path) -> Iterator[None]:
     """Append all warnings, logged or not, to `path`, which the first of them creates. Where warnings are hidden (by
     `logging.disable` and an empty `warnings.showwarning`), they stay hidden; elsewhere they are shown as well.
     """
-    file, shown, root = logging.FileHandler(path, encoding="utf-8", delay=True), warnings.showwarning, logging.root
-    file.setLevel(logging.WARNING)
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    log, shown, root = logging.FileHandler(path, encoding="utf-8", delay=True), warnings.showwarning, logging.root
+    log.setLevel(logging.WARNING)
+    log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
 
-    def show(message: Any, category: Any, filename: str, line: int, *rest: Any) -> None:
-        text = warnings.formatwarning(message, category, filename, line)
-        file.emit(logging.LogRecord("warnings", logging.WARNING, filename, line, text.strip(), None, None))
-        shown(message, category, filename, line, *rest)
+    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        text = warnings.formatwarning(message, category, filename, lineno, line).strip()
+        log.emit(logging.LogRecord("warnings", logging.WARNING, filename, lineno, text, None, None))
+        shown(message, category, filename, lineno, file, line)
 
     disabled = root.manager.disable
     named = [one for one in root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
     with ExitStack() as stack:
-        stack.callback(file.close)
+        stack.callback(log.close)
         for handler in {handler for one in (root, *named) for handler in one.handlers}:
             if disabled >= logging.WARNING:
                 handler.addFilter(_is_error)
                 stack.callback(handler.removeFilter, _is_error)
         for one in (root, *(one for one in named if not one.propagate)):
-            one.addHandler(file)
-            stack.callback(one.removeHandler, file)
+            one.addHandler(log)
+            stack.callback(one.removeHandler, log)
         logging.disable(logging.NOTSET)
         stack.callback(logging.disable, disabled)
         stack.callback(setattr, warnings, "showwarning", shown)

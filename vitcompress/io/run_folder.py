@@ -37,6 +37,7 @@ class RunFolder:
     report = Entry("report.json")
     markdown = Entry("report.md")
     html = Entry("report.html")
+    manifest = Entry("manifest.json")  # size and SHA-256 of all other files, written last
     log = Entry("log.jsonl")
     warnings = Entry("warnings.log")  # of libraries
     tensorboard = Entry("tensorboard")
@@ -53,6 +54,7 @@ class RunFolder:
     dense_accuracy = Entry("state/dense_accuracy.json")  # on the held-out images, before the first step
     recovery_state = Entry("state/recovery")
     recovery = Entry("state/recovery.json")
+    control = Entry("state/control")  # the dense model after as much training; a folder like that of the dense model
     before_recovery = Entry("state/before_recovery.json")
     unfolded = Entry("state/unfolded.safetensors")
     unfolded_plan = Entry("state/unfolded_plan.json")
@@ -82,12 +84,22 @@ class RunFolder:
     def run_files(self) -> Iterator[Path]:
         """Everything that runs write, whether it exists or not, but the lock, which its owner removes.
 
-        The report comes first and the recipe last: without a report a run is not done, without a recipe the folder
-        belongs to no run.
+        The manifest comes first, as no other change must contradict it, then the report, without which a run is not
+        done. The recipe comes last: without it the folder belongs to no run.
         """
-        yield from (self.report, self.markdown, self.html, self.verification, self.benchmark)
+        yield from (self.manifest, self.report, self.markdown, self.html, self.verification, self.benchmark)
         for pattern in EXPORTS:
             yield from sorted(self.path.glob(pattern))
         yield from (self.failed, self.plan, self.log, self.warnings, self.tensorboard)
-        yield from (path for path in sorted(self.state.glob("*")) if path.name != self.lock.name)
+        linked = self.state.is_symlink()  # nothing behind a link belongs to the run
+        yield from (path for path in sorted(self.state.glob("*")) if path.name != self.lock.name and not linked)
         yield self.recipe
+
+    def files(self) -> Iterator[Path]:
+        """The files that the manifest lists: those of runs, and exports under other names, which have a sidecar."""
+        starts = tuple(f"{Path(path.stem).stem}." for path in self.path.glob("*.*.json"))
+        exports = {path for path in self.path.glob("*.*") if path.name.startswith(starts)}
+        for path in sorted({*self.run_files(), *exports} - {self.manifest}):
+            inside = path.rglob("*") if path.is_dir() and not path.is_symlink() else (path,)
+            hidden = (path for path in inside if not path.name.startswith("."))  # locks and unfinished files
+            yield from (path for path in hidden if path.is_file() and not path.is_symlink())

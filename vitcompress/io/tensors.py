@@ -26,7 +26,7 @@ PARTS = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model
 # Name prefixes of compiled and distributed models, in either order, and of Lightning's and transformers' wrappers.
 WRAPPERS = ("_orig_mod.", "module.", "_orig_mod.", "model.", "timm_model.")
 # Classes of options and scores in checkpoints of training scripts, all of them plain data.
-PLAIN_TYPES = [argparse.Namespace, PosixPath, np._core.multiarray.scalar, np.dtype]
+PLAIN_TYPES: list[Any] = [argparse.Namespace, PosixPath, np.float64(0).__reduce__()[0], np.dtype]
 PLAIN_TYPES += [type(np.dtype(name)) for name in ("float32", "float64", "int64")]
 ACCEPTED = "a checkpoint (.safetensors, .pth, .pt, .pth.tar, .bin), a Hugging Face folder, hf-hub:NAME, random or hub"
 

@@ -24,11 +24,11 @@ def suggest_range(name: str, least: int, most: int) -> str:
     return f"choose {name} {'=' if least == most else 'from'} {format_range(least, most)}"
 
 
-def format_count(number: float) -> str:
-    """54867152 -> 54.87 M"""
+def format_count(number: float, like: float = 0) -> str:
+    """54867152 -> 54.87 M. like: another number in the same row of a table, whose unit is used if it is larger."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(number) >= size:
-            return f"{number / size:.2f} {unit}"
+        if max(abs(number), abs(like)) >= size:
+            return f"{number / size:.2f} {unit}" if abs(number) >= size / 10 else f"{number / size:.2g} {unit}"
     return f"{number:g}"
 
 
@@ -68,8 +68,13 @@ def format_interval(ends: Sequence[float | None], digits: int = 2) -> str:
     """The 95 % interval of a ratio of `bench.timing`; without both ends there is none."""
     low, high = ends
     if low is None or high is None:
-        return "no interval: at least 6 rounds are needed"
+        return "no interval"  # of fewer than 6 rounds
     return f"95 % interval {format_ratio(low, digits)} to {format_ratio(high, digits)}"
+
+
+def format_speedup(ratio: Mapping[str, Any]) -> str:
+    """`1.51x (1.45 to 1.56)`: a ratio of `bench.timing` and its 95 % interval, or `1.51x (no interval)`."""
+    return f"{format_ratio(ratio['median'])}x ({format_interval(ratio['ci95']).removeprefix('95 % interval ')})"
 
 
 def describe_ratio(ratio: Mapping[str, Any]) -> str:
@@ -94,6 +99,14 @@ def escape_markdown(text: str) -> str:
     """`text` on one line, without effect as Markdown or HTML: names of classes and files may contain anything."""
     line = html.escape(" ".join(text.split()), quote=False)
     return re.sub(r"([\\`*\[\]|~]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", line)  # not the _ inside words
+
+
+def shorten_names(text: str, names: Iterable[str]) -> str:
+    """`text` with each path among the `names` as its shortest unique suffix, the longest first."""
+    distinct = list(dict.fromkeys(names))
+    for name, short in sorted(zip(distinct, shorten_paths(distinct), strict=True), key=lambda pair: -len(pair[0])):
+        text = text.replace(name, short) if "/" in name else text
+    return text
 
 
 NOT_MEASURED = "not measured"

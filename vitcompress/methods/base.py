@@ -201,10 +201,10 @@ def seal(folder: Path) -> None:
 
 def check_sealed(folder: Path) -> None:
     """Raise ArtifactError if the weights that a finished step handed over were changed or deleted."""
-    wrong = find_changed_files(folder / LEFT) if (folder / LEFT).is_file() else [f"{LEFT} is missing"]
-    if wrong:
+    changes = find_changed_files(folder / LEFT) if (folder / LEFT).is_file() else {LEFT: f"{LEFT} is missing"}
+    for problem in changes.values():
         raise ArtifactError(
-            f"{folder} was changed after its step: {wrong[0]}", hint="restore the file, or start over with --fresh"
+            f"{folder} was changed after its step: {problem}", hint="restore the file, or start over with --fresh"
         )
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space
-from vitcompress.io.text import Columns, Table, format_range
+from vitcompress.io.text import Columns, Table, format_count, format_range
 from vitcompress.methods import budget
 from vitcompress.methods.base import (
     MEASURED,
@@ -113,7 +113,7 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
 
     data = context.memo(WIDTHS, choose)
     cost, aim, delta = data["cost"], _aim(data), Plan.from_json(data["plan"])
-    context.progress.note(f"{cost['params'] / 1e6:.2f} M parameters, {cost['macs'] / 1e9:.3f} G MACs")
+    context.progress.note(f"{format_count(cost['params'])} parameters, {format_count(cost['macs'])} MACs")
     for remark in aim.remarks() if aim else ():
         context.progress.note(remark)
     if options.attention_scale == "reset":

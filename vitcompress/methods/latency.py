@@ -157,7 +157,7 @@ class Search:
         range_ms = f"{times[0]:.4g} ms to {times[-1]:.4g} ms"
         yield f"Planned for {goal}: the plan takes {result}; {len(times)} candidates took {range_ms}."
         if abs(off := result.ms / goal.ms - 1) > CLOSE:
-            if result.low <= goal.ms <= result.high:
+            if result.low <= goal.ms <= result.high or (result.disturbed and result.fastest <= goal.ms <= result.ms):
                 reason = f"the machine is too noisy to tell them apart, even with {result.repeats} measurements"
             elif abs(nearest.ms / goal.ms - 1) <= CLOSE:
                 reason = f"the search measured evenly spread sizes of {nearest}, and the method spread them otherwise"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError
 from vitcompress.families import prepare_model
 from vitcompress.io.files import write_text
+from vitcompress.io.manifest import check_unchanged, write_manifest
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
 from vitcompress.models.create import class_names_of, create_model, create_on_meta, plan_of, with_class_names
@@ -71,6 +72,7 @@ def save_model(model: nn.Module, folder: str | Path, classes: Sequence[str] | No
     load_strictly(blank, weights, RunFolder(folder).weights)
     folder.mkdir(parents=True, exist_ok=True)
     write_model(folder, model, plan)
+    write_manifest(folder)
 
 
 def load_model(folder: str | Path, device: str | torch.device = "cpu") -> nn.Module:
@@ -79,10 +81,11 @@ def load_model(folder: str | Path, device: str | torch.device = "cpu") -> nn.Mod
     It is a timm model: `forward_features` and `reset_classifier`, for example, work. `model.plan` is its plan.
 
     Raises:
-        ArtifactError: not a run folder.
+        ArtifactError: not a run folder, or the plan or the weights are not as its manifest records.
         PlanError, WeightsError: a damaged file, or plan and weights of different runs.
     """
     files = RunFolder(Path(folder))
+    check_unchanged(files.path, files.plan, files.weights)
     return load_model_files(files.plan, files.weights).to(device)
 
 

@@ -8,10 +8,11 @@ import traceback
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import timm
 import torch
+from annotated_types import Ge, Gt, Le, Predicate
 from timm.data import resolve_model_data_config
 from timm.layers import DropPath
 from torch import nn
@@ -27,19 +28,25 @@ NOISE = 0.1  # standard deviation for `randomize_constants`: small compared with
 OVERLAY, LABELS = "pretrained_cfg_overlay", "label_names"  # argument of timm.create_model, and a key in it
 PREPROCESSING = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 INITIALIZERS = {"uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"}
+INTERPOLATIONS = frozenset({"nearest", "bilinear", "bicubic", "box", "hamming", "lanczos", "random"})  # of timm
+CROP_MODES = frozenset({"center", "squash", "border"})
+Side = Annotated[int, Ge(1), Le(2**14)]  # pixels, or channels
 UNKNOWN = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
 
 @dataclass(frozen=True)
 class InputConfig:
-    """The input of a model: size (channels, height, width) and preprocessing of images."""
+    """The input of a model: size (channels, height, width) and preprocessing of images.
 
-    size: tuple[int, int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    interpolation: str
-    crop_pct: float
-    crop_mode: str
+    The limits are for metadata of files (`exporters.sidecar.read_input`); no model reaches them.
+    """
+
+    size: tuple[Side, Side, Side]
+    mean: tuple[Annotated[float, Ge(-1000), Le(1000)], ...]
+    std: tuple[Annotated[float, Gt(0), Le(1000)], ...]
+    interpolation: Annotated[str, Predicate(INTERPOLATIONS.__contains__)]
+    crop_pct: Annotated[float, Ge(0.05), Le(2)]
+    crop_mode: Annotated[str, Predicate(CROP_MODES.__contains__)]
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)

@@ -65,7 +65,7 @@ def dry_run_recipe(recipe: Recipe, options: RunOptions, *, check: bool = False) 
     recipe = apply_options(recipe, options)
     folder, data, done = options.folder(recipe), None, False
     with suppress(OSError):  # reported by `check_folder`
-        done = RunFolder(folder).report.is_file() and not options.fresh  # then neither data nor weights are needed
+        done = options.is_done(RunFolder(folder))  # then neither data nor weights are needed
     no_path, missing = list[str](), list[str]()
     if not options.structure_only and not (no_path := _list_problems([partial(check_named, recipe.data)])):
         try:

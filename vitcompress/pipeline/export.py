@@ -24,6 +24,7 @@ from vitcompress.exporters.ranges import (
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.files import write_json
+from vitcompress.io.manifest import record_changes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model, read_plan
@@ -67,10 +68,11 @@ def write_export(
         check_fp16(model, original.images, options.islands, offer_islands="islands" in exporter.uses)
     classes = classes or class_names_of(model)
     about: ModelInfo = {"input": input_config(model), "classes": classes, "plan_digest": plan_digest}
-    exported = exporter.export(model, path, options=options, progress=progress, **about)
-    if result is not None:
-        exported = replace(exported, islands_search=asdict(result))
-        write_sidecar(exported)
+    with record_changes(path.parent):
+        exported = exporter.export(model, path, options=options, progress=progress, **about)
+        if result is not None:
+            exported = replace(exported, islands_search=asdict(result))
+            write_sidecar(exported)
     return exported
 
 

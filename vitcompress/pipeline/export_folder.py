@@ -13,13 +13,14 @@ from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.sidecar import DENSE, read_class_names, read_sidecar, sidecar_path
 from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, Status, Verification, update_verification
+from vitcompress.io.manifest import check_unchanged
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model, read_plan
 from vitcompress.pipeline.export import CALIBRATION_IMAGES, write_export
 from vitcompress.pipeline.folder import dense_folder_of_run
 from vitcompress.verify.files import file_status, is_about, quarantine, read_tensors
-from vitcompress.verify.folder import check_files, recorded_images
+from vitcompress.verify.folder import check_files, recorded_images, run_classes
 from vitcompress.verify.outputs import Original, PlannedOriginal
 from vitcompress.verify.weights import shape_check, weight_table
 
@@ -52,14 +53,16 @@ def export_folder(
     source = _source(folder, dense)
     path = out or files.exported("dense" if dense else "model", f"{options.label}{exporter.suffix}")
     _check_name(exporter, folder, path, options, dense)
-    model = load_model(source.path)
+    model, onnx = load_model(source.path), files.exported("model", ".onnx")
+    read = files.report, files.verification, files.recorded_outputs, files.unfolded, sidecar_path(onnx)
+    check_unchanged(folder, *read)
     images, real = recorded_images(folder, model)
     return write_export(
         exporter,
         Original(model, images[:CALIBRATION_IMAGES], real),
         path,
         options=options,
-        classes=read_class_names(files.exported("model", ".onnx")),
+        classes=run_classes(files, model) or read_class_names(onnx),
         plan_digest=read_plan(source.plan).digest,
         progress=progress,
     )
@@ -135,7 +138,8 @@ def verify_export(
     model = load_model(files.path)
     command = None if inside else _copy_command(folder, exported)
     images, plan = recorded_images(folder, model), read_plan(files.plan)
-    original = PlannedOriginal(model, *images, command, plan=plan, unfolded=None if dense else files.unfolded)
+    unfolded, classes = None if dense else files.unfolded, run_classes(RunFolder(folder), model)
+    original = PlannedOriginal(model, *images, command, plan=plan, unfolded=unfolded, classes=classes)
     paths = [file for file in (path, source) if file.is_file()]
     results = check_files(paths, original, "files checked", progress)
     checks = tuple(check for result in results.values() for check in result.checks)

@@ -15,6 +15,7 @@ from vitcompress.bench.report import run as reports
 from vitcompress.bench.report.files import match_rows
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.io.files import write_json
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model, load_model_files, read_plan, write_model
 from vitcompress.models.standard import save_standard
 from vitcompress.pipeline.export import quarantine_failed, runnable_files
@@ -62,7 +63,9 @@ def verify_run(job: Job) -> None:
             count = min(image_count(job.base), len(job.data.test))
             images = calibration_images(job.data.test, job.input, count, job.recipe.run.seed)
         result = verify_folder(job.folder, images, job.dense_folder, job.progress)
-        passed = Counter(check.name.split(".")[0] for check in result.checks if check.verdict == "passed")
+        files = [path.name for path in job.folder.iterdir()]  # some names begin with that of a file, which has dots
+        names = [check.name for check in result.checks if check.verdict == "passed"]
+        passed = Counter(next((f for f in files if name.startswith(f"{f}.")), name.split(".")[0]) for name in names)
         job.progress.note("passed: " + ", ".join(f"{name} ({count})" for name, count in passed.items()))
         for check in result.checks:
             if check.verdict != "passed":
@@ -85,9 +88,10 @@ def evaluate_models(job: Job) -> None:
         own = {"sha256": predict.describe()["sha256"]} if isinstance(predict, Runner) else {}
         accuracies[name] = {**accuracy.to_dict(), **own}
         job.progress.note(f"{name}: {accuracy.correct} of {accuracy.total} correct")
-    test = asdict(mcnemar(correct["dense"], correct["compressed"]))
+    names = {"mcnemar": "dense", "control_mcnemar": "control"}
+    tests = {k: asdict(mcnemar(correct[a], correct["compressed"])) for k, a in names.items() if a in correct}
     write_json(job.files.mistakes, {name: np.flatnonzero(~mask).tolist() for name, mask in correct.items()})
-    write_json(job.files.accuracy, {**accuracies, "mcnemar": test})
+    write_json(job.files.accuracy, {**accuracies, **tests})
 
 
 def estimate_evaluation(job: Job) -> Iterator[Work]:
@@ -97,8 +101,10 @@ def estimate_evaluation(job: Job) -> Iterator[Work]:
 
 def _models(job: Job) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     """One after the other, so that only one is in memory."""
-    for name, folder in (("dense", job.dense_folder), ("compressed", job.folder)):
-        yield name, load_model(folder, job.runtime.device)
+    folders = {"dense": job.dense_folder, "compressed": job.folder, "control": job.files.control}
+    for name, folder in folders.items():
+        if RunFolder(folder).plan.is_file():
+            yield name, load_model(folder, job.runtime.device)
     for path, device in runnable_files(job, "model").values():
         with closing(open_runner(path, device=device)) as runner:
             yield path.name, runner
@@ -113,8 +119,8 @@ def bench_models(job: Job) -> None:
         options = suite.BenchOptions(table.protocol, table.batch, table.warmup, table.runs, runner, seed=seed)
         result = suite.run((dense, compressed), options, progress=job.progress).to_dict()
         results.append(result)
-        for line in reports.describe_speeds(result):
-            job.progress.note(line)
+        for ratio in result["ratios"]:
+            job.progress.note(f"{result['rows'][0]['runtime']}: {reports.describe_speedup(ratio)}")
         for reason in result["disturbed"]:
             job.progress.note(f"disturbed: {reason}; repeat with `vitcompress bench` when nothing else runs")
     write_json(job.files.benchmark, match_rows(results, list_names(job.folder)))

@@ -53,6 +53,8 @@ def _check_content(files: RunFolder, expected: str, fresh: bool) -> None:
     folder = files.path
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"{folder} is a file", hint=ELSEWHERE)
+    if link := next((path for path in folder.rglob("*") if path.is_symlink()), None):
+        raise OutputError(f"{link} is a link; a run writes and removes files only in its folder", hint=ELSEWHERE)
     if not files.recipe.is_file():
         # A run that was killed before it wrote its recipe leaves its lock, and perhaps a part of the recipe.
         lock = RunFolder(files.state).lock

@@ -26,7 +26,7 @@ from vitcompress.recipe.schema import Recipe
 from vitcompress.training.data import Splits, class_count
 from vitcompress.training.datasets import few
 from vitcompress.training.distributed import Runtime
-from vitcompress.training.options import DataOptions
+from vitcompress.training.options import DataOptions, TrainOptions
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class RunOptions:
     """What the command line changes in a recipe. None keeps the recipe's own setting.
 
     out: the run folder; None is runs/NAME. classes: a file of class names. structure_only: no training and no scoring.
-    fresh: start over. expect: the run stops if the held-out accuracy (percent) of the dense model is worse.
+    control: also train the dense model as long as the compressed one. fresh: start over. expect: the run stops if the
+    held-out accuracy (percent) of the dense model is worse.
     """
 
     out: Path | None = None
@@ -44,12 +45,18 @@ class RunOptions:
     classes: Path | None = None
     device: str | None = None
     structure_only: bool = False
+    control: bool = False
     fresh: bool = False
     expect: float | None = None
     preprocessing: Preprocessing = Preprocessing()  # noqa: RUF009 (frozen)
 
     def folder(self, recipe: Recipe) -> Path:
         return (self.out or Path("runs") / recipe.name).resolve()
+
+    def is_done(self, files: RunFolder) -> bool:
+        """Whether a run in this folder has nothing left to do."""
+        control = not self.control or RunFolder(files.control).plan.is_file()
+        return files.report.is_file() and control and not self.fresh
 
 
 def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = None) -> Recipe:
@@ -58,8 +65,11 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
     data: images from Python; recorded by name and counts, so that a folder of other images is not continued.
 
     Raises:
-        InputError: the weights must be trained, and the recipe does not tell how; or no accuracy can be as expected.
+        InputError: the weights must be trained, and the recipe does not tell how; a control without training; no
+            accuracy can be as expected.
     """
+    if options.control and options.structure_only:
+        raise InputError("--control trains a model, --structure-only trains nothing", hint="leave one of them out")
     if options.expect is not None and not 0 <= options.expect <= 100:
         message = f"--expect is {options.expect:g}, which is no accuracy in percent"
         raise InputError(message, hint="use 0 to 100, as in --expect 87.5")
@@ -167,6 +177,17 @@ class Job:
     @property
     def train_images(self) -> int | None:
         return None if self.data is None else len(self.data.train)
+
+    @property
+    def trainings(self) -> list[TrainOptions]:
+        """The trainings of the compressed model after the dense one: those of the steps, and the fine-tuning."""
+        finetune = self.recipe.finetune
+        between = [step.info.training(finetune) for step in self.steps if step.info.training]
+        return [] if self.options.structure_only else [*between, finetune]
+
+    @property
+    def extra_epochs(self) -> int:
+        return sum(options.epochs for options in self.trainings)
 
     @cached_property
     def onnx_problem(self) -> str | None:

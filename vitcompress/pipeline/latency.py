@@ -44,8 +44,8 @@ def describe_searches(job: Job) -> Iterator[str]:
                 "cost above is that of the recipe's sizes. A run first measures the largest and the smallest structure "
                 "and is rejected if the latency is not in between. The search exports and measures at most "
                 f"{count} candidates: each up to {REPEATS} times, until it is clear whether it is above or below, and "
-                f"for about {SECONDS:g} s at most. It waits {PATIENCE:g} s at most for a quiet machine. At most "
-                f"{math.ceil((count * SECONDS + PATIENCE) / 60)} min, and the exports."
+                f"for about {SECONDS:g} s at most. Both parts wait up to {PATIENCE:g} s for a quiet machine. At most "
+                f"{math.ceil(((count + 2) * SECONDS + 2 * PATIENCE) / 60)} min, and the exports."
             )
 
 

@@ -89,8 +89,7 @@ def check_training(job: Job) -> None:
     if job.data is None:
         return
     finetune = job.recipe.finetune
-    between = (step.info.training(finetune) for step in job.steps if step.info.training)
-    for options in (job.recipe.dense, finetune, *between):
+    for options in (job.recipe.dense, *reversed(job.trainings)):
         if options is not None:
             check_options(options, job.data.train, job.data.heldout, job.runtime)
     if not job.data.heldout and any(step.info.uses_heldout for step in job.steps):
@@ -118,7 +117,7 @@ def check_room(job: Job) -> None:
         bool(step.delta.kept or step.delta.folded) or step.info.choice is None for step in job.steps
     )
     params = sum(parameter.numel() for parameter in job.blank.parameters())
-    check_disk(job.folder, params, trains=not job.options.structure_only, storing_steps=storing)
+    check_disk(job.folder, params, trains=not job.options.structure_only, storing_steps=storing + job.options.control)
 
 
 def check_weights(job: Job, *, download: bool = True) -> None:

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from vitcompress import surgery
 from vitcompress.io.files import write_json, write_text
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import save_tensors
 from vitcompress.methods.depth import freeze_gates, read_mean_gates
+from vitcompress.models.checkpoint import write_model
 from vitcompress.pipeline.dense import heldout_accuracy, load_dense, teacher_for, train_model
 from vitcompress.pipeline.job import Job, Work
 from vitcompress.pipeline.prune import Steps, run_steps
@@ -32,6 +35,25 @@ def recover(job: Job) -> None:
     if job.runtime.is_main:
         save_tensors(job.files.unfolded, model.state_dict(), {"plan": plan.digest})
         write_text(job.files.unfolded_plan, plan.to_json())
+
+
+def train_control(job: Job) -> None:
+    """With `control`: train the dense model for as many epochs as the compressed one, as the fine-tuning does."""
+    if not job.options.control:
+        return
+    job.progress.stage("Train the control, the dense model")
+    dense, files = load_dense(job), RunFolder(job.files.control)
+    options, controls = replace(job.recipe.finetune, epochs=job.extra_epochs), TrainingControls(teacher_for(job, dense))
+    train_model(job, dense, options, files.state, "control", files.training, controls)
+    if job.runtime.is_main:
+        for path in (job.files.report, job.files.accuracy):  # of a run without control, which ends here again
+            path.unlink(missing_ok=True)
+        write_model(files.path, dense, job.base)
+
+
+def estimate_control(job: Job) -> Iterator[Work]:
+    if job.options.control:
+        yield Work("train the control", 1, job.extra_epochs, job.train_images)
 
 
 def estimate_recovery(job: Job) -> Iterator[Work]:

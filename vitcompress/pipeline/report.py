@@ -16,10 +16,11 @@ from vitcompress.bench.report import run as reports
 from vitcompress.bench.report.files import SETTINGS, match_rows
 from vitcompress.bench.report.page import write_page
 from vitcompress.bench.report.records import ArtifactRecord, BenchRecord, BenchRow, FileAccuracy, Report
-from vitcompress.errors import ArtifactError, VitcompressError
+from vitcompress.errors import ArtifactError, VitcompressError, first_line
 from vitcompress.exporters import exported_files
 from vitcompress.exporters.sidecar import DENSE, find_mismatches, read_sidecar
 from vitcompress.io.files import file_sha256, lock_folder, read_json, write_json
+from vitcompress.io.manifest import check_unchanged, record_changes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.methods import find_method, latency
@@ -89,6 +90,7 @@ def write_report(job: Job) -> None:
         "plan_sha256": plan.digest,
         "widths": structure.width_table(plan),
         "cost": {name: count_cost(model, job.input.size).to_dict() for name, model in models.items()},
+        "extra_epochs": job.extra_epochs,
         "before_recovery": _read(files.before_recovery),
         "recovery": _read(files.recovery),
         "folding": _read(files.folding),
@@ -98,6 +100,7 @@ def write_report(job: Job) -> None:
         "published": recipe.published and asdict(recipe.published),
         "tables": [vars(table) for step in job.steps for table in step.method.report(step.files.path).tables],
         "notes": list(_remarks(job)),
+        "manifest": True,
     }
     _write(job.folder, current_report(job.folder, cast(Report, report)))
 
@@ -121,9 +124,12 @@ def refresh_report(folder: Path, progress: Progress) -> Report:
     A report that cannot be updated stays as it is, with a note. Raises ArtifactError if there is none.
     """
     report = before = reports.read_report(folder)
-    with note_errors(folder, progress):
+    files = RunFolder(folder)
+    with note_errors(folder, progress), record_changes(folder):
+        read = files.accuracy, files.mistakes, files.benchmark, files.verification
+        check_unchanged(folder, *read, *folder.glob("*.json"))
         report = current_report(folder, before)
-        if json.loads(json.dumps(report)) != before or not RunFolder(folder).html.is_file():
+        if json.loads(json.dumps(report)) != before or not files.html.is_file():
             _write(folder, report)
     return report
 
@@ -140,8 +146,8 @@ def note_errors(folder: Path, progress: Progress) -> Iterator[None]:
     """A report that cannot be updated, as in a read-only folder, is a note: the result of the command is valid."""
     try:
         yield
-    except VitcompressError as error:
-        progress.note(f"the report of {folder} was not updated: {error.message}")
+    except (VitcompressError, OSError) as error:  # OSError: a file is missing
+        progress.note(f"the report of {folder} was not updated: {first_line(error)}")
 
 
 def read_reports(folders: Sequence[str], bench: Path | None, progress: Progress) -> dict[str, Report]:
@@ -191,7 +197,7 @@ def list_names(folder: Path, report: Report | None = None) -> dict[str, list[str
     files = RunFolder(folder)
     paths = [*exported_files(folder, "model"), *exported_files(folder, DENSE), files.weights]
     names: dict[str, list[str]] = {}
-    for path in paths:
+    for path in filter(Path.is_file, paths):
         names.setdefault(file_sha256(path), []).append(path.name)
     dense, sha256 = _dense_weights(folder, report or cast(Report, {}))
     if sha256:
@@ -264,7 +270,7 @@ def record_bench(artifacts: Iterable[str | Path], measured: BenchRecord, progres
             path, names = RunFolder(folder).benchmark, list_names(folder, reports.read_report(folder))
             if own := match_rows([measured], names):
                 again = {key(row) for row in own[0]["rows"]}
-                with lock_folder(folder):
+                with record_changes(folder), lock_folder(folder):
                     old = match_rows(_read(path) or (), names)
                     write_json(path, [*own, *(entry for entry in old if not again.issuperset(map(key, entry["rows"])))])
                 refresh_report(folder, progress)
@@ -282,12 +288,14 @@ def record_accuracy(
             if replace(own, workers=used.workers) != used or options.preprocessing != Preprocessing():
                 progress.note(f"not in the report of {folder}: other images or preprocessing than those of the run")
                 continue
-            with lock_folder(folder):
-                accuracy = _read(files.accuracy) or {}
+            with record_changes(folder), lock_folder(folder):
+                accuracy, mistakes = _read(files.accuracy) or {}, _read(files.mistakes) or {}
                 for row in evaluation["rows"]:
                     for name in names.get(row["sha256"] or "", ()):
                         if "/" not in name and name != files.weights.name:
                             accuracy[name] = {key: value for key, value in row.items() if key in ACCURACY_KEYS}
+                            mistakes[name] = row["mistakes"]
+                write_json(files.mistakes, mistakes)
                 write_json(files.accuracy, accuracy)
             refresh_report(folder, progress)
 

@@ -7,15 +7,18 @@ from typing import cast
 
 from vitcompress.bench.report.records import CheckRecord, Report
 from vitcompress.bench.report.run import read_report
+from vitcompress.errors import CheckFailedError
+from vitcompress.io.manifest import record_changes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.pipeline.folder import check_folder, open_folder
+from vitcompress.pipeline.folder import check_folder, dense_folder, open_folder
 from vitcompress.pipeline.job import RunOptions, apply_options
 from vitcompress.pipeline.preflight import check_formats, prepare
 from vitcompress.pipeline.stages import LATER_STAGES, SHARED_STAGES, run_stages
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training import distributed
 from vitcompress.training.data import Splits
+from vitcompress.verify import verify_folder
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,19 @@ def run_recipe(
     with ExitStack() as stack:
         stack.callback(distributed.stop)
         runtime = distributed.start(recipe.run.device, recipe.run.amp, recipe.data.workers)
-        if runtime.broadcast(RunFolder(folder).report.is_file() and not options.fresh):
+        if runtime.broadcast(options.is_done(RunFolder(folder))):
             progress.note(f"all is done: {folder}; --fresh starts over")
+            unlisted = runtime.is_main and not RunFolder(folder).manifest.is_file()
+            if unlisted and read_report(folder).get("manifest"):  # stopped before it wrote its last file
+                progress.stage("Verify")
+                if not verify_folder(folder, dense=dense_folder(recipe, folder), progress=progress, adopt=True).passed:
+                    hint = f"`vitcompress verify {folder}` lists the checks"
+                    raise CheckFailedError(f"{folder} has no manifest, and a check failed", hint=hint)
         else:
             job = prepare(recipe, options, runtime, progress, data)
             if runtime.is_main:
                 stack.enter_context(open_folder(folder, recipe, **kind))
+                stack.enter_context(record_changes(folder))  # a manifest is there if only some files were removed
             runtime.barrier()
             with distributed.cpu_threads(recipe.run.threads):
                 run_stages(job, SHARED_STAGES)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from vitcompress.io.manifest import write_manifest
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.pipeline import dense, finalize, prune, recover, report
 from vitcompress.pipeline.export import export_models
@@ -30,6 +31,7 @@ SHARED_STAGES = (
     Stage("check the dense model", dense.check_dense, None, lambda job: ()),
     Stage("prune", prune.run_steps, lambda job: job.steps[-1].files.plan, prune.estimate_steps),
     Stage("fine-tune", recover.recover, lambda job: job.files.unfolded_plan, recover.estimate_recovery),
+    Stage("control", recover.train_control, lambda job: RunFolder(job.files.control).plan, recover.estimate_control),
 )
 LATER_STAGES = (
     Stage("fold", finalize.fold_model, lambda job: job.files.plan, lambda job: [Work("fold")]),
@@ -38,6 +40,7 @@ LATER_STAGES = (
     Stage("evaluate", finalize.evaluate_models, lambda job: job.files.accuracy, finalize.estimate_evaluation),
     Stage("measure", finalize.bench_models, lambda job: job.files.benchmark, finalize.estimate_bench),
     Stage("report", report.write_report, lambda job: job.files.report, lambda job: [Work("report")]),
+    Stage("manifest", lambda job: write_manifest(job.folder), lambda job: job.files.manifest, lambda job: ()),
 )
 STAGES = (*SHARED_STAGES, *LATER_STAGES)
 

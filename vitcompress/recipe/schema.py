@@ -24,7 +24,8 @@ class ModelTable:
         default_factory=dict
     )
     weights: Annotated[
-        str, Doc("`hub` (timm's pretrained weights), `random`, `train` (trained first, see [dense]), or a checkpoint")
+        str,
+        Doc("`hub` (timm's pretrained weights), `random`, `train` (trained first, see [dense]), or a file or folder"),
     ] = "hub"
     classes: Annotated[int | None, Ge(2), Doc("number of classes, where the data does not define it")] = None
     class_names: Annotated[str | None, Doc("file of class names: one per line, or a JSON list")] = None

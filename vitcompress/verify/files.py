@@ -19,6 +19,7 @@ from vitcompress.io.checks import Check, Status, problem_check
 from vitcompress.io.files import decode_json_values, read_json, write_json
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import format_shape
+from vitcompress.models.create import input_config
 from vitcompress.verify.engine import engine_checks
 from vitcompress.verify.outputs import PREFIX, PlannedOriginal, output_checks
 from vitcompress.verify.weights import CHECK, FileTensors, compare_tensors, exported_module
@@ -38,6 +39,7 @@ def check_file(path: Path, original: PlannedOriginal) -> FileResult:
     """Compare the exported file `path` with its model. Files that cannot be read or run have failed checks."""
     name, checks, tensors = f"{CHECK}.{path.name}", structure_checks(path, original), None
     try:
+        checks.append(metadata_check(path, original))
         tensors = read_tensors(path, original)
         checks += [tensors.check(name)] if tensors else []
     except ArtifactError as error:
@@ -47,6 +49,31 @@ def check_file(path: Path, original: PlannedOriginal) -> FileResult:
     if path.suffix in ENGINES:
         checks += engine_checks(path, original)
     return FileResult((*checks, *output_checks(path, original)), tensors)
+
+
+def metadata_check(path: Path, original: PlannedOriginal) -> Check:
+    """Compare what a file and its sidecar state about preprocessing and classes with the model and the run.
+
+    The metadata inside an engine cannot be read: its sidecar has them. Raises like `read_tensors`.
+    """
+    stated, exporter = dict[str, Mapping[str, str]](), exporter_of(path)
+    with suppress(ArtifactError):  # a damaged sidecar fails another check
+        if sidecar := read_sidecar(path):
+            stated[sidecar_path(path).name] = sidecar["metadata"]
+    if exporter is not None and exporter.contents is not None:
+        stated[path.name] = exporter.contents(path).metadata
+    config, count = input_config(original.model), getattr(original.model, "num_classes", 0)
+    expected = {key: list(v) if isinstance(v, tuple) else v for key, v in config.to_dict().items()}
+    problems = []
+    for source, metadata in stated.items():
+        values = decode_json_values(metadata)
+        names = values.get("classes")
+        numbered = original.classes is None and isinstance(names, list) and len(names) == count
+        classes = names if numbered else f"{count} names" if original.classes is None else list(original.classes)
+        for key, value in {**expected, "classes": classes}.items():
+            if values.get(key) != value:
+                problems.append(f"{key} is {values.get(key)!r:.60} in {source}, not {value!r:.60}")
+    return problem_check(f"{file_label(path)}.metadata", problems, "preprocessing and classes are those of the run")
 
 
 def read_tensors(path: Path, original: PlannedOriginal) -> FileTensors | None:
@@ -64,14 +91,15 @@ def read_tensors(path: Path, original: PlannedOriginal) -> FileTensors | None:
 def structure_checks(path: Path, original: PlannedOriginal | None) -> list[Check]:
     """Check the sidecar and, of an ONNX file, the graph. Without the model, only whether the graph is well-formed.
 
-    An engine is code, and is trusted only with its sidecar; other files may have none.
+    Every exporter writes a sidecar. An engine is code, and is trusted only with it.
     """
     label, sidecar, checks = file_label(path), sidecar_path(path), list[Check]()
     if sidecar.is_file():
         detail = f"sha256 of every file as in {sidecar.name}"
         checks.append(problem_check(f"{label}.file", find_mismatches(path), detail))
-    elif path.suffix in ENGINES:
-        checks.append(problem_check(f"{label}.file", [f"{sidecar.name} is missing: the engine is not trusted"], ""))
+    else:
+        reason = "the engine is not trusted" if path.suffix in ENGINES else "export the file again"
+        checks.append(problem_check(f"{label}.file", [f"{sidecar.name} is missing: {reason}"], ""))
     if path.suffix == ".onnx":
         checks.append(checker_check(path, label))
         if original is not None:
@@ -172,6 +200,8 @@ def quarantine(path: Path) -> Path:
     Raises OutputError if the files cannot be moved.
     """
     folder = RunFolder(path.parent).failed
+    if folder.is_symlink():
+        raise OutputError(f"{folder} is a link, so {path} is not moved there", hint="remove the link")
     files = [path.with_suffix(".bin").name] if path.suffix == ".xml" else []
     with suppress(ArtifactError):  # the sidecar itself may be damaged
         files = list((read_sidecar(path) or {"files": files})["files"])

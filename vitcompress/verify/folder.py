@@ -15,17 +15,20 @@ from vitcompress.exporters import exported_files
 from vitcompress.exporters.sidecar import DENSE
 from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, Verification, largest_difference, limit_check, problem_check
+from vitcompress.io.files import read_json
+from vitcompress.io.manifest import record_changes, write_manifest
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
 from vitcompress.models.checkpoint import load_model, read_plan, write_model
 from vitcompress.models.cost import count_cost
-from vitcompress.models.create import create_model, create_on_meta, input_config, plan_of
+from vitcompress.models.create import class_names_of, create_model, create_on_meta, input_config, plan_of
 from vitcompress.plan import Plan
 from vitcompress.verify.engine import inspector_checks
 from vitcompress.verify.files import FileResult, check_file, record_status, rejected_exports, structure_checks
 from vitcompress.verify.fold import EXACT_IMAGES, fold_folder_checks, model_logits
 from vitcompress.verify.outputs import PREFIX, PlannedOriginal
+from vitcompress.verify.records import manifest_checks, report_checks
 from vitcompress.verify.slice import slice_folder_checks
 from vitcompress.verify.tolerance import reference
 from vitcompress.verify.weights import shape_check, weight_table
@@ -41,31 +44,58 @@ def verify_folder(
     images: Tensor | None = None,
     dense: Path | None = None,
     progress: Progress | None = None,
+    *,
+    adopt: bool = False,
 ) -> Verification:
     """Check a run folder, and record the results in its verify.json and in the sidecars of the exported files.
 
-    fold and slice: the model computes what it did before folding and slicing. reload: it is stored bit for bit.
-    standard: the plain timm model gives the same outputs. weights: all tensors have the planned shapes. Exported files:
-    see `check_file`.
+    manifest: all files are as they were written; otherwise nothing else is checked. report: its counts are those of the
+    stored results. fold and slice: the model computes what it did before folding and slicing. reload: it is stored bit
+    for bit. standard: the plain timm model gives the same outputs. weights: all tensors have the planned shapes.
+    Exported files: see `check_file`.
 
     images: (count, channels, height, width), normalised. The folder keeps them and their outputs, for later calls
     without images. Without any, noise is used. dense: folder of the model before pruning, which dense.onnx is compared
-    with; None: the one inside the run folder.
+    with; None: the one inside the run folder. adopt: if no check fails, write a manifest of all files.
 
     Raises:
         ArtifactError, PlanError, WeightsError: not a run folder, or a damaged one.
+        InputError: its manifest has a newer format.
         OutputError: verify.json cannot be written. A folder that was verified before may be read-only.
     """
     files = RunFolder(Path(folder))
     if not files.path.exists():
         raise ArtifactError(f"there is no folder {files.path}", hint="name a run folder, such as runs/digits_hetdpt")
-    progress = progress or Progress()
+    checks, verified = [*manifest_checks(files, adopt=adopt)], files.verification.is_file()
+    with record_changes(files.path), suppress(OSError):
+        if files.plan.is_file():  # otherwise the file may be of something else
+            files.verification.unlink(missing_ok=True)  # the result of an earlier call
+    with record_changes(files.path), suppress(OutputError) if verified else nullcontext():
+        verification, seen = Verification(tuple(checks)), None
+        if not any(check.verdict == "failed" for check in checks):
+            verification, seen = _check_content(
+                files, checks, images, RunFolder(dense or files.dense), progress or Progress()
+            )
+        if images is not None and seen is not None:
+            save_tensors(files.recorded_outputs, seen)
+        verification.write(files.path)
+    if adopt and verification.passed:
+        write_manifest(files.path)
+    return verification
+
+
+def _check_content(
+    files: RunFolder, first: Sequence[Check], images: Tensor | None, dense: RunFolder, progress: Progress
+) -> tuple[Verification, dict[str, Tensor]]:
+    """All checks after the `first` ones; images and outputs for later calls."""
     recorded = load_tensors(files.recorded_outputs) if files.recorded_outputs.is_file() else {}
     real, model = images is not None or bool(recorded), load_model(files.path)
     shown = recorded.get("images", noise_images(model)) if images is None else images
-    original = PlannedOriginal(model, shown, real, plan=read_plan(files.plan), unfolded=files.unfolded)
+    plan, classes = read_plan(files.plan), run_classes(files, model)
+    original = PlannedOriginal(model, shown, real, plan=plan, unfolded=files.unfolded, classes=classes)
     few = replace(original, images=shown[:FEW_IMAGES])
-    checks = [*_missing_exports(files), *_model_checks(files, few, recorded, progress)]
+    checks = [*first, *report_checks(files), *_missing_exports(files)]
+    checks += [*_model_checks(files, few, recorded, progress)]
     engines = set(files.path.glob("*.engine"))  # also those whose sidecar is missing, whatever their names
     paths = {*exported_files(files.path, "model"), *engines} - set(exported_files(files.path, DENSE))
     results = check_files(sorted(paths), original, "files checked", progress)
@@ -74,13 +104,8 @@ def verify_folder(
     tensors = {path.name: result.tensors for path, result in results.items() if result.tensors}
     weights, seen = weight_table(original.rows, model, tensors), {"images": shown, "logits": model_logits(model, shown)}
     del original, model  # before the dense model is loaded
-    checks += _dense_checks(files, RunFolder(dense or files.dense), shown, real, progress)
-    verification = Verification(tuple(checks), weights)
-    with suppress(OutputError) if files.verification.is_file() else nullcontext():
-        if images is not None:
-            save_tensors(files.recorded_outputs, seen)
-        verification.write(files.path)
-    return verification
+    checks += _dense_checks(files, dense, shown, real, progress)
+    return Verification(tuple(checks), weights), seen
 
 
 def _missing_exports(files: RunFolder) -> Iterator[Check]:
@@ -131,7 +156,8 @@ def _dense_checks(
     """Compare the files of the dense model with it, where its folder is present."""
     paths = exported_files(files.path, DENSE)
     if paths and dense.plan.is_file():
-        original = PlannedOriginal(load_model(dense.path), images, real, plan=read_plan(dense.plan))
+        model, plan = load_model(dense.path), read_plan(dense.plan)
+        original = PlannedOriginal(model, images, real, plan=plan, classes=run_classes(files, model))
         for result in check_files(paths, original, "files of the dense model checked", progress).values():
             yield from result.checks
         return
@@ -181,6 +207,14 @@ def standard_check(files: RunFolder, model: nn.Module, plan: Plan, images: Tenso
         return Check("standard", "failed", detail=f"{path.name} does not load into {arch}: {error.message}")
     logits = model_logits(loaded, images)
     return _logits_check("standard", model, images, logits, f"those of timm's {arch}, which loads strictly")
+
+
+def run_classes(files: RunFolder, model: nn.Module) -> tuple[str, ...] | None:
+    """The class names in the report of a run, else those of its model; None if neither has any."""
+    match read_json(files.report) if files.report.is_file() else None:
+        case {"model": {"classes": [*names]}}:
+            return tuple(map(str, names))
+    return class_names_of(model) or None
 
 
 def recorded_images(folder: Path, model: nn.Module) -> tuple[Tensor, bool]:

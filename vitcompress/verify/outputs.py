@@ -85,8 +85,11 @@ class Comparison:
 
     def describe_flips(self) -> str:
         low, high = (f"{100 * end:.1f}" for end in self.interval)
-        text = f"{self.flips} of {self.images} top-1 outputs differ (95 % interval {low} to {high} %)"
-        return f"{text}, {self.flips - self.unexplained} of them within the tolerance" if self.flips else text
+        text = f"agrees with the model: {self.images - self.unexplained:,} of {self.images:,} images"
+        near = f"{self.flips - self.unexplained} of them near ties, which rounding explains"
+        return (
+            f"{text} ({self.flips} in another class, 95 % interval {low} to {high} %; {near})" if self.flips else text
+        )
 
 
 def compare(expected: Tensor, outputs: Tensor, limit: float, image: Tensor | None = None) -> Comparison:
@@ -175,10 +178,11 @@ class Original:
 
 @dataclass(frozen=True)
 class PlannedOriginal(Original):
-    """An original with its plan, and the weights before folding where the run keeps them."""
+    """An original with its plan, the weights before folding where the run keeps them, and the classes if known."""
 
     plan: Plan = field(kw_only=True)
     unfolded: Path | None = None
+    classes: tuple[str, ...] | None = None
 
     @cached_property
     def rows(self) -> tuple[PlannedTensor, ...]:

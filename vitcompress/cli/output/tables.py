@@ -6,23 +6,25 @@ from typing import Any
 
 from vitcompress.bench.accuracy import Evaluation, EvaluationRow
 from vitcompress.bench.report.compare import Comparison
+from vitcompress.bench.report.loss import describe_difference
 from vitcompress.bench.report.records import BenchRecord, CheckRecord
 from vitcompress.cli.output.terminal import print_line, print_table, print_text
 from vitcompress.io.text import (
     NOT_MEASURED,
     Columns,
     Table,
-    describe_ratio,
     describe_value,
     format_number,
     format_range,
     format_rate,
+    shorten_names,
     shorten_paths,
 )
 from vitcompress.pipeline.dry_run import DryRun
 from vitcompress.pipeline.published import Size, SizeComparison
 from vitcompress.pipeline.study.run import StudyDryRun
 
+MOST_WARNINGS = 5  # that `bench` prints without --notes
 ON_TARGET = "on the target"
 
 
@@ -143,7 +145,18 @@ def print_export(done: Mapping[str, Any]) -> None:
         print_line(f"note: {warning}")
     if done["islands_search"]:
         _print_search(done["islands_search"])
-    print_checks([*done["checks"], *done["build"].get("truth", ())])
+    truth = done["build"].get("truth", ())
+    checks = [*done["checks"], *truth]
+    others = [check for check in checks if check["verdict"] != "passed"]
+    for check in (check for check in checks if check not in others):
+        if check["name"].endswith(".flips"):
+            print_text(f"{check['name'].removeprefix('agreement.').removesuffix('.flips')} {check['detail']}")
+        elif check in truth:
+            print_text(f"{check['name']}: {check['detail']}")
+    if others:
+        print_checks(others)
+    place = "{folder}/{path}.json".format_map(done)
+    print_text(f"{len(checks) - len(others)} of {len(checks)} checks passed; values and limits: {place}")
     if done["verdict"] == "not_run":
         commands = sorted({check["command"] for check in done["checks"] if check.get("command")})
         print_text(f"not verified on this machine; on the target: {', '.join(commands)}")
@@ -184,19 +197,22 @@ def print_comparison(comparison: Comparison) -> None:
         print_text(f"not in a plot: {run}: {reason}")
 
 
-def print_bench(bench: BenchRecord, table: Table) -> None:
-    """Throughput and latency of every artifact, ratios with intervals, and warnings."""
+def print_bench(bench: BenchRecord, table: Table, *, notes: bool) -> None:
+    """Throughput, latency and speed-up of every artifact, then the most important warnings; notes: all remarks."""
     print_table(table)
-    for ratio in bench["ratios"]:
-        print_text(f"batch {ratio['batch']}: {describe_ratio(ratio)}: {ratio['verdict']}")
+    names = [row["artifact"] for row in bench["rows"]]
     for row in bench["rows"]:
         if row["images_per_joule"]:
             energy = f"{row['images_per_joule']:.3g} images per joule ({row['energy_of']})"
-            print_text(f"batch {row['batch']}: {row['artifact']}: {energy}")
-    for line in (*bench["notes"], *bench["warnings"]):
-        print_line(f"note: {line}")
+            print_text(shorten_names(f"batch {row['batch']}: {row['artifact']}: {energy}", names))
     if bench["disturbed"]:
         print_line("disturbed: repeat the measurement when nothing else runs; these figures are not reliable")
+    lines = [*map("warning: {}".format, bench["warnings"]), *map("note: {}".format, bench["notes"])]
+    shown = len(lines) if notes else min(MOST_WARNINGS, len(bench["warnings"]))
+    for line in lines[:shown]:
+        print_line(shorten_names(line, names))
+    if rest := len(lines) - shown:
+        print_line(f"{rest} more warnings and notes: --notes")
 
 
 def print_accuracy(evaluation: Evaluation) -> None:
@@ -213,8 +229,11 @@ def print_accuracy(evaluation: Evaluation) -> None:
     }
     print_table(Table.of("", columns, evaluation["rows"]))
     for test in evaluation["mcnemar"]:
-        only = f"only the first is correct: {test['only_a']}, only the second: {test['only_b']}"
-        print_text(f"{test['a']} against {test['b']}: {only}, p = {test['p_value']:.3g} (McNemar, exact)")
+        a, b = names[test["a"]], names[test["b"]]
+        low, high = (f"{100 * end:+.2f}" for end in test["difference_ci95"])
+        print_text(f"{b} against {a}: {describe_difference(test)}")
+        counts = f"only {a} is correct: {test['only_a']}, only {b}: {test['only_b']}"
+        print_text(f"  {low} to {high} points (95 %, Tango's interval); {counts} (McNemar's exact test)")
 
 
 def _throughput(row: EvaluationRow) -> str:

@@ -1,10 +1,10 @@
 """Text, tables, JSON, errors and progress in the terminal: results on standard output, all else on standard error."""
 
-import json
 import sys
+import textwrap
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +20,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from vitcompress.errors import CheckFailedError, InputError, RecipeError, VitcompressError
+from vitcompress.io.files import format_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.text import Table
 
@@ -40,7 +41,7 @@ def print_json(value: Any) -> None:
     def convert(item: Any) -> object:
         return asdict(item) if is_dataclass(item) and not isinstance(item, type) else str(item)
 
-    print_text(json.dumps(value, indent=1, default=convert))
+    print_text(format_json(value, default=convert))
 
 
 def print_text(text: str) -> None:
@@ -83,9 +84,17 @@ def print_table(table: Table, *, wrap: bool = False) -> None:
         shared = {name: rows[0][n] for n, name in enumerate(table.columns) if n not in varying and rows[0][n]}
         columns, *rest = (tuple(cells[n] for n in varying) for cells in (table.columns, *rows))
         table = Table(table.title, columns, tuple(rest))
+    if wrap:
+        table = replace(table, rows=tuple((_wrap_name(row[0], console.width // 3), *row[1:]) for row in rows))
     console.print(_as_rich(table, wrap))
     if shared:
         print_text(f"all: {', '.join(f'{column} {text}' for column, text in shared.items())}")
+
+
+def _wrap_name(name: str, width: int) -> str:
+    """Lines of a dotted name, which end at a dot."""
+    lines = textwrap.wrap(name.replace(".", ". "), width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(line.replace(". ", ".") for line in lines)
 
 
 def _as_rich(table: Table, wrap: bool = False) -> RichTable:

@@ -1,0 +1,121 @@
+"""The control: the dense model after as much training, to separate pruning from longer training."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import whole_runs as world
+from click.testing import CliRunner
+from command_line import expect_error
+
+from vitcompress import cli
+from vitcompress.bench.report.loss import paired_tests
+from vitcompress.bench.report.run import summary_table
+from vitcompress.errors import InputError
+from vitcompress.io.files import file_sha256, read_json
+from vitcompress.io.run_folder import RunFolder
+from vitcompress.pipeline.dry_run import dry_run_recipe
+from vitcompress.pipeline.job import RunOptions
+from vitcompress.pipeline.run import RunResult, run_recipe
+
+TWO = (*world.BARE, "finetune.epochs=2")  # epochs of the fine-tuning
+
+
+class Stopping(world.RecordedProgress):
+    """Stops the run when the first epoch of the control has been saved."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.states = RunFolder(RunFolder(folder).control).state
+
+    def update(self, label: str, done: int, total: int, text: str = "") -> None:
+        if [*self.states.glob("state-*")]:
+            raise KeyboardInterrupt
+
+
+def run(home: Path, name: str = "run", *, control: bool) -> tuple[RunResult, world.RecordedProgress]:
+    return world.run(home, *TWO, name=name, text=world.SMALL, control=control)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """home/run has a control that was added to a finished run, home/whole one that was part of it."""
+    home = tmp_path_factory.mktemp("home")
+    run(home, control=False)
+    return home
+
+
+def first_rows(report: Any) -> list[tuple[str, ...]]:
+    return [row for row in summary_table(report).rows if row[0].startswith("accuracy")]
+
+
+def test_a_control_is_added_to_a_finished_run_which_keeps_everything_else(home: Path) -> None:
+    plain = read_json(home / "run" / "report.json")
+    assert plain["extra_epochs"] == 2 and "control" not in plain["accuracy"]
+    assert first_rows(plain)[0][0] == "accuracy, test images (compressed: 2 more epochs of training)"
+    before = world.tree(home)
+
+    result, progress = run(home, control=True)
+    accuracy, (against_dense, against_control) = result.report["accuracy"], first_rows(result.report)
+    assert [stage for stage in progress.stages if stage.startswith("Train")] == ["Train the control, the dense model"]
+    changed = {name for name, time in world.tree(home).items() if before.get(name, time) != time}
+    written = {"report.json", "report.md", "report.html", "state/accuracy.json", "state/mistakes.json"}
+    assert changed - {"run", "run/state"} == {f"run/{name}" for name in written}
+    assert accuracy | {"control": 0, "control_mcnemar": 0} == plain["accuracy"] | {"control": 0, "control_mcnemar": 0}
+    control, test = accuracy["control"], accuracy["control_mcnemar"]
+    assert test["only_b"] - test["only_a"] == accuracy["compressed"]["correct"] - control["correct"]
+    assert test["difference_ci95"][0] <= test["difference"] <= test["difference_ci95"][1]
+    assert against_dense[0] == "accuracy, test images" and "95 %" in against_control[-1]
+    assert against_control[0] == "accuracy, before: control (dense, 2 more epochs)"
+
+    again, progress = run(home, control=True)  # with and without the option, nothing is left to do
+    assert (again, progress.stages) == (result, []) and run(home, control=False)[0] == result
+
+
+def test_a_control_is_trained_like_the_compressed_model_and_resumes(home: Path) -> None:
+    """Stopped after its first epoch, and continued, it is the control of an uninterrupted run."""
+    run(home, control=True)
+    with pytest.raises(KeyboardInterrupt):
+        recipe = world.recipe(home, *TWO, text=world.SMALL)
+        run_recipe(recipe, RunOptions(out=home / "killed", control=True), Stopping(home / "killed"))
+    assert not RunFolder(home / "killed" / "state" / "control").plan.is_file()
+    result, progress = run(home, "killed", control=True)
+    assert result.report["accuracy"] == read_json(home / "run" / "report.json")["accuracy"]
+    files = [RunFolder(RunFolder(home / name).control) for name in ("run", "killed")]
+    assert len({file_sha256(file.weights) for file in files}) == 1
+    assert file_sha256(files[0].weights) != file_sha256(next(home.glob("dense-*")) / "model.safetensors")
+    assert read_json(files[0].training)["epochs"] == 2
+    assert [note for note in progress.notes if note.startswith("fine-tune: already done")]
+
+
+def test_the_control_is_trained_for_the_epochs_of_all_steps(tmp_path: Path) -> None:
+    steps = world.with_steps('method = "sero"\nsparsity = 0.5\nepochs = 3', 'method = "recover"\nepochs = 4')
+    recipe = world.recipe(tmp_path, *TWO, text=steps)
+    plan = dry_run_recipe(recipe, RunOptions(out=tmp_path / "run", control=True))
+    (work,) = [work for work in plan.stages if work.stage == "train the control"]
+    assert (work.rounds, work.epochs) == (1, 2 + 3 + 4) and not plan.missing
+    with pytest.raises(InputError, match="--structure-only trains nothing"):
+        dry_run_recipe(recipe, RunOptions(out=tmp_path / "run", control=True, structure_only=True))
+
+
+@pytest.mark.parametrize(("limit", "code"), [("99.9", 0), ("0", 1)])
+def test_the_limit_of_the_loss_applies_to_the_dense_model_and_to_the_control(home: Path, limit: str, code: int) -> None:
+    tests = dict(paired_tests(run(home, control=True)[0].report))
+    assert list(tests) == ["the dense model", "the control"]
+    done = CliRunner().invoke(cli.main, ["report", str(home / "run"), "--max-drop", limit])
+    too_large = [-100 * test["difference_ci95"][0] > float(limit) for test in tests.values()]
+    assert done.exit_code == code == any(too_large)
+    text = " ".join(done.stderr.replace("│", " ").split())
+    assert [f"against {other}: " in text for other in tests] == too_large
+
+
+def test_a_limit_without_accuracy_is_rejected(tmp_path: Path) -> None:
+    recipe = tmp_path / "tiny.toml"
+    world.run(tmp_path, *world.BARE, text=world.SMALL, structure_only=True)
+    assert "was not measured" in expect_error("report", str(tmp_path / "run"), "--max-drop", "1")
+    assert "--structure-only measures none" in expect_error(
+        "recipe", str(recipe), "--structure-only", "--max-drop", "1", "--out", str(tmp_path / "other")
+    )
+    assert not (tmp_path / "other").exists()
+    for wrong in ("-1", "100", "nan", "inf", "1%"):
+        assert "--max-drop" in expect_error("report", str(tmp_path / "run"), "--max-drop", wrong)

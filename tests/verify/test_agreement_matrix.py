@@ -1,0 +1,84 @@
+"""Sound files of every family agree with their model in every precision; a file with one damaged tensor does not."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from contracts import build
+from onnx import numpy_helper
+
+from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.tensorrt.export import source_path
+from vitcompress.models.create import input_config
+from vitcompress.verify.outputs import Original, output_checks
+
+VARIANTS = ("plain", "dinov3", "beit", "swin", "pvt")  # one of each family
+PRECISIONS = ("fp32", "fp16", "bf16")
+# With images of data and with noise, so that both meet every precision and format.
+ROWS = [
+    (variant, form, precision, (number + index) % 2 == 0)
+    for number, variant in enumerate(VARIANTS)
+    for form in ("onnx", "openvino")
+    for index, precision in enumerate(PRECISIONS)
+]
+ROWS += [("plain", "trt-rtx", "fp16", False)]
+
+
+def exported(folder: Path, variant: str, form: str, precision: str) -> tuple[Path, Original]:
+    """A file that this machine can run, and its model; of an engine the ONNX file that it is built from."""
+    if reason := EXPORTERS[form].unavailable():
+        pytest.skip(reason)
+    model = build(variant, dtype=torch.float32)
+    more = {"sm": (80,), "batch": (1, 4, 8)} if form == "trt-rtx" else {}
+    path, config = folder / f"model{EXPORTERS[form].suffix}", input_config(model)
+    EXPORTERS[form].export(model, path, input=config, options=ExportOptions(precision=precision, **more))
+    noise = torch.randn(64, *config.size, generator=torch.Generator().manual_seed(0))
+    return source_path(path) if form == "trt-rtx" else path, Original(model, noise)
+
+
+@pytest.mark.parametrize(("variant", "form", "precision", "real"), ROWS)
+def test_a_sound_file_agrees(variant: str, form: str, precision: str, real: bool, tmp_path: Path) -> None:
+    path, original = exported(tmp_path, variant, form, precision)
+    if real:  # an image and small changes of it: more of them have near ties than noise
+        shown = original.images[:1] + 0.01 * original.images.repeat(4, 1, 1, 1)
+        original = Original(original.model, shown)
+    checks = output_checks(path, original)
+    assert [(check.name, check.detail) for check in checks if check.verdict == "failed"] == []
+    if form == "onnx" or precision == "fp32":  # not every processor runs every precision in OpenVINO
+        assert any(check.verdict == "passed" for check in checks)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_scaled_weight_is_not_taken_for_a_near_tie(variant: str, precision: str, tmp_path: Path) -> None:
+    """The outputs alone detect it: those of the ONNX file, without its sidecar and its tensors being read."""
+    path, original = exported(tmp_path, variant, "onnx", precision)
+    model = onnx.load(path)
+    matrices = [tensor for tensor in model.graph.initializer if len(tensor.dims) == 2 and min(tensor.dims) > 4]
+    weight = matrices[len(matrices) // 2]
+    value = numpy_helper.to_array(weight)
+    weight.CopyFrom(numpy_helper.from_array((2 * value.astype(np.float32)).astype(value.dtype), weight.name))
+    damaged = tmp_path / "damaged.onnx"
+    onnx.save(model, damaged)
+    assert "failed" in {check.verdict for check in output_checks(damaged, original)}
+
+
+def test_near_ties_of_many_images_are_explained_by_rounding(tmp_path: Path) -> None:
+    """Two classes with almost the same weights: fp16 swaps them often, in a sound file; other classes never."""
+    model = build("plain", dtype=torch.float32)
+    head = model.get_submodule("head")
+    with torch.no_grad():
+        head.weight[1] = head.weight[0] + 1e-5 * torch.randn(16, generator=torch.Generator().manual_seed(1))
+        head.bias[:2] = head.bias.max() + 10
+    path = tmp_path / "model.onnx"
+    EXPORTERS["onnx"].export(model, path, input=input_config(model), options=ExportOptions(precision="fp16"))
+    images = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    checks = [check for check in output_checks(path, Original(model, images)) if check.name.endswith("flips")]
+    assert {check.verdict for check in checks} == {"passed"} and any("another class" in c.detail for c in checks)
+    with torch.no_grad():
+        head.bias[1] += 1
+    checks = [check for check in output_checks(path, Original(model, images)) if check.name.endswith("flips")]
+    assert {check.verdict for check in checks} == {"failed"}  # the file does not know the new bias

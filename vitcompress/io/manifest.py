@@ -1,0 +1,111 @@
+"""manifest.json: size and SHA-256 of every file of a finished run folder, or of a saved model.
+
+It detects damage and edits. It proves no origin: whoever can write the folder can write this file.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from vitcompress.errors import ArtifactError, InputError
+from vitcompress.io.files import file_sha256, find_changed_files, lock_folder, read_json, write_text
+from vitcompress.io.hardware import package_versions
+from vitcompress.io.run_folder import RunFolder
+from vitcompress.plan import Plan
+
+FORMAT = 1
+PACKAGES = ("vitcompress", "torch", "timm", "onnx", "onnxruntime", "onnxruntime-gpu")
+AMENDED = {".json", ".md", ".html"}  # suffixes of files that commands read and write back; others they replace
+REMEDY = (
+    "restore it from a copy; to accept the folder as it is, delete manifest.json and run `vitcompress verify DIR "
+    "--adopt`, which checks everything else"
+)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of `folder`, with `files` (path in the folder: SHA-256) and `bytes`; None if it has none.
+
+    Raises ArtifactError if it was changed, and InputError if it has a newer format.
+    """
+    path = RunFolder(folder).manifest
+    if not path.exists() and not path.is_symlink():
+        return None
+    data = read_json(path)
+    intact = isinstance(data, dict) and _to_text(data).encode() == path.read_bytes() and not path.is_symlink()
+    if intact and data.get("format") != FORMAT:
+        message = f"{path} has format {data.get('format')}, this version reads {FORMAT}"
+        raise InputError(message, hint="update vitcompress")
+    if not intact or not all(isinstance(data.get(key), dict) for key in ("files", "bytes")):
+        raise ArtifactError(f"{path} is not as it was written: its own SHA-256 is another", hint=REMEDY)
+    return dict(data)
+
+
+def _to_text(data: Mapping[str, Any]) -> str:
+    """The content of manifest.json, with the SHA-256 of itself; later formats keep this rule."""
+    rest = {key: value for key, value in data.items() if key != "sha256"}
+    return json.dumps({**rest, "sha256": hashlib.sha256(json.dumps(rest).encode()).hexdigest()}, indent=1) + "\n"
+
+
+def write_manifest(folder: Path) -> None:
+    """Write manifest.json for all files in `folder`, which must contain a plan. Raises OutputError."""
+    plan = Plan.from_json(RunFolder(folder).plan.read_text(encoding="utf-8")).digest
+    about = {"format": FORMAT, "plan_sha256": plan, "versions": package_versions(PACKAGES)}
+    _write(folder, {**about, "bytes": {}, "files": {}}, set(_states(folder)), set())
+
+
+def _write(folder: Path, manifest: Mapping[str, Any], written: set[str], removed: set[str]) -> None:
+    """Write `manifest` with new entries for some files and without others."""
+    files = {name: file_sha256(folder / name) for name in written}
+    entries = {"bytes": {name: (folder / name).stat().st_size for name in written}, "files": files}
+    for key, new in entries.items():
+        kept = {name: value for name, value in manifest[key].items() if name not in removed}
+        entries[key] = dict(sorted({**kept, **new}.items()))
+    write_text(RunFolder(folder).manifest, _to_text({**manifest, **entries}))
+
+
+def find_changes(folder: Path, *paths: Path) -> dict[str, str]:
+    """What is wrong with each listed file that was changed, removed or replaced by a link, by its path in `folder`.
+
+    paths: the files to check; none: all. Empty without a manifest. Raises as `read_manifest`.
+    """
+    listed = set((read_manifest(folder) or {"files": {}})["files"])
+    names = listed & {path.relative_to(folder).as_posix() for path in paths} if paths else listed
+    problems = find_changed_files(RunFolder(folder).manifest, names) if names else {}
+    linked = (name for name in names - problems.keys() if (folder / name).resolve() != folder.resolve() / name)
+    return problems | {name: f"{name} is a link, or in a folder that is one" for name in linked}
+
+
+def check_unchanged(folder: Path, *paths: Path) -> None:
+    """Raise ArtifactError if one of these files of `folder` is not as its manifest records."""
+    if changes := list(find_changes(folder, *paths).values()):
+        more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
+        raise ArtifactError(f"{folder} is not as it was written: {changes[0]}{more}", hint=REMEDY)
+
+
+@contextmanager
+def record_changes(folder: Path) -> Iterator[None]:
+    """Update the manifest of `folder` with the files that this block writes and removes. Without one, do nothing.
+
+    All other entries stay, and so do those of text files that were changed before: the block may write them back.
+    """
+    manifest, edited, before = None, dict[str, str](), _states(folder)
+    with suppress(ArtifactError):
+        manifest = read_manifest(folder)
+        edited = find_changes(folder, *(folder / name for name in before if Path(name).suffix in AMENDED))
+    try:
+        yield
+    finally:
+        after = _states(folder) if manifest else before
+        written = {name for name, state in after.items() if before.get(name) != state} - edited.keys()
+        if manifest and (written or before.keys() - after.keys()):
+            with lock_folder(folder):
+                _write(folder, read_manifest(folder) or manifest, written, before.keys() - after.keys())
+
+
+def _states(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Every file that a manifest lists, with what changes when it is written: inode, size, time."""
+    stats = {path.relative_to(folder).as_posix(): path.stat() for path in RunFolder(folder).files()}
+    return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
