@@ -27,16 +27,15 @@ from vitcompress.training.datasets import Images, few
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import evaluate_images, mcnemar
-from vitcompress.training.options import DataOptions
+from vitcompress.training.options import BUILT_IN, DataOptions
 
-DIGITS = "digits"
 OTHER_CLASSES = "evaluate it on data with its own classes"  # a hint
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """data: a folder of images (PATH/val/CLASS), `digits`, or None for the data of the run folder. workers: processes
-    that load images. bench: output of `vitcompress bench --json` with more speeds than the run folders have.
+    """data: a folder of images (PATH/val/CLASS), one of `BUILT_IN`, or None for the data of the run folder. workers:
+    processes that load images. bench: output of `vitcompress bench --json` with more speeds than the run folders have.
     preprocessing: for artifacts that do not record it.
     """
 
@@ -117,16 +116,16 @@ def run(
 def select_data(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptions:
     """The test data of the options, or else of the first run folder among the artifacts."""
     recipes = [path for artifact in artifacts if (path := RunFolder.of(artifact).recipe).is_file()]
-    if options.data == DIGITS:
-        data = DataOptions()
+    if options.data is not None and options.data in BUILT_IN:
+        data = DataOptions(options.data)
     elif options.data is not None:
         data = DataOptions("imagefolder", options.data, workers=options.workers)
     elif recipes:
         data = load_recipe_of_run(recipes[0]).data
     else:
         raise InputError("no data to evaluate on", hint="give --data PATH with PATH/val/CLASS, or --data digits")
-    if options.split is not None and data.source == DIGITS:
-        problem = f"the digits have no split {options.split!r}, only their test images"
+    if options.split is not None and data.source in BUILT_IN:
+        problem = f"the {data.source} images have no split {options.split!r}, only their test images"
         raise InputError(problem, hint="leave --split out")
     return data if options.split is None else replace(data, test_split=options.split)
 

@@ -66,7 +66,7 @@ def test_aligned_hetdpt_plus_recipes_meet_the_published_macs(name: str) -> None:
     assert abs(record.params_m.off) <= 0.03 and abs(record.macs_g.off) <= 0.01 and record.macs_linear
 
 
-@pytest.mark.parametrize("name", [name for name in recipes.names() if not name.startswith("digits_")])
+@pytest.mark.parametrize("name", [name for name in recipes.names() if not name.startswith(("digits_", "tinted_"))])
 def test_a_recipe_meets_what_was_published_or_says_why_not(name: str) -> None:
     record = shipped(name)
     assert (record.met is not False) == (not record.reason), record

@@ -179,7 +179,7 @@ def bench(artifacts: tuple[str, ...], notes: bool, as_json: bool, debug: bool, *
 
 @click.command()
 @click.argument("artifacts", nargs=-1, required=True, metavar="ARTIFACT...")
-@click.option("--data", metavar="PATH|digits", help="Images (PATH/val/CLASS); default: the run folder's test data.")
+@click.option("--data", metavar="PATH|digits|tinted", help="Images (PATH/val/CLASS); default: the run's test images.")
 @click.option("--split", metavar="NAME", help="Folder below PATH (default: val, validation or test).")
 @click.option("--batch", type=click.IntRange(1), default=64, show_default=True, help="Images per call.")
 @click.option("--workers", type=click.IntRange(0), default=0, show_default=True, help="Processes that load images.")

@@ -170,7 +170,7 @@ FILES = {
     "data": "expected PATH/train/CLASS/IMAGE and PATH/val/CLASS/IMAGE",
     "weights": "use a file (.safetensors, .pth, .pth.tar), a folder, random, hub or train",
 }
-NO_FILES = {"weights": ("random", "hub", "train"), "data": ("digits",)}
+NO_FILES = {"weights": ("random", "hub", "train"), "data": ("digits", "tinted")}
 
 
 def check_files(name: str, value: Any) -> None:

@@ -26,7 +26,7 @@ from vitcompress.recipe.schema import Recipe
 from vitcompress.training.data import Splits, class_count
 from vitcompress.training.datasets import few
 from vitcompress.training.distributed import Runtime
-from vitcompress.training.options import DataOptions, TrainOptions
+from vitcompress.training.options import BUILT_IN, DataOptions, TrainOptions
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
         counts = "/".join(str(len(part)) for part in (data.train, data.heldout, data.test))
         table = replace(DataOptions(f"python:{data.name} ({counts} images)"), **table.changes())
     elif options.data is not None:  # a folder of images, or the root of a data set of timm
-        source = "imagefolder" if table.source == "digits" else table.source
+        source = "imagefolder" if table.source in BUILT_IN else table.source
         table = replace(table, path=str(Path(options.data).resolve()), source=source)
     return replace(
         recipe,

@@ -11,10 +11,11 @@ import numpy as np
 from timm.data import create_dataset
 
 from vitcompress.errors import DataError, MissingExtraError, first_line
+from vitcompress.training import tinted
 from vitcompress.training.datasets import ArrayImages, FolderImages, Images, MappedImages, as_images, class_names
 from vitcompress.training.distributed import derived_seed
 from vitcompress.training.loaders import Views
-from vitcompress.training.options import DataOptions
+from vitcompress.training.options import BUILT_IN, DataOptions
 
 _TEST_FOLDERS = ("val", "validation", "test")
 _DIGITS_TEST = 540  # of 1797 images; the same ones for every seed, so that results compare
@@ -73,8 +74,8 @@ def check_named(options: DataOptions) -> None:
 
 def class_count(options: DataOptions) -> int | None:
     """Number of classes if it is known without opening the data, else None."""
-    if options.source == "digits":
-        return 10
+    if options.source in BUILT_IN:
+        return len(tinted.CLASSES) if options.source == "tinted" else 10
     folder = Path(options.path or "").expanduser() / (options.train_split or "train")
     is_folder = options.source == "imagefolder" and options.path is not None and folder.is_dir()
     return len(class_names(folder)) or None if is_folder else None
@@ -121,25 +122,29 @@ def split_images(data: Any, heldout: float, seed: int) -> Splits:
 
 def _open(options: DataOptions) -> Splits:
     """All training images and the test images."""
-    if options.source == "digits":
-        return _digits()
+    if options.source in BUILT_IN:
+        return _built_in(options.source)
     if options.source == "imagefolder":
         return _image_folder(options)
     if options.source.startswith("timm:"):
         return _timm(options)
-    raise DataError(f"data source {options.source!r} is not known", hint="use digits, imagefolder or timm:NAME")
+    raise DataError(f"data source {options.source!r} is not known", hint="use digits, tinted, imagefolder or timm:NAME")
 
 
-def _digits() -> Splits:
-    """scikit-learn's 1797 handwritten digits (8x8, 17 grey levels), 540 of them for the test, stratified."""
+def _built_in(source: str) -> Splits:
+    """scikit-learn's 1797 handwritten digits (8x8, 17 grey levels), 540 of them for the test, or `tinted` ones."""
     try:
-        from sklearn.datasets import load_digits
+        from sklearn.datasets import load_digits, load_sample_images
         from sklearn.model_selection import train_test_split
     except ImportError as error:
-        raise MissingExtraError("scikit-learn", "demo", need="the digits data set") from error
+        raise MissingExtraError("scikit-learn", "demo", need=f"the {source} data set") from error
     digits = load_digits()
-    pixels, labels = np.rint(digits.images * (255 / 16)).astype(np.uint8), digits.target
-    parts = train_test_split(np.arange(len(pixels)), test_size=_DIGITS_TEST, stratify=labels, random_state=0)
+    labels, grey = digits.target, digits.images / 16
+    parts = train_test_split(np.arange(len(labels)), test_size=_DIGITS_TEST, stratify=labels, random_state=0)
+    if source == "tinted":
+        sides = tinted.train_and_test(grey, labels, parts, load_sample_images().images)
+        return Splits("tinted", tinted.CLASSES, sides[0], _no_images(), sides[1])
+    pixels = np.rint(grey * 255).astype(np.uint8)
     train, test = (ArrayImages(pixels[part], labels[part]) for part in map(np.sort, parts))
     return Splits("digits", tuple(map(str, digits.target_names)), train, _no_images(), test)
 

@@ -11,7 +11,11 @@ from vitcompress.models.preprocessing import Preprocessing
 if TYPE_CHECKING:
     from vitcompress.training.metrics import Accuracy
 
-_SOURCES = "`digits` (scikit-learn), `imagefolder` (`path`/<split>/<class>/<image>), `timm:NAME` (data set in `path`)"
+BUILT_IN = ("digits", "tinted")  # sources that need no files
+_SOURCES = (
+    "`digits` or `tinted` (built in, from scikit-learn), `imagefolder` (`path`/<split>/<class>/<image>), `timm:NAME` "
+    "(data set in `path`)"
+)
 Share = Annotated[float, Ge(0), Le(1)]
 Distillation = Literal["none", "hard", "soft", "soft_patch", "features"]
 
