@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,7 @@ def test_wrong_input_with_json_prints_only_json(
 
 def add_command(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -> None:
     """Add a command that calls `behaviour`, for one test."""
-    command = click.Command("act", callback=common.common_options(lambda as_json, debug: behaviour()))
+    command = click.Command("act", callback=common.common_options(lambda: behaviour()))
     command.params = getattr(command.callback, "__click_params__", [])
     monkeypatch.setitem(cli.main.commands, "act", command)
 
@@ -236,11 +237,18 @@ def test_an_error_of_the_operating_system_is_not_a_bug(monkeypatch: pytest.Monke
     assert "system error (/nowhere/at/all): No such file or directory" in " ".join(result.stderr.split())
 
 
+@contextmanager
+def with_flag(name: str, value: bool) -> Iterator[None]:
+    with click.Context(click.Command("act")) as context:
+        context.meta[name] = value
+        yield
+
+
 def test_logs_of_libraries_are_hidden_while_a_command_works(caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("some.library")
     for debug, messages in ((False, []), (True, ["meanwhile"])):
         caplog.clear()
-        with common.show_progress(debug):
+        with with_flag("debug", debug), common.show_progress():
             log.warning("meanwhile")
         assert caplog.messages == messages
         log.warning("later")
@@ -273,7 +281,7 @@ def test_other_names_of_formats_and_precisions(monkeypatch: pytest.MonkeyPatch) 
 
 def test_quiet_and_verbose(monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> None:
-        with common.show_progress(debug=False) as progress:
+        with common.show_progress() as progress:
             warnings.warn("from a library", stacklevel=1)
             progress.note("ours")
 
@@ -291,7 +299,7 @@ def test_a_run_logs_the_warnings_of_libraries(tmp_path: Path, capfd: pytest.Capt
     before = (warnings.showwarning, logging.root.manager.disable, list(logging.root.handlers))
     for debug in (False, True):
         path = tmp_path / f"{debug}.log"
-        with common.show_progress(debug), log_warnings(path):
+        with with_flag("debug", debug), common.show_progress(), log_warnings(path):
             assert not path.exists()
             warnings.warn(f"by warnings {debug}", stacklevel=1)
             plain.warning("by a logger")
@@ -305,8 +313,18 @@ def test_a_run_logs_the_warnings_of_libraries(tmp_path: Path, capfd: pytest.Capt
     assert not handler.filters and own.handlers == [handler]
 
 
+def test_an_own_warning_reaches_the_terminal_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With and without a run folder, which keeps it too."""
+    path = tmp_path / "warnings.log"
+    for kept in (nullcontext(), log_warnings(path)):
+        with common.show_progress(), kept:
+            logging.getLogger("vitcompress").error("two builds")
+        assert capfd.readouterr().err.count("warning: two builds\n") == 1
+    assert path.read_text().count("two builds") == 1 and not logging.getLogger("vitcompress").handlers
+
+
 def test_output_of_libraries_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with common.show_progress(debug=False) as progress:
+    with common.show_progress() as progress:
         print("library chatter")  # noqa: T201
         progress.note("ours")
     out, err = capsys.readouterr()

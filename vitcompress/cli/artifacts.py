@@ -6,17 +6,8 @@ from typing import Any, cast
 
 import click
 
+from vitcompress.cli import options as opt
 from vitcompress.cli.common import common_options, note_without_manifest, print_result, report_failure, show_progress
-from vitcompress.cli.options import (
-    ALIASES,
-    export_options,
-    max_drop_option,
-    parse_batches,
-    preprocessing_options,
-    replace_alias,
-    runner_options,
-    take,
-)
 from vitcompress.errors import InputError, RecipeError
 
 
@@ -25,14 +16,14 @@ from vitcompress.errors import InputError, RecipeError
 @click.option("--require-verified", is_flag=True, help="Exit code 1 if a check cannot run on this machine.")
 @click.option("--adopt", is_flag=True, help="Write a manifest of all files in DIR if no check fails.")
 @common_options
-def verify(folder: Path, require_verified: bool, adopt: bool, as_json: bool, debug: bool) -> int:
+def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
     """Re-run every check on a run folder.
 
     Files against manifest.json, accuracy counts, folds, slices, weights, and every exported file: its tensors and its
     outputs. Checks that cannot run on this machine are reported as `not run`, never as passed. Exit code 1 if a check
     fails.
     """
-    with show_progress(debug) as progress:
+    with show_progress() as progress:
         from vitcompress.bench.report import files
         from vitcompress.bench.report.records import VerificationRecord
         from vitcompress.bench.report.run import count_verdicts
@@ -52,48 +43,33 @@ def verify(folder: Path, require_verified: bool, adopt: bool, as_json: bool, deb
         data = cast(VerificationRecord, {"weights": {"tensors": [], "files": []}, **verification.to_dict()})
         weights = files.weight_table(data["weights"])
     summary = [*files.describe_bytes(data["weights"]), count_verdicts(data)]
-    print_result(data, as_json, lambda _: tables.print_verification(data["checks"], weights, summary))
+    print_result(data, lambda _: tables.print_verification(data["checks"], weights, summary))
     failed = [check.name for check in verification.checks if check.verdict == "failed"]
     open_ = [check.name for check in verification.checks if check.verdict == "not_run"]
     if changed := [name for name in failed if name.startswith("manifest.")]:
-        return report_failure(f"{len(changed)} files are not as they were written", REMEDY, as_json)
+        return report_failure(f"{len(changed)} files are not as they were written", REMEDY)
     if not failed and open_ and require_verified:
-        return report_failure(f"{len(open_)} checks could not run here: {', '.join(open_)}", None, as_json)
+        return report_failure(f"{len(open_)} checks could not run here: {', '.join(open_)}")
     return 0 if verification.passed else 1
 
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @click.option(
-    "--format",
-    "name",
-    default="onnx",
-    show_default=True,
-    metavar="FORMAT",
-    callback=replace_alias(ALIASES),
-    help="onnx, openvino, trt or trt-rtx.",
+    "--format", "name", default="onnx", show_default=True, **opt.alias("FORMAT"), help="onnx, openvino, trt or trt-rtx."
 )
-@export_options
-@click.option("--out", "-o", type=click.Path(path_type=Path, dir_okay=False), help="File to write (default: in DIR).")
+@opt.export_options
+@click.option("--out", "-o", type=opt.FILE, help="File to write (default: in DIR).")
 @click.option("--dense", is_flag=True, help="Export the model before pruning, to compare with.")
 @click.option("--require-verified", is_flag=True, help="Exit code 1 if the file cannot be verified on this machine.")
 @common_options
-def export(
-    folder: Path,
-    name: str,
-    out: Path | None,
-    dense: bool,
-    require_verified: bool,
-    as_json: bool,
-    debug: bool,
-    **options: Any,
-) -> int:
+def export(folder: Path, name: str, out: Path | None, dense: bool, require_verified: bool, **options: Any) -> int:
     """Export a finished run folder again.
 
     In another format or precision, or on the target machine. The weights and outputs of the file are compared with the
     model; a file that fails is moved to the folder `failed`. The report of the folder lists the file.
     """
-    with show_progress(debug) as progress:
+    with show_progress() as progress:
         from vitcompress.cli.output import tables
         from vitcompress.exporters.options import ExportOptions
         from vitcompress.io.manifest import record_changes
@@ -107,15 +83,15 @@ def export(
             outcome = verify_export(folder, done, progress, dense=dense)
         refresh_reports([folder], progress)
     data = {"folder": str(outcome.path.parent), **done.to_dict(), **outcome.to_dict()}
-    print_result(data, as_json, tables.print_export)
+    print_result(data, tables.print_export)
     file = done.path.name
     if outcome.verdict == "failed":
-        return report_failure(f"{file} does not match the model, see {outcome.path}: {outcome.reason}", None, as_json)
+        return report_failure(f"{file} does not match the model, see {outcome.path}: {outcome.reason}")
     if failed := [check["detail"] for check in done.build.get("truth", ()) if check["verdict"] == "failed"]:
-        return report_failure(f"{file} was not built as requested: {failed[0]}", None, as_json)
+        return report_failure(f"{file} was not built as requested: {failed[0]}")
     if outcome.verdict == "not_run" and require_verified:
         hint = outcome.command and f"run on the target: {outcome.command}"
-        return report_failure(f"{file} could not be verified here: {outcome.reason}", hint, as_json)
+        return report_failure(f"{file} could not be verified here: {outcome.reason}", hint)
     return 0
 
 
@@ -127,7 +103,7 @@ def export(
     show_default=True,
     help="paper (10 warm-up, 100 runs, batch 256), or robust (warm-up until times settle, 100 runs and 10 s or more).",
 )
-@click.option("--batch", callback=parse_batches, metavar="N,N,...", help="Images per run; several: 1,8,64,256.")
+@click.option("--batch", callback=opt.parse_batches, metavar="N,N,...", help="Images per run; several: 1,8,64,256.")
 @click.option("--warmup", type=click.IntRange(0), help="Runs before the measurement (default: the protocol's).")
 @click.option("--runs", type=click.IntRange(1), help="Timed runs per artifact (robust: at least).")
 @click.option(
@@ -137,10 +113,7 @@ def export(
     help="Exit code 1 if the lower bound of the 95 % interval of any speed-up over the first artifact is below R.",
 )
 @click.option(
-    "--precision",
-    metavar="PRECISION",
-    callback=replace_alias(ALIASES),
-    help="fp32, tf32, fp16, bf16 (default: the file's, fp32 in torch).",
+    "--precision", **opt.alias("PRECISION"), help="fp32, tf32, fp16, bf16 (default: the file's, fp32 in torch)."
 )
 @click.option("--compile", is_flag=True, help="Use torch.compile for run folders and timm models.")
 @click.option(
@@ -152,16 +125,16 @@ def export(
 @click.option("--memory", is_flag=True, help="Measure the CPU memory of each artifact (some seconds each).")
 @click.option("--transfers", is_flag=True, help="Include the copies of images to the device and of logits back.")
 @click.option("--notes", is_flag=True, help="Print all warnings, and what the protocol does not cover.")
-@runner_options
+@opt.runner_options
 @common_options
-def bench(artifacts: tuple[str, ...], notes: bool, as_json: bool, debug: bool, **options: Any) -> int:
+def bench(artifacts: tuple[str, ...], notes: bool, **options: Any) -> int:
     """Measure artifacts interleaved and compare them with the first one.
 
     Artifacts are run folders, .onnx, .xml and .engine files, timm:NAME, and timm-onnx:NAME (the file that timm itself
     exports). NAME may have arguments, as in vit_tiny_patch16_224?img_size=48; timm-onnx:FILE.toml is the dense model
     of a recipe.
     """
-    with show_progress(debug) as progress:
+    with show_progress() as progress:
         from vitcompress.bench import suite
         from vitcompress.bench.report.run import bench_table
         from vitcompress.cli.output import tables
@@ -169,12 +142,12 @@ def bench(artifacts: tuple[str, ...], notes: bool, as_json: bool, debug: bool, *
         from vitcompress.pipeline.report import record_bench
 
         note_without_manifest(artifacts, progress)
-        settings = suite.BenchOptions(runner=take(options, RunnerOptions), **options)
+        settings = suite.BenchOptions(runner=opt.take(options, RunnerOptions), **options)
         result = suite.run(artifacts, settings, progress=progress)
         measured, failure = result.to_dict(), result.failure()
         record_bench(artifacts, measured, progress)
-    print_result(measured, as_json, lambda _: tables.print_bench(measured, bench_table([measured]), notes=notes))
-    return 0 if failure is None else report_failure(failure, None, as_json)
+    print_result(measured, lambda _: tables.print_bench(measured, bench_table([measured]), notes=notes))
+    return 0 if failure is None else report_failure(failure)
 
 
 @click.command()
@@ -183,16 +156,12 @@ def bench(artifacts: tuple[str, ...], notes: bool, as_json: bool, debug: bool, *
 @click.option("--split", metavar="NAME", help="Folder below PATH (default: val, validation or test).")
 @click.option("--batch", type=click.IntRange(1), default=64, show_default=True, help="Images per call.")
 @click.option("--workers", type=click.IntRange(0), default=0, show_default=True, help="Processes that load images.")
-@click.option(
-    "--bench",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Output of `bench --json`, to show throughput from.",
-)
-@preprocessing_options
-@max_drop_option
-@runner_options
+@click.option("--bench", type=opt.FILE, help="Output of `bench --json`, to show throughput from.")
+@opt.preprocessing_options
+@opt.max_drop_option
+@opt.runner_options
 @common_options
-def evaluate(artifacts: tuple[str, ...], max_drop: float | None, as_json: bool, debug: bool, **options: Any) -> int:
+def evaluate(artifacts: tuple[str, ...], max_drop: float | None, **options: Any) -> int:
     """Count top-1 and top-5 of artifacts.
 
     Several artifacts are compared with the first on the same images. Shows throughput too if the run folder has a
@@ -200,7 +169,7 @@ def evaluate(artifacts: tuple[str, ...], max_drop: float | None, as_json: bool, 
     """
     if max_drop is not None and len(artifacts) < 2:
         raise InputError("--max-drop compares with the first artifact, got only one", hint="give two or more")
-    with show_progress(debug) as progress:
+    with show_progress() as progress:
         from vitcompress.bench import accuracy
         from vitcompress.bench.report.loss import list_drops
         from vitcompress.cli.output import tables
@@ -209,11 +178,11 @@ def evaluate(artifacts: tuple[str, ...], max_drop: float | None, as_json: bool, 
         from vitcompress.pipeline.report import record_accuracy
 
         note_without_manifest(artifacts, progress)
-        runner, preprocessing = take(options, RunnerOptions), take(options, Preprocessing)
+        runner, preprocessing = opt.take(options, RunnerOptions), opt.take(options, Preprocessing)
         settings = accuracy.EvaluateOptions(runner=runner, preprocessing=preprocessing, **options)
         result = accuracy.run(artifacts, settings, progress)
         record_accuracy(artifacts, result, settings, progress)
         drops = list_drops(((f"{test['b']} against {test['a']}", test) for test in result["mcnemar"]), max_drop)
     limits = {"max_drop": max_drop, "drops": drops, "passed": not drops}
-    print_result({**result, **limits}, as_json, lambda _: tables.print_accuracy(result))
-    return report_failure("\n".join(drops), None, as_json) if drops else 0
+    print_result({**result, **limits}, lambda _: tables.print_accuracy(result))
+    return report_failure("\n".join(drops)) if drops else 0

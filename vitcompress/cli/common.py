@@ -28,6 +28,15 @@ OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|failed to alloca
 GPU_ERROR = re.compile(r"CUDA error|CUDA driver|NVIDIA driver|CUBLAS_STATUS|CUDNN_STATUS|NCCL", re.IGNORECASE)
 
 
+class OwnWarnings(logging.Handler):
+    """Prints what the logger `vitcompress` reports, also where the warnings of libraries are hidden."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from vitcompress.cli.output import terminal
+
+        terminal.print_line(f"warning: {record.getMessage()}")
+
+
 class Stopped(Exception):
     """Ctrl-C during a command."""
 
@@ -132,26 +141,35 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-@contextlib.contextmanager
-def pause_gc() -> Iterator[None]:
-    """No garbage collection, for short commands that build many models: it takes a quarter of their time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+def _keep(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    ctx.meta[str(param.name)] = value
+
+
+def _is_set(option: str) -> bool:
+    """Whether an option of all commands is set, in the command that runs."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(option))
+
+
+_flag = functools.partial(click.option, is_flag=True, expose_value=False, callback=_keep)
 
 
 @contextlib.contextmanager
-def show_progress(debug: bool) -> Iterator[Progress]:
-    """Show progress. Output of libraries goes to standard error; their warnings are hidden, and logged by runs."""
+def show_progress(*, collect: bool = True) -> Iterator[Progress]:
+    """Show progress. Output of libraries goes to standard error; their warnings are hidden, and logged by runs.
+
+    collect: False stops the garbage collection, a quarter of the time of short commands that build many models.
+    """
     from vitcompress.cli.output.terminal import ConsoleProgress
 
     with contextlib.ExitStack() as stack:
-        context = click.get_current_context(silent=True)
-        meta = context.meta if context else {}
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        if not (debug or meta.get("verbose")):
+        logging.getLogger("vitcompress").addHandler(own := OwnWarnings())
+        stack.callback(logging.getLogger("vitcompress").removeHandler, own)
+        if not collect:
+            gc.disable()
+            stack.callback(gc.enable)
+        if not (_is_set("debug") or _is_set("verbose")):
             stack.enter_context(warnings.catch_warnings())
             warnings.showwarning = lambda *warning: None
             stack.callback(logging.disable, logging.root.manager.disable)
@@ -159,7 +177,7 @@ def show_progress(debug: bool) -> Iterator[Progress]:
             # A failed thread of a library prints a traceback; its effect on the work is raised as an error.
             stack.callback(setattr, threading, "excepthook", threading.excepthook)
             threading.excepthook = lambda args: None
-        yield stack.enter_context(ConsoleProgress()) if is_main_process() and not meta.get("quiet") else Progress()
+        yield stack.enter_context(ConsoleProgress()) if is_main_process() and not _is_set("quiet") else Progress()
 
 
 # Arguments and options that name files which must exist -> the next step if one does not.
@@ -184,7 +202,9 @@ def check_files(name: str, value: Any) -> None:
             raise InputError(f"{one} does not exist", hint=FILES[name])
 
 
-def _common(command: Callable[..., Any]) -> Callable[..., Any]:
+def common_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of all commands, and check files before the command imports libraries."""
+
     @functools.wraps(command)
     def run(*args: Any, **values: Any) -> Any:
         for name in FILES.keys() & values.keys():  # before libraries are imported, which takes seconds
@@ -192,39 +212,26 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
                 check_files(name, values[name])
         return command(*args, **values)
 
-    return run
+    return add_options(
+        _flag("--json", "as_json", help="Print the result as JSON."),
+        _flag("--verbose", "-v", help="Show library warnings."),
+        _flag("--quiet", "-q", help="Show no progress."),
+        _flag("--debug", help="Show tracebacks and library warnings."),
+    )(run)
 
 
-def _keep(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    ctx.meta[str(param.name)] = value
-
-
-# The options of all commands.
-_options = add_options(
-    click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
-    click.option("--verbose", "-v", is_flag=True, expose_value=False, callback=_keep, help="Show library warnings."),
-    click.option("--quiet", "-q", is_flag=True, expose_value=False, callback=_keep, help="Show no progress."),
-    click.option("--debug", is_flag=True, help="Show tracebacks and library warnings."),
-)
-
-
-def common_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of all commands, and check files before the command imports libraries."""
-    return _options(_common(command))
-
-
-def print_result(data: Any, as_json: bool, draw: Callable[[Any], None]) -> int:
+def print_result(data: Any, draw: Callable[[Any], None]) -> int:
     """Print the result of a command as JSON or with `draw`, in one process only. Returns exit code 0."""
     from vitcompress.cli.output import terminal
 
     if is_main_process():
-        (terminal.print_json if as_json else draw)(data)
+        (terminal.print_json if _is_set("as_json") else draw)(data)
     return 0
 
 
-def print_dry_run(plan: Any, as_json: bool, draw: Callable[[Any], None]) -> int:
+def print_dry_run(plan: Any, draw: Callable[[Any], None]) -> int:
     """Print the result of a dry run. Returns the exit code with which a run would start: 2 if something is missing."""
-    return print_result(plan, as_json, draw) or (InputError.exit_code if plan.missing else 0)
+    return print_result(plan, draw) or (InputError.exit_code if plan.missing else 0)
 
 
 def note_without_manifest(artifacts: Iterable[str | Path], progress: Progress) -> None:
@@ -235,10 +242,10 @@ def note_without_manifest(artifacts: Iterable[str | Path], progress: Progress) -
         progress.note(f"changes of files are not detected without a manifest, in {', '.join(old)}: {remedy}")
 
 
-def report_failure(message: str, hint: str | None, as_json: bool) -> int:
+def report_failure(message: str, hint: str | None = None) -> int:
     """Print a panel, unless the JSON has the reason. Returns exit code 1."""
     from vitcompress.cli.output import terminal
 
-    if not as_json and is_main_process():
+    if not _is_set("as_json") and is_main_process():
         terminal.print_error(CheckFailedError(message, hint=hint))
     return CheckFailedError.exit_code

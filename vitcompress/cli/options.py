@@ -1,7 +1,7 @@
 """Parsing of option values, shell completion, and groups of options that several commands share."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ ALIASES = {
 }
 PROVIDERS = {name.lower(): f"{name}ExecutionProvider" for name in ("CPU", "CUDA", "Tensorrt")}
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+
+FILE, FOLDER = click.Path(path_type=Path, dir_okay=False), click.Path(path_type=Path, file_okay=False)
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
@@ -57,9 +59,9 @@ def _positive(word: str) -> int:
     return int(word)
 
 
-def replace_alias(names: dict[str, str]) -> Callable[[click.Context, click.Parameter, str | None], str | None]:
-    """Accept the other `names` of a value, in any case."""
-    return lambda ctx, param, value: value and names.get(value.lower(), value)
+def alias(metavar: str, names: Mapping[str, str] = ALIASES) -> dict[str, Any]:
+    """Arguments of an option that also accepts the other `names` of a value, in any case."""
+    return {"metavar": metavar, "callback": lambda ctx, param, value: value and names.get(value.lower(), value)}
 
 
 parse_words = parse_list(str, "names", ())
@@ -103,12 +105,7 @@ def add_options(*options: Decorator) -> Decorator:
 
 # Each option is a field of ExportOptions.
 export_options = add_options(
-    click.option(
-        "--precision",
-        metavar="PRECISION",
-        callback=replace_alias(ALIASES),
-        help="fp32 (default), tf32, fp16 or bf16, if the format has it.",
-    ),
+    click.option("--precision", **alias("PRECISION"), help="fp32 (default), tf32, fp16 or bf16, if the format has it."),
     click.option("--opset", type=int, help="ONNX operator set (default: chosen and recorded with the reason)."),
     click.option("--batch", callback=parse_batch_range, metavar="MIN:OPT:MAX", help="Batch sizes of an engine (trt)."),
     click.option("--sm", callback=parse_capabilities, metavar="LIST", help="Compute capabilities, as in 80,89 (trt)."),
@@ -151,19 +148,17 @@ preprocessing_options = add_options(
 runner_options = add_options(
     click.option(
         "--device",
-        metavar="DEVICE",
-        callback=replace_alias(ALIASES),
+        **alias("DEVICE"),
         help="cpu, cuda, cuda:1, mps (default: cuda for engines and everything measured beside them, else cpu).",
     ),
     click.option(
         "--provider",
-        metavar="NAME",
-        callback=replace_alias(PROVIDERS),
+        **alias("NAME", PROVIDERS),
         help="ONNX Runtime execution provider, such as CUDAExecutionProvider, or cpu, cuda, tensorrt.",
     ),
     click.option(
         "--engine-cache",
-        type=click.Path(path_type=Path, file_okay=False),
+        type=FOLDER,
         metavar="DIR",
         help="Cache directory for engines built by ONNX Runtime's TensorRT providers.",
     ),

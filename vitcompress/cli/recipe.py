@@ -1,41 +1,21 @@
 """Run a recipe; list and explain recipes."""
 
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import click
 
 from vitcompress import recipes as shipped
-from vitcompress.cli.common import (
-    common_options,
-    is_main_process,
-    pause_gc,
-    print_dry_run,
-    print_result,
-    report_failure,
-    show_progress,
-)
-from vitcompress.cli.options import (
-    ALIASES,
-    complete_names,
-    dry_run_option,
-    max_drop_option,
-    parse_formats,
-    preprocessing_options,
-    replace_alias,
-    set_option,
-    take,
-)
+from vitcompress.cli import options as opt
+from vitcompress.cli.common import common_options, print_dry_run, print_result, report_failure, show_progress
 from vitcompress.errors import InputError
 
 
 @click.command()
-@click.argument("source", metavar="NAME|FILE", shell_complete=complete_names(shipped.names))
-@click.option("--out", "-o", type=click.Path(path_type=Path, file_okay=False), help="Run folder (default: runs/NAME).")
+@click.argument("source", metavar="NAME|FILE", shell_complete=opt.complete_names(shipped.names))
+@click.option("--out", "-o", type=opt.FOLDER, help="Run folder (default: runs/NAME).")
 @click.option(
     "--export",
-    callback=parse_formats,
+    callback=opt.parse_formats,
     metavar="FORMATS",
     help="Formats to export: onnx, openvino, trt, trt-rtx, or several, as in onnx,trt.",
 )
@@ -46,27 +26,22 @@ from vitcompress.errors import InputError
     help="Weights of the dense model: a checkpoint or Hugging Face folder, random, hub (timm's), or train ([dense]).",
 )
 @click.option("--model", metavar="NAME", help="timm architecture, instead of the recipe's and its arguments.")
-@click.option("--classes", type=click.Path(path_type=Path, dir_okay=False), help="File of class names, one per line.")
-@set_option
+@click.option("--classes", type=opt.FILE, help="File of class names, one per line.")
+@opt.set_option
 @click.option(
-    "--device",
-    metavar="DEVICE",
-    callback=replace_alias(ALIASES),
-    help="cpu, cuda, cuda:1, mps (default: the recipe's, else the best one).",
+    "--device", **opt.alias("DEVICE"), help="cpu, cuda, cuda:1, mps (default: the recipe's, else the best one)."
 )
-@dry_run_option
+@opt.dry_run_option
 @click.option(
-    "--structure-only",
-    is_flag=True,
-    help="No training and no scoring: cost and speed of a structure of the same size.",
+    "--structure-only", is_flag=True, help="No training and no scoring: cost and speed of a structure of the same size."
 )
 @click.option(
     "--control",
     is_flag=True,
     help="Also train the dense model for as many epochs, with the same teacher and options, and compare with it.",
 )
-@max_drop_option
-@preprocessing_options
+@opt.max_drop_option
+@opt.preprocessing_options
 @click.option(
     "--expect", type=float, metavar="PERCENT", help="Stop if the dense model is worse than this on the held-out images."
 )
@@ -83,8 +58,6 @@ def recipe(
     dry_run: bool,
     max_drop: float | None,
     require_verified: bool,
-    as_json: bool,
-    debug: bool,
     **options: Any,
 ) -> int:
     """Run a recipe, or continue an interrupted run.
@@ -94,7 +67,7 @@ def recipe(
     """
     if max_drop is not None and options["structure_only"]:
         raise InputError("--max-drop needs accuracies, --structure-only measures none", hint="leave one of them out")
-    with show_progress(debug) as progress, pause_gc() if dry_run else nullcontext():
+    with show_progress(collect=not dry_run) as progress:
         from vitcompress.recipe.load import load_recipe
 
         loaded = load_recipe(source, sets, model)  # reports mistakes before the imports below, which take seconds
@@ -107,31 +80,31 @@ def recipe(
         from vitcompress.pipeline.run import run_recipe
 
         check = options.pop("check")
-        settings = RunOptions(preprocessing=take(options, Preprocessing), **options)
+        settings = RunOptions(preprocessing=opt.take(options, Preprocessing), **options)
         plan = dry_run_recipe(loaded, settings, check=check) if dry_run else None
         if plan is None:
             result = run_recipe(loaded, settings, progress)
     if plan is not None:
-        code = print_dry_run(plan, as_json, tables.print_dry_run)
-        return code or (report_failure(plan.failed, None, as_json) if plan.failed else 0)
+        code = print_dry_run(plan, tables.print_dry_run)
+        return code or (report_failure(plan.failed) if plan.failed else 0)
 
     def draw(_: object) -> None:
         terminal.print_table(summary_table(result.report))
         terminal.print_text(f"all results: {result.folder}/report.md")
 
-    drops = list_run_drops(result.folder.name, result.report, max_drop) if is_main_process() else []
+    drops = list_run_drops(result.folder.name, result.report, max_drop) if result.report else []
     limits = {"passed": result.passed and not drops, "max_drop": max_drop, "drops": drops}
-    print_result({"folder": str(result.folder), **limits, **result.report}, as_json, draw)
+    print_result({"folder": str(result.folder), **limits, **result.report}, draw)
     if not result.passed:
         drops.insert(0, f"a check failed: `vitcompress verify {result.folder}` shows which")
     if drops:
-        return report_failure("\n".join(drops), None, as_json)
+        return report_failure("\n".join(drops))
     if pending := result.pending:
         names, commands = (
             ", ".join(dict.fromkeys(str(check[key]) for check in pending)) for key in ("name", "command")
         )
         if require_verified:
-            return report_failure(f"not run here: {names}", f"run on the target: {commands}", as_json)
+            return report_failure(f"not run here: {names}", f"run on the target: {commands}")
         terminal.print_line(f"warning: not run here: {names}; on the target: {commands}")
     return 0
 
@@ -140,7 +113,7 @@ def recipe(
 @click.option("--count", is_flag=True, help="Compare published parameters and MACs with those counted here.")
 @common_options
 @click.pass_context
-def recipes(ctx: click.Context, count: bool, as_json: bool, debug: bool) -> int:
+def recipes(ctx: click.Context, count: bool) -> int:
     """List the recipes; subcommands print one, its keys, or a schema."""
     if ctx.invoked_subcommand is not None:
         return 0
@@ -154,53 +127,53 @@ def recipes(ctx: click.Context, count: bool, as_json: bool, debug: bool) -> int:
             print_line("\nablations and baselines:")
             print_pairs((name, summaries[name]) for name in sorted(ablations))
 
-        return print_result(shipped.summaries(), as_json, draw)
-    with show_progress(debug) as progress, pause_gc():
+        return print_result(shipped.summaries(), draw)
+    with show_progress(collect=False) as progress:
         from vitcompress.cli.output import tables
         from vitcompress.pipeline.published import compare_sizes
 
         sizes = compare_sizes(shipped.names(), progress)
-    return print_result(sizes, as_json, tables.print_counts)
+    return print_result(sizes, tables.print_counts)
 
 
 @recipes.command()
-@click.argument("name", shell_complete=complete_names(shipped.names))
+@click.argument("name", shell_complete=opt.complete_names(shipped.names))
 @common_options
-def show(name: str, as_json: bool, debug: bool) -> int:
+def show(name: str) -> int:
     """Print the TOML of a recipe, to read or to copy."""
     from vitcompress.cli.output import terminal
 
     text = shipped.text(name)
-    return print_result({"name": name, "toml": text}, as_json, lambda _: terminal.print_toml(text))
+    return print_result({"name": name, "toml": text}, lambda _: terminal.print_toml(text))
 
 
 @recipes.command()
-@click.argument("source", metavar="NAME|FILE|METHOD", shell_complete=complete_names(shipped.names))
+@click.argument("source", metavar="NAME|FILE|METHOD", shell_complete=opt.complete_names(shipped.names))
 @click.option("--all", "every", is_flag=True, help="For a method: also the keys of the other tables of a recipe.")
 @common_options
-def keys(source: str, every: bool, as_json: bool, debug: bool) -> int:
+def keys(source: str, every: bool) -> int:
     """List all keys of a recipe, or those of a method.
 
     With type, default, description and the recipe's value. Keys are the same in TOML and with --set.
     """
-    with show_progress(debug):
+    with show_progress():
         from vitcompress.cli.output.keys import print_keys
         from vitcompress.recipe.keys import keys_of
 
         listed = keys_of(source, every)
-    return print_result(listed, as_json, print_keys)
+    return print_result(listed, print_keys)
 
 
 @recipes.command()
 @common_options
-def schema(as_json: bool, debug: bool) -> int:
+def schema() -> int:
     """Print the JSON Schema of recipes, with which editors check and complete TOML.
 
     Includes the methods of other installed packages.
     """
-    with show_progress(debug):
+    with show_progress():
         from vitcompress.cli.output import terminal
         from vitcompress.recipe.keys import recipe_schema
 
         data = recipe_schema()
-    return print_result(data, as_json, terminal.print_json)
+    return print_result(data, terminal.print_json)

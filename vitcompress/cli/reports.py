@@ -4,14 +4,8 @@ from pathlib import Path
 
 import click
 
-from vitcompress.cli.common import (
-    common_options,
-    note_without_manifest,
-    print_result,
-    report_failure,
-    show_progress,
-)
-from vitcompress.cli.options import max_drop_option
+from vitcompress.cli.common import common_options, note_without_manifest, print_result, report_failure, show_progress
+from vitcompress.cli.options import FILE, FOLDER, max_drop_option
 from vitcompress.errors import MissingExtraError
 
 
@@ -19,36 +13,26 @@ from vitcompress.errors import MissingExtraError
 @click.argument("folders", nargs=-1, required=True, metavar="DIR...")
 @click.option(
     "--plot",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="File for a plot of accuracy against speed (default with several folders: comparison.png).",
 )
 @click.option(
     "--pictures",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=FOLDER,
     help="Folder for plots of the layers and channels that each run chose, with their scores.",
 )
-@click.option(
-    "--bench",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Output of `bench --json`, to take speeds from.",
-)
+@click.option("--bench", type=FILE, help="Output of `bench --json`, to take speeds from.")
 @max_drop_option
 @common_options
 def report(
-    folders: tuple[str, ...],
-    plot: Path | None,
-    pictures: Path | None,
-    bench: Path | None,
-    max_drop: float | None,
-    as_json: bool,
-    debug: bool,
+    folders: tuple[str, ...], plot: Path | None, pictures: Path | None, bench: Path | None, max_drop: float | None
 ) -> int:
     """Show the results of runs.
 
     One run folder as a page; several side by side, with a plot of accuracy against speed. Updates the reports in the
     folders if their files have changed.
     """
-    with show_progress(debug) as progress:
+    with show_progress() as progress:
         from vitcompress.bench.report import compare
         from vitcompress.bench.report import run as reports
         from vitcompress.bench.report.loss import list_run_drops
@@ -75,20 +59,20 @@ def report(
             progress.note(f"plot: {result['plot']}")
         page = reports.markdown(result["runs"][folders[0]])
     show = tables.print_comparison if len(folders) > 1 else lambda _: terminal.print_markdown(page)
-    print_result({**result, "max_drop": max_drop, "drops": drops, "passed": not drops}, as_json, show)
-    return report_failure("\n".join(drops), None, as_json) if drops else 0
+    print_result({**result, "max_drop": max_drop, "drops": drops, "passed": not drops}, show)
+    return report_failure("\n".join(drops)) if drops else 0
 
 
 @click.command()
 @common_options
-def doctor(as_json: bool, debug: bool) -> int:
+def doctor() -> int:
     """Show what this machine can export, run and measure.
 
     And how to install what is missing for the rest.
     """
-    with show_progress(debug):
+    with show_progress():
         from vitcompress.cli.output import tables
         from vitcompress.exporters.doctor import examine
 
         data = examine()
-    return print_result(data, as_json, tables.print_doctor)
+    return print_result(data, tables.print_doctor)

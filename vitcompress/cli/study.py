@@ -1,21 +1,18 @@
 """Run a study: a comparison of methods on the same data."""
 
-from pathlib import Path
 from typing import Any
 
 import click
 
 from vitcompress import recipes as shipped
 from vitcompress.cli.common import common_options, print_dry_run, print_result, show_progress
-from vitcompress.cli.options import complete_names, dry_run_option, parse_words, set_option
+from vitcompress.cli.options import FOLDER, complete_names, dry_run_option, parse_words, set_option
 
 
 @click.command()
 @click.argument("source", metavar="[show] NAME|FILE", shell_complete=complete_names(shipped.study_names))
 @click.argument("shown", metavar="", required=False, shell_complete=complete_names(shipped.study_names))
-@click.option(
-    "--out", "-o", type=click.Path(path_type=Path, file_okay=False), help="Folder (default: runs/study-NAME)."
-)
+@click.option("--out", "-o", type=FOLDER, help="Folder (default: runs/study-NAME).")
 @click.option("--seeds", type=int, default=3, show_default=True, help="Number of seeds per row: 0, 1, ...")
 @click.option("--jobs", type=int, default=1, show_default=True, help="Number of runs at a time.")
 @click.option("--rows", callback=parse_words, metavar="NAMES", help="Only these rows, as in hetdpt_5,random_5.")
@@ -30,14 +27,7 @@ from vitcompress.cli.options import complete_names, dry_run_option, parse_words,
 @dry_run_option
 @common_options
 def study(
-    source: str,
-    shown: str | None,
-    sets: tuple[str, ...],
-    rows: tuple[str, ...],
-    dry_run: bool,
-    as_json: bool,
-    debug: bool,
-    **options: Any,
+    source: str, shown: str | None, sets: tuple[str, ...], rows: tuple[str, ...], dry_run: bool, **options: Any
 ) -> int:
     """Train methods side by side with several seeds, and compare them.
 
@@ -48,10 +38,10 @@ def study(
         from vitcompress.cli.output.terminal import print_toml
 
         text = shipped.study_text(shown or "")
-        return print_result({"name": shown, "toml": text}, as_json, lambda _: print_toml(text))
+        return print_result({"name": shown, "toml": text}, lambda _: print_toml(text))
     if shown is not None:
         raise click.UsageError(f"got two studies, {source} and {shown}; `study show NAME` prints one")
-    with show_progress(debug) as progress:
+    with show_progress() as progress:
         from vitcompress.recipe.load import read_study
 
         read_study(source)  # reports a missing file before the imports below, which take seconds
@@ -65,7 +55,7 @@ def study(
         if plan is None:
             result = run_study(loaded, settings, progress)
     if plan is not None:
-        return print_dry_run(plan, as_json, tables.print_study_dry_run)
+        return print_dry_run(plan, tables.print_study_dry_run)
 
     def draw(_: object) -> None:
         terminal.print_table(row_table(result))
@@ -73,4 +63,4 @@ def study(
         for warning in (result["speed"] or {}).get("warnings", ()):
             terminal.print_line(f"note: {warning}")
 
-    return print_result(result, as_json, draw)
+    return print_result(result, draw)

@@ -23,11 +23,7 @@ from vitcompress.methods.base import Context, Estimate, reject_unused
 from vitcompress.methods.calibration import accuracy, training_subset
 from vitcompress.methods.depth import KINDS, gate_layers, layers, remove_layers
 from vitcompress.methods.hetdpt.allocation import Row
-from vitcompress.methods.options import (
-    AllocationOptions,
-    CollectionOptions,
-    FastTraining,
-)
+from vitcompress.methods.options import AllocationOptions, CollectionOptions, FastTraining
 from vitcompress.training.options import TrainOptions
 
 Record = dict[str, Any]
