@@ -1,5 +1,6 @@
 """The control: the dense model after as much training, to separate pruning from longer training."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from vitcompress import cli
 from vitcompress.bench.report.loss import paired_tests
 from vitcompress.bench.report.run import summary_table
 from vitcompress.errors import InputError
-from vitcompress.io.files import file_sha256, read_json
+from vitcompress.io.files import file_sha256, read_json, write_json
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.pipeline.dry_run import dry_run_recipe
 from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import RunResult, run_recipe
+from vitcompress.verify.records import report_checks
 
 TWO = (*world.BARE, "finetune.epochs=2")  # epochs of the fine-tuning
 
@@ -45,6 +47,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+def verified(folder: Path) -> str:
+    """The verdict on the counts in the report."""
+    return next(check.verdict for check in report_checks(RunFolder(folder)))
+
+
 def first_rows(report: Any) -> list[tuple[str, ...]]:
     return [row for row in summary_table(report).rows if row[0].startswith("accuracy")]
 
@@ -59,7 +66,8 @@ def test_a_control_is_added_to_a_finished_run_which_keeps_everything_else(home: 
     accuracy, (against_dense, against_control) = result.report["accuracy"], first_rows(result.report)
     assert [stage for stage in progress.stages if stage.startswith("Train")] == ["Train the control, the dense model"]
     changed = {name for name, time in world.tree(home).items() if before.get(name, time) != time}
-    written = {"report.json", "report.md", "report.html", "state/accuracy.json", "state/mistakes.json"}
+    written = {"manifest.json", *(f"report.{kind}" for kind in ("json", "md", "html"))}
+    written |= {"state/accuracy.json", "state/mistakes.json"}
     assert changed - {"run", "run/state"} == {f"run/{name}" for name in written}
     assert accuracy | {"control": 0, "control_mcnemar": 0} == plain["accuracy"] | {"control": 0, "control_mcnemar": 0}
     control, test = accuracy["control"], accuracy["control_mcnemar"]
@@ -67,6 +75,14 @@ def test_a_control_is_added_to_a_finished_run_which_keeps_everything_else(home: 
     assert test["difference_ci95"][0] <= test["difference"] <= test["difference_ci95"][1]
     assert against_dense[0] == "accuracy, test images" and "95 %" in against_control[-1]
     assert against_control[0] == "accuracy, before: control (dense, 2 more epochs)"
+
+    assert verified(home / "run") == "passed"
+    shutil.copytree(home / "run", home / "edited")
+    edited = read_json(home / "edited" / "report.json")
+    edited["accuracy"]["control_mcnemar"]["only_a"] += 1
+    write_json(home / "edited" / "report.json", edited)
+    (home / "edited" / "manifest.json").unlink()
+    assert verified(home / "edited") == "failed"
 
     again, progress = run(home, control=True)  # with and without the option, nothing is left to do
     assert (again, progress.stages) == (result, []) and run(home, control=False)[0] == result

@@ -55,10 +55,10 @@ def _report_problems(files: RunFolder, report: Any) -> Iterator[str]:
     for name, record in accuracy.items():
         if record != stored[name]:
             yield f"accuracy.{name} is not that of {files.accuracy.name}"
-        if name == "mcnemar":
+        if other := {"mcnemar": "dense", "control_mcnemar": "control"}.get(name):
             ours = {
-                "only_a": len(wrong["compressed"] - wrong["dense"]),
-                "only_b": len(wrong["dense"] - wrong["compressed"]),
+                "only_a": len(wrong["compressed"] - wrong[other]),
+                "only_b": len(wrong[other] - wrong["compressed"]),
             }
         else:
             count, total = record["total"] - len(wrong[name]), record["total"]
