@@ -20,6 +20,7 @@ from vitcompress.io.text import (
     shorten_names,
     shorten_paths,
 )
+from vitcompress.models.source import PREPROCESSING
 from vitcompress.pipeline.dry_run import DryRun
 from vitcompress.pipeline.published import Size, SizeComparison
 from vitcompress.pipeline.study.run import StudyDryRun
@@ -104,12 +105,16 @@ def print_dry_run(plan: DryRun) -> None:
         "MACs without attention products": "{macs_linear:,}",
     }
     records = ({"model": name, **vars(count)} for name, count in plan.cost.items())
-    settings: Columns = {
-        "setting": lambda row: row.name,
-        "value": lambda row: describe_value(row.value),
-        "source": lambda row: row.source,
+    sources: dict[tuple[str, str], list[str]] = {}
+    for setting in plan.settings:
+        part = "preprocessing" if setting.name in PREPROCESSING else "architecture"
+        sources.setdefault((part, setting.source), []).append(f"{setting.name} {describe_value(setting.value)}")
+    values: Columns = {
+        "dense model": lambda row: row[0][0],
+        "values": lambda row: ", ".join(row[1]),
+        "source": lambda row: row[0][1],
     }
-    print_table(Table.of("Dense model", settings, plan.settings))
+    print_table(Table.of("", values, sources.items()), wrap=True)
     if plan.cost:
         print_table(Table.of(f"Cost (layers or channels: {plan.layers})", cost, records))
     _print_missing(plan)
