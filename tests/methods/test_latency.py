@@ -161,7 +161,7 @@ def test_kept_latencies_belong_to_the_machine_that_they_were_taken_on(
             tmp_path,
             vit,
             latency=clock(lambda m, _: factor * sum(p.numel() for p in m.parameters()) / 1000),
-            measured_on=lambda: {"cpu": cpu, "versions": {"torch": "2"}},
+            measured_on={"cpu": cpu, "versions": {"torch": "2"}},
             progress=notes,
         )
         plan(vit, around, options)

@@ -19,7 +19,7 @@ from vitcompress.methods.base import Goal, Measured
 from vitcompress.models.create import create_model
 from vitcompress.pipeline import dry_run, latency
 from vitcompress.pipeline.job import Job, RunOptions, create_job
-from vitcompress.pipeline.latency import check_latency, clock
+from vitcompress.pipeline.latency import LatencyClock, check_latency, create_clock
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.plan import Plan
 from vitcompress.recipe.load import load_recipe
@@ -39,7 +39,7 @@ def test_a_model_is_measured_on_the_requested_runtime_and_not_changed(runtime: s
     about = job(tmp_path)
     model = create_model(about.recipe.model.name, about.base.arch_args)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    result = clock(about)(model, Goal(1e6, runtime, batch=2, threads=2))
+    result = create_clock(about)(model, Goal(1e6, runtime, batch=2, threads=2))
     assert 0 < result.fastest <= result.low <= result.ms <= result.high < 1e6 and result.repeats == 1
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not list(tmp_path.iterdir())
@@ -61,7 +61,7 @@ def test_a_measurement_is_repeated_until_its_interval_is_on_one_side(
         return suite.Bench(rows, (), {}, ())  # type: ignore[arg-type, typeddict-item]
 
     monkeypatch.setattr(suite, "compare", compare)
-    result = clock(about)(create_model(about.recipe.model.name, about.base.arch_args), Goal(goal, "torch"))
+    result = create_clock(about)(create_model(about.recipe.model.name, about.base.arch_args), Goal(goal, "torch"))
     assert len(calls) == repeats and calls[0].batch == 3, "of the recipe's [bench]"
     if repeats > 1:
         assert (result.low <= goal <= result.high) == (repeats == latency.REPEATS)
@@ -72,15 +72,14 @@ def test_a_quiet_machine_is_waited_for_with_a_bound(tmp_path: Path, monkeypatch:
     now, ends, progress = [0.0], [5.0], RecordedProgress()
     monkeypatch.setattr(latency, "time", SimpleNamespace(sleep=lambda s: now.__setitem__(0, now[0] + s)))
     monkeypatch.setattr(machine, "cpu_seconds", lambda: (now[0], min(now[0], ends[0]), 0.0))
-    about = replace(job(tmp_path), progress=progress)
-    waited = [0.0]
-    assert latency.wait_until_quiet(about, waited) == [] and waited == [5.0]
+    clock = create_clock(replace(job(tmp_path), progress=progress))
+    assert clock.wait_until_quiet() == "" and clock.waited == 5.0
     assert "waiting up to 60 s until they use 0.25 at most" in progress.notes[0]
     ends[0] = 1e6
-    (load,) = latency.wait_until_quiet(about, waited)
-    assert waited == [latency.PATIENCE] and load.startswith("other processes used 1.0 of ")
+    load = clock.wait_until_quiet()
+    assert clock.waited == latency.PATIENCE and load.startswith("other processes used 1.0 of ")
     before = now[0]
-    assert latency.wait_until_quiet(about, waited) == [load] and now[0] == before + latency.POLL, "waits once per step"
+    assert clock.wait_until_quiet() == load and now[0] == before + latency.POLL, "waits once per step"
 
 
 def test_weights_outside_the_range_of_half_precision_do_not_stop_the_measurement(tmp_path: Path) -> None:
@@ -89,7 +88,7 @@ def test_weights_outside_the_range_of_half_precision_do_not_stop_the_measurement
     model = create_model(about.recipe.model.name, about.base.arch_args)
     with torch.no_grad():
         model.get_submodule("head").bias.add_(1e5)
-    assert clock(about)(model, Goal(1e6, "onnxruntime")).ms > 0
+    assert create_clock(about)(model, Goal(1e6, "onnxruntime")).ms > 0
 
 
 @pytest.mark.parametrize("device", ["mps", "cuda:77"])
@@ -139,10 +138,10 @@ QUICK = ["bench.warmup=0", "bench.runs=1", "export.formats=[]", "model.args.dept
 def simulated_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real latencies of models this small vary; their parameters do not."""
 
-    def measure(job: Job, model: nn.Module, goal: Goal, waited: object) -> Measured:
+    def measure(clock: LatencyClock, model: nn.Module, goal: Goal) -> Measured:
         return Measured(*4 * [sum(p.numel() for p in model.parameters()) / PER_MS])
 
-    monkeypatch.setattr(latency, "_measure", measure)
+    monkeypatch.setattr(LatencyClock, "measure", measure)
 
 
 def whole(folder: Path, *sets: str) -> dict[str, Any]:
@@ -189,8 +188,8 @@ def test_a_latency_that_no_aligned_width_reaches_is_reported(tmp_path: Path) -> 
 def test_the_range_is_measured_after_all_steps_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """HetDPT+ after its depth step is smaller than the dense model; the target is larger."""
     calls: list[Any] = []
-    real = latency._measure
-    monkeypatch.setattr(latency, "_measure", lambda *about: calls.append(real(*about)) or calls[-1])
+    real = LatencyClock.measure
+    monkeypatch.setattr(LatencyClock, "measure", lambda *about: calls.append(real(*about)) or calls[-1])
     sets = [s.replace("step.0", "step.3") for s in (*WHOLE, "step.0.amount=299")]
     recipe = load_recipe("digits_hetdpt_plus", [*sets, *(s for s in QUICK if "depth" not in s)])
     with pytest.raises(

@@ -223,7 +223,7 @@ class Context:
 
     plan: what was already done to the model that the method receives. folder: of this step, for measurements and resume
     state. train: options of [finetune], the default for batch size and augmentation. teacher(): the teacher of the
-    recovery, None if there is none. latency: None if latencies cannot be measured. measured_on(): what latencies depend
+    recovery, None if there is none. latency: None if latencies cannot be measured. measured_on: what latencies depend
     on, as plain data: hardware, versions, threads.
     """
 
@@ -238,7 +238,7 @@ class Context:
     train: TrainOptions
     teacher: Callable[[], nn.Module | None] = lambda: None
     latency: Clock | None = None
-    measured_on: Callable[[], Mapping[str, object]] = dict
+    measured_on: Mapping[str, object] = field(default_factory=dict)
     _names: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def memo(self, name: str, compute: Callable[[], Any]) -> Any:

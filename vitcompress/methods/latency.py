@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +60,10 @@ def plan_step(method: Method, model: nn.Module, context: Context, options: Any, 
     """The plan of a step. With a latency, of the sizes that take it.
 
     A method that trains cannot be repeated for every size: the search measures its structures, and at the end its plan.
-    scored: False needs no data.
+    scored: False needs no data. Raises PlanError if no sizes take the latency.
     """
-
-    def plan(options: Any) -> Plan:
-        if scored:
-            return method.plan(model, context, options)
-        return method.structure(model, context.family, context.plan, options)
-
+    about = (model, context) if scored else (model, context.family, context.plan)
+    plan: Callable[..., Plan] = partial(method.plan if scored else method.structure, *about)
     goal, unscored = goal_of(options), method.describe(options).unscored
     if goal is None:
         return plan(options)
@@ -91,12 +88,11 @@ def plan_step(method: Method, model: nn.Module, context: Context, options: Any, 
 def list_sizes(method: Method, model: nn.Module, family: Family, base: Plan, options: Any) -> list[tuple[Any, Plan]]:
     """Options and structures: of the model as it is, then from the largest to the smallest size, each once.
 
-    Raises:
-        PlanError: no size is possible.
+    Raises PlanError if there are no sizes.
     """
     sizes = {base.delta().digest: (options, base.delta())}
     resized = (method.resize(options, model, family, step / STEPS) for step in range(1, STEPS + 1))
-    for different in {repr(candidate): candidate for candidate in resized}.values():
+    for different in {repr(one): one for one in resized}.values():
         with suppress(InputError):  # the model cannot have such sizes
             delta = method.structure(model, family, base, different)
             sizes.setdefault(delta.digest, (different, delta))
@@ -117,10 +113,11 @@ class Search:
 
     def __post_init__(self) -> None:
         context, runtime = self.context, self.goal.runtime
-        here = context.runtime.broadcast(dict(context.measured_on()) if context.runtime.is_main else None)
+        here = context.runtime.broadcast(dict(context.measured_on))
         if context.runtime.is_main and (other := other_machine(context.folder, runtime, here)):
-            elsewhere = f"those kept were taken elsewhere ({other})"
-            context.progress.note(f"latencies on {runtime} are measured anew: {elsewhere}")
+            context.progress.note(
+                f"latencies on {runtime} are measured anew: those kept were taken elsewhere ({other})"
+            )
         context.memo(f"measured-on-{runtime}-{_key(here)}", lambda: here)
         self.name = f"latency-{runtime}-{_key({**here, 'goal': str(self.goal)})}"
 

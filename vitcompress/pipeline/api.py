@@ -7,6 +7,7 @@ of methods, trainings, exports and benchmarks are keyword arguments: the keys of
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,6 +33,7 @@ from vitcompress.models import create
 from vitcompress.models.create import input_config, plan_of
 from vitcompress.models.source import resolve_model
 from vitcompress.pipeline.export import CALIBRATION_IMAGES, write_export
+from vitcompress.pipeline.latency import LatencyClock, measured_on
 from vitcompress.plan import Plan
 from vitcompress.training import distributed
 from vitcompress.training.datasets import as_images
@@ -95,7 +97,8 @@ def plan(
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
         folder: for measurements and training states, so that a stopped call can continue; None: a temporary folder.
         training: fields of `TrainOptions` for methods that train, such as `batch_size` and `augmentation`.
-        options: of the method (`vitcompress recipes keys NAME`), all with defaults.
+        options: of the method (`vitcompress recipes keys NAME`), all with defaults; with `target="latency"` and
+            `amount` in ms, the sizes are chosen by measurements on this machine.
 
     Raises:
         InputError: unknown method, options or model, or missing data; PlanError for more than the model has.
@@ -112,7 +115,9 @@ def plan(
     if wrong := [f"{name} has no effect: {unused[name]}" for name in options if name in unused]:
         raise InputError("; ".join(wrong), hint="omit it, or change the option that it depends on")
     fields = {"progress": progress or Progress(), "train": options_of(TrainOptions, training or {}, "training")}
-    context = context_for(model, data, folder=folder, device=device, seed=seed, **fields)
+    base = context_for(model, data, folder=folder, device=device, seed=seed, **fields)  # owns the temporary folder
+    clock = LatencyClock(base.input, base.runtime, base.progress, seed=seed)
+    context = replace(base, latency=clock, measured_on=measured_on(base.runtime.device, None))
     model.to(context.runtime.device)
     delta = plan_step(chosen, model, context, settings)
     load_handed_over(model, context.folder, context.plan, context.runtime)

@@ -4,9 +4,9 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +16,18 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.bench import machine, suite, timing
 from vitcompress.errors import DeviceError
-from vitcompress.exporters import available_exporter, find_exporter
+from vitcompress.exporters import available_exporter
 from vitcompress.exporters.precision import HALF, present_layers
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
+from vitcompress.io.progress import Progress
 from vitcompress.methods import budget
-from vitcompress.methods.base import Clock, Goal, Measured, context_for
+from vitcompress.methods.base import Goal, Measured, context_for
 from vitcompress.methods.latency import CLOSE, Search, goal_of, list_sizes, most_candidates
-from vitcompress.models.create import create_model
+from vitcompress.models.create import InputConfig, create_model
 from vitcompress.pipeline.job import Job
+from vitcompress.recipe.schema import ExportTable
 from vitcompress.training import distributed
+from vitcompress.training.distributed import Runtime
 
 QUICK = suite.BenchOptions("paper", warmup=10, runs=40)  # one of up to REPEATS measurements of a candidate
 REPEATS = 5
@@ -50,13 +53,9 @@ def describe_searches(job: Job) -> Iterator[str]:
 
 
 def check_latency(job: Job) -> None:
-    """Check that each latency target can be measured and reached, by measuring models with random weights.
+    """Check that each latency target can be measured and reached, with random weights; nothing if its steps are done.
 
-    Measures nothing if all steps with a latency target are done.
-
-    Raises:
-        PlanError: no structure of a step reaches its latency.
-        DeviceError: a latency cannot be measured on the run's device.
+    Raises PlanError if no structure of a step reaches its latency, and as `check_clock`.
     """
     timed = [step for step in job.steps if goal_of(step.options)]
     done = not job.options.fresh and all(step.files.plan.is_file() for step in timed)
@@ -68,7 +67,7 @@ def check_latency(job: Job) -> None:
         for step in job.steps[: timed[-1].number + 1]:
             if goal := goal_of(step.options):
                 job.progress.stage(f"Measure the range of latencies of step {step.number + 1}")
-                context = replace(context_for(model, plan=plan, latency=clock(job)), progress=job.progress)
+                context = context_for(model, plan=plan, latency=create_clock(job), progress=job.progress)
                 smallest = list_sizes(step.method, model, job.family, plan, step.options)[-1][1]
                 target = Search(context, goal, model, 2).target(lambda delta: delta)
                 budget.check_reach(plan.delta(), smallest, target)
@@ -76,109 +75,101 @@ def check_latency(job: Job) -> None:
 
 
 def check_clock(job: Job) -> None:
-    """Check that the runtimes of latency targets measure on the run's device.
-
-    Raises:
-        DeviceError: they measure on another one.
-        InputError: they are not installed.
-    """
+    """Raise DeviceError if the runtime of a latency target is not for the run's device, InputError if it is missing."""
     cpu = job.runtime.device.type == "cpu"
     problems = {"onnxruntime": job.onnx_problem, "openvino": None if cpu else "it runs on the CPU"}
     for goal in filter(None, (goal_of(step.options) for step in job.steps)):
         if problem := problems.get(goal.runtime):
-            where = f"{job.runtime.device}, and {goal.runtime} does not work there"
             raise DeviceError(
-                f"the latency target is for {where}: {problem}",
+                f"the latency target is for {job.runtime.device}, and {goal.runtime} does not work there: {problem}",
                 hint="measure with torch (--set step.0.latency_on=torch), or run with --device cpu",
             )
         if goal.runtime in FORMATS:
             available_exporter(FORMATS[goal.runtime], hint="or set latency_on to another runtime")
 
 
-def clock(job: Job) -> Clock:
+def create_clock(job: Job) -> "LatencyClock":
+    """The clock of a run: batch and precision of the recipe."""
+    recipe, at = job.recipe, (job.input, job.runtime, job.progress)
+    return LatencyClock(*at, recipe.export, recipe.bench.batch or 1, recipe.run.threads, recipe.run.seed)
+
+
+def measured_on(device: torch.device, threads: int | None) -> dict[str, object]:
+    """What latencies depend on besides the model and the recipe: hardware, versions, device, threads."""
+    return {**machine.facts(), "device": str(device), "threads": threads}
+
+
+@dataclass
+class LatencyClock:
     """Measures candidates in the first process, while the others wait, and returns the same in all of them.
 
-    At the batch size of the goal (default: of the recipe's [bench], or 1), on the run's device and in the precision of
-    [export].
+    On the device of `runtime` and in the precision of `export`. batch, threads: defaults of a goal. waited: seconds for
+    a quiet machine so far.
     """
-    waited = [0.0]
 
-    def measure(model: nn.Module, goal: Goal) -> Measured:
-        with distributed.cpu_threads(goal.threads or job.recipe.run.threads):
-            result = _measure(job, model, goal, waited) if job.runtime.is_main else None
-        measured: Measured = job.runtime.broadcast(result)
-        return measured
+    input: InputConfig
+    runtime: Runtime
+    progress: Progress
+    export: ExportTable = ExportTable()  # noqa: RUF009 (frozen)
+    batch: int = 1
+    threads: int | None = None
+    seed: int = 0
+    waited: float = field(default=0.0, init=False)
 
-    return measure
+    def __call__(self, model: nn.Module, goal: Goal) -> Measured:
+        with distributed.cpu_threads(goal.threads or self.threads):
+            result: Measured = self.runtime.broadcast(self.measure(model, goal) if self.runtime.is_main else None)
+        return result
 
+    def measure(self, model: nn.Module, goal: Goal) -> Measured:
+        """The median over the blocks of all repeats, with the interval of the benchmark."""
+        medians, causes, start = list[float](), list[str](), time.monotonic()
+        options = replace(QUICK, batch=goal.batch or self.batch, seed=self.seed)
+        with self._open(model, goal) as runner:
+            for repeats in range(1, REPEATS + 1):
+                busy = self.wait_until_quiet()
+                bench = suite.compare([runner], options)
+                causes += filter(None, [busy, *bench.disturbed])
+                medians += [float(np.median(block)) for block in bench.rows[0]["samples_ms"]]
+                ms, low, end = timing.median_interval(medians)
+                result = Measured(ms, low, end or math.inf, min(medians), repeats, causes[-1] if causes else "")
+                near = result.high <= goal.ms * (1 + CLOSE) and low >= goal.ms * (1 - CLOSE)
+                if near or not low <= goal.ms <= result.high or time.monotonic() - start > SECONDS:
+                    break
+        return result
 
-def measured_on(job: Job) -> dict[str, object]:
-    """What latencies depend on besides the model and the recipe: hardware, versions, device, threads."""
-    return {**machine.facts(), "device": str(job.runtime.device), "threads": job.recipe.run.threads}
-
-
-def _measure(job: Job, model: nn.Module, goal: Goal, waited: list[float]) -> Measured:
-    """The median over the blocks of all repeats, with the interval of the benchmark."""
-    medians, causes, start = list[float](), list[str](), time.monotonic()
-    options = replace(QUICK, batch=goal.batch or job.recipe.bench.batch or 1, seed=job.recipe.run.seed)
-    with _runner(job, model, goal) as runner:
+    def wait_until_quiet(self) -> str:
+        """Wait until other processes use as few cores as the benchmark allows, PATIENCE seconds in total; else the
+        load.
+        """
         while True:
-            causes += wait_until_quiet(job, waited)
-            bench = suite.compare([runner], options)
-            causes += bench.disturbed
-            medians += [float(np.median(block)) for block in bench.rows[0]["samples_ms"]]
-            ms, low, end = timing.median_interval(medians)
-            high, repeats = end or math.inf, len(medians) // len(bench.rows[0]["samples_ms"])
-            near = high <= goal.ms * (1 + CLOSE) and low >= goal.ms * (1 - CLOSE)
-            late = repeats == REPEATS or time.monotonic() - start > SECONDS
-            if near or high < goal.ms or low > goal.ms or late:
-                return Measured(ms, low, high, min(medians), repeats, causes[-1] if causes else "")
+            before = machine.cpu_seconds()
+            time.sleep(POLL)
+            others = machine.others_cores(before, machine.cpu_seconds()) or 0.0
+            load = f"other processes used {others:.1f} of {machine.usable_cores()} cores"
+            if others <= machine.DISTURBED or self.waited >= PATIENCE:
+                return load if others > machine.DISTURBED else ""
+            if not self.waited:
+                self.progress.note(f"{load}: waiting up to {PATIENCE:g} s until they use {machine.DISTURBED:g} at most")
+            self.waited += POLL
+            self.progress.update("wait for a quiet machine", round(self.waited), round(PATIENCE), load)
 
-
-def wait_until_quiet(job: Job, waited: list[float]) -> list[str]:
-    """Wait until other processes use as few cores as the benchmark allows, at most PATIENCE seconds; else the load.
-
-    waited: seconds of this step so far, in place.
-    """
-    while True:
-        before = machine.cpu_seconds()
-        time.sleep(POLL)
-        others = machine.others_cores(before, machine.cpu_seconds()) or 0.0
-        load = f"other processes used {others:.1f} of {machine.usable_cores()} cores"
-        if others <= machine.DISTURBED or waited[0] >= PATIENCE:
-            return [load] if others > machine.DISTURBED else []
-        if waited[0] == 0:
-            job.progress.note(f"{load}: waiting up to {PATIENCE:g} s until they use {machine.DISTURBED:g} at most")
-        waited[0] += POLL
-        job.progress.update("wait for a quiet machine", round(waited[0]), round(PATIENCE), load)
-
-
-@contextmanager
-def _runner(job: Job, model: nn.Module, goal: Goal) -> Iterator[Runner]:
-    """`model` in the runtime of `goal`."""
-    table, options = job.recipe.export, RunnerOptions(str(job.runtime.device), threads=goal.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        if goal.runtime == "torch":
-            runner: Runner = TorchRunner(deepcopy(model), replace(options, precision=table.precision), name="candidate")
-        else:
-            exporter = find_exporter(FORMATS[goal.runtime])
-            path, used = Path(folder) / f"candidate{exporter.file_suffix}", table.only(exporter.uses)
-            # The search for islands runs after training; here only islands that are named and still in the model count.
-            export = replace(used, islands=present_layers(model, used.islands))
-            exporter.export(_clip_weights(model, table.precision), path, input=job.input, options=export)
-            runner = open_runner(path, options)
-        with closing(runner):
-            yield runner
-
-
-def _clip_weights(model: nn.Module, precision: str) -> nn.Module:
-    """A copy on the CPU with all weights clipped to the range of half precision; their values do not affect the time.
-
-    The final export rejects a model that half precision cannot represent.
-    """
-    copy = deepcopy(model).cpu()
-    limits = torch.finfo(HALF[precision]) if precision in HALF else None
-    for tensor in (*copy.parameters(), *copy.buffers()):
-        if limits and tensor.is_floating_point():
-            tensor.data.clamp_(limits.min, limits.max)
-    return copy
+    @contextmanager
+    def _open(self, model: nn.Module, goal: Goal) -> Iterator[Runner]:
+        """A copy of `model` in the runtime of `goal`."""
+        copy, precision = deepcopy(model).cpu(), self.export.precision
+        options = RunnerOptions(str(self.runtime.device), threads=goal.threads)
+        for tensor in copy.state_dict().values():  # weights do not affect the time; the final export checks their range
+            if precision in HALF and tensor.is_floating_point():
+                tensor.clamp_(torch.finfo(HALF[precision]).min, torch.finfo(HALF[precision]).max)
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            if goal.runtime == "torch":
+                runner: Runner = TorchRunner(copy, replace(options, precision=precision), name="candidate")
+            else:
+                exporter = available_exporter(FORMATS[goal.runtime], hint="or set latency_on to another runtime")
+                path, used = Path(folder) / f"candidate{exporter.file_suffix}", self.export.only(exporter.uses)
+                # The search for islands runs after training; only islands that are named and still there count.
+                used = replace(used, islands=present_layers(copy, used.islands))
+                exporter.export(copy, path, input=self.input, options=used)
+                runner = open_runner(path, options)
+            yield stack.enter_context(closing(runner))

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 
 from torch import nn
 
@@ -13,7 +12,7 @@ from vitcompress.methods.base import PUBLISHED, Context, check_sealed, load_hand
 from vitcompress.methods.latency import goal_of, plan_step
 from vitcompress.pipeline.dense import load_dense, teacher_for
 from vitcompress.pipeline.job import Job, JobStep, Work
-from vitcompress.pipeline.latency import clock, measured_on
+from vitcompress.pipeline.latency import create_clock, measured_on
 from vitcompress.plan import Plan
 from vitcompress.training.data import no_data
 from vitcompress.verify.slice import keep_step_input
@@ -93,8 +92,8 @@ def _plan_step(job: Job, dense: nn.Module, step: JobStep, model: nn.Module, plan
         progress=job.progress,
         train=job.recipe.finetune,
         teacher=lambda: teacher_for(job, dense),
-        latency=clock(job),
-        measured_on=partial(measured_on, job),
+        latency=create_clock(job),
+        measured_on=measured_on(job.runtime.device, job.recipe.run.threads),
     )
     # Not `step.delta`: a latency target before this step may have led to other widths.
     delta = plan_step(step.method, model, context, step.options, scored=scored)

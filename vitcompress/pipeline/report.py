@@ -332,7 +332,9 @@ def _measured_latency(job: Job, step: JobStep) -> Iterator[str]:
     target = latency.goal_of(step.options)
     if target is None:
         return
-    other = latency.other_machine(step.files.path, target.runtime, measured_on(job))
+    other = latency.other_machine(
+        step.files.path, target.runtime, measured_on(job.runtime.device, job.recipe.run.threads)
+    )
     planned = f" The widths were chosen by times from another machine or setting ({other})." if other else ""
     for entry in _read(job.files.benchmark) or ():
         row = entry["rows"][-1]
