@@ -9,8 +9,8 @@ from vitcompress.bench.plots.figure import COLOURS, MARKS, new_figure, save_figu
 from vitcompress.bench.plots.structure import LAYERS, WIDTHS, Layer, Structure, Width, describe_structure
 from vitcompress.errors import ArtifactError
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.methods import METHODS
 from vitcompress.methods.base import Chart, Line
+from vitcompress.methods.table import METHODS
 from vitcompress.models.checkpoint import read_plan
 from vitcompress.plan import Plan
 

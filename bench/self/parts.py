@@ -15,7 +15,7 @@ from vitcompress.bench.report.records import RatioRecord
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
 from vitcompress.families import Space, family_of
 from vitcompress.io.text import format_interval, format_ratio
-from vitcompress.methods import find_method
+from vitcompress.methods.table import find_method
 from vitcompress.models.create import create_model, create_on_meta
 from vitcompress.plan import Plan
 from vitcompress.recipe.load import load_recipe

@@ -12,9 +12,10 @@ from typing import Any
 
 from method_world import context, model
 
-from vitcompress.methods import METHODS, isomorphic
+from vitcompress.methods import isomorphic
 from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.methods.options import Alignment, CollectionOptions, EntropyOptions, SearchOptions
+from vitcompress.methods.table import METHODS
 from vitcompress.training.distributed import start, stop
 
 LR = 5e-3

@@ -12,9 +12,10 @@ from pydantic import TypeAdapter, ValidationError
 from vitcompress import surgery
 from vitcompress.families import family_of
 from vitcompress.io.tensors import load_tensors
-from vitcompress.methods import METHODS, auxiliary
+from vitcompress.methods import auxiliary
 from vitcompress.methods.base import LEFT_WEIGHTS
 from vitcompress.methods.depth import depth_plan
+from vitcompress.methods.table import METHODS
 from vitcompress.training.options import Augmentation, TrainOptions
 
 

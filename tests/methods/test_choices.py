@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from method_rows import OPTIONS
 
-from vitcompress.methods import METHODS
 from vitcompress.methods.base import ARBITRARY, SPREAD
+from vitcompress.methods.table import METHODS
 from vitcompress.pipeline.report import describe_choice, describe_measured_models
 from vitcompress.recipe.load import load_recipe
 from vitcompress.recipe.schema import Recipe, Step

@@ -11,7 +11,7 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.errors import InputError
 from vitcompress.families import family_of
-from vitcompress.methods import METHODS
+from vitcompress.methods.table import METHODS
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.plan import Plan
 

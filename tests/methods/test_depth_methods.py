@@ -14,7 +14,7 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.io.files import read_json
-from vitcompress.methods import METHODS, ablations, depth, nose
+from vitcompress.methods import ablations, depth, nose
 from vitcompress.methods.hetdpt import collection
 from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.methods.hetdpt.report import report
@@ -26,6 +26,7 @@ from vitcompress.methods.options import (
     EntropyOptions,
     FixedOptions,
 )
+from vitcompress.methods.table import METHODS
 
 DEPTH = [name for name, options in OPTIONS.items() if isinstance(options, BypassOptions)]
 every_depth_method = pytest.mark.parametrize("name", DEPTH)

@@ -13,12 +13,13 @@ from vitcompress.bench.plots.figure import save_figure
 from vitcompress.bench.plots.run import charts_figure
 from vitcompress.families import family_of
 from vitcompress.io.files import read_json
-from vitcompress.methods import METHODS, depth
+from vitcompress.methods import depth
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.hetdpt import diagnostics
 from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.methods.hetdpt.report import report
 from vitcompress.methods.options import AllocationOptions, CollectionOptions, EntropyOptions, SearchOptions
+from vitcompress.methods.table import METHODS
 
 FAST = CollectionOptions(epochs=1, images_per_class=8)
 BUDGET = AllocationOptions(pruned_layers=1, te=EntropyOptions(images=30), collection=FAST)

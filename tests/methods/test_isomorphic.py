@@ -16,11 +16,12 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import family_of
 from vitcompress.io.files import read_json
-from vitcompress.methods import METHODS, isomorphic
+from vitcompress.methods import isomorphic
 from vitcompress.methods.depth import depth_plan
 from vitcompress.methods.options import Alignment
 from vitcompress.methods.options import IsomorphicOptions as Options
 from vitcompress.methods.scores import channel_scores, gradients, random_scores
+from vitcompress.methods.table import METHODS
 from vitcompress.methods.width import groups_of
 from vitcompress.models.cost import count_cost
 from vitcompress.plan import Plan

@@ -11,10 +11,11 @@ from whole_runs import RecordedProgress
 from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.io.files import read_json
-from vitcompress.methods import METHODS, latency, width
+from vitcompress.methods import latency, width
 from vitcompress.methods.base import Context, Measured, read_memo
 from vitcompress.methods.options import Alignment
 from vitcompress.methods.options import IsomorphicOptions as Options
+from vitcompress.methods.table import METHODS
 from vitcompress.plan import Plan
 
 HALF: dict[str, Any] = {

@@ -17,8 +17,9 @@ from vitcompress.errors import InputError, VitcompressError
 from vitcompress.families import family_of
 from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
-from vitcompress.methods import METHODS, ablations, find_method, options
+from vitcompress.methods import ablations, options
 from vitcompress.methods.base import Context, Method, StepInfo, StepReport, context_for, load_handed_over
+from vitcompress.methods.table import METHODS, find_method
 from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan
 from vitcompress.recipe.keys import keys_of

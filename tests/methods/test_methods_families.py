@@ -16,12 +16,13 @@ from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.io.files import read_json
 from vitcompress.io.tensors import load_tensors
-from vitcompress.methods import METHODS, depth, nose
+from vitcompress.methods import depth, nose
 from vitcompress.methods.base import LEFT_WEIGHTS, Context
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.methods.hetdpt.collection import collect
 from vitcompress.methods.options import AllocationOptions, CollectionOptions
+from vitcompress.methods.table import METHODS
 from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
 

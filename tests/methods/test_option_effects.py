@@ -18,9 +18,9 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.errors import InputError
 from vitcompress.families import family_of
-from vitcompress.methods import METHODS
 from vitcompress.methods.base import Context
 from vitcompress.methods.latency import plan_step
+from vitcompress.methods.table import METHODS
 from vitcompress.training.options import TrainOptions
 
 

@@ -20,10 +20,10 @@ from vitcompress.io.files import read_json, write_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import load_tensors
 from vitcompress.io.training_state import load_state
-from vitcompress.methods import METHODS
 from vitcompress.methods.base import LEFT_WEIGHTS, StepReport
 from vitcompress.methods.sero import method as sero
 from vitcompress.methods.sero.exploration import Exploration
+from vitcompress.methods.table import METHODS
 
 SMALL = sero.Options(sparsity=0.5, epochs=4, refresh=2, lr=1e-3, round_to=2)
 

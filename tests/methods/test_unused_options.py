@@ -10,8 +10,8 @@ from method_world import context, model
 
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
-from vitcompress.methods import METHODS
 from vitcompress.methods.options import Alignment
+from vitcompress.methods.table import METHODS
 
 FINE = {"align": Alignment(residual=1, ffn=1, head_dim=1)}
 BASE: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.io.files import write_json
-from vitcompress.methods import METHODS
+from vitcompress.methods.table import METHODS
 from vitcompress.methods.upvit import method as upvit
 from vitcompress.methods.upvit.blocks import candidates, drop_sites, standard_blocks
 from vitcompress.methods.upvit.heads import least_first, regroup

@@ -11,9 +11,10 @@ from contracts import SAME, assert_moved, assert_same, build, contract, images, 
 from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
-from vitcompress.methods import METHODS, isomorphic, magnitude
+from vitcompress.methods import isomorphic, magnitude
 from vitcompress.methods.options import Alignment
 from vitcompress.methods.sero import method as sero
+from vitcompress.methods.table import METHODS
 from vitcompress.methods.upvit import method as upvit
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.plan import Plan

@@ -8,9 +8,9 @@ from contracts import build, contract, every_variant, kept_channels, spaces_of
 
 from vitcompress import surgery
 from vitcompress.families import family_of
-from vitcompress.methods import METHODS
 from vitcompress.methods.depth import depth_plan
 from vitcompress.methods.options import Alignment
+from vitcompress.methods.table import METHODS
 from vitcompress.models import cost as models_cost
 from vitcompress.models.cost import _count_flops, count_cost, planned_cost
 from vitcompress.models.create import create_on_meta, input_config

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import vitcompress as vc
 from vitcompress.errors import DataError, InputError
-from vitcompress.methods import METHODS
+from vitcompress.methods.table import METHODS
 from vitcompress.pipeline import api
 
 ARGS: dict[str, Any] = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2}

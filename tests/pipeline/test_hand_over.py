@@ -14,8 +14,9 @@ from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import load_tensors, save_tensors
 from vitcompress.io.training_state import load_state
-from vitcompress.methods import METHODS, depth
+from vitcompress.methods import depth
 from vitcompress.methods.base import LEFT, LEFT_WEIGHTS, context_for, seal
+from vitcompress.methods.table import METHODS
 from vitcompress.models.checkpoint import load_model_files
 from vitcompress.pipeline import dense as dense_stage
 from vitcompress.pipeline import preflight, prune, recover

@@ -14,8 +14,9 @@ from vitcompress.bench import machine, suite
 from vitcompress.errors import DeviceError, PlanError
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.methods import METHODS, isomorphic
+from vitcompress.methods import isomorphic
 from vitcompress.methods.base import Goal, Measured
+from vitcompress.methods.table import METHODS
 from vitcompress.models.create import create_model
 from vitcompress.pipeline import dry_run, latency
 from vitcompress.pipeline.job import Job, RunOptions, create_job

@@ -15,7 +15,7 @@ from vitcompress.errors import OutputError, WeightsError
 from vitcompress.families import Family, family_of
 from vitcompress.io.tensors import save_tensors
 from vitcompress.io.training_state import load_state
-from vitcompress.methods import METHODS
+from vitcompress.methods.table import METHODS
 from vitcompress.models.checkpoint import load_model, load_model_files
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import create_model

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from command_line import begin, expect_error
 
 from vitcompress import cli, recipes
-from vitcompress.methods import METHODS, find_method
+from vitcompress.methods.table import METHODS, find_method
 from vitcompress.plan import is_within
 from vitcompress.recipe.keys import keys_of, recipe_schema
 from vitcompress.recipe.load import load_recipe

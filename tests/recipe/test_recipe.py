@@ -10,7 +10,7 @@ import pytest
 from vitcompress import recipes
 from vitcompress.errors import InputError, RecipeError
 from vitcompress.exporters.options import ExportOptions
-from vitcompress.methods import METHODS
+from vitcompress.methods.table import METHODS
 from vitcompress.recipe.load import dense_key, load_recipe
 from vitcompress.recipe.schema import Recipe
 

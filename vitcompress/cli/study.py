@@ -42,15 +42,14 @@ def study(
     if shown is not None:
         raise click.UsageError(f"got two studies, {source} and {shown}; `study show NAME` prints one")
     with show_progress() as progress:
-        from vitcompress.recipe.load import read_study
+        from vitcompress.pipeline.study.spec import load_study
 
-        read_study(source)  # reports a missing file before the imports below, which take seconds
+        loaded = load_study(source, sets, rows)  # reports mistakes before the imports below, which take seconds
         from vitcompress.cli.output import tables, terminal
         from vitcompress.pipeline.study.results import pair_table, row_table
         from vitcompress.pipeline.study.run import StudyOptions, dry_run_study, run_study
-        from vitcompress.pipeline.study.spec import load_study
 
-        loaded, settings = load_study(source, sets, rows), StudyOptions(**options)
+        settings = StudyOptions(**options)
         plan = dry_run_study(loaded, settings, progress) if dry_run else None
         if plan is None:
             result = run_study(loaded, settings, progress)

@@ -25,8 +25,6 @@ Count = Annotated[int | None, Ge(1)]
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyOptions:
-    """Options of all methods whose sizes can be chosen by a latency."""
-
     target: Annotated[
         Literal["sizes", "latency"], Doc("`latency` chooses the sizes that take `amount` ms; `sizes`: as they are set")
     ] = "sizes"
@@ -40,8 +38,6 @@ class LatencyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BypassOptions:
-    """What replaces removed layers."""
-
     attention_bypass: Bypass = "drop"
     both_pruned_output_act: Annotated[
         Literal["none", "gelu"],
@@ -52,15 +48,11 @@ class BypassOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DepthOptions(BypassOptions, LatencyOptions):
-    """Options of all methods that remove attentions and activations."""
-
     pruned_layers: Annotated[int, Ge(1), Doc("number of attentions and activations to remove, both types together")] = 4
 
 
 @dataclass(frozen=True)
 class EntropyOptions:
-    """How transfer entropy is measured."""
-
     images: Annotated[
         int, Ge(2), Doc("training images, class-balanced, evaluation transforms (NOSE's code: 33 280)")
     ] = 10_240
@@ -86,8 +78,6 @@ class FastTraining:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectionOptions(FastTraining):
-    """Options of the removal chains of step 1."""
-
     epochs: Annotated[int, Ge(0), Doc("of the fast fine-tuning after each removal")] = 10
     rounds: Annotated[int | None, Ge(1), Doc("layers removed by a single-type chain; None: the budget")] = None
     interleaved: Annotated[int, Ge(0), Doc("layers removed by the interleaved chain")] = 6
@@ -99,8 +89,6 @@ class CollectionOptions(FastTraining):
 
 @dataclass(frozen=True, kw_only=True)
 class AllocationOptions(DepthOptions):
-    """Options of step 1."""
-
     min_pruned_per_type: Annotated[
         int, Ge(0), Doc("least layers of each type; 1 in the paper's listing, 0 in Algorithm 3")
     ] = 1
@@ -114,8 +102,6 @@ class AllocationOptions(DepthOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions(FastTraining):
-    """Options of the search of step 2."""
-
     factor: Annotated[float, Gt(0), Doc("scales the schedule of (k + 1)^2 epochs")] = 1.0
     schedule: Annotated[
         Literal["restarts", "constant"],
@@ -126,8 +112,6 @@ class SearchOptions(FastTraining):
 
 @dataclass(frozen=True, kw_only=True)
 class DirectOptions(DepthOptions):
-    """Options of a method that searches layers, such as direct importance: all layers are candidates."""
-
     search: SearchOptions = field(default_factory=SearchOptions)
 
 
@@ -138,8 +122,6 @@ Example = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class HetdptOptions(AllocationOptions, DirectOptions):
-    """Stage 1 as a whole, or published layers."""
-
     layers: Annotated[
         Literal["search", "published"], Doc("`search` runs stage 1; `published` takes the published_... lists")
     ] = "search"
@@ -155,8 +137,6 @@ class HetdptOptions(AllocationOptions, DirectOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOptions(DepthOptions):
-    """Options for activations."""
-
     dilution: Annotated[
         float, Gt(0), Le(1), Doc("share of the recovery until the layers are gone (NOSE: 300 of 400 epochs)")
     ] = 0.75
@@ -173,24 +153,18 @@ class NoseOptions(ActivationOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class FixedOptions(BypassOptions):
-    """Layers chosen by the user."""
-
     attention: Annotated[Indices, Doc("blocks that lose their attention")] = ()
     activation: Annotated[Indices, Doc("blocks that lose their activation")] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class StaticOptions(DepthOptions):
-    """Options of a ranking by transfer entropy, measured once."""
-
     te: EntropyOptions = field(default_factory=EntropyOptions)
     te_bypass: Annotated[Bypass | None, Doc("replacement while measuring; None: attention_bypass")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomOptions(DepthOptions):
-    """Options of a random or positional choice."""
-
     pick: Annotated[
         Literal["random", "first", "last"],
         Doc("`random` by the run's seed, or `first` or `last` in forward order (attention before activation)"),

@@ -1,4 +1,4 @@
-"""The table of methods. To add one: a file here, its name in `DEPTH` or `OTHERS`, its options in `options`."""
+"""The table of methods. To add one: a file here, its name in `METHODS`, its options in `options`."""
 
 from vitcompress.io.plugins import find_by_name
 from vitcompress.methods.ablations import FIXED, HETDPT_NO_STEP1, HETDPT_NO_STEP2, RANDOM, TE_STATIC

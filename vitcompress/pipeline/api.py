@@ -26,9 +26,9 @@ from vitcompress.exporters.torch_runner import TorchRunner
 from vitcompress.io.checks import Verification
 from vitcompress.io.progress import Progress
 from vitcompress.io.validation import options_of
-from vitcompress.methods import find_method
 from vitcompress.methods.base import Method, context_for, load_handed_over
 from vitcompress.methods.latency import plan_step
+from vitcompress.methods.table import find_method
 from vitcompress.models import create
 from vitcompress.models.create import input_config, plan_of
 from vitcompress.models.source import resolve_model

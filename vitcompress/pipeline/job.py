@@ -14,8 +14,8 @@ from vitcompress.exporters.doctor import onnx_problem
 from vitcompress.families import Family, family_of
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.methods import Method, find_method
-from vitcompress.methods.base import StepInfo
+from vitcompress.methods.base import Method, StepInfo
+from vitcompress.methods.table import find_method
 from vitcompress.models.checkpoint import read_plan
 from vitcompress.models.create import InputConfig, check_classifier, input_config
 from vitcompress.models.preprocessing import Preprocessing

@@ -23,8 +23,9 @@ from vitcompress.io.files import file_sha256, lock_folder, read_json, write_json
 from vitcompress.io.manifest import check_unchanged, record_changes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.methods import find_method, latency
+from vitcompress.methods import latency
 from vitcompress.methods.base import Choice, read_memo
+from vitcompress.methods.table import find_method
 from vitcompress.models.checkpoint import read_plan
 from vitcompress.models.cost import count_cost
 from vitcompress.models.preprocessing import Preprocessing

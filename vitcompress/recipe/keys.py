@@ -38,17 +38,17 @@ def recipe_schema() -> dict[str, object]:
     Methods of other installed packages are included.
     """
     from vitcompress.methods.base import Method  # imports torch
+    from vitcompress.methods.table import METHODS
 
-    plugins = load_plugins("methods", Method)
-    methods = {**OPTIONS, **{name: method.options for name, method in plugins.items()}}
+    methods = {**METHODS, **load_plugins("methods", Method)}
     # One model for all tables and options, so that pydantic gives every type a name of its own.
-    options: Any = {f"step_{name}": (kind, ...) for name, kind in methods.items()}
+    options: Any = {f"step_{name}": (method.options, ...) for name, method in methods.items()}
     schema: Any = _without_null(create_model("Recipe", __base__=Tables, **options).model_json_schema())
     steps = []
-    for name in methods:
+    for name, about in methods.items():
         reference = schema["properties"].pop(f"step_{name}")["$ref"]
         step = schema["$defs"][reference.rpartition("/")[2]]
-        method = {"const": name, "description": f"what to remove: {step.get('description', name)}"}
+        method = {"const": name, "description": f"what to remove: {about.summary}"}
         required = ["method", *step.get("required", [])]
         steps.append({**step, "properties": {"method": method, **step.get("properties", {})}, "required": required})
     schema["properties"]["step"] = {

@@ -162,7 +162,7 @@ def _ineffective(sets: Sequence[str], steps: Sequence[Step]) -> list[str]:
     for assignment in sets:
         table, number, option = [*_path(assignment.partition("=")[0]), None, None, None][:3]
         if table == "step" and isinstance(number, int) and not assignment.endswith("="):
-            from vitcompress.methods import find_method  # imports torch
+            from vitcompress.methods.table import find_method  # imports torch
 
             unused = find_method(steps[number].method).describe(steps[number].options).unused
             if option in unused:

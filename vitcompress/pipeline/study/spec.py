@@ -21,7 +21,7 @@ from vitcompress.errors import InputError, RecipeError, did_you_mean
 from vitcompress.exporters.options import Positive
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.validation import STRICT, Doc, validate
-from vitcompress.methods import find_method
+from vitcompress.methods.options import find_options
 from vitcompress.pipeline.folder import dense_folder
 from vitcompress.recipe.load import assign, build_recipe, read_study
 from vitcompress.recipe.schema import ProtocolTable, Recipe
@@ -127,6 +127,8 @@ def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) 
     problems += _contradictions(tables)
     selected, wrong = _select(tables.row, rows), defaultdict[str, list[str]](list)
     built = [_build_row(name, tables, row, wrong) for row in selected]
+    if not (problems or wrong):  # as this imports torch
+        built = [_share_epochs(row, tables.epochs, wrong) for row in built if row]
     for problem, names in wrong.items():  # a mistake in [base] is one of all rows, and reported once
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         place = f"all {len(selected)} rows" if len(names) == len(selected) > 1 else f"row {names[0]}{others}"
@@ -142,6 +144,8 @@ def epochs_before_recovery(recipe: Recipe) -> int:
     Trainings that only help a method to choose do not count.
     """
     dense = recipe.dense.epochs if recipe.dense is not None else 0
+    from vitcompress.methods.table import find_method  # imports torch
+
     steps = [find_method(step.method).describe(step.options).training for step in recipe.steps]
     return dense + sum(training(recipe.finetune).epochs for training in steps if training)
 
@@ -156,12 +160,15 @@ def _build_row(study: str, tables: _Tables, row: RowTable, wrong: dict[str, list
         for problem in error.problems:
             wrong[problem].append(row.name)
         return None
-    left = tables.epochs - epochs_before_recovery(recipe)
-    if left < 1:
-        problem = f"a total of {tables.epochs} epochs leaves {left} for the fine-tuning, expected 1 or more"
-        wrong[problem].append(row.name)
-    recipe = replace(recipe, finetune=replace(recipe.finetune, epochs=left))
     return Row(**vars(row), recipe=recipe)
+
+
+def _share_epochs(row: Row, total: int, wrong: dict[str, list[str]]) -> Row:
+    """The row with the epochs of `total` that are left for the fine-tuning; adds to `wrong` if there are none."""
+    left = total - epochs_before_recovery(row.recipe)
+    if left < 1:
+        wrong[f"a total of {total} epochs leaves {left} for the fine-tuning, expected 1 or more"].append(row.name)
+    return replace(row, recipe=replace(row.recipe, finetune=replace(row.recipe.finetune, epochs=left)))
 
 
 def _contradictions(tables: _Tables) -> list[str]:
@@ -179,7 +186,7 @@ def _contradictions(tables: _Tables) -> list[str]:
         problems.append("base.finetune.epochs   follows from the study's total: set epochs instead")
     for method in tables.options:
         try:
-            find_method(method)
+            find_options(method)
         except InputError as error:
             problems.append(f"options.{method}   {error.message}")
     return problems
