@@ -144,4 +144,4 @@ def test_what_is_not_there_is_reported_before_what_the_data_lacks(folder: Path) 
 
 
 def test_a_model_of_timm_without_its_prefix() -> None:
-    assert f"give timm:{ARCH}" in expect_error("bench", ARCH)
+    assert f" timm:{ARCH}" in expect_error("bench", ARCH)

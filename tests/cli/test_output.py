@@ -127,6 +127,7 @@ def test_a_dry_run_lists_what_is_missing(capsys: pytest.CaptureFixture[str]) -> 
         {"dense": cost, "compressed": cost},
         missing=["data: no folder [x]"],
         notes=["weights [hub]: fetched"],
+        settings=[],
     )
     tables.print_dry_run(plan)
     out = capsys.readouterr().out

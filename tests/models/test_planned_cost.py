@@ -14,7 +14,7 @@ from vitcompress.methods.table import METHODS
 from vitcompress.models import cost as models_cost
 from vitcompress.models.cost import _count_flops, count_cost, planned_cost
 from vitcompress.models.create import create_on_meta, input_config
-from vitcompress.pipeline.job import _create_blank
+from vitcompress.models.source import create_blank
 from vitcompress.plan import Plan
 
 KINDS = {"qk", "v", "mlp", "residual", "sr"}
@@ -70,6 +70,4 @@ def test_candidates_are_compared_without_counting_each(monkeypatch: pytest.Monke
 
 
 def test_an_architecture_is_built_once_for_all_recipes_of_it() -> None:
-    assert _create_blank("deit_tiny_patch16_224", '{"depth": 1}') is _create_blank(
-        "deit_tiny_patch16_224", '{"depth": 1}'
-    )
+    assert create_blank("deit_tiny_patch16_224", {"depth": 1}) is create_blank("deit_tiny_patch16_224", {"depth": 1})

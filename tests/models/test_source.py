@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from vitcompress.errors import InputError, WeightsError
 from vitcompress.models.checkpoint import load_model, save_model
 from vitcompress.models.create import class_names_of, create_model, input_config
+from vitcompress.models.preprocessing import Preprocessing
 from vitcompress.models.source import create_named, load_class_names, resolve_model
 
 TRANSFORMERS = Path(__file__).parent / "transformers"
@@ -87,7 +88,7 @@ def test_preprocessing_is_that_of_the_training(tmp_path: Path) -> None:
             model=VIT, num_heads=4, mean=tuple(IMAGENET), std=None, crop_pct=1.0, best=np.float64(1), out=PosixPath("x")
         ),
     )
-    resolved = resolve_model(VIT, {}, path, preprocessing={"crop_pct": 0.8, "crop_mode": "center"})
+    resolved = resolve_model(VIT, {}, path, preprocessing=Preprocessing(crop_pct=0.8, crop_mode="center"))
     assert resolved.arch_args["pretrained_cfg_overlay"] == {"mean": IMAGENET, "crop_pct": 0.8}
     sources = {setting.name: setting.source for setting in resolved.settings}
     assert [sources[name] for name in ("mean", "std", "crop_pct")] == [
@@ -218,7 +219,7 @@ def test_a_folder_in_timms_layout(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["recipe.toml", "empty", "none.pth", "hf-hub:timm/none"])
 def test_what_is_no_file_of_weights_is_rejected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "recipe.toml").write_text("[model]\n")
     (tmp_path / "empty").mkdir()
     with pytest.raises(WeightsError, match=name) as caught:

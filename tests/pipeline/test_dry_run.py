@@ -36,8 +36,6 @@ def dry_run(code: int, *words: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "words",
     [
-        ["--data", "nowhere"],
-        ["--weights", "none.pth"],
         ["--weights", "hub"],  # 1000 classes
         ["--device", "cuda:99"],
         ["--out", "taken"],
@@ -55,6 +53,13 @@ def test_a_dry_run_lists_what_a_run_is_rejected_for(words: list[str]) -> None:
     error = expect_error(*arguments, *words).splitlines()[0]
     result = dry_run(2, *arguments, *words)
     assert any(line.startswith(error) for line in result["missing"]), (error, result["missing"])
+
+
+def test_missing_files_are_listed_together() -> None:
+    words = ["recipe", "small.toml", "--data", "nowhere", "--weights", "none.pth"]
+    data, weights = dry_run(2, *words)["missing"]
+    assert "nowhere does not exist" in data and "no weights at none.pth" in weights
+    assert "does not exist" in expect_error(*words)
 
 
 def test_downloads_are_notes() -> None:

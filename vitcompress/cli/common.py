@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -191,15 +191,18 @@ FILES = {
 NO_FILES = {"weights": ("random", "hub", "train"), "data": ("digits", "tinted")}
 
 
-def check_files(name: str, value: Any) -> None:
-    """Raise InputError if `value` of the option `name` is empty, or a file that does not exist."""
-    for one in value if isinstance(value, tuple) else (value,):
-        if str(one) in NO_FILES.get(name, ()) or re.match("[a-z-]{2,}:", str(one)):  # timm:NAME
-            continue
-        if not str(one):
-            raise InputError(f"--{name} is empty", hint="is a variable of the shell not set?")
-        if not Path(one).expanduser().exists():
-            raise InputError(f"{one} does not exist", hint=FILES[name])
+def check_files(values: Mapping[str, Any]) -> None:
+    """Raise InputError if one of the options `values` is empty, or a file that does not exist."""
+    for name, hint in FILES.items():
+        value = values.get(name)
+        for one in value if isinstance(value, tuple) else () if value is None else (value,):
+            if str(one) in NO_FILES.get(name, ()) or re.match("[a-z-]{2,}:", str(one)):  # timm:NAME
+                continue
+            if not str(one):
+                raise InputError(f"--{name} is empty", hint="is a variable of the shell not set?")
+            if not Path(one).expanduser().exists():
+                own = hint.replace("NAME", str(one)) if str(one).isidentifier() else hint  # it may be a name of timm
+                raise InputError(f"{one} does not exist", hint=own)
 
 
 def common_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -207,9 +210,8 @@ def common_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def run(*args: Any, **values: Any) -> Any:
-        for name in FILES.keys() & values.keys():  # before libraries are imported, which takes seconds
-            if values[name] is not None:
-                check_files(name, values[name])
+        if "dry_run" not in values:  # such a command decides itself whether it needs them
+            check_files(values)  # before libraries are imported, which takes seconds
         return command(*args, **values)
 
     return add_options(

@@ -1,13 +1,22 @@
 """Run a recipe; list and explain recipes."""
 
+from pathlib import Path
 from typing import Any
 
 import click
 
 from vitcompress import recipes as shipped
 from vitcompress.cli import options as opt
-from vitcompress.cli.common import common_options, print_dry_run, print_result, report_failure, show_progress
+from vitcompress.cli.common import (
+    check_files,
+    common_options,
+    print_dry_run,
+    print_result,
+    report_failure,
+    show_progress,
+)
 from vitcompress.errors import InputError
+from vitcompress.io.run_folder import RunFolder
 
 
 @click.command()
@@ -71,6 +80,9 @@ def recipe(
         from vitcompress.recipe.load import load_recipe
 
         loaded = load_recipe(source, sets, model)  # reports mistakes before the imports below, which take seconds
+        finished = RunFolder(options["out"] or Path("runs", loaded.name)).report.is_file()
+        if not (dry_run or finished):  # a dry run lists all that is missing, a finished run may not need it
+            check_files(options)
         from vitcompress.bench.report.loss import list_run_drops
         from vitcompress.bench.report.run import summary_table
         from vitcompress.cli.output import tables, terminal
