@@ -66,8 +66,7 @@ class Units:
 def normalize(scores: Tensor) -> Tensor:
     """Divide scores by their mean: groups then compete by how unequal their channels are, not by their magnitude.
 
-    Raises:
-        PlanError: the mean is not finite or not positive, so that the scores rank nothing.
+    Raises PlanError if the mean is not finite or not positive, so that the scores rank nothing.
     """
     mean = scores.double().mean()
     if not torch.isfinite(mean) or mean <= 0:
@@ -93,10 +92,8 @@ def align(count: int, size: int, unit: int, *, down: bool = False) -> int:
 class Ranking:
     """Ranked groups and the share of their channels to keep.
 
-    keep: scope -> share of its channels. units: alignment of the kept widths.
-
-    Raises:
-        PlanError: a unit is larger than a width.
+    keep: scope -> share of its channels. units: alignment of the kept widths. Raises PlanError if a unit is larger than
+    a width.
     """
 
     groups: tuple[Group, ...]
@@ -186,10 +183,8 @@ def solve(ranking: Ranking, target: Target[Counts]) -> Solution:
 
     The residual width, whose units cost most, is aligned to the width that a solution without alignment has (of a
     latency, with alignment: other widths may be slow); the other widths then meet the target. If they miss it by more
-    than 1 % (a latency by 2 %), the next residual widths are tried too.
-
-    Raises:
-        PlanError: the target is out of reach, with the range of costs that is not.
+    than 1 % (a latency by 2 %), the next residual widths are tried too. Raises PlanError, with the range, if the target
+    is out of reach.
     """
     least, most = check_reach(ranking.counts(0.0), ranking.counts(1.0), target)
     free = bisect((ranking if target.runtime else replace(ranking, units=Units())).counts, target)[0]

@@ -1,4 +1,7 @@
-"""Images that methods measure on: a balanced part of the training images, or the held-out ones; never test images."""
+"""What methods measure and train on: a balanced part of the training images, or held-out images; never test images."""
+
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -8,6 +11,13 @@ from vitcompress.training.data import balanced_subset, subset
 from vitcompress.training.datasets import Images
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import evaluate
+from vitcompress.training.options import TrainOptions
+
+
+def search_options(base: TrainOptions, epochs: int, lr: float, min_lr: float, **changes: Any) -> TrainOptions:
+    """`base` for a training that serves a choice: labels only, no warm-up, no averaged weights, the last epoch."""
+    plain: Any = {"warmup_epochs": 0, "ema": None, "distillation": "none", "select": "last", "lr_base": None}
+    return replace(base, epochs=epochs, lr=lr, min_lr=min(min_lr, lr), **plain, **changes)
 
 
 def accuracy(model: nn.Module, context: Context) -> float:

@@ -104,9 +104,8 @@ def depth_plan(
 def plan_layers(model: nn.Module, base: Plan, removed: Blocks, options: BypassOptions) -> Plan:
     """The plan that removes, after `base`, the attentions and activations of the blocks with these dense numbers.
 
-    Raises:
-        PlanError: a block number without such a site, an unknown bypass, or activations of a family whose FFNs are not
-            linear without them.
+    Raises PlanError for a block without such a site, an unknown bypass, or activations of FFNs that are not linear
+    without them.
     """
     check_bypasses(**_bypasses(options))
     family = family_of(model)

@@ -124,8 +124,7 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
 def structure(model: nn.Module, family: Family, base: Plan, options: Options) -> Plan:
     """A plan of the same size without data: channels ranked at random. With `target = "latency"`, the shares as given.
 
-    Raises:
-        PlanError: a target out of reach, an alignment larger than a width, or an option without effect.
+    Raises PlanError for a target out of reach, an alignment larger than a width, or an option without effect.
     """
     spaces = family.spaces(model)
     ranking = _rank(spaces, random_scores(spaces, 0), options)  # the numbers of channels depend little on scores

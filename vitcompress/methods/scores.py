@@ -72,10 +72,7 @@ def gradients(model: nn.Module, context: Context, images: int) -> dict[str, Tens
 
     With evaluation transforms and labels only; a distilled model outputs the mean of its heads. The released code adds
     the gradients of 50 batch means, which is this sum up to a constant factor and gives the same ranking, for any batch
-    size and number of processes.
-
-    Raises:
-        VitcompressError: a gradient is not finite.
+    size and number of processes. Raises VitcompressError if a gradient is not finite.
     """
     copy = deepcopy(model).to(context.runtime.device).eval().requires_grad_(True)
     for inputs, targets in calibration_images(context, images):

@@ -25,11 +25,7 @@ from vitcompress.training.loop import check_options
 def prepare(
     recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Progress, data: Splits | None = None
 ) -> Job:
-    """Create the job and check everything that can fail. `recipe` has the `options` applied.
-
-    Raises:
-        InputError: a subclass that tells what is wrong; nothing was written.
-    """
+    """Create the job and check everything that can fail; writes nothing. `recipe` has the `options` applied."""
     if data is None and not options.structure_only:
         data = open_data(recipe.data, recipe.run.seed)
     job = create_job(recipe, options, runtime, progress, data)
@@ -47,10 +43,11 @@ def prepare(
     return job
 
 
-def local_checks(job: Job) -> tuple[Callable[[], None], ...]:
+def local_checks(job: Job) -> tuple[Callable[[], object], ...]:
     """The checks that download nothing and measure nothing, in order."""
-    checks: tuple[Callable[[Job], None], ...] = (check_exports, check_training, check_expect, check_bench, check_room)
-    return (*(partial(check, job) for check in checks), partial(check_writable, job.dense_folder))
+    bench, checks = job.recipe.bench, (check_exports, check_training, check_expect, check_room)
+    others = partial(timing.protocol, bench.protocol, **bench.changes), partial(check_writable, job.dense_folder)
+    return (*(partial(check, job) for check in checks), *others)
 
 
 def check_formats(recipe: Recipe) -> None:
@@ -103,12 +100,6 @@ def check_training(job: Job) -> None:
             "the best epoch may be one that still has them",
             hint="set finetune.select = 'last'",
         )
-
-
-def check_bench(job: Job) -> None:
-    """Raise InputError for an unusable protocol."""
-    table = job.recipe.bench
-    timing.protocol(table.protocol, **table.changes)
 
 
 def check_room(job: Job) -> None:

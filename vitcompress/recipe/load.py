@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from vitcompress.methods.options import OPTIONS, find_options
 from vitcompress.recipe.schema import Recipe, Step, Tables, plain_data
 
 REMOVED = object()  # the value of `key=` in an assignment: the default applies
+KINDS = {"recipe": (recipes.names, recipes.text), "study": (recipes.study_names, recipes.study_text)}
 ANY_STEP = {"step": [{"method": "fold"}]}  # for recipes whose steps do not matter
 
 
@@ -29,7 +30,8 @@ def load_recipe(source: str, sets: Sequence[str] = (), model: str | None = None)
         RecipeError: with all problems.
         InputError: no such recipe; names the nearest.
     """
-    data = _read(source)
+    name, data = read_table("recipe", source)
+    data = {"name": name, **data}
     table = data.get("model")
     if model is not None and isinstance(table, dict):
         data["model"] = {**table, "name": model, "args": {}}
@@ -39,26 +41,10 @@ def load_recipe(source: str, sets: Sequence[str] = (), model: str | None = None)
 def load_recipe_of_run(path: Path) -> Recipe:
     """The tables of a recipe.toml, with other steps: no package or version with the methods of the run is needed.
 
-    Raises:
-        RecipeError: with all problems of the tables.
-        InputError: the file cannot be read.
+    Raises RecipeError with all problems of the tables, InputError if the file cannot be read.
     """
-    return build_recipe(str(path), {**_read(str(path)), **ANY_STEP})
-
-
-def _read(source: str) -> dict[str, Any]:
-    name, text = read_text(source, "recipe", recipes.names(), recipes.text)
-    data = parse_toml(source, text)
-    recipes.check_kind("recipe", source, data)
-    return {"name": name, **data}
-
-
-def read_study(source: str) -> tuple[str, dict[str, Any]]:
-    """Name and content of a study, not validated. Raises InputError if there is none, RecipeError if it is not TOML."""
-    name, text = read_text(source, "study", recipes.study_names(), recipes.study_text)
-    data = parse_toml(f"of the study {source}", text)
-    recipes.check_kind("study", source, data)
-    return name, data
+    name, data = read_table("recipe", str(path))
+    return build_recipe(str(path), {"name": name, **data, **ANY_STEP})
 
 
 def parse_toml(source: str, text: str) -> dict[str, Any]:
@@ -71,11 +57,7 @@ def parse_toml(source: str, text: str) -> dict[str, Any]:
 
 
 def build_recipe(source: str, data: dict[str, object], sets: Sequence[str] = ()) -> Recipe:
-    """Validate `data`, the content of a recipe's TOML, after applying `sets`.
-
-    Raises:
-        RecipeError: with all problems of all tables.
-    """
+    """Validate `data`, the content of a recipe's TOML, after applying `sets`. Raises RecipeError with all problems."""
     data = deepcopy(data)
     problems = [problem for text in sets if (problem := assign(data, text))]
     raw_steps = data.pop("step", [])
@@ -97,11 +79,22 @@ def dense_key(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(plain_data(parts), sort_keys=True).encode()).hexdigest()[:12]
 
 
-def read_text(source: str, what: str, names: Collection[str], text: Callable[[str], str]) -> tuple[str, str]:
-    """Name and text of a recipe or study (`what`); source: one of `names`, or the path of a TOML file."""
-    path = Path(source)
+def read_table(what: str, source: str) -> tuple[str, dict[str, Any]]:
+    """Name and content of a `recipe` or `study`, not validated. source: its name, or the path of a TOML file.
+
+    Raises InputError if there is none, or it is of the other kind, and RecipeError if it is not TOML.
+    """
+    name, text = _read_text(what, source)
+    data = parse_toml(source if what == "recipe" else f"of the study {source}", text)
+    recipes.check_kind(what, source, data)
+    return name, data
+
+
+def _read_text(what: str, source: str) -> tuple[str, str]:
+    path, (list_names, read) = Path(source), KINDS[what]
+    names = list_names()
     if source in names or not (path.suffix == ".toml" or path.exists()):
-        return source, text(source)
+        return source, read(source)
     if path.exists() and not path.is_file():  # a pipe would be read without end
         kind = "a folder" if path.is_dir() else "a pipe or a device"
         raise InputError(f"{source} is {kind}, not a file", hint=f"write the name of a {what}, or of a .toml file")

@@ -20,7 +20,7 @@ from vitcompress.families import Family, Site
 from vitcompress.families.base import SiteKind
 from vitcompress.methods import transfer_entropy
 from vitcompress.methods.base import Context, Estimate, reject_unused
-from vitcompress.methods.calibration import accuracy, training_subset
+from vitcompress.methods.calibration import accuracy, search_options, training_subset
 from vitcompress.methods.depth import KINDS, gate_layers, layers, remove_layers
 from vitcompress.methods.hetdpt.allocation import Row
 from vitcompress.methods.options import AllocationOptions, CollectionOptions, FastTraining
@@ -30,29 +30,14 @@ Record = dict[str, Any]
 
 
 def fast_options(context: Context, options: FastTraining, epochs: int, images: int) -> TrainOptions:
-    """The options of [finetune], shortened: labels only, no warm-up, no averaged weights, the last epoch is kept."""
+    """The options of [finetune], shortened. images: in the training set."""
     # Whole batches for every process, and pairs for mixup.
     step = 2 * context.runtime.world_size * context.train.accumulate
     batch = max(step, min(options.batch_size or context.train.batch_size, images) // step * step)
     lr = options.lr or 5e-5 * batch / 512
-    return replace(
-        context.train,
-        epochs=epochs,
-        batch_size=batch,
-        lr=lr,
-        lr_base=None,
-        min_lr=min(options.min_lr, lr),
-        warmup_epochs=0,
-        schedule="cosine",
-        optimizer="adamw",
-        betas=None,
-        weight_decay=options.weight_decay,
-        decay_all=False,
-        augmentation=replace(context.train.augmentation, repeats=0),
-        ema=None,
-        distillation="none",
-        select="last",
-    )
+    fast = {"batch_size": batch, "schedule": "cosine", "optimizer": "adamw", "betas": None, "decay_all": False}
+    changes = {"weight_decay": options.weight_decay, "augmentation": replace(context.train.augmentation, repeats=0)}
+    return search_options(context.train, epochs, lr, options.min_lr, **fast, **changes)
 
 
 def fine_tune(model: nn.Module, context: Context, options: CollectionOptions, name: str, label: str) -> None:

@@ -68,10 +68,8 @@ def unit_spaces(spaces: Iterable[Space]) -> tuple[Space, ...]:
 def project(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: float, options: Options) -> Live:
     """The live channels after `sparsity` of all units is removed.
 
-    scores: (channels,) each, higher is better; equal scores are ordered by `ties`, then by channel.
-
-    Raises:
-        PlanError: the layout cannot be that sparse.
+    scores: (channels,) each, higher is better; equal scores are ordered by `ties`, then by channel. Raises
+    PlanError if the layout cannot be that sparse.
     """
     if options.layout == "ragged":
         return _project_ragged(spaces, scores, ties, sparsity, is_global=options.threshold == "global")

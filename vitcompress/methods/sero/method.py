@@ -23,6 +23,7 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import Family, Space
 from vitcompress.methods.base import ARBITRARY, INPUT_MODEL, Choice, Context, Estimate, Method, StepInfo, reject_unused
+from vitcompress.methods.calibration import search_options
 from vitcompress.methods.latency import check_target
 from vitcompress.methods.options import SeroOptions as Options
 from vitcompress.methods.sero import layout
@@ -51,8 +52,7 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
 def structure(model: nn.Module, family: Family, base: Plan, options: Options) -> Plan:
     """A plan of the same size without data: every layer and kind loses the same share, the first channels are kept.
 
-    Raises:
-        PlanError: more than the layout can lose, no epoch with masks, or an option without effect.
+    Raises PlanError for more than the layout can lose, no epoch with masks, or an option without effect.
     """
     if options.warmup_epochs >= options.epochs:
         raise PlanError(
@@ -125,10 +125,9 @@ def _explore(copy: nn.Module, context: Context, options: Options) -> Exploration
 
 
 def _settings(base: TrainOptions, options: Options) -> TrainOptions:
-    """The recipe's training options, with labels only and the last weights, which belong to the last masks."""
+    """The options of the exploration; the last weights belong to the last masks."""
     lr = options.lr or base.peak_lr
-    plain = replace(base, epochs=options.epochs, warmup_epochs=0, ema=None, distillation="none", select="last")
-    return replace(plain, lr=lr, lr_base=None, min_lr=min(base.min_lr, lr))
+    return search_options(base, options.epochs, lr, base.min_lr)
 
 
 @torch.no_grad()

@@ -52,8 +52,7 @@ def stage_of(block: str) -> str:
 def standard_blocks(model: nn.Module, family: Family) -> dict[str, list[Block]]:
     """Stage -> its blocks in order; a hybrid of an earlier step is one block.
 
-    Raises:
-        PlanError: attentions and FFNs do not alternate, because an earlier step removed one of them alone.
+    Raises PlanError if attentions and FFNs do not alternate, because an earlier step removed one of them alone.
     """
     parts: dict[str, list[Site]] = {stage_of(path): [] for path in family.blocks(model)}
     for site in family.sites(model):

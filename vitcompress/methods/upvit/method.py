@@ -33,8 +33,7 @@ from vitcompress.plan import Plan, is_within, module_of
 def plan(model: nn.Module, context: Context, options: Options) -> Plan:
     """Remove the channels and blocks whose removal changes the outputs least, until the target is reached.
 
-    Raises:
-        PlanError: the model cannot become the target, or an option has no effect.
+    Raises PlanError if the model cannot become the target, or an option has no effect.
     """
     target = find_target(model, context.family, context.plan, options)
     ranker = Ranker(model, context, options, target, calibration_images(context, options.images, PROXY_BATCH))

@@ -87,9 +87,8 @@ def _place(space: Space, blocks: Mapping[str, nn.Module]) -> Place:
 def find_target(model: nn.Module, family: Family, base: Plan, options: Options) -> Target:
     """The target of `options`.
 
-    Raises:
-        PlanError: no target is set, the model cannot become it, or an option has no effect.
-        InputError: timm cannot build it.
+    Raises PlanError if none is set, the model cannot become it, or an option has no effect; InputError if timm cannot
+    build it.
     """
     check_target(options)
     name = None if options.target == "latency" else options.target
@@ -145,8 +144,7 @@ def _check_family(family: Family, spaces: tuple[Space, ...]) -> None:
 def _stages(model: nn.Module, family: Family, base: Plan, *, only_widths: bool) -> dict[str, list[Block]]:
     """Stage -> its standard blocks; empty if there are others and only widths are pruned.
 
-    Raises:
-        PlanError: blocks are to be removed, but earlier steps left blocks that no timm model has.
+    Raises PlanError if blocks are to be removed, but earlier steps left blocks that no timm model has.
     """
     try:
         replaced = [name for name, replacement in base.removed.items() if replacement != "drop"]

@@ -23,7 +23,7 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.validation import STRICT, Doc, validate
 from vitcompress.methods.options import find_options
 from vitcompress.pipeline.folder import dense_folder
-from vitcompress.recipe.load import assign, build_recipe, read_study
+from vitcompress.recipe.load import assign, build_recipe, read_table
 from vitcompress.recipe.schema import ProtocolTable, Recipe
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
@@ -118,7 +118,7 @@ def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) 
         RecipeError: with every mistake.
         InputError: no such study or row; with the nearest names.
     """
-    name, data = read_study(source)
+    name, data = read_table("study", source)
     label = f"of the study {source}"
     problems = [problem for text in sets if (problem := assign(data, text))]
     tables = validate(_Tables, data, "", problems)
