@@ -93,7 +93,7 @@ def test_preprocessing_is_that_of_the_training(tmp_path: Path) -> None:
     sources = {setting.name: setting.source for setting in resolved.settings}
     assert [sources[name] for name in ("mean", "std", "crop_pct")] == [
         "the checkpoint's args",
-        "timm's default",
+        f"timm's default for {VIT}",
         "the user",
     ]
     own = {"pretrained_cfg_overlay": {"mean": [0.5, 0.5, 0.5]}}
@@ -254,3 +254,16 @@ def test_class_names_survive_saving(tmp_path: Path) -> None:
 def test_names_with_arguments() -> None:
     model: Any = create_named(f"{VIT}?img_size=32&depth=1&global_pool=avg&num_classes=4")
     assert (model.num_classes, len(model.blocks), model.global_pool) == (4, 1, "avg")
+
+
+def test_weights_in_several_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(WeightsError, match=r"several files \(model\.safetensors\.index\.json\)"):
+        resolve_model(VIT, {}, tmp_path)
+
+
+@pytest.mark.parametrize("used", ["deit_tiny_patch16_224", "pit_ti_224"])
+def test_the_architecture_of_distilled_weights_comes_before_their_classes(used: str, tmp_path: Path) -> None:
+    saved(tmp_path / "a.pth", "deit_tiny_distilled_patch16_224", {"depth": 1, "num_classes": 5})
+    with pytest.raises(WeightsError, match=r"another model, distilled DeiT \(embed_dim 192, depth 1"):
+        create_model(used, {"num_classes": 3}, tmp_path / "a.pth")

@@ -11,85 +11,66 @@ from torch import nn
 Shapes = Mapping[str, tuple[int, ...]]
 Rule = Callable[[Shapes], object]
 
-PATCHES = "patch_embed.proj.weight"
+PATCHES, FIRST = "patch_embed.proj.weight", "blocks.0."
 TABLE = "attn.relative_position_bias_table"
+SHARED_TABLE = "rel_pos_bias.relative_position_bias_table"
 SOME = 1e-5  # initial value of a LayerScale; the weights replace it
 
 
-def _size(axis: int, *names: str) -> Rule:
-    """The size of one axis of the first of these tensors that exists."""
-    return lambda shapes: next(shapes[name][axis] for name in names if name in shapes)
-
-
-def _present(name: str, needed: str, value: object = True, otherwise: object = False) -> Rule:
-    """`value` with the tensor `name`, else `otherwise`; unknown without the tensor `needed`."""
-    return lambda shapes: (shapes[needed], value if name in shapes else otherwise)[1]
-
-
-def _count(shapes: Shapes, prefix: str) -> int:
-    """Number of modules `prefix`0, `prefix`1 ..."""
-    pattern = re.compile(re.escape(prefix) + r"(\d+)\.")
-    return 1 + max(int(match[1]) for name in shapes if (match := pattern.match(name)))
+def _count(s: Shapes, prefix: str) -> int:
+    """Number of modules `prefix`0, `prefix`1 ... Raises ValueError if there are none."""
+    return 1 + max(int(match[1]) for name in s if (match := re.match(rf"{re.escape(prefix)}(\d+)\.", name)))
 
 
 def _stages(prefix: str, rule: Callable[[Shapes, str], object]) -> Rule:
     """`rule` of every stage, with the prefix of the stage's blocks."""
-    return lambda shapes: [rule(shapes, f"{prefix}{n}.blocks.") for n in range(_count(shapes, prefix))]
+    return lambda s: [rule(s, f"{prefix}{n}.blocks.") for n in range(_count(s, prefix))]
 
 
-def _square_root(count: int, what: int = 1) -> int | None:
-    """The side of a square of `count`, times `what`; None if it is no square."""
+def _side(count: int) -> int:
+    """The side of a square of `count`; 0 if it is no square."""
     side = isqrt(max(count, 0))
-    return side * what if side and side * side == count else None
+    return side if side * side == count else 0
 
 
-def _position_prefix(shapes: Shapes) -> int:
-    """Number of class and register tokens."""
-    return sum(shapes[name][1] for name in ("cls_token", "dist_token", "reg_token") if name in shapes)
+def _patches(s: Shapes) -> int:
+    """Number of positions without those of class and register tokens."""
+    return s["pos_embed"][1] - sum(s[name][1] for name in ("cls_token", "dist_token", "reg_token") if name in s)
 
 
-def _table_size(shapes: Shapes) -> int | None:
-    """Image size of an absolute position table, with or without positions of class and register tokens."""
-    tokens, patch = shapes["pos_embed"][1], shapes[PATCHES][-1]
-    return _square_root(tokens - _position_prefix(shapes), patch) or _square_root(tokens, patch)
+def _beit_table(s: Shapes) -> tuple[int, ...]:
+    return s[FIRST + TABLE] if FIRST + TABLE in s else s[SHARED_TABLE]
 
 
-def _patches_only(shapes: Shapes) -> bool:
-    """Whether class and register tokens have no position."""
-    return _square_root(shapes["pos_embed"][1] - _position_prefix(shapes)) is None
+def _window(rows: int) -> int:
+    """Side of the window whose distances of patches are the `rows` of a relative position table; 0 if there is none."""
+    return (_side(rows) + 1) // 2
 
 
-def _beit_size(shapes: Shapes) -> int | None:
-    """Image size of a relative position table: all distances of patches, and 3 of the class token."""
-    rows = _size(0, f"blocks.0.{TABLE}", "rel_pos_bias.relative_position_bias_table")(shapes)
-    side = _square_root(int(str(rows)) - 3)
-    return None if side is None else (side + 1) // 2 * shapes[PATCHES][-1]
+def _swin_windows(s: Shapes) -> list[int]:
+    return [_window(s[f"layers.{stage}.blocks.0.{TABLE}"][0]) for stage in range(_count(s, "layers."))]
 
 
-def _window(shapes: Shapes, stage: int) -> int:
-    return (isqrt(shapes[f"layers.{stage}.blocks.0.{TABLE}"][0]) + 1) // 2
-
-
-def _swin_size(shapes: Shapes) -> int | None:
+def _swin_size(s: Shapes) -> int | None:
     """Image size, if a stage is smaller than the window, which then covers the whole stage."""
-    windows = [_window(shapes, stage) for stage in range(_count(shapes, "layers."))]
-    patch = shapes[PATCHES][-1]
-    return next((w * patch * 2**stage for stage, w in enumerate(windows) if w < windows[0]), None)
+    windows = _swin_windows(s)
+    return next((w * s[PATCHES][-1] * 2**stage for stage, w in enumerate(windows) if 0 < w < windows[0]), None)
 
 
 EMBEDDING: dict[str, Rule] = {
-    "patch_size": _size(-1, PATCHES),
-    "in_chans": _size(1, PATCHES),
-    "embed_dim": _size(0, PATCHES),
+    "patch_size": lambda s: s[PATCHES][-1],
+    "in_chans": lambda s: s[PATCHES][1],
+    "embed_dim": lambda s: s[PATCHES][0],
 }
 PLAIN: dict[str, Rule] = {
-    "img_size": _table_size,
+    # class and register tokens may have positions or not
+    "img_size": lambda s: (_side(_patches(s)) or _side(s["pos_embed"][1])) * s[PATCHES][-1] or None,
     **EMBEDDING,
-    "depth": lambda shapes: _count(shapes, "blocks."),
-    "mlp_ratio": lambda shapes: shapes["blocks.0.mlp.fc2.weight"][1] / shapes[PATCHES][0],
-    "class_token": _present("cls_token", "blocks.0.norm1.weight"),
-    "global_pool": _present("fc_norm.weight", "fc_norm.weight", "avg"),
-    "num_classes": _size(0, "head.weight"),
+    "depth": lambda s: _count(s, "blocks."),
+    "mlp_ratio": lambda s: s[f"{FIRST}mlp.fc2.weight"][1] / s[PATCHES][0],
+    "class_token": lambda s: "cls_token" in s,
+    "global_pool": lambda s: "avg" if "fc_norm.weight" in s else None,
+    "num_classes": lambda s: s["head.weight"][0],
 }
 # Model class -> argument -> its value according to the shapes of weights with timm's names. A rule knows nothing if its
 # tensors are missing or it returns None. The same rules read the model that timm builds: only what differs is an
@@ -97,38 +78,37 @@ PLAIN: dict[str, Rule] = {
 RULES: dict[type[nn.Module], dict[str, Rule]] = {
     vision_transformer.VisionTransformer: PLAIN
     | {
-        "mlp_ratio": lambda shapes: shapes["blocks.0.mlp.fc1.weight"][0] / shapes[PATCHES][0],
-        "reg_tokens": lambda shapes: shapes.get("reg_token", (1, 0))[1],
-        "no_embed_class": _patches_only,
-        "qkv_bias": _present("blocks.0.attn.qkv.bias", "blocks.0.attn.qkv.weight"),
-        "qk_norm": _present("blocks.0.attn.q_norm.weight", "blocks.0.attn.qkv.weight"),
-        "init_values": _present("blocks.0.ls1.gamma", "blocks.0.ls1.gamma", SOME),
+        "mlp_ratio": lambda s: s[f"{FIRST}mlp.fc1.weight"][0] / s[PATCHES][0],
+        "reg_tokens": lambda s: s.get("reg_token", (1, 0))[1],
+        "no_embed_class": lambda s: not _side(_patches(s)),
+        "qkv_bias": lambda s: f"{FIRST}attn.qkv.bias" in s,
+        "qk_norm": lambda s: f"{FIRST}attn.q_norm.weight" in s,
+        "init_values": lambda s: SOME if f"{FIRST}ls1.gamma" in s else None,
     },
-    eva.Eva: PLAIN | {"num_reg_tokens": _size(1, "reg_token")},
+    eva.Eva: PLAIN | {"num_reg_tokens": lambda s: s["reg_token"][1]},
     beit.Beit: PLAIN
     | {
-        "img_size": _beit_size,
-        "num_heads": _size(1, f"blocks.0.{TABLE}", "rel_pos_bias.relative_position_bias_table"),
+        "img_size": lambda s: _window(_beit_table(s)[0] - 3) * s[PATCHES][-1] or None,  # 3 rows of the class token
+        "num_heads": lambda s: _beit_table(s)[1],
     },
     swin_transformer.SwinTransformer: {
         "img_size": _swin_size,
         **EMBEDDING,
         "depths": _stages("layers.", _count),
-        "num_heads": _stages("layers.", lambda shapes, blocks: shapes[f"{blocks}0.{TABLE}"][1]),
-        "window_size": lambda shapes: _window(shapes, 0),
-        "mlp_ratio": lambda shapes: shapes["layers.0.blocks.0.mlp.fc2.weight"][1] / shapes[PATCHES][0],
-        "num_classes": _size(0, "head.fc.weight", "head.weight"),
+        "num_heads": _stages("layers.", lambda s, blocks: s[f"{blocks}0.{TABLE}"][1]),
+        "window_size": lambda s: _swin_windows(s)[0] or None,
+        "mlp_ratio": lambda s: s["layers.0.blocks.0.mlp.fc2.weight"][1] / s[PATCHES][0],
+        "num_classes": lambda s: s["head.fc.weight" if "head.fc.weight" in s else "head.weight"][0],
     },
     pvt_v2.PyramidVisionTransformerV2: {
-        "in_chans": _size(1, PATCHES),
-        "embed_dims": _stages("stages.", lambda shapes, blocks: shapes[f"{blocks}0.norm1.weight"][0]),
+        "in_chans": EMBEDDING["in_chans"],
+        "embed_dims": _stages("stages.", lambda s, blocks: s[f"{blocks}0.norm1.weight"][0]),
         "depths": _stages("stages.", _count),
         "mlp_ratios": _stages(
-            "stages.",
-            lambda shapes, blocks: shapes[f"{blocks}0.mlp.fc2.weight"][1] / shapes[f"{blocks}0.norm1.weight"][0],
+            "stages.", lambda s, blocks: s[f"{blocks}0.mlp.fc2.weight"][1] / s[f"{blocks}0.norm1.weight"][0]
         ),
-        "sr_ratios": _stages("stages.", lambda shapes, blocks: shapes.get(f"{blocks}0.attn.sr.weight", (1,))[-1]),
-        "num_classes": _size(0, "head.weight"),
+        "sr_ratios": _stages("stages.", lambda s, blocks: s.get(f"{blocks}0.attn.sr.weight", (1,))[-1]),
+        "num_classes": PLAIN["num_classes"],
     },
 }
 
@@ -136,12 +116,12 @@ RULES: dict[type[nn.Module], dict[str, Rule]] = {
 KINDS: tuple[tuple[str, type[nn.Module] | None, str], ...] = (
     ("Swin Transformer", swin_transformer.SwinTransformer, f"layers.0.blocks.0.{TABLE}"),
     ("PVTv2", pvt_v2.PyramidVisionTransformerV2, "stages.0.blocks.0.attn.kv.weight"),
-    ("BEiT", beit.Beit, f"blocks.0.{TABLE}"),
-    ("BEiT", beit.Beit, "rel_pos_bias.relative_position_bias_table"),
-    ("EVA or DINOv3", eva.Eva, "blocks.0.gamma_1"),
-    ("EVA", eva.Eva, "blocks.0.attn.q_proj.weight"),
+    ("BEiT", beit.Beit, FIRST + TABLE),
+    ("BEiT", beit.Beit, SHARED_TABLE),
+    ("EVA or DINOv3", eva.Eva, f"{FIRST}gamma_1"),
+    ("EVA", eva.Eva, f"{FIRST}attn.q_proj.weight"),
     ("distilled DeiT", vision_transformer.VisionTransformer, "head_dist.weight"),
-    ("ViT", vision_transformer.VisionTransformer, "blocks.0.attn.qkv.weight"),
+    ("ViT", vision_transformer.VisionTransformer, f"{FIRST}attn.qkv.weight"),
     ("ConvNeXt", None, "stages.0.blocks.0.conv_dw.weight"),
     ("ResNet", None, "layer1.0.conv1.weight"),
 )
@@ -154,33 +134,29 @@ def shapes_of(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def read_arguments(kind: type[nn.Module] | None, shapes: Shapes) -> dict[str, object]:
-    """The arguments of a class of `RULES`, or of a class derived from one, that `shapes` show."""
+def base_of(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class of `RULES` that `kind` is or is derived from."""
+    return next((base for base in kind.__mro__ if base in RULES), None)
+
+
+def read_arguments(base: type[nn.Module] | None, shapes: Shapes) -> dict[str, object]:
+    """The arguments of a class of `RULES` that `shapes` show."""
     facts: dict[str, object] = {}
-    for name, rule in next((rules for base, rules in RULES.items() if kind and issubclass(kind, base)), {}).items():
+    for name, rule in RULES[base].items() if base and PATCHES in shapes else ():
         try:
             facts[name] = rule(shapes)
-        except (LookupError, StopIteration, ValueError):  # no such tensor
+        except (LookupError, ValueError):  # no such tensor
             continue
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def kind_of(shapes: Shapes) -> tuple[str, type[nn.Module] | None]:
-    """The architecture that weights seem to be of, and its class if `RULES` has it; "" if unknown."""
-    return next(((label, kind) for label, kind, name in KINDS if name in shapes), ("", None))
+def describe_shapes(shapes: Shapes) -> tuple[str, str | None]:
+    """The architecture that weights seem to be of, as in `ViT (depth 12, num_classes 12)`, and a name of timm for it.
 
-
-def describe_shapes(shapes: Shapes) -> str:
-    """As in `ViT (embed_dim 192, depth 12, patch_size 16, num_classes 12)`."""
-    label, kind = kind_of(shapes)
-    facts = read_arguments(kind, shapes)
+    "" and None if unknown.
+    """
+    label, base = next(((label, base) for label, base, name in KINDS if name in shapes), ("", None))
+    facts = read_arguments(base, shapes)
     values = ", ".join(f"{name} {facts[name]}" for name in SHOWN if name in facts)
-    return f"{label}{f' ({values})' if values else ''}" if label else "an unknown architecture"
-
-
-def usual_name(shapes: Shapes) -> str | None:
-    """The name that timm gives an architecture of this width; None if there is none."""
-    label, kind = kind_of(shapes)
-    facts = read_arguments(kind, shapes)
-    size = SIZES.get(int(str(facts.get("embed_dim", 0))))
-    return NAMES[label].format(size, facts["patch_size"]) if label in NAMES and size else None
+    size = SIZES.get(shapes[PATCHES][0]) if label in NAMES and PATCHES in shapes else None
+    return label + f" ({values})" * bool(values), NAMES[label].format(size, facts["patch_size"]) if size else None

@@ -8,11 +8,11 @@ import traceback
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import timm
 import torch
-from annotated_types import Ge, Gt, Le, Predicate
+from annotated_types import Ge, Gt, Le
 from timm.data import resolve_model_data_config
 from timm.layers import DropPath
 from torch import nn
@@ -21,15 +21,13 @@ from torch.overrides import TorchFunctionMode
 from vitcompress.errors import InputError, WeightsError, close_matches, did_you_mean, first_line
 from vitcompress.families import prepare_model
 from vitcompress.io.tensors import LIBRARY_ERRORS
+from vitcompress.models.preprocessing import NAMES, Crop, Filter
 from vitcompress.models.weights import USE_FILE, check_hub, load_weights
 from vitcompress.plan import Plan
 
 NOISE = 0.1  # standard deviation for `randomize_constants`: small compared with norm weights of 1
 OVERLAY, LABELS = "pretrained_cfg_overlay", "label_names"  # argument of timm.create_model, and a key in it
-PREPROCESSING = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 INITIALIZERS = {"uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"}
-INTERPOLATIONS = frozenset({"nearest", "bilinear", "bicubic", "box", "hamming", "lanczos", "random"})  # of timm
-CROP_MODES = frozenset({"center", "squash", "border"})
 Side = Annotated[int, Ge(1), Le(2**14)]  # pixels, or channels
 UNKNOWN = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
@@ -44,9 +42,9 @@ class InputConfig:
     size: tuple[Side, Side, Side]
     mean: tuple[Annotated[float, Ge(-1000), Le(1000)], ...]
     std: tuple[Annotated[float, Gt(0), Le(1000)], ...]
-    interpolation: Annotated[str, Predicate(INTERPOLATIONS.__contains__)]
+    interpolation: Filter | Literal["random"]
     crop_pct: Annotated[float, Ge(0.05), Le(2)]
-    crop_mode: Annotated[str, Predicate(CROP_MODES.__contains__)]
+    crop_mode: Crop
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -155,7 +153,7 @@ def _recorded(arch: str, cfg: Mapping[str, object], args: dict[str, object]) -> 
     """Name and arguments with which timm builds a model with the pretrained configuration `cfg`."""
     name = arch if cfg.get("tag") == timm.get_pretrained_cfg(arch).tag else f"{arch}.{cfg.get('tag')}"
     default = timm.get_pretrained_cfg(name).to_dict()
-    overlay = {key: cfg[key] for key in PREPROCESSING if cfg.get(key) != default.get(key)}
+    overlay = {key: cfg[key] for key in ("input_size", *NAMES) if cfg.get(key) != default.get(key)}
     return name, args | ({OVERLAY: overlay} if overlay else {})
 
 
@@ -254,11 +252,9 @@ def input_config(model: nn.Module) -> InputConfig:
     channels = int(getattr(model, "in_chans", config["input_size"][0]))
     embed = getattr(model, "patch_embed", None)
     height, width = getattr(embed, "img_size", None) or config["input_size"][1:]
-    mean, std = (_per_channel(config[key], channels) for key in ("mean", "std"))
-    crop = str(config["interpolation"]), float(config["crop_pct"]), str(config["crop_mode"])
+    mean, std = (  # the average where the images have another number of channels
+        tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels
+        for values in (config["mean"], config["std"])
+    )
+    crop = config["interpolation"], float(config["crop_pct"]), config["crop_mode"]
     return InputConfig((channels, int(height), int(width)), mean, std, *crop)
-
-
-def _per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    """One value per channel; the average of all values if the images have another number of channels."""
-    return tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels

@@ -11,7 +11,9 @@ from vitcompress.io.validation import Doc
 
 Value = str | float | tuple[float, ...]
 Filter = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
+Crop = Literal["center", "squash", "border"]
 _MEAN, _STD = "mean per channel, of pixels from 0 to 1", "standard deviation per channel"
+_CROP = "side of the crop, as a share of the resized side"
 _DEFAULT = "None: the value of the weights, or timm's default"
 
 
@@ -22,17 +24,12 @@ class Preprocessing:
     mean: Annotated[tuple[float, ...] | None, Doc(f"{_MEAN}; {_DEFAULT}")] = None
     std: Annotated[tuple[Annotated[float, Gt(0)], ...] | None, Doc(f"{_STD}; {_DEFAULT}")] = None
     interpolation: Annotated[Filter | None, Doc(f"for resizing images; {_DEFAULT}")] = None
-    crop_pct: Annotated[
-        float | None, Gt(0), Le(1), Doc(f"side of the crop, as a share of the resized side; {_DEFAULT}")
-    ] = None
-    crop_mode: Annotated[Literal["center", "squash", "border"] | None, Doc(f"how images are cropped; {_DEFAULT}")] = (
-        None
-    )
+    crop_pct: Annotated[float | None, Gt(0), Le(1), Doc(f"{_CROP}; {_DEFAULT}")] = None
+    crop_mode: Annotated[Crop | None, Doc(f"how images are cropped; {_DEFAULT}")] = None
 
     def changes(self) -> dict[str, Any]:
         """The values that are set."""
-        values = {field.name: getattr(self, field.name) for field in fields(Preprocessing)}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name in NAMES if (value := getattr(self, name)) is not None}
 
     def changes_for(self, channels: int, images: str) -> dict[str, Value]:
         """`changes` with one mean and std per channel. images: what has these channels, for the error.
@@ -50,3 +47,6 @@ class Preprocessing:
                     raise InputError(f"{name} cannot be {text}", hint="give finite numbers, and a std above 0")
                 values[name] = numbers if len(numbers) == channels else numbers * channels
         return values
+
+
+NAMES = tuple(field.name for field in fields(Preprocessing))

@@ -19,7 +19,7 @@ from torch import nn
 
 from vitcompress.errors import InputError, WeightsError
 from vitcompress.io.files import decode_json_values, read_json
-from vitcompress.models.arguments import RULES, Shapes, describe_shapes, kind_of, read_arguments, shapes_of, usual_name
+from vitcompress.models.arguments import Shapes, base_of, describe_shapes, read_arguments, shapes_of
 from vitcompress.models.create import (
     LABELS,
     OVERLAY,
@@ -29,16 +29,14 @@ from vitcompress.models.create import (
     is_known,
     with_class_names,
 )
-from vitcompress.models.preprocessing import Preprocessing
-from vitcompress.models.weight_files import HUB, WeightFile, open_weights
+from vitcompress.models.preprocessing import NAMES, Preprocessing
+from vitcompress.models.weights import HUB, WeightFile, open_weights
 
-PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
 POSITIONS = re.compile("^pos_embed$|relative_position_bias_table$")
 NOT_FILES = ("random", "hub", "train")
 DEFAULT = "timm's default"
 ASSUMED = f"assumed: {DEFAULT}, not visible in the weights"
-RECIPE = "model.args"
-WEIGHTS = "the weights"
+RECIPE, WEIGHTS = "model.args", "the weights"
 CLASSES_HINT = "--classes takes one name per line, or a JSON list, in the order of the classifier's outputs"
 
 
@@ -90,7 +88,7 @@ def resolve_model(
     """
     if arch.startswith(HUB):
         arch, weights = "", arch if str(weights) == "hub" else weights
-    file = WeightFile(Path()) if str(weights) in NOT_FILES else open_weights(weights)
+    file = WeightFile() if str(weights) in NOT_FILES else open_weights(weights)
     if not (arch := arch or str(file.stated.get("model", ""))):
         raise InputError(f"{weights} does not name a timm architecture", hint=f"use --model NAME --weights {weights}")
     own = {name: value for name, value in args.items() if name != OVERLAY}
@@ -107,24 +105,29 @@ def resolve_model(
         raise InputError(error.message, hint=hint) from None
     requested = bool(own.keys() & {"img_size", "window_size"})
     resampled = _resampled(shapes_of(file.tensors), shapes_of(blank.state_dict()), requested, weights)
-    values: dict[str, Any] = input_config(blank).to_dict()
-    changes = (preprocessing or Preprocessing()).changes_for(input_config(blank).size[0], arch)
-    layers = {file.stated_in: _preprocessing(arch, file), RECIPE: dict(overlay), "the user": changes}
-    for name in PREPROCESSING:
-        sources[name], value = [(DEFAULT, values[name]), *((s, t[name]) for s, t in layers.items() if name in t)][-1]
-        if _plain(value) != _plain(values[name]):
-            overlay[name] = values[name] = _plain(value)
-    names, count = tuple(class_names) or file.class_names, int(getattr(blank, "num_classes", 0))
+    about, count = input_config(blank), int(getattr(blank, "num_classes", 0))
+    default = {name: getattr(about, name) for name in NAMES}
+    changes = (preprocessing or Preprocessing()).changes_for(about.size[0], arch)
+    layers = {DEFAULT: default, file.stated_in: _preprocessing(arch, file), RECIPE: overlay, "the user": changes}
+    values, origins = _merge({s: {n: _plain(v) for n, v in t.items() if n in NAMES} for s, t in layers.items()})
+    overlay |= {name: value for name, value in values.items() if value != _plain(default[name])}
+    names = tuple(class_names) or file.class_names
     if class_names and len(names) != count:
         raise InputError(f"{len(names)} class names, but the model has {count} classes", hint=CLASSES_HINT)
     names = names if len(names) == count else ()
-    facts = {**_facts(blank), **{name: values[name] for name in PREPROCESSING}}
-    settings = [
-        Setting("model", arch, "the recipe"),
-        *(Setting(n, v, sources.get(n, DEFAULT)) for n, v in facts.items()),
-    ]
+    sources |= {"model": "the recipe", **origins}
+    settings = tuple(
+        Setting(name, value, sources.get(name, DEFAULT).replace(DEFAULT, f"{DEFAULT} for {arch}"))
+        for name, value in {"model": arch, **_facts(blank), **values}.items()
+    )
     complete = with_class_names({**chosen, OVERLAY: overlay}, names or overlay.get(LABELS, ()))
-    return ResolvedModel(arch, complete, str(weights), tuple(settings), names, resampled, file.part)
+    return ResolvedModel(arch, complete, str(weights), settings, names, resampled, file.part)
+
+
+def _merge(layers: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of `layers`, by their source, of which the last one counts, and the source of each value."""
+    values = {name: value for table in layers.values() for name, value in table.items()}
+    return values, {name: source for source, table in layers.items() for name in table}
 
 
 def _arguments(
@@ -134,30 +137,25 @@ def _arguments(
     if not file.tensors:
         return dict(own), dict.fromkeys(own, RECIPE)
     default, shapes = create_blank(arch, own), shapes_of(file.tensors)
-    kind = next((kind for kind in type(default).__mro__ if kind in RULES), None)
-    known = inspect.signature(kind).parameters if kind else {}
-    seen = read_arguments(kind, shapes)
-    stated = {name: value for name, value in file.stated.items() if name in known and name not in seen}
-    sources = dict.fromkeys(own, RECIPE) | dict.fromkeys(stated, file.stated_in) | dict.fromkeys(seen, WEIGHTS)
+    base = base_of(type(default))
+    seen, known = read_arguments(base, shapes), inspect.signature(base).parameters if base else {}
+    stated = {name: value for name, value in file.stated.items() if name in known}
+    values, sources = _merge({RECIPE: own, file.stated_in: stated, WEIGHTS: seen})
     have = {name: getattr(default, name, None) for name in stated} | _facts(default)
-    differing = {name: value for name, value in (stated | seen).items() if not _equal(value, have.get(name))}
-    fixed = differing.keys() & own.keys()
-    label, name = kind_of(shapes)[0], usual_name(shapes)
-    distilled = "distilled" in label
-    other = kind and label and not seen.keys() & {"depth", "depths"}
-    other = other or (distilled != hasattr(default, "head_dist"))
-    if other or (name is not None and "embed_dim" in differing.keys() - fixed):
-        message = f"{weights} contains {describe_shapes(shapes)}; the recipe's model is {arch}"
+    differing = {n: v for n, v in values.items() if sources[n] != RECIPE and not _equal(v, have.get(n))}
+    (about, name), distilled = describe_shapes(shapes), "head_dist.weight" in shapes
+    other = (base and about and not seen.keys() & {"depth", "depths"}) or distilled != hasattr(default, "head_dist")
+    if other or (name is not None and "embed_dim" in differing.keys() - own.keys()):
+        message = f"{weights} contains {about or 'an unknown architecture'}; the recipe's model is {arch}"
         raise WeightsError(message, hint=f"use --model {file.stated.get('model', name or 'NAME')}, or other weights")
     if wrong := [
         f"{name} is {differing[name]} in {sources[name]}, {own[name]} in {RECIPE}"
-        for name in sorted(fixed - {"img_size", "num_classes"})
+        for name in sorted(differing.keys() & own.keys() - {"img_size", "num_classes"})
     ]:
         hint = "leave it out of model.args, or use --model NAME, which starts without arguments"
         raise WeightsError(f"{weights} contradicts the recipe: {'; '.join(wrong)}", hint=hint)
-    if "num_heads" not in {**own, **stated, **seen}:
-        sources["num_heads"] = ASSUMED
-    return {**differing, **own}, {**sources, **dict.fromkeys(fixed, RECIPE)}
+    sources |= dict.fromkeys(differing.keys() & own.keys(), RECIPE)
+    return {**differing, **own}, {"num_heads": ASSUMED, **sources}
 
 
 def _resampled(shapes: Shapes, model: Shapes, requested: bool, weights: str | Path) -> tuple[str, ...]:
@@ -174,8 +172,7 @@ def _preprocessing(arch: str, file: WeightFile) -> dict[str, object]:
     """What a file of weights states; a training script that names another model uses the defaults of that model."""
     model = str(file.stated.get("model", arch))
     default = timm.get_pretrained_cfg(model) if is_known(model) and model.split(".")[0] != arch.split(".")[0] else None
-    cfg = default.to_dict() if default else {}
-    return {name: value for name, value in {**cfg, **file.stated}.items() if name in PREPROCESSING}
+    return {**(default.to_dict() if default else {}), **file.stated}
 
 
 def _facts(blank: nn.Module) -> dict[str, object]:
@@ -184,11 +181,8 @@ def _facts(blank: nn.Module) -> dict[str, object]:
         next((int(module.num_heads) for module in stage.modules() if hasattr(module, "num_heads")), 0)
         for stage in getattr(blank, "layers", None) or getattr(blank, "stages", None) or [blank]
     ]
-    facts = {
-        "num_heads": heads if len(heads) > 1 else heads[0],
-        **read_arguments(type(blank), shapes_of(blank.state_dict())),
-    }
-    return {**facts, "img_size": input_config(blank).size[-1]}
+    shown = read_arguments(base_of(type(blank)), shapes_of(blank.state_dict()))
+    return {"num_heads": heads if len(heads) > 1 else heads[0], **shown, "img_size": input_config(blank).size[-1]}
 
 
 def _plain(value: Any) -> Any:
@@ -197,8 +191,8 @@ def _plain(value: Any) -> Any:
 
 def _equal(first: Any, second: Any) -> bool:
     """Whether two values of an argument mean the same: 48 is (48, 48)."""
-    one, other = (value if isinstance(value, list | tuple) else [value, value] for value in (first, second))
-    return list(one) == list(other)
+    one, other = (list(value) if isinstance(value, list | tuple) else [value] * 2 for value in (first, second))
+    return one == other
 
 
 def load_class_names(path: Path) -> tuple[str, ...]:

@@ -1,29 +1,207 @@
-"""Weights of dense models, from timm's hub or from a file."""
+"""Weights of dense models in the formats that training scripts and hubs write, and what the files state about them."""
 
 import contextlib
-from functools import partial
+import re
+import sys
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import timm
-from timm.models import beit, eva, pvt_v2, swin_transformer, vision_transformer
-from torch import nn
+import torch
+from timm.models import vision_transformer
+from timm.models._hub import download_from_hf
+from torch import Tensor, nn
 
-from vitcompress.errors import WeightsError
+from vitcompress.errors import WeightsError, first_line
 from vitcompress.families import prepare_model
-from vitcompress.io.tensors import LIBRARY_ERRORS
-from vitcompress.models.arguments import describe_shapes, shapes_of
-from vitcompress.models.weight_files import open_weights
+from vitcompress.io.files import read_json
+from vitcompress.io.tensors import ACCEPTED, LIBRARY_ERRORS, read_checkpoint
+from vitcompress.models.arguments import base_of, describe_shapes, shapes_of
 
-# timm's functions that convert a checkpoint to a model's names and input size; they resample position tables.
-FILTERS = {
-    beit.Beit: beit.checkpoint_filter_fn,
-    eva.Eva: eva.checkpoint_filter_fn,
-    vision_transformer.VisionTransformer: partial(vision_transformer.checkpoint_filter_fn, adapt_layer_scale=True),
-    swin_transformer.SwinTransformer: swin_transformer.checkpoint_filter_fn,
-    pvt_v2.PyramidVisionTransformerV2: pvt_v2.checkpoint_filter_fn,
-}
+HUB = "hf-hub:"  # prefix of the names of models on Hugging Face's hub
+CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
+FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")  # weights in a folder of the hub
+SHARDED = tuple(f"{name}.index.json" for name in FOLDER_FILES)
 OTHER_MODEL = "use weights of the architecture in the recipe, or change model.name or --model"
 USE_FILE = "use a local file with --weights PATH (.safetensors or .pth)"
+
+# Keys of training scripts and of config.json -> arguments of timm.create_model and of its pretrained configuration.
+ALIASES = {
+    **dict.fromkeys(("architecture", "arch", "model_name"), "model"),
+    **dict.fromkeys(("image_size", "input_size"), "img_size"),
+    **dict.fromkeys(("heads", "num_attention_heads"), "num_heads"),
+    **{"nb_classes": "num_classes", "num_channels": "in_chans", "gp": "global_pool"},
+    **{"image_mean": "mean", "image_std": "std"},
+}
+STATED: dict[str, Any] = {  # what files state beside weights, with its types
+    **dict.fromkeys(("model", "interpolation", "crop_mode", "global_pool"), str),
+    **dict.fromkeys(("img_size", "patch_size", "num_heads", "window_size"), (int, list, tuple)),
+    **dict.fromkeys(("mean", "std"), (list, tuple)),
+    **{"num_classes": int, "in_chans": int, "crop_pct": (int, float)},
+}
+ARGUMENTS = ("model_args", "model_kwargs")  # tables of which all keys are arguments
+CLASS_NAMES = ("label_names", "class_names", "classes", "class_to_idx", "id2label", "idx_to_class", "labels")
+TRAINING_ONLY = re.compile(r"drop|weight_init")  # arguments without effect on a trained model
+RESAMPLE = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")))  # PIL's numbers
+
+# Names of tensors in transformers' ViT, DeiT, Swin and DINOv2 -> timm's; each pattern once, in this order.
+TRANSFORMERS = "embeddings.patch_embeddings.projection.weight"  # ends the name of a tensor in all of these models
+RENAMES = (
+    (r"^(vit|deit|swin|dinov2|dinov2_with_registers)\.", ""),
+    (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
+    (r"^embeddings\.norm\.", "patch_embed.norm."),
+    (r"^embeddings\.position_embeddings$", "pos_embed"),
+    (r"^embeddings\.distillation_token$", "dist_token"),
+    (r"^embeddings\.", ""),
+    (r"^encoder\.layer\.", "blocks."),
+    (r"^encoder\.", ""),
+    (r"\.attention\.output\.dense\.", ".attn.proj."),
+    (r"\.attention\.(attention|self)\.", ".attn."),
+    (r"\.attn\.(query|key|value)\.", ".attn.qkv."),
+    (r"\.layernorm_before\.", ".norm1."),
+    (r"\.layernorm_after\.", ".norm2."),
+    (r"\.intermediate\.dense\.", ".mlp.fc1."),
+    (r"\.output\.dense\.", ".mlp.fc2."),
+    (r"\.layer_scale([12])\.lambda1$", r".ls\1.gamma"),
+    (r"\.mlp\.weights_in\.", ".mlp.fc1."),
+    (r"\.mlp\.weights_out\.", ".mlp.fc2."),
+    (r"^layernorm\.", "norm."),
+    (r"^(cls_)?classifier\.", "head."),
+    (r"^distillation_classifier\.", "head_dist."),
+)
+UNUSED = re.compile(r"^pooler\.|relative_position_index$")  # tensors that classify nothing
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """Weights with timm's names.
+
+    stated: arguments of timm.create_model, preprocessing and `model`, a name of timm, according to `stated_in`.
+    part: the key of a training checkpoint that the weights are from.
+    """
+
+    tensors: dict[str, Tensor] = field(repr=False, default_factory=dict)
+    stated: Mapping[str, Any] = field(default_factory=dict)
+    stated_in: str = ""
+    class_names: tuple[str, ...] = ()
+    part: str | None = None
+
+
+def open_weights(weights: str | Path) -> WeightFile:
+    """Read a checkpoint, a Hugging Face folder, or a model of Hugging Face's hub, which is downloaded.
+
+    Raises:
+        WeightsError: there are no weights of such a format at `weights`.
+    """
+    path = _download(str(weights).removeprefix(HUB)) if str(weights).startswith(HUB) else Path(weights)
+    files = [path / name for name in (*FOLDER_FILES, *SHARDED) if (path / name).is_file()]
+    if path.is_dir() and not files:
+        raise WeightsError(f"the folder {path} has no {' or '.join(FOLDER_FILES)}", hint=f"use {ACCEPTED}")
+    if files and files[0].name in SHARDED:
+        message = f"the weights in {path} are in several files ({files[0].name}); one file is needed"
+        raise WeightsError(message, hint="save them with save_pretrained(FOLDER, max_shard_size='100GB')")
+    config, processor = (_table(read_json(path / n) if (path / n).is_file() else {}) for n in (CONFIG, PROCESSOR))
+    if config.get("hidden_act", "gelu") != "gelu":  # the only activation of timm's models of these architectures
+        raise WeightsError(f"{path} has the activation {config['hidden_act']}, timm's models have gelu")
+    tensors, part, content = read_checkpoint(files[0] if files else path)
+    content |= config
+    tables = [_table(content.get("pretrained_cfg")), content, _processor(processor), _table(content.get("args"))]
+    stated_in = CONFIG if files else "the checkpoint's args"
+    return WeightFile(to_timm(tensors), _stated(tables), stated_in, _class_names(tables), part)
+
+
+def to_timm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors with timm's names, from one of the layouts of transformers; unchanged in other layouts.
+
+    The projections of q, k and v are joined. The epsilon of transformers' norms, 1e-12 instead of timm's 1e-6, changes
+    outputs by a few units in the sixth digit.
+    """
+    if any(name.endswith(TRANSFORMERS) for name in tensors):
+        parts: dict[str, list[Tensor]] = defaultdict(list)
+        for old in sorted(tensors, key=lambda name: (".value." in name, ".key." in name)):  # q, k, v
+            name = old
+            for pattern, replacement in RENAMES:
+                name = re.sub(pattern, replacement, name)
+            parts[name].append(tensors[old])
+        joined = {name: torch.cat(few) if len(few) > 1 else few[0] for name, few in parts.items()}
+        tensors = {name: tensor for name, tensor in joined.items() if not UNUSED.search(name)}
+    if "dist_token" in tensors and "head_dist.weight" not in tensors:  # a token without a classifier is a register
+        tensors["reg_token"] = tensors.pop("dist_token")
+    if "register_tokens" in tensors:  # DINOv2: only the class token has a position
+        positions = tensors["pos_embed"]
+        tensors |= {"reg_token": tensors.pop("register_tokens"), "pos_embed": positions[:, 1:]}
+        tensors["cls_token"] = tensors["cls_token"] + positions[:, :1]
+        tensors.pop("mask_token", None)
+    return tensors
+
+
+def _download(name: str) -> Path:
+    """The folder of a model of Hugging Face's hub in the cache of its client. Raises WeightsError."""
+    problem = ""
+    for file in (CONFIG, PROCESSOR, *FOLDER_FILES, *SHARDED):  # not every model has all of them
+        try:
+            path = Path(download_from_hf(name, file))
+        except (*LIBRARY_ERRORS, OSError) as error:
+            problem = problem if file in SHARDED else first_line(error)
+        else:
+            if file not in (CONFIG, PROCESSOR):
+                return path.parent
+    raise WeightsError(f"{HUB}{name} could not be downloaded: {problem}", hint=f"use {ACCEPTED}")
+
+
+def _stated(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What `tables` of a checkpoint or config.json state, with the names of timm's arguments; the last one counts."""
+    named = [(ALIASES.get(key, key), value) for table in tables for key, value in table.items()]
+    stated = {key: value for key, value in named if value and isinstance(value, STATED.get(key, ()))}
+    if stated.get("interpolation") not in RESAMPLE.values():  # as in `random`
+        stated.pop("interpolation", None)
+    for arguments in (_table(table.get(key)) for table in tables for key in ARGUMENTS):
+        stated |= {key: value for key, value in arguments.items() if not TRAINING_ONLY.search(key)}
+    if isinstance(size := stated.get("img_size"), list | tuple):  # (channels, height, width) or (height, width)
+        stated["img_size"] = size[-1] if len({*size[-2:]}) == 1 else list(size[-2:])
+    return stated
+
+
+def _table(value: object) -> dict[str, Any]:
+    return vars(value) if isinstance(value, Namespace) else dict(value) if isinstance(value, Mapping) else {}
+
+
+def _class_names(tables: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The class names in `tables`: a list, or a table from or to the number of the class."""
+    listed = (table.get(key) for key in CLASS_NAMES for table in tables)
+    names = next((names for names in listed if isinstance(names, list | tuple | Mapping) and names), ())
+    if isinstance(names, Mapping):
+        by_number = names if all(str(key).isdecimal() for key in names) else {v: k for k, v in names.items()}
+        numbers = {str(number): name for number, name in by_number.items()}
+        names = [numbers.get(str(number)) for number in range(len(numbers))]
+    unnamed = all(name == f"LABEL_{number}" for number, name in enumerate(names))  # transformers' default
+    return tuple(names) if not unnamed and all(isinstance(name, str) and name for name in names) else ()
+
+
+def _processor(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Preprocessing of transformers' preprocessor_config.json, with timm's names."""
+    if not config:
+        return {}
+    short, crop = (_edge(config.get(key)) for key in ("size", "crop_size"))
+    crop = crop if config.get("do_center_crop") else short
+    values = {"mean": config.get("image_mean"), "std": config.get("image_std")}
+    if config.get("do_normalize") is False:
+        values = {"mean": [0.0] * 3, "std": [1.0] * 3}
+    values["interpolation"] = RESAMPLE.get(config.get("resample", -1))
+    if short and crop and config.get("do_resize", True):
+        squash = isinstance(config["size"], Mapping) and "height" in config["size"]
+        values |= {"crop_pct": min(crop / short, 1.0), "crop_mode": "squash" if squash else "center"}
+    return values
+
+
+def _edge(size: Any) -> int | None:
+    """The edge of `224`, `{"height": 224, "width": 224}` or `{"shortest_edge": 256}`."""
+    edge = size.get("height", size.get("shortest_edge")) if isinstance(size, Mapping) else size
+    return edge if isinstance(edge, int) else None
 
 
 def hub_classes(arch: str) -> int | None:
@@ -32,7 +210,7 @@ def hub_classes(arch: str) -> int | None:
     return None if cfg is None else int(cfg.num_classes)
 
 
-def check_hub(arch: str, wanted: int | None, *, new_head: bool) -> None:
+def check_hub(arch: str, wanted: object, *, new_head: bool) -> None:
     """Raise WeightsError if timm's hub has no weights of `arch`, or only with another class count than `wanted`.
 
     Does not download. new_head: accept any number of classes.
@@ -42,10 +220,10 @@ def check_hub(arch: str, wanted: int | None, *, new_head: bool) -> None:
         raise WeightsError(f"timm's hub has no weights of {arch}", hint=USE_FILE)
     known = hub_classes(arch)
     if known is not None and wanted not in (None, known) and not new_head:
-        raise _class_mismatch(f"timm's weights of {arch}", known, int(wanted or 0))
+        raise _class_mismatch(f"timm's weights of {arch}", known, wanted)
 
 
-def _class_mismatch(what: str, have: int, wanted: int) -> WeightsError:
+def _class_mismatch(what: str, have: int, wanted: object) -> WeightsError:
     return WeightsError(
         f"{what} have {have} classes, the data has {wanted}",
         hint="fine-tune the dense model on this data first and pass its weights with --weights, or set "
@@ -59,28 +237,27 @@ def load_weights(model: nn.Module, path: str | Path, new_head: bool) -> None:
     Raises WeightsError if the file is no checkpoint of this architecture, or has another number of classes.
     """
     tensors = open_weights(path).tensors
-    about = describe_shapes(shapes_of(tensors))
-    for kind, convert in FILTERS.items():
-        if isinstance(model, kind):
-            with contextlib.suppress(*LIBRARY_ERRORS):  # weights of another model: reported below
-                tensors = convert(tensors, model)
+    about = describe_shapes(shapes_of(tensors))[0] or "an unknown architecture"
+    if base := base_of(type(model)):
+        options = {"adapt_layer_scale": True} if base is vision_transformer.VisionTransformer else {}
+        with contextlib.suppress(*LIBRARY_ERRORS):  # weights of another model: reported below
+            # timm's conversion to the names and input size of a model, which resamples position tables
+            tensors = sys.modules[base.__module__].checkpoint_filter_fn(tensors, model, **options)
     if not model.state_dict().keys() <= tensors.keys():
         prepare_model(model)
     own = model.state_dict()
     heads = {key for key in own if key.split(".")[0] in ("head", "head_dist")}
-    differing = [key for key in sorted(heads & tensors.keys()) if tensors[key].shape != own[key].shape]
-    if new_head and (differing or not heads <= tensors.keys()):
+    wrong = {key: tensors[key] for key in own if key in tensors and tensors[key].shape != own[key].shape}
+    if new_head and (heads & wrong.keys() or not heads <= tensors.keys()):
         tensors = {**tensors, **{key: own[key] for key in heads}}
-    elif differing and tensors[differing[0]].shape[0] != own[differing[0]].shape[0]:
-        have, wanted = (state[differing[0]].shape[0] for state in (tensors, own))
-        raise _class_mismatch(f"the weights in {path}, {about},", have, wanted)
+        wrong = {key: tensor for key, tensor in wrong.items() if key not in heads}
     missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-    shapes = {key: (tuple(tensors[key].shape), tuple(own[key].shape)) for key in own if key in tensors}
-    wrong = [f"{key} is {loaded}, expected {wanted}" for key, (loaded, wanted) in shapes.items() if loaded != wanted]
-    kinds = {"tensors missing": missing, "unknown": extra, "with another shape": wrong}
+    only_head = {*missing, *extra, *wrong} <= heads
+    if only_head and wrong and (have := wrong[first := min(wrong)].shape[0]) != (wanted := own[first].shape[0]):
+        raise _class_mismatch(f"the weights in {path}, {about},", have, wanted)
+    shapes = [f"{key} is {tuple(t.shape)}, expected {tuple(own[key].shape)}" for key, t in wrong.items()]
+    kinds = {"tensors missing": missing, "unknown": extra, "with another shape": shapes}
     if problems := [f"{len(names)} {kind} ({names[0]} ...)" for kind, names in kinds.items() if names]:
         message = f"{path} contains the weights of another model, {about}: {', '.join(problems)}"
-        only_head = {*missing, *extra, *differing} <= heads and len(wrong) == len(differing)
-        hint = "model.new_head = true trains a new classifier" if only_head else OTHER_MODEL
-        raise WeightsError(message, hint=hint)
+        raise WeightsError(message, hint="model.new_head = true trains a new classifier" if only_head else OTHER_MODEL)
     model.load_state_dict(tensors, strict=True)

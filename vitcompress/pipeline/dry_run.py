@@ -49,7 +49,7 @@ class DryRun:
     cost: dict[str, Cost]
     missing: list[str]
     notes: list[str]
-    settings: list[Setting]
+    settings: tuple[Setting, ...]
     dense: dict[str, object] | None = None
     failed: str | None = None
 
@@ -86,7 +86,7 @@ def dry_run_recipe(recipe: Recipe, options: RunOptions, *, check: bool = False) 
         {} if unopened else {"dense": count_cost(job.blank, job.input.size), "compressed": count_final_cost(job)},
         missing,
         [f"all is done: {folder}; --fresh starts over"] if done else [*no_path, *_notes(job)],
-        job.settings,
+        job.resolved.settings,
     )
     return _check_dense(job, plan) if check and not missing and not done else plan
 

@@ -19,7 +19,7 @@ from vitcompress.methods.table import find_method
 from vitcompress.models.checkpoint import read_plan
 from vitcompress.models.create import InputConfig, check_classifier, input_config
 from vitcompress.models.preprocessing import Preprocessing
-from vitcompress.models.source import DEFAULT, ResolvedModel, Setting, create_blank, load_class_names, resolve_model
+from vitcompress.models.source import ResolvedModel, create_blank, load_class_names, resolve_model
 from vitcompress.pipeline.folder import dense_folder
 from vitcompress.plan import Plan
 from vitcompress.recipe.schema import Recipe
@@ -163,12 +163,6 @@ class Job:
     @cached_property
     def input(self) -> InputConfig:
         return input_config(self.blank)
-
-    @property
-    def settings(self) -> list[Setting]:
-        """What the dense model depends on, such as the preprocessing of images, with the source of each value."""
-        full = f"{DEFAULT} for {self.base.arch}"
-        return [replace(setting, source=setting.source.replace(DEFAULT, full)) for setting in self.resolved.settings]
 
     @property
     def classes(self) -> int:

@@ -29,7 +29,7 @@ def prepare(
     if data is None and not options.structure_only:
         data = open_data(recipe.data, recipe.run.seed)
     job = create_job(recipe, options, runtime, progress, data)
-    rows = [(setting.source, f"{setting.name} {describe_value(setting.value)}") for setting in job.settings]
+    rows = [(setting.source, f"{setting.name} {describe_value(setting.value)}") for setting in job.resolved.settings]
     for source in dict.fromkeys(source for source, _ in rows):
         progress.note(f"from {source}: {', '.join(text for other, text in rows if other == source)}")
     for line in job.notes():
