@@ -3,16 +3,16 @@
 A file that takes uint8 images normalizes them itself; only size, interpolation and crop are open for it.
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import fields
 
+import numpy as np
 from timm.data import resolve_data_config
 
 from vitcompress.errors import ArtifactError
 from vitcompress.exporters.runtimes import Runner
+from vitcompress.io.text import describe_value
 from vitcompress.models.create import InputConfig
-from vitcompress.models.preprocessing import Preprocessing, Value
+from vitcompress.models.preprocessing import NAMES, Preprocessing, Value
 
 CHANNELS = (1, 3)  # of images that can be read from a data set
 
@@ -35,10 +35,9 @@ def resolve_preprocessing(runner: Runner, options: Preprocessing) -> tuple[Input
     fixed: dict[str, Value] = {}
     if is_undocumented_uint8(runner):
         if channels not in CHANNELS:
-            shape = f"{height} x {width} x {channels}"
+            problem = f"{runner.name} takes uint8 input of {height} x {width} x {channels}"
             hint = "give a file that takes batch x height x width x channels (insert a Transpose before this model)"
-            problem = f"{runner.name} takes uint8 input of {shape}, which is no image with channels last"
-            raise ArtifactError(problem, hint=hint)
+            raise ArtifactError(f"{problem}, which is no image with channels last", hint=hint)
         fixed = {"mean": (0.0,) * channels, "std": (1.0,) * channels}
     elif not {"mean", "std"} <= values.keys():
         hint = "pass --mean and --std, export it with vitcompress, or evaluate the run folder"
@@ -46,7 +45,7 @@ def resolve_preprocessing(runner: Runner, options: Preprocessing) -> tuple[Input
     config = resolve_data_config({"input_size": runner.input_size, **values, **fixed})
     used = {name: value for name, value in values.items() if name not in fixed}
     unused = [f"--{name}" for name in values if name in fixed]
-    assumed = {f.name: config[f.name] for f in fields(Preprocessing) if f.name not in {*values, *fixed}}
+    assumed = {name: config[name] for name in NAMES if name not in {*values, *fixed}}
     remarks = (
         f"{runner.name} does not record its preprocessing",
         "it takes uint8 images and normalizes them itself" if fixed else "",
@@ -67,19 +66,11 @@ def _check_equal(name: str, config: InputConfig, values: Mapping[str, Value]) ->
     """Raise ArtifactError for an option that differs from what the artifact records."""
     for key, value in values.items():
         own: Value = getattr(config, key)
-        if own != value and (isinstance(value, str) or not all(map(math.isclose, _numbers(own), _numbers(value)))):
+        if own != value and (isinstance(value, str) or not np.allclose(own, value, rtol=1e-9, atol=0)):
             hint = f"leave --{key.replace('_', '-')} out: the artifact was exported with the value that it records"
-            raise ArtifactError(f"{name} records {key} {_format_value(own)}, not {_format_value(value)}", hint=hint)
-
-
-def _numbers(value: Value) -> tuple[float, ...]:
-    return value if isinstance(value, tuple) else (float(value),)
+            raise ArtifactError(f"{name} records {key} {describe_value(own)}, not {describe_value(value)}", hint=hint)
 
 
 def _format(values: Mapping[str, Value]) -> str:
     """`mean 0.5,0.5,0.5, crop_pct 0.9`"""
-    return ", ".join(f"{key} {_format_value(value)}" for key, value in values.items())
-
-
-def _format_value(value: Value) -> str:
-    return value if isinstance(value, str) else ",".join(f"{number:g}" for number in _numbers(value))
+    return ", ".join(f"{key} {describe_value(value)}" for key, value in values.items())

@@ -46,8 +46,10 @@ def format_shape(shape: Sequence[int]) -> str:
 
 
 def describe_value(value: object) -> str:
-    """(0.485, 0.456) -> 0.485,0.456, as options take it"""
-    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+    """(0.485, 1.0) -> 0.485,1, as options take it"""
+    if isinstance(value, tuple | list):
+        return ",".join(map(describe_value, value))
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 
 def format_rate(per_second: float) -> str:

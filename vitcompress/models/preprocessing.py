@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Gt, Le
 
 from vitcompress.errors import InputError
+from vitcompress.io.text import describe_value
 from vitcompress.io.validation import Doc
 
 Value = str | float | tuple[float, ...]
@@ -43,8 +44,8 @@ class Preprocessing:
                     problem = f"{name} has {len(numbers)} values, the images of {images} have {channels} channels"
                     raise InputError(problem, hint=f"give 1 value or {channels}")
                 if not all(map(math.isfinite, numbers)) or (name == "std" and min(numbers) <= 0):
-                    text = ",".join(f"{number:g}" for number in numbers)
-                    raise InputError(f"{name} cannot be {text}", hint="give finite numbers, and a std above 0")
+                    problem = f"{name} cannot be {describe_value(numbers)}"
+                    raise InputError(problem, hint="give finite numbers, and a std above 0")
                 values[name] = numbers if len(numbers) == channels else numbers * channels
         return values
 

@@ -12,6 +12,7 @@ from torch import nn
 from vitcompress.errors import CheckFailedError, InputError, WeightsError
 from vitcompress.io.files import read_json, write_json
 from vitcompress.io.run_folder import RunFolder
+from vitcompress.io.text import describe_value
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model, randomize_constants
 from vitcompress.models.weights import hub_classes
@@ -158,13 +159,11 @@ def unexpected(job: Job, accuracy: Accuracy) -> CheckFailedError | None:
     if expect is None or job.data is None or 100 * accuracy.interval[1] >= expect:
         return None
     arguments = (f"{key} {value}" for key, value in job.base.arch_args.items() if not isinstance(value, dict))
-    causes = (
-        f"the preprocessing ({_normalization(job)}), the order of the classes ({few(job.data.classes)}), "
-        f"or the arguments of the model ({', '.join(arguments)})"
-    )
     return CheckFailedError(
         f"the dense model is worse than expected: held-out top-1 {_with_interval(accuracy)}, expected {expect:g} %",
-        hint=f"likely causes: {causes}; correct them, and start over with --fresh",
+        hint=f"likely causes: the preprocessing ({_normalization(job)}), the order of the classes "
+        f"({few(job.data.classes)}), or the arguments of the model ({', '.join(arguments)}); correct them, and start "
+        "over with --fresh",
     )
 
 
@@ -174,8 +173,7 @@ def _with_interval(accuracy: Accuracy) -> str:
 
 
 def _normalization(job: Job) -> str:
-    mean, std = (", ".join(f"{value:g}" for value in values) for values in (job.input.mean, job.input.std))
-    return f"mean {mean} and standard deviation {std}"
+    return f"mean {describe_value(job.input.mean)} and standard deviation {describe_value(job.input.std)}"
 
 
 def is_downloaded(job: Job) -> bool:
@@ -198,12 +196,13 @@ def _load_teacher(job: Job) -> nn.Module | None:
         InputError: the teacher is not available, or has another number of classes.
     """
     name = job.recipe.finetune.teacher
-    if name is None or name == "dense":
+    if name in (None, "dense"):
         return None
+    name = str(name)
     if Path(name).is_dir():
         return load_model(name)
     if is_downloaded(job):
-        _check_hub_classes(job)
+        _check_classes(job, hub_classes(name))
     try:
         return create_model(name, {"num_classes": job.classes}, job.recipe.finetune.teacher_weights or "hub")
     except WeightsError as error:
@@ -228,8 +227,7 @@ def check_teacher(job: Job, *, download: bool = True) -> None:
             hint="use distillation = 'soft' or 'hard'",
         )
     if not download and is_downloaded(job):
-        _check_hub_classes(job)
-        return
+        return _check_classes(job, hub_classes(str(finetune.teacher)))
     teacher = (_load_teacher(job) or deepcopy(job.blank)).to("meta")
     _check_classes(job, int(getattr(teacher, "num_classes", 0)))
     pruned = deepcopy(job.pruned)
@@ -238,15 +236,9 @@ def check_teacher(job: Job, *, download: bool = True) -> None:
     check_features(pruned, finetune.distillation, teacher, job.input)
 
 
-def _check_hub_classes(job: Job) -> None:
-    """Raise InputError if timm's weights of the teacher have another number of classes. Downloads nothing."""
-    known = hub_classes(str(job.recipe.finetune.teacher))
-    if known is not None:
-        _check_classes(job, known)
-
-
-def _check_classes(job: Job, classes: int) -> None:
-    if classes != job.classes:
+def _check_classes(job: Job, classes: int | None) -> None:
+    """Raise InputError if a teacher has another number of classes; None is unknown."""
+    if classes not in (None, job.classes):
         raise InputError(
             f"the teacher {job.recipe.finetune.teacher} has {classes} classes, the student {job.classes}",
             hint="use a teacher for the same classes: a run folder, finetune.teacher_weights = FILE, or "

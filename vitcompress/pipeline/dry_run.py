@@ -122,7 +122,7 @@ def _sentence(error: VitcompressError) -> str:
     return f"{error.message}: {error.hint}" if error.hint else error.message
 
 
-def _checks(job: Job, done: bool, unopened: bool = False) -> Iterator[Callable[[], object]]:
+def _checks(job: Job, done: bool, unopened: bool) -> Iterator[Callable[[], object]]:
     """The checks of a run, in its order, except those that download or measure, and without data (`unopened`) those of
     class counts.
     """
@@ -130,13 +130,13 @@ def _checks(job: Job, done: bool, unopened: bool = False) -> Iterator[Callable[[
     yield partial(check_folder, job.folder, recipe, structure_only=options.structure_only, fresh=options.fresh)
     yield partial(check_formats, recipe)
     yield partial(distributed.check_device, recipe.run.device, recipe.run.amp)
-    if not done:
-        yield from local_checks(job)
-        yield partial(check_weights, job, download=False)
-    if not done and not unopened:
+    if done:
+        return
+    yield from local_checks(job)
+    yield partial(check_weights, job, download=False)
+    if not unopened:
         yield partial(check_teacher, job, download=False)
-    if not done:
-        yield partial(check_clock, job)
+    yield partial(check_clock, job)
 
 
 def _notes(job: Job) -> Iterator[str]:

@@ -234,8 +234,10 @@ def create_job(
 def _resolve(recipe: Recipe, options: RunOptions, data: Splits | None) -> tuple[ResolvedModel, WeightsError | None]:
     """The dense model with its weights, or without them and why: a run that has its dense model needs no weights."""
     table = recipe.model
-    folders = class_count(recipe.data) if data is None and recipe.data.path else None
-    classes = folders or table.classes or _class_count(recipe) if data is None else len(data.classes)
+    # Arguments or weights of the model may set its classes: then those of data that is not open do not count.
+    open_classes = table.weights == "random" and "num_classes" not in table.args and not table.classes
+    known = class_count(recipe.data) if data is None and (recipe.data.path or open_classes) else None
+    classes = known or table.classes if data is None else len(data.classes)
     if table.classes not in (None, classes):
         raise InputError(f"model.classes is {table.classes}, the data has {classes}", hint="leave model.classes out")
     names = load_class_names(Path(table.class_names)) if table.class_names else ()
@@ -254,9 +256,3 @@ def _resolve(recipe: Recipe, options: RunOptions, data: Splits | None) -> tuple[
             f"{message}: the same classes in another order", hint="name the folders in the classifier's order"
         )
     return resolved, None
-
-
-def _class_count(recipe: Recipe) -> int | None:
-    """The number of classes of data that is not open; None if the arguments or the weights of the model set it."""
-    undecided = recipe.model.weights == "random" and "num_classes" not in recipe.model.args
-    return class_count(recipe.data) if undecided else None

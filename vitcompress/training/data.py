@@ -154,11 +154,8 @@ def _image_folder(options: DataOptions) -> Splits:
     root = _root(options)
     folder = root / (options.train_split or "train")
     if not folder.is_dir():
-        hint = (
-            f"use its parent {root.parent}"
-            if (root.parent / folder.name).is_dir()
-            else "expected PATH/train/<class>/<image>"
-        )
+        deep = (root.parent / folder.name).is_dir()
+        hint = f"use its parent {root.parent}" if deep else "expected PATH/train/<class>/<image>"
         raise DataError(f"data folder {root} has no folder {folder.name}", hint=hint)
     classes = class_names(folder)
     _check_classes(str(folder), classes, None)
@@ -189,8 +186,8 @@ def _test_folder(root: Path, name: str | None) -> Path:
 def _check_classes(name: str, classes: tuple[str, ...], train: Images | None) -> None:
     """Raise DataError for fewer than two classes."""
     if len(classes) < 2:
-        message = f"{name} has {len(classes)} class{'es' if len(classes) != 1 else ''}, at least 2 are needed"
-        raise DataError(message, hint="use one folder of images per class")
+        hint = "use one folder of images per class"
+        raise DataError(f"{name} has {len(classes)} class{'es' * (not classes)}, at least 2 are needed", hint=hint)
     if train is not None and len(np.unique(train.labels)) < 2:
         raise DataError(f"{name} has images of one class only", hint="use images of at least 2 classes")
 
