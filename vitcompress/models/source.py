@@ -79,7 +79,7 @@ def resolve_model(
 ) -> ResolvedModel:
     """Complete the arguments of a recipe with what its weights state.
 
-    args: of the recipe; they decide what the weights leave open. preprocessing: the user's values of PREPROCESSING.
+    args: of the recipe; they decide what the weights leave open. preprocessing: the user's values.
     classes: number of classes of the data; None: that of the weights. class_names: the user's.
 
     Raises:

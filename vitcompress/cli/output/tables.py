@@ -20,7 +20,7 @@ from vitcompress.io.text import (
     shorten_names,
     shorten_paths,
 )
-from vitcompress.models.source import PREPROCESSING
+from vitcompress.models.preprocessing import NAMES
 from vitcompress.pipeline.dry_run import DryRun
 from vitcompress.pipeline.published import Size, SizeComparison
 from vitcompress.pipeline.study.run import StudyDryRun
@@ -107,7 +107,7 @@ def print_dry_run(plan: DryRun) -> None:
     records = ({"model": name, **vars(count)} for name, count in plan.cost.items())
     sources: dict[tuple[str, str], list[str]] = {}
     for setting in plan.settings:
-        part = "preprocessing" if setting.name in PREPROCESSING else "architecture"
+        part = "preprocessing" if setting.name in NAMES else "architecture"
         sources.setdefault((part, setting.source), []).append(f"{setting.name} {describe_value(setting.value)}")
     values: Columns = {
         "dense model": lambda row: row[0][0],
