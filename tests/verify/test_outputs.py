@@ -53,8 +53,8 @@ def test_evaluating_the_expected_outputs_does_not_change_the_model() -> None:
     model = create_model(ARCH, ARGS)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     original = Original(model, IMAGES)
-    truth = original.reference(IMAGES)
-    assert truth.exact.dtype == torch.float64 and original.reference(IMAGES) is truth
+    exact = original.exact(IMAGES)
+    assert exact.dtype == torch.float64 and original.exact(IMAGES) is exact
     after = model.state_dict()
     assert all(tensor.dtype == torch.float32 and torch.equal(tensor, before[name]) for name, tensor in after.items())
 

@@ -8,7 +8,8 @@ One number d for each precision, its share, limits how much the logits may chang
   what rounding explains (`tolerance.reference`), which is far less;
 - cosine: 1 - cos of the logits is at most d^2 / 2, the effect of a relative error of d in the logits;
 - kl: KL(model || file) of every image is at most 2 d^2 nats, so that no probability changes by more than d (Pinsker's
-  inequality: total variation <= sqrt(KL / 2));
+  inequality: total variation <= sqrt(KL / 2)); or what rounding explains on the nearest ties, if that is more, as for
+  logits so large that their roundings are not small beside 1 (`tolerance.rounding_limit`);
 - flips: the top-1 class changes only between near ties: where the two best logits differ by at most 2 e, for the
   rounding error e of a logit in this precision (`tolerance.rounding_limit`; in fp32 on the CPU the error allowed). Each
   of the two may be off by e, so that such a change says nothing about the file. It is counted, and does not fail:
@@ -102,14 +103,20 @@ def compare(expected: Tensor, outputs: Tensor, limit: float, image: Tensor | Non
     image = torch.arange(len(expected)) if image is None else image
     exact, outputs = expected.double(), outputs.double()
     scale = largest_logit(exact)
-    best = exact.topk(min(2, exact.shape[1])).values
+    best = two_best(exact)
     flipped = exact.argmax(1) != outputs.argmax(1)
     unexplained = flipped & (best[:, 0] - best[:, -1] > 2 * limit * scale)
-    kl = F.kl_div(outputs.log_softmax(1), exact.log_softmax(1), reduction="none", log_target=True).sum(1)
     cosine = torch.where((exact == outputs).all(1), 1.0, F.cosine_similarity(exact, outputs, eps=1e-300))
     total, flips, errors = (len(torch.unique(images)) for images in (image, image[flipped], image[unexplained]))
     error = largest_difference(exact, outputs) / scale
-    return Comparison(total, flips, errors, float(kl.max()), float(cosine.min()), error)
+    return Comparison(
+        total, flips, errors, float(tolerance.kl_divergence(exact, outputs).max()), float(cosine.min()), error
+    )
+
+
+def two_best(logits: Tensor) -> Tensor:
+    """The two largest logits of each row, (rows, 2), the largest first; of one class only that, (rows, 1)."""
+    return logits.topk(min(2, logits.shape[1])).values
 
 
 def largest_logit(logits: Tensor) -> float:
@@ -117,15 +124,18 @@ def largest_logit(logits: Tensor) -> float:
     return float(logits.abs().max()) or 1.0
 
 
-def comparison_checks(comparison: Comparison, limits: tuple[float, float], name: str, source: str) -> list[Check]:
+def comparison_checks(
+    comparison: Comparison, limits: tuple[float, float, float], name: str, source: str
+) -> list[Check]:
     """The four checks of one comparison.
 
-    limits: the share d of the module's docstring, and the relative error allowed, at most d. source: what was compared.
+    limits: the share d of the module's docstring, the relative error allowed, at most d, and the KL divergence that
+    rounding explains. source: what was compared.
     """
-    share, error = limits
+    share, error, kl = limits
     rows = {
         "flips": (float(comparison.unexplained), 0.0, comparison.describe_flips()),
-        "kl": (comparison.kl, 2 * share**2, "largest KL divergence of an image, nats"),
+        "kl": (comparison.kl, max(2 * share**2, kl), "largest KL divergence of an image, nats"),
         "cosine": (1 - comparison.cosine, share**2 / 2, "1 - smallest cosine of the logits"),
         "error": (comparison.error, error, "largest difference over the largest logit"),
     }
@@ -157,14 +167,19 @@ class Original:
     command: str | None = None
 
     @cached_property
-    def reference(self) -> Callable[[Tensor], tolerance.Reference]:
-        """`tolerance.reference` of the model; images that were evaluated before cost nothing."""
-        return cache(partial(tolerance.reference, self.model))
+    def exact(self) -> Callable[[Tensor], Tensor]:
+        """`tolerance.exact_logits` of the model; images that were evaluated before cost nothing."""
+        return cache(partial(tolerance.exact_logits, self.model))
 
     @cached_property
-    def rounding(self) -> Callable[[str], float]:
-        """`tolerance.rounding_limit` of a precision."""
-        return cache(lambda precision: tolerance.rounding_limit(self.model, self.images, TYPES[precision]))
+    def rounding(self) -> Callable[[Tensor, str], tolerance.Rounding]:
+        """`tolerance.rounding_limit` for images and a precision, on the images whose two best logits are closest."""
+
+        def limit(images: Tensor, precision: str) -> tolerance.Rounding:
+            order = two_best(self.exact(images)).diff(dim=1).sum(1).argsort(descending=True)
+            return tolerance.rounding_limit(self.model, images[order], TYPES[precision])
+
+        return cache(limit)
 
     @cached_property
     def rounded_to_bytes(self) -> Callable[[InputConfig], Tensor]:
@@ -220,25 +235,25 @@ def _runner_checks(path: Path, original: Original, runner: Runner) -> list[Check
     images = original.rounded_to_bytes(preprocessing) if preprocessing else original.images
     batches = _batches(path, original, runner)
     calls = [(rows, runner(images[rows])) for rows in _rows(batches, len(images))]
-    truth, stated = original.reference(images), str(about["precision"])
-    precision = stated if stated in SHARES else "fp32"
-    limit = share = SHARES[precision]
+    stated = str(about["precision"])
+    precision, evaluations = stated if stated in SHARES else "fp32", 0
     if precision == "fp32" and about["device"] == "cpu":
         # A file that takes bytes has a first convolution that was rounded once more: as in a second evaluation.
-        limit = min(share, (truth.between if preprocessing else truth.tolerance) / largest_logit(truth.exact))
+        evaluations = 2 if preprocessing else 1
     source = f"{stated} in {about['runtime']} on {about['device']}, batch {', '.join(map(str, batches))}"
-    return _call_checks(path.name, original, images, calls, (precision, limit), source)
+    return _call_checks(path.name, original, images, calls, (precision, evaluations), source)
 
 
 def _call_checks(
-    name: str, original: Original, images: Tensor, calls: Calls, allowed: tuple[str, float], source: str
+    name: str, original: Original, images: Tensor, calls: Calls, limits: tuple[str, int], source: str
 ) -> list[Check]:
     """Compare the outputs of calls.
 
-    calls: indices into `images`, and the logits of these images. allowed: a precision, and the relative error allowed.
+    calls: indices into `images`, and the logits of these images. limits: a precision, and the number of evaluations
+    whose rounding limits the error; 0: the share of the precision does.
     """
     name, source = f"{PREFIX}{name}", source if original.real else f"{source}, on noise"
-    exact = original.reference(images).exact
+    exact = original.exact(images)
     for rows, logits in calls:
         if logits.shape != exact[rows].shape:
             shapes = f"{format_shape(logits.shape)}, those of the model {format_shape(exact[rows].shape)}"
@@ -246,10 +261,11 @@ def _call_checks(
         if not torch.isfinite(logits).all():
             return [Check(name, "failed", detail=f"outputs at batch {len(logits)} are not finite; {source}")]
     rows, logits = (torch.cat(parts) for parts in zip(*calls, strict=True))
-    precision, limit = allowed
-    share = SHARES[precision]
-    near = limit if limit < share else original.rounding(precision) / largest_logit(exact)
-    return comparison_checks(compare(exact[rows], logits, near, rows), (share, limit), name, source)
+    precision, evaluations = limits
+    rounding, share = original.rounding(images, precision), SHARES[precision]
+    near = max(evaluations, 1) ** 0.5 * rounding.logit / largest_logit(exact)
+    error, kl = min(share, near) if evaluations else share, max(evaluations, 1) * rounding.kl
+    return comparison_checks(compare(exact[rows], logits, near, rows), (share, error, kl), name, source)
 
 
 def _batches(path: Path, original: Original, runner: Runner) -> tuple[int, ...]:
@@ -289,4 +305,4 @@ def rounded_checks(path: Path, original: Original) -> list[Check]:
     except VitcompressError as error:
         return [Check(f"{PREFIX}{path.name}.rounded", "failed", detail=error.message)]
     source = f"every result rounded to {precision} in onnxruntime on cpu, a proxy for the GPU"
-    return _call_checks(f"{path.name}.rounded", original, images, calls, (precision, SHARES[precision]), source)
+    return _call_checks(f"{path.name}.rounded", original, images, calls, (precision, 0), source)

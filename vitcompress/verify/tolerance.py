@@ -1,7 +1,8 @@
 """Tolerances derived from floating-point arithmetic: how much may two evaluations of the same function differ?
 
 - `reference(model, images)`: the exact logits, and the tolerance of an evaluation in the model's precision.
-- `rounding_limit(model, images, dtype)`: how much rounding every weight and every result to a type may change a logit.
+- `rounding_limit(model, images, dtype)`: how much rounding every weight and every result to a type may change the
+  logits and the KL divergence.
 - `storage_limit(model, roundings, images)`: how much rounding the weights of some modules may change a logit.
 - `fold_excess(layers, folded, x, folds)`: the difference of a folded layer from its chain, and a bound on it.
 - `in_float64(model)`: a context in which the model is evaluated in float64.
@@ -17,7 +18,8 @@ largest standard deviation s (Borell-TIS inequality), and s <= sqrt(pi / 2) E M,
     (1 + sqrt(pi ln(1 / p))) E M
 
 with a probability of at most p = 1e-6, the rate of false alarms. Two evaluations differ by sqrt(2) times as much,
-because variances add.
+because variances add. For small errors, the KL divergence of an image is half the variance of its errors under the
+probabilities of its classes. The root of that is the largest of Gaussian variables too, so that the same bound holds.
 
 Folded layers: gamma(n) = n u / (1 - n u) bounds the relative error of n successive roundings, without any probability
 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1).
@@ -33,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -68,18 +71,31 @@ class Reference:
         return self.between * _roundoff(torch.float64) / self.roundoff
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """How much rounding may change a logit, and the KL divergence of an image from the exact one, in nats."""
+
+    logit: float
+    kl: float
+
+
 @torch.no_grad()
 def reference(model: nn.Module, images: Tensor) -> Reference:
     """Evaluate `model` in float64 on `images`, (count, channels, height, width), and derive its tolerance."""
-    tolerance = _arithmetic_limit(model, images)
-    with in_float64(model) as wide:
-        exact = torch.cat([wide(part.double()) for part in torch.split(images, 16)])
-    return Reference(exact, tolerance, _model_roundoff(model))
+    tolerance = _arithmetic_limit(model, images).logit
+    return Reference(exact_logits(model, images), tolerance, _model_roundoff(model))
 
 
 @torch.no_grad()
-def rounding_limit(model: nn.Module, images: Tensor, dtype: torch.dtype) -> float:
-    """How much a logit may change if every parameter and every result is rounded to `dtype`, as in an exported file.
+def exact_logits(model: nn.Module, images: Tensor) -> Tensor:
+    """Those of `model` in float64, (count, classes), for images (count, channels, height, width)."""
+    with in_float64(model) as wide:
+        return torch.cat([wide(part.double()) for part in torch.split(images, 16)])
+
+
+@torch.no_grad()
+def rounding_limit(model: nn.Module, images: Tensor, dtype: torch.dtype) -> Rounding:
+    """How much logits may change if every parameter and every result is rounded to `dtype`, as in an exported file.
 
     Products are added in float32, as in tensor cores. images: (count, channels, height, width).
     """
@@ -107,7 +123,7 @@ def storage_limit(model: nn.Module, roundings: Mapping[str, int], images: Tensor
 
     # These errors may be far smaller than the logits, for example beside a large bias: float32 would hide them.
     with in_float64(model) as wide:
-        return _limit(wide, images, perturbed) * each / drawn
+        return _limit(wide, images, perturbed, each / drawn).logit
 
 
 @torch.no_grad()
@@ -186,8 +202,8 @@ def _factor(p: float) -> float:
 
 
 @torch.no_grad()
-def _arithmetic_limit(model: nn.Module, images: Tensor, roundoff: float = 0.0) -> float:
-    """How much rounding in the precision of `model` may change a logit, if products are added in float32 or better.
+def _arithmetic_limit(model: nn.Module, images: Tensor, roundoff: float = 0.0) -> Rounding:
+    """How much rounding in the precision of `model` may change the logits, if products are added in float32 or better.
 
     roundoff: of a lower precision, to which the parameters are rounded too.
     """
@@ -207,15 +223,27 @@ def _arithmetic_limit(model: nn.Module, images: Tensor, roundoff: float = 0.0) -
         return out
 
     with sdpa_kernel(SDPBackend.MATH):  # as separate operations
-        return _limit(wide, images, perturbed) * each / drawn
+        return _limit(wide, images, perturbed, each / drawn)
 
 
-def _limit(wide: nn.Module, images: Tensor, perturbed: Callable[[Tensor], Tensor]) -> float:
-    """The limit that the largest error of `perturbed` logits exceeds with a probability of at most FALSE_ALARMS."""
+def _limit(wide: nn.Module, images: Tensor, perturbed: Callable[[Tensor], Tensor], scale: float) -> Rounding:
+    """The limits that errors of `scale` times those of `perturbed` exceed with a probability of at most FALSE_ALARMS.
+
+    Both are drawn on the first of the images only.
+    """
     images = images.to(next(wide.parameters()).dtype)
     x = images[: 1 + LOGITS // wide(images[:1]).shape[-1]]
-    clean = wide(x)
-    return _factor(FALSE_ALARMS) * sum(float((perturbed(x) - clean).abs().max()) for _ in range(DRAWS)) / DRAWS
+    clean, draws = wide(x), [perturbed(x) for _ in range(DRAWS)]
+    factor = _factor(FALSE_ALARMS) * scale / DRAWS
+    errors = sum(float((logits - clean).abs().max()) for logits in draws)
+    roots = sum(float(kl_divergence(clean, logits).max()) ** 0.5 for logits in draws)
+    return Rounding(factor * errors, (factor * roots) ** 2)
+
+
+def kl_divergence(expected: Tensor, outputs: Tensor) -> Tensor:
+    """KL(expected || outputs) of the probabilities of each row of logits, (rows,), in nats, computed in float64."""
+    logs = (outputs.double().log_softmax(1), expected.double().log_softmax(1))
+    return F.kl_div(*logs, reduction="none", log_target=True).sum(1).clamp(min=0)
 
 
 class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
