@@ -33,8 +33,9 @@ def _match_entry(entry: records.BenchRecord, names: Mapping[str, Sequence[str]])
         return text
 
     texts = {
-        key: [rename(text) for text in entry.get(key, ()) if not any(re.search(pattern, text) for pattern in foreign)]
+        key: [rename(text) for text in listed if not any(re.search(pattern, text) for pattern in foreign)]
         for key in ("warnings", "notes", "disturbed")
+        for listed in [cast(Sequence[str], entry.get(key, ()))]
     }
     ratios = [
         {**r, "a": own[r["a"]], "b": own[r["b"]]} for r in entry.get("ratios", ()) if {r["a"], r["b"]} <= own.keys()

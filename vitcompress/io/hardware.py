@@ -13,9 +13,14 @@ from vitcompress.errors import first_line
 CPUINFO = Path("/proc/cpuinfo")
 CPU_FLAGS = ("avx2", "avx_vnni", "f16c", "bf16", "i8mm")
 # Instruction sets that decide how fast matrix products are -> the flags of Linux, any of which means that it is there.
-X86 = {"AVX2": ("avx2",), "AVX-512": ("avx512f",), "VNNI": ("avx512_vnni", "avx_vnni"), "BF16": ("avx512_bf16",)}
-X86 |= {"AMX": ("amx_tile",)}
-ARM = {"dotprod": ("asimddp",), "i8mm": ("i8mm",), "bf16": ("bf16",)}
+X86: dict[str, tuple[str, ...]] = {
+    "AVX2": ("avx2",),
+    "AVX-512": ("avx512f",),
+    "VNNI": ("avx512_vnni", "avx_vnni"),
+    "BF16": ("avx512_bf16",),
+    "AMX": ("amx_tile",),
+}
+ARM: dict[str, tuple[str, ...]] = {"dotprod": ("asimddp",), "i8mm": ("i8mm",), "bf16": ("bf16",)}
 
 
 def cpu_name() -> str:
@@ -31,7 +36,7 @@ def cpu_flags() -> list[str]:
 def instruction_sets() -> dict[str, bool] | None:
     """Whether the processor has each of `X86` or `ARM`; None if unknown, without /proc/cpuinfo."""
     known = ARM if _cpuinfo("Features") else X86 if _cpuinfo("flags") else None
-    return known and {name: any(flag in cpu_flags() for flag in flags) for name, flags in known.items()}
+    return {name: any(flag in cpu_flags() for flag in flags) for name, flags in known.items()} if known else None
 
 
 def _cpuinfo(key: str) -> list[str]:

@@ -58,7 +58,7 @@ def write_manifest(folder: Path) -> None:
 
 def _write(folder: Path, manifest: Mapping[str, Any], written: set[str], removed: set[str]) -> None:
     """Write `manifest` with new entries for some files and without others."""
-    files = {name: file_sha256(folder / name) for name in written}
+    files: dict[str, Any] = {name: file_sha256(folder / name) for name in written}
     entries = {"bytes": {name: (folder / name).stat().st_size for name in written}, "files": files}
     for key, new in entries.items():
         kept = {name: value for name, value in manifest[key].items() if name not in removed}

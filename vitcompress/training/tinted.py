@@ -72,10 +72,11 @@ class TintedImages(Images):
         rows, columns = np.indices((side, side)) / side - 0.5
         if CLASSES[label] == "checker board":
             cells = int(rng.integers(3, 7))
-            return (((rows + 0.5) * cells).astype(int) + ((columns + 0.5) * cells).astype(int)) % 2 * 1.0
+            squares = ((rows + 0.5) * cells).astype(int) + ((columns + 0.5) * cells).astype(int)
+            return np.asarray(squares % 2, np.float64)
         outer = rng.uniform(0.35, 0.5)
         radius = np.hypot(rows, columns)
-        return ((radius < outer) & (radius > outer - rng.uniform(0.08, 0.2))) * 1.0
+        return np.asarray((radius < outer) & (radius > outer - rng.uniform(0.08, 0.2)), np.float64)
 
 
 def train_and_test(

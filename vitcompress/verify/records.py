@@ -56,7 +56,7 @@ def _report_problems(files: RunFolder, report: Any) -> Iterator[str]:
         if record != stored[name]:
             yield f"accuracy.{name} is not that of {files.accuracy.name}"
         if other := {"mcnemar": "dense", "control_mcnemar": "control"}.get(name):
-            ours = {
+            ours: dict[str, object] = {
                 "only_a": len(wrong["compressed"] - wrong[other]),
                 "only_b": len(wrong[other] - wrong["compressed"]),
             }
