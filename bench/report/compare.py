@@ -1,33 +1,28 @@
 """Several runs side by side: one table, and a plot of accuracy against speed."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, NotRequired, TypedDict, cast
+from typing import Literal, NamedTuple, NotRequired, TypedDict
 
 from vitcompress.bench.plots.figure import COLOURS, MARKS, check_path, new_figure, save_figure
 from vitcompress.bench.report.files import format_accuracy, pairs
-from vitcompress.bench.report.records import AccuracyRecord, RatioRecord, Report
+from vitcompress.bench.report.records import AccuracyRecord, RatioRecord, Report, TableRecord
 from vitcompress.errors import InputError
-from vitcompress.io.text import NOT_MEASURED, format_change, format_count, format_speedup
+from vitcompress.io.text import NOT_MEASURED, format_change, format_count, format_speedup, shorten_paths
 
+Model = Literal["dense", "compressed", "control"]
+COUNTS: tuple[Literal["params", "macs"], ...] = ("params", "macs")
 COLUMNS = ("run", "accuracy", "parameters", "MACs", "speed-up (95 %)", "checks")
 
 
-class Cells(TypedDict):
-    """A table with one row per run and per dense model."""
-
-    columns: list[str]
-    rows: list[tuple[str, ...]]
-
-
 class Comparison(TypedDict):
-    """Reports by run folder, and a table of them. not_plotted: why a run is not in the plot, by folder. plot, pictures:
-    paths of images drawn from them.
+    """Reports by run folder, and a table with one row per run, control and dense model. not_plotted: why a run is not
+    in the plot, by folder. plot, pictures: paths of images drawn from them.
     """
 
     runs: dict[str, Report]
-    table: Cells
+    table: TableRecord
     not_plotted: dict[str, str]
     plot: NotRequired[str | None]
     pictures: NotRequired[list[str]]
@@ -44,15 +39,19 @@ class Point(NamedTuple):
 
 def compare_runs(runs: Mapping[str, Report]) -> Comparison:
     """Compare each run, by its folder, with its own dense model."""
-    groups = dense_models(runs)
+    groups, names = dense_models(runs), dict(zip(runs, shorten_paths([*runs]), strict=True))
     several, rows = len(groups) > 1, list[tuple[str, ...]]()
-    for name, members in groups.items():
-        dense = cast(Report, {**members[0][1], "verify": None, "bench": None})
-        rows.append((name, *[""] * several, *_cells(dense, "dense")))
-        rows += [(Path(run).name, *[name] * several, *_cells(report, "compressed")) for run, report in members]
+    largest = [max(report["cost"]["dense"][key] for report in runs.values()) for key in COUNTS]  # has the unit of all
+    for title, members in groups.items():
+        rows.append((title, *[""] * several, *_cells(members[0][1], "dense", largest)))
+        for run, report in members:
+            rows.append((names[run], *[title] * several, *_cells(report, "compressed", largest)))
+            if _accuracy(report, "control"):
+                control = f"{names[run]}: control (dense, +{report.get('extra_epochs')} epochs)"
+                rows.append((control, *[title] * several, *_cells(report, "control", largest)))
     columns = [COLUMNS[0], *["dense model"] * several, *COLUMNS[1:]]
     left_out = {run: reason for run, report in runs.items() if (reason := _gap(report))}
-    return {"runs": dict(runs), "table": {"columns": columns, "rows": rows}, "not_plotted": left_out}
+    return {"runs": dict(runs), "table": {"title": "", "columns": columns, "rows": rows}, "not_plotted": left_out}
 
 
 def dense_models(runs: Mapping[str, Report]) -> dict[str, list[tuple[str, Report]]]:
@@ -69,21 +68,22 @@ def dense_models(runs: Mapping[str, Report]) -> dict[str, list[tuple[str, Report
     return dict(zip(titles if len(groups) > 1 else ["dense"], groups.values(), strict=True))
 
 
-def _cells(report: Report, model: Literal["dense", "compressed"]) -> tuple[str, ...]:
+def _cells(report: Report, model: Model, largest: Sequence[int]) -> tuple[str, ...]:
     accuracy, speed, verify = _accuracy(report, model), _speed(report), report.get("verify")
-    before, after = report["cost"]["dense"], report["cost"][model]
-    counts = ((before["params"], after["params"]), (before["macs"], after["macs"]))
-    changes = [f" ({format_change(*pair)})" if model == "compressed" else "" for pair in counts]
-    ratio = format_speedup(speed[1]) if speed else NOT_MEASURED
-    return (
-        format_accuracy(accuracy) if accuracy else NOT_MEASURED,
-        *(f"{format_count(pair[1])}{change}" for pair, change in zip(counts, changes, strict=True)),
-        ratio if model == "compressed" else "1x",
-        "" if model == "dense" else "not run" if not verify else "passed" if verify["passed"] else "failed",
-    )
+    top1 = format_accuracy(accuracy) if accuracy else NOT_MEASURED
+    dense = report["cost"]["dense"]
+    if model != "compressed":  # both are of the same architecture
+        return (top1, *(format_count(dense[key], like) for key, like in zip(COUNTS, largest, strict=True)), "1x", "")
+    after = report["cost"]["compressed"]
+    counts = [
+        f"{format_count(after[key], like)} ({format_change(dense[key], after[key])})"
+        for key, like in zip(COUNTS, largest, strict=True)
+    ]
+    checks = "not run" if not verify else "passed" if verify["passed"] else "failed"
+    return top1, *counts, format_speedup(speed[1]) if speed else NOT_MEASURED, checks
 
 
-def _accuracy(report: Report, model: Literal["dense", "compressed"] = "compressed") -> AccuracyRecord | None:
+def _accuracy(report: Report, model: Model = "compressed") -> AccuracyRecord | None:
     return (report.get("accuracy") or {}).get(model)
 
 

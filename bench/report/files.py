@@ -17,25 +17,23 @@ def match_rows(entries: Iterable[records.BenchRecord], names: Mapping[str, Seque
 
     names: SHA-256 -> names, relative to the folder. A file that has changed since is not one of them.
     """
-    return [own for entry in entries if (own := _match_entry(entry, names))["rows"]]
+    matches = ((entry, [row for row in entry["rows"] if row.get("sha256") in names]) for entry in entries)
+    return [_match_entry(entry, rows, names) for entry, rows in matches if rows]
 
 
-def _match_entry(entry: records.BenchRecord, names: Mapping[str, Sequence[str]]) -> records.BenchRecord:
-    rows = [row for row in entry["rows"] if row.get("sha256") in names]
+def _match_entry(
+    entry: records.BenchRecord, rows: Sequence[records.BenchRow], names: Mapping[str, Sequence[str]]
+) -> records.BenchRecord:
     own = {row["artifact"]: _own_name(row["artifact"], names[row["sha256"] or ""]) for row in rows}
-    artifacts = {row["artifact"] for row in entry["rows"] if "artifact" in row}
-    patterns = {name: rf"(?<![\w./-]){re.escape(name)}(?!\.?[\w/-])" for name in artifacts}
-    foreign = [pattern for name, pattern in patterns.items() if name not in own]
-
-    def rename(text: str) -> str:
-        for name in sorted(own, key=len, reverse=True):
-            text = re.sub(patterns[name], lambda _, name=name: own[name], text)  # type: ignore[misc]
-        return text
-
+    artifacts = sorted({row["artifact"] for row in entry["rows"]}, key=len, reverse=True)
+    named_in = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, artifacts))})(?!\.?[\w/-])")
     texts = {
-        key: [rename(text) for text in listed if not any(re.search(pattern, text) for pattern in foreign)]
+        key: [
+            named_in.sub(lambda name: own[name[1]], text)
+            for text in cast(Sequence[str], entry.get(key, ()))
+            if own.keys() >= set(named_in.findall(text))
+        ]
         for key in ("warnings", "notes", "disturbed")
-        for listed in [cast(Sequence[str], entry.get(key, ()))]
     }
     ratios = [
         {**r, "a": own[r["a"]], "b": own[r["b"]]} for r in entry.get("ratios", ()) if {r["a"], r["b"]} <= own.keys()
@@ -121,19 +119,16 @@ def describe_bytes(weights: records.WeightsRecord) -> list[str]:
 
 def _tensor_rows(tensor: records.TensorRecord, files: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """One row per shape and size that files store the tensor in, with the names of these files."""
-    dense = " + ".join(map(_shape, tensor["dense"].values()))
+    dense = " + ".join(map(format_shape, tensor["dense"].values()))
     forms: dict[str, list[str]] = {}
     for name in files:
         stored = tensor["files"].get(name)
-        form = NONE if stored is None else f"{_shape(stored['shape'])}, {stored['bytes']:,} B"
+        form = NONE if stored is None else f"{format_shape(stored['shape'])}, {stored['bytes']:,} B"
         forms.setdefault(form, []).append(name)
     for form, names in (forms or {NONE: []}).items():
         where = "all" if len(names) == len(files) > 1 else ", ".join(names) or NONE
-        yield tensor["change"], dense, _shape(tensor["planned"]), _shape(tensor["torch"]), form, where
-
-
-def _shape(shape: Sequence[int] | None) -> str:
-    return NONE if shape is None else format_shape(shape)
+        shapes = (NONE if shape is None else format_shape(shape) for shape in (tensor["planned"], tensor["torch"]))
+        yield tensor["change"], dense, *shapes, form, where
 
 
 def _pattern(name: str) -> str:

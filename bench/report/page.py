@@ -1,4 +1,4 @@
-"""report.html: the report as one file that loads nothing: its Markdown page and the plots of the run."""
+"""The files of a report: report.json, report.md, and report.html, which adds plots and loads nothing."""
 
 import base64
 import html
@@ -11,7 +11,7 @@ from vitcompress.bench.plots.run import draw
 from vitcompress.bench.report.records import Report
 from vitcompress.bench.report.run import markdown
 from vitcompress.errors import VitcompressError
-from vitcompress.io.files import write_text
+from vitcompress.io.files import write_json, write_text
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import escape_markdown
 
@@ -39,17 +39,18 @@ img {{ max-width: 100%; }}
 """
 
 
-def write_page(folder: Path, report: Report) -> None:
-    """Write report.html of a run folder. Without matplotlib it has no plots, and states why."""
+def write_report(folder: Path, report: Report) -> None:
+    """Write the report of a run folder. Without matplotlib the page has no plots, and states why."""
     with TemporaryDirectory() as scratch:
         try:
             plots = "\n\n".join(map(_embed, draw([folder], scratch)))
         except VitcompressError as error:
             plots = escape_markdown(f"No plots: {error.message}.")
-    body = (
-        MarkdownIt("commonmark", {"html": False}).enable("table").render(f"{markdown(report)}\n## Plots\n\n{plots}\n")
-    )
-    write_text(RunFolder(folder).html, PAGE.format(title=html.escape(report["recipe"]), body=body))
+    files, page = RunFolder(folder), markdown(report)
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(f"{page}\n## Plots\n\n{plots}\n")
+    write_text(files.html, PAGE.format(title=html.escape(report["recipe"]), body=body))
+    write_text(files.markdown, page)
+    write_json(files.report, dict(report))  # last: without it the run is not done
 
 
 def _embed(path: Path) -> str:

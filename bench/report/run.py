@@ -1,9 +1,11 @@
-"""The report of a run: read and write its files, and present it as tables and as one page of Markdown."""
+"""The report of a run: read its file, and present it as tables and as one page of Markdown."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
+
+from pydantic import TypeAdapter, ValidationError
 
 from vitcompress.bench.plots import structure
 from vitcompress.bench.report import records
@@ -21,7 +23,7 @@ from vitcompress.bench.report.snippet import TEMPLATES, snippet
 from vitcompress.errors import ArtifactError
 from vitcompress.exporters.sidecar import DENSE
 from vitcompress.io import text
-from vitcompress.io.files import read_json, write_json, write_text
+from vitcompress.io.files import read_json
 from vitcompress.io.manifest import check_unchanged
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import NOT_MEASURED, Columns, Table, escape_markdown
@@ -29,12 +31,6 @@ from vitcompress.io.text import NOT_MEASURED, Columns, Table, escape_markdown
 FILES = {"xml": "xml and bin"}  # an OpenVINO model consists of two files
 SPEED_KEYS = records.SpeedRecord.__annotations__.keys()
 Row = tuple[str, ...]
-
-
-def write_report(folder: Path, report: records.Report) -> None:
-    """report.json and report.md of a run folder."""
-    write_text(RunFolder(folder).markdown, markdown(report))
-    write_json(RunFolder(folder).report, dict(report))
 
 
 def read_report(folder: str | Path) -> records.Report:
@@ -48,22 +44,20 @@ def read_report(folder: str | Path) -> records.Report:
     return report
 
 
-def read_benchmarks(path: Path) -> list[records.BenchRecord]:
+def read_benchmarks(path: Path, kind: object = records.SpeedsRecord) -> list[records.BenchRecord]:
     """The measurements in a bench.json, or in a file with the output of `vitcompress bench --json`.
 
-    Raises:
-        ArtifactError: the file is missing, or contains something else.
+    Raises ArtifactError if the file is missing, or an entry has not all that `kind`, a type of records, requires.
     """
     content = read_json(path)
     entries: list[records.BenchRecord] = content if isinstance(content, list) else [content]
-    if not all(map(_is_measurement, entries)):
-        raise ArtifactError(f"{path} contains no measurement", hint="give the output of `vitcompress bench --json`")
+    try:
+        TypeAdapter(list[kind]).validate_python(entries)  # type: ignore[valid-type]
+    except ValidationError as error:
+        first = error.errors()[0]
+        message = f"{path} contains no measurement: {'.'.join(map(str, first['loc'][1:]))}: {first['msg'].lower()}"
+        raise ArtifactError(message, hint="give the output of `vitcompress bench --json`") from None
     return entries
-
-
-def _is_measurement(entry: object) -> bool:
-    rows = entry.get("rows") if isinstance(entry, dict) else None
-    return isinstance(rows, list) and all(isinstance(row, dict) and row.keys() >= SPEED_KEYS for row in rows)
 
 
 def find_speed(
@@ -205,16 +199,16 @@ def _format_peak(memory: records.MemoryRecord) -> str:
     return "" if peak is None else f"{'' if start is None else '+'}{(peak - (start or 0)) / 2**20:.0f}"
 
 
-def verify_table(verify: records.VerificationRecord) -> Table:
-    """Every check with its value and tolerance."""
+def check_table(checks: Iterable[records.CheckRecord], detail: str | Callable[[Any], str] = "{detail}") -> Table:
+    """Every check with its value, tolerance and `detail`."""
     columns: Columns = {
         "check": "{name}",
         "verdict": lambda check: check["verdict"].replace("_", " "),
         "value": lambda check: "" if check["value"] is None else text.format_number(check["value"]),
         "tolerance": lambda check: "" if check["tolerance"] is None else text.format_number(check["tolerance"]),
-        "": "{detail}",
+        "detail": detail,
     }
-    return Table.of("Checks", columns, verify["checks"])
+    return Table.of("", columns, checks)
 
 
 # ------------------------------------------------------------------------------------------------------------- Markdown
@@ -233,7 +227,7 @@ def markdown(report: records.Report) -> str:
     if artifacts := report.get("artifacts"):
         parts += ["## Exported files", artifact_table(artifacts).markdown()]
     if verify := report.get("verify"):
-        parts += ["## Checks", verify_table(verify).markdown()]
+        parts += ["## Checks", check_table(verify["checks"]).markdown()]
         if weights := verify.get("weights"):
             parts += ["## Weights", weight_table(weights).markdown(), _bullets(describe_bytes(weights))]
     for table in report.get("tables") or ():

@@ -84,7 +84,7 @@ def test_the_data_is_that_of_the_run_folder_unless_another_is_named(tmp_path: Pa
     assert accuracy.select_data([str(run)], digits) == DataOptions()
     elsewhere = accuracy.select_data([str(run)], accuracy.EvaluateOptions(data="pictures", split="val2"))
     assert (elsewhere.source, elsewhere.path, elsewhere.test_split) == ("imagefolder", "pictures", "val2")
-    with pytest.raises(InputError, match="the digits have no split 'val2'"):
+    with pytest.raises(InputError, match="have no split 'val2'"):
         accuracy.select_data([str(run)], replace(none, split="val2"))
     with pytest.raises(InputError, match="no data"):
         accuracy.select_data(["timm:vit_tiny_patch16_224"], none)

@@ -10,7 +10,7 @@ from contracts import build
 from PIL import Image
 
 from vitcompress.bench import suite
-from vitcompress.bench.report import compare, run
+from vitcompress.bench.report import compare, page, run
 from vitcompress.bench.report.files import list_warnings
 from vitcompress.cli.output import tables
 from vitcompress.errors import ArtifactError, InputError
@@ -74,7 +74,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         "published": {"source": "HetDPT, Table 1", "hardware": "H800", "top1": 81.8, "speedup": 1.58, "note": ""},
         "notes": ["short training"],
     }
-    run.write_report(folder, data)
+    page.write_report(folder, data)
     return folder, data
 
 
@@ -164,7 +164,7 @@ def test_published_figures_have_units_and_are_beside_our_counts() -> None:
 def test_counts_are_written_in_full_and_the_same_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
     check = {"name": "weights.model.onnx.bytes", "verdict": "passed", "value": 951836.0, "tolerance": 951836.0}
     checks = [{**check, "detail": ""}, {**check, "name": "fold", "value": 0.2284, "tolerance": 1.0, "detail": ""}]
-    page = run.verify_table({"checks": checks}).rows
+    page = run.check_table(checks).rows
     assert [row[2:4] for row in page] == [("951,836", "951,836"), ("0.228", "1")]
     tables.print_checks(checks)
     shown = capsys.readouterr().out

@@ -10,6 +10,8 @@ from click.testing import CliRunner
 from command_line import expect_error
 
 from vitcompress import cli
+from vitcompress.bench.report.compare import compare_runs
+from vitcompress.bench.report.files import format_accuracy
 from vitcompress.bench.report.loss import paired_tests
 from vitcompress.bench.report.run import summary_table
 from vitcompress.errors import InputError
@@ -83,6 +85,13 @@ def test_a_control_is_added_to_a_finished_run_which_keeps_everything_else(home: 
     write_json(home / "edited" / "report.json", edited)
     (home / "edited" / "manifest.json").unlink()
     assert verified(home / "edited") == "failed"
+
+    cost = {"params": 2_000_000, "macs": 3_000_000, "macs_linear": 1}
+    large = {"recipe": "large", "cost": {"dense": cost, "compressed": cost}}
+    rows = compare_runs({"a/run": result.report, "b/run": large})["table"]["rows"]
+    assert [row[0] for row in rows] == ["dense A", "a/run", "a/run: control (dense, +2 epochs)", "dense B", "b/run"]
+    assert rows[2][2] == format_accuracy(control)
+    assert all(" M" in row[column] for row in rows for column in (3, 4))  # one unit per column
 
     again, progress = run(home, control=True)  # with and without the option, nothing is left to do
     assert (again, progress.stages) == (result, []) and run(home, control=False)[0] == result

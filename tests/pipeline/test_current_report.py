@@ -18,7 +18,7 @@ from PIL import Image
 
 from vitcompress import cli
 from vitcompress.bench.report.files import match_rows
-from vitcompress.bench.report.page import write_page
+from vitcompress.bench.report.page import write_report
 from vitcompress.bench.report.run import markdown
 
 SPEED = ("--protocol", "paper", "--batch", "2", "--warmup", "1", "--runs", "8")
@@ -167,6 +167,8 @@ def test_figures_of_earlier_versions_are_those_of_the_recorded_file(folder: Path
     report, counts = json.loads((folder / "report.json").read_text()), {"correct": 1, "total": 2, "top1": 0.5}
     for entry in report["artifacts"]:
         entry["accuracy"] = counts
+    (folder / "manifest.json").unlink()  # which earlier versions did not write
+    del report["manifest"]
     (folder / "report.json").write_text(json.dumps(report))
     (folder / "state/accuracy.json").write_text(json.dumps({"model.onnx": counts, "gone.onnx": counts}))
     call("verify", "run")
@@ -210,7 +212,7 @@ def test_names_from_outside_are_text(folder: Path) -> None:
     report["artifacts"][0]["file"] = "".join(BAD)
     page = markdown(report)
     assert "<script" not in page.replace("'<script", "") and "\n# b" not in page  # but as a string in the code
-    write_page(folder, report)
+    write_report(folder, report)
     text = (folder / "report.html").read_text()
     html = Page(text)
     assert not {"script", "a", "iframe", "link", "object"} & set(html.tags)
@@ -227,6 +229,7 @@ def test_the_comparison_explains_what_the_plot_lacks(folder: Path) -> None:
     counts = {"correct": 5, "correct5": 9, "total": 10, "loss": 1.0, "top1": 0.5, "top5": 0.9, "top1_ci95": [0.2, 0.8]}
     (Path("other") / "state/accuracy.json").write_text(json.dumps({"dense": counts, "compressed": counts}))
     (Path("other") / "report.json").write_text(json.dumps(data))
+    (Path("other") / "manifest.json").unlink()
     measured = json.loads(call("bench", "run/dense.onnx", "run/model.onnx", *SPEED, "--json"))
     Path("b.json").write_text(json.dumps(measured))
     shown = json.loads(call("report", "run", "other", "--bench", "b.json", "--plot", "cmp.png", "--json"))
@@ -238,6 +241,10 @@ def test_the_comparison_explains_what_the_plot_lacks(folder: Path) -> None:
         ("other", "dense B"),
     ]
     assert Path("cmp.png").is_file() and shown["plot"] == "cmp.png"
+    del measured["machine"]
+    Path("b.json").write_text(json.dumps(measured))
+    error = call("report", "run", "--bench", "b.json", code=2)
+    assert "no measurement: machine: field required" in " ".join(error.replace("│", " ").split())
     assert "not in a plot: run" in call("report", "run", "other")
     assert "accuracy is not known" in call("report", "run", "--plot", "one.png", code=2)
 

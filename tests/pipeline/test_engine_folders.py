@@ -153,6 +153,8 @@ def test_a_recipe_warns_of_checks_that_did_not_run_and_fails_only_if_they_are_re
     again = CliRunner().invoke(main, [*words, "--require-verified"])
     assert again.exit_code == 1 and "not run here: agreement.model.rtx.engine" in again.stderr
     assert json.loads((run / "verify.json").read_text())["passed"] is True
+    for name in ("verify.json", "report.json", "report.md", "bench.json"):
+        assert str(run) not in (run / name).read_text(), name
     assert json.loads((run / "model.rtx.engine.json").read_text())["verified"] is False
 
 

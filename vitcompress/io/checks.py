@@ -28,8 +28,11 @@ class Check:
     detail: str = ""
     command: str | None = None
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self, folder: Path | None = None) -> dict[str, object]:
+        """folder: an absolute one is called DIR in the texts, as in files that leave this machine."""
         data = {**asdict(self), "passed": self.verdict == "passed"}
+        if folder is not None and folder.is_absolute():
+            data |= {key: data[key] and data[key].replace(str(folder), "DIR") for key in ("detail", "command")}
         for key in ("value", "tolerance"):
             if data[key] is not None and not math.isfinite(data[key]):  # JSON has no NaN and no infinity
                 data |= {key: None, "detail": f"{data['detail']} ({key}: {data[key]})".strip()}
@@ -50,12 +53,12 @@ class Verification:
     def passed(self) -> bool:
         return _passed(check.verdict for check in self.checks)
 
-    def to_dict(self) -> dict[str, object]:
-        data = {"passed": self.passed, "checks": [check.to_dict() for check in self.checks]}
+    def to_dict(self, folder: Path | None = None) -> dict[str, object]:
+        data = {"passed": self.passed, "checks": [check.to_dict(folder) for check in self.checks]}
         return {**data, **({"weights": dict(self.weights)} if self.weights else {})}
 
     def write(self, folder: Path) -> None:
-        write_json(RunFolder(folder).verification, self.to_dict())
+        write_json(RunFolder(folder).verification, self.to_dict(folder))
 
 
 def update_verification(folder: Path, verification: Verification, replaced: Callable[[str], bool]) -> None:
@@ -64,7 +67,7 @@ def update_verification(folder: Path, verification: Verification, replaced: Call
     with lock_folder(folder):
         known = read_json(path) if path.is_file() else {}
         kept = [check for check in known.get("checks", []) if not replaced(str(check["name"]))]
-        checks = [*kept, *(check.to_dict() for check in verification.checks)]
+        checks = [*kept, *(check.to_dict(folder) for check in verification.checks)]
         passed = _passed(str(check["verdict"]) for check in checks)
         write_json(path, {**known, **verification.to_dict(), "passed": passed, "checks": checks})
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import nn
 
@@ -36,6 +37,7 @@ from vitcompress.verify.files import quarantine, reject_export, rejected_exports
 from vitcompress.verify.folder import noise_images
 from vitcompress.verify.outputs import Original
 
+Model = Literal["dense", "model"]  # the beginning of the names of its files
 CALIBRATION_IMAGES = 64  # on which ranges are scanned and fp32 layers chosen
 
 
@@ -118,19 +120,17 @@ class Target:
     """A file that the recipe exports. options: those that its format uses."""
 
     exporter: Exporter
-    model: Literal["dense", "model"]
+    model: Model
     path: Path
     options: ExportOptions
 
 
 def _targets(job: Job) -> list[Target]:
     """Both models in every format of the recipe, the dense one first: a fair comparison needs the same exporter."""
-    table = job.recipe.export
-    models: tuple[Literal["dense", "model"], ...] = ("dense", "model")
+    table, models = job.recipe.export, get_args(Model)
     return [
         Target(exporter, model, job.files.exported(model, exporter.suffix), table.only(exporter.uses))
-        for model in models
-        for exporter in map(find_exporter, table.formats)
+        for model, exporter in product(models, map(find_exporter, table.formats))
     ]
 
 
@@ -193,7 +193,7 @@ def class_names(job: Job) -> tuple[str, ...]:
 
 def quarantine_failed(job: Job) -> None:
     """Move each exported file that failed a check away, and record why."""
-    for path in exported_paths(job):
+    for path in (target.path for target in _existing(job)):
         if reason := _failure(path):
             reject_export(job.folder, path.name, reason)
             job.progress.note(f"{path.name} does not match its model: moved to {quarantine(path)}; {reason}")
@@ -208,17 +208,16 @@ def _failure(path: Path) -> str | None:
     return next((f"{check['name']}: {check['detail']}" for check in checks if check["verdict"] == "failed"), None)
 
 
-def exported_paths(job: Job, model: Literal["dense", "model"] | None = None) -> list[Path]:
-    """The existing exports of one model in the order of the formats; None: of both, the dense one first."""
-    return [target.path for target in _targets(job) if model in (None, target.model) and target.path.is_file()]
+def _existing(job: Job) -> list[Target]:
+    return [target for target in _targets(job) if target.path.is_file()]
 
 
-def runnable_files(job: Job, model: Literal["dense", "model"]) -> dict[str, tuple[Path, str | None]]:
+def runnable_files(job: Job, model: Model) -> dict[str, tuple[Path, str | None]]:
     """The exports of one model that this machine can run, by format, each with the device to run it on."""
     runnable = {}
-    for target in _targets(job):
+    for target in _existing(job):
         name, path = target.exporter.name, target.path
-        if target.model == model and path.is_file() and target.exporter.cannot_run() is None:
+        if target.model == model and target.exporter.cannot_run() is None:
             device = job.onnx_device if name == "onnx" else None
             try:
                 open_runner(path, device=device).close()
@@ -230,7 +229,7 @@ def runnable_files(job: Job, model: Literal["dense", "model"]) -> dict[str, tupl
 
 def describe_fp32_layers(job: Job) -> Iterator[str]:
     """One sentence for each exported file with searched fp32 layers."""
-    for path in exported_paths(job):
+    for path in (target.path for target in _existing(job)):
         if result := (read_sidecar(path) or {}).get("islands_search"):
             proxy = ", which is a proxy for the GPU" if result["proxy"] else ""
             layers, count = ", ".join(result["chosen"]) or "nothing", len(result["tries"])

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,9 +12,9 @@ from typing import Any, cast
 from vitcompress import surgery
 from vitcompress.bench.accuracy import EvaluateOptions, Evaluation, select_data
 from vitcompress.bench.plots import structure
+from vitcompress.bench.report import page
 from vitcompress.bench.report import run as reports
 from vitcompress.bench.report.files import SETTINGS, match_rows
-from vitcompress.bench.report.page import write_page
 from vitcompress.bench.report.records import ArtifactRecord, BenchRecord, BenchRow, FileAccuracy, Report
 from vitcompress.errors import ArtifactError, VitcompressError, first_line
 from vitcompress.exporters import exported_files
@@ -46,12 +46,10 @@ def describe_choice(recipe: Recipe, *, searched: bool) -> str:
 
     searched: False describes the choice without training and scoring.
     """
-    origins = [
-        (method, choice.by if searched else choice.unscored or choice.by) for _, method, choice in _choices(recipe)
-    ]
-    if len({origin for _, origin in origins}) <= 1:
-        return "".join(origin for _, origin in origins[:1])
-    return ", ".join(f"{method}: {origin}" for method, origin in origins)
+    origins = [(name, choice.by if searched else choice.unscored or choice.by) for _, name, choice in _choices(recipe)]
+    if len(distinct := {origin for _, origin in origins}) > 1:
+        return ", ".join(f"{method}: {origin}" for method, origin in origins)
+    return "".join(distinct)
 
 
 def describe_measured_models(recipe: Recipe) -> str | None:
@@ -76,6 +74,7 @@ def write_report(job: Job) -> None:
     files, plan, recipe = job.files, read_plan(job.files.plan), job.recipe
     models = {"dense": job.blank, "compressed": surgery.apply_to_copy(job.blank, plan)}
     searched = not job.options.structure_only
+    stages = ("before_recovery", "recovery", "folding")
     report = {
         "recipe": recipe.name,
         "summary": recipe.summary,
@@ -92,9 +91,7 @@ def write_report(job: Job) -> None:
         "widths": structure.width_table(plan),
         "cost": {name: count_cost(model, job.input.size).to_dict() for name, model in models.items()},
         "extra_epochs": job.extra_epochs,
-        "before_recovery": _read(files.before_recovery),
-        "recovery": _read(files.recovery),
-        "folding": _read(files.folding),
+        **{stage: _read(getattr(files, stage)) for stage in stages},
         "searched": describe_measured_models(recipe) if searched else None,
         "layers": describe_choice(recipe, searched=searched),
         "teacher": recipe.finetune.teacher if searched else None,
@@ -103,12 +100,7 @@ def write_report(job: Job) -> None:
         "notes": list(_remarks(job)),
         "manifest": True,
     }
-    _write(job.folder, current_report(job.folder, cast(Report, report)))
-
-
-def _write(folder: Path, report: Report) -> None:
-    write_page(folder, report)
-    reports.write_report(folder, report)
+    page.write_report(job.folder, current_report(job.folder, cast(Report, report)))
 
 
 def _read(path: Path) -> Any:
@@ -126,24 +118,29 @@ def refresh_report(folder: Path, progress: Progress) -> Report:
     """
     report = before = reports.read_report(folder)
     files = RunFolder(folder)
-    with note_errors(folder, progress), record_changes(folder):
+    with _note_errors(folder, progress), record_changes(folder):
         read = files.accuracy, files.mistakes, files.benchmark, files.verification
         check_unchanged(folder, *read, *folder.glob("*.json"))
         report = current_report(folder, before)
         if json.loads(json.dumps(report)) != before or not files.html.is_file():
-            _write(folder, report)
+            page.write_report(folder, report)
     return report
 
 
-def refresh_reports(artifacts: Iterable[str | Path], progress: Progress) -> None:
-    """`refresh_report` for the folders of finished runs that contain `artifacts`."""
-    for folder in _run_folders(artifacts):
-        with note_errors(folder, progress):
-            refresh_report(folder, progress)
+def refresh_reports(
+    artifacts: Iterable[str | Path], progress: Progress, change: Callable[[RunFolder], object] = lambda _: None
+) -> None:
+    """`refresh_report` for the folders of finished runs with these artifacts, each after a `change` of its files."""
+    for files in dict.fromkeys(map(RunFolder.of, artifacts)):
+        if files.report.is_file():
+            with _note_errors(files.path, progress):
+                with record_changes(files.path), lock_folder(files.path):
+                    change(files)
+                refresh_report(files.path, progress)
 
 
 @contextmanager
-def note_errors(folder: Path, progress: Progress) -> Iterator[None]:
+def _note_errors(folder: Path, progress: Progress) -> Iterator[None]:
     """A report that cannot be updated, as in a read-only folder, is a note: the result of the command is valid."""
     try:
         yield
@@ -155,7 +152,7 @@ def read_reports(folders: Sequence[str], bench: Path | None, progress: Progress)
     """The reports of run folders as they are now. bench: output of `vitcompress bench --json`, whose measurements of
     their files come before those in the folders.
     """
-    extra = reports.read_benchmarks(bench) if bench else []
+    extra = reports.read_benchmarks(bench, BenchRecord) if bench else []
     runs: dict[str, Report] = {}
     for folder in folders:
         report = refresh_report(Path(folder), progress)
@@ -219,28 +216,26 @@ def _artifact(
     path: Path, sha256: str, accuracy: Mapping[str, FileAccuracy], measured: Sequence[BenchRecord]
 ) -> ArtifactRecord | None:
     """An exported file with its agreement, accuracy and speed; None without a valid sidecar."""
-    sidecar: dict[str, Any] = {}
+    sidecar = None
     with suppress(ArtifactError):  # `verify` reports it
-        sidecar = read_sidecar(path) or {}
+        sidecar = read_sidecar(path)
     if not sidecar:
         return None
     stored = {key: sidecar[key] for key in ("format", "bytes", "precision", "verified")}
     agreement = _describe_agreement(path.name, sidecar)
     if find_mismatches(path):
         stored["verified"], agreement = False, "the file has changed"
-    return cast(
-        ArtifactRecord,
-        {
-            "file": path.name,
-            "sha256": sha256,
-            **stored,
-            "input": json.loads(sidecar["metadata"].get("input", '"float32"')),
-            "batch": sidecar["build"].get("batch"),
-            "agreement": agreement,
-            "accuracy": accuracy.get(path.name),
-            "speed": reports.find_speed(measured, sha256),
-        },
-    )
+    record = {
+        "file": path.name,
+        "sha256": sha256,
+        **stored,
+        "input": json.loads(sidecar["metadata"].get("input", '"float32"')),
+        "batch": sidecar["build"].get("batch"),
+        "agreement": agreement,
+        "accuracy": accuracy.get(path.name),
+        "speed": reports.find_speed(measured, sha256),
+    }
+    return cast(ArtifactRecord, record)
 
 
 def _describe_agreement(name: str, sidecar: Mapping[str, Any]) -> str:
@@ -249,12 +244,6 @@ def _describe_agreement(name: str, sidecar: Mapping[str, Any]) -> str:
     flips = (check["detail"] for check in verification["checks"] if check["name"] == f"{PREFIX}{name}.flips")
     counts = [re.split(r" \(|;", text)[0].removeprefix("agrees with the model: ") for text in flips]
     return ", ".join([verification["verdict"].replace("_", " "), *counts])
-
-
-def _run_folders(artifacts: Iterable[str | Path]) -> list[Path]:
-    """The folders of finished runs that contain `artifacts`."""
-    folders = dict.fromkeys(RunFolder.of(artifact).path for artifact in artifacts)
-    return [folder for folder in folders if RunFolder(folder).report.is_file()]
 
 
 def record_bench(artifacts: Iterable[str | Path], measured: BenchRecord, progress: Progress) -> None:
@@ -266,15 +255,15 @@ def record_bench(artifacts: Iterable[str | Path], measured: BenchRecord, progres
     def key(row: BenchRow) -> tuple[object, ...]:
         return tuple(row.get(name) for name in ("artifact", "batch", *SETTINGS))
 
-    for folder in _run_folders(artifacts):
-        with note_errors(folder, progress):
-            path, names = RunFolder(folder).benchmark, list_names(folder, reports.read_report(folder))
-            if own := match_rows([measured], names):
-                again = {key(row) for row in own[0]["rows"]}
-                with record_changes(folder), lock_folder(folder):
-                    old = match_rows(_read(path) or (), names)
-                    write_json(path, [*own, *(entry for entry in old if not again.issuperset(map(key, entry["rows"])))])
-                refresh_report(folder, progress)
+    def add(files: RunFolder) -> None:
+        names = list_names(files.path, reports.read_report(files.path))
+        if own := match_rows([measured], names):
+            again = {key(row) for row in own[0]["rows"]}
+            old = match_rows(_read(files.benchmark) or (), names)
+            kept = (entry for entry in old if not again.issuperset(map(key, entry["rows"])))
+            write_json(files.benchmark, [*own, *kept])
+
+    refresh_reports(artifacts, progress, add)
 
 
 def record_accuracy(
@@ -282,23 +271,22 @@ def record_accuracy(
 ) -> None:
     """Add the accuracies of exported files, on the test images of their own run, to its report."""
     used = select_data(artifacts, options)
-    for folder in _run_folders(artifacts):
-        with note_errors(folder, progress):
-            files, names = RunFolder(folder), list_names(folder, reports.read_report(folder))
-            own = load_recipe_of_run(files.recipe).data
-            if replace(own, workers=used.workers) != used or options.preprocessing != Preprocessing():
-                progress.note(f"not in the report of {folder}: other images or preprocessing than those of the run")
-                continue
-            with record_changes(folder), lock_folder(folder):
-                accuracy, mistakes = _read(files.accuracy) or {}, _read(files.mistakes) or {}
-                for row in evaluation["rows"]:
-                    for name in names.get(row["sha256"] or "", ()):
-                        if "/" not in name and name != files.weights.name:
-                            accuracy[name] = {key: value for key, value in row.items() if key in ACCURACY_KEYS}
-                            mistakes[name] = row["mistakes"]
-                write_json(files.mistakes, mistakes)
-                write_json(files.accuracy, accuracy)
-            refresh_report(folder, progress)
+
+    def add(files: RunFolder) -> None:
+        names, own = list_names(files.path, reports.read_report(files.path)), load_recipe_of_run(files.recipe).data
+        if replace(own, workers=used.workers) != used or options.preprocessing != Preprocessing():
+            progress.note(f"not in the report of {files.path}: other images or preprocessing than those of the run")
+            return
+        accuracy, mistakes = _read(files.accuracy) or {}, _read(files.mistakes) or {}
+        for row in evaluation["rows"]:
+            for name in names.get(row["sha256"] or "", ()):
+                if "/" not in name and name != files.weights.name:
+                    accuracy[name] = {key: value for key, value in row.items() if key in ACCURACY_KEYS}
+                    mistakes[name] = row["mistakes"]
+        write_json(files.mistakes, mistakes)
+        write_json(files.accuracy, accuracy)
+
+    refresh_reports(artifacts, progress, add)
 
 
 def _remarks(job: Job) -> Iterator[str]:

@@ -38,7 +38,9 @@ class RunResult:
     def pending(self) -> list[CheckRecord]:
         """The checks of exported files that need another machine."""
         checks = (self.report.get("verify") or {"checks": ()})["checks"]
-        return [check for check in checks if (check["command"] or "").startswith(f"vitcompress verify {self.folder}")]
+        commands = [(check["command"] or "").replace("DIR", str(self.folder)) for check in checks]
+        pairs = zip(checks, commands, strict=True)
+        return [{**check, "command": text} for check, text in pairs if text.startswith("vitcompress verify ")]
 
 
 def run_recipe(

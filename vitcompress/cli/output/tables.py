@@ -8,13 +8,13 @@ from vitcompress.bench.accuracy import Evaluation, EvaluationRow
 from vitcompress.bench.report.compare import Comparison
 from vitcompress.bench.report.loss import describe_difference
 from vitcompress.bench.report.records import BenchRecord, CheckRecord
+from vitcompress.bench.report.run import check_table
 from vitcompress.cli.output.terminal import print_line, print_table, print_text
 from vitcompress.io.text import (
     NOT_MEASURED,
     Columns,
     Table,
     describe_value,
-    format_number,
     format_range,
     format_rate,
     shorten_names,
@@ -31,18 +31,7 @@ ON_TARGET = "on the target"
 
 def print_checks(checks: Iterable[CheckRecord]) -> None:
     """Verdict, value and tolerance of each check; for one that did not run, the command that runs it."""
-    columns: Columns = {
-        "check": "{name}",
-        "verdict": lambda check: check["verdict"].replace("_", " "),
-        "value": lambda check: _format_value(check["value"]),
-        "tolerance": lambda check: _format_value(check["tolerance"]),
-        "detail": _describe_check,
-    }
-    print_table(Table.of("", columns, checks), wrap=True)
-
-
-def _format_value(value: float | None) -> str:
-    return "" if value is None else format_number(value)
+    print_table(check_table(checks, _describe_check), wrap=True)
 
 
 def _describe_check(check: CheckRecord) -> str:
