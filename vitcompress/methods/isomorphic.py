@@ -82,12 +82,6 @@ def _aim(data: Any) -> Aim | None:
     return Aim(**data["target"]) if "target" in data else None
 
 
-def _units(options: Options) -> Units:
-    if options.round_to is not None:
-        return Units(options.round_to, options.round_to, options.round_to, down=True)
-    return Units(**asdict(options.align))
-
-
 def plan(model: nn.Module, context: Context, options: Options) -> Plan:
     """Score all channels once and keep the share of every kind. Kept widths and costs go to `widths.json`."""
     spaces = context.family.spaces(model)
@@ -144,7 +138,8 @@ def _rank(spaces: Sequence[Space], scores: Scores, options: Options) -> Ranking:
     groups = groups_of(spaces, scores, options.scope)
     shares = {"head": options.keep_heads, "head_dim": options.keep_head_dim}
     keep = {g.scope: options.keep_ratio if g.scope == ALL else shares.get(g.kind, options.keep_ratio) for g in groups}
-    return Ranking(groups, keep, _units(options))
+    own = Units(**asdict(options.align))
+    return Ranking(groups, keep, own if options.round_to is None else Units(*3 * [options.round_to], down=True))
 
 
 def _check(options: Options, spaces: Sequence[Space]) -> None:

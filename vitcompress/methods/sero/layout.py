@@ -201,11 +201,6 @@ def deploy(
     return base.delta(removed=dict.fromkeys(removed, "drop"), kept=kept, heads=heads, padded=padded)
 
 
-def empty_branches(spaces: Sequence[Space], live: Live) -> set[str]:
-    """The attentions without a live v channel and the FFNs without a live hidden one: they only add a bias."""
-    return {space.attention or space.name for space in spaces if space.kind != "qk" and not live[space.name].any()}
-
-
 def padding(live: Live, kept: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Space -> channels that are kept for the shape alone; all dead channels of a space that keeps every channel."""
     stay = {name: kept.get(name, range(len(channels))) for name, channels in live.items()}

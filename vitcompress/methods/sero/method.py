@@ -83,7 +83,9 @@ def _deploy(copy: nn.Module, family: Family, base: Plan, live: Live, options: Op
     """The plan that keeps the live channels. Changes the weights of `copy` so that it computes what the masks did."""
     spaces = layout.prunable(family.spaces(copy))
     _zero(copy, spaces, layout.padding(live, layout.deploy(base, spaces, live).kept))
-    empty, removed = layout.empty_branches(spaces, live), dict[str, str]()
+    # Attentions without a live v channel and FFNs without a live hidden one only add a bias.
+    empty = {space.attention or space.name for space in spaces if space.kind != "qk" and not live[space.name].any()}
+    removed = dict[str, str]()
     for site in family.sites(copy):
         if site.name in empty and surgery.fold_branch_bias(copy, family, site, removed):
             removed[site.name] = "drop"

@@ -88,16 +88,11 @@ def block_scores(model: nn.Module, plans: Sequence[Plan], reference: Plan, loade
     """KL divergence of the outputs after each of `plans` from those after `reference`, summed over the images of this
     process: (plans,), float64.
     """
-    base, *changed = (_share_weights(model, plan) for plan in (reference, *plans))
+    shared = {id(parameter): parameter for parameter in model.parameters()}  # by all copies, which lack some modules
+    base, *changed = (surgery.apply_plan(deepcopy(model, {**shared}), plan).eval() for plan in (reference, *plans))
     total = torch.zeros(len(plans), dtype=torch.float64)
     for batch, _ in loader:
         images = batch.to(next(model.parameters()).dtype)
         logits = base(images)
         total += torch.cat([divergence(logits, one(images)) for one in changed]).cpu()
     return total
-
-
-def _share_weights(model: nn.Module, plan: Plan) -> nn.Module:
-    """`model` after `plan`, which only removes modules, over the same parameters."""
-    copy = deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-    return surgery.apply_plan(copy, plan).eval()
