@@ -74,6 +74,7 @@ def test_completion_and_listing_import_no_torch() -> None:
     assert loaded_by(**completion) == set()
     assert loaded_by("--version") == set()
     assert loaded_by("recipes", "show", "digits_hetdpt") == loaded_by("study", "show", "digits") == {"rich"}
+    assert "torch" not in loaded_by("study", "digits", "--rows", "nowhere") | loaded_by("recipe", "nowhere.toml")
     assert loaded_by("recipes") == loaded_by("recipes", "keys", "hetdpt") == {"rich", "pydantic"}
 
 

@@ -16,9 +16,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 import vitcompress as vc
-from vitcompress.errors import DataError, InputError
+from vitcompress.errors import DataError, InputError, PlanError
+from vitcompress.methods.base import Measured
 from vitcompress.methods.table import METHODS
 from vitcompress.pipeline import api
+from vitcompress.pipeline.latency import LatencyClock
 
 ARGS: dict[str, Any] = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2}
 FINE = {"residual": 2, "ffn": 2, "head_dim": 2}
@@ -217,3 +219,17 @@ def test_an_option_that_another_choice_disables_is_rejected() -> None:
     model = vc.create_model("vit_tiny_patch16_224", img_size=32, depth=3, num_classes=10)
     with pytest.raises(InputError, match="published_attention has no effect: layers is 'search'"):
         vc.plan(model, "hetdpt", published_attention=(0,))
+
+
+def test_a_plan_for_a_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters replace milliseconds; without an amount, the message names it."""
+    size = lambda one: sum(p.numel() for p in one.parameters()) / 1000  # noqa: E731
+    monkeypatch.setattr(LatencyClock, "measure", lambda clock, one, goal: Measured(*4 * [size(one)]))
+    vit = model()
+    least = size(vc.prune(vit, vc.plan(vit, "magnitude", keep_heads=0.3)))
+    goal: dict[str, Any] = {"target": "latency", "amount": least, "latency_on": "torch"}
+    assert set(vc.plan(vit, "magnitude", **goal).heads.values()) == {1}
+    with pytest.raises(PlanError, match="cannot be reached"):
+        vc.plan(vit, "magnitude", **{**goal, "amount": 0.5 * least})
+    with pytest.raises(PlanError, match="amount is required with target = 'latency'"):
+        vc.plan(vit, "isomorphic", target="latency")
