@@ -138,8 +138,8 @@ def _rank(spaces: Sequence[Space], scores: Scores, options: Options) -> Ranking:
     groups = groups_of(spaces, scores, options.scope)
     shares = {"head": options.keep_heads, "head_dim": options.keep_head_dim}
     keep = {g.scope: options.keep_ratio if g.scope == ALL else shares.get(g.kind, options.keep_ratio) for g in groups}
-    own = Units(**asdict(options.align))
-    return Ranking(groups, keep, own if options.round_to is None else Units(*3 * [options.round_to], down=True))
+    own, same = Units(**asdict(options.align)), options.round_to
+    return Ranking(groups, keep, own if same is None else Units(same, same, same, down=True))
 
 
 def _check(options: Options, spaces: Sequence[Space]) -> None:
