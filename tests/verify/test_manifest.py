@@ -275,6 +275,21 @@ def test_a_saved_model_has_a_manifest(tmp_path: Path) -> None:
         vc.load_model(tmp_path / "saved")
 
 
+def test_a_saved_model_whose_manifest_was_checked_needs_it(tmp_path: Path) -> None:
+    """It has no report; verify.json, which may be damaged, tells that there was one."""
+    vc.save_model(vc.create_model(world.ARCH, **world.ARGS, num_classes=10), tmp_path / "saved")
+    files = RunFolder(tmp_path / "saved")
+    assert vc.verify(files.path).passed
+    files.manifest.unlink()
+    for _ in range(2):  # the failed check is recorded, too
+        failed = [check for check in vc.verify(files.path).checks if check.verdict == "failed"]
+        assert [check.name for check in failed] == ["manifest"] and "is missing" in failed[0].detail
+    for text in ("[]", "{", '{"checks": [1, null]}', '{"checks": [{}, {"name": "manifest", "verdict": "not_run"}]}'):
+        files.verification.write_text(text)
+        assert [check.verdict for check in manifest_checks(files)] == ["not_run"]
+    assert verify_folder(files.path, adopt=True).passed and files.manifest.is_file()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_fail_and_the_old_verdict_goes(run: Path, value: float) -> None:
     (run / "manifest.json").unlink()

@@ -160,7 +160,7 @@ class _Trials:
             checks = self.evaluator.evaluate(names)
         except (CheckFailedError, PrecisionError) as error:  # such as a weight that the low precision cannot represent
             return Trial(short, "failed", by, error.message)
-        values = {check.name.rpartition(".")[2]: check.value for check in checks if check.tolerance}
+        values = {check.name.rpartition(".")[2]: check.value for check in checks if check.tolerance is not None}
         figures = {name: v if v is not None and math.isfinite(v) else None for name, v in values.items()}
         worst = next((check for check in checks if check.verdict != "passed"), checks[-1])
         reason = f"{worst.name.rpartition('.')[2]}: {worst.detail}"

@@ -109,9 +109,8 @@ def compare(expected: Tensor, outputs: Tensor, limit: float, image: Tensor | Non
     cosine = torch.where((exact == outputs).all(1), 1.0, F.cosine_similarity(exact, outputs, eps=1e-300))
     total, flips, errors = (len(torch.unique(images)) for images in (image, image[flipped], image[unexplained]))
     error = largest_difference(exact, outputs) / scale
-    return Comparison(
-        total, flips, errors, float(tolerance.kl_divergence(exact, outputs).max()), float(cosine.min()), error
-    )
+    kl = tolerance.kl_divergence(exact, outputs)
+    return Comparison(total, flips, errors, float(kl.max()), float(cosine.min()), error)
 
 
 def two_best(logits: Tensor) -> Tensor:
@@ -124,9 +123,7 @@ def largest_logit(logits: Tensor) -> float:
     return float(logits.abs().max()) or 1.0
 
 
-def comparison_checks(
-    comparison: Comparison, limits: tuple[float, float, float], name: str, source: str
-) -> list[Check]:
+def comparison_checks(comparison: Comparison, limits: Sequence[float], name: str, source: str) -> list[Check]:
     """The four checks of one comparison.
 
     limits: the share d of the module's docstring, the relative error allowed, at most d, and the KL divergence that

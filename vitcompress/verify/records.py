@@ -1,6 +1,7 @@
 """Check what a finished run recorded: no file changed since then, and the counts follow from the stored results."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from vitcompress.errors import ArtifactError, first_line
@@ -29,11 +30,21 @@ def manifest_checks(files: RunFolder, *, adopt: bool = False) -> Iterator[Check]
         yield Check(f"{CHECK}.{name}", "failed", detail=problem)
     if manifest and not changes:
         yield Check(CHECK, "passed", detail=f"{len(manifest['files'])} files have their recorded SHA-256")
-    elif not manifest and isinstance(report, dict) and report.get(CHECK) and not adopt:
+    elif not manifest and not adopt and ((isinstance(report, dict) and report.get(CHECK)) or _was_checked(files)):
         yield Check(CHECK, "failed", detail=f"{files.manifest.name} is missing; {REMEDY}")
     elif not manifest and not adopt and (report or not files.recipe.is_file()):
         detail = f"there is no {files.manifest.name}; `vitcompress verify {files.path} --adopt` writes one"
         yield Check(CHECK, "not_run", detail=detail)
+
+
+def _was_checked(files: RunFolder) -> bool:
+    """Whether verify.json has checks of a manifest."""
+    with suppress(ArtifactError):  # without a manifest, any verify.json may be replaced
+        match read_json(files.verification) if files.verification.is_file() else None:
+            case {"checks": [*checks]}:
+                ran = (c for c in checks if isinstance(c, dict) and c.get("verdict") in ("passed", "failed"))
+                return any(str(check.get("name")).partition(".")[0] == CHECK for check in ran)
+    return False
 
 
 def report_checks(files: RunFolder) -> Iterator[Check]:
