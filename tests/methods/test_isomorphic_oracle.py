@@ -52,7 +52,7 @@ def ours(model: nn.Module, round_to: int) -> Plan:
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     scores = channel_scores(model, spaces, lambda name, weight: (weight * gradients[name]).abs())
     ranking = isomorphic._rank(spaces, scores, options)
-    return Candidates(model, spaces, ranking.groups, Plan(ARCH, ARGS), None).delta(ranking.counts())
+    return Candidates(model, spaces, ranking.groups, Plan(ARCH, ARGS)).delta(ranking.counts())
 
 
 def theirs(model: Any, round_to: int) -> dict[str, list[int]]:
