@@ -127,6 +127,7 @@ def test_a_worse_model_stops_before_the_first_step_and_again_when_continued() ->
     assert not RunFolder(Path("run")).steps()
     assert RunFolder(Path("run")).dense_accuracy.is_file()
     assert "expected 99 %" in check("--expect", "99", code=1)["failed"]
+    assert "expected 99 %" in run("--dry-run", "--expect", "99", code=1)["failed"]  # also without --check
     low, high = (100 * end for end in check()["dense"]["top1_ci95"])
     assert check("--expect", str(high - 0.01))["failed"] is None and low < high  # only beyond the interval
 
@@ -137,6 +138,22 @@ def test_a_continued_run_does_not_measure_again(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("vitcompress.pipeline.dense.heldout_accuracy", None)
     assert "expected 99 %" in run("--expect", "99", "--out", "run", code=1)["error"]
     assert Path("mine.toml").read_text() == text
+
+
+def test_what_the_weights_do_not_state_is_a_note() -> None:
+    assert any("weights do not state mean, std" in note for note in run("--dry-run")["notes"])
+    for words in (OPTIONS, ("--weights", "last.pth.tar"), ("--weights", "random")):
+        assert not any("do not state" in note for note in run("--dry-run", *words)["notes"])
+    heads = run("--dry-run", *OPTIONS, "--set", "model.args=")["notes"]
+    assert any("do not state num_heads." in note and "model.args.num_heads=N" in note for note in heads)
+    assert any("a share of the training images" in note for note in check(*OPTIONS)["notes"])
+
+
+def test_a_folder_of_a_training_script_names_its_checkpoints() -> None:
+    Path("output").mkdir()
+    Path("last.pth.tar").rename("output/model_best.pth.tar")
+    (missing,) = run("--dry-run", "--weights", "output", code=2)["missing"]
+    assert "use one of its checkpoints: output/model_best.pth.tar" in missing
 
 
 @pytest.mark.parametrize(

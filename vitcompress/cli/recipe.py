@@ -55,7 +55,9 @@ from vitcompress.io.run_folder import RunFolder
     "--expect", type=float, metavar="PERCENT", help="Stop if the dense model is worse than this on the held-out images."
 )
 @click.option(
-    "--check", is_flag=True, help="With --dry-run: load the weights and measure the dense model, as a run does."
+    "--check",
+    is_flag=True,
+    help="With --dry-run: load the weights and measure the dense model, as a run does. --expect implies it.",
 )
 @click.option("--require-verified", is_flag=True, help="Exit code 1 unless every exported file was run here.")
 @click.option("--fresh", is_flag=True, help="Start over instead of continuing.")
@@ -91,7 +93,7 @@ def recipe(
         from vitcompress.pipeline.job import RunOptions
         from vitcompress.pipeline.run import run_recipe
 
-        check = options.pop("check")
+        check = options.pop("check") or options["expect"] is not None
         settings = RunOptions(preprocessing=opt.take(options, Preprocessing), **options)
         plan = dry_run_recipe(loaded, settings, check=check) if dry_run else None
         if plan is None:

@@ -25,6 +25,7 @@ from vitcompress.models.arguments import base_of, describe_shapes, shapes_of
 HUB = "hf-hub:"  # prefix of the names of models on Hugging Face's hub
 CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
 FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")  # weights in a folder of the hub
+CHECKPOINTS = (".safetensors", ".pth", ".pt", ".tar", ".bin")
 SHARDED = tuple(f"{name}.index.json" for name in FOLDER_FILES)
 OTHER_MODEL = "use weights of the architecture in the recipe, or change model.name or --model"
 USE_FILE = "use a local file with --weights PATH (.safetensors or .pth)"
@@ -100,7 +101,9 @@ def open_weights(weights: str | Path) -> WeightFile:
     path = _download(str(weights).removeprefix(HUB)) if str(weights).startswith(HUB) else Path(weights)
     files = [path / name for name in (*FOLDER_FILES, *SHARDED) if (path / name).is_file()]
     if path.is_dir() and not files:
-        raise WeightsError(f"the folder {path} has no {' or '.join(FOLDER_FILES)}", hint=f"use {ACCEPTED}")
+        checkpoints = sorted(str(file) for file in path.iterdir() if file.suffix in CHECKPOINTS)
+        hint = f"use one of its checkpoints: {', '.join(checkpoints[-3:])}" if checkpoints else f"use {ACCEPTED}"
+        raise WeightsError(f"the folder {path} has no {' or '.join(FOLDER_FILES)}", hint=hint)
     if files and files[0].name in SHARDED:
         message = f"the weights in {path} are in several files ({files[0].name}); one file is needed"
         raise WeightsError(message, hint="save them with save_pretrained(FOLDER, max_shard_size='100GB')")

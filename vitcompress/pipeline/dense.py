@@ -146,6 +146,11 @@ def describe_dense(job: Job, accuracy: Accuracy) -> Iterator[str]:
     """The accuracy, and a warning if it is no better than always the most frequent class."""
     assert job.data is not None
     yield f"dense model: held-out top-1 {_with_interval(accuracy)}"
+    if job.recipe.model.weights not in ("random", "train"):
+        yield (
+            "The held-out images are a share of the training images: weights that were trained on them reach more here "
+            "than on new images."
+        )
     if job.recipe.model.weights not in ("random", "train") and guessed(accuracy.correct, job.data.heldout.labels):
         yield (
             "The dense model is no better than guessing, and every step depends on it. Was it trained on these classes "

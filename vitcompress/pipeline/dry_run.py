@@ -13,7 +13,7 @@ from vitcompress.errors import InputError, VitcompressError
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.cost import Cost, count_cost
-from vitcompress.models.source import Setting
+from vitcompress.models.source import DEFAULT, NOT_FILES, Setting
 from vitcompress.pipeline.dense import (
     check_teacher,
     describe_dense,
@@ -32,6 +32,9 @@ from vitcompress.pipeline.stages import STAGES
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training import distributed
 from vitcompress.training.data import check_named, open_data
+
+# How to state what accuracy depends on and weights often lack.
+STATE = {"num_heads": "--set model.args.num_heads=N", "mean": "--mean V,V,V", "std": "--std V,V,V"}
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,12 @@ def _notes(job: Job) -> Iterator[str]:
         yield (
             f"A run first downloads the weights of the teacher {job.recipe.finetune.teacher} from timm's hub; "
             "--set finetune.teacher_weights=FILE avoids it."
+        )
+    assumed = [setting.name for setting in job.resolved.settings if setting.name in STATE if DEFAULT in setting.source]
+    if assumed and job.recipe.model.weights not in NOT_FILES and not job.options.structure_only:
+        yield (
+            f"The weights do not state {', '.join(assumed)}. If you trained with other values than timm's defaults, "
+            f"state them: {', '.join(STATE[name] for name in assumed)}. `--dry-run --check` measures the dense model."
         )
     yield from describe_searches(job)
     yield from job.notes()
