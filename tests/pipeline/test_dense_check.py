@@ -123,7 +123,7 @@ def test_a_worse_model_stops_before_the_first_step_and_again_when_continued() ->
     for _ in range(2):
         result = run("--expect", "99", "--out", "run", code=1)
         assert "expected 99 %" in result["error"] and " of 24)" in result["error"]
-        assert all(cause in result["hint"] for cause in ("mean 0.5, 0.5, 0.5", "dark grey, grey", "num_heads 2"))
+        assert all(cause in result["hint"] for cause in ("mean 0.5,0.5,0.5", "dark grey, grey", "num_heads 2"))
     assert not RunFolder(Path("run")).steps()
     assert RunFolder(Path("run")).dense_accuracy.is_file()
     assert "expected 99 %" in check("--expect", "99", code=1)["failed"]
@@ -144,7 +144,7 @@ def test_what_the_weights_do_not_state_is_a_note() -> None:
     assert any("weights do not state mean, std" in note for note in run("--dry-run")["notes"])
     for words in (OPTIONS, ("--weights", "last.pth.tar"), ("--weights", "random")):
         assert not any("do not state" in note for note in run("--dry-run", *words)["notes"])
-    heads = run("--dry-run", *OPTIONS, "--set", "model.args=")["notes"]
+    heads = run("--dry-run", *OPTIONS, "--model", "vit_large_patch16_224")["notes"]
     assert any("do not state num_heads." in note and "model.args.num_heads=N" in note for note in heads)
     assert any("a share of the training images" in note for note in check(*OPTIONS)["notes"])
 
