@@ -264,3 +264,11 @@ def test_a_set_of_an_option_that_another_choice_disables_is_a_problem() -> None:
     assert load_recipe("deit_s_hetdpt", ["step.0.collection="]).steps[0].options.collection.batch_size is None
     with pytest.raises(RecipeError, match="has no effect: layers is 'search'"):
         load_recipe("deit_s_hetdpt", ["step.0.layers=search", "step.0.published_attention=[1]"])
+
+
+def test_another_model_starts_without_the_arguments_of_the_recipe(file: Path) -> None:
+    file.write_text(SMALL.replace("[[step]]", "[model.args]\nimg_size = 32\nnum_heads = 2\n\n[[step]]", 1))
+    assert load_recipe(str(file)).model.args == {"img_size": 32, "num_heads": 2}
+    other = load_recipe(str(file), ["model.args.depth=8"], "deit_small_patch16_224")
+    assert (other.model.name, other.model.args) == ("deit_small_patch16_224", {"depth": 8})
+    assert replace(other, model=load_recipe(str(file)).model) == load_recipe(str(file))

@@ -19,6 +19,7 @@ from vitcompress.training.options import BUILT_IN, DataOptions
 
 _TEST_FOLDERS = ("val", "validation", "test")
 _DIGITS_TEST = 540  # of 1797 images; the same ones for every seed, so that results compare
+NO_IMAGES = ArrayImages(np.empty((0, 1, 1), np.uint8), np.empty(0, np.int64))
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class Splits:
     name: str
     classes: tuple[str, ...]
     train: Images
-    heldout: Images
-    test: Images
+    heldout: Images = NO_IMAGES
+    test: Images = NO_IMAGES
     skipped: tuple[Path, ...] = ()
 
     def hold_out(self, share: float, seed: int) -> "Splits":
@@ -45,13 +46,9 @@ class Splits:
         return replace(self, train=Views(self.train, kept), heldout=Views(self.train, sorted(heldout)))
 
 
-def _no_images() -> Images:
-    return ArrayImages(np.empty((0, 1, 1), np.uint8), np.empty(0, np.int64))
-
-
 def no_data() -> Splits:
     """Empty splits, for work that needs no images."""
-    return Splits("no data", (), _no_images(), _no_images(), _no_images())
+    return Splits("no data", (), NO_IMAGES)
 
 
 def open_data(options: DataOptions, seed: int) -> Splits:
@@ -117,7 +114,7 @@ def split_images(data: Any, heldout: float, seed: int) -> Splits:
     """The splits of a data set of (image, label) pairs or of batches (see `as_images`); it has no test images."""
     images = as_images(data)
     names = getattr(data, "classes", None) or range(int(images.labels.max()) + 1)
-    return Splits("data", tuple(map(str, names)), images, _no_images(), _no_images()).hold_out(heldout, seed)
+    return Splits("data", tuple(map(str, names)), images).hold_out(heldout, seed)
 
 
 def _open(options: DataOptions) -> Splits:
@@ -143,10 +140,10 @@ def _built_in(source: str) -> Splits:
     parts = train_test_split(np.arange(len(labels)), test_size=_DIGITS_TEST, stratify=labels, random_state=0)
     if source == "tinted":
         sides = tinted.train_and_test(grey, labels, parts, load_sample_images().images)
-        return Splits("tinted", tinted.CLASSES, sides[0], _no_images(), sides[1])
+        return Splits("tinted", tinted.CLASSES, sides[0], test=sides[1])
     pixels = np.rint(grey * 255).astype(np.uint8)
     train, test = (ArrayImages(pixels[part], labels[part]) for part in map(np.sort, parts))
-    return Splits("digits", tuple(map(str, digits.target_names)), train, _no_images(), test)
+    return Splits("digits", tuple(map(str, digits.target_names)), train, test=test)
 
 
 def _image_folder(options: DataOptions) -> Splits:
@@ -161,7 +158,7 @@ def _image_folder(options: DataOptions) -> Splits:
     _check_classes(str(folder), classes, None)
     parts, skip = (folder, _test_folder(root, options.test_split)), options.broken == "skip"
     train, test = (FolderImages(part, classes, skip_broken=skip) for part in parts)
-    return Splits(str(root), classes, train, _no_images(), test, train.skipped + test.skipped)
+    return Splits(str(root), classes, train, test=test, skipped=train.skipped + test.skipped)
 
 
 def _root(options: DataOptions) -> Path:
@@ -203,4 +200,4 @@ def _timm(options: DataOptions) -> Splits:
             message = f"data source timm:{name} split {split!r} at {options.path} cannot be opened: {first_line(error)}"
             raise DataError(message, hint="check the name, --data and the splits") from error
     names = getattr(parts[0].dataset, "classes", None) or range(int(parts[0].labels.max()) + 1)
-    return Splits(name, tuple(map(str, names)), parts[0], _no_images(), parts[1])
+    return Splits(name, tuple(map(str, names)), parts[0], test=parts[1])
