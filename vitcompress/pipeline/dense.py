@@ -34,7 +34,12 @@ def create_dense(job: Job) -> None:
             return
         if job.runtime.is_main:
             remove_unfinished(job.dense_folder)
-        model = _train_dense(job, job.recipe.dense) if job.recipe.dense else _create_with_weights(job)
+        model, files = _create_dense(job), RunFolder(job.dense_folder)
+        if options := job.recipe.dense:
+            job.progress.stage(f"Train the dense model ({job.recipe.model.name})")
+            if job.runtime.is_main:
+                record_settings(job.recipe, files.path)
+            train_model(job, model, options, files.state, "dense", files.training)
         if job.runtime.is_main:
             write_model(job.dense_folder, model, job.base)
 
@@ -49,24 +54,15 @@ def estimate_dense(job: Job) -> Iterator[Work]:
         yield Work("train the dense model", 1, job.recipe.dense.epochs, job.train_images)
 
 
-def _create_with_weights(job: Job) -> nn.Module:
+def _create_dense(job: Job) -> nn.Module:
     table, seed = job.recipe.model, job.recipe.run.seed
     arch, args = job.base.arch, job.base.arch_args
-    model = create_model(arch, args, job.resolved.weights, seed=seed, new_head=table.new_head)
+    weights = "random" if table.weights == "train" else job.resolved.weights
+    model = create_model(arch, args, weights, seed=seed, new_head=table.new_head)
     if table.weights == "random" and job.options.structure_only:
         randomize_constants(model, seed)  # the checks need values other than the zeros of an untrained model
     if part := job.resolved.part:
         job.progress.note(f"dense model: `{part}` of {table.weights}")
-    return model
-
-
-def _train_dense(job: Job, options: TrainOptions) -> nn.Module:
-    table, files = job.recipe.model, RunFolder(job.dense_folder)
-    job.progress.stage(f"Train the dense model ({table.name})")
-    if job.runtime.is_main:
-        record_settings(job.recipe, files.path)
-    model = create_model(job.base.arch, job.base.arch_args, seed=job.recipe.run.seed)
-    train_model(job, model, options, files.state, "dense", files.training)
     return model
 
 
@@ -132,7 +128,7 @@ def has_dense(job: Job) -> bool:
 
 def preview_dense(job: Job) -> Accuracy:
     """The held-out accuracy of the dense model that a run would start from; writes nothing."""
-    return heldout_accuracy(job, load_dense(job) if has_dense(job) else _create_with_weights(job))
+    return heldout_accuracy(job, load_dense(job) if has_dense(job) else _create_dense(job))
 
 
 def why_unchecked(job: Job) -> str:
