@@ -184,7 +184,7 @@ def _print_search(search: Mapping[str, Any]) -> None:
 def print_comparison(comparison: Comparison) -> None:
     """Several runs side by side."""
     cells = comparison["table"]
-    print_table(Table("", tuple(cells["columns"]), tuple(cells["rows"])))
+    print_table(Table("", tuple(cells["columns"]), tuple(map(tuple, cells["rows"]))))
     if comparison.get("plot"):
         print_text(f"plot: {comparison['plot']}")
     for run, reason in comparison["not_plotted"].items():
