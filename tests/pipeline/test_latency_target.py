@@ -111,7 +111,9 @@ def test_a_latency_target_is_not_measured_on_another_device(tmp_path: Path) -> N
     with pytest.raises(DeviceError, match=r"the latency target is for cuda:77") as caught:
         check_latency(job(tmp_path, *sets, device="cuda:77"))
     assert "latency_on=torch" in str(caught.value.hint)
-    problems = dry_run._list_problems(dry_run._checks(job(tmp_path, *sets, device="cuda:77"), done=False))
+    problems = dry_run._list_problems(
+        dry_run._checks(job(tmp_path, *sets, device="cuda:77"), done=False, unopened=False)
+    )
     assert any("the latency target is for cuda:77" in problem for problem in problems)
 
 
