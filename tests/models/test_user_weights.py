@@ -33,7 +33,7 @@ def test_a_checkpoint_that_knows_the_classes(tmp_path: Path) -> None:
     assert f"dense model: `state_dict_ema` of {tmp_path / 'last.pth.tar'}" in progress.notes
     assert result.report["accuracy"]["dense"]["top1"] > 0.3  # only the averaged weights were taught
     assert not [note for note in (*progress.notes, *result.report["notes"]) if GUESSING in note]
-    assert [note for note in progress.notes if note.startswith("dense model: held-out top-1")]
+    assert [note for note in progress.notes if note.startswith("dense model: test top-1")]
 
 
 def test_a_checkpoint_that_does_not_know_the_classes_is_reported_before_pruning(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
     failed = [check.name for check in verification.checks if check.verdict == "failed"]
     open_ = [check.name for check in verification.checks if check.verdict == "not_run"]
     if changed := [name for name in failed if name.startswith("manifest.")]:
-        return report_failure(f"{len(changed)} files are not as they were written", REMEDY)
+        return report_failure(f"files that are not as they were written: {len(changed)}", REMEDY)
     if not failed and open_ and require_verified:
         return report_failure(f"{len(open_)} checks could not run here: {', '.join(open_)}")
     return 0 if verification.passed else 1

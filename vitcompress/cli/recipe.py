@@ -52,7 +52,7 @@ from vitcompress.io.run_folder import RunFolder
 @opt.max_drop_option
 @opt.preprocessing_options
 @click.option(
-    "--expect", type=float, metavar="PERCENT", help="Stop if the dense model is worse than this on the held-out images."
+    "--expect", type=float, metavar="PERCENT", help="Stop if the dense model is worse than this on the test images."
 )
 @click.option(
     "--check",

@@ -18,7 +18,7 @@ from vitcompress.models.create import create_model, randomize_constants
 from vitcompress.models.weights import hub_classes
 from vitcompress.pipeline.folder import lock_folder, record_settings, remove_unfinished
 from vitcompress.pipeline.job import Job, Work
-from vitcompress.training.datasets import few
+from vitcompress.training.datasets import Images, few
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.loop import train
 from vitcompress.training.losses import FEATURES, check_features, objective
@@ -90,21 +90,35 @@ def train_model(
     write_json(record, {**about, "heldout": heldout})
 
 
-def heldout_accuracy(job: Job, model: nn.Module) -> Accuracy:
-    """The accuracy of `model` on the held-out images; every process must call this.
+def heldout_accuracy(job: Job, model: nn.Module, images: Images | None = None) -> Accuracy:
+    """The accuracy of `model` on the held-out images, or on `images`; every process must call this.
 
     Raises:
         DataError: there are none.
     """
     assert job.data is not None
-    loader = EvalLoader(job.data.heldout, job.input, job.recipe.finetune.batch_size, job.runtime)
+    loader = EvalLoader(
+        job.data.heldout if images is None else images, job.input, job.recipe.finetune.batch_size, job.runtime
+    )
     accuracy = evaluate(model.to(job.runtime.device).eval(), loader, job.runtime)
     model.cpu()
     return accuracy
 
 
+def _check_images(job: Job) -> tuple[str, Images]:
+    """The images that the dense model is checked on, and what they are.
+
+    Weights from elsewhere may have been trained on the held-out images, and what their user knows is their accuracy on
+    the test images. No choice depends on it. A model that the run trains is checked on the held-out images.
+    """
+    assert job.data is not None
+    if job.recipe.model.weights != "train" and job.data.test:
+        return "test", job.data.test
+    return "held-out", job.data.heldout
+
+
 def check_dense(job: Job) -> None:
-    """Report the held-out accuracy of the dense model, which is measured once per run.
+    """Report the accuracy of the dense model before the first step, which is measured once per run.
 
     Raises CheckFailedError if it is worse than expected.
     """
@@ -112,7 +126,7 @@ def check_dense(job: Job) -> None:
         return
     record = job.files.dense_accuracy
     known = job.runtime.broadcast(read_json(record) if job.runtime.is_main and record.is_file() else None)
-    accuracy = Accuracy(**known) if known else heldout_accuracy(job, load_dense(job))
+    accuracy = Accuracy(**known) if known else heldout_accuracy(job, load_dense(job), _check_images(job)[1])
     if job.runtime.is_main and not known:
         write_json(record, asdict(accuracy))
     for line in describe_dense(job, accuracy):
@@ -127,27 +141,23 @@ def has_dense(job: Job) -> bool:
 
 
 def preview_dense(job: Job) -> Accuracy:
-    """The held-out accuracy of the dense model that a run would start from; writes nothing."""
-    return heldout_accuracy(job, load_dense(job) if has_dense(job) else _create_dense(job))
+    """The accuracy of the dense model that a run would start from; writes nothing."""
+    return heldout_accuracy(job, load_dense(job) if has_dense(job) else _create_dense(job), _check_images(job)[1])
 
 
 def why_unchecked(job: Job) -> str:
     """Why the accuracy of the dense model is not measured; empty if it is."""
-    if job.data is None or not job.data.heldout:
-        return "there are no held-out images"
+    if job.data is None or not _check_images(job)[1]:
+        return "there are no images"
     return "" if job.recipe.model.weights != "random" or job.options.expect is not None else "its weights are random"
 
 
 def describe_dense(job: Job, accuracy: Accuracy) -> Iterator[str]:
     """The accuracy, and a warning if it is no better than always the most frequent class."""
     assert job.data is not None
-    yield f"dense model: held-out top-1 {_with_interval(accuracy)}"
-    if job.recipe.model.weights not in ("random", "train"):
-        yield (
-            "The held-out images are a share of the training images: weights that were trained on them reach more here "
-            "than on new images."
-        )
-    if job.recipe.model.weights not in ("random", "train") and guessed(accuracy.correct, job.data.heldout.labels):
+    kind, images = _check_images(job)
+    yield f"dense model: {kind} top-1 {_with_interval(accuracy)}"
+    if job.recipe.model.weights not in ("random", "train") and guessed(accuracy.correct, images.labels):
         yield (
             "The dense model is no better than guessing, and every step depends on it. Was it trained on these classes "
             f"in this order ({few(job.data.classes)}), on images of {_normalization(job)}?"
@@ -161,7 +171,8 @@ def unexpected(job: Job, accuracy: Accuracy) -> CheckFailedError | None:
         return None
     arguments = (f"{key} {value}" for key, value in job.base.arch_args.items() if not isinstance(value, dict))
     return CheckFailedError(
-        f"the dense model is worse than expected: held-out top-1 {_with_interval(accuracy)}, expected {expect:g} %",
+        f"the dense model is worse than expected: {_check_images(job)[0]} top-1 {_with_interval(accuracy)}, "
+        f"expected {expect:g} %",
         hint=f"likely causes: the preprocessing ({_normalization(job)}), the order of the classes "
         f"({few(job.data.classes)}), or the arguments of the model ({', '.join(arguments)}); correct them, and start "
         "over with --fresh",

@@ -131,4 +131,6 @@ def check_weights(job: Job, *, download: bool = True) -> None:
 def check_expect(job: Job) -> None:
     """Raise InputError for an expected accuracy without images to measure it on."""
     if job.options.expect is not None and (reason := why_unchecked(job)):
-        raise InputError(f"--expect cannot be checked: {reason}", hint="set data.heldout above 0, or leave it out")
+        raise InputError(
+            f"--expect cannot be checked: {reason}", hint="use data with test or held-out images, or leave it out"
+        )
