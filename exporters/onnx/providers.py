@@ -71,10 +71,6 @@ class Provider:
         return self.name in available or (self.name == RTX and bool(util.find_spec(libraries.PLUGIN)))
 
 
-def _cuda_options(settings: ProviderSettings) -> dict[str, str]:
-    return {"device_id": str(settings.index), "use_tf32": str(int(settings.tf32)), **_stream_options(settings)}
-
-
 def _stream_options(settings: ProviderSettings) -> dict[str, str]:
     return {"user_compute_stream": str(settings.stream), "enable_cuda_graph": str(int(settings.cuda_graph))}
 
@@ -110,7 +106,7 @@ PROVIDERS = {
             tf32="request",
             graph_number="gpu_graph_id",
             load=libraries.load_cuda,
-            options=_cuda_options,
+            options=lambda s: {"device_id": str(s.index), "use_tf32": str(int(s.tf32)), **_stream_options(s)},
         ),
         Provider(
             TENSORRT,

@@ -7,7 +7,7 @@ and a config.json state becomes arguments of `timm.create_model`, so a plan rebu
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import nn
 
 from vitcompress.errors import InputError, WeightsError
 from vitcompress.io.files import decode_json_values, read_json
+from vitcompress.io.text import describe_value
 from vitcompress.models.arguments import Shapes, base_of, describe_shapes, read_arguments, shapes_of
 from vitcompress.models.create import (
     LABELS,
@@ -47,6 +48,14 @@ class Setting:
     name: str
     value: object
     source: str
+
+
+def list_by_source(settings: Iterable[Setting]) -> dict[str, str]:
+    """Source -> the settings from there, as text."""
+    texts: dict[str, list[str]] = {}
+    for setting in settings:
+        texts.setdefault(setting.source, []).append(f"{setting.name} {describe_value(setting.value)}")
+    return {source: ", ".join(of_source) for source, of_source in texts.items()}
 
 
 @dataclass(frozen=True)

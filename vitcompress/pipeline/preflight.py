@@ -9,8 +9,8 @@ from vitcompress.exporters import available_exporter, find_exporter
 from vitcompress.exporters.options import AUTO
 from vitcompress.exporters.precision import expand_layers
 from vitcompress.io.progress import Progress
-from vitcompress.io.text import describe_value
 from vitcompress.models.create import create_model
+from vitcompress.models.source import list_by_source
 from vitcompress.models.weights import check_hub
 from vitcompress.pipeline.dense import check_teacher, has_dense, why_unchecked
 from vitcompress.pipeline.folder import check_disk, check_writable
@@ -29,9 +29,8 @@ def prepare(
     if data is None and not options.structure_only:
         data = open_data(recipe.data, recipe.run.seed)
     job = create_job(recipe, options, runtime, progress, data)
-    rows = [(setting.source, f"{setting.name} {describe_value(setting.value)}") for setting in job.resolved.settings]
-    for source in dict.fromkeys(source for source, _ in rows):
-        progress.note(f"from {source}: {', '.join(text for other, text in rows if other == source)}")
+    for source, values in list_by_source(job.resolved.settings).items():
+        progress.note(f"from {source}: {values}")
     for line in job.notes():
         progress.note(line)
     for check in local_checks(job):

@@ -14,13 +14,12 @@ from vitcompress.io.text import (
     NOT_MEASURED,
     Columns,
     Table,
-    describe_value,
     format_range,
     format_rate,
     shorten_names,
     shorten_paths,
 )
-from vitcompress.models.preprocessing import NAMES
+from vitcompress.models.source import list_by_source
 from vitcompress.pipeline.dry_run import DryRun
 from vitcompress.pipeline.published import Size, SizeComparison
 from vitcompress.pipeline.study.run import StudyDryRun
@@ -94,16 +93,8 @@ def print_dry_run(plan: DryRun) -> None:
         "MACs without attention products": "{macs_linear:,}",
     }
     records = ({"model": name, **vars(count)} for name, count in plan.cost.items())
-    sources: dict[tuple[str, str], list[str]] = {}
-    for setting in plan.settings:
-        part = "preprocessing" if setting.name in NAMES else "architecture"
-        sources.setdefault((part, setting.source), []).append(f"{setting.name} {describe_value(setting.value)}")
-    values: Columns = {
-        "dense model": lambda row: row[0][0],
-        "values": lambda row: ", ".join(row[1]),
-        "source": lambda row: row[0][1],
-    }
-    print_table(Table.of("", values, sources.items()), wrap=True)
+    values: Columns = {"source": lambda row: row[0], "dense model": lambda row: row[1]}
+    print_table(Table.of("", values, list_by_source(plan.settings).items()), wrap=True)
     if plan.cost:
         print_table(Table.of(f"Cost (layers or channels: {plan.layers})", cost, records))
     _print_missing(plan)

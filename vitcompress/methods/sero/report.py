@@ -1,6 +1,5 @@
 """The record of an exploration, and its tables and curves for the report."""
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,6 @@ def _removed(live: int, total: int) -> str:
     return f"{100 * (1 - live / total):.2f} %" if total else "none"
 
 
-def _removed_in(kind: str, epoch: Mapping[str, tuple[int, int]]) -> str:
-    return _removed(*epoch[kind])
-
-
 WIDTHS: Columns = {
     "space": "{space}",
     "channels": "{size}",
@@ -42,7 +37,7 @@ UNITS: Columns = {
 EPOCHS: Columns = {
     "epoch": lambda row: row["epoch"] + 1,
     "requested": lambda row: f"{100 * row['wanted']:.2f} %",
-    **{kind: partial(_removed_in, kind) for kind in KINDS},
+    **{kind: partial(lambda kind, epoch: _removed(*epoch[kind]), kind) for kind in KINDS},
 }
 
 
