@@ -10,15 +10,7 @@ from vitcompress.bench.report.loss import describe_difference
 from vitcompress.bench.report.records import BenchRecord, CheckRecord
 from vitcompress.bench.report.run import check_table
 from vitcompress.cli.output.terminal import print_line, print_table, print_text
-from vitcompress.io.text import (
-    NOT_MEASURED,
-    Columns,
-    Table,
-    format_range,
-    format_rate,
-    shorten_names,
-    shorten_paths,
-)
+from vitcompress.io.text import NOT_MEASURED, Columns, Table, format_range, format_rate, shorten_names, shorten_paths
 from vitcompress.models.source import list_by_source
 from vitcompress.pipeline.dry_run import DryRun
 from vitcompress.pipeline.published import Size, SizeComparison
