@@ -146,7 +146,7 @@ def test_a_finished_folder_passes_and_its_checks_are_recorded(folder: Path) -> N
     assert {c.name for c in verification.checks if c.verdict == "failed"} == set()
     assert verification.passed
     written = json.loads((folder / "verify.json").read_text())
-    assert written == json.loads(json.dumps(verification.to_dict()))
+    assert written == json.loads(json.dumps(verification.to_dict(folder)))
     names = [check["name"] for check in written["checks"]]
     assert all(any(topic in name for name in names) for topic in ("fold", "slice", "reload", "onnx"))
     assert {"value", "tolerance", "verdict", "passed"} <= set(written["checks"][0])

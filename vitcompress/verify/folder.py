@@ -76,9 +76,9 @@ def verify_folder(
             verification, seen = _check_content(
                 files, checks, images, RunFolder(dense or files.dense), progress or Progress()
             )
+        verification.write(files.path)
         if images is not None and seen is not None:
             save_tensors(files.recorded_outputs, seen)
-        verification.write(files.path)
     if adopt and verification.passed:
         write_manifest(files.path)
     return verification
