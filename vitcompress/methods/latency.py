@@ -41,7 +41,7 @@ def check_target(options: Any) -> None:
     reject_unused(options, unused)
     if options.amount is None and options.target in AMOUNTS:
         hint = "set amount in G MACs, M parameters or ms, or leave target out"
-        raise PlanError(f"amount is required with {reason.replace('is', '=')}", hint=hint)
+        raise PlanError(f"amount is required with target = {options.target!r}", hint=hint)
 
 
 def goal_of(options: Any) -> Goal | None:

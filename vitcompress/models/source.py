@@ -209,7 +209,8 @@ def load_class_names(path: Path) -> tuple[str, ...]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}", hint=CLASSES_HINT) from None
+        reason = getattr(error, "strerror", "it is no UTF-8 text")
+        raise InputError(f"{path} cannot be read: {reason}", hint=CLASSES_HINT) from None
     names = read_json(path) if text.lstrip().startswith("[") else [line.strip() for line in text.splitlines()]
     if names and not names[-1]:  # an empty last line
         names = names[:-1]
