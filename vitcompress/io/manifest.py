@@ -94,7 +94,8 @@ def record_changes(folder: Path) -> Iterator[None]:
     manifest, edited, before = None, dict[str, str](), _states(folder)
     with suppress(ArtifactError):
         manifest = read_manifest(folder)
-        edited = find_changes(folder, *(folder / name for name in before if Path(name).suffix in AMENDED))
+        if texts := [folder / name for name in before if Path(name).suffix in AMENDED]:
+            edited = find_changes(folder, *texts)
     try:
         yield
     finally:
