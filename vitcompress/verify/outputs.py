@@ -49,12 +49,8 @@ from vitcompress.training.metrics import wilson
 from vitcompress.verify import tolerance
 from vitcompress.verify.weights import plan_rows
 
-TYPES = {
-    "fp32": torch.float32,
-    "tf32": torch.float16,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}  # tf32: as precise
+# The type whose roundings a precision has: tf32 is as precise as fp16.
+TYPES = {"fp32": torch.float32, "tf32": torch.float16, "fp16": torch.float16, "bf16": torch.bfloat16}
 SHARES = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2}
 PREFIX = "agreement."
 BATCHES = (1, 2, 3, 5)
