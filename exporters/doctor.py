@@ -39,6 +39,17 @@ OPTIONAL = {
     "matplotlib": ("pip install 'vitcompress[plots]'", "plots of reports and diagnostics"),
     "tensorboard": ("pip install tensorboard", "training curves"),
 }
+# Precision -> the instruction sets of which one makes it fast, the runtimes that use them, what to do without them.
+PRECISIONS = {
+    "fp32": ((), "all", ""),
+    "bf16": (("BF16",), "OpenVINO", "OpenVINO does not run it; use int8 or fp32"),
+    "int8": (
+        ("VNNI", "dotprod"),
+        "ONNX Runtime, OpenVINO",
+        "only ONNX Runtime is faster than in fp32; use --format onnx",
+    ),
+    "int8+bf16": (("BF16",), "OpenVINO", "OpenVINO does not run it; use int8"),
+}
 Record = dict[str, str | None]
 SMALLEST_MODEL = """
 <ir_version: 10, opset_import: ["": 20]>
@@ -60,6 +71,10 @@ def examine() -> dict[str, Any]:
             "instruction_sets": hardware.instruction_sets(),
             "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         },
+        "precisions": [
+            {"precision": name, "in": runtimes, "slow": slow_reason(name), "remedy": remedy}
+            for name, (_, runtimes, remedy) in PRECISIONS.items()
+        ],
         "warnings": [conflict] if (conflict := find_conflict()) else [],
         "versions": package_versions(LIBRARIES),
         "devices": _devices(),
@@ -71,6 +86,15 @@ def examine() -> dict[str, Any]:
             for name, (install, purpose) in OPTIONAL.items()
         ],
     }
+
+
+def slow_reason(precision: str) -> str | None:
+    """`no VNNI`: the instruction sets that this processor lacks to be fast in a precision; None if it is fast."""
+    needed, present = PRECISIONS[precision][0], hardware.instruction_sets()
+    if not needed or any((present or {}).get(name) for name in needed):
+        return None
+    known = [name for name in needed if name in (present or ())] or needed[:1]
+    return "instruction sets unknown" if present is None else f"no {' or '.join(known)}"
 
 
 def _devices() -> dict[str, str | None]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from vitcompress.bench.report.records import ArtifactRecord, InputRecord
+from vitcompress.exporters.openvino.runner import HINTS
 
 ONNX = """\
 import json, numpy as np, onnxruntime as ort
@@ -54,7 +55,6 @@ TEMPLATES = {"onnx": ONNX, "openvino": OPENVINO, "trt": ENGINE, "trt-rtx": ENGIN
 NORMALIZED = "((pixels / 255 - {mean}) / {std}).astype(np.float32).transpose(2, 0, 1)[None]"
 BYTES = "pixels[None]"  # for files that normalize uint8 images themselves
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-HINTS = {"fp16": "f16", "bf16": "bf16"}
 
 
 def snippet(input: InputRecord, artifact: ArtifactRecord, image: str = "photo.jpg") -> str:
@@ -79,7 +79,7 @@ def snippet(input: InputRecord, artifact: ArtifactRecord, image: str = "photo.jp
         load=load,
         # ONNX Runtime has no kernels for bf16 on the CPU.
         providers='"CUDAExecutionProvider"' if artifact["precision"] == "bf16" else '"CPUExecutionProvider"',
-        precision=HINTS.get(artifact["precision"], "f32"),
+        precision=HINTS[artifact["precision"]] if kind == "openvino" else None,
         library="tensorrt" if kind == "trt" else "tensorrt_rtx",
     )
 

@@ -56,6 +56,7 @@ def export(
         labels = {**source.metadata, "precision": f'"{options.precision}"'}
         files = write_with_data(path, partial(_convert, source.path, labels))
     build = {"runtime": "openvino", "runtime_version": metadata.version("openvino"), "weights": "fp32"}
+    build["settings"] = {runner.HINT: HINTS[options.precision]}
     fields = {"format": "openvino", "precision": options.precision, "metadata": labels, "build": build}
     return record_export(path, files, source, **fields)
 

@@ -18,7 +18,9 @@ from vitcompress.io.files import decode_json_values
 TELEMETRY = "openvino_telemetry"
 INFO = "vitcompress"  # key of our metadata in a model's rt_info
 REMEDY = "pip install 'vitcompress[openvino]'"
-HINTS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
+HINT = "INFERENCE_PRECISION_HINT"
+HINTS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}  # precision -> value of `HINT`
+DEFAULT = "default"  # precision that OpenVINO chooses without the hint: bf16 on processors with bf16, even for fp32
 
 
 def unavailable() -> str | None:
@@ -111,17 +113,22 @@ class OpenVinoRunner(Runner):
         self._request: Any = self._compiled.create_infer_request()
 
     def _compile(self, path: Path, model: Any) -> Any:
-        if self.precision not in HINTS:
-            raise DeviceError(f"OpenVINO has no precision {self.precision!r}", hint=f"use {', '.join(HINTS)}")
-        config = {"INFERENCE_PRECISION_HINT": HINTS[self.precision], "PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": "1"}
+        known = {**HINTS, DEFAULT: ""}
+        if self.precision not in known:
+            raise DeviceError(f"OpenVINO has no precision {self.precision!r}", hint=f"use {', '.join(known)}")
+        config = {"PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": "1"}
+        if self.precision != DEFAULT:
+            config[HINT] = HINTS[self.precision]
         if self._threads is not None:
             config["INFERENCE_NUM_THREADS"] = str(self._threads)
         try:
             compiled = core().compile_model(model, "CPU", config)
         except RuntimeError as error:
             raise ArtifactError(f"OpenVINO cannot run {path}: {error_text(error)}") from None
-        hint = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
+        hint = compiled.get_property(HINT).get_type_name()
         actual = next((name for name, own in HINTS.items() if own == hint), hint)
+        if self.precision == DEFAULT:
+            self.precision = actual
         if actual != self.precision:
             raise DeviceError(
                 f"the precision is {self.precision}, but OpenVINO computes in {actual} on this processor",

@@ -13,6 +13,7 @@ from vitcompress.exporters import EXPORTERS, doctor
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.sidecar import read_class_names
+from vitcompress.io import hardware
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model, input_config
 from vitcompress.pipeline.export_folder import export_folder
@@ -93,3 +94,30 @@ def test_doctor_reports_each_package_and_nothing_about_all(capsys: pytest.Captur
     assert "matplotlib (plots of reports and diagnostics): installed" in lines
     assert "tensorboard (training curves): pip install tensorboard" in lines
     assert not any("all optional" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "fast", "slow"),
+    [
+        ("flags : avx2 avx512f avx512_vnni avx512_bf16", {"fp32", "bf16", "int8", "int8+bf16"}, ""),
+        ("flags : avx2", {"fp32"}, "int8: no VNNI: "),
+        ("flags : avx2 avx_vnni", {"fp32", "int8"}, "bf16: no BF16: "),
+        ("Features : asimddp", {"fp32", "int8"}, "int8+bf16: no BF16: "),
+        ("", {"fp32"}, "int8: instruction sets unknown: "),
+    ],
+)
+def test_doctor_names_the_precisions_that_are_fast(
+    cpu: str,
+    fast: set[str],
+    slow: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "cpuinfo").write_text(cpu.replace(" :", "\t:"))
+    monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
+    facts = doctor.examine()
+    assert {row["precision"] for row in facts["precisions"] if not row["slow"]} == fast
+    tables.print_doctor(facts)
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.strip().startswith(slow) for line in lines)

@@ -15,6 +15,7 @@ import torch
 from damage import add_unused_weight
 from onnx import numpy_helper
 
+from vitcompress.bench.report.snippet import snippet
 from vitcompress.cli import main
 from vitcompress.errors import DeviceError
 from vitcompress.exporters.options import ExportOptions
@@ -25,7 +26,7 @@ from vitcompress.io.files import file_sha256
 from vitcompress.io.progress import Progress
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.cost import count_cost
-from vitcompress.models.create import create_model
+from vitcompress.models.create import create_model, input_config
 from vitcompress.pipeline.export_folder import export_folder, verify_export
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy
@@ -300,6 +301,23 @@ def test_openvino_never_computes_in_another_precision(folder: Path) -> None:
         assert runner.describe()["precision"] == precision
         error = outputs.compare(expected, runner(IMAGES), share).error
         assert error <= share and (precision == "fp32" or error > 1e-6)
+
+
+def test_the_check_reports_the_precision_that_openvino_chooses(folder: Path) -> None:
+    """On processors with bf16 that is bf16, also for an fp32 file, which its logits show."""
+    done = export_folder(folder, "openvino")
+    assert done.build["settings"] == {"INFERENCE_PRECISION_HINT": "f32"}
+    model = load_model(folder)
+    used = open_runner(done.path, precision="default").describe()["precision"]
+    flips = output_checks(done.path, Original(model, IMAGES))[0]
+    assert flips.verdict == "passed"
+    assert (f"it runs in {used} here, within the limits of {used}" in flips.detail) is (used != "fp32")
+    with torch.no_grad():
+        model.get_submodule("head").weight.neg_()
+    wrong = output_checks(done.path, Original(model, IMAGES))[0]
+    assert wrong.verdict == "failed" and (f"note: beyond the limits of {used}" in wrong.detail) is (used != "fp32")
+    file = {"file": "model.xml", "format": "openvino", "precision": "fp32"}
+    assert "'INFERENCE_PRECISION_HINT': 'f32'" in snippet(input_config(model).to_dict(), file).replace('"', "'")
 
 
 SIGNALLED = """

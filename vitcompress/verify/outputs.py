@@ -21,7 +21,7 @@ bits, 8 % in bf16.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from torch.nn import functional as F
 from vitcompress.errors import DeviceError, MissingExtraError, VitcompressError
 from vitcompress.exporters.onnx import file
 from vitcompress.exporters.onnx.rounded import rounded_logits
+from vitcompress.exporters.openvino.export import OPENVINO
+from vitcompress.exporters.openvino.runner import DEFAULT, HINT
 from vitcompress.exporters.precision import HALF
 from vitcompress.exporters.runner import Runner
 from vitcompress.exporters.runtimes import open_runner
@@ -209,12 +211,31 @@ def output_checks(path: Path, original: Original, device: str | None = None) -> 
         gpu = "cuda" if _metadata(path).get("precision") == "bf16" and torch.cuda.is_available() else None
         with closing(open_runner(path, device=device or gpu)) as runner:
             checks = _runner_checks(path, original, runner)
+        if path.suffix == OPENVINO.file_suffix:
+            checks[0] = _add_default(checks[0], path, original)
     except (DeviceError, MissingExtraError) as error:
         detail = f"{error.message}; {error.hint or 'run the command on the target'}"
         checks = [original.not_run(name, path, detail)]
     except VitcompressError as error:
         return [Check(name, "failed", detail=error.message)]
     return checks if device else [*checks, *rounded_checks(path, original)]
+
+
+def _add_default(flips: Check, path: Path, original: Original) -> Check:
+    """`flips` with the result of a run in the precision that OpenVINO chooses without a hint, as information.
+
+    The runner and the code in the report set the recorded precision; other programs may not.
+    """
+    with closing(open_runner(path, precision=DEFAULT)) as runner:
+        used = runner.describe()["precision"]
+        if f"; {used} in " in flips.detail:
+            return flips
+        checks = _runner_checks(path, original, runner)
+    worst = next((check for check in checks if check.verdict == "failed"), checks[-1])
+    values = "" if worst.value is None else f" {worst.value:.2g}, limit {worst.tolerance:.2g}"
+    where = "within" if worst.verdict == "passed" else "note: beyond"
+    text = f"without {HINT} it runs in {used} here, {where} the limits of {used}"
+    return replace(flips, detail=f"{flips.detail}; {text} ({worst.detail.partition(';')[0]}{values})")
 
 
 def _metadata(path: Path) -> Mapping[str, Any]:

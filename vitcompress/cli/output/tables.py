@@ -225,6 +225,11 @@ def print_doctor(facts: Mapping[str, Any]) -> None:
     known = ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in (sets or {}).items())
     print_text("{system}, Python {python}\n{cpu}, {cores} cores, {memory_gib} GiB of memory".format_map(machine))
     print_text(f"instruction sets: {known or 'unknown, this system does not list them (no /proc/cpuinfo)'}")
+    fast = (f"{row['precision']} ({row['in']})" for row in facts["precisions"] if not row["slow"])
+    print_text(f"fast with them: {', '.join(fast)}")
+    for row in facts["precisions"]:
+        if row["slow"]:
+            print_text(f"  {row['precision']}: {row['slow']}: {row['remedy']}")
     versions = [f"{name} {version}" for name, version in facts["versions"].items()]
     versions += [part for row in facts["targets"] for part in row["version"].split(", ") if part]
     print_text(f"{', '.join(dict.fromkeys(versions))}\n")
