@@ -12,7 +12,7 @@ from torchvision import transforms
 
 from vitcompress.errors import DataError, InputError
 from vitcompress.models.create import InputConfig
-from vitcompress.training.augmentation import DEIT, train_transform
+from vitcompress.training.augmentation import DEIT, image_transform
 from vitcompress.training.data import open_data, open_test, subset
 from vitcompress.training.datasets import ArrayImages, Images, as_images
 from vitcompress.training.distributed import Runtime
@@ -178,6 +178,24 @@ def test_bad_sources_are_rejected(options: DataOptions, message: str) -> None:
         open_data(options, seed=0)
 
 
+@pytest.mark.parametrize("source", ["imagefolder", "timm:torch/image_folder"])
+def test_images_in_subfolders_belong_to_the_class(source: str, tmp_path: Path) -> None:
+    root = image_folder(tmp_path, {"train": {"a": 3, "b": 3}, "val": {"a": 2, "b": 1}})
+    (root / "train/a/b").mkdir()
+    (root / "train/a/2.png").rename(root / "train/a/b/2.png")
+    splits = open_data(DataOptions(source, str(root), heldout=0.0, test_split="val"), seed=0)
+    assert np.bincount(splits.train.labels).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("source", ["imagefolder", "timm:", "timm:torch/image_folder"])
+def test_all_sources_use_the_same_decoders(source: str, tmp_path: Path) -> None:
+    root = image_folder(tmp_path, {"train": {"a": 3, "b": 3}, "val": {"a": 2, "b": 1}})
+    Image.new("RGB", (4, 4)).save(root / "train/a/2.png", "EPS")
+    with pytest.raises(DataError, match=r"image .*cannot be read"):
+        splits = open_data(DataOptions(source, str(root), heldout=0.0, test_split="val"), seed=0)
+        [splits.train[i] for i in range(6)]
+
+
 def test_a_timm_data_set_is_read_through_timm(tmp_path: Path) -> None:
     root = image_folder(tmp_path, {"train": {"a": 3, "b": 3}, "val": {"a": 2, "b": 1}})
     splits = open_data(DataOptions("timm:torch/image_folder", str(root), heldout=0.0, test_split="val"), seed=0)
@@ -189,7 +207,7 @@ def test_a_timm_data_set_whose_first_image_is_broken_is_rejected(tmp_path: Path)
     root = image_folder(tmp_path, {"train": {"a": 3, "b": 3}, "val": {"a": 2, "b": 1}})
     for path in (root / "train" / "a").iterdir():
         path.write_bytes(b"no image")
-    with pytest.raises(DataError, match=r"timm:torch/image_folder split 'train' at .* cannot be opened"):
+    with pytest.raises(DataError, match=r"image .*0\.png cannot be read"):
         open_data(DataOptions("timm:torch/image_folder", str(root), test_split="val"), seed=0)
 
 
@@ -283,7 +301,7 @@ def test_an_impossible_batch_is_rejected() -> None:
 @pytest.mark.parametrize("policy", ["rand-m10-inc1", "augmix-m10", "v0r"])
 def test_policies_with_zero_bits_per_channel_work(policy: str) -> None:
     """Their strongest posterizing, which Pillow rejects, is black."""
-    transform = train_transform(INPUT, Augmentation(no_aug=False, auto_augment=policy))
+    transform = image_transform(INPUT, Augmentation(no_aug=False, auto_augment=policy))
     assert isinstance(transform, transforms.Compose)
     steps = [step for step in transform.transforms if hasattr(step, "ops") or hasattr(step, "policy")]
     operations = [op for step in steps for op in (*getattr(step, "ops", ()), *chain(*getattr(step, "policy", ())))]

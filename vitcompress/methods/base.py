@@ -20,7 +20,7 @@ from vitcompress.io.text import Table
 from vitcompress.models.checkpoint import load_for, load_strictly
 from vitcompress.models.create import InputConfig, input_config, plan_of
 from vitcompress.plan import Plan
-from vitcompress.training.data import Splits, no_data, split_images
+from vitcompress.training.data import Splits, split_images
 from vitcompress.training.datasets import Images
 from vitcompress.training.distributed import Runtime, check_device
 from vitcompress.training.loop import train
@@ -319,7 +319,7 @@ def context_for(
     context = Context(
         plan=plan or plan_of(model),
         family=family_of(model),
-        data=no_data() if data is None else split_images(data, HELDOUT, seed),
+        data=Splits() if data is None else split_images(data, HELDOUT, seed),
         input=input_config(model),
         runtime=Runtime(check_device(device, "none")),
         folder=scratch or Path(str(folder)),

@@ -7,7 +7,7 @@ from torch import nn
 
 from vitcompress.errors import InputError
 from vitcompress.methods.base import Context
-from vitcompress.training.data import balanced_subset, subset
+from vitcompress.training.data import subset
 from vitcompress.training.datasets import Images
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import evaluate
@@ -41,7 +41,7 @@ def calibration_images(context: Context, count: int, batch: int | None = None) -
 
     batch: images per process and pass.
     """
-    images = balanced_subset(_check(context.data.train, "training"), count, context.seed)
+    images = subset(_check(context.data.train, "training"), count, context.seed, per_class=False)
     return EvalLoader(images, context.input, batch or eval_batch(context), context.runtime)
 
 

@@ -14,7 +14,7 @@ from vitcompress.pipeline.dense import load_dense, teacher_for
 from vitcompress.pipeline.job import Job, JobStep, Work
 from vitcompress.pipeline.latency import create_clock, measured_on
 from vitcompress.plan import Plan
-from vitcompress.training.data import no_data
+from vitcompress.training.data import Splits
 from vitcompress.verify.slice import keep_step_input
 
 
@@ -84,7 +84,7 @@ def _plan_step(job: Job, dense: nn.Module, step: JobStep, model: nn.Module, plan
     context = Context(
         plan=plan,
         family=job.family,
-        data=job.data or no_data(),
+        data=job.data or Splits(),
         input=job.input,
         runtime=job.runtime,
         folder=files.path,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 from PIL import Image, ImageOps
 from timm.data import Mixup, create_transform
@@ -13,30 +13,25 @@ from vitcompress.training.options import Augmentation
 
 Transform = Callable[[Image.Image], Tensor]
 
-
 DEIT = Augmentation(False, "rand-m9-mstd0.5-inc1", 0.3, reprob=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, repeats=3)
 
 
-def train_transform(input: InputConfig, augmentation: Augmentation) -> Transform:
-    """timm's training transform from a PIL image to a uint8 tensor (C, H, W)."""
-    a = augmentation
-    of_crop = {"hflip": a.hflip, "scale": a.scale, "ratio": a.ratio}
-    of_colour = {"auto_augment": a.auto_augment, "color_jitter": a.color_jitter or None}
-    transform = _transform(input, is_training=True, no_aug=a.no_aug, **of_crop, **of_colour)
-    _allow_no_bits(transform)
-    return transform
-
-
-def eval_transform(input: InputConfig) -> Transform:
-    """timm's evaluation transform (resize, centre crop) from a PIL image to a uint8 tensor (C, H, W)."""
-    return _transform(input, is_training=False, crop_pct=input.crop_pct, crop_mode=input.crop_mode)
-
-
-def _transform(input: InputConfig, **settings: Any) -> Transform:
-    """timm's transform to the size of `input`; the prefetcher normalises images later."""
+def image_transform(input: InputConfig, augmentation: Augmentation | None = None) -> Transform:
+    """timm's transform from a PIL image to a uint8 tensor (C, H, W), which the prefetcher normalises later: for
+    training with an `augmentation`, else for evaluation (resize and crop).
+    """
+    settings: dict[str, Any] = {"crop_pct": input.crop_pct, "crop_mode": input.crop_mode}
+    if a := augmentation:
+        settings = {"hflip": a.hflip, "scale": a.scale, "ratio": a.ratio, "no_aug": a.no_aug}
+        settings |= {"auto_augment": a.auto_augment, "color_jitter": a.color_jitter or None}
     pixels = {"interpolation": input.interpolation, "mean": input.mean, "std": input.std}
-    transform: Transform = create_transform(input.size, use_prefetcher=True, **pixels, **settings)
-    return transform
+    transform: Any = create_transform(input.size, bool(a), use_prefetcher=True, **pixels, **settings)
+    # Posterize in RandAugment, AugMix (`ops`) and AutoAugment (`policy`) may keep no bit, which Pillow rejects.
+    for step in getattr(transform, "transforms", ()):
+        for operation in (*getattr(step, "ops", ()), *chain(*getattr(step, "policy", ()))):
+            if operation.name.startswith("Posterize"):
+                operation.aug_fn = _posterize
+    return cast(Transform, transform)
 
 
 def mixup(augmentation: Augmentation, classes: int) -> Any:
@@ -51,13 +46,3 @@ def _posterize(image: Image.Image, bits_to_keep: int, **_: Any) -> Image.Image:
     if bits_to_keep <= 0:
         return image.point(lambda _: 0)
     return image if bits_to_keep >= 8 else ImageOps.posterize(image, bits_to_keep)
-
-
-def _allow_no_bits(transform: Any) -> None:
-    """Let the posterize operation in RandAugment, AugMix (`ops`) and AutoAugment (`policy`) take 0, which Pillow
-    rejects.
-    """
-    for step in getattr(transform, "transforms", ()):
-        for operation in (*getattr(step, "ops", ()), *chain(*getattr(step, "policy", ()))):
-            if operation.name.startswith("Posterize"):
-                operation.aug_fn = _posterize

@@ -11,7 +11,7 @@ import numpy as np
 from timm.data import create_dataset
 
 from vitcompress.errors import DataError, MissingExtraError, first_line
-from vitcompress.training import tinted
+from vitcompress.training import datasets, tinted
 from vitcompress.training.datasets import ArrayImages, FolderImages, Images, MappedImages, as_images, class_names
 from vitcompress.training.distributed import derived_seed
 from vitcompress.training.loaders import Views
@@ -26,9 +26,9 @@ NO_IMAGES = ArrayImages(np.empty((0, 1, 1), np.uint8), np.empty(0, np.int64))
 class Splits:
     """The parts of a data set; items are (image, class index) before any transform. skipped: unreadable files."""
 
-    name: str
-    classes: tuple[str, ...]
-    train: Images
+    name: str = "no data"
+    classes: tuple[str, ...] = ()
+    train: Images = NO_IMAGES
     heldout: Images = NO_IMAGES
     test: Images = NO_IMAGES
     skipped: tuple[Path, ...] = ()
@@ -44,11 +44,6 @@ class Splits:
             heldout += members[:count].tolist()
         kept = np.setdiff1d(np.arange(len(labels)), heldout).tolist()
         return replace(self, train=Views(self.train, kept), heldout=Views(self.train, sorted(heldout)))
-
-
-def no_data() -> Splits:
-    """Empty splits, for work that needs no images."""
-    return Splits("no data", (), NO_IMAGES)
 
 
 def open_data(options: DataOptions, seed: int) -> Splits:
@@ -84,30 +79,21 @@ def open_test(options: DataOptions) -> tuple[tuple[str, ...], Images]:
         data = _open(options)
         return data.classes, data.test
     folder = _test_folder(_root(options), options.test_split)
-    test = FolderImages(folder, class_names(folder), skip_broken=options.broken == "skip")
-    _check_classes(str(folder), test.classes, test)
-    return test.classes, test
+    classes = class_names(folder)
+    _check_classes(str(folder), classes, None)
+    return classes, FolderImages(folder, classes, skip_broken=options.broken == "skip")
 
 
-def subset(dataset: Images, per_class: int, seed: int) -> Images:
-    """At most `per_class` random images of every class of `dataset`, in the order of the data set."""
-    order, rank = _shuffle(dataset, seed)
-    return Views(dataset, np.sort(order[rank < per_class]).tolist())
-
-
-def balanced_subset(dataset: Images, count: int, seed: int) -> Images:
-    """`count` random images of `dataset`, in its order: as many of every class as possible, or one more."""
-    order, rank = _shuffle(dataset, seed)
-    return Views(dataset, np.sort(order[np.argsort(rank, kind="stable")[:count]]).tolist())
-
-
-def _shuffle(dataset: Images, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """A random order of the images, and for each in that order how many of its class precede it."""
+def subset(dataset: Images, count: int, seed: int, *, per_class: bool = True) -> Images:
+    """At most `count` random images of every class of `dataset`, in its order; else `count` images of all classes
+    together, as many of every class as possible, or one more.
+    """
     order = np.random.default_rng(derived_seed("subset", seed)).permutation(len(dataset))
-    labels, rank = dataset.labels[order], np.empty(len(dataset), np.int64)
+    labels, rank = dataset.labels[order], np.empty(len(dataset), np.int64)  # rank: how many of its class precede each
     for label in np.unique(labels):
         rank[labels == label] = np.arange((labels == label).sum())
-    return order, rank
+    chosen = rank < count if per_class else np.argsort(rank, kind="stable")[:count]
+    return Views(dataset, np.sort(order[chosen]).tolist())
 
 
 def split_images(data: Any, heldout: float, seed: int) -> Splits:
@@ -194,7 +180,8 @@ def _timm(options: DataOptions) -> Splits:
     name, parts = options.source.removeprefix("timm:"), []
     for split in (options.train_split or "train", options.test_split or "validation"):
         try:
-            dataset = create_dataset(name, root=options.path, split=split)
+            dataset: Any = create_dataset(name, root=options.path, split=split)
+            dataset.load_bytes, dataset.loader = True, datasets.decode  # of timm and torchvision
             parts.append(MappedImages(dataset, f"data source timm:{name}"))
         except (RuntimeError, OSError, ValueError, TypeError, AssertionError, ImportError) as error:
             message = f"data source timm:{name} split {split!r} at {options.path} cannot be opened: {first_line(error)}"

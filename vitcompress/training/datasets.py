@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
+from io import BytesIO
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,9 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from PIL import Image
-from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.utils.misc import natural_key
 from torch import Tensor
+from torchvision.datasets.folder import make_dataset
 
 from vitcompress.errors import DataError, first_line
 from vitcompress.io.tensors import DAMAGED
@@ -64,7 +65,8 @@ class FolderImages(Images):
     def __init__(self, folder: Path, classes: tuple[str, ...], *, skip_broken: bool = False) -> None:
         _check_folders(folder, classes)
         numbers = {name: i for i, name in enumerate(classes)}
-        samples, _ = find_images_and_targets(str(folder), _SUFFIXES, class_to_idx=numbers)
+        samples = make_dataset(folder, numbers, _SUFFIXES, allow_empty=True)
+        samples.sort(key=lambda sample: natural_key(sample[0]))
         step = 1 if skip_broken else max(1, len(samples) // _CHECKED_ON_OPENING)
         checked = [Path(file) for file, _ in samples[::step]]
         with ThreadPool() as pool:
@@ -83,7 +85,7 @@ class FolderImages(Images):
             raise DataError(message, hint="fill or remove these folders")
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        return _decode(self.files[index]), int(self.labels[index])
+        return decode(self.files[index]), int(self.labels[index])
 
 
 class MappedImages(Images):
@@ -94,11 +96,14 @@ class MappedImages(Images):
     """
 
     def __init__(self, dataset: Any, name: str) -> None:
+        self.name = name
         if not is_map_style(dataset):
             message = f"{name} is a stream; images must be reachable by index"
             raise DataError(message, hint="use an image folder, torch/... or hfds/...")
         try:
-            self.dataset, self.labels = dataset, _labels_of(dataset)
+            samples = getattr(getattr(dataset, "reader", None), "samples", None) or dataset
+            labels = dataset.targets if hasattr(dataset, "targets") else [samples[i][1] for i in range(len(samples))]
+            self.dataset, self.labels = dataset, np.asarray(labels, np.int64)
             self.prepared = len(self.labels) > 0 and isinstance(dataset[0][0], Tensor)
         except (TypeError, ValueError, IndexError) as error:
             raise DataError(
@@ -108,7 +113,7 @@ class MappedImages(Images):
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         image, label = self.dataset[index]
-        return image, int(label)
+        return decode(image, f"{index} of {self.name}") if isinstance(image, bytes) else image, int(label)
 
 
 def is_map_style(data: Any) -> bool:
@@ -155,30 +160,21 @@ def _check_folders(folder: Path, classes: tuple[str, ...]) -> None:
         raise DataError(f"{folder} {' and '.join(parts)}", hint="train and test need the same class folders")
 
 
-def _labels_of(dataset: Any) -> np.ndarray:
-    """All labels: the attribute `targets`, timm's reader, or by reading every item once."""
-    if hasattr(dataset, "targets"):
-        return np.asarray(dataset.targets, np.int64)
-    samples = getattr(getattr(dataset, "reader", None), "samples", None)
-    labels = [label for _, label in samples] if samples else [dataset[i][1] for i in range(len(dataset))]
-    return np.asarray(labels, np.int64)
-
-
-def _decode(file: Path) -> Image.Image:
-    """The image in `file`, decoded, grey or RGB. Raises DataError."""
+def decode(file: str | Path | bytes, name: str = "") -> Image.Image:
+    """The image in `file`, decoded, grey or RGB. name: of its content, if `file` is that. Raises DataError."""
     try:
-        with Image.open(file, formats=_FORMATS) as image:
+        with Image.open(BytesIO(file) if isinstance(file, bytes) else file, formats=_FORMATS) as image:
             if image.width * image.height > _MOST_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels are more than {_MOST_PIXELS:,}")
             return image.convert("L" if image.mode in ("1", "L", "I;16") else "RGB")
     except _UNREADABLE as error:
-        raise DataError(f"image {file} cannot be read: {error}", hint="remove or replace this file") from error
+        raise DataError(f"image {name or file} cannot be read: {error}", hint="remove or replace this file") from error
 
 
 def _problem(file: Path) -> str:
     """Why `file` cannot be read; empty if it can."""
     try:
-        _decode(file)
+        decode(file)
     except DataError as error:
         return first_line(error.__cause__ or error)
     return ""

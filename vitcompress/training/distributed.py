@@ -8,13 +8,12 @@ number, up to the order of floating-point additions.
 import contextlib
 import hashlib
 import os
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
+from timm.utils import random_seed
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -121,10 +120,7 @@ def derived_seed(*parts: object) -> int:
 
 def seed_everything(*parts: object) -> None:
     """Seed the generators of Python, NumPy and torch (all devices) with a seed derived from `parts`."""
-    seed = derived_seed(*parts)
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    random_seed(derived_seed(*parts))
 
 
 def check_device(name: str, amp: str, local_rank: int = 0) -> torch.device:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from vitcompress.errors import DataError, InputError
 from vitcompress.models.create import InputConfig
-from vitcompress.training.augmentation import Transform, eval_transform, mixup, train_transform
+from vitcompress.training.augmentation import Transform, image_transform, mixup
 from vitcompress.training.datasets import Images, as_images, is_map_style
 from vitcompress.training.distributed import Runtime, derived_seed
 from vitcompress.training.options import Augmentation
@@ -166,9 +166,8 @@ def _prefetch(
     if dataset.prepared and active:
         message = "crop, flip, colour and erasing need PIL images, and the data set gives tensors"
         raise InputError(message, hint="set augmentation.no_aug = true, or pass a data set of PIL images")
-    transform = train_transform(input, augmentation) if augmentation else eval_transform(input)
     loader = DataLoader(
-        Views(dataset, range(len(dataset)), transform, "L" if input.size[0] == 1 else "RGB"),
+        Views(dataset, range(len(dataset)), image_transform(input, augmentation), "L" if input.size[0] == 1 else "RGB"),
         batch_size,
         sampler=sampler,
         num_workers=runtime.workers,

@@ -7,7 +7,7 @@ saved, and on the CPU a resumed training equals an uninterrupted one bit for bit
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from timm.layers import drop_path as stochastic_depth
 from torch import Tensor, nn
 
 from vitcompress.errors import InputError, OutputError
-from vitcompress.io.training_state import State, load_state, save_state
+from vitcompress.io.training_state import load_state, save_state
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import BatchLoader, TrainData, too_few_images
 from vitcompress.training.log import RunLog
@@ -69,7 +69,12 @@ def _run(job: TrainingJob) -> TrainResult:
         message = f"{job.at.folder} contains a training with other settings"
         raise OutputError(message, hint="use another folder, or --fresh")
     if state is not None and state.data["finished"]:
-        return _finished(job, state)
+        job.module.load_state_dict(part_of(state.tensors, "module."))
+        if job.controls.hooks:
+            job.controls.hooks.restore(state.data["hooks"])
+        if job.runtime.is_main:
+            RunLog.of_training(job.at.folder, job.at.label).sync(state.data["history"])
+        return _result(state.data["history"], state.data["best_of"])
     if job.options.epochs == 0:
         return TrainResult([], None if job.heldout is None else _evaluate(job, job.module), None, "raw", -1)
     learner = Learner(job)
@@ -96,37 +101,28 @@ def _epochs(learner: Learner) -> TrainResult:
 
 
 def _epoch(learner: Learner, number: int) -> EpochRecord:
-    """Train, evaluate and save one epoch; return its record."""
-    began, options = time.perf_counter(), learner.job.options
-    loss = learner.epoch(number)
+    """Train and evaluate one epoch, and save the state; return its record. The last one saves the selected weights."""
+    began, job, every = time.perf_counter(), learner.job, learner.job.options.evaluate_every
+    loss, last = learner.epoch(number), number + 1 == job.options.epochs
     record = EpochRecord(epoch=number, loss=loss, lr=max(group["lr"] for group in learner.optimizer.param_groups))
-    every = options.evaluate_every
-    due = number + 1 == options.epochs or (every and (number + 1) % every == 0)
-    if learner.job.heldout is not None and due:
-        record["heldout"] = asdict(_evaluate(learner.job, learner.job.module))
+    if job.heldout is not None and (last or (every and (number + 1) % every == 0)):
+        record["heldout"] = asdict(_evaluate(job, job.module))
         if learner.ema:
-            record["ema"] = asdict(_evaluate(learner.job, learner.ema.module))
+            record["ema"] = asdict(_evaluate(job, learner.ema.module))
     record["seconds"] = round(time.perf_counter() - began, 3)
-    _end_epoch(learner, record)
-    return record
-
-
-def _end_epoch(learner: Learner, record: EpochRecord) -> None:
-    """Call `after_epoch`, select weights, and save the state; the last epoch saves the selected weights only."""
-    job, number = learner.job, record["epoch"]
     if job.controls.after_epoch:
         job.controls.after_epoch(number)
         learner.sync_ema()
     learner.history.append(record)
-    last = number + 1 == job.options.epochs
     _select(learner, record, last)
     tensors, data = learner.state()
     if last:
         tensors = {f"module.{name}": value for name, value in learner.best.items()}
-        data |= {"finished": True, "numbers": {}, "groups": [], "scaler": {}}
+        data |= {"finished": True, "numbers": {}, "scaler": {}}
         job.module.load_state_dict(learner.best)
     if job.runtime.is_main:
         save_state(job.at.folder, number, tensors, data)
+    return record
 
 
 def _select(learner: Learner, record: EpochRecord, last: bool) -> None:
@@ -145,16 +141,6 @@ def _evaluate(job: TrainingJob, module: nn.Module) -> Accuracy:
     module.eval()
     with job.runtime.autocast():
         return evaluate(module, job.heldout, job.runtime)
-
-
-def _finished(job: TrainingJob, state: State) -> TrainResult:
-    """Load the selected weights of a training that has ended."""
-    job.module.load_state_dict(part_of(state.tensors, "module."))
-    if job.controls.hooks:
-        job.controls.hooks.restore(state.data["hooks"])
-    if job.runtime.is_main:
-        RunLog.of_training(job.at.folder, job.at.label).sync(state.data["history"])
-    return _result(state.data["history"], state.data["best_of"])
 
 
 def _result(history: list[EpochRecord], best_of: Mapping[str, Any]) -> TrainResult:
@@ -186,22 +172,17 @@ def drop_path(module: nn.Module, rate: float) -> Iterator[None]:
         [child for name, child in owner.named_children() if name.startswith("drop_path")] for owner in module.modules()
     )
     owners = [children for children in branches if children]
-    handles: list[Any] = []
-    before = [(child, child.drop_prob) for children in owners for child in children if isinstance(child, DropPath)]
-    try:
+    with ExitStack() as stack:
         for depth, children in enumerate(owners):
             share = rate * depth / max(1, len(owners) - 1)
             for child in children:
                 if isinstance(child, DropPath):
+                    stack.callback(setattr, child, "drop_prob", child.drop_prob)
                     child.drop_prob = share
                 elif share:  # before any other hook, which may replace the whole branch
-                    handles.append(child.register_forward_hook(partial(_drop_output, share), prepend=True))
+                    hook = child.register_forward_hook(partial(_drop_output, share), prepend=True)
+                    stack.callback(hook.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for child, value in before:
-            child.drop_prob = value
 
 
 def _drop_output(rate: float, module: nn.Module, args: object, out: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ of 0.2 is 6.4 here, where losses are means.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -44,16 +44,12 @@ def has_two_heads(module: nn.Module) -> bool:
 @contextmanager
 def both_heads(module: nn.Module) -> Iterator[None]:
     """Let a two-headed model return the logits of both heads, instead of their average, while it trains."""
-    if not has_two_heads(module):
-        yield
-        return
     model: Any = inner(module)
-    before = bool(getattr(model, "distilled_training", False))
-    model.set_distilled_training(True)
-    try:
+    with ExitStack() as stack:
+        if has_two_heads(module):
+            stack.callback(model.set_distilled_training, bool(getattr(model, "distilled_training", False)))
+            model.set_distilled_training(True)
         yield
-    finally:
-        model.set_distilled_training(before)
 
 
 class Teacher:
@@ -170,9 +166,12 @@ class Objective:
             output, features = output
         first, second = output if isinstance(output, tuple) else (output, output)
         weight = 1.0 if teacher is None else options.share_of_labels
-        labels = weight * label_loss(first, targets, options.augmentation.smoothing)
-        if second is not first and (teacher is None or options.distillation == "features"):  # train both heads
-            labels = (labels + weight * label_loss(second, targets, options.augmentation.smoothing)) / 2
+        both = second is not first and (teacher is None or options.distillation == "features")
+        heads = (first, second) if both else (first,)
+        # Probabilities are smoothed where images are mixed.
+        loss = functional.cross_entropy
+        smoothing = options.augmentation.smoothing if targets.ndim == 1 else 0.0
+        labels: Tensor = sum(weight * loss(head, targets, label_smoothing=smoothing) for head in heads) / len(heads)
         if teacher is None:
             return labels
         if not is_feature_loss:
@@ -193,11 +192,6 @@ class Objective:
         if self.options.distillation == "hard":
             return hard_loss(student, teacher, self.options.teacher_smoothing)
         return soft_loss(student, teacher, self.options.temperature)
-
-
-def label_loss(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-    """Cross entropy with classes (smoothed here) or with probabilities (smoothed where images were mixed)."""
-    return functional.cross_entropy(logits, targets, label_smoothing=smoothing if targets.ndim == 1 else 0.0)
 
 
 def hard_loss(student: Tensor, teacher: Tensor, smoothing: float = 0.0) -> Tensor:

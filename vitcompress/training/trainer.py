@@ -148,62 +148,46 @@ class Learner:
         self.best: dict[str, Tensor] = {}
         self.best_of: dict[str, Any] = {}
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors by name and JSON data that `restore` continues from."""
-        tensors = {f"module.{name}": value for name, value in self.job.module.state_dict().items()}
-        of_optimizer, optimizer = self._optimizer_state()
-        tensors |= of_optimizer
-        if self.ema:
-            tensors |= {f"ema.{name}": value for name, value in self.ema.module.state_dict().items()}
-        tensors |= {f"best.{name}": value for name, value in self.best.items()}
-        data: dict[str, object] = {
-            **optimizer,
+        optimizer = self.optimizer.state_dict()
+        parts = {"module": self.job.module.state_dict(), "best": self.best}
+        parts |= {"ema": self.ema.module.state_dict()} if self.ema else {}
+        parts |= {f"optimizer.{number}": slots for number, slots in optimizer["state"].items()}
+        parts |= {f"group.{number}": group for number, group in enumerate(optimizer["param_groups"])}
+        named = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
+        tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+        return tensors, {
+            "numbers": {name: value for name, value in named.items() if name not in tensors},
             "scaler": self.scaler.state_dict(),
             "history": self.history,
             "best_of": self.best_of,
             "finished": False,
             "made_with": self.job.fingerprint,
+            **({"hooks": self.hooks.state()} if self.hooks else {}),
         }
-        if self.hooks:
-            data["hooks"] = self.hooks.state()
-        return tensors, data
-
-    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
-        """Tensors of the optimiser by name, and its other data per parameter (`numbers`) and per group (`groups`)."""
-        saved = self.optimizer.state_dict()
-        slots = {f"optimizer.{i}.{slot}": v for i, of in saved["state"].items() for slot, v in of.items()}
-        tensors, numbers = _split_tensors(slots)
-        groups = []
-        for index, group in enumerate(saved["param_groups"]):  # some optimisers count their steps here
-            of_group, rest = _split_tensors({name: value for name, value in group.items() if name != "params"})
-            tensors |= {f"group.{index}.{name}": value for name, value in of_group.items()}
-            groups.append(rest)
-        return tensors, {"numbers": numbers, "groups": groups}
 
     def restore(self, state: State) -> None:
         """Continue from `state`."""
-        self.job.module.load_state_dict(part_of(state.tensors, "module."))
+        saved = {**state.tensors, **state.data["numbers"]}
+        self.job.module.load_state_dict(part_of(saved, "module."))
         if self.ema:
-            self.ema.module.load_state_dict(part_of(state.tensors, "ema."))
-        self.best = part_of(state.tensors, "best.")
-        self._restore_optimizer(state)
+            self.ema.module.load_state_dict(part_of(saved, "ema."))
+        self.best = part_of(saved, "best.")
+        slots: dict[int, dict[str, object]] = {}
+        for name, value in part_of(saved, "optimizer.").items():
+            number, _, slot = name.partition(".")
+            slots.setdefault(int(number), {})[slot] = value
+        groups = self.optimizer.state_dict()["param_groups"]
+        for number, group in enumerate(groups):  # some optimisers count their steps here
+            for name, value in part_of(saved, f"group.{number}.").items():
+                group[name] = tuple(value) if isinstance(group.get(name), tuple) else value  # a list in JSON
+        self.optimizer.load_state_dict({"state": slots, "param_groups": groups})
         if self.scaler.is_enabled() and state.data["scaler"]:
             self.scaler.load_state_dict(state.data["scaler"])
         self.history, self.best_of = list(state.data["history"]), dict(state.data["best_of"])
         if self.hooks:
             self.hooks.restore(state.data["hooks"])
-
-    def _restore_optimizer(self, state: State) -> None:
-        slots: dict[int, dict[str, object]] = {}
-        for name, value in part_of({**state.tensors, **state.data["numbers"]}, "optimizer.").items():
-            index, _, slot = name.partition(".")
-            slots.setdefault(int(index), {})[slot] = value
-        own = self.optimizer.state_dict()["param_groups"]
-        groups = [
-            {**saved, **part_of(state.tensors, f"group.{i}."), **_tuples(group, saved), "params": group["params"]}
-            for i, (group, saved) in enumerate(zip(own, state.data["groups"], strict=True))
-        ]
-        self.optimizer.load_state_dict({"state": slots, "param_groups": groups})
 
     def epoch(self, number: int) -> float:
         """Train one pass over the training set; return the mean loss over all images and ranks."""
@@ -277,17 +261,6 @@ class Learner:
 def part_of(named: Mapping[str, Value], prefix: str) -> dict[str, Value]:
     """The entries of `named` whose names start with `prefix`, without the prefix."""
     return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
-
-
-def _split_tensors(named: Mapping[str, object]) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """Tensors, and all other values."""
-    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
-    return tensors, {name: value for name, value in named.items() if name not in tensors}
-
-
-def _tuples(own: Mapping[str, object], saved: Mapping[str, Any]) -> dict[str, object]:
-    """Restore the tuples that JSON turned into lists."""
-    return {name: tuple(saved[name]) for name, value in own.items() if isinstance(value, tuple) and name in saved}
 
 
 def make_optimizer(
