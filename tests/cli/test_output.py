@@ -14,8 +14,7 @@ from vitcompress.cli.output.terminal import ConsoleProgress, error_as_data, prin
 from vitcompress.errors import CheckFailedError, InputError, RecipeError, VitcompressError
 from vitcompress.io.text import Table
 from vitcompress.models.cost import Cost
-from vitcompress.pipeline.dry_run import DryRun
-from vitcompress.pipeline.job import Work
+from vitcompress.pipeline.dry_run import DryRun, Work
 
 
 class Terminal(io.StringIO):

@@ -4,8 +4,8 @@
 of methods, trainings, exports and benchmarks are keyword arguments: the keys of recipes, validated in the same way.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from vitcompress.pipeline.latency import LatencyClock, measured_on
 from vitcompress.plan import Plan
 from vitcompress.training import distributed
 from vitcompress.training.datasets import as_images
-from vitcompress.training.distributed import Amp, Runtime
+from vitcompress.training.distributed import Amp
 from vitcompress.training.loaders import BatchLoader, EvalLoader, open_source
 from vitcompress.training.loop import train
 from vitcompress.training.metrics import Accuracy, calibration_images
@@ -161,8 +161,9 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
     """
     default = {} if teacher is None else {"distillation": "soft"}
     settings = options_of(TrainOptions, {**default, **options}, "training")
-    with TemporaryDirectory(prefix="vitcompress-") as scratch, _runtime(device, amp, workers) as runtime:
-        state = Path(folder or scratch)
+    with TemporaryDirectory(prefix="vitcompress-") as scratch, ExitStack() as stack:
+        stack.callback(distributed.stop)
+        runtime, state = distributed.start(device, amp, workers), Path(folder or scratch)
         at = TrainingContext(input_config(model), runtime, state, "finetune", seed, progress or Progress())
         heldout = None if val_data is None else open_source(val_data, runtime)
         return train(model, open_source(train_data, runtime), heldout, settings, at, TrainingControls(teacher=teacher))
@@ -262,7 +263,8 @@ def evaluate(
         4
     """
     with ExitStack() as stack:
-        runtime = stack.enter_context(_runtime(device, workers=workers))
+        stack.callback(distributed.stop)
+        runtime = distributed.start(device, workers=workers)
         runner = stack.enter_context(closing(_open(model, RunnerOptions(device=str(runtime.device)))))
         source = open_source(data, runtime)
         if isinstance(source, BatchLoader):
@@ -304,12 +306,3 @@ def _open(artifact: nn.Module | str | Path, options: RunnerOptions, number: int 
     if isinstance(artifact, nn.Module):
         return TorchRunner(deepcopy(artifact), options, name=f"{type(artifact).__name__} {number}")
     return open_runner(artifact, options)
-
-
-@contextmanager
-def _runtime(device: str, amp: Amp = "none", workers: int = 0) -> Iterator[Runtime]:
-    runtime = distributed.start(device, amp, workers)
-    try:
-        yield runtime
-    finally:
-        distributed.stop()

@@ -1,6 +1,5 @@
 """The dense model of a recipe, trained or created with existing weights, and the teacher of the fine-tuning."""
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model, randomize_constants
 from vitcompress.models.weights import hub_classes
 from vitcompress.pipeline.folder import lock_folder, record_settings, remove_unfinished
-from vitcompress.pipeline.job import Job, Work
+from vitcompress.pipeline.job import Job
 from vitcompress.training.datasets import Images, few
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.loop import train
@@ -47,11 +46,6 @@ def create_dense(job: Job) -> None:
 def load_dense(job: Job) -> nn.Module:
     """The dense model from the disk of the first process: others may not have its folder."""
     return job.runtime.broadcast(load_model(job.dense_folder) if job.runtime.is_main else None)  # type: ignore[no-any-return]
-
-
-def estimate_dense(job: Job) -> Iterator[Work]:
-    if job.recipe.dense is not None:
-        yield Work("train the dense model", 1, job.recipe.dense.epochs, job.train_images)
 
 
 def _create_dense(job: Job) -> nn.Module:
@@ -129,9 +123,10 @@ def check_dense(job: Job) -> None:
     accuracy = Accuracy(**known) if known else heldout_accuracy(job, load_dense(job), _check_images(job)[1])
     if job.runtime.is_main and not known:
         write_json(record, asdict(accuracy))
-    for line in describe_dense(job, accuracy):
+    notes, problem = examine_dense(job, accuracy)
+    for line in notes:
         job.progress.note(line)
-    if problem := unexpected(job, accuracy):
+    if problem:
         raise problem
 
 
@@ -152,40 +147,31 @@ def why_unchecked(job: Job) -> str:
     return "" if job.recipe.model.weights != "random" or job.options.expect is not None else "its weights are random"
 
 
-def describe_dense(job: Job, accuracy: Accuracy) -> Iterator[str]:
-    """The accuracy, and a warning if it is no better than always the most frequent class."""
+def examine_dense(job: Job, accuracy: Accuracy) -> tuple[list[str], CheckFailedError | None]:
+    """Notes on the accuracy of the dense model, and the error if it is worse than expected.
+
+    That is, if the expected accuracy is above the upper end of the 95 % interval. The notes warn of a model that is no
+    better than always the most frequent class.
+    """
     assert job.data is not None
-    kind, images = _check_images(job)
-    yield f"dense model: {kind} top-1 {_with_interval(accuracy)}"
-    if job.recipe.model.weights not in ("random", "train") and guessed(accuracy.correct, images.labels):
-        yield (
-            "The dense model is no better than guessing, and every step depends on it. Was it trained on these classes "
-            f"in this order ({few(job.data.classes)}), on images of {_normalization(job)}?"
-        )
-
-
-def unexpected(job: Job, accuracy: Accuracy) -> CheckFailedError | None:
-    """The error if the dense model is worse than expected: if that is above the upper end of the 95 % interval."""
-    expect = job.options.expect
-    if expect is None or job.data is None or 100 * accuracy.interval[1] >= expect:
-        return None
-    arguments = (f"{key} {value}" for key, value in job.base.arch_args.items() if not isinstance(value, dict))
-    return CheckFailedError(
-        f"the dense model is worse than expected: {_check_images(job)[0]} top-1 {_with_interval(accuracy)}, "
-        f"expected {expect:g} %",
-        hint=f"likely causes: the preprocessing ({_normalization(job)}), the order of the classes "
-        f"({few(job.data.classes)}), or the arguments of the model ({', '.join(arguments)}); correct them, and start "
-        "over with --fresh",
-    )
-
-
-def _with_interval(accuracy: Accuracy) -> str:
+    (kind, images), expect, classes = _check_images(job), job.options.expect, few(job.data.classes)
     low, high = (100 * end for end in accuracy.interval)
-    return f"{accuracy}, 95 % interval {low:.1f} to {high:.1f} %"
-
-
-def _normalization(job: Job) -> str:
-    return f"mean {describe_value(job.input.mean)} and standard deviation {describe_value(job.input.std)}"
+    top1 = f"{kind} top-1 {accuracy}, 95 % interval {low:.1f} to {high:.1f} %"
+    scale = f"mean {describe_value(job.input.mean)} and standard deviation {describe_value(job.input.std)}"
+    notes = [f"dense model: {top1}"]
+    if job.recipe.model.weights not in ("random", "train") and guessed(accuracy.correct, images.labels):
+        notes.append(
+            "The dense model is no better than guessing, and every step depends on it. Was it trained on these classes "
+            f"in this order ({classes}), on images of {scale}?"
+        )
+    if expect is None or high >= expect:
+        return notes, None
+    arguments = (f"{key} {value}" for key, value in job.base.arch_args.items() if not isinstance(value, dict))
+    return notes, CheckFailedError(
+        f"the dense model is worse than expected: {top1}, expected {expect:g} %",
+        hint=f"likely causes: the preprocessing ({scale}), the order of the classes ({classes}), or the arguments of "
+        f"the model ({', '.join(arguments)}); correct them, and start over with --fresh",
+    )
 
 
 def is_downloaded(job: Job) -> bool:

@@ -9,32 +9,37 @@ from functools import partial
 import torch
 
 from vitcompress import surgery
+from vitcompress.bench import timing
 from vitcompress.errors import InputError, VitcompressError
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.cost import Cost, count_cost
 from vitcompress.models.source import DEFAULT, NOT_FILES, Setting
-from vitcompress.pipeline.dense import (
-    check_teacher,
-    describe_dense,
-    has_dense,
-    is_downloaded,
-    preview_dense,
-    unexpected,
-    why_unchecked,
-)
+from vitcompress.pipeline.dense import examine_dense, has_dense, is_downloaded, preview_dense, why_unchecked
 from vitcompress.pipeline.folder import check_folder
-from vitcompress.pipeline.job import Job, RunOptions, Work, apply_options, create_job
-from vitcompress.pipeline.latency import check_clock, describe_searches
-from vitcompress.pipeline.preflight import check_formats, check_weights, local_checks
+from vitcompress.pipeline.job import Job, RunOptions, apply_options, create_job
+from vitcompress.pipeline.latency import describe_searches
+from vitcompress.pipeline.preflight import check_formats, list_checks
 from vitcompress.pipeline.report import describe_choice
-from vitcompress.pipeline.stages import STAGES
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training import distributed
 from vitcompress.training.data import check_named, open_data
 
 # How to state what accuracy depends on and weights often lack.
 STATE = {"num_heads": "--set model.args.num_heads=N", "mean": "--mean V,V,V", "std": "--std V,V,V"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """One row of a dry run: `rounds` trainings or measurements of `epochs` passes over `images` images.
+
+    None: does not apply, or is not known without the data.
+    """
+
+    stage: str
+    rounds: int = 1
+    epochs: int | None = None
+    images: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ def dry_run_recipe(recipe: Recipe, options: RunOptions, *, check: bool = False) 
     plan = DryRun(
         recipe.name,
         str(folder),
-        [work for stage in STAGES for work in stage.estimate(job)],
+        list(list_work(job)),
         describe_choice(recipe, searched=False),
         {} if unopened else {"dense": count_cost(job.blank, job.input.size), "compressed": count_final_cost(job)},
         missing,
@@ -100,8 +105,33 @@ def _check_dense(job: Job, plan: DryRun) -> DryRun:
     if reason := why_unchecked(job) or "the dense model is trained first" * trained_first:
         return replace(plan, notes=[*plan.notes, f"there is nothing to check yet: {reason}"])
     accuracy = preview_dense(job)
-    problem, notes = unexpected(job, accuracy), [*plan.notes, *describe_dense(job, accuracy)]
-    return replace(plan, notes=notes, dense=accuracy.to_dict(), failed=_sentence(problem) if problem else None)
+    notes, problem = examine_dense(job, accuracy)
+    failed = _sentence(problem) if problem else None
+    return replace(plan, notes=[*plan.notes, *notes], dense=accuracy.to_dict(), failed=failed)
+
+
+def list_work(job: Job) -> Iterator[Work]:
+    """What the stages of a run do."""
+    recipe, trains, images = job.recipe, not job.options.structure_only, job.train_images
+    if recipe.dense is not None:
+        yield Work("train the dense model", 1, recipe.dense.epochs, images)
+    for step in job.steps if trains else ():
+        name = f"{step.number + 1}. " * (len(job.steps) > 1) + step.method.name
+        parts = step.method.estimate(step.model, job.family, step.options)
+        yield from () if parts else [Work(name)]
+        for part in parts:
+            counts = part.images or part.images_per_class * job.classes or images, images
+            least = min((count for count in counts if count is not None), default=None)
+            yield Work(f"{name}: {part.title}", part.rounds, part.epochs, least)
+    if trains:
+        yield Work("fine-tune the pruned model", 1, recipe.finetune.epochs, images)
+    if job.options.control:
+        yield Work("train the control", 1, job.extra_epochs, images)
+    yield from map(Work, ("fold", *(f"export {name}" for name in recipe.export.formats), "verify"))
+    if trains:
+        yield Work("evaluate on the test images", images=None if job.data is None else len(job.data.test))
+    protocol = timing.protocol(recipe.bench.protocol, **recipe.bench.changes)
+    yield from map(Work, (f"measure ({protocol.name}, batch {protocol.batch})", "report"))
 
 
 def count_final_cost(job: Job) -> Cost:
@@ -135,11 +165,7 @@ def _checks(job: Job, done: bool, unopened: bool) -> Iterator[Callable[[], objec
     yield partial(distributed.check_device, recipe.run.device, recipe.run.amp)
     if done:
         return
-    yield from local_checks(job)
-    yield partial(check_weights, job, download=False)
-    if not unopened:
-        yield partial(check_teacher, job, download=False)
-    yield partial(check_clock, job)
+    yield from list_checks(job, dry=True, opened=not unopened)
 
 
 def _notes(job: Job) -> Iterator[str]:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from vitcompress import surgery
-from vitcompress.bench import suite, timing
+from vitcompress.bench import suite
 from vitcompress.bench.report import run as reports
 from vitcompress.bench.report.files import match_rows
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
@@ -19,7 +19,7 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model, load_model_files, read_plan, write_model
 from vitcompress.models.standard import save_standard
 from vitcompress.pipeline.export import quarantine_failed, runnable_files
-from vitcompress.pipeline.job import Job, Work
+from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.report import list_names
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import calibration_images, evaluate_images, mcnemar
@@ -94,11 +94,6 @@ def evaluate_models(job: Job) -> None:
     write_json(job.files.accuracy, {**accuracies, **tests})
 
 
-def estimate_evaluation(job: Job) -> Iterator[Work]:
-    if not job.options.structure_only:
-        yield Work("evaluate on the test images", images=None if job.data is None else len(job.data.test))
-
-
 def _models(job: Job) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     """One after the other, so that only one is in memory."""
     folders = {"dense": job.dense_folder, "compressed": job.folder, "control": job.files.control}
@@ -124,12 +119,6 @@ def bench_models(job: Job) -> None:
         for reason in result["disturbed"]:
             job.progress.note(f"disturbed: {reason}; repeat with `vitcompress bench` when nothing else runs")
     write_json(job.files.benchmark, match_rows(results, list_names(job.folder)))
-
-
-def estimate_bench(job: Job) -> Iterator[Work]:
-    table = job.recipe.bench
-    protocol = timing.protocol(table.protocol, **table.changes)
-    yield Work(f"measure ({protocol.name}, batch {protocol.batch})")
 
 
 def _pairs(job: Job) -> Iterator[tuple[Path, Path, str | None]]:

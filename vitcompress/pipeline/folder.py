@@ -25,10 +25,6 @@ from vitcompress.recipe.schema import Recipe
 HEADER = "# The recipe of this run, every setting spelled out."
 STRUCTURE_ONLY = "# Structure only: nothing was trained or scored."
 UNFINISHED = ".*.part"  # files and folders that are being written
-# float32 weights of the dense model and of the compressed one before and after folding, their exports, and one file
-# that is being written. Training adds a resume state with optimizer, average and best weights, twice while one replaces
-# the other. A step that slices, folds or trains keeps its input model and the weights that it trained.
-BYTES_PER_PARAMETER, BYTES_OF_TRAINING, BYTES_PER_STEP = 4 * 6, 4 * 10, 4 * 2
 ELSEWHERE = "choose another folder with --out"
 
 
@@ -96,7 +92,7 @@ def difference(there: str, here: str) -> str:
 
 def check_writable(folder: Path) -> None:
     """Raise OutputError if `folder` cannot be created or written. Leaves nothing behind."""
-    parent = _nearest_existing(folder)
+    parent = nearest_existing(folder)
     if not parent.is_dir():
         raise OutputError(f"{parent} is a file, so {folder} cannot be created", hint=ELSEWHERE)
     try:
@@ -106,21 +102,8 @@ def check_writable(folder: Path) -> None:
         raise OutputError(f"{parent} cannot be written: {error.strerror}", hint=ELSEWHERE) from None
 
 
-def check_disk(folder: Path, params: int, *, trains: bool, storing_steps: int) -> None:
-    """Raise OutputError if the disk has too little room for weights, exports and, if the run `trains`, resume state.
-
-    storing_steps: number of steps that write a model.
-    """
-    parent = _nearest_existing(folder)
-    per_parameter = BYTES_PER_PARAMETER + BYTES_OF_TRAINING * trains + BYTES_PER_STEP * storing_steps
-    need, free = params * per_parameter, shutil.disk_usage(parent).free
-    if free < need:
-        sizes = [f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB" for count in (free, need)]
-        message = "{} has {} free, this run needs about {}".format(parent, *sizes)
-        raise OutputError(message, hint=f"free some space, or {ELSEWHERE}")
-
-
-def _nearest_existing(folder: Path) -> Path:
+def nearest_existing(folder: Path) -> Path:
+    """`folder`, or else the first of its parents that exists."""
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
@@ -137,17 +120,15 @@ def lock_folder(folder: Path, progress: Progress | None = None) -> Iterator[None
     with convert_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            lock.acquire(timeout=0)
+            locked = lock.acquire(timeout=0)
         except Timeout:
             if progress is None:
                 remedy = "wait for it, or choose another folder"
                 raise OutputError(f"another process is working in {folder}", hint=remedy) from None
             progress.note(f"another run is working in {folder}: waiting for it")
-            lock.acquire()
-    try:
+            locked = lock.acquire()
+    with locked:
         yield
-    finally:
-        lock.release()
 
 
 @contextmanager

@@ -97,19 +97,6 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
 
 
 @dataclass(frozen=True)
-class Work:
-    """One row of a dry run: `rounds` trainings or measurements of `epochs` passes over `images` images.
-
-    None: does not apply, or is not known without the data.
-    """
-
-    stage: str
-    rounds: int = 1
-    epochs: int | None = None
-    images: int | None = None
-
-
-@dataclass(frozen=True)
 class JobStep:
     """A pruning step.
 

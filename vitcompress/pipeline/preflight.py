@@ -1,10 +1,13 @@
 """Check everything that can fail in a run before it writes or trains anything."""
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from functools import partial
 
+import torch
+
 from vitcompress.bench import timing
-from vitcompress.errors import InputError
+from vitcompress.errors import InputError, OutputError
 from vitcompress.exporters import available_exporter, find_exporter
 from vitcompress.exporters.options import AUTO
 from vitcompress.exporters.precision import expand_layers
@@ -13,13 +16,18 @@ from vitcompress.models.create import create_model
 from vitcompress.models.source import list_by_source
 from vitcompress.models.weights import check_hub
 from vitcompress.pipeline.dense import check_teacher, has_dense, why_unchecked
-from vitcompress.pipeline.folder import check_disk, check_writable
+from vitcompress.pipeline.folder import ELSEWHERE, check_writable, nearest_existing
 from vitcompress.pipeline.job import Job, RunOptions, create_job
-from vitcompress.pipeline.latency import check_latency
+from vitcompress.pipeline.latency import check_clock, check_latency
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training.data import Splits, open_data
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loop import check_options
+
+# float32 weights of the dense model and of the compressed one before and after folding, their exports, and one file
+# that is being written. Training adds a resume state with optimizer, average and best weights, twice while one replaces
+# the other. A step that slices, folds or trains keeps its input model and the weights that it trained.
+BYTES_PER_PARAMETER, BYTES_OF_TRAINING, BYTES_PER_STEP = 4 * 6, 4 * 10, 4 * 2
 
 
 def prepare(
@@ -33,20 +41,20 @@ def prepare(
         progress.note(f"from {source}: {values}")
     for line in job.notes():
         progress.note(line)
-    for check in local_checks(job):
+    for check in list_checks(job):
         check()
-    check_weights(job)
-    check_teacher(job)
-    check_latency(job)
     runtime.barrier()  # after this, no process reads the folder
     return job
 
 
-def local_checks(job: Job) -> tuple[Callable[[], object], ...]:
-    """The checks that download nothing and measure nothing, in order."""
-    bench, checks = job.recipe.bench, (check_exports, check_training, check_expect, check_room)
-    others = partial(timing.protocol, bench.protocol, **bench.changes), partial(check_writable, job.dense_folder)
-    return (*(partial(check, job) for check in checks), *others)
+def list_checks(job: Job, *, dry: bool = False, opened: bool = True) -> Iterator[Callable[[], object]]:
+    """All checks, in order. dry: they download nothing and measure nothing. opened: the number of classes is known."""
+    bench = job.recipe.bench
+    yield from (partial(check, job) for check in (check_exports, check_training, check_expect, check_room))
+    yield partial(timing.protocol, bench.protocol, **bench.changes)
+    yield partial(check_writable, job.dense_folder)
+    yield from (partial(check, job, download=not dry) for check in (check_weights, check_teacher)[: 1 + opened])
+    yield partial(check_clock if dry else check_latency, job)
 
 
 def check_formats(recipe: Recipe) -> None:
@@ -102,12 +110,17 @@ def check_training(job: Job) -> None:
 
 
 def check_room(job: Job) -> None:
-    """Raise OutputError if the disk is too small for what the run will write."""
+    """Raise OutputError if the disk has too little room for weights, exports and, if the run trains, resume state."""
     storing = sum(  # steps that slice, fold or train
         bool(step.delta.kept or step.delta.folded) or step.info.choice is None for step in job.steps
     )
-    params = sum(parameter.numel() for parameter in job.blank.parameters())
-    check_disk(job.folder, params, trains=not job.options.structure_only, storing_steps=storing + job.options.control)
+    trains, parent = not job.options.structure_only, nearest_existing(job.folder)
+    per_parameter = BYTES_PER_PARAMETER + BYTES_OF_TRAINING * trains + BYTES_PER_STEP * (storing + job.options.control)
+    need, free = per_parameter * sum(map(torch.Tensor.numel, job.blank.parameters())), shutil.disk_usage(parent).free
+    if free < need:
+        sizes = [f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB" for count in (free, need)]
+        message = "{} has {} free, this run needs about {}".format(parent, *sizes)
+        raise OutputError(message, hint=f"free some space, or {ELSEWHERE}")
 
 
 def check_weights(job: Job, *, download: bool = True) -> None:

@@ -1,6 +1,5 @@
 """Run the pruning steps of a recipe."""
 
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from vitcompress.io.files import write_text
 from vitcompress.methods.base import PUBLISHED, Context, check_sealed, load_handed_over, seal
 from vitcompress.methods.latency import goal_of, plan_step
 from vitcompress.pipeline.dense import load_dense, teacher_for
-from vitcompress.pipeline.job import Job, JobStep, Work
+from vitcompress.pipeline.job import Job, JobStep
 from vitcompress.pipeline.latency import create_clock, measured_on
 from vitcompress.plan import Plan
 from vitcompress.training.data import Splits
@@ -55,19 +54,6 @@ def run_steps(job: Job, dense: nn.Module | None = None) -> Steps:
             keep_step_input(step.files.path, model, base)
         result = Steps(model, base, delta)
     return result
-
-
-def estimate_steps(job: Job) -> Iterator[Work]:
-    for step in job.steps if not job.options.structure_only else ():
-        prefix = f"{step.number + 1}. " if len(job.steps) > 1 else ""
-        parts = step.method.estimate(step.model, job.family, step.options)
-        if not parts:
-            yield Work(f"{prefix}{step.method.name}")
-        for part in parts:
-            images = part.images or part.images_per_class * job.classes or job.train_images
-            if images is not None and job.train_images is not None:
-                images = min(images, job.train_images)
-            yield Work(f"{prefix}{step.method.name}: {part.title}", part.rounds, part.epochs, images)
 
 
 def _plan_step(job: Job, dense: nn.Module, step: JobStep, model: nn.Module, plan: Plan) -> Plan:

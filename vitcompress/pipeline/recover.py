@@ -1,6 +1,6 @@
 """Recover the accuracy of the pruned model by fine-tuning with a distillation teacher."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from vitcompress.io.tensors import save_tensors
 from vitcompress.methods.depth import freeze_gates, read_mean_gates
 from vitcompress.models.checkpoint import write_model
 from vitcompress.pipeline.dense import heldout_accuracy, load_dense, teacher_for, train_model
-from vitcompress.pipeline.job import Job, Work
+from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.prune import Steps, run_steps
 from vitcompress.plan import Plan
 from vitcompress.surgery.gates import GATED_KINDS, GatedModel
@@ -51,16 +51,6 @@ def train_control(job: Job) -> None:
         write_model(files.path, dense, job.base)
 
 
-def estimate_control(job: Job) -> Iterator[Work]:
-    if job.options.control:
-        yield Work("train the control", 1, job.extra_epochs, job.train_images)
-
-
-def estimate_recovery(job: Job) -> Iterator[Work]:
-    if not job.options.structure_only:
-        yield Work("fine-tune the pruned model", 1, job.recipe.finetune.epochs, job.train_images)
-
-
 def _measure_before(job: Job, dense: nn.Module, pruned: nn.Module) -> None:
     """Record the held-out accuracy just after pruning: the loss that fine-tuning has to recover."""
     assert job.data is not None
@@ -73,16 +63,16 @@ def _measure_before(job: Job, dense: nn.Module, pruned: nn.Module) -> None:
 
 
 def _finetune(job: Job, dense: nn.Module, steps: Steps) -> nn.Module:
-    options, files, step = job.recipe.finetune, job.files, job.steps[-1]
-    teacher = teacher_for(job, dense)
+    step, controls = job.steps[-1], TrainingControls(teacher_for(job, dense))
+    about = (job.recipe.finetune, job.files.recovery_state, "recovery", job.files.recovery)
+    pruned = steps.pruned()
     if step.method.dilute is None:
-        pruned = steps.pruned()
-        train_model(job, pruned, options, files.recovery_state, "recovery", files.recovery, TrainingControls(teacher))
+        train_model(job, pruned, *about, controls)
         return pruned
     # The layers of the last step fade out; those of the steps before are removed from the start.
     means = job.runtime.broadcast(read_mean_gates(step.files.path) if job.runtime.is_main else None)
     gated = _add_gates(job, deepcopy(steps.model), steps.last, means)
-    factor = step.method.dilute(step.options, options.epochs)
+    factor = step.method.dilute(step.options, job.recipe.finetune.epochs)
 
     def set_gates(epoch: int) -> None:
         """After an epoch, set all gates to the value of the next one."""
@@ -90,8 +80,7 @@ def _finetune(job: Job, dense: nn.Module, steps: Steps) -> nn.Module:
             gated.set_gate(site.name, factor(epoch + 1))
 
     set_gates(-1)
-    controls = TrainingControls(teacher, after_epoch=set_gates)
-    train_model(job, gated, options, files.recovery_state, "recovery", files.recovery, controls)
+    train_model(job, gated, *about, replace(controls, after_epoch=set_gates))
     pruned = deepcopy(steps.model)  # without the hooks of the gates
     pruned.load_state_dict(gated.model.state_dict())
     surgery.apply_plan(freeze_gates(pruned, means), steps.last)

@@ -1,5 +1,6 @@
-"""Run a recipe: check everything that can fail, then run the stages."""
+"""Run a recipe: check everything that can fail, then run the stages, from the dense model to the report."""
 
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,17 +9,60 @@ from typing import cast
 from vitcompress.bench.report.records import CheckRecord, Report
 from vitcompress.bench.report.run import read_report
 from vitcompress.errors import CheckFailedError
-from vitcompress.io.manifest import record_changes
+from vitcompress.io.manifest import record_changes, write_manifest
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
+from vitcompress.pipeline import dense, finalize, prune, recover, report
+from vitcompress.pipeline.export import export_models
 from vitcompress.pipeline.folder import check_folder, dense_folder, open_folder
-from vitcompress.pipeline.job import RunOptions, apply_options
+from vitcompress.pipeline.job import Job, RunOptions, apply_options
 from vitcompress.pipeline.preflight import check_formats, prepare
-from vitcompress.pipeline.stages import LATER_STAGES, SHARED_STAGES, run_stages
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training import distributed
 from vitcompress.training.data import Splits
 from vitcompress.verify import verify_folder
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the work. Stages hand over their results as files, so each of them can be the first of a resumed run.
+
+    output(job): the file that `run` writes last; if it exists, there is nothing to do. None: the stage runs always, and
+    skips by itself what exists.
+    """
+
+    title: str
+    run: Callable[[Job], object]
+    output: Callable[[Job], Path] | None
+
+
+# Under torchrun, all processes take part in the first stages; the first process runs the others when they have ended.
+SHARED_STAGES = (
+    Stage("dense model", dense.create_dense, lambda job: RunFolder(job.dense_folder).plan),
+    Stage("check the dense model", dense.check_dense, None),
+    Stage("prune", prune.run_steps, lambda job: job.steps[-1].files.plan),
+    Stage("fine-tune", recover.recover, lambda job: job.files.unfolded_plan),
+    Stage("control", recover.train_control, lambda job: RunFolder(job.files.control).plan),
+)
+LATER_STAGES = (
+    Stage("fold", finalize.fold_model, lambda job: job.files.plan),
+    Stage("export", export_models, None),
+    Stage("verify", finalize.verify_run, None),
+    Stage("evaluate", finalize.evaluate_models, lambda job: job.files.accuracy),
+    Stage("measure", finalize.bench_models, lambda job: job.files.benchmark),
+    Stage("report", report.write_report, lambda job: job.files.report),
+    Stage("manifest", lambda job: write_manifest(job.folder), lambda job: job.files.manifest),
+)
+
+
+def run_stages(job: Job, stages: Iterable[Stage]) -> None:
+    """Run the `stages` whose output does not exist; of several processes the first one decides."""
+    for stage in stages:
+        output = stage.output and stage.output(job)
+        if job.runtime.broadcast(output is not None and output.is_file()):
+            job.progress.note(f"{stage.title}: already done, {output}")
+        else:
+            stage.run(job)
 
 
 @dataclass(frozen=True)

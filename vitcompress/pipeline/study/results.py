@@ -148,12 +148,10 @@ def _compare_pair(
 
 def correct_p_values(p_values: Sequence[float]) -> list[float]:
     """p-values corrected for their number (Holm 1979, Scandinavian Journal of Statistics 6)."""
-    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    corrected, largest = [0.0] * len(p_values), 0.0
-    for place, index in enumerate(order):
-        largest = max(largest, min(1.0, (len(order) - place) * p_values[index]))
-        corrected[index] = largest
-    return corrected
+    order, corrected = np.argsort(p_values, kind="stable"), np.zeros(len(p_values))
+    scaled = np.arange(len(order), 0, -1) * np.asarray(p_values)[order]
+    corrected[order] = np.maximum.accumulate(np.minimum(1.0, scaled))
+    return list(map(float, corrected))
 
 
 def row_table(study: dict[str, Any]) -> Table:

@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from vitcompress.pipeline.folder import ELSEWHERE, check_folder, lock_folder
 from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.pipeline.study.results import write_results
-from vitcompress.pipeline.study.spec import Run, Study, create_runs
+from vitcompress.pipeline.study.spec import Run, Study
 from vitcompress.pipeline.study.speed import measure_speed
 from vitcompress.training.data import check_named
 from vitcompress.training.distributed import cpu_threads
@@ -45,10 +46,16 @@ class StudyOptions:
         return (self.out or Path("runs") / f"study-{study.name}").resolve()
 
     def runs(self, study: Study) -> tuple[Run, ...]:
+        """All seeds of the first row, then of the second, ..., so that a study that is stopped early has complete rows.
+
+        With several jobs, the dense models of different seeds are trained at the same time.
+        """
         for name, value in (("seeds", self.seeds), ("jobs", self.jobs)):
             if value < 1:
                 raise InputError(f"{name} must be 1 or more, got {value}", hint=f"use --{name} 1 or more")
-        return create_runs(study, self.folder(study), self.seeds)
+        pairs, folder = product(study.rows, range(self.seeds)), self.folder(study)
+        recipes = ((row, seed, replace(row.recipe, run=replace(row.recipe.run, seed=seed))) for row, seed in pairs)
+        return tuple(Run(row, seed, folder / f"{row.name}-seed{seed}", recipe) for row, seed, recipe in recipes)
 
 
 @dataclass(frozen=True)
@@ -66,15 +73,6 @@ class StudyDryRun:
     notes: list[str]
 
 
-def dry_run_study(study: Study, options: StudyOptions, progress: Progress | None = None) -> StudyDryRun:
-    """Cost and epochs of every row, and what is missing here. Writes nothing.
-
-    Raises:
-        InputError: a row that cannot work, or a protocol that measures nothing.
-    """
-    return _dry_run(study, options.folder(study), options.runs(study), progress or Progress())
-
-
 def run_study(study: Study, options: StudyOptions, progress: Progress | None = None) -> dict[str, Any]:
     """Train and measure what is missing, write tables and plots. Returns the content of study.json.
 
@@ -88,7 +86,7 @@ def run_study(study: Study, options: StudyOptions, progress: Progress | None = N
     remaining = [run for run in runs if not run.is_done]
     for run in remaining:
         check_named(run.recipe.data)
-    if missing := _dry_run(study, folder, remaining, progress).missing:
+    if missing := dry_run_study(study, options, progress, remaining).missing:
         raise InputError("; ".join(missing), hint="`vitcompress study NAME --dry-run` shows what a study needs")
     with lock_folder(folder):
         write_json(folder / MARK, {"study": study.name})
@@ -102,11 +100,20 @@ def run_study(study: Study, options: StudyOptions, progress: Progress | None = N
     return result
 
 
-def _dry_run(study: Study, folder: Path, runs: Sequence[Run], progress: Progress) -> StudyDryRun:
+def dry_run_study(
+    study: Study, options: StudyOptions, progress: Progress | None = None, runs: Sequence[Run] | None = None
+) -> StudyDryRun:
+    """Cost and epochs of every row, and what is missing here. Writes nothing. runs: those to check; default: all.
+
+    Raises:
+        InputError: a row that cannot work, or a protocol that measures nothing.
+    """
+    runs, progress = options.runs(study) if runs is None else runs, progress or Progress()
     timing.protocol(study.speed.protocol, **study.speed.changes)
     rows, missing, notes = list[dict[str, str | float]](), dict[str, None](), dict[str, None]()
-    first_seeds = {run.row.name: run for run in reversed(runs)}
-    for number, (name, run) in enumerate(reversed(first_seeds.items())):
+    first_seeds = [next(of_row) for _, of_row in groupby(runs, lambda run: run.row.name)]
+    for number, run in enumerate(first_seeds):
+        name = run.row.name
         progress.update("rows checked", number, len(first_seeds), name)
         try:
             plan = dry_run_recipe(run.recipe, RunOptions(out=run.folder))
@@ -116,20 +123,11 @@ def _dry_run(study: Study, folder: Path, runs: Sequence[Run], progress: Progress
         notes |= dict.fromkeys(plan.notes)
         if not plan.cost:  # the data is missing
             continue
-        macs = plan.cost["compressed"].macs
-        rows.append(
-            {
-                "row": name,
-                "title": run.row.title,
-                "epochs": study.epochs,
-                "recovery": run.recipe.finetune.epochs,
-                "params": plan.cost["compressed"].params,
-                "macs": macs,
-                "macs_ratio": macs / plan.cost["dense"].macs,
-            }
-        )
+        dense, cost = plan.cost["dense"], plan.cost["compressed"]
+        about = {"row": name, "title": run.row.title, "epochs": study.epochs, "recovery": run.recipe.finetune.epochs}
+        rows.append({**about, "params": cost.params, "macs": cost.macs, "macs_ratio": cost.macs / dense.macs})
     progress.update("rows checked", len(first_seeds), len(first_seeds))
-    return StudyDryRun(study.name, str(folder), len(runs), rows, list(missing), list(notes))
+    return StudyDryRun(study.name, str(options.folder(study)), len(runs), rows, list(missing), list(notes))
 
 
 def _check_folder(folder: Path, study: Study, runs: Sequence[Run]) -> None:

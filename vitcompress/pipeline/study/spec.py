@@ -99,18 +99,6 @@ class Run:
         return dense_folder(self.recipe, self.folder)
 
 
-def create_runs(study: Study, folder: Path, seeds: int) -> tuple[Run, ...]:
-    """All seeds of the first row, then of the second, ..., so that a study that is stopped early has complete rows.
-
-    With several jobs, the dense models of different seeds are trained at the same time.
-    """
-    return tuple(
-        Run(row, seed, folder / f"{row.name}-seed{seed}", replace(row.recipe, run=replace(row.recipe.run, seed=seed)))
-        for row in study.rows
-        for seed in range(seeds)
-    )
-
-
 def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) -> Study:
     """Read a study by name or from a file, apply `sets` (`table.key=value`), and select `rows`; all if empty.
 
@@ -126,16 +114,20 @@ def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) 
         raise RecipeError(label, problems)
     problems += _contradictions(tables)
     selected, wrong = _select(tables.row, rows), defaultdict[str, list[str]](list)
-    built = [_build_row(name, tables, row, wrong) for row in selected]
-    if not (problems or wrong):  # as this imports torch
-        built = [_share_epochs(row, tables.epochs, wrong) for row in built if row]
+    built, rows_of_study = [_build_row(name, tables, row, wrong) for row in selected], list[Row]()
+    for row in filter(None, built if not (problems or wrong) else ()):  # as this imports torch
+        if (left := tables.epochs - epochs_before_recovery(row.recipe)) < 1:
+            reason = f"a total of {tables.epochs} epochs leaves {left} for the fine-tuning, expected 1 or more"
+            wrong[reason].append(row.name)
+        finetune = replace(row.recipe.finetune, epochs=left)
+        rows_of_study.append(replace(row, recipe=replace(row.recipe, finetune=finetune)))
     for problem, names in wrong.items():  # a mistake in [base] is one of all rows, and reported once
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         place = f"all {len(selected)} rows" if len(names) == len(selected) > 1 else f"row {names[0]}{others}"
         problems.append(f"{place}: {problem}")
     if problems:
         raise RecipeError(label, problems)
-    return Study(name, tables.summary, tables.epochs, tables.speed, tuple(row for row in built if row is not None))
+    return Study(name, tables.summary, tables.epochs, tables.speed, tuple(rows_of_study))
 
 
 def epochs_before_recovery(recipe: Recipe) -> int:
@@ -161,14 +153,6 @@ def _build_row(study: str, tables: _Tables, row: RowTable, wrong: dict[str, list
             wrong[problem].append(row.name)
         return None
     return Row(**vars(row), recipe=recipe)
-
-
-def _share_epochs(row: Row, total: int, wrong: dict[str, list[str]]) -> Row:
-    """The row with the epochs of `total` that are left for the fine-tuning; adds to `wrong` if there are none."""
-    left = total - epochs_before_recovery(row.recipe)
-    if left < 1:
-        wrong[f"a total of {total} epochs leaves {left} for the fine-tuning, expected 1 or more"].append(row.name)
-    return replace(row, recipe=replace(row.recipe, finetune=replace(row.recipe.finetune, epochs=left)))
 
 
 def _contradictions(tables: _Tables) -> list[str]:

@@ -1,6 +1,7 @@
 """Measure all models of a study interleaved, so that a machine that slows down slows all of them down."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal, cast
@@ -8,7 +9,7 @@ from typing import Literal, cast
 from vitcompress.bench import accuracy, suite
 from vitcompress.bench.report.records import BenchRecord
 from vitcompress.exporters.onnx.export import ONNX
-from vitcompress.exporters.runtimes import RunnerOptions
+from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.io.files import file_sha256, read_json, write_json
 from vitcompress.io.progress import Progress
@@ -57,22 +58,14 @@ def measure_speed(
     progress.stage(f"Measure {len(files)} models interleaved")
     table, runner = study.speed, RunnerOptions(threads=study.speed.threads)
     options = suite.BenchOptions(table.protocol, table.batch, table.warmup, table.runs, runner)
-    result = suite.run(list(files.values()), options, progress=progress).to_dict()
+    with ExitStack() as stack:
+        runners = [stack.enter_context(closing(open_runner(file, runner))) for file in files.values()]
+        for opened, name in zip(runners, files, strict=True):
+            opened.name = name
+        result = suite.compare(runners, options, progress).to_dict()
     evaluation = accuracy.EvaluateOptions(runner=runner)
     exports = {name: str(file) for name, file in files.items() if name != DENSE}
     correct = {name: accuracy.run([file], evaluation)["rows"][0]["correct"] for name, file in exports.items()}
-    speed = cast(Speed, {**inputs, "correct": correct, **_rename(result, files)})
+    speed = cast(Speed, {**inputs, "correct": correct, **result})
     write_json(path, speed)
     return speed
-
-
-def _rename(result: BenchRecord, files: Mapping[str, Path]) -> BenchRecord:
-    """`result` with the names of runs instead of their files."""
-    names = {str(file): name for name, file in files.items()}
-    for row in result["rows"]:
-        row["artifact"] = names[row["artifact"]]
-    for ratio in result["ratios"]:
-        ratio["a"], ratio["b"] = names[ratio["a"]], names[ratio["b"]]
-    for file, name in names.items():
-        result["warnings"] = [warning.replace(file, name) for warning in result["warnings"]]
-    return result
