@@ -23,7 +23,7 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.preprocessing import Preprocessing
 from vitcompress.recipe.load import load_recipe_of_run
 from vitcompress.training.data import open_test
-from vitcompress.training.datasets import Images, few
+from vitcompress.training.datasets import Images, describe_skipped, few
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import evaluate_images, mcnemar
@@ -94,6 +94,8 @@ def run(
             open_runner(artifact)  # raises; a missing artifact is reported before missing data
     benches = [[*extra, *_recorded_benchmarks(artifact)] for artifact in artifacts]
     classes, images = open_test(select_data(artifacts, options))
+    if skipped := getattr(images, "skipped", ()):
+        progress.note(describe_skipped(skipped))
     rows: list[EvaluationRow] = []
     masks: list[np.ndarray] = []  # which images are correct
     with ExitStack() as stack:

@@ -103,6 +103,9 @@ def test_options_of_the_training_script_apply_unless_the_user_sets_others() -> N
     assert sources["crop_pct"] == "timm's default for vit_tiny_patch16_224"
     other = check("--weights", "last.pth.tar", "--mean", "0.5", "--std", "0.5")
     assert other["dense"] == check()["dense"] and other["settings"][-5]["source"] == "the user"
+    both = check("--set", "data.std=[0.5]", "--set", "data.crop_pct=1.0", "--mean", "0.5")
+    sources = {row["name"]: row["source"] for row in both["settings"]}
+    assert [sources[name] for name in ("mean", "std", "crop_pct")] == ["the user", "the recipe", "the recipe"]
 
 
 def test_a_run_records_preprocessing_in_plan_metadata_and_loaded_model() -> None:
@@ -199,3 +202,7 @@ def test_unreadable_images_are_named_or_skipped() -> None:
     assert str(bad[0]) in run("--dry-run", code=2)["missing"][0]
     result = check("--set", "data.broken=skip", *OPTIONS)
     assert "cannot be read: 2 images" in " ".join(result["notes"]) and result["dense"]["correct"] == 48
+    run("--set", "data.broken=skip", "--structure-only", "--out", "run", "--set", "export.formats=[]")
+    done = CliRunner().invoke(cli.main, ["evaluate", "run", "--json"])
+    assert done.exit_code == 0, done.output
+    assert "cannot be read: 1 image," in done.stderr and json.loads(done.stdout)["images"] == 48

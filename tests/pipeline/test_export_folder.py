@@ -53,6 +53,18 @@ def test_class_names_stay_and_a_precision_gets_a_file_of_its_own(folder: Path) -
     assert json.loads(done.metadata["classes"]) == ["ant", "bee", "cow"]
 
 
+def test_an_export_beside_a_file_of_another_precision_or_input_gets_the_whole_label(folder: Path) -> None:
+    """As a recipe with export.precision or export.uint8 writes model.onnx."""
+    model = load_model(folder)
+    for other in (ExportOptions(uint8=True), ExportOptions(precision="fp16")):
+        export(model, folder / "model.onnx", input=input_config(model), options=other)
+        before = (folder / "model.onnx").read_bytes()
+        for _ in range(2):  # the second one replaces the first
+            assert export_folder(folder).path.name == "model-fp32-float32.onnx"
+        assert (folder / "model.onnx").read_bytes() == before
+    assert export_folder(folder, options=ExportOptions(uint8=True)).path.name == "model-uint8.onnx"
+
+
 def test_invalid_exports_are_rejected(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="did you mean onnx"):
         export_folder(folder, "onxx")

@@ -38,6 +38,7 @@ NOT_FILES = ("random", "hub", "train")
 DEFAULT = "timm's default"
 ASSUMED = f"assumed: {DEFAULT}, not visible in the weights"
 RECIPE, WEIGHTS = "model.args", "the weights"
+FROM_RECIPE, USER = "the recipe", "the user"
 CLASSES_HINT = "--classes takes one name per line, or a JSON list, in the order of the classifier's outputs"
 
 
@@ -117,14 +118,14 @@ def resolve_model(
     about, count = input_config(blank), int(getattr(blank, "num_classes", 0))
     default = {name: getattr(about, name) for name in NAMES}
     changes = (preprocessing or Preprocessing()).changes_for(about.size[0], arch)
-    layers = {DEFAULT: default, file.stated_in: _preprocessing(arch, file), RECIPE: overlay, "the user": changes}
+    layers = {DEFAULT: default, file.stated_in: _preprocessing(arch, file), RECIPE: overlay, USER: changes}
     values, origins = _merge({s: {n: _plain(v) for n, v in t.items() if n in NAMES} for s, t in layers.items()})
     overlay |= {name: value for name, value in values.items() if value != _plain(default[name])}
     names = tuple(class_names) or file.class_names
     if class_names and len(names) != count:
         raise InputError(f"{len(names)} class names, but the model has {count} classes", hint=CLASSES_HINT)
     names = names if len(names) == count else ()
-    sources |= {"model": "the recipe", **origins}
+    sources |= {"model": FROM_RECIPE, **origins}
     settings = tuple(
         Setting(name, value, sources.get(name, DEFAULT).replace(DEFAULT, f"{DEFAULT} for {arch}"))
         for name, value in {"model": arch, **_facts(blank), **values}.items()

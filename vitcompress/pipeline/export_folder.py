@@ -36,8 +36,9 @@ def export_folder(
 ) -> Exported:
     """Write the model of a run folder in the format `name`, by default to `model.<suffix>` in the folder.
 
-    A precision other than fp32, and bytes as input, are part of the file's name: `model-fp16-uint8.onnx`. dense: write
-    the model before pruning, to `dense.<suffix>`.
+    A precision other than fp32, and bytes as input, are part of the file's name: `model-fp16-uint8.onnx`. Both always
+    are, as in `model-fp32-float32.onnx`, if a recipe wrote another precision or input to `model.onnx`. dense: write the
+    model before pruning, to `dense.<suffix>`.
 
     Raises:
         InputError: an unknown format, one that this machine cannot write, unsupported options, a name for another
@@ -51,7 +52,9 @@ def export_folder(
     exporter = available_exporter(name, hint="`vitcompress doctor` lists what this machine can export")
     exporter.check(options)
     source = _source(folder, dense)
-    path = out or files.exported("dense" if dense else "model", f"{options.label}{exporter.suffix}")
+    labels = (options.label, f"-{options.precision}-{'uint8' if options.uint8 else 'float32'}")
+    paths = [files.exported("dense" if dense else "model", f"{label}{exporter.suffix}") for label in labels]
+    path = out or next((path for path in paths if not _describe_other(path, options)), paths[0])
     _check_name(exporter, folder, path, options, dense)
     model, onnx = load_model(source.path), files.exported("model", ".onnx")
     read = files.report, files.verification, files.recorded_outputs, files.unfolded, sidecar_path(onnx)
@@ -86,19 +89,24 @@ def _check_name(exporter: Exporter, folder: Path, out: Path, options: ExportOpti
             f"{out} has the name of a file of the {'compressed' if dense else 'dense'} model",
             hint=f"give another --out; names of files of the dense model, and of no others, begin with {DENSE!r}",
         )
-    old = None
-    with suppress(ArtifactError):  # a damaged sidecar is replaced
-        old = read_sidecar(out) if out.is_file() else None
-    if old and (old["precision"], "uint8" in old["metadata"].get("input", "")) != (options.precision, options.uint8):
-        raise InputError(
-            f"{out} is a file of another precision or input ({old['precision']}, {old['metadata'].get('input')})",
-            hint="give another --out, or remove the file",
-        )
+    if other := _describe_other(out, options):
+        message = f"{out} is a file of another precision or input ({other})"
+        raise InputError(message, hint="give another --out, or remove the file")
     if out.suffix != exporter.file_suffix:
         raise InputError(
             f"{out} cannot be a file of the format {exporter.name}, whose names end in {exporter.file_suffix}",
             hint=f"--out {out.with_suffix(exporter.suffix)}, or another --format",
         )
+
+
+def _describe_other(path: Path, options: ExportOptions) -> str | None:
+    """Precision and input of the file `path`, if they are not those of `options`."""
+    old = None
+    with suppress(ArtifactError):  # a damaged sidecar is replaced
+        old = read_sidecar(path) if path.is_file() else None
+    if old and (old["precision"], "uint8" in old["metadata"].get("input", "")) != (options.precision, options.uint8):
+        return f"{old['precision']}, {old['metadata'].get('input')}"
+    return None
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from vitcompress.methods.table import find_method
 from vitcompress.models.checkpoint import read_plan
 from vitcompress.models.create import InputConfig, check_classifier, input_config
 from vitcompress.models.preprocessing import Preprocessing
-from vitcompress.models.source import ResolvedModel, create_blank, load_class_names, resolve_model
+from vitcompress.models.source import FROM_RECIPE, USER, ResolvedModel, create_blank, load_class_names, resolve_model
 from vitcompress.pipeline.folder import dense_folder
 from vitcompress.plan import Plan
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training.data import Splits, class_count
-from vitcompress.training.datasets import few
+from vitcompress.training.datasets import describe_skipped
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.options import BUILT_IN, DataOptions, TrainOptions
 
@@ -185,7 +185,7 @@ class Job:
     def notes(self) -> Iterator[str]:
         """Notes on images that are left out, and on ONNX files that do not run on the device of the run."""
         if skipped := () if self.data is None else self.data.skipped:
-            yield f"left out, because they cannot be read: {len(skipped)} images, {few(list(map(str, skipped)))}"
+            yield describe_skipped(skipped)
         if "onnx" in self.recipe.export.formats and self.onnx_problem:
             reason = f"ONNX Runtime does not work on {self.runtime.device} here ({self.onnx_problem})"
             yield f"ONNX files are evaluated and measured on the CPU: {reason}."
@@ -236,6 +236,12 @@ def _resolve(recipe: Recipe, options: RunOptions, data: Splits | None) -> tuple[
         done = dense.is_file() and not options.fresh
         plan = read_plan(dense) if done else Plan(table.name, table.args)
         return resolve_model(plan.arch, plan.arch_args, **user), problem
+    own = options.preprocessing.changes()  # the others are of the recipe
+    settings = tuple(
+        replace(setting, source=FROM_RECIPE) if setting.source == USER and setting.name not in own else setting
+        for setting in resolved.settings
+    )
+    resolved = replace(resolved, settings=settings)
     if data is not None and {*data.classes} == {*resolved.class_names} and data.classes != resolved.class_names:
         first = next(pair for pair in zip(data.classes, resolved.class_names, strict=True) if pair[0] != pair[1])
         message = "the data has {!r} where the classifier has {!r}".format(*first)

@@ -180,6 +180,12 @@ def _problem(file: Path) -> str:
     return ""
 
 
+def describe_skipped(files: Sequence[Path]) -> str:
+    """One line on the images that `skip_broken` left out."""
+    count = f"{len(files)} image{'s' * (len(files) > 1)}"
+    return f"left out, because they cannot be read: {count}, {few(list(map(str, files)))}"
+
+
 def few(names: Sequence[str]) -> str:
     """The first five names, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
