@@ -1,5 +1,6 @@
 """Run a recipe; list and explain recipes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -171,11 +172,18 @@ def keys(source: str, every: bool) -> int:
     With type, default, description and the recipe's value. Keys are the same in TOML and with --set.
     """
     with show_progress():
-        from vitcompress.cli.output.keys import print_keys
-        from vitcompress.recipe.keys import keys_of
+        from vitcompress.cli.output.terminal import print_pairs
+        from vitcompress.recipe.keys import Key, keys_of
 
         listed = keys_of(source, every)
-    return print_result(listed, print_keys)
+
+    def describe(key: Key) -> str:
+        """Description, type, default, and the recipe's value if it differs."""
+        default, here = ("not set" if one is None else json.dumps(one, default=str) for one in (key.default, key.value))
+        default = "required" if key.required else f"default {default}"
+        return f"{key.about}\n  {key.type}; {default}" + f"; here {here}" * (key.value not in (None, key.default))
+
+    return print_result(listed, lambda rows: print_pairs((key.key, describe(key)) for key in rows))
 
 
 @recipes.command()

@@ -233,11 +233,8 @@ def export(
     else:
         source = as_images(data)
         images = calibration_images(source, config, min(CALIBRATION_IMAGES, len(source)), seed)
-    original, digest = Original(model, images, real=data is not None), plan_of(model).digest
-    exported = write_export(
-        exporter, original, path, options=settings, classes=class_names, plan_digest=digest, progress=progress
-    )
-    return exported.path
+    original = Original(model, images, real=data is not None)
+    return write_export(exporter, original, path, options=settings, classes=class_names, progress=progress).path
 
 
 def verify(folder: str | Path, *, progress: Progress | None = None) -> Verification:

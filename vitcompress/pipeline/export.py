@@ -28,8 +28,8 @@ from vitcompress.io.files import write_json
 from vitcompress.io.manifest import record_changes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.models.checkpoint import load_model, read_plan
-from vitcompress.models.create import class_names_of, input_config
+from vitcompress.models.checkpoint import load_model
+from vitcompress.models.create import class_names_of, input_config, plan_of
 from vitcompress.pipeline.fp32_layers import Layers, Search, best_evaluator, search
 from vitcompress.pipeline.job import Job
 from vitcompress.training.metrics import calibration_images
@@ -48,7 +48,6 @@ def write_export(
     *,
     options: ExportOptions,
     classes: Sequence[str] = (),
-    plan_digest: str,
     progress: Progress | None = None,
 ) -> Exported:
     """Write the model of `original` in the format of `exporter`. Half precision is checked first, on its images: the
@@ -69,7 +68,7 @@ def write_export(
     elif options.precision == "fp16":
         check_fp16(model, original.images, options.islands, offer_islands="islands" in exporter.uses)
     classes = classes or class_names_of(model)
-    about: ModelInfo = {"input": input_config(model), "classes": classes, "plan_digest": plan_digest}
+    about: ModelInfo = {"input": input_config(model), "classes": classes, "plan_digest": plan_of(model).digest}
     with record_changes(path.parent):
         exported = exporter.export(model, path, options=options, progress=progress, **about)
         if result is not None:
@@ -160,8 +159,8 @@ def _is_complete(target: Target) -> bool:
 
 
 def _export_target(job: Job, target: Target) -> None:
-    files, options = RunFolder(job.dense_folder if target.model == "dense" else job.folder), target.options
-    model = load_model(files.path)
+    options = target.options
+    model = load_model(job.dense_folder if target.model == "dense" else job.folder)
     present = (*present_layers(model, options.islands), AUTO)
     if absent := [name for name in options.islands if name not in present]:
         job.progress.note(f"not in {target.path.name}, so not in fp32: {', '.join(absent)}")
@@ -175,7 +174,6 @@ def _export_target(job: Job, target: Target) -> None:
         target.path,
         options=replace(options, islands=tuple(name for name in options.islands if name in present)),
         classes=class_names(job),
-        plan_digest=read_plan(files.plan).digest if target.model == "model" else job.base.digest,
         progress=job.progress,
     )
     job.files.verification.unlink(missing_ok=True)  # a new file must be verified

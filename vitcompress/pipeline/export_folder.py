@@ -66,7 +66,6 @@ def export_folder(
         path,
         options=options,
         classes=run_classes(files, model) or read_class_names(onnx),
-        plan_digest=read_plan(source.plan).digest,
         progress=progress,
     )
 

@@ -9,7 +9,6 @@ from vitcompress.io.progress import Progress
 from vitcompress.pipeline.dry_run import count_final_cost
 from vitcompress.pipeline.job import RunOptions, apply_options, create_job
 from vitcompress.recipe.load import load_recipe
-from vitcompress.recipe.schema import Published, Recipe
 from vitcompress.training import distributed
 
 CLOSE = 0.005  # allowed relative difference of a published figure, if the printed digits differ
@@ -43,26 +42,20 @@ class SizeComparison:
 def compare_sizes(names: Iterable[str], progress: Progress | None = None) -> list[SizeComparison]:
     """Compare recipes that reproduce published figures on shapes alone: no weights, no data, no training."""
     recipes = [(recipe, recipe.published) for recipe in map(load_recipe, names) if recipe.published is not None]
+    options, runtime = RunOptions(structure_only=True), distributed.Runtime(torch.device("cpu"))
     comparisons = []
-    for number, (recipe, published) in enumerate(recipes):
-        comparisons.append(_compare_sizes(recipe, published))
+    for recipe, published in recipes:
+        cost = count_final_cost(create_job(apply_options(recipe, options), options, runtime, Progress()))
+        macs = cost.macs_linear if published.macs_linear else cost.macs
+        pairs = ((published.params_m, cost.params / 1e6), (published.macs_g, macs / 1e9))
+        sizes = (Size(figure, counted, figure and counted / figure - 1) for figure, counted in pairs)
+        agree = [
+            round(counted, len(str(figure).partition(".")[2])) == figure or abs(counted / figure - 1) <= CLOSE
+            for figure, counted in pairs
+            if figure is not None
+        ]
+        met = all(agree) if agree else None
+        comparisons.append(SizeComparison(recipe.name, *sizes, published.macs_linear, met, published.deviation))
         if progress is not None:
-            progress.update("count", number + 1, len(recipes), recipe.name)
+            progress.update("count", len(comparisons), len(recipes), recipe.name)
     return comparisons
-
-
-def _compare_sizes(recipe: Recipe, published: Published) -> SizeComparison:
-    options = RunOptions(structure_only=True)
-    runtime = distributed.Runtime(torch.device("cpu"))
-    cost = count_final_cost(create_job(apply_options(recipe, options), options, runtime, Progress()))
-    macs = cost.macs_linear if published.macs_linear else cost.macs
-    pairs = ((published.params_m, cost.params / 1e6), (published.macs_g, macs / 1e9))
-    params, macs_g = (Size(figure, counted, figure and counted / figure - 1) for figure, counted in pairs)
-    agree = [
-        round(counted, len(str(figure).partition(".")[2])) == figure or abs(counted / figure - 1) <= CLOSE
-        for figure, counted in pairs
-        if figure is not None
-    ]
-    return SizeComparison(
-        recipe.name, params, macs_g, published.macs_linear, all(agree) if agree else None, published.deviation
-    )

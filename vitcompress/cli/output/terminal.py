@@ -5,7 +5,6 @@ import textwrap
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import click
@@ -150,39 +149,33 @@ class ConsoleProgress(Progress):
             disable=not self._console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {}
-        self._starts: dict[str, float] = {}
         self._last_line = time.monotonic()
 
     def __enter__(self) -> "ConsoleProgress":
         self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bars.stop()
 
     def stage(self, title: str) -> None:
         for label in list(self._tasks):  # bars of a part that did not finish
             self._bars.remove_task(self._tasks.pop(label))
-        self._starts.clear()
         self._console.print(Text(title, style="bold"), soft_wrap=True)
 
     def note(self, text: str) -> None:
         self._console.print(Text(f"  {text}"), soft_wrap=True)
 
     def update(self, label: str, done: int, total: int, text: str = "") -> None:
-        start = self._starts.setdefault(label, time.monotonic())
+        if label not in self._tasks:
+            self._tasks[label] = self._bars.add_task(label, completed=done, total=total, text=text)
+        self._bars.update(self._tasks[label], completed=done, total=total, text=text)
         if done >= total:
-            if label in self._tasks:
-                self._bars.remove_task(self._tasks.pop(label))
-            del self._starts[label]
-            self._print_dim(f"  {label}  {done}/{total}  {text}  ({time.monotonic() - start:.0f} s)")
-        elif self._console.is_terminal:
-            if label not in self._tasks:
-                self._tasks[label] = self._bars.add_task(label, completed=done, total=total, text=text)
-            self._bars.update(self._tasks[label], completed=done, total=total, text=text)
-        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
+            number = self._tasks.pop(label)
+            seconds = next(task.elapsed or 0.0 for task in self._bars.tasks if task.id == number)
+            self._bars.remove_task(number)
+            self._print_dim(f"  {label}  {done}/{total}  {text}  ({seconds:.0f} s)")
+        elif not self._console.is_terminal and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._print_dim(f"  {label}  {done}/{total}  {text}")
 
     def _print_dim(self, line: str) -> None:
