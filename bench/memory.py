@@ -1,24 +1,24 @@
-"""Peak memory of an artifact on the CPU, measured in a process of its own.
+"""Peak memory of an artifact on the CPU, measured in a process of its own."""
 
-`python -m vitcompress.bench.memory` is that process: it reads a job as JSON from standard input, opens the artifact,
-runs it twice, and writes its memory as JSON.
-"""
-
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from multiprocessing import get_context
+from typing import TypeVar
 
 from vitcompress.bench import machine
 from vitcompress.bench.artifacts import open_artifacts, synthetic_images
-from vitcompress.errors import VitcompressError
+from vitcompress.errors import VitcompressError, first_line
 from vitcompress.exporters.runner import RunnerOptions
 
 RUNS = 2  # the first run may reserve more than is kept
+T = TypeVar("T")
+
+
+def run_alone(work: Callable[..., T], *arguments: object) -> T:
+    """The result of `work` in a new process, whose peak memory is then that of the work."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
 
 
 def measure_memory(artifact: str, variant: str | None, options: RunnerOptions, batch: int) -> dict[str, int | None]:
@@ -30,28 +30,18 @@ def measure_memory(artifact: str, variant: str | None, options: RunnerOptions, b
     Raises:
         VitcompressError: the process failed, for example because there is not enough memory.
     """
-    job = {"artifact": artifact, "variant": variant, "options": asdict(options), "batch": batch}
-    command = [sys.executable, "-P", "-m", "vitcompress.bench.memory"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    job_json = json.dumps(job, default=str)
-    done = subprocess.run(command, input=job_json, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise VitcompressError(f"the memory of {artifact} cannot be measured: {reason}", hint="leave --memory out")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    try:
+        return run_alone(_run_images, artifact, variant, options, batch)
+    except Exception as error:  # whatever the process raised, or its end
+        message = f"the memory of {artifact} cannot be measured: {first_line(error)}"
+        raise VitcompressError(message, hint="leave --memory out") from error
 
 
-def _run_job(artifact: str, variant: str | None, options: dict[str, Any], batch: int) -> dict[str, int | None]:
-    cache = options["engine_cache"]
-    settings = RunnerOptions(**{**options, "engine_cache": None if cache is None else Path(cache)})
+def _run_images(artifact: str, variant: str | None, options: RunnerOptions, batch: int) -> dict[str, int | None]:
     start = machine.peak_bytes()
     with ExitStack() as stack:
-        (runner,) = open_artifacts([artifact], settings, variant, stack)
+        (runner,) = open_artifacts([artifact], options, variant, stack)
         step = runner.bind(synthetic_images(runner.input_size, batch, 0))
         for _ in range(RUNS):
             step()
         return {"process_start_bytes": start, "process_peak_bytes": machine.peak_bytes()}
-
-
-if __name__ == "__main__":
-    sys.stdout.write(json.dumps(_run_job(**json.load(sys.stdin))))

@@ -1,0 +1,213 @@
+"""Dense and pruned models in all runtimes, and the benchmark compared with a bare loop."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+import vitcompress as vc
+from vitcompress.bench import artifacts, suite, timing
+from vitcompress.bench.report.records import RatioRecord
+from vitcompress.errors import first_line
+from vitcompress.exporters import available_exporter
+from vitcompress.exporters.onnx.libraries import RTX
+from vitcompress.exporters.onnx.providers import CUDA, TENSORRT
+from vitcompress.exporters.onnx.runner import OnnxRunner
+from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.runtimes import RunnerOptions
+from vitcompress.exporters.tensorrt.flavours import capability
+from vitcompress.families import family_of
+from vitcompress.io.text import format_interval, format_ratio, shorten_names
+from vitcompress.methods.table import find_method
+from vitcompress.models.cost import count_cost
+from vitcompress.models.create import create_model, input_config, plan_of
+from vitcompress.plan import Plan
+from vitcompress.recipe.load import load_recipe
+
+Line = dict[str, Any]  # one result as plain data: `what`, and `text` or a `ratio` with its samples
+SMALLEST = "deit_tiny_patch16_224"  # with batch 1, where a harness costs most
+ROUNDS_PER_RUN = 5
+FILES = {"our ONNX": ("onnx", "fp32"), "OpenVINO fp32": ("openvino", "fp32"), "OpenVINO bf16": ("openvino", "bf16")}
+# Name of a result, which begins with the recipe -> changes of the recipe.
+PRUNED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("deit_s_hetdpt", "deit_b_hetdpt", "nose_deit_s_4", "up_deit_s"), ()),
+    "deit_iso_2_6g as released": ("step.0.target=ratios", "step.0.amount=", "step.0.round_to=2"),
+    "deit_iso_2_6g aligned": (),
+    "hetdpt_plus_2_4g as released": ("step.3.target=ratios", "step.3.amount=", "step.3.round_to=2"),
+    "hetdpt_plus_2_4g aligned": (),
+}
+# Widths of one head's q/k and v, and of an FFN, 30 % in all: SERo's table 3 prunes q/k most and v least.
+SERO = {"unaligned": (7, 49, 724), "uniform": (8, 48, 720), "tied": (32, 32, 576), "padded": (8, 48, 720)}
+SERO_ARCH = "deit_base_patch16_224"
+GPU_RECIPES = (*dict.fromkeys(name.partition(" ")[0] for name in PRUNED), "deit_s_sero", "deit_b_sero")
+GPU_FORMS = {  # on the CPU only the first precision
+    "torch": artifacts.ALL["cuda"],
+    "onnx": ("fp32", "fp16"),
+    "trt": ("fp32", "tf32", "fp16", "bf16"),
+    "trt-rtx": ("fp32", "fp16", "bf16"),
+}
+PROVIDERS = (CUDA, TENSORRT, RTX)  # of ONNX Runtime
+
+
+@dataclass(frozen=True)
+class Options:
+    """arch: model of the parts that need only one. threads: of one call of a runtime."""
+
+    arch: str = "deit_small_patch16_224"
+    batch: int = 8
+    runs: int = 20
+    threads: int | None = None
+
+    @property
+    def bench(self) -> suite.BenchOptions:
+        """The published protocol with the batch and runs of these options and a short warm-up."""
+        return suite.BenchOptions("paper", self.batch, 3, self.runs, RunnerOptions(threads=self.threads))
+
+
+def time_harness(options: Options) -> Iterator[Line]:
+    """Throughput as reported by the benchmark over that of a bare loop on the same ONNX Runtime session."""
+    protocol = timing.Protocol("block", batch=1, warmup=1, runs=5)
+    with TemporaryDirectory() as folder:
+        file = write(create_model(SMALLEST), Path(folder) / "harness", "onnx", ExportOptions())
+        runner = OnnxRunner(file, options.bench.runner)
+    images = artifacts.synthetic_images(runner.input_size, 1, 0)
+    bare = partial(runner.session.run, None, {"images": images.numpy()})
+    ours, plain = timing.Samples("harness", 1, "wall"), timing.Samples("bare loop", 1, "wall")
+    target = timing.Target("harness", runner.bind(images))
+    for _ in range(ROUNDS_PER_RUN * options.runs):  # many short blocks: disturbances come in bursts and spoil few
+        (part,) = timing.measure([target], protocol)
+        ours.blocks_ms.append([1000 / part.images_per_second])
+        bare()
+        began = time.perf_counter()
+        for _ in range(protocol.runs):
+            bare()
+        plain.blocks_ms.append([1000 * (time.perf_counter() - began) / protocol.runs])
+    yield time_ratio("harness", plain, ours)
+
+
+def run_dense(options: Options) -> Iterator[Line]:
+    """Dense DeiT-T and DeiT-S: our ONNX file and OpenVINO over timm's own ONNX export of the same architecture."""
+    for arch in (SMALLEST, Options.arch) if options.arch == Options.arch else (options.arch,):
+        for name, form in FILES.items():
+            pair = {"timm's own ONNX": f"{artifacts.TIMM_ONNX}{arch}", name: create_model(arch)}
+            yield attempt(f"{arch}, {name} over timm's own ONNX", compare, pair, options.bench, *form)
+
+
+def run_pruned(options: Options) -> Iterator[Line]:
+    """Speed-up of pruned models on ONNX Runtime (CPU) over the ratio of their MACs, by layout of the widths."""
+    for name, changes in PRUNED.items():
+        yield realised(name, *prune_recipe(name.partition(" ")[0], changes), options)
+    dense = create_model(SERO_ARCH)
+    for layout, widths in SERO.items():
+        yield realised(f"deit_b_sero {layout}", dense, keep_widths(dense, *widths, layout == "padded"), options)
+
+
+def prune_recipe(name: str, changes: Sequence[str] = ()) -> tuple[nn.Module, nn.Module]:
+    """Dense model of a recipe with random weights, and a copy after all steps without scoring. changes: as `--set`."""
+    recipe = load_recipe(name, changes)
+    dense = model = create_model(recipe.model.name, recipe.model.args)
+    for step in recipe.steps:
+        delta = find_method(step.method).structure(model, family_of(model), plan_of(model), step.options)
+        model = vc.prune(model, delta)
+    return dense, model
+
+
+def keep_widths(dense: nn.Module, qk: int, v: int, ffn: int, padded: bool) -> nn.Module:
+    """A copy with the first q/k and v channels of each head and the first FFN channels of every block.
+
+    padded: attention computes with zeros up to the wider of q/k and v.
+    """
+    sizes = {"qk": qk, "v": v, "mlp": ffn}
+    spaces = [space for space in family_of(dense).spaces(dense) if space.kind in sizes]
+    kept = {s.name: tuple(c for c in range(s.size) if c % (s.size // s.heads) < sizes[s.kind]) for s in spaces}
+    attentions = dict.fromkeys(s.attention for s in spaces if s.attention and padded)
+    return vc.prune(dense, Plan(plan_of(dense).arch, kept=kept, padded=tuple(attentions)))
+
+
+def realised(name: str, dense: nn.Module, pruned: nn.Module, options: Options) -> Line:
+    """Speed-up of the folded model over its ratio of multiply-accumulates."""
+    models = {"dense": dense, name: vc.fold(pruned)}
+    before, after = (count_cost(model, input_config(dense).size).macs for model in models.values())
+    line, macs_ratio = compare(models, options.bench), before / after
+    ends = [None if end is None else end / macs_ratio for end in line["ci95"]]
+    figures = {"macs_ratio": macs_ratio, "speedup": line["ratio"], "speedup_ci95": line["ci95"]}
+    return {"what": f"realised {name}", **line, "ratio": line["ratio"] / macs_ratio, "ci95": ends, **figures}
+
+
+def run_gpu(options: Options) -> Iterator[Line]:
+    """The paper protocol on a GPU (without one on the CPU): dense and pruned in torch, ONNX Runtime and TensorRT."""
+    on_gpu = torch.cuda.is_available()
+    runner = RunnerOptions(device="cuda" if on_gpu else "cpu", threads=options.threads)
+    for name in GPU_RECIPES:
+        dense, pruned = prune_recipe(name)
+        models = {"dense": dense, "pruned": vc.fold(pruned)}
+        for form, precisions in GPU_FORMS.items():
+            providers = PROVIDERS if on_gpu and form == "onnx" else (None,)
+            for precision, provider in product(precisions if on_gpu else precisions[:1], providers):
+                what = f"{name}, {form} {precision}{f' in {provider}' if provider else ''}"
+                settings = replace(options.bench, warmup=None, runner=replace(runner, provider=provider))
+                yield attempt(what, compare, models, settings, form, precision)
+
+
+def attempt(what: str, work: Callable[..., Line], *arguments: object) -> Line:
+    """`what` and the result of `work`, or the reason why there is none: what comes after it still runs."""
+    try:
+        return {"what": what, **work(*arguments)}
+    except Exception as error:  # noqa: BLE001 - also of a process that was killed
+        return {"what": what, "text": f"not measured: {type(error).__name__}: {first_line(error)}"}
+
+
+def compare(
+    models: Mapping[str, nn.Module | str], settings: suite.BenchOptions, form: str = "onnx", precision: Any = "fp32"
+) -> Line:
+    """Speed of the second model over the first, interleaved, with every sample, in one format and precision.
+
+    models: by name; text is opened as by `vitcompress bench`. form: of files, or `torch`; its precisions are variants.
+    """
+    variants, (protocol,) = precision if form == "torch" else None, settings.protocols()
+    sm = capability() if form == "trt-rtx" else None
+    options = ExportOptions(precision, batch=(1, protocol.batch, protocol.batch), sm=(sm,) if sm else ())
+    with TemporaryDirectory() as folder:
+        new = {name: Path(folder) / name for name in models}
+        paths = [m if isinstance(m, str) else write(m, new[name], form, options) for name, m in models.items()]
+        bench = suite.run(paths, settings, variants=variants)
+    warnings = [shorten_names(text, [row["artifact"] for row in bench.rows]) for text in bench.warnings]
+    rows = [{**row, "artifact": name} for name, row in zip(models, bench.rows, strict=True)]
+    conditions = bench.machine["conditions"]
+    return {**_figures(bench.ratios[0]), "rows": rows, "conditions": conditions, "warnings": warnings}
+
+
+def write(model: nn.Module, path: Path, form: str, options: ExportOptions) -> Path:
+    """Write the model to a folder, for torch, or to a file, whose suffix is added to `path`."""
+    if form == "torch":
+        vc.save_model(model, path)
+        return path
+    exporter = available_exporter(form, hint="")
+    path = path.with_name(f"{path.name}{exporter.suffix}")
+    return exporter.export(model, path, input=input_config(model), options=options.only(exporter.uses)).path
+
+
+def time_ratio(what: str, a: timing.Samples, b: timing.Samples) -> Line:
+    """Time of `a` over time of `b` with its interval and every sample."""
+    return {"what": what, **_figures(timing.ratio(a, b)), "samples_ms": {s.name: s.blocks_ms for s in (a, b)}}
+
+
+def _figures(ratio: RatioRecord) -> Line:
+    return {"ratio": ratio["median"], "ci95": ratio["ci95"], "verdict": ratio["verdict"], "batch": ratio["batch"]}
+
+
+def describe(line: Line) -> str:
+    """A line as text: its own `text`, or the ratio with its interval."""
+    if "text" in line:
+        return f"{line['what']}: {line['text']}"
+    text = f"{line['what']}: {format_ratio(line['ratio'], 3)} ({format_interval(line['ci95'], 3)})"
+    if "speedup" in line:
+        text += f", {line['speedup']:.3f} times as fast at a MACs ratio of {line['macs_ratio']:.3f}"
+    return text
