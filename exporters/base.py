@@ -51,11 +51,15 @@ class Exported:
 
 
 class ModelInfo(TypedDict, total=False):
-    """Metadata that a module does not know: preprocessing, class names (default: numbers) and hash of the plan."""
+    """What a module does not know: preprocessing, class names (default: numbers) and hash of the plan.
+
+    calibrate(path): the ranges of a model in eight bits (`quantize.graph.Quantization`), from its ONNX file in fp32.
+    """
 
     input: Required[InputConfig]
     classes: Sequence[str]
     plan_digest: str
+    calibrate: Callable[[Path], Mapping[str, float]]
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,21 @@ from annotated_types import Ge, Le
 
 from vitcompress.io.validation import Doc
 
-Precision = Literal["fp32", "tf32", "fp16", "bf16"]
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "int8", "fp8"]
+Calibration = Literal["minmax", "percentile", "entropy", "mse"]
 Positive = Annotated[int, Ge(1)]
 AUTO = "auto"
+EIGHT_BITS = ("int8", "fp8")
+ONLY_EIGHT_BITS = ("weight_bits", "calibration", "calibration_method")  # options that only these precisions have
 
 
 @dataclass(frozen=True)
 class ExportOptions:
     """Options of all exporters. Each exporter names those that it uses, and rejects others that are set."""
 
-    precision: Annotated[Precision, Doc("of weights and arithmetic; `tf32` is fp32 with TF32 products")] = "fp32"
+    precision: Annotated[
+        Precision, Doc("of weights and arithmetic; `tf32` is fp32 with TF32 products; `int8`, `fp8`: of linear layers")
+    ] = "fp32"
     opset: Annotated[
         Positive | None,
         Doc("ONNX opset, also of the file that an engine is built from; None: the exporter chooses and records it"),
@@ -35,6 +40,16 @@ class ExportOptions:
         tuple[str, ...],
         Doc("names of modules that stay in fp32 at a lower precision; `auto` searches for the smallest set"),
     ] = ()
+    weight_bits: Annotated[
+        Literal[7, 8] | None,
+        Doc(
+            "of weights in int8; None: 8 for a GPU, otherwise 7, as processors without VNNI add 8-bit products wrongly"
+        ),
+    ] = None
+    calibration: Annotated[Positive, Doc("training images on which the ranges of int8 and fp8 are measured")] = 256
+    calibration_method: Annotated[
+        Calibration, Doc("how: largest magnitude, 99.99 % of all, least KL divergence, or least squared error")
+    ] = "minmax"
     uint8: Annotated[
         bool, Doc("the file takes bytes, (batch, height, width, channels) of 0 to 255, and normalises them itself")
     ] = False

@@ -4,11 +4,16 @@ Up to opset 22 attention is decomposed, in patterns that runtimes fuse; from 23 
 """
 
 import json
+from ast import literal_eval
+from collections import Counter
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
+import numpy as np
 import onnx
 import onnx_ir
 import torch
@@ -23,11 +28,14 @@ from vitcompress.exporters.onnx.file import read_contents
 from vitcompress.exporters.onnx.gemm import join_linear_layers
 from vitcompress.exporters.onnx.runner import OnnxRunner
 from vitcompress.exporters.onnx.tokens import drop_unread_tokens
-from vitcompress.exporters.options import ExportOptions
-from vitcompress.exporters.precision import HALF, expand_layers
-from vitcompress.exporters.uint8 import build_deployed, can_fold_normalization
+from vitcompress.exporters.options import EIGHT_BITS, ONLY_EIGHT_BITS, ExportOptions
+from vitcompress.exporters.precision import HALF, classifier_layers, expand_layers
+from vitcompress.exporters.quantize.graph import CORE, WEIGHT, Form, Quantization, quantize
+from vitcompress.exporters.uint8 import build_deployed, can_fold_normalization, tensors_of
+from vitcompress.families import family_of
 from vitcompress.io.progress import Progress
 from vitcompress.models.cost import without_gradients
+from vitcompress.plan import is_within
 
 INPUT, OUTPUT = "images", "logits"
 DEFAULT_OPSET = 20
@@ -38,7 +46,7 @@ OPSETS = {  # supported opset -> reason in the metadata
     22: "requested",
     23: "requested: attention stays one Attention node, which fewer runtimes know",
 }
-PRECISIONS = ("fp32", "fp16", "bf16")
+PRECISIONS = ("fp32", "fp16", "bf16", *EIGHT_BITS)
 BF16_FROM = 22
 ATTENTION_NODE_FROM = 23
 TRACED_BATCH = 2  # torch would treat a traced size of 1 as a constant
@@ -53,6 +61,7 @@ def export(
     external_data: bool | None = None,
     lean: bool = True,
     reason: str | None = None,
+    form: Form = "int32_bias",
     **about: Unpack[ModelInfo],
 ) -> Exported:
     """Write `model` to `path` and its sidecar to `<path>.json`. On failure nothing is left behind.
@@ -61,19 +70,23 @@ def export(
     for any batch. With `uint8` it takes bytes, (batch, height, width, channels), and normalises them.
 
     Args:
-        options: only precision, islands, uint8 and opset (20 to 23; None: 20, or 22 for bf16) apply.
+        options: only precision, islands, weight_bits, uint8 and opset (20 to 23; None: 20, or 22 for bf16) apply.
+        form: of the graph in int8 or fp8, see `quantize.graph`.
         lean: remove unread tokens and join linear layers; False keeps the patterns that TensorRT documents.
         reason: reason for the default opset in the metadata; None: a general one.
         external_data: store the weights in `<path>.data`; None: only above the 2 GB that one file can hold.
 
     Raises:
-        InputError: an unsupported precision or opset, or attention of a form that has no translation.
-        PrecisionError: a weight that half precision cannot represent.
+        InputError: an unsupported precision or opset, attention of a form that has no translation, or no `calibrate`
+            for a precision of eight bits.
+        PrecisionError: a weight that the precision cannot represent.
         CheckFailedError: onnx.checker rejects the graph.
         OutputError: the folder cannot be written.
     """
     options, path = options or ExportOptions(), Path(path)
     check_options(options)
+    if options.precision in EIGHT_BITS:
+        return _export_quantized(model, path, options, form, lean=lean, reason=reason, **about)
     opset, why = _choose_opset(options, reason)
     channels, height, width = about["input"].size
     module = build_deployed(model, about["input"], options.precision, options.islands, uint8=options.uint8)
@@ -83,10 +96,36 @@ def export(
     program = _trace(module, example, opset)
     labels = {**_labels(model, options, about, program), "opset_reason": why}
     metadata = {key: json.dumps(value) for key, value in labels.items()}
-    _tidy(program.model, metadata, lean)
+    _tidy(program.model, module, metadata, lean)
     files = write_with_data(path, partial(_save, program, external_data))
     fields: dict[str, Any] = {"precision": options.precision, "opset": opset, "opset_reason": why, "metadata": metadata}
     return record_export(path, files, format="onnx", **fields)
+
+
+def _export_quantized(model: nn.Module, path: Path, options: ExportOptions, form: Form, **arguments: Any) -> Exported:
+    """`export` in int8 or fp8, from a file in fp32."""
+    if "calibrate" not in arguments:
+        raise InputError(
+            f"{options.precision} needs images of the training data to calibrate on",
+            hint="export a run folder whose recipe has data, or give images",
+        )
+    kept = (*expand_layers(model, options.islands), *classifier_layers(model), family_of(model).stem)
+    with TemporaryDirectory(prefix="vitcompress-") as folder:
+        plain = export(model, Path(folder) / path.name, options=options.only({"opset", "uint8"}), **arguments)
+        ranges = arguments["calibrate"](plain.path)
+        ranges = {key: value for key, value in ranges.items() if not is_within(key, kept)}
+        bits = options.weight_bits or (7 if form == "int32_bias" else 8)
+        settings = Quantization(options.precision, ranges, form, bits)
+        changes = {"precision": options.precision, "islands": list(kept), "quantization": asdict(settings)}
+        metadata = {**plain.metadata, **{key: json.dumps(value) for key, value in changes.items()}}
+
+        def write(target: Path) -> None:
+            quantize(plain.path, target, settings, metadata)
+            _check(target)
+
+        files = write_with_data(path, write)
+    fields = {"opset": plain.opset, "opset_reason": plain.opset_reason, "metadata": metadata}
+    return record_export(path, files, format="onnx", precision=options.precision, **fields)
 
 
 def check_options(options: ExportOptions) -> None:
@@ -99,10 +138,20 @@ def check_options(options: ExportOptions) -> None:
         raise InputError(
             f"opset {options.opset} has no convolution in bf16", hint=f"use --opset {BF16_FROM} or omit it"
         )
-    if options.islands and options.precision not in HALF:
+    eight_bits = [name for name in options.changed() if name in ONLY_EIGHT_BITS]
+    if eight_bits and options.precision not in EIGHT_BITS:
+        raise InputError(
+            f"{eight_bits[0]} has no effect in {options.precision}", hint="omit it, or use --precision int8"
+        )
+    if options.precision == "fp8" and (options.opset or DEFAULT_OPSET) >= ATTENTION_NODE_FROM:
+        raise InputError(
+            f"opset {options.opset} exports attention as one node, whose products have no inputs to quantise",
+            hint=f"use --opset {DEFAULT_OPSET} or omit it",
+        )
+    if options.islands and options.precision not in (*HALF, *EIGHT_BITS):
         raise InputError(
             f"islands name fp32 layers, but the whole model is {options.precision}",
-            hint="omit them, or use --precision fp16 or bf16",
+            hint="omit them, or use --precision fp16, bf16, int8 or fp8",
         )
 
 
@@ -199,9 +248,10 @@ def _attention(
     return opset20.MatMul(opset20.Softmax(scores, axis=-1), value)
 
 
-def _tidy(model: Any, metadata: dict[str, str], lean: bool) -> None:
+def _tidy(model: Any, module: nn.Module, metadata: dict[str, str], lean: bool) -> None:
     """Remove work without effect, and replace torch's metadata by ours."""
     _remove_empty_pads(model.graph)
+    _name_products(model.graph, tensors_of(module))
     if lean:
         drop_unread_tokens(model.graph)
         join_linear_layers(model.graph)
@@ -219,9 +269,35 @@ def _remove_empty_pads(graph: Any) -> None:
             graph.remove(node, safe=True)
 
 
+def _name_products(graph: Any, tensors: dict[str, Tensor]) -> None:
+    """Name weights as in torch, which transposing them forgets, and products of attentions `blocks.0.attn.softmax.0`.
+
+    tensors: of the module, by name.
+    """
+    counts = Counter[str]()
+    for node in [node for node in graph if node.op_type in ("Gemm", "MatMul")]:
+        scopes = literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "['', '']"))
+        path, weight = scopes[-2].removeprefix("model."), node.inputs[1]
+        if weight.const_value is None:
+            node.name = f"{path}{CORE}{counts[path]}"
+            counts[path] += 1
+        elif not weight.name.endswith(WEIGHT):
+            values = weight.const_value.numpy()
+            for name, tensor in tensors.items():
+                shape, inside = tensor.shape[::-1] == values.shape, is_within(name, [path])
+                same = shape and inside and name.endswith(WEIGHT) and name not in graph.initializers
+                if same and np.array_equal(tensor.detach().float().numpy().T, values.astype(np.float32)):
+                    weight.name = name
+                    break
+
+
 def _save(program: Any, external_data: bool | None, target: Path) -> None:
     """Write and check the file `target`. The graph refers to its data by this name."""
     program.save(str(target), external_data=external_data)
+    _check(target)
+
+
+def _check(target: Path) -> None:
     try:
         onnx.checker.check_model(str(target), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
@@ -233,7 +309,7 @@ ONNX = Exporter(
     ".onnx",
     export,
     OnnxRunner,
-    uses=frozenset({"precision", "opset", "islands", "uint8"}),
+    uses=frozenset({"precision", "opset", "islands", "uint8", *ONLY_EIGHT_BITS}),
     check_options=check_options,
     unavailable=lambda: None,
     cannot_run=libraries.unavailable,

@@ -38,7 +38,7 @@ def rounded_logits(path: Path, images: Tensor) -> Tensor:
     model = file.read_onnx(path)
     config = read_input(str(path), decode_json_values(file.metadata(model)))
     takes_bytes = model.graph.input[0].type.tensor_type.elem_type == TensorProto.UINT8
-    with _open_session(path, spell_out_casts(model)) as session:
+    with open_session(path, spell_out_casts(model)) as session:
         name = session.get_inputs()[0].name
         chunks = (prepare_input(chunk, config, uint8=takes_bytes) for chunk in torch.split(images, CHUNK))
         logits = [session.run(None, {name: chunk})[0] for chunk in chunks]
@@ -46,12 +46,13 @@ def rounded_logits(path: Path, images: Tensor) -> Tensor:
 
 
 @contextmanager
-def _open_session(path: Path, model: Any) -> Iterator[Any]:
-    """A session of `model`, whose weights may be in files beside `path`, without any optimisation."""
+def open_session(path: Path, model: Any, *, optimize: bool = False) -> Iterator[Any]:
+    """A session of `model`, whose weights may be in files beside `path`, by default without any optimisation."""
     ort = load_onnxruntime()
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     source = model.SerializeToString()
     with ExitStack() as stack:

@@ -38,6 +38,7 @@ DATA_CENTRE = (90, 100, 103, 107, 110)
 TURING = 75  # compute capability
 COMMON = ONNX.uses | {"batch", "sm", "workspace", "keep_onnx"}
 # They need a GPU, or parts that TensorRT for RTX lacks; its engines are the same bytes at each optimization level.
+FP8 = (89, 90, 120)  # compute capabilities
 ONLY_TRT = {"timing_cache", "hardware_compatible", "version_compatible", "optimization_level"}
 DECOMPOSED = (
     "decomposed attention, which TensorRT fuses in half precision where q/k and v are equally wide, and builds at any "
@@ -79,6 +80,7 @@ def export(
                 options=onnx_options(options),
                 lean=False,  # TensorRT's attention kernels are documented for the patterns that torch writes
                 reason=DECOMPOSED,
+                form="float_bias",
                 **about,
             )
             # The batches at which its outputs are compared with those of the model.
@@ -198,6 +200,14 @@ def check_options(flavour: Flavour, options: ExportOptions) -> None:
     if precision not in precisions:
         raise InputError(f"{flavour.title} has no precision {precision!r}", hint=f"use one of {', '.join(precisions)}")
     ONNX.check(onnx_options(options))
+    here = capability()
+    targets = options.sm or (RTX_DEFAULT if flavour is RTX else () if here is None else (here,))
+    if precision == "fp8" and (others := [target for target in targets if target not in FP8]):
+        raise InputError(
+            f"compute capability {', '.join(map(str, others))} has no products in fp8, which Ada (89), Hopper (90) and "
+            "Blackwell (120) have",
+            hint="use --precision int8, or --sm 89,120",
+        )
     if flavour is not RTX:
         return
     supported = flavour.supported_targets()

@@ -1,0 +1,67 @@
+"""Evaluate a model in torch as a file in eight bits computes it, or with random errors of the same size."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from vitcompress.exporters.quantize.graph import LARGEST, WEIGHT, Quantization
+
+PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
+FP8_BITS, FP8_EXPONENT = 4, -6  # significant bits, and exponent of the smallest normal number of E4M3
+
+
+def round_values(x: Tensor, scale: Tensor | float, precision: str, generator: torch.Generator | None = None) -> Tensor:
+    """`x` rounded to the numbers of `precision` times `scale`, which broadcasts.
+
+    generator: instead of rounding, values are clipped and get a random error of at most half the distance between two
+    numbers.
+    """
+    values, largest = x / scale, LARGEST[precision]
+    clipped = values.clamp(-largest, largest)
+    if generator is None:
+        rounded = clipped.round() if precision == "int8" else clipped.to(torch.float8_e4m3fn).to(x.dtype)
+        return rounded * scale
+    distance: Tensor | float = 1.0
+    if precision == "fp8":
+        distance = 2.0 ** (clipped.abs().log2().floor().clamp(min=FP8_EXPONENT) - FP8_BITS + 1)
+    error = torch.rand(x.shape, dtype=x.dtype, generator=generator) - 0.5
+    return (clipped + error * distance) * scale
+
+
+def weight_scale(weight: Tensor, settings: Quantization) -> Tensor:
+    """The scale of a weight, (outputs, inputs): (outputs, 1) in int8, () in fp8."""
+    if settings.precision == "fp8":
+        size, largest = weight.abs().max(), LARGEST["fp8"]
+    else:
+        size, largest = weight.abs().amax(1, keepdim=True), LARGEST["int8"] if settings.weight_bits == 8 else 64.0
+    return torch.where(size > 0, size / largest, 1.0)
+
+
+class EightBitProducts(TorchFunctionMode):
+    """While active, the layers of `model` that `settings` names multiply as `round_values` states."""
+
+    def __init__(self, model: nn.Module, settings: Quantization, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.settings, self.generator = settings, generator
+        self.layers = {id(p): name.removesuffix(WEIGHT) for name, p in model.named_parameters(remove_duplicate=False)}
+        self.cores = settings.precision == "fp8"
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        precision, largest = self.settings.precision, LARGEST[self.settings.precision]
+        if func is F.linear and (layer := self.layers.get(id(args[1]))) in self.settings.ranges:
+            x, weight, *bias = args
+            x = round_values(x, self.settings.ranges[str(layer)] / largest or 1.0, precision, self.generator)
+            weight = round_values(weight, weight_scale(weight, self.settings), precision, self.generator)
+            args = (x, weight, *bias)
+        elif self.cores and func in (F.scaled_dot_product_attention, *PRODUCTS):
+            # Only products of attentions have no weight. Precision does not depend on the scale.
+            count = 2 if func in PRODUCTS else 3
+            scaled = ((x, float(x.abs().max()) / largest or 1.0) for x in args[:count])
+            args = (*(round_values(x, s, precision, self.generator) for x, s in scaled), *args[count:])
+        return func(*args, **(kwargs or {}))

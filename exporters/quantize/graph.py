@@ -1,0 +1,112 @@
+"""Write an ONNX file whose linear layers compute in int8 or fp8, from one in fp32, with ONNX Runtime's quantiser.
+
+Weights are symmetric, per channel in int8. In fp8 they are per tensor: the relative precision of floating-point numbers
+does not depend on their scale. Inputs are symmetric, per tensor. LayerNorm, softmax, GELU, residual additions, the
+patch embedding and the classifier stay in fp32.
+
+There are two forms. ONNX Runtime and OpenVINO multiply integers only if the biases are int32; TensorRT rejects those,
+and without them ONNX Runtime is slower than in fp32.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from vitcompress.errors import InputError, PrecisionError
+from vitcompress.exporters.onnx import file
+
+EightBits = Literal["int8", "fp8"]
+Form = Literal["int32_bias", "float_bias"]
+Ranges = Mapping[str, float]
+LARGEST = {"int8": 127.0, "fp8": 448.0}  # number of each type
+WEIGHT, CORE = ".weight", ".softmax."  # in the names that `onnx.export` gives to weights and to products of attentions
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What a file computes in eight bits.
+
+    ranges: layer -> largest magnitude of its input, for each layer in eight bits (`blocks.0.mlp.fc1`, and for both
+        inputs of both products of an attention `blocks.0.attn.softmax.0.0` to `.1.1`); from `calibrate`, or from a
+        training.
+    weight_bits: 7 leave a bit to processors that add 8-bit products in 16 bits.
+    """
+
+    precision: EightBits
+    ranges: Ranges
+    form: Form = "int32_bias"
+    weight_bits: int = 8
+
+
+def find_products(model: Any, precision: str) -> Iterator[tuple[Any, dict[str, str]]]:
+    """The matrix products of an ONNX protobuf of ours that `precision` can have: linear layers, in fp8 attentions too.
+
+    Each with the names of its inputs by the keys of their ranges.
+    """
+    weights = {tensor.name for tensor in model.graph.initializer if len(tensor.dims) == 2}
+    for node in model.graph.node:
+        if node.op_type in ("Gemm", "MatMul") and node.input[1] in weights and node.input[1].endswith(WEIGHT):
+            yield node, {node.input[1].removesuffix(WEIGHT): node.input[0]}
+        elif node.op_type == "MatMul" and CORE in node.name and precision == "fp8":
+            yield node, {f"{node.name}.{number}": value for number, value in enumerate(node.input)}
+
+
+def quantize(source: Path, target: Path, settings: Quantization, metadata: Mapping[str, str] | None = None) -> None:
+    """Write `source`, a file of ours in fp32, to `target`. metadata: entries that change.
+
+    Raises InputError if no layer has a range, PrecisionError for a range or a weight that is not finite.
+    """
+    from onnxruntime.quantization import CalibrationMethod, QuantType
+    from onnxruntime.quantization.calibrate import TensorData, TensorsData
+    from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+
+    model, ranges, fp8 = onnx.load(str(source)), settings.ranges, settings.precision == "fp8"
+    products = [(n, inputs) for n, inputs in find_products(model, settings.precision) if set(inputs) <= set(ranges)]
+    if not products:
+        raise InputError(
+            f"no linear layer is left to compute in {settings.precision}", hint="use fewer --islands, or fp32"
+        )
+    largest, names = dict[str, float](), {node.input[1] for node, _ in products}
+    for key, tensor in ((key, tensor) for _, inputs in products for key, tensor in inputs.items()):
+        largest[tensor] = max(largest.get(tensor, 0.0), _finite(ranges[key], f"the range of the input of {key}"))
+    weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer if tensor.name in names}
+    sizes = {name: _finite(float(np.abs(values).max()), name) for name, values in weights.items()}
+    scales = {name: np.array(size / LARGEST["fp8"] or 1, np.float32) for name, size in {**largest, **sizes}.items()}
+    zero = np.zeros((), onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.FLOAT8E4M3FN))
+    kind = QuantType.QFLOAT8E4M3FN if fp8 else QuantType.QInt8
+    data = {name: TensorData(lowest=np.float32(-size), highest=np.float32(size)) for name, size in largest.items()}
+    quantizer = QDQQuantizer(
+        model,
+        per_channel=not fp8,
+        reduce_range=settings.weight_bits == 7,
+        weight_qType=kind,
+        activation_qType=kind,
+        tensors_range=TensorsData(CalibrationMethod.MinMax, data),
+        nodes_to_quantize=[node.name for node, _ in products],
+        nodes_to_exclude=[],
+        op_types_to_quantize=["Gemm", "MatMul"],
+        extra_options={
+            "ActivationSymmetric": True,
+            "WeightSymmetric": True,
+            "QuantizeBias": settings.form == "int32_bias",
+            "OpTypesToExcludeOutputQuantization": ["Gemm", "MatMul"],
+            # Its own scales in fp8 suit Gaussian values, and would cut off weights beyond 4.5 standard deviations.
+            "TensorQuantOverrides": {n: [{"scale": s, "zero_point": zero}] for n, s in scales.items()} if fp8 else {},
+        },
+    )
+    quantizer.quantize_model()
+    quantizer.model.topological_sort()
+    result = quantizer.model.model
+    onnx.helper.set_model_props(result, {**file.metadata(result), **(metadata or {})})
+    onnx.save(result, str(target))
+
+
+def _finite(value: float, name: str) -> float:
+    if not value < float("inf"):
+        raise PrecisionError(f"{name} is {value}, which has no eight bits", hint="use --precision fp32")
+    return value
