@@ -30,6 +30,7 @@ class Exported:
     build: runtime and version, compute capabilities, batch range and flags of the build.
     verified: whether its outputs were compared with those of the model and agree.
     islands_search: the sets of fp32 layers that a search tried, how it compared outputs, and the chosen set.
+    speed: ratio of an int8 file over the same model in fp32 on the machine that wrote it.
     """
 
     path: Path
@@ -45,6 +46,7 @@ class Exported:
     build: dict[str, Any] = field(default_factory=dict)
     verified: bool = False
     islands_search: dict[str, object] = field(default_factory=dict)
+    speed: dict[str, object] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "path": self.path.name}

@@ -18,6 +18,7 @@ from vitcompress.errors import VitcompressError, first_line
 from vitcompress.exporters.onnx.libraries import error_text, find_conflict
 from vitcompress.exporters.onnx.providers import PROVIDERS
 from vitcompress.exporters.onnx.runner import OnnxRunner
+from vitcompress.exporters.options import Precision
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.io import hardware
@@ -39,16 +40,12 @@ OPTIONAL = {
     "matplotlib": ("pip install 'vitcompress[plots]'", "plots of reports and diagnostics"),
     "tensorboard": ("pip install tensorboard", "training curves"),
 }
-# Precision -> the instruction sets of which one makes it fast, the runtimes that use them, what to do without them.
-PRECISIONS = {
-    "fp32": ((), "all", ""),
-    "bf16": (("BF16",), "OpenVINO", "OpenVINO does not run it; use int8 or fp32"),
-    "int8": (
-        ("VNNI", "dotprod"),
-        "ONNX Runtime, OpenVINO",
-        "only ONNX Runtime is faster than in fp32; use --format onnx",
-    ),
-    "int8+bf16": (("BF16",), "OpenVINO", "OpenVINO does not run it; use int8"),
+# Precision -> instruction sets of which any makes it fast, and the reason and the remedy without them.
+PRECISIONS: dict[Precision, tuple[tuple[str, ...], str]] = {
+    "fp32": ((), ""),
+    "bf16": (("BF16",), "no BF16, which OpenVINO needs; use int8 or fp32"),
+    "int8": (("VNNI", "dotprod"), "no VNNI (dotprod on Arm), so only ONNX Runtime gains from it; use --format onnx"),
+    "int8+bf16": (("BF16",), "no BF16, which OpenVINO needs; use int8"),
 }
 Record = dict[str, str | None]
 SMALLEST_MODEL = """
@@ -71,10 +68,7 @@ def examine() -> dict[str, Any]:
             "instruction_sets": hardware.instruction_sets(),
             "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         },
-        "precisions": [
-            {"precision": name, "in": runtimes, "slow": slow_reason(name), "remedy": remedy}
-            for name, (_, runtimes, remedy) in PRECISIONS.items()
-        ],
+        "precisions": {name: slow_reason(name) for name in PRECISIONS},
         "warnings": [conflict] if (conflict := find_conflict()) else [],
         "versions": package_versions(LIBRARIES),
         "devices": _devices(),
@@ -88,13 +82,11 @@ def examine() -> dict[str, Any]:
     }
 
 
-def slow_reason(precision: str) -> str | None:
-    """`no VNNI`: the instruction sets that this processor lacks to be fast in a precision; None if it is fast."""
-    needed, present = PRECISIONS[precision][0], hardware.instruction_sets()
-    if not needed or any((present or {}).get(name) for name in needed):
-        return None
-    known = [name for name in needed if name in (present or ())] or needed[:1]
-    return "instruction sets unknown" if present is None else f"no {' or '.join(known)}"
+def slow_reason(precision: Precision) -> str | None:
+    """Why a precision is not fast on this processor, and the remedy; None if it is fast."""
+    sets, problem = PRECISIONS[precision]
+    present = hardware.instruction_sets() or {}
+    return None if not problem or any(map(present.get, sets)) else problem
 
 
 def _devices() -> dict[str, str | None]:

@@ -1,6 +1,7 @@
 """Verify, export, measure and evaluate what runs wrote."""
 
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,34 +56,42 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
-@click.option(
-    "--format", "name", default="onnx", show_default=True, **opt.alias("FORMAT"), help="onnx, openvino, trt or trt-rtx."
-)
+@click.option("--format", "name", **opt.alias("FORMAT"), help="onnx (default), openvino, trt or trt-rtx.")
 @opt.export_options
 @click.option("--out", "-o", type=opt.FILE, help="File to write (default: in DIR).")
 @click.option("--dense", is_flag=True, help="Export the model before pruning, to compare with.")
 @click.option("--require-verified", is_flag=True, help="Exit code 1 if the file cannot be verified on this machine.")
 @common_options
-def export(folder: Path, name: str, out: Path | None, dense: bool, require_verified: bool, **options: Any) -> int:
+def export(
+    folder: Path, name: str | None, out: Path | None, dense: bool, require_verified: bool, **options: Any
+) -> int:
     """Export a finished run folder again.
 
     In another format or precision, or on the target machine. The weights and outputs of the file are compared with the
-    model; a file that fails is moved to the folder `failed`. The report of the folder lists the file.
+    model; a file that fails is moved to the folder `failed`. The report of the folder lists the file. --precision
+    fastest measures all precisions, in ONNX Runtime and OpenVINO unless --format is set, and writes the fastest.
     """
     with show_progress() as progress:
         from vitcompress.cli.output import tables
         from vitcompress.exporters.options import ExportOptions
         from vitcompress.io.manifest import record_changes
         from vitcompress.pipeline.export_folder import export_folder, verify_export
+        from vitcompress.pipeline.fastest import FASTEST, FORMATS, choose_fastest
         from vitcompress.pipeline.report import refresh_reports
 
         note_without_manifest([folder], progress)
         settings = ExportOptions(**{key: value for key, value in options.items() if value not in (None, ())})
-        done = export_folder(folder, name, options=settings, out=out, dense=dense, progress=progress)
+        candidates = []
+        if settings.precision == FASTEST:
+            formats = (name,) if name else FORMATS
+            best, candidates = choose_fastest(folder, formats, settings, dense=dense, progress=progress)
+            name, settings = best.format, replace(settings, precision=best.precision)
+        done = export_folder(folder, name or "onnx", options=settings, out=out, dense=dense, progress=progress)
         with record_changes(folder):
             outcome = verify_export(folder, done, progress, dense=dense)
         refresh_reports([folder], progress)
     data = {"folder": str(outcome.path.parent), **done.to_dict(), **outcome.to_dict()}
+    data["candidates"] = list(map(vars, candidates))
     print_result(data, tables.print_export)
     file = done.path.name
     if outcome.verdict == "failed":

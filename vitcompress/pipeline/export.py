@@ -2,15 +2,19 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal, get_args
 
 from torch import nn
 
+from vitcompress.bench import suite
 from vitcompress.errors import ArtifactError, CheckFailedError, DeviceError, PrecisionError
 from vitcompress.exporters import find_exporter
 from vitcompress.exporters.base import Exported, Exporter, ModelInfo, write_sidecar
+from vitcompress.exporters.doctor import slow_reason
 from vitcompress.exporters.options import AUTO, ExportOptions
 from vitcompress.exporters.precision import present_layers
 from vitcompress.exporters.ranges import (
@@ -28,6 +32,7 @@ from vitcompress.io.files import write_json
 from vitcompress.io.manifest import record_changes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
+from vitcompress.io.text import format_speedup
 from vitcompress.models.checkpoint import load_model
 from vitcompress.models.create import class_names_of, input_config, plan_of
 from vitcompress.pipeline.fp32_layers import Layers, Search, best_evaluator, search
@@ -38,6 +43,7 @@ from vitcompress.verify.folder import noise_images
 from vitcompress.verify.outputs import Original
 
 Model = Literal["dense", "model"]  # the beginning of the names of its files
+QUICK = suite.BenchOptions("paper", batch=1, warmup=10, runs=40)
 CALIBRATION_IMAGES = 64  # on which ranges are scanned and fp32 layers chosen
 
 
@@ -51,7 +57,7 @@ def write_export(
     progress: Progress | None = None,
 ) -> Exported:
     """Write the model of `original` in the format of `exporter`. Half precision is checked first, on its images: the
-    ranges inside the model, and the fp32 layers `auto`.
+    ranges inside the model, and the fp32 layers `auto`. An int8 file is compared with one in fp32.
 
     Raises:
         PrecisionError: a result inside the model is too large for fp16; nothing was written.
@@ -74,7 +80,28 @@ def write_export(
         if result is not None:
             exported = replace(exported, islands_search=asdict(result))
             write_sidecar(exported)
+        if options.precision.startswith("int8"):
+            wide = replace(options, precision="fp32", islands=())
+            exported = compare_with_fp32(exported, partial(exporter.export, model, options=wide, **about))
     return exported
+
+
+def compare_with_fp32(exported: Exported, write: Callable[[Path], Exported]) -> Exported:
+    """`exported` with its speed over the fp32 file that `write` writes, and a note in the warnings of its build.
+
+    Both are measured interleaved, at batch 1. A file that this machine cannot run is not measured.
+    """
+    with TemporaryDirectory(prefix="vitcompress-") as folder:
+        base = write(Path(folder) / f"fp32{exported.path.suffix}").path
+        try:
+            bench = suite.run([base, exported.path], QUICK)
+        except DeviceError:
+            return exported
+    ratio = {**bench.ratios[0], "a": "fp32", "b": exported.precision}
+    slow = f": {ratio['verdict']} here; {slow_reason(exported.precision) or 'use --precision fastest'}"
+    text = f"{exported.precision} over fp32 {format_speedup(ratio)}{slow * (ratio['verdict'] != 'faster')}"
+    warnings = [*exported.build.get("warnings", ()), text, *bench.disturbed]
+    return write_sidecar(replace(exported, speed=ratio, build={**exported.build, "warnings": warnings}))
 
 
 def _search_layers(exporter: Exporter, original: Original, options: ExportOptions, progress: Progress | None) -> Search:

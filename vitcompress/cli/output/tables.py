@@ -113,7 +113,15 @@ def _print_missing(plan: DryRun | StudyDryRun) -> None:
 
 
 def print_export(done: Mapping[str, Any]) -> None:
-    """An exported file: what it takes, how it was built and verified."""
+    """An exported file: what it takes, how it was built and verified; first the candidates of `--precision fastest`."""
+    columns: Columns = {
+        **{name: f"{{{name}}}" for name in ("format", "precision")},
+        "ms": lambda row: f"{row['ms']:.2f}" if row["ms"] else "",
+        "speed-up": "{speedup}",
+        "result": "{result}",
+    }
+    if done["candidates"]:
+        print_table(Table.of("batch 1, the fastest first", columns, done["candidates"]), wrap=True)
     print_text(
         "{folder}/{path}  {format} {precision}, {bytes:,} bytes, opset {opset} ({opset_reason})".format_map(done)
     )
@@ -225,11 +233,8 @@ def print_doctor(facts: Mapping[str, Any]) -> None:
     known = ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in (sets or {}).items())
     print_text("{system}, Python {python}\n{cpu}, {cores} cores, {memory_gib} GiB of memory".format_map(machine))
     print_text(f"instruction sets: {known or 'unknown, this system does not list them (no /proc/cpuinfo)'}")
-    fast = (f"{row['precision']} ({row['in']})" for row in facts["precisions"] if not row["slow"])
-    print_text(f"fast with them: {', '.join(fast)}")
-    for row in facts["precisions"]:
-        if row["slow"]:
-            print_text(f"  {row['precision']}: {row['slow']}: {row['remedy']}")
+    print_text(f"fast with them: {', '.join(name for name, slow in facts['precisions'].items() if not slow)}")
+    print_text("\n".join(f"  {name}: {slow}" for name, slow in facts["precisions"].items() if slow))
     versions = [f"{name} {version}" for name, version in facts["versions"].items()]
     versions += [part for row in facts["targets"] for part in row["version"].split(", ") if part]
     print_text(f"{', '.join(dict.fromkeys(versions))}\n")

@@ -1,0 +1,66 @@
+"""`--precision fastest` measures the candidates, and keeps the fastest one that passes its checks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from vitcompress.cli import main
+from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.sidecar import read_sidecar
+from vitcompress.models.checkpoint import write_model
+from vitcompress.models.create import create_model
+from vitcompress.plan import Plan
+
+ARCH = "vit_tiny_patch16_224"
+ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
+
+pytestmark = pytest.mark.skipif(EXPORTERS["openvino"].unavailable() is not None, reason="OpenVINO is not installed")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path / "run", create_model(ARCH, ARGS), Plan(ARCH, ARGS))
+    return tmp_path / "run"
+
+
+def export(folder: Path, *options: str) -> dict[str, Any]:
+    done = CliRunner().invoke(main, ["export", str(folder), "--precision", "fastest", "--json", *options])
+    return {"code": done.exit_code, **json.loads(done.stdout)}
+
+
+def test_the_fastest_candidate_is_written_and_verified(folder: Path) -> None:
+    done = export(folder)
+    assert (done["code"], done["verdict"]) == (0, "passed")
+    pairs = {(row["format"], row["precision"]): row for row in done["candidates"]}
+    assert set(pairs) == {(f, p) for f in ("onnx", "openvino") for p in ("fp32", "bf16", "int8", "int8+bf16")}
+    assert pairs[done["format"], done["precision"]]["result"] == "chosen"
+    assert "no convolution" in pairs["onnx", "bf16"]["result"] and pairs["onnx", "bf16"]["ms"] is None
+    times = [row["ms"] for row in done["candidates"] if row["ms"]]
+    assert times == sorted(times) and len(times) >= 2
+    assert [path.name for path in folder.iterdir() if path.suffix in (".onnx", ".xml")] == [done["path"]]
+    assert not (folder / "failed").exists()
+
+
+def test_a_candidate_that_fails_its_checks_is_not_chosen(folder: Path) -> None:
+    """The outputs are differences of large values, which eight significant bits cannot represent."""
+    model = create_model(ARCH, ARGS)
+    with torch.no_grad():
+        model.get_submodule("norm").bias.add_(300)
+        head = model.get_submodule("head")
+        head.weight.copy_(torch.randn(3, 16, generator=torch.Generator().manual_seed(0)))
+        head.weight.sub_(head.weight.mean(1, keepdim=True))
+    write_model(folder, model, Plan(ARCH, ARGS))
+    done = export(folder, "--format", "openvino")
+    assert (done["code"], done["format"], done["precision"], done["verdict"]) == (0, "openvino", "fp32", "passed")
+    assert {row["format"] for row in done["candidates"]} == {"openvino"}
+    assert read_sidecar(folder / "model.xml")["verified"]
+
+
+def test_a_folder_that_cannot_be_exported_is_the_error(tmp_path: Path) -> None:
+    done = export(tmp_path)
+    assert done["code"] == 2 and str(tmp_path) in json.dumps(done)
+    assert not list(tmp_path.iterdir())

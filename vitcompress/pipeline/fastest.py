@@ -1,0 +1,72 @@
+"""Choose the format and precision in which a model is the fastest on this machine."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from vitcompress.bench import suite
+from vitcompress.errors import CheckFailedError, InputError
+from vitcompress.exporters import find_exporter
+from vitcompress.exporters.base import Exported
+from vitcompress.exporters.doctor import PRECISIONS
+from vitcompress.exporters.options import ExportOptions, Precision
+from vitcompress.exporters.runtimes import open_runner
+from vitcompress.io.progress import Progress
+from vitcompress.io.text import format_speedup
+from vitcompress.pipeline.export import QUICK
+from vitcompress.pipeline.export_folder import export_folder, verify_export
+
+FASTEST = "fastest"
+FORMATS = ("onnx", "openvino")
+
+
+@dataclass
+class Candidate:
+    """result: `chosen`, or why not. ms: median time of one image. speedup: over the first one that was measured."""
+
+    format: str
+    precision: Precision
+    result: str = "slower, not checked"
+    ms: float | None = None
+    speedup: str = ""
+
+
+def choose_fastest(
+    folder: Path, formats: Sequence[str], options: ExportOptions, *, dense: bool, progress: Progress
+) -> tuple[Candidate, list[Candidate]]:
+    """Measure every precision in every format interleaved: the fastest one that passes its checks, and all, by speed.
+
+    Raises CheckFailedError if none passes, and the first InputError if none can be exported and run.
+    """
+    candidates = [Candidate(*pair) for pair in product(formats, PRECISIONS)]
+    exports, problem = list[tuple[Candidate, Exported]](), None
+    with TemporaryDirectory(prefix="vitcompress-") as temporary:
+        for candidate in candidates:
+            own = replace(options, precision=candidate.precision)
+            path = Path(temporary) / f"{candidate.format}{own.label}{find_exporter(candidate.format).file_suffix}"
+            progress.stage(f"Export {path.name}")
+            try:
+                exports.append((candidate, export_folder(folder, candidate.format, options=own, out=path, dense=dense)))
+                open_runner(path).close()
+            except (InputError, CheckFailedError) as error:
+                candidate.result, problem = error.message.replace(f"{path} ", ""), problem or error
+        exports = [pair for pair in exports if pair[0].result == Candidate.result]  # others do not run here
+        if problem and not exports:
+            raise problem
+        progress.stage(f"Measure {len(exports)} files interleaved")
+        bench = suite.run([exported.path for _, exported in exports], QUICK, progress=progress)
+        for text in bench.disturbed:
+            progress.note(f"disturbed: {text}")
+        for (candidate, _), row, ratio in zip(exports, bench.rows, (None, *bench.ratios), strict=True):
+            candidate.ms, candidate.speedup = row["latency_ms"]["p50"], format_speedup(ratio) if ratio else "1"
+        for candidate, exported in sorted(exports, key=lambda pair: pair[0].ms or 0):
+            outcome = verify_export(folder, exported, progress, dense=dense)
+            if outcome.verdict == "passed":
+                candidate.result = "chosen"
+                return candidate, sorted(candidates, key=lambda candidate: candidate.ms or math.inf)
+            candidate.result = outcome.reason
+    problems = "; ".join(f"{candidate.format} {candidate.precision}: {candidate.result}" for candidate, _ in exports)
+    raise CheckFailedError(f"no file passes its checks: {problems}", hint="use --precision fp32")
