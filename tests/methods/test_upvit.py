@@ -15,12 +15,13 @@ from method_world import context, model
 
 from vitcompress import surgery
 from vitcompress.errors import PlanError
-from vitcompress.families import family_of
+from vitcompress.families import Space, family_of
 from vitcompress.io.files import write_json
 from vitcompress.methods.table import METHODS
 from vitcompress.methods.upvit import method as upvit
-from vitcompress.methods.upvit.blocks import candidates, drop_sites, standard_blocks
-from vitcompress.methods.upvit.heads import least_first, regroup
+from vitcompress.methods.upvit.importance import Component
+from vitcompress.methods.upvit.ranking import best, candidates, least_first
+from vitcompress.methods.upvit.target import Target, standard_blocks
 from vitcompress.models.standard import standard_model
 from vitcompress.plan import Plan
 from vitcompress.verify.slice import slice_check
@@ -31,26 +32,29 @@ SMALL: dict[str, Any] = {"embed_dim": 8, "num_heads": 1, "depth": 3}
 # ---------------------------------------------------------------------------------------------------------------- heads
 
 
-def test_regrouping_strategies() -> None:
+@pytest.mark.parametrize(
+    ("strategy", "kept", "of_skewed"),
+    [
+        ("groups", (1, 2, 6, 7), (0, 1, 6, 7)),
+        ("across", (1, 2, 6, 7), (0, 1, 2, 3)),
+        ("each", (1, 2, 5, 6), (0, 2, 5, 7)),
+    ],
+)
+def test_regrouping_strategies(strategy: Any, kept: tuple[int, ...], of_skewed: tuple[int, ...]) -> None:
     """Four heads of two channels to two heads of two."""
     order = least_first([0.1, 0.9, 0.8, 0.2, 0.3, 0.4, 0.7, 0.6])
     assert order == [0, 3, 4, 5, 7, 6, 2, 1]
-    assert regroup(order, 4, 2, 4, "groups") == (1, 2, 6, 7)
-    assert regroup(order, 4, 2, 4, "across") == (1, 2, 6, 7)
-    assert regroup(order, 4, 2, 4, "each") == (1, 2, 5, 6)
     skewed = least_first([0.9, 0.8, 0.7, 0.6, 0.1, 0.2, 0.3, 0.4])
-    assert regroup(skewed, 4, 2, 4, "across") == (0, 1, 2, 3)
-    assert regroup(skewed, 4, 2, 4, "groups") == (0, 1, 6, 7)
-    with pytest.raises(PlanError, match="4 heads cannot become 3"):
-        regroup(order, 4, 3, 6, "groups")
-    with pytest.raises(PlanError, match="do not divide into 4"):
-        regroup(order, 4, 2, 6, "each")
+    space = Space("blocks.0.qk", "qk", 8, (), heads=4, attention="blocks.0.attn")
+    attention = Component("blocks.0.attn", "attention", (space,))
+    parts = Target("vit", {}, {}, {}, {"blocks.0.attn": (4, 2)}, strategy).parts(attention)
+    assert (best(order, 4, parts), best(skewed, 4, parts)) == (kept, of_skewed)
 
 
 def test_published_shape_of_deit_b_to_t() -> None:
     """12 heads of 64 to 3 of 64: each new head keeps 64 of 4 old heads' 256."""
     order = least_first(np.random.default_rng(0).random(768).tolist())
-    kept = regroup(order, 12, 3, 192, "groups")
+    kept = best(order, 192, 3)
     assert [sum(256 * g <= c < 256 * (g + 1) for c in kept[64 * g : 64 * (g + 1)]) for g in range(3)] == [64] * 3
 
 
@@ -73,7 +77,7 @@ def test_block_candidates() -> None:
     second = ways[2]  # the hybrid block
     assert [block.parts for block in second.remaining] == [("blocks.0",), ("blocks.3",)]
     base = Plan("vit_tiny_patch16_224")
-    small = surgery.apply_to_copy(dense, drop_sites(base, [*first.removed, *second.removed]))
+    small = surgery.apply_to_copy(dense, base.delta(removed=dict.fromkeys([*first.removed, *second.removed], "drop")))
     assert list(family_of(small).blocks(small)) == ["blocks.0", "blocks.3"]
     assert list(candidates("blocks", second.remaining[:1])) == []
 
@@ -83,7 +87,7 @@ def test_every_candidate_loads_into_the_shallower_model() -> None:
     row = contract("layer_scale", depth=3)
     goal = {"arch": row.arch, "args": {**row.arch_args, "depth": 2}}
     for way in candidates("blocks", standard_blocks(dense, family_of(dense))["blocks"]):
-        plan = row.plan.delta(removed=drop_sites(row.plan, way.removed).removed, standard=goal)
+        plan = row.plan.delta(removed=dict.fromkeys(way.removed, "drop"), standard=goal)
         small = surgery.apply_to_copy(dense, plan)
         assert_same(logits(standard_model(small, plan), x), logits(small, x))
         assert_moved(logits(small, x), logits(dense, x))
@@ -264,6 +268,9 @@ def test_heads_that_do_not_divide() -> None:
     base = Plan("vit_tiny_patch16_224", args)
     with pytest.raises(PlanError, match="3 heads cannot become 2"):
         upvit.structure(dense, family_of(dense), base, upvit.Options(target_args={"embed_dim": 16, "num_heads": 2}))
+    with pytest.raises(PlanError, match="16 of 24 attention channels do not divide into 3"):
+        options = upvit.Options(target_args={"embed_dim": 16, "num_heads": 1}, heads="each")
+        upvit.structure(dense, family_of(dense), base, options)
 
 
 @pytest.mark.parametrize(

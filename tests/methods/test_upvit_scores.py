@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from vitcompress import surgery
 from vitcompress.families import family_of
 from vitcompress.families.last_block import shorten_last_block
-from vitcompress.methods.upvit.blocks import block_scores, candidates, drop_sites, standard_blocks
 from vitcompress.methods.upvit.importance import Component, Importance, components, divergence
 from vitcompress.methods.upvit.proxy import estimates
+from vitcompress.methods.upvit.ranking import block_scores, candidates
+from vitcompress.methods.upvit.target import standard_blocks
 from vitcompress.plan import Plan
 from vitcompress.surgery.masks import delete_channels
 from vitcompress.training.distributed import Runtime
@@ -170,7 +171,7 @@ def test_the_estimate_of_an_attention_is_near_its_deletion() -> None:
 def test_block_scores_are_those_of_the_models_without_them() -> None:
     dense, x, base = build("plain", depth=3), pictures("plain"), contract("plain", depth=3).plan
     ways = candidates("blocks", standard_blocks(dense, family_of(dense))["blocks"])
-    plans = [drop_sites(base, way.removed) for way in ways]
+    plans = [base.delta(removed=dict.fromkeys(way.removed, "drop")) for way in ways]
     scores = block_scores(dense, plans, base.delta(), Batches.of(x))
     expected = [float(divergence(logits(dense, x), logits(surgery.apply_to_copy(dense, plan), x))) for plan in plans]
     assert scores.tolist() == pytest.approx(expected, rel=1e-9)

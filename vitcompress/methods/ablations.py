@@ -78,28 +78,19 @@ def pick(model: nn.Module, family: Family, options: RandomOptions, seed: int = 0
     if options.pick == "random":
         order = np.random.default_rng(derived_seed("random layers", seed)).permutation(len(sites))
         sites = [sites[i] for i in order]
-    left = _limits(model, family, options)
+    left = most = {kind: max(0, len(own) - 1) for kind, own in depth.layers(model, family).items()}
+    if options.attention is not None:
+        left = dict(zip(KINDS, (options.attention, options.pruned_layers - options.attention), strict=True))
+        if any(not 0 <= left[kind] <= most[kind] for kind in KINDS):
+            raise PlanError(
+                f"attention is {options.attention} of pruned_layers {options.pruned_layers}, but at most "
+                f"{most['attention']} attentions and {most['activation']} activations can be removed",
+                hint="change attention or pruned_layers",
+            )
     chosen = list[Site]()
-    for site in sites:
-        if len(chosen) < options.pruned_layers and left[site.kind]:
-            left[site.kind] -= 1
-            chosen.append(site)
-    return depth.blocks_of(chosen)
-
-
-def _limits(model: nn.Module, family: Family, options: RandomOptions) -> dict[SiteKind, int]:
-    """The largest number of layers of each type that may go."""
-    most = {kind: max(0, len(sites) - 1) for kind, sites in depth.layers(model, family).items()}
-    if options.attention is None:
-        return most
-    counts = dict(zip(KINDS, (options.attention, options.pruned_layers - options.attention), strict=True))
-    if any(not 0 <= counts[kind] <= most[kind] for kind in KINDS):
-        raise PlanError(
-            f"attention is {options.attention} of pruned_layers {options.pruned_layers}, but at most "
-            f"{most['attention']} attentions and {most['activation']} activations can be removed",
-            hint="change attention or pruned_layers",
-        )
-    return counts
+    for kind, count in left.items():
+        chosen += [site for site in sites if site.kind == kind][:count]
+    return depth.blocks_of(sorted(chosen, key=sites.index)[: options.pruned_layers])
 
 
 TE_STATIC = depth.depth_method(

@@ -231,19 +231,13 @@ def bisect(candidate: Callable[[float], T], target: Target[T]) -> tuple[T, float
 
     candidate: of a strength between 0, the largest, and 1, the smallest.
     """
-
-    def at(strength: float) -> tuple[T, float]:
-        return candidate(strength), target.cost_of(candidate(strength))
-
-    low, high = 0.0, 1.0
-    best = at(low)
-    if target.difference(best[1]) > target.exact:
-        best = min(best, at(high), key=lambda result: target.difference(result[1]))
-    for _ in range(target.rounds):
-        if target.difference(best[1]) <= target.exact:
+    low, high, results = 0.0, 1.0, list[tuple[T, float]]()
+    for number in range(2 + target.rounds):
+        strength = (0.0, 1.0)[number] if number < 2 else (low + high) / 2
+        cost = target.cost_of(size := candidate(strength))
+        results.append((size, cost))
+        if target.difference(cost) <= target.exact:
             break
-        middle = (low + high) / 2
-        result = at(middle)
-        best = min(best, result, key=lambda result: target.difference(result[1]))
-        low, high = (middle, high) if result[1] > target.amount else (low, middle)
-    return best
+        if number >= 2:
+            low, high = (strength, high) if cost > target.amount else (low, strength)
+    return min(results, key=lambda result: target.difference(result[1]))

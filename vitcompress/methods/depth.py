@@ -1,6 +1,6 @@
 """Shared by the depth-pruning methods: options, plans from layer numbers, and copies with removed or gated layers."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, replace
 from functools import partial
@@ -86,12 +86,8 @@ def spread_layers(
     for _ in range(count):
         # The last of equal ones: activations come after attentions.
         taken[min((kind for kind in reversed(kinds) if taken[kind] < removable[kind]), key=lambda k: taken[k])] += 1
-    return {kind: _spread([site.index for site in present[kind][:-1]], taken[kind]) for kind in kinds}
-
-
-def _spread(numbers: Sequence[int], count: int) -> list[int]:
-    """`count` of the numbers, evenly spread: the middle one of each of `count` equal parts."""
-    return [numbers[(2 * part + 1) * len(numbers) // (2 * count)] for part in range(count)]
+    places = {kind: [(2 * i + 1) * removable[kind] // (2 * n) for i in range(n)] for kind, n in taken.items()}
+    return {kind: [present[kind][place].index for place in places[kind]] for kind in kinds}
 
 
 def depth_plan(
@@ -112,7 +108,13 @@ def plan_layers(model: nn.Module, base: Plan, removed: Blocks, options: BypassOp
     sites = family.sites(model)
     if removed.get("activation"):
         check_kinds(family, ("activation",))
-    attentions, activations = (_sites_in(sites, kind, removed.get(kind, ())) for kind in KINDS)
+    chosen: dict[SiteKind, list[Site]] = {}
+    for kind in KINDS:
+        by_block = {site.index: site for site in sites if site.kind == kind}
+        if missing := sorted(set(removed.get(kind, ())) - set(by_block)):
+            raise PlanError(f"no {kind} to remove in block {missing[0]}; blocks that have one: {sorted(by_block)}")
+        chosen[kind] = [by_block[number] for number in dict.fromkeys(removed.get(kind, ()))]
+    attentions, activations = chosen["attention"], chosen["activation"]
     bypasses: dict[str, str] = {site.name: options.attention_bypass for site in attentions}
     for site in activations:
         if site.gates and options.gated_ffn == "drop_ffn":
@@ -126,14 +128,6 @@ def plan_layers(model: nn.Module, base: Plan, removed: Blocks, options: BypassOp
         emptied = sorted({(site.index, site.block) for site in gone if site.block not in left})
         appended = {block: "gelu" for _, block in emptied}
     return base.delta(removed=bypasses, appended=appended)
-
-
-def _sites_in(sites: Sequence[Site], kind: str, blocks: Iterable[int]) -> list[Site]:
-    by_block = {site.index: site for site in sites if site.kind == kind}
-    wanted = list(dict.fromkeys(blocks))
-    if missing := sorted(set(wanted) - set(by_block)):
-        raise PlanError(f"no {kind} to remove in block {missing[0]}; blocks that have one: {sorted(by_block)}")
-    return [by_block[number] for number in wanted]
 
 
 def record_choice(
@@ -153,7 +147,7 @@ def record_choice(
         f"removed: attention of blocks {removed['attention']}, activation of blocks {removed['activation']}"
         + (f" (both in {both})" if both else "")
     )
-    means = _means_of_removed(model, context, removed, options)
+    means = gate_means(model, context, plan.removed, options)
     if means and fades:
         context.memo(MEAN_GATES, lambda: {ffn: mean.tolist() for ffn, mean in means.items()})
     elif means:
@@ -193,21 +187,23 @@ def depth_method(
 
 def remove_layers(model: nn.Module, context: Context, removed: Blocks, options: BypassOptions) -> nn.Module:
     """A copy of `model` without these layers; with `mean_gate`, their gates are constant."""
-    copy = freeze_gates(deepcopy(model), _means_of_removed(model, context, removed, options))
-    return surgery.apply_plan(copy, plan_layers(copy, context.plan, removed, options))
+    plan = plan_layers(model, context.plan, removed, options)
+    return surgery.apply_plan(freeze_gates(deepcopy(model), gate_means(model, context, plan.removed, options)), plan)
 
 
 def gate_layers(model: nn.Module, context: Context, sites: Sequence[Site], options: BypassOptions) -> GatedModel:
     """A copy of `model` on the run's device with a gate on each of `sites`, bypassed as in the deployed model."""
-    means = gate_means(model, context, sites, options)
+    means = gate_means(model, context, {site.name for site in sites}, options)
     means = {ffn: mean.to(context.runtime.device) for ffn, mean in means.items()}
     copy = deepcopy(model).to(context.runtime.device)
     return GatedModel(copy, context.family, sites, **_bypasses(options), gate_means=means)
 
 
-def gate_means(model: nn.Module, context: Context, sites: Iterable[Site], options: BypassOptions) -> dict[str, Tensor]:
-    """FFN of a gate in `sites` -> current mean of the gate over training images, (hidden,); none unless `mean_gate`."""
-    gates = {site.name: site.gates for site in sites if site.gates}
+def gate_means(model: nn.Module, context: Context, names: Collection[str], options: BypassOptions) -> dict[str, Tensor]:
+    """FFN -> current mean of its gate over training images, (hidden,), for gates after the activations among `names`;
+    none unless `mean_gate`.
+    """
+    gates = {site.name: site.gates for site in context.family.sites(model) if site.gates and site.name in names}
     if not gates or options.gated_ffn != "mean_gate":
         return {}
     copy = deepcopy(model).to(context.runtime.device).eval()
@@ -224,12 +220,6 @@ def gate_means(model: nn.Module, context: Context, sites: Iterable[Site], option
             copy(images)
     summed = {ffn: context.runtime.all_sum(totals[ffn]) for ffn in gates.values()}
     return {ffn: (total[:-1] / total[-1]).float() for ffn, total in summed.items()}
-
-
-def _means_of_removed(model: nn.Module, context: Context, removed: Blocks, options: BypassOptions) -> dict[str, Tensor]:
-    """The means of the gates that become constant."""
-    activations = _sites_in(context.family.sites(model), "activation", removed.get("activation", ()))
-    return gate_means(model, context, activations, options)
 
 
 def freeze_gates(model: nn.Module, means: Mapping[str, Tensor]) -> nn.Module:

@@ -12,7 +12,7 @@ do as published), timm is not patched, and the result is a plan instead of a pic
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,37 +49,23 @@ UNITS = {  # of a target: size and text
     "latency": (1.0, "ms"),
 }
 WIDTHS = "widths"
+COSTS = {"requested": "amount", "reached": "reached", "least possible": "least", "most possible": "most"}
 
 
-@dataclass(frozen=True)
-class Aim:
-    """A target, the cost of the chosen widths, and the range of this structure. on: runtime of a latency."""
-
-    kind: str
-    on: str | None
-    amount: float
-    reached: float
-    least: float
-    most: float
-
-    def format(self, value: float) -> str:
-        return f"{value:.4g} {UNITS[self.kind][1]}" + (f" on {self.on}" if self.on else "")
-
-    def remarks(self) -> list[str]:
-        """A sentence if the target was missed, with the difference and the allowed range."""
-        off = self.reached / self.amount - 1
-        if abs(off) <= budget.CLOSE:
-            return []
-        allowed = format_range(*(f"{value:.4g} {UNITS[self.kind][1]}" for value in (self.least, self.most)))
-        return [
-            f"isomorphic pruning missed its target: {self.format(self.amount)} was requested, the nearest widths have "
-            f"{self.format(self.reached)} ({100 * off:+.1f} %); this structure allows {allowed}, in finer steps with "
-            "smaller multiples in align"
-        ]
-
-
-def _aim(data: Any) -> Aim | None:
-    return Aim(**data["target"]) if "target" in data else None
+def _describe_target(data: Any) -> tuple[dict[str, str], list[str]]:
+    """The costs of a counted target by heading, and a sentence if it was missed; nothing without such a target."""
+    if (aim := data.get("target")) is None:
+        return {}, []
+    unit, on = UNITS[aim["kind"]][1], f" on {aim['on']}" if aim["on"] else ""
+    costs = {heading: f"{aim[name]:.4g} {unit}{on}" for heading, name in COSTS.items()}
+    if abs(off := aim["reached"] / aim["amount"] - 1) <= budget.CLOSE:
+        return costs, []
+    allowed = format_range(*(f"{aim[name]:.4g} {unit}" for name in ("least", "most")))
+    return costs, [
+        f"isomorphic pruning missed its target: {costs['requested']} was requested, the nearest widths have "
+        f"{costs['reached']} ({100 * off:+.1f} %); this structure allows {allowed}, in finer steps with smaller "
+        "multiples in align"
+    ]
 
 
 def plan(model: nn.Module, context: Context, options: Options) -> Plan:
@@ -98,17 +84,13 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
             {"name": g.name, "kind": g.kind, "kept": counts[g.name], "of": g.size, "scores": g.scores.tolist()}
             for g in ranking.groups
         ]
-        data: dict[str, object] = {
-            "rows": rows,
-            "cost": candidates.cost(counts).to_dict(),
-            "plan": candidates.delta(counts).to_json(),
-        }
-        return data if aim is None else {**data, "target": vars(aim)}
+        cost, delta = candidates.cost(counts), candidates.delta(counts)
+        return {"rows": rows, "cost": cost.to_dict(), "plan": delta.to_json(), **({"target": aim} if aim else {})}
 
     data = context.memo(WIDTHS, choose)
-    cost, aim, delta = data["cost"], _aim(data), Plan.from_json(data["plan"])
+    cost, delta = data["cost"], Plan.from_json(data["plan"])
     context.progress.note(f"{format_count(cost['params'])} parameters, {format_count(cost['macs'])} MACs")
-    for remark in aim.remarks() if aim else ():
+    for remark in _describe_target(data)[1]:
         context.progress.note(remark)
     if options.attention_scale == "reset":
         context.hand_over(reset_attention_scale(model, spaces, delta))
@@ -162,18 +144,19 @@ def _check(options: Options, spaces: Sequence[Space]) -> None:
 
 def _choose(
     ranking: Ranking, candidates: Candidates, options: Options, search: Search | None = None
-) -> tuple[Counts, Aim | None]:
+) -> tuple[Counts, dict[str, object]]:
     """How many channels each group keeps, and how a counted target was met. A latency needs the `search`."""
     if search is not None:
         solution = budget.solve(ranking, search.target(candidates.delta))
         search.conclude(delta := candidates.delta(solution.counts), delta)
-        return solution.counts, None
+        return solution.counts, {}
     if options.amount is None or options.target == "latency":
-        return ranking.counts(), None
+        return ranking.counts(), {}
     size, unit = UNITS[options.target]
     count = lambda counts: getattr(candidates.cost(counts), options.target) / size  # noqa: E731
     solution = budget.solve(ranking, Target[Counts](options.amount, count, unit))
-    return solution.counts, Aim(options.target, None, options.amount, solution.cost, solution.least, solution.most)
+    aim = {"kind": options.target, "on": None, "amount": options.amount, "reached": solution.cost}
+    return solution.counts, {**aim, "least": solution.least, "most": solution.most}
 
 
 def reset_attention_scale(model: nn.Module, spaces: Sequence[Space], delta: Plan) -> nn.Module:
@@ -195,9 +178,9 @@ def reset_attention_scale(model: nn.Module, spaces: Sequence[Space], delta: Plan
 
 
 def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimate]:
-    """One pass over the images, if scores need one."""
-    pass_over_images = Estimate(f"{options.criterion} scores of all channels", 1, 1, images=options.images)
-    return [] if options.criterion in UNMEASURED else [pass_over_images]
+    if options.criterion in UNMEASURED:
+        return []
+    return [Estimate(f"{options.criterion} scores of all channels", 1, 1, images=options.images)]
 
 
 def describe(options: Options) -> StepInfo:
@@ -209,21 +192,19 @@ def report(folder: Path) -> StepReport:
     """Kept widths, how the target was met, and the scores of each kind."""
     if (data := read_memo(folder, WIDTHS)) is None:
         return StepReport()
-    rows, aim = data["rows"], _aim(data)
+    rows, (costs, remarks) = data["rows"], _describe_target(data)
     kinds = {row["kind"]: row["kind"].replace("_", " ") for row in rows}
     columns: Columns = {"where": "{name}", "kind": lambda row: kinds[row["kind"]], "kept": "{kept}", "of": "{of}"}
     tables = [Table.of("Isomorphic pruning: widths", columns, rows)]
-    if aim:
-        names = {"requested": "amount", "reached": "reached", "least possible": "least", "most possible": "most"}
-        costs = {heading: aim.format(getattr(aim, name)) for heading, name in names.items()}
-        tables.insert(0, Table.of("Isomorphic pruning: target", {name: f"{{{name}}}" for name in costs}, [costs]))
+    if costs:
+        tables.insert(0, Table("Isomorphic pruning: target", tuple(costs), (tuple(costs.values()),)))
     charts = []
     for kind, name in kinds.items():
         lines = [ranked(row["name"], row["scores"], row["kept"]) for row in rows if row["kind"] == kind]
         title = f"Isomorphic pruning: {name} scores, mean of each group 1"
         x = "share of the group's channels, best first"
         charts.append(Chart(title, x, "score", lines, by_depth=len(lines) > 1))
-    return StepReport(tables, aim.remarks() if aim else (), charts)
+    return StepReport(tables, remarks, charts)
 
 
 SUMMARY = "widths: residual, FFN, heads and their channels, each kind ranked among its own"

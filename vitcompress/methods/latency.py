@@ -7,7 +7,7 @@ folder, and candidates are measured anew.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -143,32 +143,31 @@ class Search:
         return Target(goal.ms, cost, "ms", goal.runtime, fastest, ROUNDS, CLOSE)
 
     def conclude(self, delta: Plan, nearest: Plan) -> None:
-        """Measure the plan of the step, whose `nearest` structure was searched, and record how it meets the goal."""
-        remarks = list(self._remarks(self.measure(delta), self.measure(nearest)))
-        for remark in self.context.memo(RECORD, lambda: remarks):
-            self.context.progress.note(remark)
-
-    def _remarks(self, result: Measured, nearest: Measured) -> Iterator[str]:
-        """The result, why it missed the goal, and what other load on the machine means for the plan."""
-        goal, times = self.goal, sorted(measured.ms for measured in self.known.values())
+        """Measure the plan of the step, whose `nearest` structure was searched. Record the result, why it missed the
+        goal, and what other load on the machine means for the plan.
+        """
+        goal, result, likely = self.goal, self.measure(delta), self.measure(nearest)
+        times = sorted(measured.ms for measured in self.known.values())
         range_ms = f"{times[0]:.4g} ms to {times[-1]:.4g} ms"
-        yield f"Planned for {goal}: the plan takes {result}; {len(times)} candidates took {range_ms}."
+        remarks = [f"Planned for {goal}: the plan takes {result}; {len(times)} candidates took {range_ms}."]
         if abs(off := result.ms / goal.ms - 1) > CLOSE:
             if result.low <= goal.ms <= result.high or (result.disturbed and result.fastest <= goal.ms <= result.ms):
                 reason = f"the machine is too noisy to tell them apart, even with {result.repeats} measurements"
-            elif abs(nearest.ms / goal.ms - 1) <= CLOSE:
-                reason = f"the search measured evenly spread sizes of {nearest}, and the method spread them otherwise"
+            elif abs(likely.ms / goal.ms - 1) <= CLOSE:
+                reason = f"the search measured evenly spread sizes of {likely}, and the method spread them otherwise"
             else:
                 sides = [ms for ms in times if ms <= goal.ms][-1:] + [ms for ms in times if ms > goal.ms][:1]
                 steps = " and ".join(f"{ms:.4g} ms" for ms in sides)
                 reason = f"the nearest sizes take {steps}; only smaller multiples (align, round_to) allow finer steps"
-            yield f"The latency target was missed by {100 * off:+.1f} %: {reason}."
+            remarks.append(f"The latency target was missed by {100 * off:+.1f} %: {reason}.")
         if causes := [measured.disturbed for measured in self.known.values() if measured.disturbed]:
-            yield (
+            remarks.append(
                 f"There was no quiet machine in {len(causes)} of {len(times)} measurements for the latency target "
                 f"({causes[-1]}). Such times are too long, so the plan may be smaller than necessary: plan again on a "
                 "quiet machine (--fresh)."
             )
+        for remark in self.context.memo(RECORD, lambda: remarks):
+            self.context.progress.note(remark)
 
 
 def other_machine(folder: Path, runtime: str, here: Mapping[str, object]) -> str:

@@ -12,20 +12,19 @@ One pass over the images measures every set of layers, in float64, without stori
 all images of all processes together, not a mean over batches.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitcompress.families.base import Site
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.options import EntropyOptions
 from vitcompress.surgery.gates import GatedModel
-from vitcompress.training.distributed import Runtime, derived_seed
+from vitcompress.training.distributed import derived_seed
 
 SMALLEST_DEVIATION = 1e-12
 
@@ -44,49 +43,23 @@ class Entropy:
     accuracy: float
 
 
-@dataclass(frozen=True, eq=False)
-class Moments:
-    """Mean and sum of squared deviations of each channel, for several weightings of the images at once.
+def weighted_sums(features: Tensor, weights: Tensor, centre: Tensor) -> Tensor:
+    """The sums over images of 1, d and d^2, d being features - centre: (weightings, 1 + 2 * channels).
 
-    Batches are merged pairwise (Chan, Golub and LeVeque), which is exact even if the mean is large. weight:
-    (weightings,), mean and squares: (weightings, channels), all float64.
+    features: (images, channels), weights: (weightings, images), centre: (channels,), all float64. With a centre near
+    the mean, such as the mean of the first batch, `deviation` is exact even if the mean is large.
     """
-
-    weight: Tensor
-    mean: Tensor
-    squares: Tensor
-
-    @classmethod
-    def of(cls, features: Tensor, weights: Tensor) -> "Moments":
-        """The moments of one batch. features: (images, channels), weights: (weightings, images), both float64."""
-        centre = features.mean(dim=0)
-        deviations = features - centre
-        weight = weights.sum(dim=1)
-        # A resample may contain no image of a small batch: its sums are zero, whatever the divisor.
-        offset = weights @ deviations / weight.clamp(min=1.0)[:, None]
-        squares = weights @ deviations**2 - weight[:, None] * offset**2
-        return cls(weight, centre + offset, squares)
-
-    def merge(self, other: "Moments") -> "Moments":
-        """The moments of both sets of images together."""
-        weight = self.weight + other.weight
-        share = (other.weight / weight.clamp(min=1.0))[:, None]
-        difference = other.mean - self.mean
-        squares = self.squares + other.squares + difference**2 * share * self.weight[:, None]
-        return Moments(weight, self.mean + difference * share, squares)
-
-    def over_all(self, runtime: Runtime) -> "Moments":
-        """The moments of the images of all processes together."""
-        weight = runtime.all_sum(self.weight)
-        mean = runtime.all_sum(self.mean * self.weight[:, None]) / weight.clamp(min=1.0)[:, None]
-        squares = runtime.all_sum(self.squares + self.weight[:, None] * (self.mean - mean) ** 2)
-        return Moments(weight, mean, squares)
-
-    def deviation(self) -> Tensor:
-        """Population standard deviation, (weightings, channels)."""
-        return (self.squares.clamp(min=0.0) / self.weight.clamp(min=1.0)[:, None]).sqrt()
+    d = features - centre
+    return weights @ torch.cat([torch.ones_like(d[:, :1]), d, d**2], dim=1)
 
 
+def deviation(sums: Tensor) -> Tensor:
+    """Population standard deviation of each channel from its `weighted_sums`: (weightings, channels)."""
+    first, second = (sums[:, 1:] / sums[:, :1].clamp(min=1.0)).chunk(2, dim=1)
+    return (second - first**2).clamp(min=0.0).sqrt()
+
+
+@torch.no_grad()
 def entropies(
     gated: GatedModel, removed: Sequence[Collection[str]], context: Context, options: EntropyOptions
 ) -> list[Entropy]:
@@ -94,25 +67,32 @@ def entropies(
 
     Gates and mode are restored. All sets share their resamples, so differences between sets are paired.
     """
-    moments: dict[int, Moments] = {}
+    sums = [torch.zeros((), dtype=torch.float64)] * len(removed)
+    centres: dict[int, Tensor] = {}
     correct = torch.zeros(len(removed), dtype=torch.float64)
     loader, runtime = calibration_images(context, options.images), context.runtime
     weights = _weights(loader.total, options.resamples, context.seed)[:, runtime.rank :: runtime.world_size]
-    seen = 0
-    with _measuring(gated), torch.no_grad():
+    seen, before, training = 0, gated.gate_values(), gated.training
+    gated.eval()
+    try:
         for images, targets in loader:
             batch = weights[:, seen : seen + len(images)]
             seen += len(images)
             for i, names in enumerate(removed):
-                for site in gated.gate_values():
+                for site in before:
                     gated.set_gate(site, 0.0 if site in names else 1.0)
                 logits = gated(images)
                 correct[i] += (logits.argmax(dim=1) == targets).sum().item()
-                features = logits.cpu() if logits.device.type == "mps" else logits  # MPS has no float64
-                part = Moments.of(features.double(), batch.to(features.device))
-                moments[i] = moments[i].merge(part) if i in moments else part
+                features = (logits.cpu() if logits.device.type == "mps" else logits).double()  # MPS has no float64
+                if i not in centres:  # the same one in all processes
+                    centres[i] = runtime.all_sum(features.mean(dim=0)) / runtime.world_size
+                sums[i] = sums[i] + weighted_sums(features, batch.to(features.device), centres[i])
+    finally:
+        gated.train(training)
+        for site, value in before.items():
+            gated.set_gate(site, value)
     hits = runtime.all_sum(correct).tolist()
-    return [_entropy(moments[i].over_all(runtime), hit) for i, hit in enumerate(hits)]
+    return [_entropy(runtime.all_sum(own), hit) for own, hit in zip(sums, hits, strict=True)]
 
 
 def measure(
@@ -176,11 +156,10 @@ def greedy(
     return tables
 
 
-def _entropy(moments: Moments, correct: float) -> Entropy:
-    deviation = moments.deviation()
-    values = deviation.clamp(min=SMALLEST_DEVIATION).log().sum(dim=1).tolist()
-    images = round(float(moments.weight[0]))
-    clamped = int((deviation[0] < SMALLEST_DEVIATION).sum())
+def _entropy(sums: Tensor, correct: float) -> Entropy:
+    deviations, images = deviation(sums), round(float(sums[0, 0]))
+    values = deviations.clamp(min=SMALLEST_DEVIATION).log().sum(dim=1).tolist()
+    clamped = int((deviations[0] < SMALLEST_DEVIATION).sum())
     return Entropy(values[0], tuple(values[1:]), clamped, images, 100 * correct / images)
 
 
@@ -189,16 +168,3 @@ def _weights(images: int, resamples: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(derived_seed("bootstrap", seed))
     counts = torch.poisson(torch.ones(resamples, images, dtype=torch.float64), generator=generator)
     return torch.cat([torch.ones(1, images, dtype=torch.float64), counts])
-
-
-@contextmanager
-def _measuring(gated: GatedModel) -> Iterator[nn.Module]:
-    """Evaluation mode; restores gates and mode."""
-    before, training = gated.gate_values(), gated.training
-    gated.eval()
-    try:
-        yield gated
-    finally:
-        gated.train(training)
-        for site, value in before.items():
-            gated.set_gate(site, value)

@@ -42,28 +42,21 @@ def groups_of(spaces: Sequence[Space], scores: Scores, scope: Scope) -> tuple[Gr
         topology = " ".join(f"{axis.tensor.rsplit('.', 2)[-2:]}{axis.dim}{axis.copies}" for axis in space.axes)
         groups.append(group(space.name, "ffn" if space.kind == "mlp" else "residual", scores[space.name], topology))
     for attention in dict.fromkeys(space.attention for space in spaces if space.attention):
-        own = [space for space in spaces if space.attention == attention]
-        per_head = {}
-        for part in [own] if _tied(own) else [[space] for space in own]:
-            total = sum((scores[space.name] for space in part), ZERO)
-            per_head[part[0]] = normalize(total).view(part[0].heads, -1)
+        parts = _head_dims(spaces, attention)
+        totals = {name: normalize(sum((scores[space.name] for space in own), ZERO)) for name, own in parts.items()}
+        per_head = {name: total.view(parts[name][0].heads, -1) for name, total in totals.items()}
         groups.append(group(attention, "head", sum((values.mean(1) for values in per_head.values()), ZERO)))
-        names = {_head_dim_group(first, own): values for first, values in per_head.items()}
-        groups += [group(name, "head_dim", values.mean(0)) for name, values in names.items() if name]
+        single = {name: values for name, values in per_head.items() if not parts[name][0].whole_heads}
+        groups += [group(name, "head_dim", values.mean(0)) for name, values in single.items()]
     return tuple(groups)
 
 
-def _tied(own: Sequence[Space]) -> bool:
-    """Whether q, k and v of an attention keep the same channels: they have equal widths and lose single channels."""
-    return len({space.size for space in own}) == 1 and not any(space.whole_heads for space in own)
-
-
-def _head_dim_group(space: Space, own: Sequence[Space]) -> str:
-    """The group of the channels within the heads of `space`; empty if they are kept or removed as whole heads.
-
-    own: all spaces of this attention.
-    """
-    return "" if space.whole_heads else f"{space.attention if _tied(own) else space.name}.head_dim"
+def _head_dims(spaces: Sequence[Space], attention: str) -> dict[str, list[Space]]:
+    """Group of channels within heads -> spaces that keep the same: q, k and v if equally wide, none in whole heads."""
+    own = [space for space in spaces if space.attention == attention]
+    if len({space.size for space in own}) == 1 and not any(space.whole_heads for space in own):
+        return {f"{attention}.head_dim": own}
+    return {f"{space.name}.head_dim": [space] for space in own}
 
 
 @dataclass(frozen=True)
@@ -72,34 +65,25 @@ class Candidates:
 
     model: nn.Module
     spaces: Sequence[Space]
-    ranked: Sequence[Group]
+    groups: Sequence[Group]
     base: Plan
-
-    @cached_property
-    def groups(self) -> dict[str, Group]:
-        return {group.name: group for group in self.ranked}
 
     def delta(self, counts: Counts) -> Plan:
         """The plan that keeps the best `counts` channels of every group, in addition to `base`."""
+        best = {group.name: group.best(counts[group.name]) for group in self.groups}
         kept: dict[str, tuple[int, ...]] = {}
         heads: dict[str, int] = {}
         for space in self.spaces:
-            if space.attention and counts[space.attention] < space.heads:
-                heads[space.attention] = counts[space.attention]
-            if space.attention or space.name in self.groups:  # others (reduced keys and values) keep all channels
-                channels = self._kept(space, counts)
-                if len(channels) < space.size:
-                    kept[space.name] = channels
+            channels = best.get(space.name, tuple(range(space.size)))  # reduced keys and values keep all channels
+            if space.attention:
+                width, chosen = space.size // space.heads, best[space.attention]
+                group = next(name for name, own in _head_dims(self.spaces, space.attention).items() if space in own)
+                channels = tuple(head * width + dim for head in chosen for dim in best.get(group, range(width)))
+                if len(chosen) < space.heads:
+                    heads[space.attention] = len(chosen)
+            if len(channels) < space.size:
+                kept[space.name] = channels
         return self.base.delta(kept=kept, heads=heads)
-
-    def _kept(self, space: Space, counts: Counts) -> tuple[int, ...]:
-        if not space.attention:
-            return self.groups[space.name].best(counts[space.name])
-        width = space.size // space.heads
-        name = _head_dim_group(space, [other for other in self.spaces if other.attention == space.attention])
-        dims = self.groups[name].best(counts[name]) if name else range(width)
-        heads = self.groups[space.attention].best(counts[space.attention])
-        return tuple(head * width + dim for head in heads for dim in dims)
 
     def cost(self, counts: Counts) -> Cost:
         """The cost of the deployed model, counted on shapes alone."""

@@ -115,22 +115,18 @@ def feasible_splits(layers: tuple[int, int], budget: int, min_pruned_per_type: i
         if least <= budget - n <= activations - 1
     ]
     if not splits:
+        fewest, most = min(layers), sum(layers) - 2
+        hint = suggest_range("pruned_layers", max(1, 2 * least), most)
+        if fewest < 1 or most < 1:
+            hint = "prune widths: with one layer of each type to stay, none may go"
+        elif fewest <= least:
+            hint = f"set min_pruned_per_type to {fewest - 1} or less"
         raise PlanError(
             f"no split of {budget} pruned layers over {attentions} attentions and {activations} activations "
             f"prunes at least {least} and keeps at least 1 of each type",
-            hint=_affordable(layers, least),
+            hint=hint,
         )
     return splits
-
-
-def _affordable(layers: tuple[int, int], least: int) -> str:
-    """The budgets that have a split, in words; if there is none, the reason."""
-    fewest, most = min(layers), sum(layers) - 2
-    if fewest < 1 or most < 1:
-        return "prune widths: with one layer of each type to stay, none may go"
-    if fewest <= least:
-        return f"set min_pruned_per_type to {fewest - 1} or less"
-    return suggest_range("pruned_layers", max(1, 2 * least), most)
 
 
 def allocate_budget(
@@ -162,23 +158,16 @@ def allocate_budget(
     tied = [s for s, gap in zip(candidates, gaps, strict=True) if gap < TIE_SHARE * validation.rmse] or candidates[:1]
     by_cost = cost or (lambda attention, activation: -float(activation))
     chosen = min(tied, key=lambda s: by_cost(*s)) if tie_break == "faster" and len(tied) > 1 else candidates[best]
-    wins = winners(rows, layers, candidates, validation.degree)
+    fits = (coefficients for _, coefficients, _ in _folds(rows, validation.degree))
+    wins = Counter(int(np.argmax(_predict(fit, candidates, layers, validation.degree))) for fit in fits)
     splits = tuple(
-        Split(*s, float(p), float(gap), bool(gap <= validation.rmse), wins[s] / max(1, wins.total()))
-        for s, p, gap in zip(candidates, predicted, gaps, strict=True)
+        Split(*s, float(p), float(gap), bool(gap <= validation.rmse), wins[i] / max(1, wins.total()))
+        for i, (s, p, gap) in enumerate(zip(candidates, predicted, gaps, strict=True))
     )
     margin = float(np.sort(gaps)[1]) if len(gaps) > 1 else None
     return Allocation(
         chosen, candidates[best], margin, len(tied) > 1, tie_break, polynomial, validation.rmse, degrees, splits
     )
-
-
-def winners(
-    rows: Sequence[Row], layers: tuple[int, int], candidates: Sequence[tuple[int, int]], degree: int
-) -> Counter[tuple[int, int]]:
-    """How often each split wins when two rows at a time are left out and the polynomial is fitted again."""
-    fits = (coefficients for _, coefficients, _ in _folds(rows, degree))
-    return Counter(candidates[int(np.argmax(_predict(fit, candidates, layers, degree)))] for fit in fits)
 
 
 def _predict(coefficients: Array, splits: Sequence[tuple[int, int]], layers: tuple[int, int], degree: int) -> Array:

@@ -108,12 +108,11 @@ def rows(records: Sequence[Record], counts: dict[SiteKind, int]) -> list[Row]:
 
 
 class _Collector:
-    """The chains. latest: key and model of the last round. shared: key of the round that two chains start from."""
+    """The chains. shared: key of the round that two chains start from."""
 
     def __init__(self, model: nn.Module, context: Context, options: AllocationOptions) -> None:
         self.dense, self.context, self.options = model, context, options
         self.sites = layers(model, context.family)
-        self.latest: tuple[str, nn.Module] | None = None
         self.shared = ""
 
     def run(self) -> list[Record]:
@@ -167,7 +166,6 @@ class _Collector:
         model = self._remove(before, record)
         untrained = accuracy(model, context)
         fine_tune(model, context, self.options.collection, key, f"step 1, {key}")
-        self.latest = key, model
         record |= {"accuracy_before": untrained, "accuracy": accuracy(model, context)}
         context.progress.note(f"{key}: removed {chosen}, held-out {untrained:.1f} -> {record['accuracy']:.1f} %")
         return record
@@ -178,17 +176,13 @@ class _Collector:
         return {"key": "dense", "chain": "dense", **empty, "accuracy_before": value, "accuracy": value}
 
     def _model(self, records: Sequence[Record]) -> nn.Module:
-        """The fine-tuned model after `records`, from memory or from the states of its training."""
-        if not records:
-            return deepcopy(self.dense).to(self.context.runtime.device)
-        if self.latest is None or self.latest[0] != records[-1]["key"]:
-            model, fast = self.dense, self.options.collection
-            # A training leaves all weights. Without one, gates are constants of the model of each round.
-            for record in records[-1:] if fast.epochs else records:
-                model = self._remove(model, record)
-                fine_tune(model, self.context, fast, record["key"], f"step 1, {record['key']}")
-            self.latest = records[-1]["key"], model
-        return self.latest[1]
+        """The fine-tuned model after `records`, from the states of its training."""
+        model, fast = self.dense, self.options.collection
+        # A training leaves all weights. Without one, gates are constants of the model of each round.
+        for record in records[-1:] if fast.epochs else records:
+            model = self._remove(model, record)
+            fine_tune(model, self.context, fast, record["key"], f"step 1, {record['key']}")
+        return model if records else deepcopy(model).to(self.context.runtime.device)
 
     def _remove(self, source: nn.Module, record: Record) -> nn.Module:
         """A copy of `source` without those layers of `record` that it still has."""

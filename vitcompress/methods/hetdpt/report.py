@@ -58,12 +58,6 @@ def _allocation(allocation: Row) -> Table:
     return Table.of(f"HetDPT step 1: splits of the budget ({fit})", columns, allocation["splits"])
 
 
-def _removals(result: Row) -> Table:
-    removals = zip(result["removal_epochs"], result["order"], strict=True)
-    columns = {"after epoch": itemgetter(0), "layer": itemgetter(1)}
-    return Table.of("HetDPT step 2: order of removal", columns, removals)
-
-
 COLLECTION: Columns = {
     "chain": "{chain}",
     "attentions removed": lambda record: len(record["attention"]),
@@ -79,13 +73,16 @@ RECOVERY = {
     "right after removal %": "{before:.1f}",
     "after fine-tuning %": "{after:.1f}",
 }
+REMOVALS = {"after epoch": itemgetter(0), "layer": itemgetter(1)}
 TABLES: dict[str, Callable[[Any], Table]] = {
     "chains": partial(Table.of, "HetDPT step 1: held-out accuracies, the data of the predictor", COLLECTION),
     "gradient_disparity": partial(Table.of, "Gradient disparity: d loss / d mask", GRADIENTS),
     "recovery_asymmetry": partial(Table.of, "Recovery asymmetry: held-out accuracy", RECOVERY),
     "transfer_entropy": _entropies,
     "allocation": _allocation,
-    "search": _removals,
+    "search": lambda result: Table.of(
+        "HetDPT step 2: order of removal", REMOVALS, zip(result["removal_epochs"], result["order"], strict=True)
+    ),
 }
 
 
@@ -119,11 +116,6 @@ def _search_chart(data: Row) -> Chart:
     return Chart("HetDPT step 2: learnable scores (numbers: blocks whose layer is removed)", "epoch", "score", lines)
 
 
-def _gradient_chart(data: Row) -> Chart:
-    lines = _lines(data["gradient_disparity"], "magnitude")
-    return Chart("HetDPT: gradient disparity", "block", "mean |d loss / d m|", lines, log=True)
-
-
 def _recovery_chart(data: Row) -> Chart:
     """Curves before fine-tuning are faint, like removed layers."""
     before = _lines(data["recovery_asymmetry"], "before", lambda row: True)
@@ -145,6 +137,12 @@ CHARTS: dict[str, Callable[[Row], Chart]] = {
     "chains": _collection_chart,
     "alone": _entropy_chart,
     "search": _search_chart,
-    "gradient_disparity": _gradient_chart,
+    "gradient_disparity": lambda data: Chart(
+        "HetDPT: gradient disparity",
+        "block",
+        "mean |d loss / d m|",
+        _lines(data["gradient_disparity"], "magnitude"),
+        log=True,
+    ),
     "recovery_asymmetry": _recovery_chart,
 }

@@ -106,7 +106,11 @@ class _Search:
         self.candidates = [site for site in sites if site.name in names]
         self.removals = removal_epochs(len(events), options.search.factor)
         self.path = context.folder / "search_epochs.json"
-        self.watch = _GradientWatch(self.model)
+        self._reset()
+
+    def _reset(self) -> None:
+        """Start new sums over the optimizer steps of an epoch: |gradient| of every score, and how often it is > 0."""
+        self.steps, self.sums = 0, torch.zeros(2, len(self.model.sites))
 
     def run(self) -> Record:
         images = training_subset(self.context, self.options.images_per_class)
@@ -119,13 +123,16 @@ class _Search:
             after_epoch=self._after_epoch,
             parameter_groups=parameter_groups(self.model, settings, self.options.score_lr),
         )
-        with register_optimizer_step_pre_hook(self.watch):
+        with register_optimizer_step_pre_hook(self._watch):
             self.context.run_training(self.model, images, None, settings, "search", label=label, controls=controls)
         return self._result()
 
     def _after_epoch(self, epoch: int) -> None:
         """Record the finished `epoch` (from 0), and remove a layer if one is scheduled."""
-        record: Record = {"epoch": epoch, "scores": self.model.scores_of(), **self.watch.take(), "removed": None}
+        scores, means = self.model.scores_of(), (self.sums / max(1, self.steps)).tolist()
+        gradient, positive = (dict(zip(scores, values, strict=True)) for values in means)
+        record = {"epoch": epoch, "scores": scores, "gradient": gradient, "positive_share": positive, "removed": None}
+        self._reset()
         if epoch + 1 in self.removals:
             site = self._lowest(self.events[self.removals.index(epoch + 1)])
             self.model.set_gate(site.name, 0.0)
@@ -134,6 +141,19 @@ class _Search:
         if self.context.runtime.is_main:
             earlier = read_json(self.path) if self.path.is_file() else []
             write_json(self.path, [*(r for r in earlier if r["epoch"] < epoch), record])
+
+    def _watch(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Hook of an optimizer step: gradients are then summed over processes and accumulation, and without the loss
+        scale of fp16, which fused optimizers remove inside the step.
+        """
+        gradients = [p.grad.detach().float() for p in self.model.score_parameters() if p.grad is not None]
+        if len(gradients) < len(self.model.sites):
+            return
+        scale = getattr(optimizer, "grad_scale", None)
+        now = (torch.stack(gradients) / (1.0 if scale is None else scale)).cpu()
+        if torch.isfinite(now).all():
+            self.steps += 1
+            self.sums += torch.stack([now.abs(), (now > 0).float()])
 
     def _lowest(self, kinds: Event) -> Site:
         """The remaining candidate of `kinds` with the lowest score, the same on every rank."""
@@ -166,33 +186,3 @@ def parameter_groups(model: GatedModel, options: TrainOptions, score_lr: float) 
         {"params": bare, "weight_decay": 0.0},
         {"params": model.score_parameters(), "weight_decay": 0.0, "lr": options.lr * score_lr},
     ]
-
-
-class _GradientWatch:
-    """Sums |gradient| of every score and how often it is positive, over the optimiser steps of one epoch.
-
-    Gradients are read just before a step: summed over processes and accumulation, and without the loss scale of fp16.
-    """
-
-    def __init__(self, model: GatedModel) -> None:
-        self.names, self.parameters = [site.name for site in model.sites], model.score_parameters()
-        self.steps, self.sums = 0, torch.zeros(2, len(self.names))
-
-    def take(self) -> dict[str, dict[str, float]]:
-        """Mean |gradient| and the share of steps with a positive one, per layer. Resets the sums."""
-        means = (self.sums / max(1, self.steps)).tolist()
-        self.steps, self.sums = 0, torch.zeros_like(self.sums)
-        keys = ("gradient", "positive_share")
-        return {key: dict(zip(self.names, values, strict=True)) for key, values in zip(keys, means, strict=True)}
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Hook of an optimiser step."""
-        gradients = [p.grad.detach().float() for p in self.parameters if p.grad is not None]
-        if len(gradients) < len(self.names):
-            return
-        # Fused optimisers remove the loss scale of fp16 inside the step.
-        scale = getattr(optimizer, "grad_scale", None)
-        now = (torch.stack(gradients) / (1.0 if scale is None else scale)).cpu()
-        if torch.isfinite(now).all():
-            self.steps += 1
-            self.sums += torch.stack([now.abs(), (now > 0).float()])

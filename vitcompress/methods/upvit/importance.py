@@ -9,7 +9,7 @@ output by the product of its activation and its column of the last layer. Of the
 classifier reads are computed. Logarithms are taken in float64, and rounding below zero is clamped.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -140,10 +140,8 @@ class Importance:
 
     def _without(self, component: Component, channels: Tensor, images: Tensor, start: Start) -> Tensor:
         """Logits without each of `channels`: (channels x images, classes)."""
-        gate = torch.ones(len(channels), component.size, device=self.device, dtype=images.dtype)
-        gate[torch.arange(len(channels), device=self.device), channels] = 0.0
-        gates = {space.name: gate for space in component.spaces}
-        with delete_channels(self.model, component.spaces, gates):
+        gate = 1 - nn.functional.one_hot(channels, component.size).to(images.dtype)
+        with delete_channels(self.model, component.spaces, {space.name: gate for space in component.spaces}):
             return self._rest(len(channels), images, start)
 
     def _without_hidden(
@@ -151,7 +149,9 @@ class Importance:
     ) -> Tensor:
         """The same for hidden channels of an FFN: the output of its block minus the contribution of each."""
         path = next(path for path in self.blocks if reader.startswith(f"{path}."))
-        columns = self._scaled(reader)[:, channels].T  # (channels, width)
+        columns = self.model.get_parameter(f"{reader}.weight")[:, channels].T  # (channels, width)
+        for scale in (scale for scale, layer in self.family.scales(self.model).items() if layer == reader):
+            columns = columns * scale_parameter(self.model, scale)
         out = outputs[path]
         if path == self.blocks[-1] and self.answer:
             tokens = next(iter(self.answer.values())).tokens
@@ -168,15 +168,13 @@ class Importance:
             replacements[path] = _Replay(out if repeated else out.repeat(groups, 1, 1))
         before = {path: self.model.get_submodule(path) for path in replacements}
         try:
-            self._replace(replacements)
+            for path, module in replacements.items():
+                replace_module(self.model, path, module)
             logits: Tensor = self.model(images.repeat(groups, 1, 1, 1))
         finally:
-            self._replace(before)
+            for path, module in before.items():
+                replace_module(self.model, path, module)
         return logits
-
-    def _replace(self, modules: Mapping[str, nn.Module]) -> None:
-        for path, module in modules.items():
-            replace_module(self.model, path, module)
 
     def _last_linear(self, component: Component) -> str | None:
         """The linear layer that reads an FFN's hidden channels, if it is the last operation of its block."""
@@ -193,11 +191,3 @@ class Importance:
         block, wiring = self.model.get_submodule(path), self.family.wiring
         ends_block = wiring.ffn in branches_of(block, wiring)[-1] and not has_output_act(block)
         return readers[0] if ends_block else None
-
-    def _scaled(self, reader: str) -> Tensor:
-        """Weights of the layer, times the LayerScale after it if there is one: (width, hidden)."""
-        weight: Tensor = self.model.get_parameter(f"{reader}.weight")
-        for scale, layer in self.family.scales(self.model).items():
-            if layer == reader:
-                weight = scale_parameter(self.model, scale)[:, None] * weight
-        return weight

@@ -3,7 +3,7 @@
 "A Unified Pruning Framework for Vision Transformers", https://arxiv.org/abs/2111.15127, and its supplement. Each
 channel of each component (residual stream, attention, FFN hidden, spatial reduction) is deleted alone from the dense
 model, and scored by how much the outputs change (`importance`). All widths are then cut at once (Table D11: step by
-step is worse); blocks are removed one at a time, measured again each time (`blocks`). The result has the sizes of a
+step is worse); blocks are removed one at a time, measured again each time (`ranking`). The result has the sizes of a
 named timm model, which loads its weights.
 
 Differs from the released code: scores are read as numbers (there a score like 3.4e-05 ranked as 5), logarithms are
@@ -21,10 +21,8 @@ from vitcompress.methods.base import ARBITRARY, MEASURED, Choice, Context, Estim
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.options import UpvitOptions as Options
 from vitcompress.methods.scores import UNMEASURED
-from vitcompress.methods.upvit.blocks import drop_sites
-from vitcompress.methods.upvit.heads import best, regroup
 from vitcompress.methods.upvit.importance import Component, components
-from vitcompress.methods.upvit.ranking import PROXY_BATCH, Ranker
+from vitcompress.methods.upvit.ranking import PROXY_BATCH, Ranker, best
 from vitcompress.methods.upvit.report import report
 from vitcompress.methods.upvit.target import Target, find_target
 from vitcompress.plan import Plan, is_within, module_of
@@ -44,7 +42,7 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
         orders = ranker.rank_channels(_cut(model, context.family, target, removed))
     finally:
         model.cpu()
-    delta = _delta(context.plan, target, options, removed, orders)
+    delta = _delta(context.plan, target, removed, orders)
     counts = sorted({f"{len(channels)} channels" for channels in delta.kept.values()})
     parts = f"{len(delta.removed)} parts removed, spaces left with {', '.join(counts)}"
     context.progress.note(f"cut to {target.arch}: {parts}")
@@ -58,7 +56,7 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
     surplus = [block for stage, blocks in target.stages.items() for block in blocks[target.depths[stage] :]]
     removed = [name for block in surplus for name in block.parts]
     orders = {component: range(component.size)[::-1] for component in _cut(model, family, target, removed)}
-    return _delta(base, target, options, removed, orders)
+    return _delta(base, target, removed, orders)
 
 
 def _cut(model: nn.Module, family: Family, target: Target, removed: Sequence[str]) -> list[Component]:
@@ -67,23 +65,17 @@ def _cut(model: nn.Module, family: Family, target: Target, removed: Sequence[str
     return [component for component in components(spaces) if target.cuts(component)]
 
 
-def _delta(
-    base: Plan, target: Target, options: Options, removed: Sequence[str], orders: Mapping[Component, Sequence[int]]
-) -> Plan:
+def _delta(base: Plan, target: Target, removed: Sequence[str], orders: Mapping[Component, Sequence[int]]) -> Plan:
     """The plan that drops `removed` and cuts the components. orders: their channels, the least important first."""
     kept: dict[str, tuple[int, ...]] = {}
     heads: dict[str, int] = {}
     for component, order in orders.items():
-        (width, after), before = target.sizes[component.name], component.spaces[0].heads
-        if component.kind == "attention":
-            channels = regroup(order, before, after, width, options.heads)
-        else:
-            channels = best(order, width)
-        if after != before:
-            heads[component.name] = after
-        kept |= {space.name: channels for space in component.spaces}
+        width, count = target.sizes[component.name]
+        if count != component.spaces[0].heads:
+            heads[component.name] = count
+        kept |= dict.fromkeys((space.name for space in component.spaces), best(order, width, target.parts(component)))
     standard = {"arch": target.arch, "args": target.arch_args} if target.stages else {}
-    return base.delta(removed=drop_sites(base, removed).removed, kept=kept, heads=heads, standard=standard)
+    return base.delta(removed=dict.fromkeys(removed, "drop"), kept=kept, heads=heads, standard=standard)
 
 
 def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimate]:

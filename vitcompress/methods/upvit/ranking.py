@@ -1,20 +1,28 @@
-"""Blocks and channels in order of their importance, measured by all processes together; every result is kept."""
+"""Blocks and channels in order of their importance, measured by all processes together; every result is kept.
 
-from collections.abc import Mapping, Sequence
+Blocks are removed one at a time, the one whose removal changes the outputs least (UP-ViT, appendix C). One of L blocks
+can be removed in 2L - 1 ways: drop block i, or drop the FFN of block k and the attention of block k + 1, which leaves
+one *hybrid* block, the attention of k before the FFN of k + 1. Hybrids do not cross stages. After each removal
+everything is measured again on the remaining model.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vitcompress import surgery
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.options import UpvitOptions as Options
 from vitcompress.methods.scores import UNMEASURED, channel_scores, random_scores
-from vitcompress.methods.upvit.blocks import Candidate, block_scores, candidates, drop_sites
-from vitcompress.methods.upvit.heads import count_parts, least_first
-from vitcompress.methods.upvit.importance import Component, Importance
+from vitcompress.methods.upvit.importance import Component, Importance, divergence
 from vitcompress.methods.upvit.proxy import estimates
-from vitcompress.methods.upvit.target import Target
+from vitcompress.methods.upvit.target import Block, Target
+from vitcompress.plan import Plan
 from vitcompress.training.loaders import EvalLoader
 
 PROXY_BATCH = 64  # images whose outputs are compared together
@@ -32,6 +40,56 @@ def too_few_images(images: int) -> list[str]:
         "73.65 % with 500, no better than without any (74.09 %), 74.62 % with 1000, 75.79 % with 2000, 75.94 % "
         "with 5000; set images to 2000 or more"
     ]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to lose a block of a stage: the sites to remove, and the remaining blocks."""
+
+    title: str
+    removed: tuple[str, ...]
+    stage: str
+    remaining: list[Block]
+
+
+def candidates(stage: str, blocks: Sequence[Block]) -> Iterator[Candidate]:
+    """The 2L - 1 ways in which a stage of L blocks can lose one; none for the last block."""
+    for number, block in enumerate(blocks if len(blocks) > 1 else ()):
+        before, after = blocks[:number], blocks[number + 1 :]
+        yield Candidate(f"block {' + '.join(block.parts)}", block.parts, stage, [*before, *after])
+        if after:
+            removed = (block.ffn.name, after[0].attention.name)
+            hybrid = Block(block.attention, after[0].ffn)
+            yield Candidate(f"hybrid: {' and '.join(removed)}", removed, stage, [*before, hybrid, *after[1:]])
+
+
+@torch.inference_mode()
+def block_scores(model: nn.Module, plans: Sequence[Plan], reference: Plan, loader: EvalLoader) -> Tensor:
+    """KL divergence of the outputs after each of `plans` from those after `reference`, summed over the images of this
+    process: (plans,), float64.
+    """
+    shared = {id(parameter): parameter for parameter in model.parameters()}  # by all copies, which lack some modules
+    base, *changed = (surgery.apply_plan(deepcopy(model, {**shared}), plan).eval() for plan in (reference, *plans))
+    total = torch.zeros(len(plans), dtype=torch.float64)
+    for batch, _ in loader:
+        images = batch.to(next(model.parameters()).dtype)
+        logits = base(images)
+        total += torch.cat([divergence(logits, one(images)) for one in changed]).cpu()
+    return total
+
+
+def least_first(scores: Sequence[Any]) -> list[int]:
+    """Channels from the least important to the most important; equal ones in ascending order."""
+    return sorted(range(len(scores)), key=lambda channel: (scores[channel], channel))
+
+
+def best(order: Sequence[int], width: int, parts: int = 1) -> tuple[int, ...]:
+    """The `width` channels to keep of `order` (the least important first): the best ones of each of as many contiguous
+    parts of the channels, in ascending order.
+    """
+    size, share = len(order) // parts, width // parts
+    ordered = ([channel for channel in order if channel // size == part] for part in range(parts))
+    return tuple(channel for own in ordered for channel in sorted(own[size - share :]))
 
 
 @dataclass(frozen=True)
@@ -59,8 +117,9 @@ class Ranker:
             context.progress.stage(f"block importance: {len(ways)} candidates")
 
             def measure(ways: Sequence[Candidate] = ways, removed: Sequence[str] = removed) -> dict[str, object]:
-                plans = [drop_sites(context.plan, [*removed, *way.removed]) for way in ways]
-                reference = drop_sites(context.plan, removed if self.options.reference == "current" else [])
+                current = removed if self.options.reference == "current" else []
+                lists = (current, *([*removed, *way.removed] for way in ways))
+                reference, *plans = (context.plan.delta(removed=dict.fromkeys(names, "drop")) for names in lists)
                 scores = block_scores(self.model, plans, reference, self.loader)
                 return {"ways": [way.title for way in ways], "scores": self._sum(scores)}
 
@@ -89,7 +148,12 @@ class Ranker:
             return {c: least_first(scores[c.name]) for c in cut}
         tiers = {c.name: self._tiers(c, scores[c.name]) for c in cut}
         exact = self._measure(cut, self.loader, "scores", tiers)
-        return {c: _merge(scores[c.name], exact[c.name], tiers[c.name]) for c in cut}
+        # Measured channels by their score, the others below and above in their order.
+        merged = {
+            c.name: [(tier, (exact if tier == 1 else scores)[c.name][i]) for i, tier in sorted(tiers[c.name].items())]
+            for c in cut
+        }
+        return {c: least_first(merged[c.name]) for c in cut}
 
     def _sum(self, scores: Tensor) -> list[float]:
         """The sum over all processes."""
@@ -132,18 +196,11 @@ class Ranker:
 
     def _tiers(self, component: Component, screen: Sequence[float]) -> Tiers:
         """The share `band` of the channels around the cut of each head is measured."""
-        width, heads = self.target.sizes[component.name]
-        is_attention = component.kind == "attention"
-        parts = count_parts(component.spaces[0].heads, heads, self.options.heads) if is_attention else 1
-        size = component.size // parts
-        cut, half = size - width // parts, max(1, round(self.options.band * size / 2))
+        parts = self.target.parts(component)
+        size, width = component.size // parts, self.target.sizes[component.name][0] // parts
+        cut, half = size - width, max(1, round(self.options.band * size / 2))
         tiers: Tiers = {}
         for part in range(parts):
             order = [channel for channel in least_first(screen) if channel // size == part]
             tiers |= {c: 0 if rank < cut - half else 2 if rank >= cut + half else 1 for rank, c in enumerate(order)}
         return tiers
-
-
-def _merge(screen: Sequence[float], exact: Sequence[float], tiers: Tiers) -> list[int]:
-    """Channels, the least important first: measured ones by their score, the others below and above in their order."""
-    return sorted(range(len(screen)), key=lambda c: (tiers[c], exact[c] if tiers[c] == 1 else screen[c], c))

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 from vitcompress.io.files import read_json
 from vitcompress.io.text import Columns, Table
 from vitcompress.methods.base import Chart, Line, StepReport, ranked, read_memo
-from vitcompress.methods.upvit.heads import least_first
-from vitcompress.methods.upvit.ranking import too_few_images
+from vitcompress.methods.upvit.ranking import least_first, too_few_images
 
 AXIS = "KL, nats, summed over images"
 KINDS = {"attn": "attention", "mlp": "FFN", "sr": "reduction"}

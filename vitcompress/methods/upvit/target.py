@@ -1,4 +1,8 @@
-"""UP-ViT's options, the standard timm model that they name, and whether the model can become it."""
+"""UP-ViT's options, the standard timm model that they name, and whether the model can become it.
+
+From H heads to H', a new head consists of channels of H / H' old ones ("Pruning multi-head self-attention", Table D10).
+That changes the function, since the products of several old heads are then summed before the softmax.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,13 +10,12 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from vitcompress.errors import PlanError
-from vitcompress.families import Family, Space, family_of
+from vitcompress.families import Family, Site, Space, family_of
 from vitcompress.methods.base import reject_unused
 from vitcompress.methods.latency import check_target
+from vitcompress.methods.options import Strategy
 from vitcompress.methods.options import UpvitOptions as Options
 from vitcompress.methods.scores import UNMEASURED
-from vitcompress.methods.upvit.blocks import Block, stage_of, standard_blocks
-from vitcompress.methods.upvit.heads import check_heads
 from vitcompress.methods.upvit.importance import Component, components
 from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan, enclosing_module
@@ -28,12 +31,26 @@ Place = tuple[str, str]  # stage, or name of a space outside of blocks; kind of 
 
 
 @dataclass(frozen=True)
+class Block:
+    """An attention and the FFN after it, of the same dense block or of two."""
+
+    attention: Site
+    ffn: Site
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The sites to remove: the dense block, or the two parts."""
+        same = self.attention.block == self.ffn.block
+        return (self.attention.block,) if same else (self.attention.name, self.ffn.name)
+
+
+@dataclass(frozen=True)
 class Target:
     """A standard model, as `timm.create_model(arch, **arch_args)` builds it, and what leads from the model to it.
 
     stages: stage (the module that contains the blocks) -> blocks of the model; empty if earlier steps changed blocks,
         so that only widths can be pruned and the result is no standard model. depths: stage -> number of blocks.
-    sizes: component of the model -> number of its channels and heads in the target.
+    sizes: component of the model -> number of its channels and heads in the target. strategy: of forming heads.
     """
 
     arch: str
@@ -41,6 +58,7 @@ class Target:
     stages: dict[str, list[Block]]
     depths: dict[str, int]
     sizes: dict[str, tuple[int, int]]
+    strategy: Strategy
 
     @property
     def surplus(self) -> int:
@@ -50,6 +68,16 @@ class Target:
     def cuts(self, component: Component) -> bool:
         """Whether the component loses channels or gets another number of heads."""
         return any((space.size, space.heads) != self.sizes[component.name] for space in component.spaces)
+
+    def parts(self, component: Component) -> int:
+        """The number of equal parts of the component's channels that each keep as many channels.
+
+        Of an attention, `groups` forms each new head from the best channels of as many contiguous old heads (strategy 1
+        of the paper, its best); `across` takes the best of all heads and splits them into new heads in their order (2);
+        `each` takes equally many of every old head (3).
+        """
+        strategy = self.strategy if component.kind == "attention" else "across"
+        return {"groups": self.sizes[component.name][1], "across": 1, "each": component.spaces[0].heads}[strategy]
 
 
 @dataclass(frozen=True)
@@ -84,6 +112,29 @@ def _place(space: Space, blocks: Mapping[str, nn.Module]) -> Place:
     return (space.name if block is None else stage_of(block), space.kind)
 
 
+def stage_of(block: str) -> str:
+    """The module that contains a block."""
+    return block.rpartition(".")[0]
+
+
+def standard_blocks(model: nn.Module, family: Family) -> dict[str, list[Block]]:
+    """Stage -> its blocks in order; a hybrid of an earlier step is one block.
+
+    Raises PlanError if attentions and FFNs do not alternate, because an earlier step removed one of them alone.
+    """
+    parts: dict[str, list[Site]] = {stage_of(path): [] for path in family.blocks(model)}
+    for site in family.sites(model):
+        if site.kind in ("attention", "ffn"):
+            parts[stage_of(site.block)].append(site)
+    for stage, sites in parts.items():
+        if [site.kind for site in sites] != ["attention", "ffn"] * (len(sites) // 2):
+            raise PlanError(
+                f"the attentions and FFNs in {stage} do not alternate, so they form no standard blocks",
+                hint="prune blocks before a step that removes attentions or FFNs alone",
+            )
+    return {stage: list(map(Block, sites[::2], sites[1::2])) for stage, sites in parts.items()}
+
+
 def find_target(model: nn.Module, family: Family, base: Plan, options: Options) -> Target:
     """The target of `options`.
 
@@ -110,20 +161,34 @@ def find_target(model: nn.Module, family: Family, base: Plan, options: Options) 
         )
     own = components(spaces)
     sizes = {component.name: there.sizes[places[component.spaces[0]]] for component in own}
-    target = Target(arch, arch_args, stages, there.depths, sizes)
+    target = Target(arch, arch_args, stages, there.depths, sizes, options.heads)
     for component in own:
         if component.kind == "attention" and target.cuts(component):
-            widths = {space.kind: space.size for space in component.spaces}
-            if len(set(widths.values())) > 1:
-                raise PlanError(
-                    f"{component.name} has {widths['qk']} channels in q and k, {widths['v']} in v; "
-                    "UP-ViT prunes them together",
-                    hint="use upvit before a step that prunes them separately",
-                )
-            width, heads = sizes[component.name]
-            check_heads(component.size, component.spaces[0].heads, heads, width, options.heads)
+            _check_attention(component, target)
     _check_options(options, target, own)
     return target
+
+
+def _check_attention(component: Component, target: Target) -> None:
+    """Raise PlanError if the new heads cannot be formed from the old ones."""
+    qk, v = (next(space.size for space in component.spaces if space.kind == kind) for kind in ("qk", "v"))
+    if qk != v:
+        raise PlanError(
+            f"{component.name} has {qk} channels in q and k, {v} in v; UP-ViT prunes them together",
+            hint="use upvit before a step that prunes them separately",
+        )
+    (width, new_heads), heads = target.sizes[component.name], component.spaces[0].heads
+    if heads % new_heads:
+        raise PlanError(
+            f"{heads} heads cannot become {new_heads}: each new head consists of the same number of old ones",
+            hint=f"choose a number of heads that divides {heads}",
+        )
+    parts = heads if target.strategy == "each" else new_heads
+    if width % parts or qk % parts:
+        raise PlanError(
+            f"{width} of {qk} attention channels do not divide into {parts} equal parts (heads = {target.strategy!r})",
+            hint=f"choose an attention width that {parts} divides",
+        )
 
 
 def _check_family(family: Family, spaces: tuple[Space, ...]) -> None:
