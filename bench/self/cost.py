@@ -19,6 +19,7 @@ from vitcompress.bench.self.speed import Line, Options, attempt, prune_recipe, t
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.families import family_of
+from vitcompress.methods.depth import depth_plan
 from vitcompress.methods.options import CriterionPass, SeroOptions
 from vitcompress.methods.sero.exploration import Exploration
 from vitcompress.models.create import create_model, input_config, plan_of
@@ -47,9 +48,9 @@ def time_gates(options: Options) -> Iterator[Line]:
     plain, widths, searched = (create_model(options.arch).train() for _ in range(3))
     family = family_of(widths)
     masks = {space.name: torch.ones(space.size) for space in family.spaces(widths) if space.kind != "residual"}
-    sites = [site for site in family.sites(searched) if site.kind in ("attention", "activation")]
-    # bypasses of the released code of HetDPT
-    search = GatedModel(searched, family, sites, attention_bypass="norm_identity", both_pruned_output_act="gelu")
+    blocks = range(len(family.blocks(searched)))
+    released = {"attention_bypass": "norm_identity", "both_pruned_output_act": "gelu"}  # code of HetDPT
+    search = GatedModel(searched, family, depth_plan(searched, Plan(options.arch), blocks, blocks, **released))
     with mask_channels(widths, family, masks):
         models = {"plain": plain, "channel gates": widths, "score search": search}
         yield from _compare_steps({k: training(model, options) for k, model in models.items()}, options, options.runs)

@@ -3,7 +3,7 @@
 A new family adds rows here; the tests in tests/families, tests/surgery, tests/models and others then cover it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.families import Site, Space, family_of, prepare_model
+from vitcompress.methods.depth import blocks_of, plan_layers
+from vitcompress.methods.options import BypassOptions
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy
 from vitcompress.surgery.gates import GatedModel
@@ -241,4 +243,12 @@ def layers(model: nn.Module) -> list[Site]:
 
 def gated(model: nn.Module, **modes: str) -> GatedModel:
     """The model with a gate on each of its layers, in float64."""
-    return GatedModel(model, family_of(model), layers(model), **modes).double()
+    return add_gates(model, layers(model), **modes).double()
+
+
+def add_gates(
+    model: nn.Module, sites: Sequence[Site], means: Mapping[str, Tensor] | None = None, **modes: str
+) -> GatedModel:
+    """The model with gates on these layers. modes: fields of BypassOptions."""
+    plan = plan_layers(model, Plan(""), blocks_of(sites), BypassOptions(**modes))
+    return GatedModel(model, family_of(model), plan, means)

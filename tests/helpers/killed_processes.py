@@ -16,17 +16,16 @@ from pathlib import Path
 
 import killed_training
 import torch
+from contracts import add_gates, layers
 from killed_training import OPTIONS, fading, images, killer
 from method_world import context, model
 
-from vitcompress.families import family_of
 from vitcompress.io.files import write_text
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
 from vitcompress.methods.sero import method as sero
 from vitcompress.methods.upvit import method as upvit
 from vitcompress.models.create import create_model, input_config
-from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.distributed import Runtime, start, stop
 from vitcompress.training.loop import train
 from vitcompress.training.trainer import TrainingContext
@@ -37,8 +36,7 @@ BOTH = (0, 1)
 
 def training(folder: Path, runtime: Runtime) -> None:
     vit = create_model(killed_training.ARCH, killed_training.ARGS, seed=0)
-    family = family_of(vit)
-    gated = GatedModel(vit, family, [s for s in family.sites(vit) if s.kind in ("attention", "activation")])
+    gated = add_gates(vit, layers(vit))
     gated.register_forward_hook(lambda *_: sys.audit(STEP))
     at = TrainingContext(input_config(vit), runtime, folder / "search", "search", 0, Progress())
     train(gated, images(), images(), OPTIONS, at, fading(gated))

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from contracts import add_gates, layers
 
-from vitcompress.families import family_of
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.create import create_model, input_config
@@ -74,8 +74,7 @@ def run(folder: Path, result: Path, kill: tuple[str, int] | None) -> None:
     if kill:
         sys.addaudithook(killer(*kill))
     model = create_model(ARCH, ARGS, seed=0)
-    family = family_of(model)
-    gated = GatedModel(model, family, [s for s in family.sites(model) if s.kind in ("attention", "activation")])
+    gated = add_gates(model, layers(model))
     gated.register_forward_hook(lambda *_: sys.audit("vitcompress.step"))
     runtime = Runtime(torch.device("cpu"))
     at = TrainingContext(input_config(model), runtime, folder / "state" / "search", "search", 0, Progress())

@@ -8,7 +8,7 @@ import torch
 
 from vitcompress.errors import PlanError
 from vitcompress.methods import budget
-from vitcompress.methods.budget import Counts, Group, Ranking, Target, Units
+from vitcompress.methods.budget import Counts, Group, Ranking, Target
 
 HALF = {"ffn": 0.5, "residual": 0.5}
 DENSE = 4 * 256 * 256
@@ -25,7 +25,7 @@ def groups() -> tuple[Group, ...]:
     return (*blocks, random_group("residual", 256, "residual", "residual"))
 
 
-def ranking(keep: Mapping[str, float] = HALF, units: Units = Units()) -> Ranking:  # noqa: B008 (frozen)
+def ranking(keep: Mapping[str, float] = HALF, units: Mapping[str, int] = {}) -> Ranking:
     return Ranking(groups(), keep, units)
 
 
@@ -101,7 +101,7 @@ def test_a_budget_is_met_to_the_channel_without_alignment(share: float) -> None:
 @pytest.mark.parametrize("share", [0.2, 0.55, 0.8])
 def test_an_aligned_budget_is_met_by_the_finely_aligned_widths(share: float) -> None:
     """The stream moves in steps of a quarter; the FFNs compensate."""
-    counts = budget.solve(ranking(HALF, Units(residual=64, ffn=8)), target(share * DENSE)).counts
+    counts = budget.solve(ranking(HALF, {"residual": 64, "ffn": 8}), target(share * DENSE)).counts
     assert counts["residual"] % 64 == 0
     assert all(counts[f"b{number}"] % 8 == 0 for number in range(4))
     assert abs(cost(counts) / (share * DENSE) - 1) <= 0.02
@@ -110,25 +110,25 @@ def test_an_aligned_budget_is_met_by_the_finely_aligned_widths(share: float) -> 
 @pytest.mark.parametrize("share", [0.2, 0.35, 0.5, 0.65, 0.8])
 def test_the_stream_has_its_unaligned_width_where_the_rest_can_compensate(share: float) -> None:
     free = budget.solve(ranking(), target(share * DENSE)).counts["residual"]
-    solution = budget.solve(ranking(HALF, Units(residual=64, ffn=8)), target(share * DENSE))
+    solution = budget.solve(ranking(HALF, {"residual": 64, "ffn": 8}), target(share * DENSE))
     assert solution.counts["residual"] == budget.align(free, 256, 64)
 
 
 @pytest.mark.parametrize(("share", "nearest", "width"), [(0.325, 128, 192), (0.5, 192, 128)])
 def test_the_next_stream_width_is_used_where_the_rest_cannot_compensate(share: float, nearest: int, width: int) -> None:
     free = budget.solve(ranking(), target(share * DENSE)).counts["residual"]
-    solution = budget.solve(ranking(HALF, Units(residual=64, ffn=64)), target(share * DENSE))
+    solution = budget.solve(ranking(HALF, {"residual": 64, "ffn": 64}), target(share * DENSE))
     assert budget.align(free, 256, 64) == nearest
     assert solution.counts["residual"] == width and abs(solution.cost / (share * DENSE) - 1) <= 0.01
 
 
 def test_the_nearest_stream_width_is_used_where_all_miss_the_target() -> None:
     wanted = target(0.4 * DENSE)
-    solution = budget.solve(ranking(HALF, Units(residual=64, ffn=64)), wanted)
+    solution = budget.solve(ranking(HALF, {"residual": 64, "ffn": 64}), wanted)
     costs = []
     for width in (128, 192, 256):
         alone = replace(wanted, cost=lambda counts, width=width: float(width * sum(counts.values())))
-        costs.append(budget.solve(Ranking(groups()[:4], {"ffn": 0.5}, Units(ffn=64)), alone).cost)
+        costs.append(budget.solve(Ranking(groups()[:4], {"ffn": 0.5}, {"ffn": 64}), alone).cost)
     assert solution.cost == min(costs, key=lambda cost: abs(cost - wanted.amount)) > min(costs)
     assert abs(solution.cost / wanted.amount - 1) > 0.01
 
@@ -150,7 +150,7 @@ def test_the_search_ends_once_the_target_is_met() -> None:
 @pytest.mark.parametrize("amount", [1.0, DENSE + 1.0])
 def test_a_target_out_of_reach_is_rejected_with_the_range(amount: float) -> None:
     with pytest.raises(PlanError, match=r"this structure allows 2048 units to 2\.621e\+05 units"):
-        budget.solve(ranking(HALF, Units(residual=64, ffn=8)), target(amount))
+        budget.solve(ranking(HALF, {"residual": 64, "ffn": 8}), target(amount))
 
 
 def test_widths_that_may_not_shrink_bound_the_range() -> None:
@@ -160,7 +160,7 @@ def test_widths_that_may_not_shrink_bound_the_range() -> None:
 
 def test_an_alignment_larger_than_the_width_is_rejected() -> None:
     with pytest.raises(PlanError, match="multiples of 512, but b0 has only 256"):
-        ranking(HALF, Units(ffn=512))
+        ranking(HALF, {"ffn": 512})
 
 
 @pytest.mark.parametrize("scores", [torch.tensor([1.0, torch.nan]), torch.zeros(3)])

@@ -89,7 +89,7 @@ def test_score_gradient_is_the_derivative_of_the_loss_by_the_gate(tmp_path: Path
     pixels = torch.randn(4, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     gradients = torch.autograd.grad(probe(pixels).square().sum(), probe.score_parameters())
     step = 1e-5
-    for site, gradient in zip(sites, gradients, strict=True):
+    for site, gradient in zip(probe.sites, gradients, strict=True):
         values = []
         for gate in (1.0, 1 - step, 1 - 2 * step):
             probe.set_gate(site.name, gate)

@@ -196,11 +196,7 @@ def test_layers_that_faded_out_are_removed_from_the_deployed_model(tmp_path: Pat
     assert len(before.removed) == (2 if len(steps) > 1 else 0)
 
     model = surgery.apply_plan(create_model(plan.arch, plan.arch_args), before)
-    family = family_of(model)
-    sites = [site for site in family.sites(model) if site.name in last.removed]
-    gated = GatedModel(
-        model, family, sites, attention_bypass=next(iter({*last.removed.values()} - {"identity"}), "drop")
-    )
+    gated = GatedModel(model, family_of(model), last)
     kept = load_state(state / "recovery")
     assert kept is not None
     gated.load_state_dict({name.removeprefix("module."): value for name, value in kept.tensors.items()})
@@ -211,6 +207,6 @@ def test_layers_that_faded_out_are_removed_from_the_deployed_model(tmp_path: Pat
     scale = max(1.0, float(deployed.abs().max()))
     assert float((logits(gated, images) - deployed).abs().max()) <= LOGITS * scale
     assert float((logits(load_model(result.folder), images) - deployed).abs().max()) <= LOGITS * scale
-    for site in sites:
+    for site in gated.sites:
         gated.set_gate(site.name, 1.0)
     assert float((logits(gated, images) - deployed).abs().max()) > 100 * LOGITS * scale

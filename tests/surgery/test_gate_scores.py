@@ -9,6 +9,7 @@ import torch
 from contracts import (
     BYPASSES,
     SAME,
+    add_gates,
     assert_moved,
     build,
     difference,
@@ -19,8 +20,7 @@ from contracts import (
 )
 from torch import Tensor, nn
 
-from vitcompress.families import Site, family_of
-from vitcompress.surgery.gates import GatedModel
+from vitcompress.families import Site
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def test_scores_in_float32_receive_the_same(gate: float) -> None:
     model, x = build("plain"), images("plain")
     gradients = []
     for dtype in (torch.float64, torch.float32):
-        one = GatedModel(deepcopy(model), family_of(model), layers(model)).to(dtype)
+        one = add_gates(deepcopy(model), layers(model)).to(dtype)
         for site in one.sites:
             one.set_gate(site.name, gate)
         one(x.to(dtype)).square().sum().backward()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from contracts import (
     BYPASSES,
+    add_gates,
     assert_moved,
     assert_same,
     build,
@@ -23,6 +24,7 @@ from vitcompress.errors import PlanError
 from vitcompress.families import Site, family_of
 from vitcompress.families.gated_ffn import freeze_gate
 from vitcompress.methods.depth import depth_plan
+from vitcompress.plan import Plan
 from vitcompress.surgery import apply_plan, apply_to_copy
 from vitcompress.surgery.gates import GatedModel
 
@@ -79,7 +81,7 @@ def test_a_gate_closed_at_its_mean_is_what_frozen_weights_deploy() -> None:
     """The gate at a given mean, the frozen weights before removal, and after it: one function."""
     model, x = build("swiglu"), images("swiglu")
     means = {"blocks.1.mlp": torch.linspace(-0.2, 1.0, 32, dtype=torch.float64)}
-    open_model = GatedModel(deepcopy(model), family_of(model), layers(model)[3:], gate_means=means).double()
+    open_model = add_gates(deepcopy(model), layers(model)[3:], means).double()
     open_model.set_gate("blocks.1.mlp.act", 0.0)
     expected = logits(open_model, x)
     without = logits(apply_to_copy(model, depth_plan(model, contract("swiglu").plan, [], [1])), x)
@@ -107,10 +109,9 @@ def test_gates_on_a_model_that_lost_layers_before(bypass: str) -> None:
 
 def test_output_activation_only_where_every_layer_of_the_block_is_gone() -> None:
     model, x = build("plain"), images("plain")
-    with_act = GatedModel(
-        deepcopy(model), family_of(model), layers(model)[:3], both_pruned_output_act="gelu"
-    )  # attention and activation of block 0, attention of block 1
-    without = GatedModel(deepcopy(model), family_of(model), layers(model)[:3])
+    # attention and activation of block 0, attention of block 1
+    with_act = add_gates(deepcopy(model), layers(model)[:3], both_pruned_output_act="gelu")
+    without = add_gates(deepcopy(model), layers(model)[:3])
     for one in (with_act, without):
         one.set_gate("blocks.1.attn", 0.0)
         one.set_gate("blocks.0.attn", 0.0)
@@ -191,7 +192,7 @@ def test_a_deep_copy_has_gates_scores_and_hooks_of_its_own(bypass: str) -> None:
 
 def test_a_gated_model_takes_over_mode_and_names_without_weight_decay() -> None:
     model = build("distilled")
-    one = GatedModel(model, family_of(model), layers(model))
+    one = add_gates(model, layers(model))
     assert not one.training
     assert one.no_weight_decay() == {f"model.{name}" for name in model.no_weight_decay()} != set()
     assert {id(p) for p in one.parameters()} == {id(p) for p in (*one.score_parameters(), *one.model.parameters())}
@@ -218,7 +219,7 @@ def test_layers_without_a_gate() -> None:
     sites = family_of(model).sites(model)
     for site in (sites[2], sites[3], Site("blocks.7.attn", "attention", "blocks.7", 7, "blocks.7.drop_path1")):
         with pytest.raises(PlanError, match=rf"{site.name} cannot be gated; layers that can: blocks.0.attn"):
-            GatedModel(model, family_of(model), [site])
+            GatedModel(model, family_of(model), Plan("", removed={site.name: "drop"}))
     open_model = gated(model)
     with pytest.raises(PlanError, match=r"blocks\.0\.mlp is not a gated layer; gated: blocks\.0\.attn"):
         open_model.set_gate("blocks.0.mlp", 0.0)

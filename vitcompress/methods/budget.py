@@ -47,22 +47,6 @@ class Group:
         return tuple(sorted(self.order[:count]))
 
 
-@dataclass(frozen=True)
-class Units:
-    """Kept widths are multiples of these numbers, by kind. Heads are not aligned.
-
-    down: round down, as the released isomorphic pruning does, instead of to the nearest multiple.
-    """
-
-    residual: int = 1
-    ffn: int = 1
-    head_dim: int = 1
-    down: bool = False
-
-    def of(self, kind: Kind) -> int:
-        return 1 if kind == "head" else int(getattr(self, kind))
-
-
 def normalize(scores: Tensor) -> Tensor:
     """Divide scores by their mean: groups then compete by how unequal their channels are, not by their magnitude.
 
@@ -92,17 +76,19 @@ def align(count: int, size: int, unit: int, *, down: bool = False) -> int:
 class Ranking:
     """Ranked groups and the share of their channels to keep.
 
-    keep: scope -> share of its channels. units: alignment of the kept widths. Raises PlanError if a unit is larger than
-    a width.
+    keep: scope -> share of its channels. units: kind -> number of which kept widths are multiples, by default 1. down:
+    round down, as the released isomorphic pruning does, instead of to the nearest multiple. Raises PlanError if a unit
+    is larger than a width.
     """
 
     groups: tuple[Group, ...]
     keep: Mapping[str, float]
-    units: Units = field(default_factory=Units)
+    units: Mapping[str, int] = field(default_factory=dict)
+    down: bool = False
 
     def __post_init__(self) -> None:
         for group in self.groups:
-            if (unit := self.units.of(group.kind)) > group.size:
+            if (unit := self.units.get(group.kind, 1)) > group.size:
                 raise PlanError(
                     f"{group.kind} widths must be multiples of {unit}, but {group.name} has only {group.size}",
                     hint=f"set an alignment of {group.size} or less",
@@ -130,8 +116,8 @@ class Ranking:
             best = owners[: int(len(owners) * scale_share(self.keep[scope], strength))]
             numbers = torch.bincount(best, minlength=len(groups)).tolist()
             for group, number in zip(groups, numbers, strict=True):
-                unit = self.units.of(group.kind)
-                counts[group.name] = align(max(1, number), group.size, unit, down=self.units.down)
+                unit = self.units.get(group.kind, 1)
+                counts[group.name] = align(max(1, number), group.size, unit, down=self.down)
         return counts | (fixed or {})
 
 
@@ -187,11 +173,11 @@ def solve(ranking: Ranking, target: Target[Counts]) -> Solution:
     is out of reach.
     """
     least, most = check_reach(ranking.counts(0.0), ranking.counts(1.0), target)
-    free = bisect((ranking if target.runtime else replace(ranking, units=Units())).counts, target)[0]
-    results: list[tuple[Counts, float]] = []
+    free = bisect((ranking if target.runtime else replace(ranking, units={}, down=False)).counts, target)[0]
+    results, unit = list[tuple[Counts, float]](), ranking.units.get("residual", 1)
     for shift in (0, -1, 1):
         residual = {
-            group.name: align(free[group.name] + shift * ranking.units.residual, group.size, ranking.units.residual)
+            group.name: align(free[group.name] + shift * unit, group.size, unit)
             for group in ranking.groups
             if group.kind == "residual"
         }

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,6 @@ KINDS: tuple[SiteKind, ...] = ("attention", "activation")
 Blocks = Mapping[SiteKind, Sequence[int]]  # dense block numbers that lose their layer of this kind
 GATE_IMAGES = 1024  # training images over which the mean of a gate is taken
 MEAN_GATES = "mean_gates"  # file of the constant gates of layers that fade out
-
-
-def _bypasses(options: BypassOptions) -> dict[str, str]:
-    return {field.name: getattr(options, field.name) for field in fields(BypassOptions)}
 
 
 def layers(model: nn.Module, family: Family) -> dict[SiteKind, tuple[Site, ...]]:
@@ -103,7 +99,7 @@ def plan_layers(model: nn.Module, base: Plan, removed: Blocks, options: BypassOp
     Raises PlanError for a block without such a site, an unknown bypass, or activations of FFNs that are not linear
     without them.
     """
-    check_bypasses(**_bypasses(options))
+    check_bypasses(options.attention_bypass, options.both_pruned_output_act, options.gated_ffn)
     family = family_of(model)
     sites = family.sites(model)
     if removed.get("activation"):
@@ -193,10 +189,9 @@ def remove_layers(model: nn.Module, context: Context, removed: Blocks, options: 
 
 def gate_layers(model: nn.Module, context: Context, sites: Sequence[Site], options: BypassOptions) -> GatedModel:
     """A copy of `model` on the run's device with a gate on each of `sites`, bypassed as in the deployed model."""
-    means = gate_means(model, context, {site.name for site in sites}, options)
-    means = {ffn: mean.to(context.runtime.device) for ffn, mean in means.items()}
-    copy = deepcopy(model).to(context.runtime.device)
-    return GatedModel(copy, context.family, sites, **_bypasses(options), gate_means=means)
+    plan = plan_layers(model, context.plan, blocks_of(sites), options)
+    means = gate_means(model, context, plan.removed, options)
+    return GatedModel(deepcopy(model).to(context.runtime.device), context.family, plan, means)
 
 
 def gate_means(model: nn.Module, context: Context, names: Collection[str], options: BypassOptions) -> dict[str, Tensor]:

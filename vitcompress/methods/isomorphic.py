@@ -35,7 +35,7 @@ from vitcompress.methods.base import (
     read_memo,
     reject_unused,
 )
-from vitcompress.methods.budget import Counts, Ranking, Target, Units, scale_share
+from vitcompress.methods.budget import Counts, Ranking, Target, scale_share
 from vitcompress.methods.latency import Search, check_target, goal_of, most_candidates
 from vitcompress.methods.options import IsomorphicOptions as Options
 from vitcompress.methods.scores import UNMEASURED, Scores, compute_scores, random_scores
@@ -120,8 +120,10 @@ def _rank(spaces: Sequence[Space], scores: Scores, options: Options) -> Ranking:
     groups = groups_of(spaces, scores, options.scope)
     shares = {"head": options.keep_heads, "head_dim": options.keep_head_dim}
     keep = {g.scope: options.keep_ratio if g.scope == ALL else shares.get(g.kind, options.keep_ratio) for g in groups}
-    own, same = Units(**asdict(options.align)), options.round_to
-    return Ranking(groups, keep, own if same is None else Units(same, same, same, down=True))
+    units, same = asdict(options.align), options.round_to
+    return (
+        Ranking(groups, keep, units) if same is None else Ranking(groups, keep, dict.fromkeys(units, same), down=True)
+    )
 
 
 def _check(options: Options, spaces: Sequence[Space]) -> None:

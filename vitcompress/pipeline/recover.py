@@ -1,10 +1,9 @@
 """Recover the accuracy of the pruned model by fine-tuning with a distillation teacher."""
 
-from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import nn
 
 from vitcompress import surgery
 from vitcompress.io.files import write_json, write_text
@@ -15,8 +14,7 @@ from vitcompress.models.checkpoint import write_model
 from vitcompress.pipeline.dense import heldout_accuracy, load_dense, teacher_for, train_model
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.prune import Steps, run_steps
-from vitcompress.plan import Plan
-from vitcompress.surgery.gates import GATED_KINDS, GatedModel
+from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.trainer import TrainingControls
 
 
@@ -71,7 +69,7 @@ def _finetune(job: Job, dense: nn.Module, steps: Steps) -> nn.Module:
         return pruned
     # The layers of the last step fade out; those of the steps before are removed from the start.
     means = job.runtime.broadcast(read_mean_gates(step.files.path) if job.runtime.is_main else None)
-    gated = _add_gates(job, deepcopy(steps.model), steps.last, means)
+    gated = GatedModel(deepcopy(steps.model), job.family, steps.last, means)
     factor = step.method.dilute(step.options, job.recipe.finetune.epochs)
 
     def set_gates(epoch: int) -> None:
@@ -85,17 +83,3 @@ def _finetune(job: Job, dense: nn.Module, steps: Steps) -> nn.Module:
     pruned.load_state_dict(gated.model.state_dict())
     surgery.apply_plan(freeze_gates(pruned, means), steps.last)
     return pruned
-
-
-def _add_gates(job: Job, model: nn.Module, delta: Plan, means: Mapping[str, Tensor]) -> GatedModel:
-    """`model` with a gate on each layer that `delta` removes. means: SwiGLU FFN -> the gate that it fades to."""
-    removed = delta.removed
-    gateable = [site for site in job.family.sites(model) if site.kind in GATED_KINDS]
-    sites = [site for site in gateable if site.name in removed or site.gates in removed]
-    options = {
-        "attention_bypass": next((removed[site.name] for site in sites if site.kind == "attention"), "drop"),
-        "both_pruned_output_act": "gelu" if delta.appended else "none",
-        "gated_ffn": next((removed.get(site.name, "drop_ffn") for site in sites if site.gates), "mean_gate"),
-    }
-    on_device = {ffn: mean.to(job.runtime.device) for ffn, mean in means.items()}
-    return GatedModel(model, job.family, sites, **options, gate_means=on_device)

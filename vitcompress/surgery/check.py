@@ -16,6 +16,7 @@ from vitcompress.plan import (
     GATE_REPLACEMENTS,
     Plan,
     are_valid_channels,
+    is_within,
 )
 
 REPLACEMENTS = {"attention": BYPASSES, "activation": ACTIVATION_REPLACEMENTS, "ffn": ("drop",), "block": ("drop",)}
@@ -31,8 +32,7 @@ def check_plan(model: nn.Module, family: Family, plan: Plan) -> None:
         *_removal_problems(sites, plan),
         *_appended_problems(sites, plan),
         *_kept_problems(spaces, plan),
-        *_head_problems(spaces, plan),
-        *_padding_problems(spaces, plan),
+        *_attention_problems(spaces, plan),
         *_fold_problems(model, family, sites, plan),
     ]
     if problems:
@@ -98,31 +98,23 @@ def _kept_problems(spaces: dict[str, Space], plan: Plan) -> Iterator[str]:
             yield f"kept.{name}: it is inside {outer}, which is removed"
 
 
-def _head_problems(spaces: dict[str, Space], plan: Plan) -> Iterator[str]:
-    for name, count in plan.heads.items():
-        own = [space for space in spaces.values() if space.attention and space.attention == name]
-        if not own:
-            yield f"heads.{name}: the model has no such attention"
-        elif count < 1:
+def _attention_problems(spaces: dict[str, Space], plan: Plan) -> Iterator[str]:
+    attentions = {space.attention for space in spaces.values()} - {""}
+    sliced = {space.attention for space in spaces.values() if space.name in plan.kept}
+    for key, name in (*(("heads", name) for name in plan.heads), *(("padded", name) for name in plan.padded)):
+        if name not in attentions:
+            yield f"{key}.{name}: the model has no such attention"
+        elif is_within(name, plan.removed):
+            yield f"{key}.{name}: the attention is removed"
+        elif key == "heads" and (count := plan.heads[name]) < 1:
             yield f"heads.{name}: expected a whole number from 1, got {count!r}"
-        elif name in plan.removed or _removed_around(name, plan):
-            yield f"heads.{name}: the attention is removed"
-        elif not any(space.name in plan.kept for space in own):
-            yield f"heads.{name}: got {count}, but neither its q/k nor its v channels are in kept"
+        elif key == "heads" and name not in sliced:
+            yield f"heads.{name}: got {plan.heads[name]}, but neither its q/k nor its v channels are in kept"
     for space in spaces.values():
         width = len(plan.kept.get(space.name, range(space.size)))
         heads = plan.heads.get(space.attention, space.heads)
         if heads > 0 and width % heads:
             yield f"kept.{space.name}: {width} channels do not divide into {heads} heads"
-
-
-def _padding_problems(spaces: dict[str, Space], plan: Plan) -> Iterator[str]:
-    attentions = {space.attention for space in spaces.values()}
-    for name in plan.padded:
-        if name not in attentions:
-            yield f"padded.{name}: the model has no such attention"
-        elif name in plan.removed or _removed_around(name, plan):
-            yield f"padded.{name}: the attention is removed"
 
 
 def _fold_problems(model: nn.Module, family: Family, sites: dict[str, Site], plan: Plan) -> Iterator[str]:
@@ -136,7 +128,7 @@ def _fold_problems(model: nn.Module, family: Family, sites: dict[str, Site], pla
             yield f"folded.{name}: listed {times} times"
         elif not is_ffn and name not in scales:
             yield f"folded.{name}: the model has no such FFN of two linear layers, and no such LayerScale"
-        elif name in plan.removed or _removed_around(name, plan):
+        elif is_within(name, plan.removed):
             yield f"folded.{name}: it is removed"
         elif active:
             yield f"folded.{name}: its activation {active[0]} is not removed, so it is not linear"

@@ -61,31 +61,23 @@ def fold_linears(model: nn.Module, plan: Plan) -> Folding:
     ffns = [site.name for site in sites if site.kind == "ffn"]
     active = {enclosing_module(site.name, ffns) for site in sites if site.kind == "activation"}
     linear = [name for name in ffns if name not in active and family.linear_pair(model, name) is not None]
-    records = [_fold_ffn(model, family, name) for name in linear]
-    records += [_fold_scale(model, family, name) for name in family.scales(model)]
+    records = [_fold(model, family, name) for name in (*linear, *family.scales(model))]
     names = tuple(record.module for record in records if record.folded)
     return Folding(replace(plan, folded=plan.folded + names), tuple(records))
 
 
-def _fold_ffn(model: nn.Module, family: Family, name: str) -> FoldRecord:
-    first, second = _pair(model, family, name)
-    inputs, hidden, outputs = first.in_features, first.out_features, second.out_features
-    pair_macs, product_macs = hidden * (inputs + outputs), inputs * outputs
-    params = _count(first, second)
-    if product_macs >= pair_macs:
-        reason = f"the pair is cheaper: {pair_macs} instead of {product_macs} multiply-accumulates per token"
-        return FoldRecord(name, False, reason, params, params, pair_macs, pair_macs, 0.0)
-    rounding = fold_module(model, family, name)
-    after = _count(model.get_submodule(name))
-    return FoldRecord(name, True, "cheaper than the pair", params, after, pair_macs, product_macs, rounding)
-
-
-def _fold_scale(model: nn.Module, family: Family, name: str) -> FoldRecord:
-    width = scale_parameter(model, name).numel()
-    layer = _linear_layer(model, family.scales(model)[name])
-    size, macs = _count(layer), layer.weight.numel()
-    rounding = fold_module(model, family, name)
-    return FoldRecord(name, True, INTO_THE_LINEAR, size + width, size, macs + width, macs, rounding)
+def _fold(model: nn.Module, family: Family, name: str) -> FoldRecord:
+    into = family.scales(model).get(name)
+    layers = [_linear_layer(model, into)] if into else _pair(model, family, name)
+    width = scale_parameter(model, name).numel() if into else 0
+    params, macs = _count(*layers) + width, sum(layer.weight.numel() for layer in layers) + width
+    product_macs = layers[0].in_features * layers[-1].out_features
+    if product_macs >= macs:
+        reason = f"the pair is cheaper: {macs} instead of {product_macs} multiply-accumulates per token"
+        return FoldRecord(name, False, reason, params, params, macs, macs, 0.0)
+    rounding, reason = fold_module(model, family, name), INTO_THE_LINEAR if into else "cheaper than the pair"
+    after = _count(model.get_submodule(into or name))
+    return FoldRecord(name, True, reason, params, after, macs, product_macs, rounding)
 
 
 def fold_module(model: nn.Module, family: Family, name: str) -> float:
@@ -147,10 +139,10 @@ def _exact(tensor: Tensor) -> Tensor:
     return tensor.detach().to(device, torch.float64)
 
 
-def _pair(model: nn.Module, family: Family, name: str) -> tuple[nn.Linear, nn.Linear]:
+def _pair(model: nn.Module, family: Family, name: str) -> list[nn.Linear]:
     pair = family.linear_pair(model, name)
     assert pair is not None, name
-    return _linear_layer(model, pair.first), _linear_layer(model, pair.second)
+    return [_linear_layer(model, pair.first), _linear_layer(model, pair.second)]
 
 
 def _linear_layer(model: nn.Module, path: str) -> nn.Linear:
@@ -175,8 +167,12 @@ def fold_branch_bias(model: nn.Module, family: Family, branch: Site, removed: Co
     own = _bias(model, family, branch.name)
     if not own:
         return True  # the branch adds nothing
-    places = _place(model, family, branch, removed)
-    gammas = [_gamma(model, family, place) for place in places]
+    # The last parameters before `branch` of which every token receives exactly one; none if there are none.
+    places = family.entry(model)
+    left = (name for name in _branches_before(model, family, branch) if name not in removed)
+    if places is not None and (last := next(left, None)) is not None:
+        places = (bias,) if last and (bias := _bias(model, family, last)) else ()
+    gammas = [_gamma(model, family, place) for place in places or ()]
     if not places or not all(gamma.all() for gamma in gammas):
         return False
     constant = _gamma(model, family, own) * model.get_parameter(own).double()
@@ -185,16 +181,6 @@ def fold_branch_bias(model: nn.Module, family: Family, branch: Site, removed: Co
         parameter.copy_(parameter.double() + constant / gamma)
     model.get_parameter(own).zero_()
     return True
-
-
-def _place(model: nn.Module, family: Family, branch: Site, removed: Collection[str]) -> tuple[str, ...]:
-    """The last parameters before `branch` of which every token receives exactly one; empty if there are none."""
-    entry = family.entry(model)
-    before = (name for name in _branches_before(model, family, branch) if name not in removed)
-    if entry is None or (last := next(before, None)) is None:
-        return entry or ()
-    bias = _bias(model, family, last) if last else ""
-    return (bias,) if bias else ()
 
 
 def _branches_before(model: nn.Module, family: Family, branch: Site) -> Iterator[str]:

@@ -4,7 +4,7 @@
 (straight-through) and for NOSE's dilution (gates between 0 and 1). Channel masks are in `surgery.masks`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site
 from vitcompress.families.gated_ffn import gate_at_bias
-from vitcompress.plan import check_bypasses
+from vitcompress.plan import Plan
 
 GATED_KINDS = ("attention", "activation")
-# Output that replaces a gated layer, by the bypass of an attention or the treatment of a gated FFN.
-REPLACEMENTS = {
+# Output that replaces a gated layer, by its replacement in the plan; the FFN of a gate is dropped.
+OUTPUTS = {
     "drop": "zero",
     "norm_identity": "input",
+    "identity": "input",
     "double": "stream",
-    "drop_ffn": "zero",
     "mean_gate": "mean",
     "drop_gate": "one",
 }
@@ -53,41 +53,35 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class GatedModel(nn.Module):
-    """A model with a gate on each of its removable layers: 1 computes the layer, 0 its replacement.
+    """A model with a gate on each layer that a plan removes: 1 computes the layer, 0 its replacement.
 
-    With every gate at 0 or 1 it computes what `surgery.apply_plan` builds for the same layers and bypass. Layer and
+    With every gate at 0 or 1 it computes what `surgery.apply_plan` builds for a plan of the closed ones. Layer and
     replacement are always both computed, so the set of parameters with gradients never changes (required by DDP).
     Scores and gates are in the state dict of this module, not of the model. A deep copy has its own gates.
 
     Args:
         model: the dense or already edited model; trained in place. The hooks of the gates are never removed from it.
         family: its family.
-        sites: attentions and activations to gate.
-        attention_bypass: `drop`, `norm_identity` or `double` (see Plan).
-        both_pruned_output_act: `gelu` applies a GELU to the output of blocks without attention and activation, as the
-            released HetDPT code does; `none` does not.
-        gated_ffn: `mean_gate`, `drop_gate` or `drop_ffn` (see `methods.depth.depth_plan`).
+        plan: removes the attentions and activations to gate. An appended activation is applied when all gates of its
+            block are 0.
         gate_means: gated FFN -> mean of its gate, (hidden,), used by `mean_gate`; default: the gate at its bias.
 
     Raises:
-        PlanError: unknown bypass, or a site that the model does not have or that cannot be gated.
+        PlanError: the plan removes a site that the model does not have or that cannot be gated.
     """
 
     def __init__(
         self,
         model: nn.Module,
         family: Family,
-        sites: Sequence[Site],
-        *,
-        attention_bypass: str = "drop",
-        both_pruned_output_act: str = "none",
-        gated_ffn: str = "mean_gate",
+        plan: Plan,
         gate_means: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
-        check_bypasses(attention_bypass, both_pruned_output_act, gated_ffn)
         own = [site for site in family.sites(model) if site.kind in GATED_KINDS]
-        if unknown := [site.name for site in sites if site not in own]:
+        sites = [site for site in own if site.name in plan.removed or site.gates in plan.removed]
+        gateable = {name for site in sites for name in (site.name, site.gates)}
+        if unknown := [name for name in plan.removed if name not in gateable]:
             raise PlanError(f"{unknown[0]} cannot be gated; layers that can: {', '.join(site.name for site in own)}")
         self.training = model.training
         self.model = model
@@ -95,27 +89,21 @@ class GatedModel(nn.Module):
         device = next(model.parameters()).device
         self.scores = nn.ParameterList([nn.Parameter(torch.zeros((), device=device)) for _ in self.sites])
         self._gates = {site.name: 1.0 for site in self.sites}
-        self._means = {site.name: gate_means[site.gates] for site in self.sites if gate_means and site.gates}
+        means = gate_means or {}
+        self._means = {site.name: means[site.gates].to(device) for site in self.sites if site.gates in means}
         self._inputs: dict[str, Tensor] = {}
         for number, site in enumerate(self.sites):
-            self._hook(site, number, gated_ffn if site.gates else attention_bypass)
-        if both_pruned_output_act == "gelu" and not family.not_foldable:
-            self._hook_outputs(own)
+            self._hook(site, number, OUTPUTS[plan.removed.get(site.name, "drop")])
+        for block in plan.appended:
+            names = [site.name for site in own if site.block == block]
+            self.model.get_submodule(block).register_forward_hook(partial(self._activate, names))
 
-    def _hook(self, site: Site, number: int, bypass: str) -> None:
-        other = REPLACEMENTS[bypass] if site.kind == "attention" or site.gates else "input"
+    def _hook(self, site: Site, number: int, other: str) -> None:
         if other == "stream":
             self.model.get_submodule(site.block).register_forward_pre_hook(partial(self._remember, site.name))
         # Doubling replaces the whole branch, including drop path; other replacements replace only the layer.
         target = {"stream": site.branch_end, "zero": site.gates or site.name}.get(other, site.name)
         self.model.get_submodule(target).register_forward_hook(partial(self._gate, site.name, number, other))
-
-    def _hook_outputs(self, own: Sequence[Site]) -> None:
-        """Blocks whose remaining layers are all gated apply a GELU to their output when all these gates are 0."""
-        for block in dict.fromkeys(site.block for site in self.sites):
-            names = [site.name for site in own if site.block == block]
-            if set(names) <= set(self._gates):
-                self.model.get_submodule(block).register_forward_hook(partial(self._activate, names))
 
     def _remember(self, site: str, block: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Store the input of a block for the gate at the end of its attention branch."""

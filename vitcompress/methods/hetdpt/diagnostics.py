@@ -17,7 +17,7 @@ from torch.nn import functional
 from vitcompress.families import Site
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import accuracy, calibration_images
-from vitcompress.methods.depth import all_layers, gate_layers, remove_layers
+from vitcompress.methods.depth import KINDS, all_layers, gate_layers, remove_layers
 from vitcompress.methods.hetdpt.collection import Record, fine_tune
 from vitcompress.methods.options import AllocationOptions
 
@@ -34,9 +34,8 @@ def gradient_disparity(model: nn.Module, context: Context, options: AllocationOp
 
     The loss is plain cross entropy; nothing is trained.
     """
-    sites = all_layers(model, context.family)
-    gated = gate_layers(model, context, sites, options).eval()
-    sums = torch.zeros(3, len(sites), dtype=torch.float64)
+    gated = gate_layers(model, context, all_layers(model, context.family), options).eval()
+    sums = torch.zeros(3, len(gated.sites), dtype=torch.float64)
     batches = torch.zeros((), dtype=torch.float64)
     for inputs, targets in calibration_images(context, options.te.images):
         loss = functional.cross_entropy(gated(inputs), targets)
@@ -44,10 +43,11 @@ def gradient_disparity(model: nn.Module, context: Context, options: AllocationOp
         sums += torch.stack([gradient.abs(), gradient, gradient**2])
         batches += 1
     magnitude, mean, square = (context.runtime.all_sum(sums) / context.runtime.all_sum(batches)).tolist()
-    return [
+    rows = [
         {**_identify(site), "magnitude": magnitude[i], "mean": mean[i], "rms": square[i] ** 0.5}
-        for i, site in enumerate(sites)
+        for i, site in enumerate(gated.sites)
     ]
+    return sorted(rows, key=lambda row: KINDS.index(row["kind"]))
 
 
 def recovery_asymmetry(model: nn.Module, context: Context, options: AllocationOptions) -> list[Record]:

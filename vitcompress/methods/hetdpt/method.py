@@ -33,6 +33,9 @@ from vitcompress.methods.options import AllocationOptions, Indices
 from vitcompress.methods.options import HetdptOptions as Options
 from vitcompress.models.cost import count_cost
 
+# Options without effect on published lists.
+SEARCHING = ("target", "min_pruned_per_type", "tie_break", "candidates", "example_attention", "example_activation")
+
 
 def choose(model: nn.Module, context: Context, options: Options) -> Blocks:
     if options.diagnostics:
@@ -101,15 +104,7 @@ def unscored(model: nn.Module, family: Family, options: Options) -> Blocks:
     """
     published = options.layers == "published"
     if published:
-        searching = (
-            "target",
-            "min_pruned_per_type",
-            "tie_break",
-            "candidates",
-            "example_attention",
-            "example_activation",
-        )
-        reject_unused(options, dict.fromkeys(searching, "layers is 'published'"))
+        reject_unused(options, dict.fromkeys(SEARCHING, "layers is 'published'"))
         collection.check_options(options.collection)
         return _listed(options, "published")
     spread_budget(model, family, options, orders=options.candidates == "collected")

@@ -55,7 +55,7 @@ class Exploration:
         self.sparsity = 0.0
         self.skipped, self.revived = 0, dict.fromkeys(KINDS, 0)
         self.trace: list[dict[str, object]] = []
-        self._refresh_is_next, self._seen, self._before = False, dict[str, Tensor](), list[Tensor]()
+        self._refresh_is_next, self._seen, self._before = False, Ranks(), list[Tensor]()
         self._masks = ExitStack()
 
     def before_step(self, epoch: int, step: int, steps: int, backward: Callable[[], object]) -> None:
@@ -92,8 +92,7 @@ class Exploration:
         if not scores or not all(np.isfinite(score).all() for score in scores.values()):
             self.skipped += 1
             return
-        ties = _to_numpy(self._mean_by_unit(Tensor.detach))
-        live = project(self.spaces, scores, ties, sparsity, self.options)
+        live = project(self.spaces, scores, self._mean_by_unit(Tensor.detach), sparsity, self.options)
         for space in self.spaces:
             self.revived[space.kind] += int((live[space.name] & ~self.live[space.name]).sum())
         self.sparsity, self.scores = sparsity, {name: score.tolist() for name, score in scores.items()}
@@ -104,19 +103,19 @@ class Exploration:
             draw = np.random.default_rng(derived_seed("SERo random units", self.seed))
             return {space.name: draw.random(space.size) for space in self.spaces}
         if self.options.criterion == "weight":
-            return _to_numpy(self._mean_by_unit(Tensor.detach))
+            return self._mean_by_unit(Tensor.detach)
         if not self.masked_pass:
             self._masks.close()  # "with respect to the full weight matrices": masked units are scored too
             backward()
             self._seen = self._mean_by_unit(self._gradient)
             self.set(self.live)
-        return _to_numpy(self._seen)
+        return self._seen
 
     def _gradient(self, weight: Tensor) -> Tensor:
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
         return gradient * weight.detach() if self.options.criterion == "gradient_times_weight" else gradient
 
-    def _mean_by_unit(self, elements: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    def _mean_by_unit(self, elements: Callable[[Tensor], Tensor]) -> Ranks:
         """Eq. 1 to 3: per unit the mean |elements| over the inputs of the layers that write it, mean of q and k."""
         means = {}
         for space in self.spaces:
@@ -127,7 +126,7 @@ class Exploration:
                     values = elements(owner.weight).abs().mean(dim=1)
                     values = values[axis.offset : axis.offset + axis.copies * space.size]
                     rows.append(values.view(axis.copies, space.size))
-            means[space.name] = torch.cat(rows).mean(dim=0)
+            means[space.name] = torch.cat(rows).mean(dim=0).cpu().double().numpy()
         return means
 
     def _linear_weights(self) -> list[Tensor]:
@@ -160,10 +159,5 @@ class Exploration:
     def restore(self, data: Any) -> None:
         """Continue from `state`."""
         vars(self).update({name: data[name] for name in STATE})
-        device, kept = next(self.model.parameters()).device, data["kept"]
-        self._seen = {name: torch.tensor(values, device=device) for name, values in data["seen"].items()}
+        self._seen, kept = {name: np.array(values) for name, values in data["seen"].items()}, data["kept"]
         self.set({s.name: np.isin(np.arange(s.size), kept.get(s.name, np.arange(s.size))) for s in self.spaces})
-
-
-def _to_numpy(scores: Mapping[str, Tensor]) -> Ranks:
-    return {name: value.double().cpu().numpy() for name, value in scores.items()}

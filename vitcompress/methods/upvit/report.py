@@ -1,8 +1,8 @@
 """Measurements of UP-ViT, as tables and curves for the report."""
 
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vitcompress.io.files import read_json
 from vitcompress.io.text import Columns, Table
@@ -16,23 +16,16 @@ ROUNDS: Columns = {
     "removed (KL)": lambda row: _format_way(row[1], 0),
     "next best (KL)": lambda row: _format_way(row[1], 1),
 }
+Scored = tuple[str, list[float], list[int]]  # a component, scores of its channels, and the channels that are kept
 CHANNELS: Columns = {
-    "component": attrgetter("name"),
-    "channels": lambda one: len(one.scores),
-    "kept": lambda one: len(one.kept),
-    "sum of KL": lambda one: f"{sum(one.scores) or 1.0:.4g}",
-    "share of it that is kept": lambda one: (
-        f"{100 * sum(one.scores[c] for c in one.kept) / (sum(one.scores) or 1.0):.1f} %"
+    "component": itemgetter(0),
+    "channels": lambda scored: len(scored[1]),
+    "kept": lambda scored: len(scored[2]),
+    "sum of KL": lambda scored: f"{sum(scored[1]) or 1.0:.4g}",
+    "share of it that is kept": lambda scored: (
+        f"{100 * sum(scored[1][c] for c in scored[2]) / (sum(scored[1]) or 1.0):.1f} %"
     ),
 }
-
-
-class Scored(NamedTuple):
-    """Scores of a component's channels, and the channels that are kept."""
-
-    name: str
-    scores: list[float]
-    kept: list[int]
 
 
 def report(folder: Path) -> StepReport:
@@ -73,7 +66,7 @@ def _scored(folder: Path) -> list[Scored]:
     # Block numbers are compared as numbers, not as text.
     place = {n: [(int(part), "") if part.isdigit() else (0, part) for part in n.split(".")] for n in scores}
     return [
-        Scored(name, scores[name], kept.get(name) or kept.get(f"{name.removesuffix('attn')}qk") or [])
+        (name, scores[name], kept.get(name) or kept.get(f"{name.removesuffix('attn')}qk") or [])
         for name in sorted(scores, key=place.__getitem__)
     ]
 
