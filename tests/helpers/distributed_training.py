@@ -20,7 +20,9 @@ from vitcompress.families import family_of
 from vitcompress.io.files import write_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
+from vitcompress.methods.depth import depth_plan
 from vitcompress.models.create import create_model, input_config
+from vitcompress.plan import Plan
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.distributed import Runtime, start, stop
 from vitcompress.training.loaders import EvalLoader, TrainLoader
@@ -42,8 +44,8 @@ class Wide(GatedModel):
 
 def gated() -> Wide:
     model = create_model(ARCH, ARGS, seed=0)
-    family = family_of(model)
-    return Wide(model, family, [s for s in family.sites(model) if s.kind in ("attention", "activation")]).double()
+    blocks = range(ARGS["depth"])
+    return Wide(model, family_of(model), depth_plan(model, Plan(ARCH, ARGS), blocks, blocks)).double()
 
 
 def gradients(runtime: Runtime) -> dict[str, Tensor]:
