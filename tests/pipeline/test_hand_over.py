@@ -19,7 +19,7 @@ from vitcompress.methods.base import LEFT, LEFT_WEIGHTS, context_for, seal
 from vitcompress.methods.table import METHODS
 from vitcompress.models.checkpoint import load_model_files
 from vitcompress.pipeline import dense as dense_stage
-from vitcompress.pipeline import preflight, prune, recover
+from vitcompress.pipeline import preflight, prune
 from vitcompress.pipeline.folder import check_folder, open_folder
 from vitcompress.pipeline.job import Job, RunOptions
 from vitcompress.pipeline.run import run_recipe
@@ -118,7 +118,7 @@ def test_weights_of_a_step_reach_the_end(job: Job, dense: nn.Module, steps: prun
     assert same(steps.model, by_hand) and not same(steps.model, untrained)
     assert steps.base.folded == folding.plan.folded and steps.base.removed == {"blocks.0.mlp.act": "identity"}
     surgery.apply_plan(by_hand, steps.last)
-    recover.recover(job)
+    prune.recover(job)
     assert same(load_model_files(job.files.unfolded_plan, job.files.unfolded), by_hand)
 
 
@@ -199,7 +199,7 @@ def test_nose_fades_out_on_the_weights_handed_over(tmp_path: Path) -> None:
     )
     text = text.replace("[finetune]\nepochs = 0", "[finetune]\nepochs = 1\nlr = 0")
     faded, dense = job_with_dense(tmp_path / "run", text)
-    recover.recover(faded)
+    prune.recover(faded)
     kept = load_model_files(faded.files.unfolded_plan, faded.files.unfolded)
     left = load_tensors(faded.steps[1].files.path / LEFT_WEIGHTS)
     assert torch.equal(kept.state_dict()["head.weight"], left["head.weight"])
@@ -225,7 +225,7 @@ def test_a_faded_gate_ends_at_the_mean_that_was_measured(tmp_path: Path) -> None
     step = '[[step]]\nmethod = "activation_only"\npruned_layers = 1\nte = { images = 20 }\n\n'
     text = text[:start] + step + text[end:].replace("epochs = 0", "epochs = 1\nlr = 0\nmin_lr = 0")
     faded, dense = job_with_dense(tmp_path / "run", text)
-    recover.recover(faded)
+    prune.recover(faded)
     kept = load_model_files(faded.files.unfolded_plan, faded.files.unfolded)
     (site,) = (site for site in faded.family.sites(dense) if site.name in kept.plan.removed)
     around = context_for(dense, plan=faded.base, folder=tmp_path / "again")

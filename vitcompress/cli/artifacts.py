@@ -14,8 +14,8 @@ from vitcompress.errors import InputError, RecipeError
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--require-verified", is_flag=True, help="Exit code 1 if a check cannot run on this machine.")
-@click.option("--adopt", is_flag=True, help="Write a manifest of all files in DIR if no check fails.")
+@opt.flag("--require-verified", "Exit code 1 if a check cannot run on this machine.")
+@opt.flag("--adopt", "Write a manifest of all files in DIR if no check fails.")
 @common_options
 def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
     """Re-run every check on a run folder.
@@ -56,11 +56,11 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--format", "name", **opt.alias("FORMAT"), help="onnx (default), openvino, trt or trt-rtx.")
+@opt.option("--format name", "onnx (default), openvino, trt or trt-rtx.", **opt.alias("FORMAT"))
 @opt.export_options
-@click.option("--out", "-o", type=opt.FILE, help="File to write (default: in DIR).")
-@click.option("--dense", is_flag=True, help="Export the model before pruning, to compare with.")
-@click.option("--require-verified", is_flag=True, help="Exit code 1 if the file cannot be verified on this machine.")
+@opt.option("--out -o", "File to write (default: in DIR).", opt.FILE)
+@opt.flag("--dense", "Export the model before pruning, to compare with.")
+@opt.flag("--require-verified", "Exit code 1 if the file cannot be verified on this machine.")
 @common_options
 def export(
     folder: Path, name: str | None, out: Path | None, dense: bool, require_verified: bool, **options: Any
@@ -106,34 +106,30 @@ def export(
 
 @click.command()
 @click.argument("artifacts", nargs=-1, required=True, metavar="ARTIFACT...")
-@click.option(
+@opt.option(
     "--protocol",
+    "paper (10 warm-up, 100 runs, batch 256), or robust (warm-up until times settle, 100 runs and 10 s or more).",
     default="robust",
     show_default=True,
-    help="paper (10 warm-up, 100 runs, batch 256), or robust (warm-up until times settle, 100 runs and 10 s or more).",
 )
-@click.option("--batch", callback=opt.parse_batches, metavar="N,N,...", help="Images per run; several: 1,8,64,256.")
-@click.option("--warmup", type=click.IntRange(0), help="Runs before the measurement (default: the protocol's).")
-@click.option("--runs", type=click.IntRange(1), help="Timed runs per artifact (robust: at least).")
-@click.option(
+@opt.option("--batch", "Images per run; several: 1,8,64,256.", metavar="N,N,...", callback=opt.parse_batches)
+@opt.option("--warmup", "Runs before the measurement (default: the protocol's).", click.IntRange(0))
+@opt.option("--runs", "Timed runs per artifact (robust: at least).", click.IntRange(1))
+@opt.option(
     "--fail-under",
-    type=float,
-    metavar="R",
-    help="Exit code 1 if the lower bound of the 95 % interval of any speed-up over the first artifact is below R.",
+    "Exit code 1 if the lower bound of the 95 % interval of any speed-up over the first artifact is below R.",
+    float,
+    "R",
 )
-@click.option(
-    "--precision", **opt.alias("PRECISION"), help="fp32, tf32, fp16, bf16 (default: the file's, fp32 in torch)."
+@opt.option("--precision", "fp32, tf32, fp16, bf16 (default: the file's, fp32 in torch).", **opt.alias("PRECISION"))
+@opt.flag("--compile", "Use torch.compile for run folders and timm models.")
+@opt.option(
+    "--variants", "Measure torch models with several settings, as in fp32,fp16+compile,fp16+graph.", str, "LIST|all"
 )
-@click.option("--compile", is_flag=True, help="Use torch.compile for run folders and timm models.")
-@click.option(
-    "--variants",
-    metavar="LIST|all",
-    help="Measure torch models with several settings, as in fp32,fp16+compile,fp16+graph.",
-)
-@click.option("--cuda-graph", is_flag=True, help="Replay each run from a CUDA graph (GPU only).")
-@click.option("--memory", is_flag=True, help="Measure the CPU memory of each artifact (some seconds each).")
-@click.option("--transfers", is_flag=True, help="Include the copies of images to the device and of logits back.")
-@click.option("--notes", is_flag=True, help="Print all warnings, and what the protocol does not cover.")
+@opt.flag("--cuda-graph", "Replay each run from a CUDA graph (GPU only).")
+@opt.flag("--memory", "Measure the CPU memory of each artifact (some seconds each).")
+@opt.flag("--transfers", "Include the copies of images to the device and of logits back.")
+@opt.flag("--notes", "Print all warnings, and what the protocol does not cover.")
 @opt.runner_options
 @common_options
 def bench(artifacts: tuple[str, ...], notes: bool, **options: Any) -> int:
@@ -153,19 +149,18 @@ def bench(artifacts: tuple[str, ...], notes: bool, **options: Any) -> int:
         note_without_manifest(artifacts, progress)
         settings = suite.BenchOptions(runner=opt.take(options, RunnerOptions), **options)
         result = suite.run(artifacts, settings, progress=progress)
-        measured, failure = result.to_dict(), result.failure()
+        measured, table = result.to_dict(), bench_table([result.to_dict()])
         record_bench(artifacts, measured, progress)
-    print_result(measured, lambda _: tables.print_bench(measured, bench_table([measured]), notes=notes))
-    return 0 if failure is None else report_failure(failure)
+    return print_result(measured, lambda _: tables.print_bench(measured, table, notes=notes), result.failure())
 
 
 @click.command()
 @click.argument("artifacts", nargs=-1, required=True, metavar="ARTIFACT...")
-@click.option("--data", metavar="PATH|digits|tinted", help="Images (PATH/val/CLASS); default: the run's test images.")
-@click.option("--split", metavar="NAME", help="Folder below PATH (default: val, validation or test).")
-@click.option("--batch", type=click.IntRange(1), default=64, show_default=True, help="Images per call.")
-@click.option("--workers", type=click.IntRange(0), default=0, show_default=True, help="Processes that load images.")
-@click.option("--bench", type=opt.FILE, help="Output of `bench --json`, to show throughput from.")
+@opt.option("--data", "Images (PATH/val/CLASS); default: the run's test images.", metavar="PATH|digits|tinted")
+@opt.option("--split", "Folder below PATH (default: val, validation or test).", metavar="NAME")
+@opt.option("--batch", "Images per call.", click.IntRange(1), default=64, show_default=True)
+@opt.option("--workers", "Processes that load images.", click.IntRange(0), default=0, show_default=True)
+@opt.option("--bench", "Output of `bench --json`, to show throughput from.", opt.FILE)
 @opt.preprocessing_options
 @opt.max_drop_option
 @opt.runner_options
@@ -193,5 +188,4 @@ def evaluate(artifacts: tuple[str, ...], max_drop: float | None, **options: Any)
         record_accuracy(artifacts, result, settings, progress)
         drops = list_drops(((f"{test['b']} against {test['a']}", test) for test in result["mcnemar"]), max_drop)
     limits = {"max_drop": max_drop, "drops": drops, "passed": not drops}
-    print_result({**result, **limits}, lambda _: tables.print_accuracy(result))
-    return report_failure("\n".join(drops)) if drops else 0
+    return print_result({**result, **limits}, lambda _: tables.print_accuracy(result), "\n".join(drops))

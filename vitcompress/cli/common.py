@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import click
 
-from vitcompress.cli.options import add_options
+from vitcompress.cli.options import add_options, flag
 from vitcompress.errors import CheckFailedError, InputError, VitcompressError, first_line
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
@@ -151,7 +151,7 @@ def _is_set(option: str) -> bool:
     return context is not None and bool(context.meta.get(option))
 
 
-_flag = functools.partial(click.option, is_flag=True, expose_value=False, callback=_keep)
+_kept = functools.partial(flag, expose_value=False, callback=_keep)
 
 
 @contextlib.contextmanager
@@ -215,25 +215,28 @@ def common_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(*args, **values)
 
     return add_options(
-        _flag("--json", "as_json", help="Print the result as JSON."),
-        _flag("--verbose", "-v", help="Show library warnings."),
-        _flag("--quiet", "-q", help="Show no progress."),
-        _flag("--debug", help="Show tracebacks and library warnings."),
+        _kept("--json as_json", "Print the result as JSON."),
+        _kept("--verbose -v", "Show library warnings."),
+        _kept("--quiet -q", "Show no progress."),
+        _kept("--debug", "Show tracebacks and library warnings."),
     )(run)
 
 
-def print_result(data: Any, draw: Callable[[Any], None]) -> int:
-    """Print the result of a command as JSON or with `draw`, in one process only. Returns exit code 0."""
+def print_result(data: Any, draw: Callable[[Any], None], failure: str | None = None) -> int:
+    """Print the result of a command as JSON or with `draw`, in one process only. Returns the exit code.
+
+    failure: which limit or check failed, one per line; nothing if empty.
+    """
     from vitcompress.cli.output import terminal
 
     if is_main_process():
         (terminal.print_json if _is_set("as_json") else draw)(data)
-    return 0
+    return report_failure(failure) if failure else 0
 
 
-def print_dry_run(plan: Any, draw: Callable[[Any], None]) -> int:
-    """Print the result of a dry run. Returns the exit code with which a run would start: 2 if something is missing."""
-    return print_result(plan, draw) or (InputError.exit_code if plan.missing else 0)
+def print_dry_run(plan: Any, draw: Callable[[Any], None], failure: str | None = None) -> int:
+    """Print the result of a dry run. Returns the exit code of a run: 2 if something is missing."""
+    return print_result(plan, draw, failure) or (InputError.exit_code if plan.missing else 0)
 
 
 def note_without_manifest(artifacts: Iterable[str | Path], progress: Progress) -> None:

@@ -103,67 +103,58 @@ def add_options(*options: Decorator) -> Decorator:
     return lambda command: reduce(lambda inner, option: option(inner), reversed(options), command)
 
 
+def option(names: str, help: str, type: Any = None, metavar: str | None = None, **about: Any) -> Decorator:
+    """`click.option`. names: `--out -o`. about: its other arguments."""
+    return click.option(*names.split(), help=help, type=type, metavar=metavar, **about)
+
+
+def flag(names: str, help: str, **about: Any) -> Decorator:
+    """An option without a value."""
+    return option(names, help, is_flag=True, **about)
+
+
 # Each option is a field of ExportOptions.
 export_options = add_options(
-    click.option("--precision", **alias("PRECISION"), help="fp32 (default), tf32, fp16 or bf16, if the format has it."),
-    click.option("--opset", type=int, help="ONNX operator set (default: chosen and recorded with the reason)."),
-    click.option("--batch", callback=parse_batch_range, metavar="MIN:OPT:MAX", help="Batch sizes of an engine (trt)."),
-    click.option("--sm", callback=parse_capabilities, metavar="LIST", help="Compute capabilities, as in 80,89 (trt)."),
-    click.option(
+    option("--precision", "fp32 (default), tf32, fp16 or bf16, if the format has it.", **alias("PRECISION")),
+    option("--opset", "ONNX operator set (default: chosen and recorded with the reason).", int),
+    option("--batch", "Batch sizes of an engine (trt).", metavar="MIN:OPT:MAX", callback=parse_batch_range),
+    option("--sm", "Compute capabilities, as in 80,89 (trt).", metavar="LIST", callback=parse_capabilities),
+    option(
         "--islands",
-        callback=parse_words,
+        "Layers to keep in fp32: norm, softmax, head, ffn, module paths, or auto to search for a minimal set.",
         metavar="NAMES",
-        help="Layers to keep in fp32: norm, softmax, head, ffn, module paths, or auto to search for a minimal set.",
+        callback=parse_words,
     ),
-    click.option("--uint8", is_flag=True, help="Take uint8 images (batch, height, width, channels); normalise inside."),
-    click.option("--optimization-level", type=click.IntRange(0, 5), help="0: fastest build, 5: fastest engine (trt)."),
-    click.option("--workspace", callback=parse_size, metavar="SIZE", help="Memory for an engine, as in 4G (trt)."),
-    click.option("--timing-cache", type=click.Path(path_type=Path), help="File that caches kernel timings (trt)."),
-    click.option(
+    flag("--uint8", "Take uint8 images (batch, height, width, channels); normalise inside."),
+    option("--optimization-level", "0: fastest build, 5: fastest engine (trt).", click.IntRange(0, 5)),
+    option("--workspace", "Memory for an engine, as in 4G (trt).", metavar="SIZE", callback=parse_size),
+    option("--timing-cache", "File that caches kernel timings (trt).", click.Path(path_type=Path)),
+    option(
         "--hardware-compatible",
-        type=click.Choice(["none", "ampere+", "same"]),
-        help="Run on any GPU from Ampere on, or of the same compute capability (trt).",
+        "Run on any GPU from Ampere on, or of the same compute capability (trt).",
+        click.Choice(["none", "ampere+", "same"]),
     ),
-    click.option("--version-compatible", is_flag=True, help="Run in later versions of TensorRT, too (trt)."),
-    click.option("--keep-onnx/--no-onnx", default=True, help="Keep the ONNX file of an engine beside it."),
+    flag("--version-compatible", "Run in later versions of TensorRT, too (trt)."),
+    option("--keep-onnx/--no-onnx", "Keep the ONNX file of an engine beside it.", default=True),
 )
 # Fields of Preprocessing, as in timm.
+FILTERS = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
 preprocessing_options = add_options(
-    click.option("--mean", callback=parse_floats, metavar="V,V,V", help="Mean per channel, of pixels from 0 to 1."),
-    click.option("--std", callback=parse_floats, metavar="V,V,V", help="Standard deviation per channel."),
-    click.option(
-        "--interpolation",
-        type=click.Choice(["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]),
-        help="Interpolation for resizing images.",
-    ),
-    click.option(
-        "--crop-pct",
-        type=click.FloatRange(0, 1, min_open=True),
-        help="Side of the crop, as a share of the resized side.",
-    ),
-    click.option("--crop-mode", type=click.Choice(["center", "squash", "border"]), help="How to crop."),
+    option("--mean", "Mean per channel, of pixels from 0 to 1.", metavar="V,V,V", callback=parse_floats),
+    option("--std", "Standard deviation per channel.", metavar="V,V,V", callback=parse_floats),
+    option("--interpolation", "Interpolation for resizing images.", click.Choice(FILTERS)),
+    option("--crop-pct", "Side of the crop, as a share of the resized side.", click.FloatRange(0, 1, min_open=True)),
+    option("--crop-mode", "How to crop.", click.Choice(["center", "squash", "border"])),
 )
-
 # The fields of RunnerOptions that all commands with runners share.
+DEVICE_HELP = "cpu, cuda, cuda:1, mps (default: cuda for engines and everything measured beside them, else cpu)."
+PROVIDER_HELP = "ONNX Runtime execution provider, such as CUDAExecutionProvider, or cpu, cuda, tensorrt."
 runner_options = add_options(
-    click.option(
-        "--device",
-        **alias("DEVICE"),
-        help="cpu, cuda, cuda:1, mps (default: cuda for engines and everything measured beside them, else cpu).",
-    ),
-    click.option(
-        "--provider",
-        **alias("NAME", PROVIDERS),
-        help="ONNX Runtime execution provider, such as CUDAExecutionProvider, or cpu, cuda, tensorrt.",
-    ),
-    click.option(
-        "--engine-cache",
-        type=FOLDER,
-        metavar="DIR",
-        help="Cache directory for engines built by ONNX Runtime's TensorRT providers.",
-    ),
-    click.option("--threads", type=click.IntRange(1), help="CPU threads of one call (default: the runtime's)."),
-    click.option("--trust", is_flag=True, help="Open engines without a matching sidecar. They can run any code."),
+    option("--device", DEVICE_HELP, **alias("DEVICE")),
+    option("--provider", PROVIDER_HELP, **alias("NAME", PROVIDERS)),
+    option("--engine-cache", "Cache directory for engines built by ONNX Runtime's TensorRT providers.", FOLDER, "DIR"),
+    option("--threads", "CPU threads of one call (default: the runtime's).", click.IntRange(1)),
+    flag("--trust", "Open engines without a matching sidecar. They can run any code."),
 )
 
 
@@ -172,23 +163,20 @@ def take(values: dict[str, Any], kind: type[Any]) -> Any:
     return kind(**{name: values.pop(name) for name in kind.__dataclass_fields__ if name in values and name != "batch"})
 
 
-max_drop_option = click.option(
+max_drop_option = option(
     "--max-drop",
-    type=float,
+    "Exit code 1 unless the 95 % interval of each paired difference of top-1 (over the dense model and, if there is "
+    "one, the control; in evaluate, over the first artifact) excludes a loss of more than POINTS percentage points.",
+    float,
+    "POINTS",
     callback=parse_points,
-    metavar="POINTS",
-    help="Exit code 1 unless the 95 % interval of each paired difference of top-1 (over the dense model and, if there "
-    "is one, the control; in evaluate, over the first artifact) excludes a loss of more than POINTS percentage points.",
 )
-dry_run_option = click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Print stages, cost and problems; write nothing. Exit code 2 if the run would be rejected.",
+dry_run_option = flag(
+    "--dry-run", "Print stages, cost and problems; write nothing. Exit code 2 if the run would be rejected."
 )
-set_option = click.option(
-    "--set",
-    "sets",
-    multiple=True,
+set_option = option(
+    "--set sets",
+    "Change a setting, as in --set finetune.epochs=10; KEY= restores its default. Can be repeated.",
     metavar="KEY=VALUE",
-    help="Change a setting, as in --set finetune.epochs=10; KEY= restores its default. Can be repeated.",
+    multiple=True,
 )

@@ -22,46 +22,37 @@ from vitcompress.io.run_folder import RunFolder
 
 @click.command()
 @click.argument("source", metavar="NAME|FILE", shell_complete=opt.complete_names(shipped.names))
-@click.option("--out", "-o", type=opt.FOLDER, help="Run folder (default: runs/NAME).")
-@click.option(
+@opt.option("--out -o", "Run folder (default: runs/NAME).", opt.FOLDER)
+@opt.option(
     "--export",
-    callback=opt.parse_formats,
+    "Formats to export: onnx, openvino, trt, trt-rtx, or several, as in onnx,trt.",
     metavar="FORMATS",
-    help="Formats to export: onnx, openvino, trt, trt-rtx, or several, as in onnx,trt.",
+    callback=opt.parse_formats,
 )
-@click.option("--data", metavar="PATH", help="Folder of images (PATH/train/CLASS, PATH/val/CLASS).")
-@click.option(
+@opt.option("--data", "Folder of images (PATH/train/CLASS, PATH/val/CLASS).", metavar="PATH")
+@opt.option(
     "--weights",
+    "Weights of the dense model: a checkpoint or Hugging Face folder, random, hub (timm's), or train ([dense]).",
     metavar="PATH|random|hub|train",
-    help="Weights of the dense model: a checkpoint or Hugging Face folder, random, hub (timm's), or train ([dense]).",
 )
-@click.option("--model", metavar="NAME", help="timm architecture, instead of the recipe's and its arguments.")
-@click.option("--classes", type=opt.FILE, help="File of class names, one per line.")
+@opt.option("--model", "timm architecture, instead of the recipe's and its arguments.", metavar="NAME")
+@opt.option("--classes", "File of class names, one per line.", opt.FILE)
 @opt.set_option
-@click.option(
-    "--device", **opt.alias("DEVICE"), help="cpu, cuda, cuda:1, mps (default: the recipe's, else the best one)."
-)
+@opt.option("--device", "cpu, cuda, cuda:1, mps (default: the recipe's, else the best one).", **opt.alias("DEVICE"))
 @opt.dry_run_option
-@click.option(
-    "--structure-only", is_flag=True, help="No training and no scoring: cost and speed of a structure of the same size."
-)
-@click.option(
+@opt.flag("--structure-only", "No training and no scoring: cost and speed of a structure of the same size.")
+@opt.flag(
     "--control",
-    is_flag=True,
-    help="Also train the dense model for as many epochs, with the same teacher and options, and compare with it.",
+    "Also train the dense model for as many epochs, with the same teacher and options, and compare with it.",
 )
 @opt.max_drop_option
 @opt.preprocessing_options
-@click.option(
-    "--expect", type=float, metavar="PERCENT", help="Stop if the dense model is worse than this on the test images."
+@opt.option("--expect", "Stop if the dense model is worse than this on the test images.", float, "PERCENT")
+@opt.flag(
+    "--check", "With --dry-run: load the weights and measure the dense model, as a run does. --expect implies it."
 )
-@click.option(
-    "--check",
-    is_flag=True,
-    help="With --dry-run: load the weights and measure the dense model, as a run does. --expect implies it.",
-)
-@click.option("--require-verified", is_flag=True, help="Exit code 1 unless every exported file was run here.")
-@click.option("--fresh", is_flag=True, help="Start over instead of continuing.")
+@opt.flag("--require-verified", "Exit code 1 unless every exported file was run here.")
+@opt.flag("--fresh", "Start over instead of continuing.")
 @common_options
 def recipe(
     source: str,
@@ -100,8 +91,7 @@ def recipe(
         if plan is None:
             result = run_recipe(loaded, settings, progress)
     if plan is not None:
-        code = print_dry_run(plan, tables.print_dry_run)
-        return code or (report_failure(plan.failed) if plan.failed else 0)
+        return print_dry_run(plan, tables.print_dry_run, plan.failed)
 
     def draw(_: object) -> None:
         terminal.print_table(summary_table(result.report))
@@ -109,11 +99,10 @@ def recipe(
 
     drops = list_run_drops(result.folder.name, result.report, max_drop) if result.report else []
     limits = {"passed": result.passed and not drops, "max_drop": max_drop, "drops": drops}
-    print_result({"folder": str(result.folder), **limits, **result.report}, draw)
-    if not result.passed:
-        drops.insert(0, f"a check failed: `vitcompress verify {result.folder}` shows which")
-    if drops:
-        return report_failure("\n".join(drops))
+    failed = [] if result.passed else [f"a check failed: `vitcompress verify {result.folder}` shows which"]
+    data = {"folder": str(result.folder), **limits, **result.report}
+    if code := print_result(data, draw, "\n".join([*failed, *drops])):
+        return code
     if pending := result.pending:
         names, commands = (
             ", ".join(dict.fromkeys(str(check[key]) for check in pending)) for key in ("name", "command")
@@ -125,7 +114,7 @@ def recipe(
 
 
 @click.group("recipes", invoke_without_command=True)
-@click.option("--count", is_flag=True, help="Compare published parameters and MACs with those counted here.")
+@opt.flag("--count", "Compare published parameters and MACs with those counted here.")
 @common_options
 @click.pass_context
 def recipes(ctx: click.Context, count: bool) -> int:
@@ -164,7 +153,7 @@ def show(name: str) -> int:
 
 @recipes.command()
 @click.argument("source", metavar="NAME|FILE|METHOD", shell_complete=opt.complete_names(shipped.names))
-@click.option("--all", "every", is_flag=True, help="For a method: also the keys of the other tables of a recipe.")
+@opt.flag("--all every", "For a method: also the keys of the other tables of a recipe.")
 @common_options
 def keys(source: str, every: bool) -> int:
     """List all keys of a recipe, or those of a method.

@@ -4,24 +4,16 @@ from pathlib import Path
 
 import click
 
-from vitcompress.cli.common import common_options, note_without_manifest, print_result, report_failure, show_progress
-from vitcompress.cli.options import FILE, FOLDER, max_drop_option
+from vitcompress.cli.common import common_options, note_without_manifest, print_result, show_progress
+from vitcompress.cli.options import FILE, FOLDER, max_drop_option, option
 from vitcompress.errors import MissingExtraError
 
 
 @click.command()
 @click.argument("folders", nargs=-1, required=True, metavar="DIR...")
-@click.option(
-    "--plot",
-    type=FILE,
-    help="File for a plot of accuracy against speed (default with several folders: comparison.png).",
-)
-@click.option(
-    "--pictures",
-    type=FOLDER,
-    help="Folder for plots of the layers and channels that each run chose, with their scores.",
-)
-@click.option("--bench", type=FILE, help="Output of `bench --json`, to take speeds from.")
+@option("--plot", "File for a plot of accuracy against speed (default with several folders: comparison.png).", FILE)
+@option("--pictures", "Folder for plots of the layers and channels that each run chose, with their scores.", FOLDER)
+@option("--bench", "Output of `bench --json`, to take speeds from.", FILE)
 @max_drop_option
 @common_options
 def report(
@@ -59,8 +51,7 @@ def report(
             progress.note(f"plot: {result['plot']}")
         page = reports.markdown(result["runs"][folders[0]])
     show = tables.print_comparison if len(folders) > 1 else lambda _: terminal.print_markdown(page)
-    print_result({**result, "max_drop": max_drop, "drops": drops, "passed": not drops}, show)
-    return report_failure("\n".join(drops)) if drops else 0
+    return print_result({**result, "max_drop": max_drop, "drops": drops, "passed": not drops}, show, "\n".join(drops))
 
 
 @click.command()

@@ -6,23 +6,23 @@ import click
 
 from vitcompress import recipes as shipped
 from vitcompress.cli.common import common_options, print_dry_run, print_result, show_progress
-from vitcompress.cli.options import FOLDER, complete_names, dry_run_option, parse_words, set_option
+from vitcompress.cli.options import FOLDER, complete_names, dry_run_option, option, parse_words, set_option
 
 
 @click.command()
 @click.argument("source", metavar="[show] NAME|FILE", shell_complete=complete_names(shipped.study_names))
 @click.argument("shown", metavar="", required=False, shell_complete=complete_names(shipped.study_names))
-@click.option("--out", "-o", type=FOLDER, help="Folder (default: runs/study-NAME).")
-@click.option("--seeds", type=int, default=3, show_default=True, help="Number of seeds per row: 0, 1, ...")
-@click.option("--jobs", type=int, default=1, show_default=True, help="Number of runs at a time.")
-@click.option("--rows", callback=parse_words, metavar="NAMES", help="Only these rows, as in hetdpt_5,random_5.")
+@option("--out -o", "Folder (default: runs/study-NAME).", FOLDER)
+@option("--seeds", "Number of seeds per row: 0, 1, ...", int, default=3, show_default=True)
+@option("--jobs", "Number of runs at a time.", int, default=1, show_default=True)
+@option("--rows", "Only these rows, as in hetdpt_5,random_5.", metavar="NAMES", callback=parse_words)
 @set_option
-@click.option(
+@option(
     "--speed",
-    type=click.Choice(["now", "later", "again"]),
+    "Measure speed when everything is trained, leave it to another call, or repeat it.",
+    click.Choice(["now", "later", "again"]),
     default="now",
     show_default=True,
-    help="Measure speed when everything is trained, leave it to another call, or repeat it.",
 )
 @dry_run_option
 @common_options

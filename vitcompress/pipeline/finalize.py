@@ -1,7 +1,7 @@
 """From the fine-tuned model to measurements: fold, verify, evaluate, bench."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -39,19 +39,12 @@ def fold_model(job: Job) -> None:
         job.progress.note(f"{files.standard.name} loads strictly into timm's {plan.standard['arch']}")
     write_json(files.folding, [asdict(record) for record in folding.records])
     write_model(job.folder, model, folding.plan)
-    for line in _describe_folds(folding.records):
-        job.progress.note(line)
-
-
-def _describe_folds(records: Sequence[surgery.FoldRecord]) -> Iterator[str]:
-    """One line per FFN, and one for all LayerScales."""
-    for record in records:
-        if record.reason != surgery.INTO_THE_LINEAR:
-            verb = "folded" if record.folded else "not folded"
-            change = f"parameters {record.params_before} -> {record.params_after}"
-            yield f"{record.module}: {verb}, {record.reason}; {change}"
-    if scales := sum(record.reason == surgery.INTO_THE_LINEAR for record in records):
-        yield f"{scales} LayerScales: folded, {surgery.INTO_THE_LINEAR}"
+    ffns = [record for record in folding.records if record.reason != surgery.INTO_THE_LINEAR]
+    for record in ffns:
+        verb, change = "folded" if record.folded else "not folded", f"{record.params_before} -> {record.params_after}"
+        job.progress.note(f"{record.module}: {verb}, {record.reason}; parameters {change}")
+    if scales := len(folding.records) - len(ffns):
+        job.progress.note(f"{scales} LayerScales: folded, {surgery.INTO_THE_LINEAR}")
 
 
 def verify_run(job: Job) -> None:

@@ -12,7 +12,7 @@ from vitcompress.errors import CheckFailedError
 from vitcompress.io.manifest import record_changes, write_manifest
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.pipeline import dense, finalize, prune, recover, report
+from vitcompress.pipeline import dense, finalize, prune, report
 from vitcompress.pipeline.export import export_models
 from vitcompress.pipeline.folder import check_folder, dense_folder, open_folder
 from vitcompress.pipeline.job import Job, RunOptions, apply_options
@@ -41,8 +41,8 @@ SHARED_STAGES = (
     Stage("dense model", dense.create_dense, lambda job: RunFolder(job.dense_folder).plan),
     Stage("check the dense model", dense.check_dense, None),
     Stage("prune", prune.run_steps, lambda job: job.steps[-1].files.plan),
-    Stage("fine-tune", recover.recover, lambda job: job.files.unfolded_plan),
-    Stage("control", recover.train_control, lambda job: RunFolder(job.files.control).plan),
+    Stage("fine-tune", prune.recover, lambda job: job.files.unfolded_plan),
+    Stage("control", prune.train_control, lambda job: RunFolder(job.files.control).plan),
 )
 LATER_STAGES = (
     Stage("fold", finalize.fold_model, lambda job: job.files.plan),

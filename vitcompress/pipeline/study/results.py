@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, geometric_mean, stdev
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from vitcompress.pipeline.study.speed import Speed
 from vitcompress.training.metrics import mcnemar
 
 JSON, MARKDOWN = "study.json", "study.md"
+COUNTS = ("correct", "total")  # test images
 SIGNIFICANT = 0.05  # a corrected p-value below it counts as a difference
 HOW_PAIRS_ARE_COMPARED = (
     "The difference for every seed, and McNemar's exact test over the test images of all seeds together. All seeds use "
@@ -36,8 +37,8 @@ def write_results(folder: Path, study: Study, runs: Sequence[Run], speed: Speed 
         mask = np.ones(record["total"], bool)
         mask[read_json(RunFolder(run.folder).mistakes)["compressed"]] = False
         masks.setdefault(run.row.name, []).append(mask)
-    dense = {run.seed: _accuracy(report, "dense") for run, report in zip(runs, reports, strict=True)}
-    seeds = [{"seed": seed, **counts} for seed, counts in dense.items()]
+    dense = {run.seed: report["accuracy"]["dense"] for run, report in zip(runs, reports, strict=True)}
+    seeds = [{"seed": seed, **{key: accuracy[key] for key in COUNTS}} for seed, accuracy in dense.items()]
     result = {
         "study": study.name,
         "summary": study.summary,
@@ -56,15 +57,9 @@ def write_results(folder: Path, study: Study, runs: Sequence[Run], speed: Speed 
     return result
 
 
-def _accuracy(report: dict[str, Any], model: Literal["dense", "compressed"]) -> dict[str, int]:
-    """Correct and all test images."""
-    accuracy = report["accuracy"][model]
-    return {"correct": accuracy["correct"], "total": accuracy["total"]}
-
-
 def _run_record(run: Run, report: dict[str, Any], speed: Speed | None) -> dict[str, Any]:
     """One row with one seed: counts, cost, speed relative to the dense model, what was removed and kept."""
-    accuracy, cost, plan = _accuracy(report, "compressed"), report["cost"], report["plan"]
+    accuracy, cost, plan = report["accuracy"]["compressed"], report["cost"], report["plan"]
     ratio = next((r for r in speed["ratios"] if r["b"] == run.name), None) if speed else None
     # The exported file that was measured must classify as many images correctly as the model.
     same_accuracy = speed is None or speed["correct"][run.name] == accuracy["correct"]
@@ -72,7 +67,7 @@ def _run_record(run: Run, report: dict[str, Any], speed: Speed | None) -> dict[s
         "run": run.name,
         "row": run.row.name,
         "seed": run.seed,
-        **accuracy,
+        **{key: accuracy[key] for key in COUNTS},
         "params": cost["compressed"]["params"],
         "macs": cost["compressed"]["macs"],
         "macs_ratio": cost["compressed"]["macs"] / cost["dense"]["macs"],
@@ -99,7 +94,7 @@ def _row_record(row: Row, seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "curve": row.curve,
         "title": row.title,
         "against": list(row.against),
-        **{key: sum(seed[key] for seed in seeds) for key in ("correct", "total")},
+        **{key: sum(seed[key] for seed in seeds) for key in COUNTS},
         **_spread(seeds),
         **{key: fmean(seed[key] for seed in seeds) for key in ("params", "macs", "macs_ratio")},
         "macs_ratio_range": [end(seed["macs_ratio"] for seed in seeds) for end in (min, max)],
@@ -120,30 +115,26 @@ def compare_rows(rows: Sequence[dict[str, Any]], correct: Mapping[str, Sequence[
         for curve in row["against"]:
             rivals = [other for other in rows if other["curve"] == curve]
             rival = min(rivals, key=lambda other: abs(other["macs"] - row["macs"]))
-            pairs.append(_compare_pair(row, rival, correct[row["row"]], correct[rival["row"]]))
+            masks = [correct[one["row"]] for one in (row, rival)]
+            differences = [float(a.mean() - b.mean()) for a, b in zip(*masks, strict=True)]
+            test = mcnemar(*map(np.concatenate, masks))
+            pair: dict[str, Any] = {
+                "row": row["row"],
+                "against": rival["row"],
+                "macs_ratio": [row["macs_ratio"], rival["macs_ratio"]],
+                "differences": differences,
+                "mean": fmean(differences),
+                "std": stdev(differences) if len(differences) > 1 else None,
+                "only_row": test.only_a,
+                "only_against": test.only_b,
+                "p_value": test.p_value,
+            }
+            pairs.append(pair)
     for pair, adjusted in zip(pairs, correct_p_values([pair["p_value"] for pair in pairs]), strict=True):
         same_sign = len({np.sign(difference) for difference in pair["differences"]}) == 1
         better = "better" if pair["mean"] > 0 else "worse"
         pair |= {"p_holm": adjusted, "verdict": better if same_sign and adjusted < SIGNIFICANT else "within noise"}
     return pairs
-
-
-def _compare_pair(
-    row: dict[str, Any], rival: dict[str, Any], ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]
-) -> dict[str, Any]:
-    differences = [float(a.mean() - b.mean()) for a, b in zip(ours, theirs, strict=True)]
-    test = mcnemar(np.concatenate(ours), np.concatenate(theirs))
-    return {
-        "row": row["row"],
-        "against": rival["row"],
-        "macs_ratio": [row["macs_ratio"], rival["macs_ratio"]],
-        "differences": differences,
-        "mean": fmean(differences),
-        "std": stdev(differences) if len(differences) > 1 else None,
-        "only_row": test.only_a,
-        "only_against": test.only_b,
-        "p_value": test.p_value,
-    }
 
 
 def correct_p_values(p_values: Sequence[float]) -> list[float]:
@@ -171,7 +162,7 @@ def row_table(study: dict[str, Any]) -> Table:
         "speed-up": lambda row: _format_spread(row["speedup"], row["speedup_range"]),
     }
     dense, speed = study["dense"], "1" if study["speed"] else NOT_MEASURED
-    correct, total = (sum(seed[key] for seed in dense["seeds"]) for key in ("correct", "total"))
+    correct, total = (sum(seed[key] for seed in dense["seeds"]) for key in COUNTS)
     sizes = (format_count(dense["cost"][key]) for key in ("params", "macs"))
     first = ("dense", "", _format_accuracy(dense), f"{correct} of {total}", *sizes, "1", speed)
     title = f"{study['study']}: {study['seeds']} seeds, {study['epochs']} epochs each"
