@@ -28,15 +28,6 @@ OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|failed to alloca
 GPU_ERROR = re.compile(r"CUDA error|CUDA driver|NVIDIA driver|CUBLAS_STATUS|CUDNN_STATUS|NCCL", re.IGNORECASE)
 
 
-class OwnWarnings(logging.Handler):
-    """Prints what the logger `vitcompress` reports, also where the warnings of libraries are hidden."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        from vitcompress.cli.output import terminal
-
-        terminal.print_line(f"warning: {record.getMessage()}")
-
-
 class Stopped(Exception):
     """Ctrl-C during a command."""
 
@@ -95,18 +86,18 @@ def _exit_code(call: Callable[[], Any], arguments: Sequence[str]) -> int:
         resumes = arguments[:1] in (["recipe"], ["study"])
         click.echo(f"stopped{'; the same command continues' if resumes else ''}", err=True)
         return STOPPED
-    except click.ClickException as error:
-        context = getattr(error, "ctx", None)
-        hint = f"`{context.command_path} --help` lists arguments and options" if context else None
-        return _print_error(InputError(error.format_message(), hint=hint), as_json, debug=False)
-    except VitcompressError as error:
-        return _print_error(error, as_json, debug)
     except Exception as error:  # noqa: BLE001 - no traceback without --debug
-        return _print_error(_explain(error), as_json, debug)
+        return _print_error(_explain(error), as_json, debug and not isinstance(error, click.ClickException))
 
 
 def _explain(error: Exception) -> VitcompressError:
-    """An unexpected error as one of ours: out of memory, the operating system, the GPU, or a bug."""
+    """Any error as one of ours: wrong arguments, out of memory, the operating system, the GPU, or a bug."""
+    if isinstance(error, VitcompressError):
+        return error
+    if isinstance(error, click.ClickException):
+        context = getattr(error, "ctx", None)
+        hint = f"`{context.command_path} --help` lists arguments and options" if context else None
+        return InputError(error.format_message(), hint=hint)
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
         message = f"there is not enough memory: {first_line(error)}"
         remedy = "use a smaller batch or model, or a machine with more; "
@@ -164,8 +155,6 @@ def show_progress(*, collect: bool = True) -> Iterator[Progress]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        logging.getLogger("vitcompress").addHandler(own := OwnWarnings())
-        stack.callback(logging.getLogger("vitcompress").removeHandler, own)
         if not collect:
             gc.disable()
             stack.callback(gc.enable)
@@ -177,7 +166,13 @@ def show_progress(*, collect: bool = True) -> Iterator[Progress]:
             # A failed thread of a library prints a traceback; its effect on the work is raised as an error.
             stack.callback(setattr, threading, "excepthook", threading.excepthook)
             threading.excepthook = lambda args: None
-        yield stack.enter_context(ConsoleProgress()) if is_main_process() and not _is_set("quiet") else Progress()
+        shown = is_main_process() and not _is_set("quiet")
+        progress = stack.enter_context(ConsoleProgress()) if shown else Progress()
+        own = logging.StreamHandler()  # what vitcompress itself warns of is shown
+        own.setFormatter(logging.Formatter("warning: %(message)s"))
+        logging.getLogger("vitcompress").addHandler(own)
+        stack.callback(logging.getLogger("vitcompress").removeHandler, own)
+        yield progress
 
 
 # Arguments and options that name files which must exist -> the next step if one does not.

@@ -134,7 +134,7 @@ def recipes(ctx: click.Context, count: bool) -> int:
         return print_result(shipped.summaries(), draw)
     with show_progress(collect=False) as progress:
         from vitcompress.cli.output import tables
-        from vitcompress.pipeline.published import compare_sizes
+        from vitcompress.pipeline.dry_run import compare_sizes
 
         sizes = compare_sizes(shipped.names(), progress)
     return print_result(sizes, tables.print_counts)
@@ -148,7 +148,7 @@ def show(name: str) -> int:
     from vitcompress.cli.output import terminal
 
     text = shipped.text(name)
-    return print_result({"name": name, "toml": text}, lambda _: terminal.print_toml(text))
+    return print_result({"name": name, "toml": text}, lambda _: terminal.print_document(text, "toml"))
 
 
 @recipes.command()

@@ -50,7 +50,7 @@ def report(
         if result["plot"] and len(folders) == 1:
             progress.note(f"plot: {result['plot']}")
         page = reports.markdown(result["runs"][folders[0]])
-    show = tables.print_comparison if len(folders) > 1 else lambda _: terminal.print_markdown(page)
+    show = tables.print_comparison if len(folders) > 1 else lambda _: terminal.print_document(page, "markdown")
     return print_result({**result, "max_drop": max_drop, "drops": drops, "passed": not drops}, show, "\n".join(drops))
 
 

@@ -35,10 +35,10 @@ def study(
     `study show NAME` prints the TOML of a study, to read or to copy.
     """
     if source == "show":
-        from vitcompress.cli.output.terminal import print_toml
+        from vitcompress.cli.output.terminal import print_document
 
         text = shipped.study_text(shown or "")
-        return print_result({"name": shown, "toml": text}, lambda _: print_toml(text))
+        return print_result({"name": shown, "toml": text}, lambda _: print_document(text, "toml"))
     if shown is not None:
         raise click.UsageError(f"got two studies, {source} and {shown}; `study show NAME` prints one")
     with show_progress() as progress:

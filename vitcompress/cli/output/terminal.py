@@ -5,7 +5,7 @@ import textwrap
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import click
 from rich.console import Console, Group
@@ -53,21 +53,12 @@ def print_line(text: str) -> None:
     stream_console(stderr=True).print(Text(text), soft_wrap=True)
 
 
-def print_toml(text: str) -> None:
-    """TOML on standard output, coloured in a terminal."""
-    _print_rich(Syntax(text, "toml", background_color="default"), text)
-
-
-def print_markdown(text: str) -> None:
-    """Markdown on standard output, rendered in a terminal."""
-    _print_rich(Markdown(text), text)
-
-
-def _print_rich(rendered: Syntax | Markdown, text: str) -> None:
-    if sys.stdout is not None and sys.stdout.isatty():
-        stream_console(stderr=False).print(rendered)
-    else:
-        print_text(text)
+def print_document(text: str, kind: Literal["toml", "markdown"]) -> None:
+    """A document on standard output, coloured or rendered in a terminal."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return print_text(text)
+    rendered = Markdown(text) if kind == "markdown" else Syntax(text, kind, background_color="default")
+    stream_console(stderr=False).print(rendered)
 
 
 def print_table(table: Table, *, wrap: bool = False) -> None:
