@@ -172,6 +172,7 @@ EXPORT: dict[str, Any] = {
     "build": {},
     "islands_search": {},
     "checks": [],
+    "candidates": [],
     "verdict": "passed",
 }
 
