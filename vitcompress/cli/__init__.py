@@ -26,14 +26,10 @@ COMMANDS = (
 SETTINGS = {"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "VITCOMPRESS"}
 
 
-@click.group(cls=Commands, invoke_without_command=True, context_settings=SETTINGS)
+@click.group(cls=Commands, commands=COMMANDS, invoke_without_command=True, context_settings=SETTINGS)
 @click.version_option(__version__, "--version", message="vitcompress %(version)s")
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Prune, verify, export and measure timm Vision Transformers."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
-
-
-for command in COMMANDS:
-    main.add_command(command)

@@ -28,10 +28,6 @@ OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|failed to alloca
 GPU_ERROR = re.compile(r"CUDA error|CUDA driver|NVIDIA driver|CUBLAS_STATUS|CUDNN_STATUS|NCCL", re.IGNORECASE)
 
 
-class Stopped(Exception):
-    """Ctrl-C during a command."""
-
-
 class Commands(click.Group):
     """The commands, and the one place where an error becomes a panel (or JSON) and an exit code."""
 
@@ -54,7 +50,7 @@ class Commands(click.Group):
             with repeat_lost_interrupts():
                 return super().invoke(ctx)
         except KeyboardInterrupt:
-            raise Stopped from None
+            raise click.Abort from None  # click itself prints a line
 
 
 @contextlib.contextmanager
@@ -82,7 +78,7 @@ def _exit_code(call: Callable[[], Any], arguments: Sequence[str]) -> int:
     as_json, debug = "--json" in arguments, "--debug" in arguments
     try:
         return int(call() or 0)
-    except (Stopped, click.Abort):
+    except click.Abort:
         resumes = arguments[:1] in (["recipe"], ["study"])
         click.echo(f"stopped{'; the same command continues' if resumes else ''}", err=True)
         return STOPPED

@@ -219,18 +219,14 @@ def class_names(job: Job) -> tuple[str, ...]:
 def quarantine_failed(job: Job) -> None:
     """Move each exported file that failed a check away, and record why."""
     for path in (target.path for target in _existing(job)):
-        if reason := _failure(path):
-            reject_export(job.folder, path.name, reason)
-            job.progress.note(f"{path.name} does not match its model: moved to {quarantine(path)}; {reason}")
-
-
-def _failure(path: Path) -> str | None:
-    """The first failed check that the sidecar of a file records."""
-    try:
-        checks = ((read_sidecar(path) or {}).get("verification") or {}).get("checks", ())
-    except ArtifactError as error:
-        return error.message
-    return next((f"{check['name']}: {check['detail']}" for check in checks if check["verdict"] == "failed"), None)
+        try:
+            checks = ((read_sidecar(path) or {}).get("verification") or {}).get("checks", ())
+            failed = [f"{check['name']}: {check['detail']}" for check in checks if check["verdict"] == "failed"]
+        except ArtifactError as error:
+            failed = [error.message]
+        if failed:
+            reject_export(job.folder, path.name, failed[0])
+            job.progress.note(f"{path.name} does not match its model: moved to {quarantine(path)}; {failed[0]}")
 
 
 def _existing(job: Job) -> list[Target]:

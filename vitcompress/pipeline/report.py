@@ -31,7 +31,7 @@ from vitcompress.models.cost import count_cost
 from vitcompress.models.preprocessing import Preprocessing
 from vitcompress.pipeline.export import class_names, describe_fp32_layers
 from vitcompress.pipeline.folder import dense_folder_of_run
-from vitcompress.pipeline.job import Job, JobStep
+from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import measured_on
 from vitcompress.recipe.load import load_recipe_of_run
 from vitcompress.recipe.schema import Recipe
@@ -294,7 +294,14 @@ def _remarks(job: Job) -> Iterator[str]:
     for step in job.steps:
         yield from read_memo(step.files.path, latency.RECORD) or ()
         yield from step.method.report(step.files.path).remarks
-        yield from _measured_latency(job, step)
+        if goal := latency.goal_of(step.options):
+            here = measured_on(job.runtime.device, job.recipe.run.threads)
+            other = latency.other_machine(step.files.path, goal.runtime, here)
+            planned = f" The widths were chosen by times from another machine or setting ({other})." if other else ""
+            for row in (entry["rows"][-1] for entry in _read(job.files.benchmark) or ()):
+                if row["runtime"] == goal.runtime:
+                    ms, setting = row["latency_ms"]["p50"], f"median, {row['protocol']}, batch {row['batch']}"
+                    yield f"Latency target: {goal}; measured at the end: {ms:.4g} ms ({setting}).{planned}"
     if job.options.structure_only:
         yield (
             "Nothing was trained or scored: cost and speed are those of this structure, accuracy is not known. To "
@@ -314,21 +321,3 @@ def _remarks(job: Job) -> Iterator[str]:
     yield from job.notes()
     if job.runtime.device.type == "cpu":
         yield "Measured on a CPU: ratios do not carry over to other hardware."
-
-
-def _measured_latency(job: Job, step: JobStep) -> Iterator[str]:
-    """The final latency on the runtime for which `step` has a latency target, if the benchmark measured it."""
-    target = latency.goal_of(step.options)
-    if target is None:
-        return
-    other = latency.other_machine(
-        step.files.path, target.runtime, measured_on(job.runtime.device, job.recipe.run.threads)
-    )
-    planned = f" The widths were chosen by times from another machine or setting ({other})." if other else ""
-    for entry in _read(job.files.benchmark) or ():
-        row = entry["rows"][-1]
-        if row["runtime"] == target.runtime:
-            yield (
-                f"Latency target: {target}; measured at the end: "
-                f"{row['latency_ms']['p50']:.4g} ms (median, {row['protocol']}, batch {row['batch']}).{planned}"
-            )

@@ -43,15 +43,9 @@ def print_counts(sizes: Sequence[SizeComparison]) -> None:
     """Published and counted sizes side by side, and the reasons for differences."""
     columns = ("recipe", "parameters published", "counted", "off", "MACs published", "counted", "off", "agrees")
     agreement = {True: "yes", False: "no", None: "not published"}
-    rows = (
-        (
-            size.recipe,
-            *_describe_size(size.params_m, "M"),
-            *_describe_size(size.macs_g, "G", "*" * size.macs_linear),
-            agreement[size.met],
-        )
-        for size in sizes
-    )
+    params = [_describe_size(size.params_m, "M") for size in sizes]
+    macs = [_describe_size(size.macs_g, "G", "*" * size.macs_linear) for size in sizes]
+    rows = ((size.recipe, *p, *m, agreement[size.met]) for size, p, m in zip(sizes, params, macs, strict=True))
     print_table(Table("", columns, tuple(rows)))
     print_text("* without the products inside attention, as in the paper's table of pruned models")
     for size in sizes:
@@ -61,10 +55,8 @@ def print_counts(sizes: Sequence[SizeComparison]) -> None:
 
 def _describe_size(size: Size, unit: str, mark: str = "") -> tuple[str, str, str]:
     """Published (with a `mark`), counted and relative difference."""
-    counted = f"{size.counted:.3f} {unit}"
-    if size.published is None or size.off is None:
-        return "", counted, ""
-    return f"{size.published:g} {unit}{mark}", counted, f"{100 * size.off:+.1f} %"
+    published = "" if size.published is None else f"{size.published:g} {unit}{mark}"
+    return published, f"{size.counted:.3f} {unit}", "" if size.off is None else f"{100 * size.off:+.1f} %"
 
 
 def print_dry_run(plan: DryRun) -> None:
