@@ -6,14 +6,14 @@ Commands import torch, rich and everything that needs them when they run, so tha
 import click
 
 from vitcompress import __version__
-from vitcompress.cli import artifacts, recipe, reports, study
+from vitcompress.cli import artifacts, recipe, reports
 from vitcompress.cli.common import Commands
 
 # In the order of use, which `--help` keeps.
 COMMANDS = (
     recipe.recipe,
     recipe.recipes,
-    study.study,
+    recipe.study,
     artifacts.verify,
     artifacts.export,
     artifacts.bench,

@@ -20,9 +20,8 @@ from vitcompress.pipeline.dry_run import dry_run_recipe
 from vitcompress.pipeline.folder import ELSEWHERE, check_folder, lock_folder
 from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import run_recipe
-from vitcompress.pipeline.study.results import write_results
+from vitcompress.pipeline.study.results import measure_speed, write_results
 from vitcompress.pipeline.study.spec import Run, Study
-from vitcompress.pipeline.study.speed import measure_speed
 from vitcompress.training.data import check_named
 from vitcompress.training.distributed import cpu_threads
 

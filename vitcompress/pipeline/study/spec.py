@@ -1,13 +1,4 @@
-"""A study as data: TOML, checked as a whole, all mistakes reported at once.
-
-summary                    one line
-epochs                     total of every row: the dense model, steps that train, and the final fine-tuning, which gets
-                           the epochs that the others leave
-[speed]                    how all models are measured
-[base.TABLE]               a recipe without steps, shared by all rows
-[options.METHOD]           options shared by all steps of a method
-[[row]]                    name, curve, against, title, step = [...]
-"""
+"""A study as data: TOML (recipes/README.md), checked as a whole, all mistakes reported at once."""
 
 from collections import defaultdict
 from collections.abc import Sequence
