@@ -113,7 +113,8 @@ def _check_dense(job: Job, plan: DryRun) -> DryRun:
 
 def list_work(job: Job) -> Iterator[Work]:
     """What the stages of a run do."""
-    recipe, trains, images = job.recipe, not job.options.structure_only, job.train_images
+    recipe, trains = job.recipe, not job.options.structure_only
+    images, test = (None, None) if job.data is None else (len(job.data.train), len(job.data.test))
     if recipe.dense is not None:
         yield Work("train the dense model", 1, recipe.dense.epochs, images)
     for step in job.steps if trains else ():
@@ -130,7 +131,7 @@ def list_work(job: Job) -> Iterator[Work]:
         yield Work("train the control", 1, job.extra_epochs, images)
     yield from map(Work, ("fold", *(f"export {name}" for name in recipe.export.formats), "verify"))
     if trains:
-        yield Work("evaluate on the test images", images=None if job.data is None else len(job.data.test))
+        yield Work("evaluate on the test images", images=test)
     protocol = timing.protocol(recipe.bench.protocol, **recipe.bench.changes)
     yield from map(Work, (f"measure ({protocol.name}, batch {protocol.batch})", "report"))
 

@@ -156,10 +156,6 @@ class Job:
         return int(getattr(self.blank, "num_classes", 0))
 
     @property
-    def train_images(self) -> int | None:
-        return None if self.data is None else len(self.data.train)
-
-    @property
     def trainings(self) -> list[TrainOptions]:
         """The trainings of the compressed model after the dense one: those of the steps, and the fine-tuning."""
         finetune = self.recipe.finetune

@@ -20,6 +20,7 @@ from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import NOT_MEASURED, Columns, Table, format_count, format_percent
 from vitcompress.pipeline.export_folder import export_folder
+from vitcompress.pipeline.folder import dense_folder
 from vitcompress.pipeline.study.spec import Row, Run, Study
 from vitcompress.training.metrics import mcnemar
 
@@ -55,7 +56,7 @@ def measure_speed(
     An existing measurement is used if it is of the same models with the same settings.
     """
     path = folder / SPEED
-    folders = {DENSE: runs[0].dense_folder, **{run.name: run.folder for run in runs}}
+    folders = {DENSE: dense_folder(runs[0].recipe, runs[0].folder), **{run.name: run.folder for run in runs}}
     weights = {name: file_sha256(RunFolder(model).weights) for name, model in folders.items()}
     inputs = {"models": weights, "settings": asdict(study.speed)}
     known: Speed | None = read_json(path) if path.is_file() and when != "again" else None

@@ -13,7 +13,6 @@ from vitcompress.exporters.options import Positive
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.validation import STRICT, Doc, validate
 from vitcompress.methods.options import find_options
-from vitcompress.pipeline.folder import dense_folder
 from vitcompress.recipe.load import assign, build_recipe, read_table
 from vitcompress.recipe.schema import ProtocolTable, Recipe
 
@@ -83,11 +82,6 @@ class Run:
     @property
     def is_done(self) -> bool:
         return RunFolder(self.folder).report.is_file()
-
-    @property
-    def dense_folder(self) -> Path:
-        """The folder of the dense model, which all runs with this seed share."""
-        return dense_folder(self.recipe, self.folder)
 
 
 def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) -> Study:
