@@ -120,7 +120,8 @@ def list_work(job: Job) -> Iterator[Work]:
     for step in job.steps if trains else ():
         name = f"{step.number + 1}. " * (len(job.steps) > 1) + step.method.name
         parts = step.method.estimate(step.model, job.family, step.options)
-        yield from () if parts else [Work(name)]
+        if not parts:
+            yield Work(name)
         for part in parts:
             counts = part.images or part.images_per_class * job.classes or images, images
             least = min((count for count in counts if count is not None), default=None)

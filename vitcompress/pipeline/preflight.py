@@ -53,7 +53,9 @@ def list_checks(job: Job, *, dry: bool = False, opened: bool = True) -> Iterator
     yield from (partial(check, job) for check in (check_exports, check_training, check_expect, check_room))
     yield partial(timing.protocol, bench.protocol, **bench.changes)
     yield partial(check_writable, job.dense_folder)
-    yield from (partial(check, job, download=not dry) for check in (check_weights, check_teacher)[: 1 + opened])
+    yield partial(check_weights, job, download=not dry)
+    if opened:
+        yield partial(check_teacher, job, download=not dry)
     yield partial(check_clock if dry else check_latency, job)
 
 

@@ -99,20 +99,21 @@ def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) 
         raise RecipeError(label, problems)
     problems += _contradictions(tables)
     selected, wrong = _select(tables.row, rows), defaultdict[str, list[str]](list)
-    built, rows_of_study = [_build_row(name, tables, row, wrong) for row in selected], list[Row]()
-    for row in filter(None, built if not (problems or wrong) else ()):  # as this imports torch
+    built = [row for table in selected if (row := _build_row(name, tables, table, wrong)) is not None]
+    shared = list[Row]()
+    for row in built if not (problems or wrong) else ():  # as this imports torch
         if (left := tables.epochs - epochs_before_recovery(row.recipe)) < 1:
             reason = f"a total of {tables.epochs} epochs leaves {left} for the fine-tuning, expected 1 or more"
             wrong[reason].append(row.name)
         finetune = replace(row.recipe.finetune, epochs=left)
-        rows_of_study.append(replace(row, recipe=replace(row.recipe, finetune=finetune)))
+        shared.append(replace(row, recipe=replace(row.recipe, finetune=finetune)))
     for problem, names in wrong.items():  # a mistake in [base] is one of all rows, and reported once
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         place = f"all {len(selected)} rows" if len(names) == len(selected) > 1 else f"row {names[0]}{others}"
         problems.append(f"{place}: {problem}")
     if problems:
         raise RecipeError(label, problems)
-    return Study(name, tables.summary, tables.epochs, tables.speed, tuple(rows_of_study))
+    return Study(name, tables.summary, tables.epochs, tables.speed, tuple(shared))
 
 
 def epochs_before_recovery(recipe: Recipe) -> int:
