@@ -12,7 +12,7 @@ from torchvision import transforms
 
 from vitcompress.errors import DataError, InputError
 from vitcompress.models.create import InputConfig
-from vitcompress.training.augmentation import DEIT, image_transform
+from vitcompress.training.augmentation import image_transform
 from vitcompress.training.data import open_data, open_test, subset
 from vitcompress.training.datasets import ArrayImages, Images, as_images
 from vitcompress.training.distributed import Runtime
@@ -21,6 +21,7 @@ from vitcompress.training.options import Augmentation, DataOptions
 
 CPU = Runtime(torch.device("cpu"))
 RANKS = [Runtime(torch.device("cpu"), rank=rank, world_size=2) for rank in (0, 1)]
+DEIT = Augmentation(False, "rand-m9-mstd0.5-inc1", 0.3, reprob=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, repeats=3)
 INPUT = InputConfig((1, 4, 4), (0.0,), (1.0,), "bicubic", 1.0, "center")
 
 

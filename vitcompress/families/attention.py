@@ -4,7 +4,8 @@ A sliced attention runs over the layers of the timm attention that it replaces a
 computes what the masked dense attention computes. q/k and v may have different widths; all heads have equal widths.
 """
 
-from typing import Any
+import math
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +21,12 @@ class AnyWidthAttention(nn.Module):
         qk_dim, v_dim: channels of q and of v, over all heads.
         num_heads: number of heads.
 
+    WIDTHS: attributes in which timm's own attention stores its width; None if only the sliced one is used.
     With `padded`, q, k and v are zero-padded to one width, for kernels that support only one head width.
     """
 
     PARTS: tuple[str, ...] = ("qkv", "attn_drop", "proj", "proj_drop")
+    WIDTHS: tuple[str, ...] | None = None
     qkv: Any
     attn_drop: Any
     proj: Any
@@ -35,6 +38,20 @@ class AnyWidthAttention(nn.Module):
             setattr(self, name, getattr(dense, name))
         self.scale, self.padded = dense.scale, getattr(dense, "padded", False)
         self.resize(qk_dim, v_dim, num_heads)
+
+    @classmethod
+    def of(cls, attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
+        """`attn` itself after slicing, if it supports these widths, else a sliced attention over its parameters."""
+        stream = {attn.kv.in_features, attn.proj.out_features} if hasattr(attn, "kv") else set()
+        if isinstance(attn, cls):
+            attn.resize(qk_dim, v_dim, num_heads)
+        # timm's attentions have one width of all heads, and q and k of the width from which `scale` was computed
+        elif cls.WIDTHS is None or {qk_dim, *stream} - {v_dim} or not math.isclose(v_dim, num_heads / attn.scale**2):
+            return cls(attn, qk_dim, v_dim, num_heads)
+        else:
+            attn.num_heads = num_heads
+            vars(attn).update(dict.fromkeys(cls.WIDTHS, v_dim))
+        return cast(nn.Module, attn)
 
     def resize(self, qk_dim: int, v_dim: int, num_heads: int) -> None:
         """Store the widths of the parameters after slicing."""
@@ -59,12 +76,13 @@ class AnyWidthAttention(nn.Module):
             options["dropout_p"] = self.attn_drop.p
         x = F.scaled_dot_product_attention(q, k, v, scale=self.scale, **options)
         x = x[..., :width] if self.padded else x
-        out: Tensor = self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
-        return out
+        return cast(Tensor, self.proj_drop(self.proj(x.transpose(1, 2).flatten(2))))
 
 
 class SlicedAttention(AnyWidthAttention):
     """Self-attention (VisionTransformer)."""
+
+    WIDTHS = ("attn_dim",)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """x: normalized tokens, (batch, tokens, channels) -> same shape."""
@@ -73,6 +91,8 @@ class SlicedAttention(AnyWidthAttention):
 
 class SlicedRotaryAttention(SlicedAttention):
     """Attention that rotates q and k by the position of their patch (Eva). Prefix tokens have no position."""
+
+    WIDTHS = None
 
     def __init__(self, dense: Any, qk_dim: int, v_dim: int, num_heads: int) -> None:
         super().__init__(dense, qk_dim, v_dim, num_heads)
@@ -122,6 +142,8 @@ class SlicedPositionAttention(PositionAttention):
 class SlicedWindowAttention(PositionAttention):
     """Attention within windows (Swin)."""
 
+    WIDTHS = ()
+
     def __init__(self, dense: Any, qk_dim: int, v_dim: int, num_heads: int) -> None:
         super().__init__(dense, qk_dim, v_dim, num_heads)
         self.window_size, self.window_area = dense.window_size, dense.window_area
@@ -141,6 +163,7 @@ class SlicedReductionAttention(AnyWidthAttention):
     """Attention with spatially reduced keys and values (PVTv2)."""
 
     PARTS = ("q", "kv", "attn_drop", "proj", "proj_drop", "pool", "sr", "norm", "act")
+    WIDTHS = ("dim",)
     q: Any
     kv: Any
     pool: Any

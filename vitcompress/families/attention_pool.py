@@ -4,7 +4,7 @@ Its output has the width of the residual stream, as have its latent and the clas
 and the hidden channels of the MLP are spaces as in a block. The pool is no site: without it the model has no output.
 """
 
-from typing import Any, cast
+from typing import Any
 
 from timm.layers import AttentionPoolLatent, Mlp
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ class SlicedPool(AnyWidthAttention):
     """AttentionPoolLatent with any widths of q/k, v and stream."""
 
     PARTS = ("latent", "q", "kv", "proj", "proj_drop", "norm", "mlp")
+    WIDTHS = ("latent_dim", "out_features")
     latent: nn.Parameter
     q: Any
     kv: Any
@@ -63,12 +64,3 @@ def pool_spaces(model: nn.Module, name: str, pool: Any) -> tuple[list[Space], li
     reads = [Axis(f"{name}.latent", 2), input_axis(f"{name}.q"), input_axis(f"{name}.kv")]
     writes = [*linear_axes(model, f"{name}.proj"), *norm_axes(model, f"{name}.norm")]
     return [*describe_heads(model, name, name, pool), *mlp], [*reads, *writes, *stream]
-
-
-def slice_pool(pool: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
-    """timm's own pool while heads keep their width and fill the stream, else SlicedPool."""
-    widths = {qk_dim, v_dim, pool.kv.in_features}
-    if type(pool) is not AttentionPoolLatent or widths != {num_heads * pool.head_dim}:
-        return SlicedPool(pool, qk_dim, v_dim, num_heads)
-    pool.num_heads, pool.latent_dim, pool.out_features = num_heads, v_dim, v_dim
-    return cast(nn.Module, pool)

@@ -8,11 +8,12 @@ distinguishes architectures.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from timm.layers import GluMlp, LayerNorm2d, LayerScale, Mlp, PatchEmbed
 from torch import Tensor, nn
 
+from vitcompress.families.attention import AnyWidthAttention
 from vitcompress.families.edited_block import EditedBlock, Wiring
 
 SCALES = {"ls1": "attn", "ls2": "mlp", "gamma_1": "attn", "gamma_2": "mlp"}  # LayerScale -> the child that it follows
@@ -96,7 +97,8 @@ class Family(ABC):
     consist of `attn` and `mlp`.
 
     supported: the models, for the error that lists all families.
-    model_type, stem_type, block_type, attention_types, ffn_types: classes of supported models and their parts.
+    model_type, stem_type, block_type, ffn_types: classes of supported models and their parts.
+    sliced: classes of supported attentions -> the class that replaces them for widths that they do not support.
     wiring: the residual branches of a block.
     stages: path of the list of stages; empty for models without stages.
     stem: path of the convolution that reads the images.
@@ -109,7 +111,7 @@ class Family(ABC):
     model_type: type
     stem_type: type = PatchEmbed
     block_type: type
-    attention_types: tuple[type, ...]
+    sliced: ClassVar[Mapping[type, type[AnyWidthAttention]]]
     ffn_types: tuple[type, ...] = (Mlp,)
     wiring: Wiring
     stages: str = ""
@@ -130,10 +132,11 @@ class Family(ABC):
 
     def block_problem(self, block: Any) -> str | None:
         """None, or why the family does not support the block: a type of its parts, or an option of its FFN."""
-        mlp = getattr(block, "mlp", None)
+        attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
+        sliced = (type(attn),) if isinstance(attn, AnyWidthAttention) else ()
         for what, part, types in (
             ("blocks are", block, (self.block_type, EditedBlock)),
-            ("attention is a", getattr(block, "attn", None), self.attention_types),
+            ("attention is a", attn, (*self.sliced, *sliced)),
             ("FFN is a", mlp, (*self.ffn_types, nn.Linear)),  # a folded FFN is a linear layer
         ):
             if part is not None and type(part) not in types:
@@ -196,9 +199,10 @@ class Family(ABC):
     def streams(self, model: Any, axes: Mapping[str, Iterable[Axis]]) -> Iterator[Space]:
         """The residual streams. axes: those inside of each block."""
 
-    @abstractmethod
     def slice_attention(self, attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
         """The attention to use after slicing, over the same parameters: timm's own if it supports these widths."""
+        kind = next((sliced for dense, sliced in self.sliced.items() if isinstance(attn, dense)), type(attn))
+        return kind.of(attn, qk_dim, v_dim, num_heads)
 
     @abstractmethod
     def set_width(self, model: Any, space: str, width: int) -> None:

@@ -4,11 +4,10 @@ Tokens and heads are those of a VisionTransformer, LayerScales are parameters of
 of biases by relative position to its scores, one column per head, and has separate biases for q, k (always zero) and v.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from timm.layers import Mlp
 from timm.models.beit import Attention, Beit, Block
-from torch import nn
 
 from vitcompress.families.attention import SlicedPositionAttention
 from vitcompress.families.eva import EvaFamily
@@ -21,7 +20,7 @@ class BeitFamily(EvaFamily):
     supported = "timm Beit models (BEiT, BEiTv2) with two-layer MLPs, LayerNorm and one position table per block"
     model_type = Beit
     block_type = Block
-    attention_types = (Attention, SlicedPositionAttention)
+    sliced: ClassVar = {Attention: SlicedPositionAttention}
     ffn_types = (Mlp,)
     fixed_size = True
 
@@ -29,9 +28,6 @@ class BeitFamily(EvaFamily):
         if isinstance(model, Beit) and model.rel_pos_bias is not None:
             return "its blocks share one table of relative positions, so that no head of one block can be removed alone"
         return super().problem(model)
-
-    def slice_attention(self, attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
-        return SlicedPositionAttention(attn, qk_dim, v_dim, num_heads)
 
 
 BEIT = BeitFamily()

@@ -7,15 +7,15 @@ are parameters of the block.
 
 from copy import copy, deepcopy
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
-from timm.layers import AttentionRope
+from timm.layers import AttentionPoolLatent, AttentionRope
 from timm.models.eva import Eva, EvaAttention, EvaBlock
 from torch import Tensor, nn
 
 from vitcompress.families.attention import SlicedRotaryAttention
-from vitcompress.families.attention_pool import slice_pool
+from vitcompress.families.attention_pool import SlicedPool
 from vitcompress.families.base import Described
 from vitcompress.families.edited_block import Part, Wiring, children
 from vitcompress.families.vit import VitFamily
@@ -50,7 +50,11 @@ class EvaFamily(VitFamily):
     )
     model_type = Eva
     block_type = EvaBlock
-    attention_types: tuple[type, ...] = (EvaAttention, AttentionRope, SlicedRotaryAttention)
+    sliced: ClassVar = {
+        EvaAttention: SlicedRotaryAttention,
+        AttentionRope: SlicedRotaryAttention,
+        AttentionPoolLatent: SlicedPool,
+    }
     wiring = Wiring(
         branches=(("norm1", "attn", "gamma_1", "drop_path1"), ("norm2", "mlp", "gamma_2", "drop_path2")),
         takes_arguments=frozenset({"attn"}),
@@ -72,10 +76,6 @@ class EvaFamily(VitFamily):
         """With a rotary embedding, q and k are pruned by heads."""
         (qk, v), stream = super().describe_attention(model, path, attn)
         return [replace(qk, whole_heads=getattr(model, "rope", None) is not None), v], stream
-
-    def slice_attention(self, attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
-        sliced = SlicedRotaryAttention if isinstance(attn, self.attention_types) else slice_pool
-        return sliced(attn, qk_dim, v_dim, num_heads)
 
     def prepare(self, model: nn.Module) -> None:
         """Move separate biases of q, k and v into the `qkv` layer, which timm then calls as a module.

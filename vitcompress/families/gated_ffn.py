@@ -5,7 +5,7 @@ y = W2 (diag(g) Wv x + g bv) + b2 is an FFN of two linear layers. `drop_gate` us
 g = act(bg); `freeze_gate` rewrites the weights so that act(bg) is a measured mean.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from timm.layers import Mlp
@@ -21,8 +21,7 @@ def _rows(mlp: Any) -> tuple[slice, slice]:
 
 def gate_at_bias(mlp: Any) -> Tensor:
     """The gate at zero input, act(bg), (hidden,)."""
-    gate: Tensor = mlp.act.forward(mlp.fc1.bias[_rows(mlp)[0]])  # not through hooks, which may call this function
-    return gate
+    return cast(Tensor, mlp.act.forward(mlp.fc1.bias[_rows(mlp)[0]]))  # not through hooks, which may call this
 
 
 def ungate(mlp: Any, replacement: str) -> nn.Module:
@@ -34,15 +33,11 @@ def ungate(mlp: Any, replacement: str) -> nn.Module:
     rows = _rows(mlp)[1]
     gate = gate_at_bias(mlp) if replacement == "mean_gate" else torch.ones_like(bias[rows])
     plain = Mlp(1, mlp.fc2.in_features, 1, act_layer=nn.Identity, device="meta")
-    first = nn.Linear(weight.shape[1], len(gate), device=weight.device, dtype=weight.dtype)
-    with torch.no_grad():
-        first.weight.copy_(gate[:, None] * weight[rows])
-        first.bias.copy_(gate * bias[rows])
-    first.weight.requires_grad_(weight.requires_grad)
-    first.bias.requires_grad_(bias.requires_grad)
+    first = nn.Linear(weight.shape[1], len(gate), device="meta")
+    first.weight = nn.Parameter((gate[:, None] * weight[rows]).detach(), weight.requires_grad)
+    first.bias = nn.Parameter((gate * bias[rows]).detach(), bias.requires_grad)
     plain.fc1, plain.fc2, plain.drop1, plain.drop2 = first, mlp.fc2, mlp.drop1, mlp.drop2
-    out: nn.Module = plain.train(mlp.training)
-    return out
+    return cast(nn.Module, plain.train(mlp.training))
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """A shorter last block for models whose classifier reads only the first tokens."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from timm.layers import Attention, LayerScale, Mlp
@@ -25,15 +25,13 @@ class FirstTokensBlock(nn.Module):
         block, first = self.block, self.tokens
         y = self._attend(block.norm1(x))
         x = x[:, :first] + block.ls1(y)
-        out: Tensor = x + block.ls2(block.mlp(block.norm2(x)))
-        return out
+        return cast(Tensor, x + block.ls2(block.mlp(block.norm2(x))))
 
     def _attend(self, x: Tensor) -> Tensor:
         attn, (batch, tokens, _) = self.block.attn, x.shape
         q, k, v = attn.qkv(x).reshape(batch, tokens, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         y = F.scaled_dot_product_attention(q[:, :, : self.tokens], k, v, scale=attn.scale)
-        out: Tensor = attn.proj(y.transpose(1, 2).reshape(batch, self.tokens, -1))
-        return out
+        return cast(Tensor, attn.proj(y.transpose(1, 2).reshape(batch, self.tokens, -1)))
 
 
 def shorten_last_block(model: nn.Module, family: Family) -> tuple[str, FirstTokensBlock] | None:

@@ -1,6 +1,6 @@
 """timm's PyramidVisionTransformerV2: attention over spatially reduced keys and values, FFNs with a depth-wise conv."""
 
-from typing import Any, cast
+from typing import Any, ClassVar
 
 from timm.models.pvt_v2 import Attention, Block, MlpWithDepthwiseConv, PyramidVisionTransformerV2
 from torch import nn
@@ -27,7 +27,7 @@ class PvtFamily(StagedFamily):
     model_type = PyramidVisionTransformerV2
     stem_type = nn.Module
     block_type = Block
-    attention_types = (Attention, SlicedReductionAttention)
+    sliced: ClassVar = {Attention: SlicedReductionAttention}
     ffn_types = (MlpWithDepthwiseConv,)
     wiring = Wiring(
         branches=(("norm1", "attn", "drop_path1"), ("norm2", "mlp", "drop_path2")),
@@ -65,15 +65,6 @@ class PvtFamily(StagedFamily):
         model.feature_info[number]["num_chs"] = width
         if number + 1 == len(model.stages):
             model.num_features = model.head_hidden_size = width
-
-    def slice_attention(self, attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
-        if isinstance(attn, SlicedReductionAttention):
-            attn.resize(qk_dim, v_dim, num_heads)
-        elif len({qk_dim, v_dim, num_heads * attn.head_dim, attn.proj.out_features, attn.kv.in_features}) > 1:
-            return SlicedReductionAttention(attn, qk_dim, v_dim, num_heads)
-        else:
-            attn.dim, attn.num_heads = v_dim, num_heads
-        return cast(nn.Module, attn)
 
 
 PVT = PvtFamily()

@@ -5,8 +5,7 @@ attention these steps cancel, so they go with it. In a block whose wiring change
 attention (`ShiftedWindowAttention`).
 """
 
-import math
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from timm.models.swin_transformer import (
@@ -58,8 +57,7 @@ class ShiftedWindowAttention(SlicedWindowAttention):
         """What keeps windows apart that the shift brought together; timm computes it from the attributes it reads."""
         if not self.dynamic_mask:
             return self.attn_mask
-        mask: Tensor | None = SwinTransformerBlock.get_attn_mask(cast(Any, self), x)
-        return mask
+        return cast(Tensor | None, SwinTransformerBlock.get_attn_mask(cast(Any, self), x))
 
 
 def parts(block: nn.Module) -> dict[str, Part]:
@@ -74,7 +72,7 @@ class SwinFamily(StagedFamily):
     supported = "timm SwinTransformers (v1 and S3) with LayerNorm and two-layer MLPs"
     model_type = SwinTransformer
     block_type = SwinTransformerBlock
-    attention_types = (WindowAttention, SlicedWindowAttention, ShiftedWindowAttention)
+    sliced: ClassVar = {WindowAttention: SlicedWindowAttention}
     wiring = Wiring(branches=(("norm1", "attn", "drop_path1"), ("norm2", "mlp", "drop_path2")), parts=parts)
     stages = "layers"
     fixed_size = True
@@ -106,15 +104,6 @@ class SwinFamily(StagedFamily):
             return
         model.num_features = model.head.in_features = width
         model.head_hidden_size = model.head.num_features = width * model.head.global_pool.feat_mult()
-
-    def slice_attention(self, attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
-        if isinstance(attn, SlicedWindowAttention):
-            attn.resize(qk_dim, v_dim, num_heads)
-        elif qk_dim == v_dim and math.isclose((v_dim / num_heads) ** -0.5, attn.scale):
-            attn.num_heads = num_heads
-        else:
-            return SlicedWindowAttention(attn, qk_dim, v_dim, num_heads)
-        return cast(nn.Module, attn)
 
 
 def _merging(model: Any, number: int) -> str | None:

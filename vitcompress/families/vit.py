@@ -1,14 +1,14 @@
 """timm's VisionTransformer: ViT, DeiT (one or two heads), DeiT-III, DINOv2, SigLIP."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, ClassVar
 
 from timm.layers import Attention, AttentionPoolLatent, GluMlp, Mlp
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from vitcompress.families.attention import SlicedAttention
-from vitcompress.families.attention_pool import SlicedPool, pool_problem, pool_spaces, slice_pool
+from vitcompress.families.attention_pool import SlicedPool, pool_problem, pool_spaces
 from vitcompress.families.base import Axis, Family, Space, input_axis, is_empty, linear_axes, norm_axes
 from vitcompress.families.edited_block import Wiring
 
@@ -26,7 +26,7 @@ class VitFamily(Family):
     )
     model_type = VisionTransformer
     block_type = Block
-    attention_types: tuple[type, ...] = (Attention, SlicedAttention)
+    sliced: ClassVar = {Attention: SlicedAttention, AttentionPoolLatent: SlicedPool}
     ffn_types: tuple[type, ...] = (Mlp, GluMlp)
     wiring = Wiring(
         branches=(("norm1", "attn", "ls1", "drop_path1"), ("norm2", "mlp", "ls2", "drop_path2")),
@@ -39,7 +39,7 @@ class VitFamily(Family):
     def block_problem(self, block: Any) -> str | None:
         attn = getattr(block, "attn", None)
         optional = (getattr(attn, name, None) for name in ("q_norm", "k_norm", "norm", "gate"))
-        if isinstance(attn, self.attention_types) and not is_empty(*optional):
+        if isinstance(attn, tuple(self.sliced)) and not is_empty(*optional):
             return "its attention normalizes q, k or its output, or has a gate"
         return super().block_problem(block)
 
@@ -70,14 +70,6 @@ class VitFamily(Family):
         if positions is not None and positions.shape[1] == stem.num_patches + model.num_prefix_tokens:
             return ("pos_embed",)
         return ("patch_embed.proj.bias", *tokens) if stem.proj.bias is not None and is_empty(stem.norm) else ()
-
-    def slice_attention(self, attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
-        if isinstance(attn, AttentionPoolLatent | SlicedPool):
-            return slice_pool(attn, qk_dim, v_dim, num_heads)
-        if type(attn) is Attention and qk_dim == v_dim and v_dim == num_heads * attn.head_dim:
-            attn.num_heads, attn.attn_dim = num_heads, v_dim
-            return cast(nn.Module, attn)
-        return SlicedAttention(attn, qk_dim, v_dim, num_heads)
 
 
 def _width(model: Any) -> int:

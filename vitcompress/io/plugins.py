@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from vitcompress.errors import InputError, did_you_mean
 
@@ -24,8 +24,7 @@ def find_by_name(
     if name in table:
         return table[name]
     for point in entry_points(group=f"vitcompress.{group}", name=name):
-        plugin: T = _load(point, type(next(iter(table.values()))))
-        return plugin
+        return cast(T, _load(point, type(next(iter(table.values())))))
     names = (*table, *sorted(point.name for point in entry_points(group=f"vitcompress.{group}")))
     raise InputError(
         f"there is no {what} {name!r}{did_you_mean(name, (*names, *others))}",

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError
@@ -14,7 +13,7 @@ from vitcompress.families import prepare_model
 from vitcompress.io.files import write_text
 from vitcompress.io.manifest import check_unchanged, write_manifest
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.io.tensors import load_tensors, save_tensors
+from vitcompress.io.tensors import read_checkpoint, save_tensors
 from vitcompress.models.create import class_names_of, create_model, create_on_meta, plan_of, with_class_names
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_plan
@@ -116,10 +115,8 @@ def _rebuild(plan: Plan, tensors: Mapping[str, Tensor]) -> nn.Module:
 
 def load_for(path: Path, plan: Plan) -> dict[str, Tensor]:
     """Load the safetensors file `path`. Raises PlanError if its metadata name another plan."""
-    tensors = load_tensors(path)
-    with safe_open(path, framework="pt") as file:
-        digest = (file.metadata() or {}).get("plan", plan.digest)
-    if digest != plan.digest:
+    tensors, _, metadata = read_checkpoint(path, wrappers=())
+    if metadata.get("plan", plan.digest) != plan.digest:
         message = f"{path.parent}: {path.name} was saved with another plan"
         raise PlanError(message, hint="plan.json was edited or belongs to another run; restore it")
     return tensors

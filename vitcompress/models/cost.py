@@ -46,13 +46,6 @@ def count_cost(model: nn.Module, input_size: tuple[int, int, int] | None = None)
     return _cost(model, _count_flops(model, input_size or input_config(model).size)["Global"])
 
 
-def count_by_module(model: nn.Module, input_size: tuple[int, int, int]) -> dict[str, Cost]:
-    """The cost of each module that runs, by path, including its submodules; the path of the model is ""."""
-    modules, root = dict(model.named_modules()), type(model).__name__
-    flops = {path.removeprefix(root).lstrip("."): work for path, work in _count_flops(model, input_size).items()}
-    return {path: _cost(modules[path], work) for path, work in flops.items() if path in modules}
-
-
 def _count_flops(model: nn.Module, input_size: tuple[int, int, int]) -> dict[str, dict[Any, int]]:
     """Floating point operations by module and operator."""
     ready = not model.training and all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
@@ -79,7 +72,9 @@ def planned_cost(model: nn.Module, input_size: tuple[int, int, int]) -> Callable
     spaces = [space for space in family.spaces(model) if space.attention]
     before = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     parameters = [name for name, _ in model.named_parameters()]
-    parts = count_by_module(model, input_size)
+    modules, root = dict(model.named_modules()), type(model).__name__
+    flops = {path.removeprefix(root).lstrip("."): work for path, work in _count_flops(model, input_size).items()}
+    parts = {path: _cost(modules[path], work) for path, work in flops.items() if path in modules}
     whole = parts[""]
     layers = {f"{path}.weight": part.macs_linear for path, part in parts.items() if f"{path}.weight" in before}
     products = {name: parts[name].macs - parts[name].macs_linear for name in {s.attention for s in spaces}}

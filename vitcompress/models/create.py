@@ -139,7 +139,10 @@ def plan_of(model: nn.Module) -> Plan:
     if not (arch := cfg.get("architecture")):
         raise InputError(f"this {type(model).__name__} was not created by timm", hint=hint)
     try:
-        plan = Plan(*_recorded(arch, cfg, timm.models.get_model_args(model)))
+        name = arch if cfg.get("tag") == timm.get_pretrained_cfg(arch).tag else f"{arch}.{cfg.get('tag')}"
+        default, args = timm.get_pretrained_cfg(name).to_dict(), timm.models.get_model_args(model)
+        overlay = {key: cfg[key] for key in ("input_size", *NAMES) if cfg.get(key) != default.get(key)}
+        plan = Plan(name, args | ({OVERLAY: overlay} if overlay else {}))
         built, own = build_on_meta(plan.arch, plan.arch_args), _structure(model)
     except InputError as error:
         raise InputError(f"the arguments of this {arch} are unknown: {error.message}", hint=hint) from None
@@ -147,14 +150,6 @@ def plan_of(model: nn.Module) -> Plan:
         changed = next(name for name in [*own, *other] if own.get(name) != other.get(name))
         raise InputError(f"this {arch} is not as timm builds it with {plan.arch_args}: {changed} differs", hint=hint)
     return plan
-
-
-def _recorded(arch: str, cfg: Mapping[str, object], args: dict[str, object]) -> tuple[str, dict[str, object]]:
-    """Name and arguments with which timm builds a model with the pretrained configuration `cfg`."""
-    name = arch if cfg.get("tag") == timm.get_pretrained_cfg(arch).tag else f"{arch}.{cfg.get('tag')}"
-    default = timm.get_pretrained_cfg(name).to_dict()
-    overlay = {key: cfg[key] for key in ("input_size", *NAMES) if cfg.get(key) != default.get(key)}
-    return name, args | ({OVERLAY: overlay} if overlay else {})
 
 
 def _structure(model: nn.Module) -> dict[str, str]:

@@ -61,22 +61,18 @@ def _standard_state(model: nn.Module, standard: nn.Module) -> dict[str, Tensor]:
 
 def _standard_paths(model: nn.Module, family: Family) -> dict[str, str]:
     """Path of each block -> path of the standard block that contains it."""
-    needed = {family.wiring.attention, family.wiring.ffn}
     paths: dict[str, str] = {}
-    complete: dict[str, int] = {}  # per stage: number of complete standard blocks, and the parts of the next one
-    open_parts: dict[str, set[str]] = {}
+    counts: dict[str, list[int]] = {}  # stage -> attentions and FFNs so far
     for path, block in family.blocks(model).items():
         stage = path.rpartition(".")[0]
-        parts = needed & {name for name, _ in block.named_children()}
-        waiting = open_parts.get(stage, set())
-        starts = family.wiring.attention in parts
-        if starts == bool(waiting):  # an attention opens a standard block, which its FFN must complete first
+        count = counts.setdefault(stage, [0, 0])
+        attention, ffn = (hasattr(block, name) for name in (family.wiring.attention, family.wiring.ffn))
+        if attention == (count[0] > count[1]):  # an attention opens a standard block, which its FFN completes first
             raise PlanError(f"{path} is no standard block, and its neighbour does not complete it")
-        paths[path] = f"{stage}.{complete.get(stage, 0)}"
-        open_parts[stage] = waiting | parts
-        if open_parts[stage] == needed:
-            complete[stage], open_parts[stage] = complete.get(stage, 0) + 1, set()
-    if unfinished := [stage for stage, parts in open_parts.items() if parts]:
+        count[0] += attention
+        paths[path] = f"{stage}.{count[0] - 1}"
+        count[1] += ffn
+    if unfinished := [stage for stage, (attentions, ffns) in counts.items() if attentions > ffns]:
         raise PlanError(f"the last block of {unfinished[0]} has no FFN")
     return paths
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import create_model
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
 
 from vitcompress import recipes
 from vitcompress.io.plugins import find_by_name, is_plugin, load_plugins
@@ -32,6 +33,17 @@ class Key:
     required: bool = False
 
 
+class TomlSchema(GenerateJsonSchema):
+    """JSON Schema without nulls, which TOML lacks, and without defaults that are whole tables."""
+
+    def nullable_schema(self, schema: Any) -> dict[str, Any]:
+        return self.generate_inner(schema["schema"])
+
+    def default_schema(self, schema: Any) -> dict[str, Any]:
+        data = super().default_schema(schema)
+        return {key: part for key, part in data.items() if key != "default" or not isinstance(part, dict | None)}
+
+
 def recipe_schema() -> dict[str, object]:
     """JSON Schema (draft 2020-12) of a recipe in TOML; `method` selects the keys of a `[[step]]`.
 
@@ -43,7 +55,7 @@ def recipe_schema() -> dict[str, object]:
     methods = {**METHODS, **load_plugins("methods", Method)}
     # One model for all tables and options, so that pydantic gives every type a name of its own.
     options: Any = {f"step_{name}": (method.options, ...) for name, method in methods.items()}
-    schema: Any = _without_null(create_model("Recipe", __base__=Tables, **options).model_json_schema())
+    schema: Any = create_model("Recipe", __base__=Tables, **options).model_json_schema(schema_generator=TomlSchema)
     steps = []
     for name, about in methods.items():
         reference = schema["properties"].pop(f"step_{name}")["$ref"]
@@ -59,22 +71,6 @@ def recipe_schema() -> dict[str, object]:
     }
     required = ["step", *(key for key in schema["required"] if key not in options)]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "required": required}
-
-
-def _without_null(schema: Any) -> Any:
-    """The schema without nulls, which TOML lacks, and without defaults that are whole tables."""
-    if isinstance(schema, list):
-        return [_without_null(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    kept = {key: _without_null(part) for key, part in schema.items() if key != "default" or part not in (None, {})}
-    if isinstance(kept.get("default"), dict):
-        del kept["default"]
-    if {"type": "null"} in kept.get("anyOf", ()):
-        kept["anyOf"].remove({"type": "null"})
-        if len(kept["anyOf"]) == 1:
-            kept |= kept.pop("anyOf")[0]
-    return kept
 
 
 def keys_of(source: str, every: bool = True) -> list[Key]:

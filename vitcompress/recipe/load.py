@@ -84,27 +84,24 @@ def read_table(what: str, source: str) -> tuple[str, dict[str, Any]]:
 
     Raises InputError if there is none, or it is of the other kind, and RecipeError if it is not TOML.
     """
-    name, text = _read_text(what, source)
-    data = parse_toml(source if what == "recipe" else f"of the study {source}", text)
-    recipes.check_kind(what, source, data)
-    return name, data
-
-
-def _read_text(what: str, source: str) -> tuple[str, str]:
     path, (list_names, read) = Path(source), KINDS[what]
     names = list_names()
     if source in names or not (path.suffix == ".toml" or path.exists()):
-        return source, read(source)
-    if path.exists() and not path.is_file():  # a pipe would be read without end
+        name, text = source, read(source)
+    elif path.exists() and not path.is_file():  # a pipe would be read without end
         kind = "a folder" if path.is_dir() else "a pipe or a device"
         raise InputError(f"{source} is {kind}, not a file", hint=f"write the name of a {what}, or of a .toml file")
-    try:
-        return path.stem, path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise RecipeError(source, ["not a text file (UTF-8 expected)"]) from None
-    except OSError as error:
-        hint = f"write the name of a {what}, for example {min(names)}, or the path of a .toml file"
-        raise InputError(f"the {what} {source} cannot be read: {error.strerror}", hint=hint) from None
+    else:
+        try:
+            name, text = path.stem, path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise RecipeError(source, ["not a text file (UTF-8 expected)"]) from None
+        except OSError as error:
+            hint = f"write the name of a {what}, for example {min(names)}, or the path of a .toml file"
+            raise InputError(f"the {what} {source} cannot be read: {error.strerror}", hint=hint) from None
+    data = parse_toml(source if what == "recipe" else f"of the study {source}", text)
+    recipes.check_kind(what, source, data)
+    return name, data
 
 
 def _steps(raw: Any, problems: list[str]) -> tuple[Step, ...]:

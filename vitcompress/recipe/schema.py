@@ -148,12 +148,9 @@ _TYPES: Any = {f.name: (f.type, ... if f.default is MISSING else f.default) for 
 Tables = create_model("Tables", __config__=STRICT, **_TYPES)
 
 
-def plain_data(value: Any) -> dict[str, Any]:
-    """A dataclass as nested dicts without None values, which TOML cannot express."""
-    return dict(_without_none(to_jsonable_python(value)))
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
-    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
+def plain_data(value: Any) -> Any:
+    """A dataclass, or what it contains, as nested dicts and lists without None values, which TOML cannot express."""
+    data = to_jsonable_python(value)
+    if isinstance(data, dict):
+        return {key: plain_data(inner) for key, inner in data.items() if inner is not None}
+    return [plain_data(inner) for inner in data] if isinstance(data, list) else data

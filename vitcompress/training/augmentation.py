@@ -13,8 +13,6 @@ from vitcompress.training.options import Augmentation
 
 Transform = Callable[[Image.Image], Tensor]
 
-DEIT = Augmentation(False, "rand-m9-mstd0.5-inc1", 0.3, reprob=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, repeats=3)
-
 
 def image_transform(input: InputConfig, augmentation: Augmentation | None = None) -> Transform:
     """timm's transform from a PIL image to a uint8 tensor (C, H, W), which the prefetcher normalises later: for

@@ -69,9 +69,7 @@ class Runtime:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The autocast region of `amp`."""
-        if self.amp == "none":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=_AMP_TYPES[self.amp])
+        return torch.autocast(self.device.type, _AMP_TYPES.get(self.amp), enabled=self.amp != "none")
 
     def share_of(self, batch_size: int) -> int:
         """The part of a global batch that one process computes. Raises InputError if the parts are not equal."""

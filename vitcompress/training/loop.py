@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from timm.layers import DropPath
@@ -187,5 +187,4 @@ def drop_path(module: nn.Module, rate: float) -> Iterator[None]:
 
 def _drop_output(rate: float, module: nn.Module, args: object, out: Tensor) -> Tensor:
     """A hook that drops a branch's output for a share of the images while training."""
-    dropped: Tensor = stochastic_depth(out, rate, module.training)
-    return dropped
+    return cast(Tensor, stochastic_depth(out, rate, module.training))

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from timm.optim import create_optimizer_v2
@@ -122,10 +122,8 @@ class TrainingJob:
 
     @cached_property
     def heldout(self) -> EvalLoader | BatchLoader | None:
-        if not self.heldout_set:
-            return None
-        if isinstance(self.heldout_set, BatchLoader):
-            return self.heldout_set
+        if not self.heldout_set or isinstance(self.heldout_set, BatchLoader):
+            return self.heldout_set or None
         return EvalLoader(self.heldout_set, self.at.input, max(_EVAL_BATCH, self.micro_batch), self.runtime)
 
 
@@ -297,8 +295,7 @@ def lr_setter(
         lowest = {name: min(getattr(options, name), options.peak_lr) for name in ("min_lr", "warmup_lr")}
         epochs = {"num_epochs": options.epochs, "warmup_epochs": options.warmup_epochs, "updates_per_epoch": steps}
         scheduler, _ = create_scheduler_v2(optimizer, "cosine", step_on_epochs=False, **lowest, **epochs)
-        cosine: Callable[[int], None] = scheduler.step_update
-        return cosine
+        return cast(Callable[[int], None], scheduler.step_update)
 
     def set_lr(step: int) -> None:
         epoch = step / steps
