@@ -22,7 +22,7 @@ from vitcompress.methods.upvit import method as upvit
 from vitcompress.methods.upvit.importance import Component
 from vitcompress.methods.upvit.ranking import best, candidates, least_first
 from vitcompress.methods.upvit.target import Target, standard_blocks
-from vitcompress.models.standard import standard_model
+from vitcompress.models.checkpoint import standard_model
 from vitcompress.plan import Plan
 from vitcompress.verify.slice import slice_check
 

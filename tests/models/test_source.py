@@ -136,6 +136,16 @@ def test_a_requested_image_size_resamples(tmp_path: Path) -> None:
     assert not resolve_model(VIT, {"img_size": [24, 32]}, tmp_path / "wide.pth").resampled
 
 
+def test_the_size_of_weights_from_the_hub_is_checked() -> None:
+    for size in (48, [48, 48]):
+        tables = resolve_model(VIT, {"img_size": size, "depth": 1}, "hub").resampled
+        assert tables == ("pos_embed from (1, 197, 192) to (1, 10, 192)",)
+    assert not resolve_model(VIT, {"depth": 1}, "hub").resampled
+    overlay = {"pretrained_cfg_overlay": {"input_size": [3, 48, 48]}}
+    with pytest.raises(WeightsError, match=r"the image size of hub is unknown: pos_embed .* would be resampled"):
+        resolve_model(VIT, overlay, "hub")
+
+
 @pytest.mark.parametrize(
     ("trained", "used", "message"),
     [

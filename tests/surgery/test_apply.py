@@ -24,7 +24,7 @@ from contracts import (
 from torch import Tensor, nn
 
 from vitcompress.families import family_of
-from vitcompress.families.attention_pool import SlicedPool
+from vitcompress.families.attention import SlicedPool
 from vitcompress.methods.depth import depth_plan
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_plan, apply_to_copy, fold_linears

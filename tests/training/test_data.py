@@ -12,11 +12,10 @@ from torchvision import transforms
 
 from vitcompress.errors import DataError, InputError
 from vitcompress.models.create import InputConfig
-from vitcompress.training.augmentation import image_transform
 from vitcompress.training.data import open_data, open_test, subset
 from vitcompress.training.datasets import ArrayImages, Images, as_images
 from vitcompress.training.distributed import Runtime
-from vitcompress.training.loaders import BatchLoader, EvalLoader, TrainLoader, open_source
+from vitcompress.training.loaders import BatchLoader, EvalLoader, TrainLoader, image_transform, open_source
 from vitcompress.training.options import Augmentation, DataOptions
 
 CPU = Runtime(torch.device("cpu"))

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from vitcompress.errors import InputError
 from vitcompress.models.create import input_config
-from vitcompress.training.losses import Objective, both_heads, hard_loss, objective, soft_loss, student_of
+from vitcompress.training.losses import Objective, both_heads, hard_loss, soft_loss, student_of
 from vitcompress.training.options import Augmentation, TrainOptions
 
 
@@ -31,7 +31,7 @@ def test_the_decision_of_a_teacher_may_count_as_a_smoothed_label() -> None:
     student, teacher = vit(), vit(seed=1)
     images, targets = torch.randn(6, 1, 4, 4), torch.arange(6) % 3
     options = TrainOptions(distillation="hard", augmentation=Augmentation(smoothing=0.2), teacher_smoothing=0.1)
-    loss = objective(student, options, teacher=teacher, input=INPUT, device=CPU.device)
+    loss = Objective(student, options, teacher=teacher, input=INPUT, device=CPU.device)
     logits, decisions = student(images).detach(), teacher(images).argmax(1)
     wanted = torch.full((6, 3), 0.1 / 3).scatter_(1, decisions[:, None], 0.9 + 0.1 / 3)
     distilled = -(wanted * torch.log_softmax(logits, 1)).sum(1).mean()
@@ -46,7 +46,7 @@ def test_each_head_learns_from_its_own_source(kind: Any) -> None:
     images, targets = torch.randn(6, 1, 4, 4), torch.arange(6) % 3
     smooth = Augmentation(smoothing=0.1)
     options = TrainOptions(distillation=kind, alpha=0.25, temperature=2.0, augmentation=smooth)
-    loss = objective(student, options, teacher=teacher, input=INPUT, device=CPU.device)
+    loss = Objective(student, options, teacher=teacher, input=INPUT, device=CPU.device)
     with both_heads(student):
         first, second = student(images)
         value = loss(student, images, targets)
@@ -59,7 +59,7 @@ def test_each_head_learns_from_its_own_source(kind: Any) -> None:
 def test_one_head_learns_from_both_sources() -> None:
     student, teacher = vit(), vit(seed=1)
     images, targets = torch.randn(6, 1, 4, 4), torch.arange(6) % 3
-    loss = objective(student, TrainOptions(distillation="hard"), teacher=teacher, input=INPUT, device=CPU.device)
+    loss = Objective(student, TrainOptions(distillation="hard"), teacher=teacher, input=INPUT, device=CPU.device)
     expected = (functional.cross_entropy(student(images), targets) + hard_loss(student(images), teacher(images))) / 2
     assert loss(student, images, targets).item() == pytest.approx(expected.item(), rel=1e-5)
 
@@ -97,7 +97,7 @@ def test_a_teacher_sees_pixels_normalised_its_own_way() -> None:
     student, teacher = vit(), vit(seed=1)
     other = dataclasses.replace(INPUT, mean=(0.2,), std=(0.7,))
     pixels = torch.rand(3, 1, 4, 4)
-    loss: Objective = objective(
+    loss: Objective = Objective(
         student, TrainOptions(distillation="hard"), teacher=teacher, input=other, device=CPU.device
     )
     assert loss.teacher is not None
@@ -120,10 +120,10 @@ def test_labels_may_count_fully_beside_the_teacher() -> None:
         ("hard", hard_loss(logits, logits_of_teacher)),
     ):
         how = TrainOptions(distillation=kind, alpha=6.4, label_weight=1.0)
-        loss = objective(student, how, teacher=teacher, input=INPUT, device=CPU.device)
+        loss = Objective(student, how, teacher=teacher, input=INPUT, device=CPU.device)
         assert loss(student, images, targets).item() == pytest.approx((labels + 6.4 * term).item(), rel=1e-5)
     with pytest.raises(InputError, match=r"the labels would weigh -5\.4"):
-        objective(
+        Objective(
             student, TrainOptions(distillation="soft", alpha=6.4), teacher=teacher, input=INPUT, device=CPU.device
         )
 
@@ -134,7 +134,7 @@ def test_patch_tokens_and_features_are_compared() -> None:
     narrow: Any = vit(embed_dim=4, num_heads=1)
     student: Any = student_of(narrow, "soft_patch", teacher).train()
     how: Any = {"teacher": teacher, "input": INPUT, "device": CPU.device}
-    loss = objective(
+    loss = Objective(
         student, TrainOptions(distillation="soft_patch", alpha=0.2, label_weight=1.0, patch_weight=0.5), **how
     )
     own, theirs = student.projection(narrow.forward_features(images)[:, 1:]), teacher.forward_features(images)[:, 1:]
@@ -145,7 +145,7 @@ def test_patch_tokens_and_features_are_compared() -> None:
 
     wide: Any = vit()
     student = student_of(wide, "features", teacher).train()
-    loss = objective(student, TrainOptions(distillation="features", alpha=20.0, label_weight=1.0), **how)
+    loss = Objective(student, TrainOptions(distillation="features", alpha=20.0, label_weight=1.0), **how)
     pooled = [of.forward_head(of.forward_features(images), pre_logits=True) for of in (wide, teacher)]
     expected = functional.cross_entropy(wide(images), targets) + 20 * functional.mse_loss(*pooled)
     assert loss(student, images, targets).item() == pytest.approx(expected.item(), rel=1e-5)

@@ -15,9 +15,8 @@ from vitcompress.exporters.onnx.export import export
 from vitcompress.io.checks import Check
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
-from vitcompress.models.checkpoint import load_model, write_model
+from vitcompress.models.checkpoint import load_model, save_standard, write_model
 from vitcompress.models.create import input_config
-from vitcompress.models.standard import save_standard
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy
 from vitcompress.verify.folder import noise_images, recorded_images, reload_check, standard_check, verify_folder

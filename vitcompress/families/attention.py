@@ -173,14 +173,31 @@ class SlicedReductionAttention(AnyWidthAttention):
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """x: normalized tokens, (batch, height x width, channels) -> same shape. feat_size: height, width."""
-        k, v = self.kv(self._reduce(x, feat_size)).split((self.qk_dim, self.v_dim), dim=-1)
+        tokens = x  # from which keys and values are computed
+        if self.sr is not None:
+            image = x.transpose(1, 2).reshape(x.shape[0], -1, *feat_size)
+            image = image if self.pool is None else self.pool(image)
+            tokens = self.norm(self.sr(image).flatten(2).transpose(1, 2))
+            tokens = tokens if self.act is None else self.act(tokens)
+        k, v = self.kv(tokens).split((self.qk_dim, self.v_dim), dim=-1)
         return self.attend(self.split_heads(self.q(x)), self.split_heads(k), self.split_heads(v))
 
-    def _reduce(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        """The tokens from which keys and values are computed, (batch, reduced tokens, channels)."""
-        if self.sr is None:
-            return x
-        image = x.transpose(1, 2).reshape(x.shape[0], -1, *feat_size)
-        image = image if self.pool is None else self.pool(image)
-        tokens: Tensor = self.norm(self.sr(image).flatten(2).transpose(1, 2))
-        return tokens if self.act is None else self.act(tokens)
+
+class SlicedPool(AnyWidthAttention):
+    """timm's AttentionPoolLatent (SigLIP) with any widths: a latent attends to all tokens, then passes an MLP."""
+
+    PARTS = ("latent", "q", "kv", "proj", "proj_drop", "norm", "mlp")
+    WIDTHS = ("latent_dim", "out_features")
+    latent: nn.Parameter
+    q: Any
+    kv: Any
+    norm: Any
+    mlp: Any
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        """x: tokens, (batch, tokens, channels) -> (batch, channels)."""
+        q = self.q(self.latent.expand(x.shape[0], -1, -1))  # per image, as in timm: their masks may differ
+        k, v = self.kv(x).split((self.qk_dim, self.v_dim), dim=-1)
+        x = self.attend(self.split_heads(q), self.split_heads(k), self.split_heads(v), attn_mask=attn_mask)
+        out: Tensor = x + self.mlp(self.norm(x))
+        return out[:, 0]

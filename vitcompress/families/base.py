@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from timm.layers import GluMlp, LayerNorm2d, LayerScale, Mlp, PatchEmbed
+from timm.layers import AttentionPoolLatent, GluMlp, LayerNorm2d, LayerScale, Mlp, PatchEmbed
 from torch import Tensor, nn
 
-from vitcompress.families.attention import AnyWidthAttention
+from vitcompress.families.attention import AnyWidthAttention, SlicedPool
 from vitcompress.families.edited_block import EditedBlock, Wiring
 
 SCALES = {"ls1": "attn", "ls2": "mlp", "gamma_1": "attn", "gamma_2": "mlp"}  # LayerScale -> the child that it follows
@@ -164,18 +164,16 @@ class Family(ABC):
         depths, sites = self.depths(model), list[Site]()
         for path, block in self.blocks(model).items():
             numbers = [int(part) for part in path.split(".") if part.isdigit()]
-            sites += self._block_sites(path, block, sum(depths[: numbers[0]]) + numbers[-1])
+            mlp, place = getattr(block, "mlp", None), (path, sum(depths[: numbers[0]]) + numbers[-1])
+            if hasattr(block, "attn"):
+                sites.append(Site(f"{path}.attn", "attention", *place, f"{path}.drop_path1"))
+            if not self.not_foldable and not is_empty(getattr(mlp, "act", None)):
+                gates = f"{path}.mlp" if isinstance(mlp, GluMlp) else ""
+                sites.append(Site(f"{path}.mlp.act", "activation", *place, f"{path}.drop_path2", gates))
+            if mlp is not None:
+                sites.append(Site(f"{path}.mlp", "ffn", *place, f"{path}.drop_path2"))
+            sites.append(Site(path, "block", *place))
         return tuple(sites)
-
-    def _block_sites(self, path: str, block: Any, index: int) -> Iterator[Site]:
-        if hasattr(block, "attn"):
-            yield Site(f"{path}.attn", "attention", path, index, f"{path}.drop_path1")
-        if not self.not_foldable and not is_empty(getattr(getattr(block, "mlp", None), "act", None)):
-            gates = f"{path}.mlp" if isinstance(block.mlp, GluMlp) else ""
-            yield Site(f"{path}.mlp.act", "activation", path, index, f"{path}.drop_path2", gates)
-        if hasattr(block, "mlp"):
-            yield Site(f"{path}.mlp", "ffn", path, index, f"{path}.drop_path2")
-        yield Site(path, "block", path, index)
 
     def spaces(self, model: nn.Module) -> tuple[Space, ...]:
         """The remaining spaces: those inside of every block, then the residual streams."""
@@ -275,6 +273,22 @@ def norm_problem(norm: nn.Module) -> str | None:
     return None if norm.elementwise_affine else "its LayerNorm has no weights"
 
 
+def pool_problem(pool: Any, width: int) -> str | None:
+    """Why this pool of a stream of `width` channels is not supported, or None."""
+    if pool is None or isinstance(pool, SlicedPool):
+        return None
+    if not isinstance(pool, AttentionPoolLatent):
+        return f"its attention pool is a {type(pool).__name__}"
+    if pool.latent_len != 1 or pool.pool != "token":
+        return "its attention pool has more than one latent or output token"
+    if pool.pos_embed is not None or not is_empty(pool.q_norm, pool.k_norm):
+        return "its attention pool adds positions or normalizes q or k"
+    if not isinstance(pool.q, nn.Linear) or type(pool.mlp) is not Mlp or not is_empty(pool.mlp.norm):
+        return "its attention pool has no layer for q, or no MLP of two linear layers"
+    widths = {pool.latent_dim, pool.kv.in_features, pool.proj.in_features, pool.out_features}
+    return None if widths == {width} else "its attention pool and its residual stream have different widths"
+
+
 def describe_heads(model: nn.Module, path: str, name: str, attn: Any) -> list[Space]:
     """q/k and v of the attention `name` with one `qkv` layer, or with a `q` and a `kv` layer."""
     v_dim, output = attn.proj.in_features, input_axis(f"{name}.proj")
@@ -305,6 +319,17 @@ def describe_ffn(model: nn.Module, path: str, mlp: Any) -> Described:
         axes += linear_axes(model, f"{name}.dwconv")
     space = Space(name, "mlp", hidden, (*axes, input_axis(f"{name}.fc2")))
     return [space], [input_axis(f"{name}.fc1"), *linear_axes(model, f"{name}.fc2")]
+
+
+def describe_pool(model: nn.Module, name: str, pool: Any) -> Described:
+    """The attention pool `name`. It is no site: without it the model has no output.
+
+    Its latent, its output and the classifier belong to the residual stream.
+    """
+    mlp, stream = describe_ffn(model, name, pool.mlp)
+    reads = [Axis(f"{name}.latent", 2), input_axis(f"{name}.q"), input_axis(f"{name}.kv")]
+    writes = [*linear_axes(model, f"{name}.proj"), *norm_axes(model, f"{name}.norm")]
+    return [*describe_heads(model, name, name, pool), *mlp], [*reads, *writes, *stream]
 
 
 def _last_linear(path: str, part: nn.Module) -> str:

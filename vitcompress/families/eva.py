@@ -14,16 +14,10 @@ from timm.layers import AttentionPoolLatent, AttentionRope
 from timm.models.eva import Eva, EvaAttention, EvaBlock
 from torch import Tensor, nn
 
-from vitcompress.families.attention import SlicedRotaryAttention
-from vitcompress.families.attention_pool import SlicedPool
+from vitcompress.families.attention import SlicedPool, SlicedRotaryAttention
 from vitcompress.families.base import Described
-from vitcompress.families.edited_block import Part, Wiring, children
+from vitcompress.families.edited_block import Wiring, children
 from vitcompress.families.vit import VitFamily
-
-
-def parts(block: nn.Module) -> dict[str, Part]:
-    """The modules of a block and its LayerScales, which are parameters or None."""
-    return {**children(block), **{name: getattr(block, name) for name in ("gamma_1", "gamma_2")}}
 
 
 class RotaryTable(nn.Module):
@@ -58,7 +52,7 @@ class EvaFamily(VitFamily):
     wiring = Wiring(
         branches=(("norm1", "attn", "gamma_1", "drop_path1"), ("norm2", "mlp", "gamma_2", "drop_path2")),
         takes_arguments=frozenset({"attn"}),
-        parts=parts,
+        parts=lambda block: {**children(block), **{name: getattr(block, name) for name in ("gamma_1", "gamma_2")}},
     )
 
     def problem(self, model: Any) -> str | None:

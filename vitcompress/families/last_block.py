@@ -22,16 +22,13 @@ class FirstTokensBlock(nn.Module):
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """x: (batch, all tokens, channels) -> (batch, first tokens, channels)."""
-        block, first = self.block, self.tokens
-        y = self._attend(block.norm1(x))
-        x = x[:, :first] + block.ls1(y)
-        return cast(Tensor, x + block.ls2(block.mlp(block.norm2(x))))
-
-    def _attend(self, x: Tensor) -> Tensor:
-        attn, (batch, tokens, _) = self.block.attn, x.shape
-        q, k, v = attn.qkv(x).reshape(batch, tokens, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        block, attn, (batch, tokens, _) = self.block, self.block.attn, x.shape
+        packed = attn.qkv(block.norm1(x)).reshape(batch, tokens, 3, attn.num_heads, -1)
+        q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
         y = F.scaled_dot_product_attention(q[:, :, : self.tokens], k, v, scale=attn.scale)
-        return cast(Tensor, attn.proj(y.transpose(1, 2).reshape(batch, self.tokens, -1)))
+        y = attn.proj(y.transpose(1, 2).reshape(batch, self.tokens, -1))
+        x = x[:, : self.tokens] + block.ls1(y)
+        return cast(Tensor, x + block.ls2(block.mlp(block.norm2(x))))
 
 
 def shorten_last_block(model: nn.Module, family: Family) -> tuple[str, FirstTokensBlock] | None:

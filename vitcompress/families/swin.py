@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vitcompress.families.attention import SlicedWindowAttention
 from vitcompress.families.base import Axis, StagedFamily, input_axis, linear_axes, norm_axes
-from vitcompress.families.edited_block import Part, Wiring, children
+from vitcompress.families.edited_block import Wiring, children
 
 
 class ShiftedWindowAttention(SlicedWindowAttention):
@@ -42,27 +42,15 @@ class ShiftedWindowAttention(SlicedWindowAttention):
         shift = tuple(self.shift_size)
         if any(shift):
             x = torch.roll(x, shifts=(-shift[0], -shift[1]), dims=(1, 2))
-        x = self._padded(x)
+        down, right = (-size % window for size, window in zip(x.shape[1:3], self.window_size, strict=True))
+        x = nn.functional.pad(x, (0, 0, 0, right, 0, down)) if down or right else x
         padded_height, padded_width = x.shape[1:3]
         windows = window_partition(x, self.window_size).view(-1, self.window_area, channels)
-        windows = super().forward(windows, self._mask(x)).view(-1, *self.window_size, channels)
+        # The mask keeps windows apart that the shift brings together; timm computes it from these attributes.
+        mask = SwinTransformerBlock.get_attn_mask(cast(Any, self), x) if self.dynamic_mask else self.attn_mask
+        windows = super().forward(windows, mask).view(-1, *self.window_size, channels)
         x = window_reverse(windows, self.window_size, padded_height, padded_width)[:, :height, :width]
         return torch.roll(x, shifts=shift, dims=(1, 2)) if any(shift) else x
-
-    def _padded(self, x: Tensor) -> Tensor:
-        down, right = (-size % window for size, window in zip(x.shape[1:3], self.window_size, strict=True))
-        return nn.functional.pad(x, (0, 0, 0, right, 0, down)) if down or right else x
-
-    def _mask(self, x: Tensor) -> Tensor | None:
-        """What keeps windows apart that the shift brought together; timm computes it from the attributes it reads."""
-        if not self.dynamic_mask:
-            return self.attn_mask
-        return cast(Tensor | None, SwinTransformerBlock.get_attn_mask(cast(Any, self), x))
-
-
-def parts(block: nn.Module) -> dict[str, Part]:
-    """The children of a timm block, its attention with shift and partition."""
-    return {**children(block), "attn": ShiftedWindowAttention(block)}
 
 
 class SwinFamily(StagedFamily):
@@ -73,7 +61,10 @@ class SwinFamily(StagedFamily):
     model_type = SwinTransformer
     block_type = SwinTransformerBlock
     sliced: ClassVar = {WindowAttention: SlicedWindowAttention}
-    wiring = Wiring(branches=(("norm1", "attn", "drop_path1"), ("norm2", "mlp", "drop_path2")), parts=parts)
+    wiring = Wiring(
+        branches=(("norm1", "attn", "drop_path1"), ("norm2", "mlp", "drop_path2")),
+        parts=lambda block: {**children(block), "attn": ShiftedWindowAttention(block)},
+    )
     stages = "layers"
     fixed_size = True
 

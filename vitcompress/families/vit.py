@@ -7,9 +7,18 @@ from timm.layers import Attention, AttentionPoolLatent, GluMlp, Mlp
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
-from vitcompress.families.attention import SlicedAttention
-from vitcompress.families.attention_pool import SlicedPool, pool_problem, pool_spaces
-from vitcompress.families.base import Axis, Family, Space, input_axis, is_empty, linear_axes, norm_axes
+from vitcompress.families.attention import SlicedAttention, SlicedPool
+from vitcompress.families.base import (
+    Axis,
+    Family,
+    Space,
+    describe_pool,
+    input_axis,
+    is_empty,
+    linear_axes,
+    norm_axes,
+    pool_problem,
+)
 from vitcompress.families.edited_block import Wiring
 
 TOKENS = ("cls_token", "reg_token", "dist_token")
@@ -49,7 +58,7 @@ class VitFamily(Family):
         residual += [axis for name in ("patch_embed.norm", "norm_pre") for axis in norm_axes(model, name)]
         residual += [axis for own in axes.values() for axis in own]
         if getattr(model, "attn_pool", None) is not None:
-            spaces, pool = pool_spaces(model, "attn_pool", model.attn_pool)
+            spaces, pool = describe_pool(model, "attn_pool", model.attn_pool)
             yield from spaces
             residual += pool
         residual += [axis for name in ("norm", "fc_norm") for axis in norm_axes(model, name)]

@@ -49,23 +49,19 @@ def convert_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise _output_error(path, error) from None
-
-
-def _output_error(path: Path, error: Exception) -> OutputError:
-    # Files are written to a temporary folder first; the error must name the folder around it.
-    shown = next((part.parent for part in path.parents if part.name.endswith(".part")), path)
-    named = Path(str(getattr(error, "filename", None) or shown))
-    if named.parent == shown.parent and not named.name.endswith(".part"):
-        shown = named  # a file written with it: a sidecar, a folder
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-        return OutputError(
-            f"the disk is full: {shown} could not be written",
-            hint="free some space and run the same command again; a recipe continues where it stopped",
-        )
-    from_system = re.search(r"([^:]+) \(os error \d+\)", str(error))  # safetensors adds a place in its code
-    reason = getattr(error, "strerror", None) or (from_system[1].strip() if from_system else str(error))
-    return OutputError(f"{shown} cannot be written: {reason}", hint="choose another folder, or make this one writable")
+        # Files are written to a temporary folder first; the error must name the folder around it.
+        shown = next((part.parent for part in path.parents if part.name.endswith(".part")), path)
+        named = Path(str(getattr(error, "filename", None) or shown))
+        if named.parent == shown.parent and not named.name.endswith(".part"):
+            shown = named  # a file written with it: a sidecar, a folder
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+            message = f"the disk is full: {shown} could not be written"
+            hint = "free some space and run the same command again; a recipe continues where it stopped"
+            raise OutputError(message, hint=hint) from None
+        from_system = re.search(r"([^:]+) \(os error \d+\)", str(error))  # safetensors adds a place in its code
+        reason = getattr(error, "strerror", None) or (from_system[1].strip() if from_system else str(error))
+        hint = "choose another folder, or make this one writable"
+        raise OutputError(f"{shown} cannot be written: {reason}", hint=hint) from None
 
 
 def write_bytes(path: Path, data: bytes) -> None:

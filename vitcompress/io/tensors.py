@@ -61,8 +61,14 @@ def read_checkpoint(
         what = "is a folder" if path.is_dir() else "does not exist"
         raise WeightsError(f"no weights at {path}: it {what}", hint=f"use {ACCEPTED}")
     if path.suffix == ".safetensors":
-        tensors, content = _read_safetensors(path)
-        return _strip_wrappers(tensors, wrappers), None, content
+        try:
+            with safe_open(path, framework="pt") as file:
+                # Cloned: a view would change with the file, and its alignment changes the rounding of torch's kernels.
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
+                return _strip_wrappers(tensors, wrappers), None, decode_json_values(file.metadata() or {})
+        except (SafetensorError, OSError) as error:
+            message = f"{path} is not a complete safetensors file: {error}"
+            raise WeightsError(message, hint="copy or download it again") from None
     content = _read_pytorch(path)
     part = next((key for key in PARTS if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
     tensors = content if part is None else content[part]
@@ -76,17 +82,6 @@ def _strip_wrappers(tensors: dict[str, Tensor], wrappers: Sequence[str]) -> dict
         if all(name.startswith(wrapper) for name in tensors):
             tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
     return tensors
-
-
-def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            # Cloned: a view would change with the file, and its alignment changes the rounding of torch's kernels.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
-            return tensors, decode_json_values(file.metadata() or {})
-    except (SafetensorError, OSError) as error:
-        message = f"{path} is not a complete safetensors file: {error}"
-        raise WeightsError(message, hint="copy or download it again") from None
 
 
 def _read_pytorch(path: Path) -> Any:

@@ -24,6 +24,11 @@ class State:
     tensors: dict[str, Tensor]
     data: Any
 
+    def part(self, name: str) -> dict[str, Any]:
+        """The tensors and numbers whose names start with `name` and a dot, without it."""
+        named = {**self.tensors, **self.data["numbers"]}
+        return {key.removeprefix(f"{name}."): value for key, value in named.items() if key.startswith(f"{name}.")}
+
 
 def save_state(folder: Path, epoch: int, tensors: Mapping[str, Tensor], data: Any) -> None:
     """Write a state to a new folder and delete older ones. A complete state exists at any time.

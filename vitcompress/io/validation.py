@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
 from vitcompress.errors import InputError, did_you_mean
 
 Table = TypeVar("Table", bound=BaseModel)
+T = TypeVar("T")
 
 # Strict: "30" is not 30. Unknown keys are errors, in nested dataclasses too.
 STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
@@ -37,6 +38,11 @@ UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 def Doc(text: str) -> Any:
     """The description of an option: `round_to: Annotated[int, Ge(1), Doc("widths are multiples of this")] = 8`."""
     return Field(description=text)
+
+
+def from_plain(kind: type[T], data: object) -> T:
+    """An instance of the dataclass `kind`, with the dataclasses in its fields, from data that `asdict` wrote."""
+    return TypeAdapter(kind).validate_python(data)
 
 
 def validate(kind: type[Table], data: Mapping[str, object], prefix: str, problems: list[str]) -> Table | None:
@@ -77,7 +83,8 @@ def describe_errors(error: ValidationError, root: type[BaseModel], prefix: str =
     """
     sentences: dict[str, list[str]] = {}
     for item in error.errors(include_url=False):
-        place = _place(item["loc"][1:] if prefix else item["loc"])
+        loc = item["loc"][1:] if prefix else item["loc"]  # ("step", 0, "lr") -> step[0].lr
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
         sentences.setdefault(prefix + place, []).append(_describe(item, root))
     width = max(map(len, sentences))
     return [f"{place:<{width}}   {' or '.join(dict.fromkeys(texts))}" for place, texts in sentences.items()]
@@ -89,11 +96,6 @@ def keys_hint(problems: Iterable[str], steps: Any) -> str | None:
         return None
     named = [step.get("method") for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
     return f"`vitcompress recipes keys {next(filter(None, named), 'NAME')}` lists all keys"
-
-
-def _place(loc: tuple[int | str, ...]) -> str:
-    """`("step", 0, "lr")` as `step[0].lr`."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
 
 
 def _describe(item: Any, root: type[BaseModel]) -> str:

@@ -21,15 +21,7 @@ from vitcompress.errors import InputError, WeightsError
 from vitcompress.io.files import decode_json_values, read_json
 from vitcompress.io.text import describe_value
 from vitcompress.models.arguments import Shapes, base_of, describe_shapes, read_arguments, shapes_of
-from vitcompress.models.create import (
-    LABELS,
-    OVERLAY,
-    create_model,
-    create_on_meta,
-    input_config,
-    is_known,
-    with_class_names,
-)
+from vitcompress.models.create import LABELS, OVERLAY, create_model, create_on_meta, input_config, with_class_names
 from vitcompress.models.preprocessing import NAMES, Preprocessing
 from vitcompress.models.weights import HUB, WeightFile, open_weights
 
@@ -114,11 +106,16 @@ def resolve_model(
         hint = "the weights do not show the number of heads: set it, as in --set model.args.num_heads=4"
         raise InputError(error.message, hint=hint) from None
     requested = bool(own.keys() & {"img_size", "window_size"})
-    resampled = _resampled(shapes_of(file.tensors), shapes_of(blank.state_dict()), requested, weights)
+    hub = create_blank(arch, {}).state_dict() if str(weights) == "hub" else {}
+    resampled = _resampled(shapes_of(file.tensors or hub), shapes_of(blank.state_dict()), requested, weights)
     about, count = input_config(blank), int(getattr(blank, "num_classes", 0))
     default = {name: getattr(about, name) for name in NAMES}
     changes = (preprocessing or Preprocessing()).changes_for(about.size[0], arch)
-    layers = {DEFAULT: default, file.stated_in: _preprocessing(arch, file), RECIPE: overlay, USER: changes}
+    # A training script that names another model uses the defaults of that model.
+    trained = str(file.stated.get("model", arch))
+    other = timm.is_model(trained) and trained.split(".")[0] != arch.split(".")[0] and timm.get_pretrained_cfg(trained)
+    stated = (other.to_dict() if other else {}) | file.stated
+    layers = {DEFAULT: default, file.stated_in: stated, RECIPE: overlay, USER: changes}
     values, origins = _merge({s: {n: _plain(v) for n, v in t.items() if n in NAMES} for s, t in layers.items()})
     overlay |= {name: value for name, value in values.items() if value != _plain(default[name])}
     names = tuple(class_names) or file.class_names
@@ -171,18 +168,12 @@ def _arguments(
 def _resampled(shapes: Shapes, model: Shapes, requested: bool, weights: str | Path) -> tuple[str, ...]:
     """Position tables that get another size. Raises WeightsError if the recipe requests none."""
     tables = {name: shapes[name] for name in model.keys() & shapes.keys() if POSITIONS.search(name)}
-    lines = sorted(f"{name} from {old} to {model[name]}" for name, old in tables.items() if old != model[name])
+    resized = {name: old for name, old in tables.items() if old != (new := model[name]) and old[-1] == new[-1]}
+    lines = sorted(f"{name} from {old} to {model[name]}" for name, old in resized.items())
     if lines and not requested:
         hint = "set the image size of the training, as in --set model.args.img_size=[48,96]"
         raise WeightsError(f"the image size of {weights} is unknown: {lines[0]} would be resampled", hint=hint)
     return tuple(lines)
-
-
-def _preprocessing(arch: str, file: WeightFile) -> dict[str, object]:
-    """What a file of weights states; a training script that names another model uses the defaults of that model."""
-    model = str(file.stated.get("model", arch))
-    default = timm.get_pretrained_cfg(model) if is_known(model) and model.split(".")[0] != arch.split(".")[0] else None
-    return {**(default.to_dict() if default else {}), **file.stated}
 
 
 def _facts(blank: nn.Module) -> dict[str, object]:

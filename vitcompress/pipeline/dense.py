@@ -20,7 +20,7 @@ from vitcompress.pipeline.job import Job
 from vitcompress.training.datasets import Images, few
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.loop import train
-from vitcompress.training.losses import FEATURES, check_features, objective
+from vitcompress.training.losses import FEATURES, Objective, check_features
 from vitcompress.training.metrics import Accuracy, evaluate, guessed
 from vitcompress.training.options import TrainOptions
 from vitcompress.training.trainer import TrainingContext, TrainingControls
@@ -230,7 +230,7 @@ def check_teacher(job: Job, *, download: bool = True) -> None:
     _check_classes(job, int(getattr(teacher, "num_classes", 0)))
     pruned = deepcopy(job.pruned)
     # Checks the image size, and that the weights of the losses train every head.
-    objective(pruned, finetune, teacher=teacher, input=job.input, device=torch.device("meta"))
+    Objective(pruned, finetune, teacher=teacher, input=job.input, device=torch.device("meta"))
     check_features(pruned, finetune.distillation, teacher, job.input)
 
 

@@ -16,8 +16,7 @@ from vitcompress.bench.report.files import match_rows
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.io.files import write_json
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.models.checkpoint import load_model, load_model_files, read_plan, write_model
-from vitcompress.models.standard import save_standard
+from vitcompress.models.checkpoint import load_model, load_model_files, read_plan, save_standard, write_model
 from vitcompress.pipeline.export import quarantine_failed, runnable_files
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.report import list_names

@@ -78,7 +78,7 @@ def open_test(options: DataOptions) -> tuple[tuple[str, ...], Images]:
     if options.source != "imagefolder":
         data = _open(options)
         return data.classes, data.test
-    folder = _test_folder(_root(options), options.test_split)
+    folder = _part(options)
     classes = class_names(folder)
     _check_classes(str(folder), classes, None)
     return classes, FolderImages(folder, classes, skip_broken=options.broken == "skip")
@@ -134,36 +134,29 @@ def _built_in(source: str) -> Splits:
 
 def _image_folder(options: DataOptions) -> Splits:
     """An ImageNet-like folder; the training folder's class names, in natural order, number the classes."""
-    root = _root(options)
-    folder = root / (options.train_split or "train")
-    if not folder.is_dir():
-        deep = (root.parent / folder.name).is_dir()
-        hint = f"use its parent {root.parent}" if deep else "expected PATH/train/<class>/<image>"
-        raise DataError(f"data folder {root} has no folder {folder.name}", hint=hint)
+    folder = _part(options, train=True)
     classes = class_names(folder)
     _check_classes(str(folder), classes, None)
-    parts, skip = (folder, _test_folder(root, options.test_split)), options.broken == "skip"
+    parts, skip = (folder, _part(options)), options.broken == "skip"
     train, test = (FolderImages(part, classes, skip_broken=skip) for part in parts)
-    return Splits(str(root), classes, train, test=test, skipped=train.skipped + test.skipped)
+    name = str(Path(options.path or "").expanduser())
+    return Splits(name, classes, train, test=test, skipped=train.skipped + test.skipped)
 
 
-def _root(options: DataOptions) -> Path:
-    """The data folder of `options`."""
+def _part(options: DataOptions, *, train: bool = False) -> Path:
+    """The folder of the test images, or of the training images."""
     check_named(options)
-    root = Path(options.path or "").expanduser()
+    name = options.train_split or "train" if train else options.test_split
+    root, names = Path(options.path or "").expanduser(), (name,) if name else _TEST_FOLDERS
     if not root.is_dir():
         what = "is a file, not a folder of images" if root.exists() else "does not exist"
         raise DataError(f"data folder {root} {what}", hint="expected PATH/train/<class>/<image> and PATH/val")
-    return root
-
-
-def _test_folder(root: Path, name: str | None) -> Path:
-    """The folder of test images below `root`."""
-    names = (name,) if name else _TEST_FOLDERS
-    for candidate in names:
-        if (root / candidate).is_dir():
-            return root / candidate
-    raise DataError(f"data folder {root} has no folder {' or '.join(names)}", hint="expected PATH/val/<class>/<image>")
+    for name in names:
+        if (root / name).is_dir():
+            return root / name
+    deep = (root.parent / names[0]).is_dir()
+    hint = f"use its parent {root.parent}" if deep else f"expected PATH/{names[0]}/<class>/<image>"
+    raise DataError(f"data folder {root} has no folder {' or '.join(names)}", hint=hint)
 
 
 def _check_classes(name: str, classes: tuple[str, ...], train: Images | None) -> None:

@@ -63,7 +63,11 @@ class FolderImages(Images):
     """
 
     def __init__(self, folder: Path, classes: tuple[str, ...], *, skip_broken: bool = False) -> None:
-        _check_folders(folder, classes)
+        present = set(class_names(folder))
+        missing, extra = [name for name in classes if name not in present], sorted(present - set(classes))
+        if missing or extra:
+            parts = [f"has no class {few(missing)}"] * bool(missing) + [f"has unknown class {few(extra)}"] * bool(extra)
+            raise DataError(f"{folder} {' and '.join(parts)}", hint="train and test need the same class folders")
         numbers = {name: i for i, name in enumerate(classes)}
         samples = make_dataset(folder, numbers, _SUFFIXES, allow_empty=True)
         samples.sort(key=lambda sample: natural_key(sample[0]))
@@ -79,8 +83,8 @@ class FolderImages(Images):
         self.classes, self.skipped = classes, tuple(broken)
         kept = [(path, label) for file, label in samples if (path := Path(file)) not in broken]
         self.files, self.labels = [path for path, _ in kept], np.array([label for _, label in kept], np.int64)
-        present = set(self.labels.tolist())
-        if empty := [name for i, name in enumerate(classes) if i not in present]:
+        counts = np.bincount(self.labels, minlength=len(classes))
+        if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
             message = f"{folder} has class folders without images: {few(empty)}"
             raise DataError(message, hint="fill or remove these folders")
 
@@ -106,10 +110,9 @@ class MappedImages(Images):
             self.dataset, self.labels = dataset, np.asarray(labels, np.int64)
             self.prepared = len(self.labels) > 0 and isinstance(dataset[0][0], Tensor)
         except (TypeError, ValueError, IndexError) as error:
-            raise DataError(
-                f"the items of {name} are not (image, class) pairs: {first_line(error)}",
-                hint="return a PIL image or a tensor (C, H, W), and the index of its class",
-            ) from error
+            hint = "return a PIL image or a tensor (C, H, W), and the index of its class"
+            message = f"the items of {name} are not (image, class) pairs: {first_line(error)}"
+            raise DataError(message, hint=hint) from error
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         image, label = self.dataset[index]
@@ -139,25 +142,15 @@ def as_images(data: Any) -> Images:
         pairs = [(images.detach().cpu(), labels.cpu()) for images, labels in data]
         return ArrayImages(torch.cat([images for images, _ in pairs]), torch.cat([labels for _, labels in pairs]))
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise DataError(
-            f"the data is not an iterable of (images, labels) batches: {first_line(error)}",
-            hint="pass a map-style data set of (image, class) pairs, or batches of (batch, C, H, W) and (batch,)",
-        ) from error
+        message = f"the data is not an iterable of (images, labels) batches: {first_line(error)}"
+        hint = "pass a map-style data set of (image, class) pairs, or batches of (batch, C, H, W) and (batch,)"
+        raise DataError(message, hint=hint) from error
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
     """Names of the class folders, in timm's natural order (class2 before class10)."""
     names = [entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
     return tuple(sorted(names, key=natural_key))
-
-
-def _check_folders(folder: Path, classes: tuple[str, ...]) -> None:
-    """Compare the class folders with `classes`: training and test images must have the same classes."""
-    present = set(class_names(folder))
-    missing, extra = [name for name in classes if name not in present], sorted(present - set(classes))
-    if missing or extra:
-        parts = [f"has no class {few(missing)}"] * bool(missing) + [f"has unknown class {few(extra)}"] * bool(extra)
-        raise DataError(f"{folder} {' and '.join(parts)}", hint="train and test need the same class folders")
 
 
 def decode(file: str | Path | bytes, name: str = "") -> Image.Image:

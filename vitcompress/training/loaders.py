@@ -4,11 +4,14 @@ All processes share one order of the training images, so two processes together 
 In evaluation each image goes to exactly one process.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, cast
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
+from timm.data import Mixup, create_transform
 from timm.data.distributed_sampler import RepeatAugSampler
 from timm.data.loader import PrefetchLoader, fast_collate
 from torch import Tensor
@@ -16,10 +19,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from vitcompress.errors import DataError, InputError
 from vitcompress.models.create import InputConfig
-from vitcompress.training.augmentation import Transform, image_transform, mixup
 from vitcompress.training.datasets import Images, as_images, is_map_style
 from vitcompress.training.distributed import Runtime, derived_seed
 from vitcompress.training.options import Augmentation
+
+Transform = Callable[[Image.Image], Tensor]
 
 
 class Views(Images, Dataset[tuple[Any, int]]):
@@ -45,7 +49,28 @@ class Views(Images, Dataset[tuple[Any, int]]):
         return (self.transform(image) if self.transform else image), label
 
 
-class TrainLoader:
+class EvalLoader:
+    """Batches of the images rank, rank + world_size, ... of a data set: each image is on exactly one rank.
+
+    batch_size: images per process at most; nothing is padded or repeated.
+    """
+
+    def __init__(self, dataset: Images, input: InputConfig, batch_size: int, runtime: Runtime) -> None:
+        self.total = len(dataset)
+        own = range(runtime.rank, self.total, runtime.world_size)
+        self.batches = _prefetch(Views(dataset, own), input, batch_size, runtime)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        try:
+            yield from self.batches
+        except DataError as error:  # of a worker process: one sentence instead of its traceback
+            raise DataError(error.message.rsplit("DataError: ", 1)[-1].strip(), hint=error.hint) from error
+
+
+class TrainLoader(EvalLoader):
     """Batches of one process: (images (batch, C, H, W) normalised, targets (batch,) or soft (batch, classes)).
 
     Every rank gets the same number of batches; images that do not fill a global batch are left out of the epoch. Call
@@ -65,46 +90,34 @@ class TrainLoader:
         classes: int | None = None,
     ) -> None:
         self.augmentation, self.seed = augmentation, seed
-        _check_batch(batch_size, len(dataset) // runtime.world_size, augmentation)
+        available = len(dataset) // runtime.world_size
+        if batch_size < 1 or batch_size > available:
+            message = f"a batch has {batch_size} images per process, and only {available} are available"
+            raise InputError(message, hint="lower batch_size or give more images")
+        if augmentation.mixes and batch_size % 2:
+            message = f"mixup and cutmix mix pairs, so {batch_size} images per process and step cannot be mixed"
+            hint = "use an even batch_size / (processes * accumulate), or set mixup = 0 and cutmix = 0"
+            raise InputError(message, hint=hint)
         # One shuffled order; rank r of W gets its entries r, r + W, ...
         kind: Any = RepeatAugSampler if augmentation.repeats > 1 else DistributedSampler
         settings = {"num_repeats": augmentation.repeats} if augmentation.repeats > 1 else {"drop_last": True}
         self.sampler = kind(dataset, runtime.world_size, runtime.rank, **settings)
         self.batches = _prefetch(dataset, input, batch_size, runtime, augmentation, self.sampler)
-        self.mixup = mixup(augmentation, classes or int(dataset.labels.max()) + 1)
+        a, width = augmentation, classes or int(dataset.labels.max()) + 1
+        shares = {"prob": a.mixup_prob, "switch_prob": a.mixup_switch_prob, "label_smoothing": a.smoothing}
+        self.mixup = Mixup(a.mixup, a.cutmix, **shares, num_classes=width) if a.mixes else None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of `epoch`; it depends only on the seed and the epoch."""
         self.sampler.set_epoch(derived_seed("order", self.seed, epoch))
 
-    def __len__(self) -> int:
-        return len(self.batches)
-
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for images, targets in _readable(self.batches):
+        for images, targets in super().__iter__():
             if self.augmentation.noise:
                 images = images + self.augmentation.noise * torch.randn_like(images)
             if self.mixup is not None:
                 images, targets = self.mixup(images, targets)
             yield images, targets
-
-
-class EvalLoader:
-    """Batches of the images rank, rank + world_size, ... of a data set: each image is on exactly one rank.
-
-    batch_size: images per process at most; nothing is padded or repeated.
-    """
-
-    def __init__(self, dataset: Images, input: InputConfig, batch_size: int, runtime: Runtime) -> None:
-        self.total = len(dataset)
-        own = range(runtime.rank, self.total, runtime.world_size)
-        self.batches = _prefetch(Views(dataset, own), input, batch_size, runtime)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return _readable(self.batches)
 
 
 class BatchLoader:
@@ -181,26 +194,31 @@ def _prefetch(
     return PrefetchLoader(loader, input.mean, input.std, input.size[0], runtime.device, **erase)
 
 
-def _check_batch(batch_size: int, available: int, augmentation: Augmentation) -> None:
-    """Raise InputError for a batch that the data set cannot fill, or that cannot be mixed in pairs."""
-    if batch_size < 1 or batch_size > available:
-        message = f"a batch has {batch_size} images per process, and only {available} are available"
-        raise InputError(message, hint="lower batch_size or give more images")
-    if augmentation.mixes and batch_size % 2:
-        raise InputError(
-            f"mixup and cutmix mix pairs, so {batch_size} images per process and step cannot be mixed",
-            hint="use an even batch_size / (processes * accumulate), or set mixup = 0 and cutmix = 0",
-        )
+def image_transform(input: InputConfig, augmentation: Augmentation | None = None) -> Transform:
+    """timm's transform from a PIL image to a uint8 tensor (C, H, W), which the prefetcher normalises later: for
+    training with an `augmentation`, else for evaluation (resize and crop).
+    """
+    settings: dict[str, Any] = {"crop_pct": input.crop_pct, "crop_mode": input.crop_mode}
+    if a := augmentation:
+        settings = {"hflip": a.hflip, "scale": a.scale, "ratio": a.ratio, "no_aug": a.no_aug}
+        settings |= {"auto_augment": a.auto_augment, "color_jitter": a.color_jitter or None}
+    pixels = {"interpolation": input.interpolation, "mean": input.mean, "std": input.std}
+    transform: Any = create_transform(input.size, bool(a), use_prefetcher=True, **pixels, **settings)
+    # Posterize in RandAugment, AugMix (`ops`) and AutoAugment (`policy`) may keep no bit, which Pillow rejects.
+    for step in getattr(transform, "transforms", ()):
+        for operation in (*getattr(step, "ops", ()), *chain(*getattr(step, "policy", ()))):
+            if operation.name.startswith("Posterize"):
+                operation.aug_fn = _posterize
+    return cast(Transform, transform)
+
+
+def _posterize(image: Image.Image, bits_to_keep: int, **_: Any) -> Image.Image:
+    """`image` with the `bits_to_keep` highest bits of each channel, from 0 (black) to 8 (all of them)."""
+    if bits_to_keep <= 0:
+        return image.point(lambda _: 0)
+    return image if bits_to_keep >= 8 else ImageOps.posterize(image, bits_to_keep)
 
 
 def too_few_images(batch_size: int, images: int) -> InputError:
     message = f"batch_size {batch_size} is more than the {images} training images"
     return InputError(message, hint="lower batch_size or use more images")
-
-
-def _readable(batches: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """`batches`; an unreadable image in a worker process raises one sentence instead of the worker's traceback."""
-    try:
-        yield from batches
-    except DataError as error:
-        raise DataError(error.message.rsplit("DataError: ", 1)[-1].strip(), hint=error.hint) from error

@@ -22,17 +22,10 @@ from vitcompress.io.training_state import load_state, save_state
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import BatchLoader, TrainData, too_few_images
 from vitcompress.training.log import RunLog
-from vitcompress.training.losses import both_heads, objective, student_of
+from vitcompress.training.losses import Objective, both_heads, student_of
 from vitcompress.training.metrics import Accuracy, evaluate
 from vitcompress.training.options import EpochRecord, TrainOptions, TrainResult
-from vitcompress.training.trainer import (
-    Learner,
-    TrainingContext,
-    TrainingControls,
-    TrainingJob,
-    make_optimizer,
-    part_of,
-)
+from vitcompress.training.trainer import Learner, TrainingContext, TrainingControls, TrainingJob, make_optimizer
 
 
 def train(
@@ -55,7 +48,7 @@ def train(
     controls = controls or TrainingControls()
     check_options(options, train_set, heldout_set, at.runtime)
     module.to(at.runtime.device)
-    loss = objective(module, options, teacher=controls.teacher, input=at.input, device=at.runtime.device)
+    loss = Objective(module, options, teacher=controls.teacher, input=at.input, device=at.runtime.device)
     student = student_of(module, options.distillation, controls.teacher, at.seed)
     with both_heads(module), drop_path(module, options.drop_path):
         result = _run(TrainingJob(student, options, at, controls, loss, train_set, heldout_set))
@@ -64,15 +57,15 @@ def train(
 
 
 def _run(job: TrainingJob) -> TrainResult:
-    state = job.runtime.broadcast(load_state(job.at.folder) if job.runtime.is_main else None)
+    state = job.at.runtime.broadcast(load_state(job.at.folder) if job.at.runtime.is_main else None)
     if state is not None and state.data["made_with"] != job.fingerprint:
         message = f"{job.at.folder} contains a training with other settings"
         raise OutputError(message, hint="use another folder, or --fresh")
     if state is not None and state.data["finished"]:
-        job.module.load_state_dict(part_of(state.tensors, "module."))
+        job.module.load_state_dict(state.part("module"))
         if job.controls.hooks:
             job.controls.hooks.restore(state.data["hooks"])
-        if job.runtime.is_main:
+        if job.at.runtime.is_main:
             RunLog.of_training(job.at.folder, job.at.label).sync(state.data["history"])
         return _result(state.data["history"], state.data["best_of"])
     if job.options.epochs == 0:
@@ -80,22 +73,16 @@ def _run(job: TrainingJob) -> TrainResult:
     learner = Learner(job)
     if state is not None:
         learner.restore(state)
-    return _epochs(learner)
-
-
-def _epochs(learner: Learner) -> TrainResult:
-    """Train the remaining epochs."""
-    job, at, first = learner.job, learner.job.at, len(learner.history)
-    epochs, steps = job.options.epochs, learner.steps
+    at, first, epochs, steps = job.at, len(learner.history), job.options.epochs, learner.steps
     with closing(RunLog.of_training(at.folder, at.label)) as log:
-        if job.runtime.is_main:
+        if job.at.runtime.is_main:
             log.sync(learner.history)
             log.open_board(first)
             # Starts the clock of the display.
             at.progress.update(at.label, first * steps, epochs * steps, f"epoch {first + 1}/{epochs}")
         for number in range(first, epochs):
             record = _epoch(learner, number)
-            if job.runtime.is_main:
+            if job.at.runtime.is_main:
                 log.append(record)
     return _result(learner.history, learner.best_of)
 
@@ -120,7 +107,7 @@ def _epoch(learner: Learner, number: int) -> EpochRecord:
         tensors = {f"module.{name}": value for name, value in learner.best.items()}
         data |= {"finished": True, "numbers": {}, "scaler": {}}
         job.module.load_state_dict(learner.best)
-    if job.runtime.is_main:
+    if job.at.runtime.is_main:
         save_state(job.at.folder, number, tensors, data)
     return record
 
@@ -139,8 +126,8 @@ def _evaluate(job: TrainingJob, module: nn.Module) -> Accuracy:
     """Held-out accuracy of `module` in eval mode, computed in the precision of the training."""
     assert job.heldout is not None
     module.eval()
-    with job.runtime.autocast():
-        return evaluate(module, job.heldout, job.runtime)
+    with job.at.runtime.autocast():
+        return evaluate(module, job.heldout, job.at.runtime)
 
 
 def _result(history: list[EpochRecord], best_of: Mapping[str, Any]) -> TrainResult:
@@ -168,9 +155,8 @@ def drop_path(module: nn.Module, rate: float) -> Iterator[None]:
 
     It acts on the modules that timm calls drop_path. They are not replaced, so hooks on them stay.
     """
-    branches = (
-        [child for name, child in owner.named_children() if name.startswith("drop_path")] for owner in module.modules()
-    )
+    named = (owner.named_children() for owner in module.modules())
+    branches = ([child for name, child in children if name.startswith("drop_path")] for children in named)
     owners = [children for children in branches if children]
     with ExitStack() as stack:
         for depth, children in enumerate(owners):

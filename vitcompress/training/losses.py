@@ -153,10 +153,30 @@ def _patches(model: Any, maps: Tensor) -> Tensor:
 
 
 class Objective:
-    """The loss of one batch: labels and, with a teacher, `options.share_of_labels` * labels + alpha * distillation."""
+    """The loss of one batch: labels and, with a teacher, `options.share_of_labels` * labels + alpha * distillation.
 
-    def __init__(self, options: TrainOptions, teacher: Teacher | None) -> None:
-        self.options, self.teacher = options, teacher
+    module: the model that is trained. input: its preprocessing. Raises InputError for distillation without a teacher,
+    or with an `alpha` that leaves one of two heads untrained or lets the labels have a negative weight.
+    """
+
+    def __init__(
+        self, module: nn.Module, options: TrainOptions, *, teacher: nn.Module | None, input: InputConfig, device: Any
+    ) -> None:
+        labels, alpha = options.share_of_labels, options.alpha
+        self.options = options
+        self.teacher: Teacher | None = None
+        if options.distillation == "none":
+            return
+        if teacher is None:
+            message = f"distillation = {options.distillation!r} needs a teacher and there is none"
+            raise InputError(message, hint="set a teacher, or distillation = 'none'")
+        if labels < 0:
+            message = f"with alpha = {alpha:g} the labels would weigh {labels:g}"
+            raise InputError(message, hint="use an alpha up to 1, or set label_weight too, as in label_weight = 1.0")
+        if has_two_heads(module) and not (alpha > 0 and labels > 0):
+            message = f"alpha = {alpha:g} would leave one of the two heads untrained, and inference averages both"
+            raise InputError(message, hint="use an alpha between 0 and 1, both excluded")
+        self.teacher = Teacher(teacher, input, device)
 
     def __call__(self, network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
         """targets: classes (batch,) or probabilities (batch, classes) -> mean loss, a scalar."""
@@ -203,24 +223,3 @@ def soft_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     log_student = functional.log_softmax(student / temperature, dim=1)
     log_teacher = functional.log_softmax(teacher / temperature, dim=1)
     return functional.kl_div(log_student, log_teacher, reduction="batchmean", log_target=True) * temperature**2
-
-
-def objective(
-    module: nn.Module, options: TrainOptions, *, teacher: nn.Module | None, input: InputConfig, device: torch.device
-) -> Objective:
-    """The loss for training `module`. Raises InputError for distillation without a teacher, or with an `alpha` that
-    leaves one of two heads untrained or lets the labels have a negative weight.
-    """
-    labels, alpha = options.share_of_labels, options.alpha
-    if options.distillation == "none":
-        return Objective(options, None)
-    if teacher is None:
-        message = f"distillation = {options.distillation!r} needs a teacher and there is none"
-        raise InputError(message, hint="set a teacher, or distillation = 'none'")
-    if labels < 0:
-        message = f"with alpha = {alpha:g} the labels would weigh {labels:g}"
-        raise InputError(message, hint="use an alpha up to 1, or set label_weight too, as in label_weight = 1.0")
-    if has_two_heads(module) and not (alpha > 0 and labels > 0):
-        message = f"alpha = {alpha:g} would leave one of the two heads untrained, and inference averages both"
-        raise InputError(message, hint="use an alpha between 0 and 1, both excluded")
-    return Objective(options, Teacher(teacher, input, device))

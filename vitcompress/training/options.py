@@ -17,6 +17,7 @@ _SOURCES = (
     "(data set in `path`)"
 )
 Share = Annotated[float, Ge(0), Le(1)]
+Fraction = Annotated[float, Ge(0), Lt(1)]
 Distillation = Literal["none", "hard", "soft", "soft_patch", "features"]
 
 
@@ -28,7 +29,7 @@ class DataOptions(Preprocessing):
     path: Annotated[str | None, Doc("folder of the images")] = None
     train_split: Annotated[str | None, Doc("name of the training split; None: train")] = None
     test_split: Annotated[str | None, Doc("name of the test split; None: val, validation or test")] = None
-    heldout: Annotated[float, Ge(0), Lt(1), Doc("share of the training images that are held out for choices")] = 0.1
+    heldout: Annotated[Fraction, Doc("share of the training images that are held out for choices")] = 0.1
     workers: Annotated[int, Ge(0), Doc("processes that load images; 0: the main process loads them")] = 0
     broken: Annotated[
         Literal["error", "skip"],
@@ -59,7 +60,7 @@ class Augmentation:
     cutmix: Annotated[float, Ge(0), Doc("alpha of the Beta distribution; 0: off")] = 0.0
     mixup_prob: Annotated[Share, Doc("share of batches with mixup or CutMix")] = 1.0
     mixup_switch_prob: Annotated[Share, Doc("share of those with CutMix, where both are on")] = 0.5
-    smoothing: Annotated[float, Ge(0), Lt(1), Doc("label smoothing")] = 0.0
+    smoothing: Annotated[Fraction, Doc("label smoothing")] = 0.0
     repeats: Annotated[int, Ge(0), Doc("views of an image per pass (repeated augmentation); 0 or 1: off")] = 0
     noise: Annotated[float, Ge(0), Doc("standard deviation of Gaussian noise on the normalised pixels")] = 0.0
 
@@ -87,9 +88,7 @@ class TrainOptions:
     decay_all: Annotated[bool, Doc("apply it to vectors and scalars too: norms, biases, tokens, positions")] = False
     betas: Annotated[tuple[float, float] | None, Doc("of the optimiser; None: its default")] = None
     clip_grad: Annotated[float | None, Gt(0), Doc("maximum norm of the gradient")] = None
-    drop_path: Annotated[float, Ge(0), Lt(1), Doc("stochastic depth of the last block, rising from 0 at the first")] = (
-        0.0
-    )
+    drop_path: Annotated[Fraction, Doc("stochastic depth of the last block, rising from 0 at the first")] = 0.0
     ema: Annotated[float | None, Gt(0), Lt(1), Doc("decay of averaged weights, evaluated beside the raw ones")] = None
     augmentation: Annotated[Augmentation, Doc("transforms of training images")] = field(default_factory=Augmentation)
     distillation: Annotated[Distillation, Doc("how the model learns from its teacher")] = "none"
@@ -97,9 +96,7 @@ class TrainOptions:
     label_weight: Annotated[float | None, Ge(0), Doc("weight of the loss with the labels; None: 1 - alpha")] = None
     patch_weight: Annotated[float, Ge(0), Doc('weight of the patch tokens, with distillation = "soft_patch"')] = 1e-3
     temperature: Annotated[float, Gt(0), Doc("by which the logits of model and teacher are divided")] = 1.0
-    teacher_smoothing: Annotated[
-        float, Ge(0), Lt(1), Doc('of the labels of the teacher, with distillation = "hard"')
-    ] = 0.0
+    teacher_smoothing: Annotated[Fraction, Doc('of the labels of the teacher, with distillation = "hard"')] = 0.0
     evaluate_every: Annotated[
         int, Ge(0), Doc("epochs between evaluations; 0: only after the last one, which always counts")
     ] = 1

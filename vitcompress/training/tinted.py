@@ -85,8 +85,6 @@ def train_and_test(
     """The training and the test images. parts: indices of the digits of each. photographs: uint8 (H, W, 3)."""
     cut = round(TRAINING_REGION * photographs[0].shape[1])
     sides = ([photo[:, :cut] for photo in photographs], [photo[:, cut:] for photo in photographs])
-    train, test = (
-        TintedImages(digits[part], labels[part], side, count)
-        for part, side, count in zip(parts, sides, (TRAIN, TEST), strict=True)
-    )
+    of = zip(parts, sides, (TRAIN, TEST), strict=True)
+    train, test = (TintedImages(digits[part], labels[part], side, count) for part, side, count in of)
     return train, test

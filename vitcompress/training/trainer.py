@@ -2,13 +2,13 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import torch
 from timm.optim import create_optimizer_v2
@@ -28,7 +28,6 @@ from vitcompress.training.options import EpochRecord, TrainOptions
 
 _STEPS_BETWEEN_CHECKS = 50  # reading the loss makes the host wait for the device
 _EVAL_BATCH = 128  # images per process at least; without gradients this is small
-Value = TypeVar("Value")
 
 
 class StepHooks(Protocol):
@@ -99,13 +98,9 @@ class TrainingJob:
     heldout_set: TrainData | None
 
     @property
-    def runtime(self) -> Runtime:
-        return self.at.runtime
-
-    @property
     def micro_batch(self) -> int:
         """Images per forward pass and process."""
-        return self.runtime.share_of(self.options.batch_size) // self.options.accumulate
+        return self.at.runtime.share_of(self.options.batch_size) // self.options.accumulate
 
     @property
     def fingerprint(self) -> dict[str, object]:
@@ -113,33 +108,29 @@ class TrainingJob:
         options = json.loads(json.dumps(asdict(self.options)))
         return {"label": self.at.label, "seed": self.at.seed, "images": len(self.train_set), "options": options}
 
-    def train_loader(self) -> TrainLoader | BatchLoader:
-        if isinstance(self.train_set, BatchLoader):
-            return self.train_set
-        at, augmentation = self.at, self.options.augmentation
-        classes = int(getattr(inner(self.module), "num_classes", 0)) or None
-        return TrainLoader(self.train_set, at.input, augmentation, self.micro_batch, at.seed, at.runtime, classes)
-
     @cached_property
     def heldout(self) -> EvalLoader | BatchLoader | None:
         if not self.heldout_set or isinstance(self.heldout_set, BatchLoader):
             return self.heldout_set or None
-        return EvalLoader(self.heldout_set, self.at.input, max(_EVAL_BATCH, self.micro_batch), self.runtime)
+        return EvalLoader(self.heldout_set, self.at.input, max(_EVAL_BATCH, self.micro_batch), self.at.runtime)
 
 
 class Learner:
     """The changing part of one training: it can be saved as tensors and plain data, and restored."""
 
     def __init__(self, job: TrainingJob) -> None:
-        self.job, self.hooks, self.loader = job, job.controls.hooks, job.train_loader()
+        self.job, self.hooks, at, data = job, job.controls.hooks, job.at, job.train_set
+        classes, augmentation = int(getattr(inner(job.module), "num_classes", 0)) or None, job.options.augmentation
+        settings = (at.input, augmentation, job.micro_batch, at.seed, at.runtime, classes)
+        self.loader = data if isinstance(data, BatchLoader) else TrainLoader(data, *settings)
         self.steps = len(self.loader) // job.options.accumulate  # of an epoch
         if self.steps == 0:
-            raise too_few_images(job.options.batch_size, len(job.train_set))
-        self.network: Any = job.runtime.wrap(job.module)
-        groups = job.controls.parameter_groups
-        self.optimizer = make_optimizer(job.module if groups is None else list(groups), job.options, job.runtime.device)
+            raise too_few_images(job.options.batch_size, len(data))
+        runtime, groups = at.runtime, job.controls.parameter_groups
+        self.network: Any = runtime.wrap(job.module)
+        self.optimizer = make_optimizer(job.module if groups is None else list(groups), job.options, runtime.device)
         self.set_lr = lr_setter(job.options, self.optimizer, self.steps, job.controls.lr_scale)
-        self.scaler = torch.amp.GradScaler(job.runtime.device.type, enabled=job.runtime.amp == "fp16")
+        self.scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.amp == "fp16")
         # Buffers are copied, not averaged: they are exact states (gates), not estimates.
         self.ema = ModelEmaV3(job.module, job.options.ema, exclude_buffers=True) if job.options.ema else None
         self.history: list[EpochRecord] = []
@@ -167,18 +158,17 @@ class Learner:
 
     def restore(self, state: State) -> None:
         """Continue from `state`."""
-        saved = {**state.tensors, **state.data["numbers"]}
-        self.job.module.load_state_dict(part_of(saved, "module."))
+        self.job.module.load_state_dict(state.part("module"))
         if self.ema:
-            self.ema.module.load_state_dict(part_of(saved, "ema."))
-        self.best = part_of(saved, "best.")
+            self.ema.module.load_state_dict(state.part("ema"))
+        self.best = state.part("best")
         slots: dict[int, dict[str, object]] = {}
-        for name, value in part_of(saved, "optimizer.").items():
+        for name, value in state.part("optimizer").items():
             number, _, slot = name.partition(".")
             slots.setdefault(int(number), {})[slot] = value
         groups = self.optimizer.state_dict()["param_groups"]
         for number, group in enumerate(groups):  # some optimisers count their steps here
-            for name, value in part_of(saved, f"group.{number}.").items():
+            for name, value in state.part(f"group.{number}").items():
                 group[name] = tuple(value) if isinstance(group.get(name), tuple) else value  # a list in JSON
         self.optimizer.load_state_dict({"state": slots, "param_groups": groups})
         if self.scaler.is_enabled() and state.data["scaler"]:
@@ -189,8 +179,8 @@ class Learner:
 
     def epoch(self, number: int) -> float:
         """Train one pass over the training set; return the mean loss over all images and ranks."""
-        job, total = self.job, torch.zeros((), device=self.job.runtime.device)
-        seed_everything(job.at.seed, job.at.label, number, job.runtime.rank)
+        job, total = self.job, torch.zeros((), device=self.job.at.runtime.device)
+        seed_everything(job.at.seed, job.at.label, number, job.at.runtime.rank)
         self.loader.set_epoch(number)
         job.module.train()
         batches = iter(self.loader)
@@ -199,11 +189,11 @@ class Learner:
             total += self._step(number, step, batches)
             if (step + 1) % _STEPS_BETWEEN_CHECKS == 0 or step + 1 == self.steps:
                 self._report(number, step + 1, float(total) / (step + 1))
-        return float(job.runtime.all_sum(total)) / job.runtime.world_size / self.steps
+        return float(job.at.runtime.all_sum(total)) / job.at.runtime.world_size / self.steps
 
     def _step(self, number: int, step: int, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
         """Take one optimiser step on `accumulate` batches; return their mean loss."""
-        job, parts, total = self.job, self.job.options.accumulate, torch.zeros((), device=self.job.runtime.device)
+        job, parts, total = self.job, self.job.options.accumulate, torch.zeros((), device=self.job.at.runtime.device)
         self.optimizer.zero_grad(set_to_none=True)
         for part, (images, targets) in enumerate(islice(batches, parts)):
             if part == 0 and self.hooks:
@@ -228,7 +218,7 @@ class Learner:
 
     def _backward(self, images: Tensor, targets: Tensor, parts: int = 1) -> Tensor:
         """Add the gradients of one of `parts` batches; return its share of the loss."""
-        with self.job.runtime.autocast():
+        with self.job.at.runtime.autocast():
             loss = self.job.loss(self.network, images, targets) / parts
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
@@ -237,11 +227,9 @@ class Learner:
         """Show progress; raise VitcompressError if the loss is NaN or infinite."""
         job, epochs = self.job, self.job.options.epochs
         if not math.isfinite(loss):
-            raise VitcompressError(
-                f"{job.at.label}: the loss became {loss} in epoch {number + 1}",
-                hint="lower the learning rate, set clip_grad = 1.0, or use amp bf16 or none",
-            )
-        if job.runtime.is_main:
+            hint = "lower the learning rate, set clip_grad = 1.0, or use amp bf16 or none"
+            raise VitcompressError(f"{job.at.label}: the loss became {loss} in epoch {number + 1}", hint=hint)
+        if job.at.runtime.is_main:
             text = f"epoch {number + 1}/{epochs}, loss {loss:.3f}"
             if accuracies := [record["heldout"] for record in self.history if "heldout" in record]:
                 text += f", held-out {100 * accuracies[-1]['correct'] / accuracies[-1]['total']:.1f} %"
@@ -256,11 +244,6 @@ class Learner:
         self.ema.module.load_state_dict({**self.ema.module.state_dict(), **kept})
 
 
-def part_of(named: Mapping[str, Value], prefix: str) -> dict[str, Value]:
-    """The entries of `named` whose names start with `prefix`, without the prefix."""
-    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
-
-
 def make_optimizer(
     parameters: nn.Module | Sequence[dict[str, Any]], options: TrainOptions, device: torch.device
 ) -> torch.optim.Optimizer:
@@ -270,17 +253,15 @@ def make_optimizer(
     """
     if options.decay_all and isinstance(parameters, nn.Module):  # timm groups the parameters of a model only
         parameters = [{"params": [p for p in parameters.parameters() if p.requires_grad]}]
-    extra: dict[str, object] = {"betas": options.betas} if options.betas else {}
+    extra: dict[str, Any] = {"lr": options.peak_lr, "weight_decay": options.weight_decay}
+    extra |= {"betas": options.betas} if options.betas else {}
     if options.optimizer.lower() in ("adam", "adamw") and device.type in ("cpu", "cuda"):
         extra["fused"] = True
     try:
-        optimizer: torch.optim.Optimizer = create_optimizer_v2(
-            parameters, options.optimizer, lr=options.peak_lr, weight_decay=options.weight_decay, **extra
-        )
+        return cast(torch.optim.Optimizer, create_optimizer_v2(parameters, options.optimizer, **extra))
     except (ValueError, TypeError, AssertionError) as error:
         message = f"optimizer {options.optimizer!r} cannot be created: {error}"
         raise InputError(message, hint="try adamw, sgd or lamb") from error
-    return optimizer
 
 
 def lr_setter(

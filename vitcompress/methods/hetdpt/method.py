@@ -16,13 +16,13 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Literal
 
-from pydantic import TypeAdapter
 from torch import nn
 
 from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import Family
 from vitcompress.families.base import SiteKind
+from vitcompress.io.validation import from_plain
 from vitcompress.methods import depth
 from vitcompress.methods.base import PUBLISHED, TRAINED, Context, Estimate, StepInfo, reject_unused
 from vitcompress.methods.depth import KINDS, Blocks
@@ -70,7 +70,7 @@ def allocate(model: nn.Module, context: Context, options: AllocationOptions) -> 
         )
         return asdict(allocation)
 
-    allocation = TypeAdapter(Allocation).validate_python(context.memo("allocation", compute))
+    allocation = from_plain(Allocation, context.memo("allocation", compute))
     context.progress.note(summarize(allocation))
     return records, allocation.chosen
 
