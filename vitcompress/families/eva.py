@@ -1,4 +1,4 @@
-"""timm's Eva: DINOv3, EVA, ViTs with rotary position embeddings, Perception Encoder.
+"""timm's Eva: DINOv3, EVA, ViTs with rotary position embeddings, Perception Encoder; timm's Beit: BEiT, BEiTv2.
 
 Tokens and heads are those of a VisionTransformer. A rotary embedding rotates q and k in pairs of channels, each with a
 frequency that depends on its place in the head, so their channels can only be removed with the whole head. LayerScales
@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
-from timm.layers import AttentionPoolLatent, AttentionRope
+from timm.layers import AttentionPoolLatent, AttentionRope, Mlp
+from timm.models.beit import Attention, Beit, Block
 from timm.models.eva import Eva, EvaAttention, EvaBlock
 from torch import Tensor, nn
 
-from vitcompress.families.attention import SlicedPool, SlicedRotaryAttention
+from vitcompress.families.attention import SlicedPool, SlicedPositionAttention, SlicedRotaryAttention
 from vitcompress.families.base import Described
 from vitcompress.families.edited_block import Wiring, children
 from vitcompress.families.vit import VitFamily
@@ -106,4 +107,23 @@ class EvaFamily(VitFamily):
         return cast(nn.Module, sized)
 
 
-EVA = EvaFamily()
+class BeitFamily(EvaFamily):
+    """An Eva model without rotary positions: every attention adds a table of biases by relative position to its scores,
+    one column per head, and has separate biases for q, k (always zero) and v.
+    """
+
+    name = "beit"
+    supported = "timm Beit models (BEiT, BEiTv2) with two-layer MLPs, LayerNorm and one position table per block"
+    model_type = Beit
+    block_type = Block
+    sliced: ClassVar = {Attention: SlicedPositionAttention}
+    ffn_types = (Mlp,)
+    fixed_size = True
+
+    def problem(self, model: Any) -> str | None:
+        if isinstance(model, Beit) and model.rel_pos_bias is not None:
+            return "its blocks share one table of relative positions, so that no head of one block can be removed alone"
+        return super().problem(model)
+
+
+EVA, BEIT = EvaFamily(), BeitFamily()

@@ -6,8 +6,7 @@ from torch import nn
 
 from vitcompress.errors import UnsupportedModelError
 from vitcompress.families.base import Family
-from vitcompress.families.beit import BEIT
-from vitcompress.families.eva import EVA
+from vitcompress.families.eva import BEIT, EVA
 from vitcompress.families.pvt import PVT
 from vitcompress.families.swin import SWIN
 from vitcompress.families.vit import VIT

@@ -101,7 +101,13 @@ def _epoch(learner: Learner, number: int) -> EpochRecord:
         job.controls.after_epoch(number)
         learner.sync_ema()
     learner.history.append(record)
-    _select(learner, record, last)
+    # The raw weights, or their average (EMA) if that is better.
+    ema, raw = record.get("ema", {}).get("correct", -1), record.get("heldout", {}).get("correct", -1)
+    score = max(ema, raw)
+    if score > learner.best_of.get("score", -1) if job.options.select == "best" else last:
+        chosen = learner.ema.module if learner.ema and ema > raw else job.module
+        learner.best = {name: value.detach().clone() for name, value in chosen.state_dict().items()}
+        learner.best_of = {"score": score, "epoch": number, "chosen": "ema" if ema > raw else "raw"}
     tensors, data = learner.state()
     if last:
         tensors = {f"module.{name}": value for name, value in learner.best.items()}
@@ -110,16 +116,6 @@ def _epoch(learner: Learner, number: int) -> EpochRecord:
     if job.at.runtime.is_main:
         save_state(job.at.folder, number, tensors, data)
     return record
-
-
-def _select(learner: Learner, record: EpochRecord, last: bool) -> None:
-    """Keep this epoch's weights if `select` calls for it: the raw ones, or their average (EMA) if that is better."""
-    ema, raw = record.get("ema", {}).get("correct", -1), record.get("heldout", {}).get("correct", -1)
-    score, job = max(ema, raw), learner.job
-    if score > learner.best_of.get("score", -1) if job.options.select == "best" else last:
-        chosen = learner.ema.module if learner.ema and ema > raw else job.module
-        learner.best = {name: value.detach().clone() for name, value in chosen.state_dict().items()}
-        learner.best_of = {"score": score, "epoch": record["epoch"], "chosen": "ema" if ema > raw else "raw"}
 
 
 def _evaluate(job: TrainingJob, module: nn.Module) -> Accuracy:
