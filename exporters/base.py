@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, Required, TypedDict, Unpack
 
+import numpy as np
 from torch import nn
 
 from vitcompress.errors import InputError
@@ -70,8 +71,9 @@ class Stored:
 
     size: bytes of its values. own: bytes that no earlier tensor of the file uses.
     read(): the values as bytes, in C order; raises ArtifactError if the file is damaged.
-    index: whether its type is one that graphs index and select with (int32, int64, bool). Integers of other types may
-        be quantised weights.
+    index: whether its type is one that graphs index and select with (int32, int64, bool), or it is the scale of a
+        quantised tensor. Integers of other types may be quantised weights.
+    dequantized(): of a quantised tensor, the values that it represents, and half the distances to the next ones.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Stored:
     own: int
     read: Callable[[], bytes]
     index: bool
+    dequantized: Callable[[], tuple[np.ndarray, np.ndarray]] | None = None
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped,unused-ignore]
@@ -123,25 +124,45 @@ def read_contents(path: Path) -> Contents:
     """The tensors of the ONNX file `path`. Raises ArtifactError like `read_onnx`, and for damaged tensors."""
     model = read_onnx(path)
     places: set[tuple[tuple[str, str], ...]] = set()
-    stored = []
+    stored, named = [], {tensor.name: tensor for tensor in model.graph.initializer}
+    nodes = [node for node in model.graph.node if node.op_type == "DequantizeLinear" and node.input[0] in named]
+    scales = {name for node in nodes for name in node.input[1:]}
+    quantized = {node.input[0]: partial(_dequantize, node, named, path.parent) for node in nodes}
     for tensor in tensors(model):
         place = () if location(tensor) is None else tuple(sorted(_external(tensor).items()))
         values, shape = partial(_read_values, tensor, path.parent), tuple(tensor.dims)
         size = math.prod(shape) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
         own = 0 if place in places else size
-        stored.append(Stored(tensor.name, shape, size, own, values, tensor.data_type in INDEX))
+        index = tensor.data_type in INDEX or tensor.name in scales
+        stored.append(Stored(tensor.name, shape, size, own, values, index, quantized.get(tensor.name)))
         places |= {place} - {()}
     lists = (a.name for a in _attributes(model) if max(len(a.floats), len(a.ints), len(a.s)) > LONGEST_LIST)
     data = sum((path.parent / name).stat().st_size for name in external_files(model))
     return Contents(tuple(stored), path.stat().st_size + data, metadata(model), tuple(lists))
 
 
+def _dequantize(node: Any, named: Mapping[str, Any], folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """The values that a DequantizeLinear node gives a tensor, and half the distances between them there."""
+    stored, scale = (_read_array(named[name], folder) for name in node.input[:2])
+    if scale.ndim:
+        axis = next((a.i for a in node.attribute if a.name == "axis"), 1)
+        scale = scale.reshape([-1 if number == axis % stored.ndim else 1 for number in range(stored.ndim)])
+    half, values = np.array(0.5), stored.astype(np.float64)
+    if stored.dtype.kind not in "iu":  # E4M3: four significant bits, the smallest normal number is 2^-6
+        half = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(values), 2.0**-6))) - 4)
+    return values * scale, half * scale
+
+
 def _read_values(tensor: Any, folder: Path) -> bytes:
+    return _read_array(tensor, folder).tobytes()
+
+
+def _read_array(tensor: Any, folder: Path) -> np.ndarray:
     if location(tensor) is not None:  # onnx loads external data into the protobuf: let it be a copy, which is freed
         tensor, source = onnx.TensorProto(), tensor
         tensor.CopyFrom(source)
     try:
-        values: bytes = numpy_helper.to_array(tensor, base_dir=str(folder)).tobytes()
+        values: np.ndarray = numpy_helper.to_array(tensor, base_dir=str(folder))
     except (ValueError, OSError) as error:
         raise ArtifactError(
             f"the tensor {tensor.name} is incomplete: {error}", hint="copy or export the file again"
@@ -156,7 +177,8 @@ def graph_facts(path: Path) -> Facts:
     """Facts about the graph of `path`. Raises ArtifactError like `read_onnx`."""
     model = read_onnx(path)
     nodes = list(onnx_ir.load(path).graph)
-    weights = (node.inputs[1].const_value for node in nodes if node.op_type in PRODUCTS and node.inputs[1])
+    operands = (node.inputs[1] for node in nodes if node.op_type in PRODUCTS and node.inputs[1])
+    weights = (_source(value).const_value for value in operands)
     factors = [(node, value) for node in nodes if node.op_type in ("Mul", *PRODUCTS) for value in node.inputs[:2]]
     empty_pads = [node for node in nodes if node.op_type == "Pad" and _is_zero(node.inputs[1])]
     return Facts(
@@ -172,6 +194,12 @@ def graph_facts(path: Path) -> Facts:
 def weight_key(sizes: Sequence[int]) -> tuple[int, ...]:
     """The shape of a weight as in `Facts.weights`."""
     return tuple(sorted(sizes) if len(sizes) == 2 else sizes)
+
+
+def _source(value: onnx_ir.Value) -> onnx_ir.Value:
+    """The stored tensor of a value that is dequantised, other values as they are."""
+    node = value.producer()
+    return node.inputs[0] or value if node is not None and node.op_type == "DequantizeLinear" else value
 
 
 def _is_zero(value: onnx_ir.Value | None) -> bool:

@@ -219,6 +219,8 @@ def resolve_precision(path: Path, stored: Any, requested: str | None, provider: 
             f"{path} is in bf16, for which {CPU} has no convolution and no matrix product",
             hint="run it on a GPU with --device cuda, or use OpenVINO with --precision bf16 on the CPU",
         )
+    if own == "fp8" and provider.name == CPU:
+        raise DeviceError(f"{path} is in fp8, in which {CPU} cannot multiply", hint="build an engine: --format trt-rtx")
     wide = own in ("fp32", "as stored")
     if wide and requested == "fp32" and provider.tf32 == "always":
         raise DeviceError(

@@ -49,7 +49,7 @@ def calibrate(source: Path, images: Tensor, precision: EightBits, method: Calibr
     names = sorted(set(keys.values()))
     model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
     uint8 = model.graph.input[0].type.tensor_type.elem_type == TensorProto.UINT8
-    largest = dict.fromkeys(names, 0.0)
+    largest, limits = dict.fromkeys(names, 0.0), dict[str, float]()
     kind = "percentile" if method == "percentile" else "entropy"
     collector = HistogramCollector(kind, False, BINS, QUANTIZED_BINS, PERCENTILE, None)
     with open_session(source, model, optimize=True) as session, contextlib.redirect_stdout(io.StringIO()):
@@ -66,11 +66,11 @@ def calibrate(source: Path, images: Tensor, precision: EightBits, method: Calibr
             if method != "minmax":
                 collector.collect(values)
         if method == "mse":
-            largest = {name: _least_error(*bins[:2], precision) for name, bins in collector.histogram_dict.items()}
+            limits = {name: _least_error(*bins[:2], precision) for name, bins in collector.histogram_dict.items()}
         elif method != "minmax":
-            limits = collector.compute_collection_result()
-            largest = {name: min(max(map(abs, map(float, limits[name][:2]))), largest[name]) for name in names}
-    return {key: largest[name] for key, name in keys.items()}
+            ends = collector.compute_collection_result()
+            limits = {name: float(np.abs(ends[name][:2]).max()) for name in names}
+    return {key: min(limits.get(name, np.inf), largest[name]) for key, name in keys.items()}
 
 
 def _least_error(counts: np.ndarray, edges: np.ndarray, precision: EightBits) -> float:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from vitcompress.exporters.quantize.graph import LARGEST, WEIGHT, Quantization
+from vitcompress.exporters.quantize.graph import CORE, LARGEST, WEIGHT, Quantization
 
 PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 FP8_BITS, FP8_EXPONENT = 4, -6  # significant bits, and exponent of the smallest normal number of E4M3
@@ -48,7 +48,7 @@ class EightBitProducts(TorchFunctionMode):
         super().__init__()
         self.settings, self.generator = settings, generator
         self.layers = {id(p): name.removesuffix(WEIGHT) for name, p in model.named_parameters(remove_duplicate=False)}
-        self.cores = settings.precision == "fp8"
+        self.cores = any(CORE in key for key in settings.ranges)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -27,7 +27,7 @@ LARGEST = {"int8": 127.0, "fp8": 448.0}  # number of each type
 WEIGHT, CORE = ".weight", ".softmax."  # in the names that `onnx.export` gives to weights and to products of attentions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Quantization:
     """What a file computes in eight bits.
 

@@ -4,6 +4,7 @@ Beside an engine are `<engine>.json` (the sidecar), `<engine>.onnx` (the source 
 here, `<engine>.layers.json` (the output of the library's engine inspector).
 """
 
+import json
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -22,6 +23,7 @@ from vitcompress.exporters.onnx import file
 from vitcompress.exporters.onnx.export import ATTENTION_NODE_FROM, ONNX
 from vitcompress.exporters.options import ExportOptions, Precision
 from vitcompress.exporters.precision import HALF
+from vitcompress.exporters.quantize.graph import CORE
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.exporters.tensorrt.build import Built, build
@@ -152,7 +154,11 @@ def _inspect(exported: Exported, source: Exported, options: ExportOptions) -> Ex
     else:
         write_text(layers_path(exported.path), output)
         nodes = file.graph_facts(source.path).operators
-        checks = layer_checks(layers, options.precision, nodes.get("Softmax", 0) + nodes.get("Attention", 0))
+        record = json.loads(source.metadata.get("quantization", '{"ranges": []}'))
+        # Each of the two products of an attention has two ranges.
+        products = len({key.rpartition(".")[0] if CORE in key else key for key in record["ranges"]})
+        attentions = nodes.get("Softmax", 0) + nodes.get("Attention", 0)
+        checks = layer_checks(layers, options.precision, attentions, products)
     return write_sidecar(replace(exported, build={**exported.build, "truth": [check.to_dict() for check in checks]}))
 
 

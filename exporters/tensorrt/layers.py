@@ -119,13 +119,15 @@ def _precision_in(text: str) -> str | None:
     return None if text.startswith("N/A") else next((name for name, form in TYPES if form.search(text)), None)
 
 
-def layer_checks(layers: Sequence[Layer], precision: str, attentions: int) -> tuple[Check, ...]:
-    """Does an engine compute as requested? attentions: their number in the model."""
+def layer_checks(layers: Sequence[Layer], precision: str, attentions: int, products: int = 0) -> tuple[Check, ...]:
+    """Does an engine compute as requested? attentions: their number in the model. products: those in eight bits."""
     working = [layer for layer in layers if not layer.idle]
     copies = sum(layer.copies for layer in working)
     share = copies / len(working) if working else 1.0
     detail = f"{copies} of {len(working)} layers only cast or reformat"
     copied = limit_check(COPIES_SHARE, share, MOST_COPIES, detail)
+    if products:
+        return _check_eight_bits(layers, precision, products), _check_attention(layers, precision, attentions), copied
     return _check_precision(layers, precision), _check_attention(layers, precision, attentions), copied
 
 
@@ -151,6 +153,16 @@ def _check_precision(layers: Sequence[Layer], requested: str) -> Check:
     share = right / len(known)
     verdict: Status = "passed" if share >= LEAST_IN_PRECISION else "failed"
     return Check(PRECISION, verdict, share, LEAST_IN_PRECISION, detail)
+
+
+def _check_eight_bits(layers: Sequence[Layer], precision: str, products: int) -> Check:
+    """Number of layers that multiply in eight bits, over that of the products that the source quantises."""
+    if opaque := sum(layer.opaque for layer in layers):
+        return Check(PRECISION, "not_run", detail=f"{opaque} layers consist of many whose precision is not listed")
+    # Their biases and scales are wider, so that the widest operand says nothing.
+    right = sum(layer.heavy and precision in layer.operands for layer in layers)
+    share, detail = right / products, f"{right} layers in {precision} for {products} products"
+    return Check(PRECISION, "passed" if share >= LEAST_IN_PRECISION else "failed", share, LEAST_IN_PRECISION, detail)
 
 
 def _check_attention(layers: Sequence[Layer], precision: str, attentions: int) -> Check:

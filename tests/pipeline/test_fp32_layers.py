@@ -19,11 +19,15 @@ from vitcompress.exporters.ranges import scan_ranges
 from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.checks import Check
 from vitcompress.io.progress import Progress
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import write_model
+from vitcompress.models.create import input_config
 from vitcompress.pipeline import fp32_layers
-from vitcompress.pipeline.export import fp16_limits
+from vitcompress.pipeline.calibration import Calibration
+from vitcompress.pipeline.export import fp16_limits, write_export
 from vitcompress.pipeline.fp32_layers import Evaluator, Layers, Search, best_evaluator, minimize, search
-from vitcompress.verify.outputs import SHARES, Original, compare, comparison_checks
+from vitcompress.training.datasets import as_images
+from vitcompress.verify.outputs import SHARES, Original, compare, comparison_checks, output_checks
 
 X = images("plain", dtype=torch.float32)
 FORMATS = [name for name in ("onnx", "trt-rtx") if EXPORTERS[name].unavailable() is None]
@@ -108,7 +112,7 @@ def test_no_layer_helps_a_residual_stream_that_is_too_large() -> None:
 def test_bf16_needs_no_layers() -> None:
     model, options = plain(), ExportOptions(precision="bf16")
     original = Original(model, X)
-    evaluator = best_evaluator(EXPORTERS["onnx"], original, options)
+    evaluator = best_evaluator(EXPORTERS["onnx"], original, options, {"input": input_config(model)})
     result = search(original, evaluator, "bf16")
     assert result.chosen == () and len(result.tries) == 1 and "bf16" in result.judge
     assert result.proxy or torch.cuda.is_available()
@@ -194,3 +198,28 @@ def test_if_no_set_passes_no_file_is_left(tmp_path: Path, capsys: pytest.Capture
     assert code == 1 and "any set of fp32 layers" in json.dumps(printed)
     assert [path.name for path in (folder / "failed").iterdir()] == ["model-fp16.onnx.islands.json"]
     assert not list(folder.glob("model-fp16*"))
+
+
+def with_outlier() -> nn.Module:
+    """One channel of a norm is 1,000 times as large, which the next layer undoes: exact in fp32, one step in int8."""
+    model = plain()
+    with torch.no_grad():
+        norm, fc1 = model.get_submodule("blocks.1.norm2"), model.get_submodule("blocks.1.mlp.fc1")
+        norm.weight[3].mul_(1000)
+        norm.bias[3].mul_(1000)
+        fc1.weight[:, 3].div_(1000)
+    return model
+
+
+@pytest.mark.parametrize(("create", "chosen"), [(plain, ()), (with_outlier, ("blocks.1.mlp.fc1",))])
+def test_only_the_layer_with_an_outlier_stays_out_of_int8(
+    tmp_path: Path, create: Callable[[], nn.Module], chosen: Layers
+) -> None:
+    model, options = create(), ExportOptions(precision="int8", islands=("auto",), calibration=3)
+    original = Original(model, X)
+    calibration = Calibration(model, options, RunFolder(tmp_path), as_images([(image, 0) for image in X]))
+    done = write_export(EXPORTERS["onnx"], original, tmp_path / "model.onnx", options=options, calibration=calibration)
+    result = done.islands_search
+    assert result["chosen"] == chosen and result["smallest"] and len(result["tries"]) <= 20
+    assert {"head", "patch_embed.proj", *chosen} == set(json.loads(done.metadata["islands"]))
+    assert {check.verdict for check in output_checks(done.path, original)} == {"passed"}

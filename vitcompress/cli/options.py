@@ -113,9 +113,10 @@ def flag(names: str, help: str, **about: Any) -> Decorator:
     return option(names, help, is_flag=True, **about)
 
 
+METHODS = ["minmax", "percentile", "entropy", "mse"]
 # Each option is a field of ExportOptions.
 export_options = add_options(
-    option("--precision", "fp32 (default), tf32, fp16 or bf16, if the format has it.", **alias("PRECISION")),
+    option("--precision", "fp32 (default), tf32, fp16, bf16, int8 or fp8, if the format has it.", **alias("PRECISION")),
     option("--opset", "ONNX operator set (default: chosen and recorded with the reason).", int),
     option("--batch", "Batch sizes of an engine (trt).", metavar="MIN:OPT:MAX", callback=parse_batch_range),
     option("--sm", "Compute capabilities, as in 80,89 (trt).", metavar="LIST", callback=parse_capabilities),
@@ -125,6 +126,9 @@ export_options = add_options(
         metavar="NAMES",
         callback=parse_words,
     ),
+    option("--weight-bits", "7 or 8, of weights in int8 (default: 8 for a GPU, otherwise 7).", click.IntRange(7, 8)),
+    option("--calibration", "Training images that int8 and fp8 use (default: 256).", click.IntRange(1)),
+    option("--calibration-method", "How they determine ranges (default: minmax).", click.Choice(METHODS)),
     flag("--uint8", "Take uint8 images (batch, height, width, channels); normalise inside."),
     option("--optimization-level", "0: fastest build, 5: fastest engine (trt).", click.IntRange(0, 5)),
     option("--workspace", "Memory for an engine, as in 4G (trt).", metavar="SIZE", callback=parse_size),

@@ -60,6 +60,9 @@ class RunFolder:
     unfolded_plan = Entry("state/unfolded_plan.json")
     folding = Entry("state/folding.json")
     recorded_outputs = Entry("state/verify.safetensors")  # images, and the outputs of the model for them
+    ranges = Entry(
+        "state/ranges"
+    )  # of inputs of layers, for int8 and fp8; one file for each model, images and settings
     rejected = Entry("state/refused.json")  # exports that failed a check, and why
     dense = Entry("state/dense")  # the dense model, where the run does not share it with others
 

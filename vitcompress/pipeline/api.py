@@ -25,6 +25,7 @@ from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.torch_runner import TorchRunner
 from vitcompress.io.checks import Verification
 from vitcompress.io.progress import Progress
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.validation import options_of
 from vitcompress.methods.base import Method, context_for, load_handed_over
 from vitcompress.methods.latency import plan_step
@@ -32,6 +33,7 @@ from vitcompress.methods.table import find_method
 from vitcompress.models import create
 from vitcompress.models.create import input_config, plan_of
 from vitcompress.models.source import resolve_model
+from vitcompress.pipeline.calibration import Calibration
 from vitcompress.pipeline.export import CALIBRATION_IMAGES, write_export
 from vitcompress.pipeline.latency import LatencyClock, measured_on
 from vitcompress.plan import Plan
@@ -202,7 +204,8 @@ def export(
     Args:
         path: its suffix selects the format: `.onnx`, `.xml` (OpenVINO) or `.engine` (TensorRT).
         format: `onnx`, `openvino`, `trt`, `trt-rtx`, or one of another package; needed if the suffix is ambiguous.
-        data: images for the range scan of half precision and for `islands=("auto",)`; None: random images.
+        data: images for the range scan of half precision, for `islands=("auto",)` and for the ranges of int8 and fp8
+            (of the training data); None: random images, which int8 and fp8 reject.
         class_names: stored in the metadata.
         options: fields of `ExportOptions`, such as `precision`, `batch`, `uint8`.
 
@@ -228,13 +231,24 @@ def export(
     exporter.check(settings)
     config = input_config(model)
     path.parent.mkdir(parents=True, exist_ok=True)
+    calibration = None
     if data is None:
         images = torch.randn(CALIBRATION_IMAGES, *config.size, generator=torch.Generator().manual_seed(seed))
     else:
         source = as_images(data)
         images = calibration_images(source, config, min(CALIBRATION_IMAGES, len(source)), seed)
+        calibration = Calibration(model, settings, RunFolder.of(path), source, seed, progress or Progress())
     original = Original(model, images, real=data is not None)
-    return write_export(exporter, original, path, options=settings, classes=class_names, progress=progress).path
+    exported = write_export(
+        exporter,
+        original,
+        path,
+        options=settings,
+        classes=class_names,
+        progress=progress,
+        calibration=calibration,
+    )
+    return exported.path
 
 
 def verify(folder: str | Path, *, progress: Progress | None = None) -> Verification:

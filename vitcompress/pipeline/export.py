@@ -6,7 +6,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from torch import nn
 
@@ -15,8 +15,10 @@ from vitcompress.errors import ArtifactError, CheckFailedError, DeviceError, Pre
 from vitcompress.exporters import find_exporter
 from vitcompress.exporters.base import Exported, Exporter, ModelInfo, write_sidecar
 from vitcompress.exporters.doctor import slow_reason
-from vitcompress.exporters.options import AUTO, ExportOptions
+from vitcompress.exporters.onnx.export import ONNX
+from vitcompress.exporters.options import AUTO, EIGHT_BITS, ONLY_EIGHT_BITS, ExportOptions
 from vitcompress.exporters.precision import present_layers
+from vitcompress.exporters.quantize.graph import EightBits, Quantization
 from vitcompress.exporters.ranges import (
     Ranges,
     check_fp16,
@@ -35,7 +37,8 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import format_speedup
 from vitcompress.models.checkpoint import load_model
 from vitcompress.models.create import class_names_of, input_config, plan_of
-from vitcompress.pipeline.fp32_layers import Layers, Search, best_evaluator, search
+from vitcompress.pipeline.calibration import Calibration
+from vitcompress.pipeline.fp32_layers import Layers, Search, best_evaluator, rank_layers, search
 from vitcompress.pipeline.job import Job
 from vitcompress.training.metrics import calibration_images
 from vitcompress.verify.files import quarantine, reject_export, rejected_exports
@@ -55,9 +58,11 @@ def write_export(
     options: ExportOptions,
     classes: Sequence[str] = (),
     progress: Progress | None = None,
+    calibration: Calibration | None = None,
 ) -> Exported:
     """Write the model of `original` in the format of `exporter`. Half precision is checked first, on its images: the
-    ranges inside the model, and the fp32 layers `auto`. An int8 file is compared with one in fp32.
+    ranges inside the model, and the fp32 layers `auto`. An int8 file is compared with one in fp32. calibration: for
+    int8 and fp8.
 
     Raises:
         PrecisionError: a result inside the model is too large for fp16; nothing was written.
@@ -68,20 +73,22 @@ def write_export(
     """
     model, result = original.model, None
     exporter.check_model(model, options)
+    classes = classes or class_names_of(model)
+    about: ModelInfo = {"input": input_config(model), "classes": classes, "plan_digest": plan_of(model).digest}
+    if calibration is not None:
+        about["calibrate"] = calibration
     if AUTO in options.islands:
-        result = _search_layers(exporter, original, options, progress)
+        result = _search_layers(exporter, original, options, about, progress)
         options = replace(options, islands=_selected_layers(result, options.precision, path))
     elif options.precision == "fp16":
         check_fp16(model, original.images, options.islands, offer_islands="islands" in exporter.uses)
-    classes = classes or class_names_of(model)
-    about: ModelInfo = {"input": input_config(model), "classes": classes, "plan_digest": plan_of(model).digest}
     with record_changes(path.parent):
         exported = exporter.export(model, path, options=options, progress=progress, **about)
         if result is not None:
             exported = replace(exported, islands_search=asdict(result))
             write_sidecar(exported)
         if options.precision.startswith("int8"):
-            wide = replace(options, precision="fp32", islands=())
+            wide = options.only(exporter.uses - {"precision", "islands", *ONLY_EIGHT_BITS})
             exported = compare_with_fp32(exported, partial(exporter.export, model, options=wide, **about))
     return exported
 
@@ -104,15 +111,22 @@ def compare_with_fp32(exported: Exported, write: Callable[[Path], Exported]) -> 
     return write_sidecar(replace(exported, speed=ratio, build={**exported.build, "warnings": warnings}))
 
 
-def _search_layers(exporter: Exporter, original: Original, options: ExportOptions, progress: Progress | None) -> Search:
+def _search_layers(
+    exporter: Exporter, original: Original, options: ExportOptions, about: ModelInfo, progress: Progress | None
+) -> Search:
     """Search the fp32 layers. Raises PrecisionError if fp16 overflows whatever layers are in fp32."""
     fixed = tuple(name for name in options.islands if name != AUTO)
-    evaluator = best_evaluator(exporter, original, options)
+    evaluator = best_evaluator(exporter, original, options, about)
+    if options.precision in EIGHT_BITS and "calibrate" in about:
+        with TemporaryDirectory(prefix="vitcompress-") as folder:
+            ranges = about["calibrate"](ONNX.export(original.model, Path(folder) / "model.onnx", **about).path)
+        ranked = rank_layers(original, Quantization(cast(EightBits, options.precision), ranges))
+        return search(original, evaluator, options.precision, fixed=fixed, ranked=ranked, progress=progress)
     if options.precision != "fp16":  # bf16 represents whatever fp32 does
         return search(original, evaluator, options.precision, fixed=fixed, progress=progress)
-    ranges = scan_ranges(original.model, original.images)
-    check_layers_help(original.model, ranges, fixed)
-    limits = fp16_limits(original.model, ranges, fixed)
+    scanned = scan_ranges(original.model, original.images)
+    check_layers_help(original.model, scanned, fixed)
+    limits = fp16_limits(original.model, scanned, fixed)
     return search(original, evaluator, options.precision, *limits, fixed=fixed, progress=progress)
 
 
@@ -191,10 +205,11 @@ def _export_target(job: Job, target: Target) -> None:
     present = (*present_layers(model, options.islands), AUTO)
     if absent := [name for name in options.islands if name not in present]:
         job.progress.note(f"not in {target.path.name}, so not in fp32: {', '.join(absent)}")
-    original = Original(model, noise_images(model), real=False)
+    original, calibration = Original(model, noise_images(model), real=False), None
     if job.data is not None:  # the test images make no choices
         source, seed = job.data.heldout or job.data.train, job.recipe.run.seed
         original = Original(model, calibration_images(source, job.input, min(CALIBRATION_IMAGES, len(source)), seed))
+        calibration = Calibration(model, options, job.files, job.data.train, seed, job.progress)
     exported = write_export(
         target.exporter,
         original,
@@ -202,6 +217,7 @@ def _export_target(job: Job, target: Target) -> None:
         options=replace(options, islands=tuple(name for name in options.islands if name in present)),
         classes=class_names(job),
         progress=job.progress,
+        calibration=calibration,
     )
     job.files.verification.unlink(missing_ok=True)  # a new file must be verified
     for warning in exported.build.get("warnings", ()):

@@ -17,6 +17,7 @@ from vitcompress.io.manifest import check_unchanged
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model, read_plan
+from vitcompress.pipeline.calibration import Calibration
 from vitcompress.pipeline.export import CALIBRATION_IMAGES, write_export
 from vitcompress.pipeline.folder import dense_folder_of_run
 from vitcompress.verify.files import file_status, is_about, quarantine, read_tensors
@@ -67,6 +68,7 @@ def export_folder(
         options=options,
         classes=run_classes(files, model) or read_class_names(onnx),
         progress=progress,
+        calibration=Calibration(model, options, files, progress=progress or Progress()),
     )
 
 

@@ -17,22 +17,26 @@ from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
 from torch import nn
 
 from vitcompress.errors import CheckFailedError, PrecisionError
-from vitcompress.exporters.base import Export, Exporter
+from vitcompress.exporters.base import Export, Exporter, ModelInfo
 from vitcompress.exporters.doctor import onnx_problem
 from vitcompress.exporters.onnx.export import ONNX, export
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.precision import expand_layers, shorten_layers
+from vitcompress.exporters.quantize.emulate import EightBitProducts
+from vitcompress.exporters.quantize.graph import CORE, Quantization
 from vitcompress.exporters.tensorrt.export import RTX_DEFAULT, TENSORRT_RTX
 from vitcompress.exporters.tensorrt.flavours import capability
 from vitcompress.io.checks import Check
 from vitcompress.io.progress import Progress
-from vitcompress.models.create import input_config
 from vitcompress.verify.outputs import Original, output_checks, rounded_checks
+from vitcompress.verify.tolerance import kl_divergence
 
 CHEAP, COSTLY = ("head", "softmax", "norm"), ("ffn",)  # kinds of layers
+RANK_IMAGES = 16
 MAX_TRIALS = 40  # the smallest set so far is then taken, and not called the smallest
 GPU = "cuda"
 Layers = tuple[str, ...]
@@ -74,20 +78,24 @@ class Search:
     smallest: bool
 
 
-def best_evaluator(exporter: Exporter, original: Original, options: ExportOptions) -> Evaluator:
+def best_evaluator(exporter: Exporter, original: Original, options: ExportOptions, about: ModelInfo) -> Evaluator:
     """The best evaluator on this machine for the files that `exporter` writes with `options`."""
-    on_gpu, input = _runs_on_gpu(exporter, options), input_config(original.model)
+    on_gpu, int8 = _runs_on_gpu(exporter, options), options.precision == "int8"
     write: Export = exporter.export if on_gpu else partial(export, lean=exporter is ONNX)
     options = options if on_gpu else options.only(ONNX.uses)
 
     def evaluate(layers: Layers) -> list[Check]:
         with TemporaryDirectory(prefix="vitcompress-") as folder:
             path = Path(folder) / f"candidate{exporter.suffix if on_gpu else ONNX.suffix}"
-            write(original.model, path, input=input, options=replace(options, islands=layers))
-            return output_checks(path, original, GPU) if on_gpu else rounded_checks(path, original)
+            write(original.model, path, **about, options=replace(options, islands=layers))
+            if on_gpu or int8:
+                return output_checks(path, original, GPU if on_gpu else "cpu")
+            return rounded_checks(path, original)
 
     if on_gpu:
         return Evaluator(f"{exporter.name} on {GPU}", False, evaluate)
+    if int8:
+        return Evaluator("ONNX Runtime on the CPU", exporter is not ONNX, evaluate)
     return Evaluator(f"ONNX Runtime on the CPU, every result rounded to {options.precision}", True, evaluate)
 
 
@@ -107,19 +115,23 @@ def search(
     problem: Callable[[Layers], str | None] = lambda layers: None,
     *,
     fixed: Layers = (),
+    ranked: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Search:
     """Search the smallest set of layers, including `fixed`, that passes in fp32, with the others in `precision`.
 
+    ranked: layers in the order in which they are tried, always twice as many, instead of the kinds of layers.
     required: layers whose results `precision` cannot represent. problem(layers): why a set cannot pass, without
     evaluating it; None if it can.
     """
     model = original.model
     trials = _Trials(model, evaluator, precision, problem, progress or Progress())
     always = (*fixed, *required)
+    counts = [*(2**power for power in range(len(ranked).bit_length())), len(ranked)]
     cheap = [kinds for size in range(len(CHEAP) + 1) for kinds in combinations(CHEAP, size)]
     by_cost = [*sorted(cheap, key=lambda kinds: len(expand_layers(model, kinds))), (*CHEAP, *COSTLY)]
-    passed = next(filter(trials.passes, [fixed, *((*always, *kinds) for kinds in by_cost)]), None)
+    sets = [ranked[:count] for count in counts] if ranked else by_cost
+    passed = next(filter(trials.passes, [fixed, *((*always, *layers) for layers in sets)]), None)
     if passed is not None:
         pinned = set(expand_layers(model, fixed if passed == fixed else always))
         rest = [name for name in expand_layers(model, passed) if name not in pinned]
@@ -127,6 +139,17 @@ def search(
         passed = shorten_layers(model, expand_layers(model, (*pinned, *kept)))
     about = (evaluator.title, evaluator.proxy, len(original.images), original.real)
     return Search(*about, tuple(trials.done.values()), passed, passed is not None and not trials.exhausted)
+
+
+@torch.no_grad()
+def rank_layers(original: Original, settings: Quantization) -> Layers:
+    """The linear layers in eight bits, first those that change the outputs most, each alone (mean KL divergence)."""
+    images, model = original.images[:RANK_IMAGES], original.model
+    exact, changes = model(images), dict[str, float]()
+    for layer in (key for key in settings.ranges if CORE not in key):
+        with EightBitProducts(model, replace(settings, ranges={layer: settings.ranges[layer]})):
+            changes[layer] = float(kl_divergence(exact, model(images)).mean())
+    return tuple(sorted(changes, key=lambda layer: -changes[layer]))
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from vitcompress.bench import timing
 from vitcompress.errors import InputError, OutputError
 from vitcompress.exporters import available_exporter, find_exporter
-from vitcompress.exporters.options import AUTO
+from vitcompress.exporters.options import AUTO, EIGHT_BITS
 from vitcompress.exporters.precision import expand_layers
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import create_model
@@ -75,8 +75,11 @@ def check_formats(recipe: Recipe) -> None:
 
 
 def check_exports(job: Job) -> None:
-    """Raise InputError for unknown fp32 layers, and for attentions that an export format does not support."""
+    """Raise InputError for unknown fp32 layers, no images to calibrate int8 or fp8 on, and unsupported attentions."""
     table = job.recipe.export
+    if table.precision in EIGHT_BITS and job.data is None:
+        hint = "omit --structure-only, or use --set export.precision=fp32"
+        raise InputError(f"export.precision {table.precision} needs images of the training data", hint=hint)
     expand_layers(job.blank, (name for name in table.islands if name != AUTO))
     for exporter in map(find_exporter, table.formats):
         options = table.only(exporter.uses)

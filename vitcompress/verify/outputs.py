@@ -16,7 +16,12 @@ One number d for each precision, its share, limits how much the logits may chang
   damage that hides there still has to pass the limits above.
 
 d is 0.1 % in fp32, 1 % with eleven significant bits (tf32, fp16) and, as roundings are eight times as large with eight
-bits, 8 % in bf16.
+bits, 8 % in bf16. In int8 half a step is 2^-8 of the largest value, as a rounding of bf16 is, so that d is 8 % too. In
+fp8 roundings of Gaussian values are three times as large as in int8 with a range of four standard deviations (2.6 % of
+one and 0.9 %): d is 24 %. The error is at most what the steps of the file explain (`tolerance.quantization_limit`).
+
+saturation: a file in int8 is also computed exactly. Processors without VNNI may add 8-bit products in 16 bits; served
+and exact logits must not differ by more than half of what int8 itself changes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +41,7 @@ from vitcompress.exporters.onnx.rounded import rounded_logits
 from vitcompress.exporters.openvino.export import OPENVINO
 from vitcompress.exporters.openvino.runner import DEFAULT, HINT
 from vitcompress.exporters.precision import HALF
+from vitcompress.exporters.quantize.graph import Quantization
 from vitcompress.exporters.runner import Runner
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.sidecar import read_input, read_sidecar
@@ -43,6 +49,7 @@ from vitcompress.exporters.uint8 import from_bytes, to_bytes
 from vitcompress.io.checks import Check, largest_difference, limit_check
 from vitcompress.io.files import decode_json_values
 from vitcompress.io.text import format_shape
+from vitcompress.io.validation import options_of
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import InputConfig
 from vitcompress.plan import Plan
@@ -53,7 +60,8 @@ from vitcompress.verify.weights import plan_rows
 
 # The type whose roundings a precision has: tf32 is as precise as fp16.
 TYPES = {"fp32": torch.float32, "tf32": torch.float16, "fp16": torch.float16, "bf16": torch.bfloat16}
-SHARES = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2}
+SHARES = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2, "int8": 8e-2, "fp8": 24e-2}
+MOST_SATURATION = 0.5
 PREFIX = "agreement."
 BATCHES = (1, 2, 3, 5)
 Calls = Sequence[tuple[Tensor, Tensor]]
@@ -167,11 +175,13 @@ class Original:
         return cache(partial(tolerance.exact_logits, self.model))
 
     @cached_property
-    def rounding(self) -> Callable[[Tensor, str], tolerance.Rounding]:
-        """`tolerance.rounding_limit` for images and a precision, on the images whose two best logits are closest."""
+    def rounding(self) -> Callable[[Tensor, str | Quantization], tolerance.Rounding]:
+        """`tolerance.rounding_limit` or `quantization_limit`, on the images whose two best logits are closest."""
 
-        def limit(images: Tensor, precision: str) -> tolerance.Rounding:
+        def limit(images: Tensor, precision: str | Quantization) -> tolerance.Rounding:
             order = two_best(self.exact(images)).diff(dim=1).sum(1).argsort(descending=True)
+            if isinstance(precision, Quantization):
+                return tolerance.quantization_limit(self.model, images[order], precision)
             return tolerance.rounding_limit(self.model, images[order], TYPES[precision])
 
         return cache(limit)
@@ -245,26 +255,47 @@ def _metadata(path: Path) -> Mapping[str, Any]:
 
 def _runner_checks(path: Path, original: Original, runner: Runner) -> list[Check]:
     about = runner.describe()
-    preprocessing = runner.input if about.get("input_type") == "uint8" else None
+    preprocessing, settings = runner.input if about.get("input_type") == "uint8" else None, _quantization(path)
     images = original.rounded_to_bytes(preprocessing) if preprocessing else original.images
     batches = _batches(path, original, runner)
     calls = [(rows, runner(images[rows])) for rows in _rows(batches, len(images))]
     stated = str(about["precision"])
     precision, evaluations = stated if stated in SHARES else "fp32", 0
-    if precision == "fp32" and about["device"] == "cpu":
+    if settings:
+        evaluations = 1
+    elif precision == "fp32" and about["device"] == "cpu":
         # A file that takes bytes has a first convolution that was rounded once more: as in a second evaluation.
         evaluations = 2 if preprocessing else 1
     source = f"{stated} in {about['runtime']} on {about['device']}, batch {', '.join(map(str, batches))}"
-    return _call_checks(path.name, original, images, calls, (precision, evaluations), source)
+    checks = _call_checks(path.name, original, images, calls, (settings or precision, evaluations), source)
+    if precision == "int8" and about["runtime"] == "onnxruntime" and about["device"] == "cpu":
+        checks.append(_saturation_check(path, original, images, calls))
+    return checks
+
+
+def _saturation_check(path: Path, original: Original, images: Tensor, calls: Calls) -> Check:
+    """Compare the outputs of `calls` with those of the same file with every product in float32."""
+    name, exact = f"{PREFIX}{path.name}.saturation", rounded_logits(path, images).double()
+    own = largest_difference(original.exact(images), exact)
+    served = max(largest_difference(exact[rows], logits.double()) for rows, logits in calls)
+    detail = "served from exactly computed logits, over exactly computed ones from the model"
+    return limit_check(name, served / (own or 1.0), MOST_SATURATION, detail)
+
+
+def _quantization(path: Path) -> Quantization | None:
+    """The record `quantization` in the metadata of a file and its sidecar; None for other files."""
+    labels = _metadata(path) or decode_json_values((read_sidecar(path) or {}).get("metadata", {}))
+    record = labels.get("quantization")
+    return options_of(Quantization, record, path.name) if isinstance(record, dict) else None
 
 
 def _call_checks(
-    name: str, original: Original, images: Tensor, calls: Calls, limits: tuple[str, int], source: str
+    name: str, original: Original, images: Tensor, calls: Calls, limits: tuple[str | Quantization, int], source: str
 ) -> list[Check]:
     """Compare the outputs of calls.
 
-    calls: indices into `images`, and the logits of these images. limits: a precision, and the number of evaluations
-    whose rounding limits the error; 0: the share of the precision does.
+    calls: indices into `images`, and the logits of these images. limits: a precision or what a file computes in eight
+    bits, and the number of evaluations whose rounding limits the error; 0: the share of the precision does.
     """
     name, source = f"{PREFIX}{name}", source if original.real else f"{source}, on noise"
     exact = original.exact(images)
@@ -276,7 +307,8 @@ def _call_checks(
             return [Check(name, "failed", detail=f"outputs at batch {len(logits)} are not finite; {source}")]
     rows, logits = (torch.cat(parts) for parts in zip(*calls, strict=True))
     precision, evaluations = limits
-    rounding, share = original.rounding(images, precision), SHARES[precision]
+    rounding = original.rounding(images, precision)
+    share = SHARES[precision.precision if isinstance(precision, Quantization) else precision]
     near = max(evaluations, 1) ** 0.5 * rounding.logit / largest_logit(exact)
     error, kl = min(share, near) if evaluations else share, max(evaluations, 1) * rounding.kl
     return comparison_checks(compare(exact[rows], logits, near, rows), (share, error, kl), name, source)
@@ -311,7 +343,7 @@ def rounded_checks(path: Path, original: Original) -> list[Check]:
     """
     metadata = _metadata(path)
     precision, input = metadata.get("precision"), read_input(str(path), metadata)
-    if precision not in HALF or input is None:
+    if precision not in (*HALF, "fp8") or input is None:
         return []
     images = original.rounded_to_bytes(input) if metadata.get("input") == "uint8" else original.images
     try:
@@ -319,4 +351,5 @@ def rounded_checks(path: Path, original: Original) -> list[Check]:
     except VitcompressError as error:
         return [Check(f"{PREFIX}{path.name}.rounded", "failed", detail=error.message)]
     source = f"every result rounded to {precision} in onnxruntime on cpu, a proxy for the GPU"
-    return _call_checks(f"{path.name}.rounded", original, images, calls, (precision, 0), source)
+    limits = (settings, 1) if (settings := _quantization(path)) else (precision, 0)
+    return _call_checks(f"{path.name}.rounded", original, images, calls, limits, source)

@@ -3,6 +3,7 @@
 - `reference(model, images)`: the exact logits, and the tolerance of an evaluation in the model's precision.
 - `rounding_limit(model, images, dtype)`: how much rounding every weight and every result to a type may change the
   logits and the KL divergence.
+- `quantization_limit(model, images, settings)`: the same, of rounding the operands of products to eight bits.
 - `storage_limit(model, roundings, images)`: how much rounding the weights of some modules may change a logit.
 - `fold_excess(layers, folded, x, folds)`: the difference of a folded layer from its chain, and a bound on it.
 - `in_float64(model)`: a context in which the model is evaluated in float64.
@@ -21,6 +22,9 @@ with a probability of at most p = 1e-6, the rate of false alarms. Two evaluation
 because variances add. For small errors, the KL divergence of an image is half the variance of its errors under the
 probabilities of its classes. The root of that is the largest of Gaussian variables too, so that the same bound holds.
 
+Eight bits: each operand of a quantised product is clipped to its range, and adds an independent error of at most half
+the distance between the two numbers around it, uniformly distributed. The bound on the largest error is the same.
+
 Folded layers: gamma(n) = n u / (1 - n u) bounds the relative error of n successive roundings, without any probability
 (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1).
 """
@@ -38,6 +42,9 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from vitcompress.exporters.quantize.emulate import EightBitProducts
+from vitcompress.exporters.quantize.graph import Quantization
 
 FALSE_ALARMS = 1e-6  # p
 DRAWS = 2  # E M is the mean of their M; with tens of logits or more, M itself hardly varies
@@ -100,6 +107,19 @@ def rounding_limit(model: nn.Module, images: Tensor, dtype: torch.dtype) -> Roun
     Products are added in float32, as in tensor cores. images: (count, channels, height, width).
     """
     return _arithmetic_limit(model, images, _roundoff(dtype))
+
+
+@torch.no_grad()
+def quantization_limit(model: nn.Module, images: Tensor, settings: Quantization) -> Rounding:
+    """How much logits may change in a file with these settings. images: (count, channels, height, width)."""
+    generator = torch.Generator().manual_seed(0)
+
+    def perturbed(x: Tensor) -> Tensor:
+        with EightBitProducts(model, settings, generator):
+            out: Tensor = model(x)
+        return out
+
+    return _limit(model, images, perturbed, 1.0)
 
 
 @torch.no_grad()

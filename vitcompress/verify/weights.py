@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError
 from vitcompress.exporters.base import Contents, Stored
+from vitcompress.exporters.options import EIGHT_BITS
 from vitcompress.exporters.precision import HALF
 from vitcompress.exporters.uint8 import build_deployed, fix_size, tensors_of
 from vitcompress.io.checks import Check, problem_check
@@ -86,6 +87,9 @@ def compare_tensors(module: nn.Module, contents: Contents, rows: Iterable[Planne
     """
     tensors = tensors_of(module)
     matches, rest = _match(tensors, contents.tensors)
+    matches |= _match_quantized({name: t for name, t in tensors.items() if name not in matches}, rest)
+    used = {id(stored) for stored in matches.values()}
+    rest = [stored for stored in rest if id(stored) not in used]
     missing = {name: tensor for name, tensor in tensors.items() if name not in matches}
     constants, unknown, gathered = list[Stored](), list[Stored](), set[str | None]()
     for stored in rest:
@@ -109,12 +113,14 @@ def exported_module(model: nn.Module, metadata: Mapping[str, str]) -> nn.Module:
     """
     known = decode_json_values(metadata)
     precision, layers, uint8 = known.get("precision", "fp32"), known.get("islands", []), known.get("input") == "uint8"
+    precision = "fp32" if precision in EIGHT_BITS else precision  # compared after dequantisation
     if precision not in ("fp32", *HALF) or not isinstance(layers, list):
         hint = "export it again: `vitcompress export DIR`"
         raise ArtifactError("the metadata of the file were not written by vitcompress", hint=hint)
     if precision == "fp32" and not uint8 and next(model.parameters()).dtype == torch.float32:
         return fix_size(model, input_config(model))  # without a copy
-    return build_deployed(model, input_config(model), precision, tuple(layers), uint8=uint8)
+    islands = tuple(layers) if precision in HALF else ()
+    return build_deployed(model, input_config(model), precision, islands, uint8=uint8)
 
 
 def _match(tensors: Mapping[str, Tensor], stored: Sequence[Stored]) -> tuple[dict[str, Stored], list[Stored]]:
@@ -137,6 +143,26 @@ def _match(tensors: Mapping[str, Tensor], stored: Sequence[Stored]) -> tuple[dic
                 break
     used = {id(entry) for entry in matches.values()}
     return matches, [entry for entry in stored if id(entry) not in used]
+
+
+def _match_quantized(tensors: Mapping[str, Tensor], stored: Sequence[Stored]) -> dict[str, Stored]:
+    """The quantised tensor whose values are within half a step of each tensor of the model."""
+    matches = dict[str, Stored]()
+    for entry in stored:
+        shapes = (entry.shape, entry.shape[::-1])
+        names = [name for name, t in tensors.items() if tuple(t.shape) in shapes and name not in matches]
+        if entry.dequantized is None or not names:
+            continue
+        values, half = entry.dequantized()
+        for name in names:
+            tensor = tensors[name].detach().cpu().double().numpy()
+            layouts = [layout for layout in (tensor, tensor.T) if layout.shape == values.shape]
+            # Quotients are rounded in float32 before they are rounded to whole steps.
+            rounding = 4 * np.finfo(np.float32).eps * np.abs(values)
+            if any((np.abs(values - layout) <= half + rounding).all() for layout in layouts):
+                matches[name] = entry
+                break
+    return matches
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:

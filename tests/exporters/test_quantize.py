@@ -1,0 +1,266 @@
+"""Linear layers in int8 and fp8: the file computes what its emulation in torch computes, in two forms."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from contracts import build, images
+from torch import nn
+
+from vitcompress.errors import InputError, PrecisionError
+from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.base import Exported
+from vitcompress.exporters.onnx.export import export
+from vitcompress.exporters.onnx.rounded import rounded_logits
+from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.quantize.calibrate import calibrate
+from vitcompress.exporters.quantize.emulate import EightBitProducts, round_values
+from vitcompress.exporters.quantize.graph import LARGEST, Quantization, find_products, quantize
+from vitcompress.exporters.uint8 import from_bytes, to_bytes
+from vitcompress.io.checks import Check
+from vitcompress.models.create import input_config
+from vitcompress.verify.outputs import SHARES, Original, output_checks
+from vitcompress.verify.tolerance import quantization_limit
+from vitcompress.verify.weights import compare_tensors, exported_module
+
+X = torch.cat([images("plain", dtype=torch.float32), images("plain", dtype=torch.float32).flip(3)])
+LAYERS = [f"blocks.{block}.{layer}" for block in (0, 1) for layer in ("attn.proj", "attn.qkv", "mlp.fc1", "mlp.fc2")]
+
+
+def model() -> nn.Module:
+    """Logits that differ enough between classes."""
+    torch.manual_seed(0)
+    plain = build("plain", dtype=torch.float32)
+    with torch.no_grad():
+        plain.get_submodule("head").weight.mul_(30)
+    return plain
+
+
+def write(folder: Path, source: nn.Module | None = None, method: Any = "minmax", **options: Any) -> Exported:
+    source, form = source or model(), options.pop("form", "int32_bias")
+    settings = ExportOptions(**{"precision": "int8", **options})
+
+    def ranges(path: Path) -> dict[str, float]:
+        return calibrate(path, X, settings.precision, method)  # type: ignore[arg-type]
+
+    about: Any = {"input": input_config(source), "calibrate": ranges}
+    return export(source, folder / "model.onnx", options=settings, form=form, lean=form == "int32_bias", **about)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exported]:
+    """Built once for each set of options, and never changed."""
+
+    @cache
+    def build_file(**options: Any) -> Exported:
+        return write(tmp_path_factory.mktemp("file"), **options)
+
+    return build_file
+
+
+def settings_of(done: Exported) -> Quantization:
+    return Quantization(**json.loads(done.metadata["quantization"]))
+
+
+def checks_of(path: Path) -> dict[str, Check]:
+    return {check.name.rpartition(".")[2]: check for check in output_checks(path, Original(model(), X))}
+
+
+@pytest.mark.parametrize("uint8", [False, True])
+@pytest.mark.parametrize(("form", "bits"), [("int32_bias", 7), ("int32_bias", 8), ("float_bias", 8)])
+def test_the_file_computes_what_its_emulation_computes(
+    file: Callable[..., Exported], form: str, bits: int, uint8: bool
+) -> None:
+    done, exact = file(form=form, weight_bits=bits, uint8=uint8), model()
+    config = input_config(exact)
+    x = from_bytes(to_bytes(X, config), config) if uint8 else X
+    with torch.no_grad(), EightBitProducts(exact, settings_of(done)):
+        emulated = exact(x)
+    with torch.no_grad():
+        plain = exact(x)
+    error = float((emulated - plain).abs().max())
+    # Values at the middle between two steps may be rounded to either, because sums are added in another order: a few
+    # of all steps, each much smaller than all of them together.
+    assert float((rounded_logits(done.path, x) - emulated).abs().max()) < 0.5 * error
+    assert error > 0 and sorted(settings_of(done).ranges) == LAYERS
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_the_forms_share_one_calibration(file: Callable[..., Exported], precision: str) -> None:
+    ours, theirs = (file(precision=precision, form=form) for form in ("int32_bias", "float_bias"))
+    a, b = (settings_of(done) for done in (ours, theirs))
+    assert a.ranges.keys() == b.ranges.keys() and (a.weight_bits, b.weight_bits) == (7, 8)
+    cores = [key for key in a.ranges if ".softmax." in key]
+    assert len(cores) == (8 if precision == "fp8" else 0)  # two products with two inputs in each of two attentions
+    kinds = {t.data_type for t in onnx.load(str(theirs.path)).graph.initializer if "bias" in t.name}
+    assert kinds == {onnx.TensorProto.FLOAT}
+    if precision == "int8":
+        weights = [t for t in onnx.load(str(ours.path)).graph.initializer if t.name.endswith("weight_quantized")]
+        sizes = [int(np.abs(onnx.numpy_helper.to_array(tensor).astype(int)).max()) for tensor in weights]
+        assert sizes == [64] * len(LAYERS)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_bits": 8}, {"form": "float_bias"}, {"uint8": True}, {"precision": "fp8"}]
+)
+def test_outputs_and_weights_agree_with_the_model(file: Callable[..., Exported], options: dict[str, Any]) -> None:
+    done = file(**options)
+    contents = EXPORTERS["onnx"].contents(done.path)  # type: ignore[misc]
+    found = compare_tensors(exported_module(model(), contents.metadata), contents)
+    assert not found.problems and {f"{layer}.weight" for layer in LAYERS} <= set(found.matches)
+    checks = checks_of(done.path)
+    names = {"flips", "kl", "cosine", "error"} | (
+        {"saturation"} if done.precision == "int8" else {done.path.name, "onnx"}
+    )
+    assert set(checks) - {"onnx"} == names - {"onnx", done.path.name}
+    assert {check.verdict for check in checks.values()} <= {"passed", "not_run"}
+
+
+def test_a_weight_off_by_more_than_half_a_step_is_no_weight_of_the_model(tmp_path: Path) -> None:
+    done, other = write(tmp_path), model()
+    with torch.no_grad():
+        weight = other.get_submodule("blocks.1.mlp.fc2").weight
+        weight[3, 5] += 1.2 * float(weight[3].abs().max()) / 64  # more than a step
+    contents = EXPORTERS["onnx"].contents(done.path)  # type: ignore[misc]
+    problems = compare_tensors(exported_module(other, contents.metadata), contents).problems
+    assert any("blocks.1.mlp.fc2.weight" in problem for problem in problems)
+
+
+def test_damaged_outputs_and_saturation_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = write(tmp_path)
+    assert {check.verdict for check in checks_of(done.path).values()} == {"passed"}
+    monkeypatch.setattr("vitcompress.verify.outputs.rounded_logits", lambda path, x: rounded_logits(path, x) + 1.0)
+    assert checks_of(done.path)["saturation"].verdict == "failed"
+    wrong = onnx.load(str(done.path))
+    scale = next(t for t in wrong.graph.initializer if t.name == "blocks.1.mlp.fc2.weight_scale")
+    scale.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(scale) * 8, scale.name))
+    (tmp_path / "model.onnx.json").unlink()
+    onnx.save(wrong, str(done.path))
+    assert checks_of(done.path)["error"].verdict == "failed"
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_limits_follow_from_the_steps(file: Callable[..., Exported], precision: str) -> None:
+    settings, exact = settings_of(file(precision=precision)), model()
+    limit = quantization_limit(exact, X, settings)
+    with torch.no_grad(), EightBitProducts(exact, settings):
+        emulated = exact(X)
+    with torch.no_grad():
+        error = float((emulated - exact(X)).abs().max())
+    assert 0 < error < limit.logit < 100 * error
+    coarse = Quantization(settings.precision, {k: 16 * v for k, v in settings.ranges.items()}, weight_bits=7)
+    assert (quantization_limit(exact, X, coarse).logit > 4 * limit.logit) is (precision == "int8")
+
+
+def test_shares_are_derived_from_roundings() -> None:
+    """Half a step of int8 is a roundoff of bf16, 2^-8, of the range. fp8: Gaussian values of four deviations."""
+    assert SHARES["int8"] == SHARES["bf16"]
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0)).clamp(-4, 4)
+    errors = [(round_values(x, 4 / LARGEST[kind], kind) - x).square().mean().sqrt() for kind in ("int8", "fp8")]
+    assert SHARES["fp8"] / SHARES["int8"] == pytest.approx(float(errors[1] / errors[0]), rel=0.1)
+
+
+@pytest.mark.parametrize("method", ["percentile", "entropy", "mse"])
+def test_other_methods_cut_off_at_most_the_largest_values(tmp_path: Path, method: str) -> None:
+    done = write(tmp_path, method=method)
+    largest = settings_of(write(tmp_path)).ranges
+    ranges = settings_of(done).ranges
+    assert all(0 < ranges[layer] <= largest[layer] * (1 + 1e-6) for layer in LAYERS) and ranges != largest
+
+
+def test_islands_head_and_patch_embedding_stay_in_float(file: Callable[..., Exported]) -> None:
+    done = file(islands=("blocks.0.mlp", "blocks.1.attn.qkv"))
+    kept = {"blocks.0.mlp.fc1", "blocks.0.mlp.fc2", "blocks.1.attn.qkv"}
+    assert set(settings_of(done).ranges) == set(LAYERS) - kept
+    assert json.loads(done.metadata["islands"]) == ["blocks.0.mlp", "blocks.1.attn.qkv", "head", "patch_embed.proj"]
+    names = {t.name for t in onnx.load(str(done.path)).graph.initializer}
+    assert {"blocks.0.mlp.fc1.weight", "patch_embed.proj.weight"} <= names and "blocks.0.mlp.fc2.weight" in names
+
+
+def test_two_exports_are_the_same_bytes(tmp_path: Path) -> None:
+    first = write(tmp_path).path.read_bytes()
+    assert write(tmp_path).path.read_bytes() == first
+
+
+def test_stated_ranges_need_no_images(tmp_path: Path) -> None:
+    """As after a training with fixed or learned ranges."""
+    about: Any = {"input": input_config(model()), "calibrate": lambda path: dict.fromkeys(LAYERS, 3.0)}
+    done = export(model(), tmp_path / "model.onnx", options=ExportOptions(precision="int8"), **about)
+    assert set(settings_of(done).ranges.values()) == {3.0}
+
+
+def infinite_weight() -> nn.Module:
+    broken = model()
+    with torch.no_grad():
+        broken.get_submodule("blocks.0.mlp.fc1").weight[0, 0] = float("inf")
+    return broken
+
+
+def test_wrong_input(tmp_path: Path) -> None:
+    plain = export(model(), tmp_path / "plain.onnx", input=input_config(model()))
+    for wrong, text in (
+        (X[:, :, :5], "calibration needs images of"),
+        (X[:0], "calibration needs images of"),
+        (torch.zeros_like(X), "single colour"),
+    ):
+        with pytest.raises(InputError, match=text):
+            calibrate(plain.path, wrong, "int8")
+    with pytest.raises(PrecisionError, match="nan on the calibration images"):
+        calibrate(plain.path, X * float("nan"), "int8")
+    for ranges, error, text in (
+        ({}, InputError, "no linear layer is left"),
+        ({LAYERS[0]: float("nan")}, PrecisionError, f"the input of {LAYERS[0]} is nan"),
+        ({LAYERS[0]: float("inf")}, PrecisionError, "is inf"),
+    ):
+        with pytest.raises(error, match=text):
+            quantize(plain.path, tmp_path / "none.onnx", Quantization("int8", ranges))
+    broken = onnx.load(str(export(infinite_weight(), tmp_path / "inf.onnx", input=input_config(model())).path))
+    assert len(list(find_products(broken, "int8"))) == len(LAYERS) + 1  # and the head
+    with pytest.raises(PrecisionError, match=r"mlp\.fc1\.weight is inf"):
+        quantize(tmp_path / "inf.onnx", tmp_path / "none.onnx", Quantization("fp8", dict.fromkeys(LAYERS, 1.0)))
+    assert not (tmp_path / "none.onnx").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        ("onnx", {"precision": "int8", "opset": 18}, "opset 18 is not supported"),
+        ("onnx", {"precision": "fp8", "opset": 23}, "one node"),
+        ("onnx", {"precision": "fp32", "weight_bits": 7}, "weight_bits has no effect in fp32"),
+        ("onnx", {"precision": "fp16", "calibration": 8}, "calibration has no effect in fp16"),
+        ("trt-rtx", {"precision": "fp8", "sm": (80, 89)}, "compute capability 80 has no products in fp8"),
+        ("trt-rtx", {"precision": "fp8"}, "compute capability 80, 86 has no products in fp8"),
+        ("trt-rtx", {"precision": "int8", "sm": (75,)}, "supports fp16 only"),
+    ],
+)
+def test_unsupported_options(name: str, options: dict[str, Any], text: str) -> None:
+    if EXPORTERS[name].unavailable() is None:
+        with pytest.raises(InputError, match=text):
+            EXPORTERS[name].check(ExportOptions(**options))
+
+
+def test_without_images_there_are_no_ranges(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="needs images of the training data"):
+        export(model(), tmp_path / "model.onnx", options=ExportOptions(precision="int8"), input=input_config(model()))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(EXPORTERS["trt-rtx"].unavailable() is not None, reason="TensorRT for RTX is not installed")
+@pytest.mark.parametrize(("precision", "sm"), [("int8", (80, 86, 89, 120)), ("fp8", (89, 120))])
+def test_two_engines_are_the_same_bytes(tmp_path: Path, precision: Any, sm: tuple[int, ...]) -> None:
+    def ranges(path: Path) -> dict[str, float]:
+        return calibrate(path, X, precision)
+
+    about: Any = {"input": input_config(model()), "calibrate": ranges}
+    options = ExportOptions(precision=precision, sm=sm, batch=(1, 2, 4))
+    first, second = (
+        EXPORTERS["trt-rtx"].export(model(), tmp_path / f"{n}.rtx.engine", options=options, **about) for n in "ab"
+    )
+    assert first.sha256 == second.sha256 and first.build["sm"] == list(sm)
+    assert settings_of(first).form == "float_bias" and settings_of(first).weight_bits == 8
