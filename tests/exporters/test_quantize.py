@@ -112,8 +112,8 @@ def test_the_forms_share_one_calibration(file: Callable[..., Exported], precisio
 def test_outputs_and_weights_agree_with_the_model(file: Callable[..., Exported], options: dict[str, Any]) -> None:
     done = file(**options)
     contents = EXPORTERS["onnx"].contents(done.path)  # type: ignore[misc]
-    found = compare_tensors(exported_module(model(), contents.metadata), contents)
-    assert not found.problems and {f"{layer}.weight" for layer in LAYERS} <= set(found.matches)
+    tensors = compare_tensors(exported_module(model(), contents.metadata), contents)
+    assert not tensors.problems and {f"{layer}.weight" for layer in LAYERS} <= set(tensors.matches)
     checks = checks_of(done.path)
     names = {"flips", "kl", "cosine", "error"} | (
         {"saturation"} if done.precision == "int8" else {done.path.name, "onnx"}
