@@ -192,10 +192,9 @@ def test_a_save_that_is_killed_leaves_one_complete_state(epoch: int, tmp_path: P
         assert run_forked(lambda folder=folder, stop=stop: save_until(folder, stop)) == -signal.SIGKILL
         state = load_state(folder)
         assert state is not None
+        assert len(list(folder.iterdir())) == 1, "loading removes leftovers"
         seen.append(state.data["value"])
         assert torch.equal(state.tensors["a"], torch.full((50,), float(seen[-1])))
         assert state.epoch == (2 if seen[-1] == 2 else epoch)
-        save_state(folder, 3, {"a": torch.zeros(1)}, {})
-        assert len(list(folder.iterdir())) == 1, "the next save removes leftovers"
     assert seen == sorted(seen), "the old state until one operation, the new one after it"
     assert set(seen) == {1, 2}

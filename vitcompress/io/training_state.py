@@ -46,17 +46,22 @@ def save_state(folder: Path, epoch: int, tensors: Mapping[str, Tensor], data: An
             beside.rename(final)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    for old in (*folder.glob(".state-*.part"), *folder.glob("state-*")):
-        if old != final:
-            shutil.rmtree(old, ignore_errors=True)
+    _delete_others(folder, final)
 
 
 def load_state(folder: Path) -> State | None:
-    """The latest state in `folder`, or None."""
+    """The latest state in `folder`, or None. Deletes older ones, which a killed process may have left."""
     if not (states := _states(folder)):
         return None
     _, epoch, path = max(states)
+    _delete_others(folder, path)
     return State(epoch, load_tensors(path / "tensors.safetensors"), read_json(path / "data.json"))
+
+
+def _delete_others(folder: Path, kept: Path) -> None:
+    for old in (*folder.glob(".state-*.part"), *folder.glob("state-*")):
+        if old != kept:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _states(folder: Path) -> list[tuple[int, int, Path]]:
