@@ -15,7 +15,7 @@ from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.sidecar import DENSE, sidecar_path
 from vitcompress.exporters.tensorrt.export import TENSORRT, TENSORRT_RTX
 from vitcompress.exporters.torch_runner import TIMM, TorchRunner
-from vitcompress.io.files import file_sha256
+from vitcompress.io.files import file_sha256, signed_files
 from vitcompress.io.plugins import find_by_name, load_plugins
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model
@@ -65,15 +65,18 @@ def open_runner(artifact: str | Path, options: RunnerOptions | None = None, **se
     """The runner of a file, a run folder or `timm:NAME`; `settings` are fields of RunnerOptions.
 
     Raises:
-        ArtifactError: a file that is missing, damaged, or of an unknown format.
+        ArtifactError: a file that is missing, damaged, of an unknown format, or not one of `signed_files`.
         DeviceError: a device, provider or precision that this machine or this file does not have.
     """
     options = replace(options or RunnerOptions(), **settings)
     name, path = str(artifact), Path(artifact)
     if name.startswith(TIMM):
         return TorchRunner(create_named(name[len(TIMM) :], options.weights), options, name=name)
+    opened = RunFolder(path).weights if path.is_dir() else path
+    if (signed := signed_files.get()) and opened.resolve() not in signed:
+        raise ArtifactError(f"{path} is not signed", hint="`vitcompress sign` signs it; or omit --require-signed")
     if path.is_dir():
-        return TorchRunner(load_model(path), options, name=name, sha256=file_sha256(RunFolder(path).weights))
+        return TorchRunner(load_model(path), options, name=name, sha256=file_sha256(opened))
     if (path.suffix in RUNNERS or path.is_file()) and (exporter := exporter_of(path)):
         return exporter.runner(path, options)
     problem = "cannot be run" if path.exists() else "does not exist"

@@ -13,7 +13,7 @@ from vitcompress.exporters.sidecar import find_mismatches, read_input, read_side
 from vitcompress.exporters.tensorrt import flavours
 from vitcompress.exporters.tensorrt.flavours import FLAVOURS, HEADER, RTX, Flavour, capability, numbers
 from vitcompress.exporters.tensorrt.process import EngineProcess
-from vitcompress.io.files import decode_json_values, file_sha256
+from vitcompress.io.files import decode_json_values, file_sha256, signed_files
 
 
 class EngineRunner(Runner):
@@ -26,7 +26,7 @@ class EngineRunner(Runner):
         self._sidecar = read_trusted_sidecar(path, trust=options.trust)
         self._build = self._sidecar.get("build", {})
         self._flavour = _choose_flavour(path, self._sidecar)
-        self._sha256 = file_sha256(path)
+        self._sha256 = signed_files.get().get(path.resolve()) or file_sha256(path)
         self._precision = self._sidecar.get("precision")
         super().__init__(str(path), options, self._flavour.title)
         if options.precision not in (None, self._precision):

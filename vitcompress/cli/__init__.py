@@ -16,6 +16,8 @@ COMMANDS = (
     recipe.study,
     artifacts.verify,
     artifacts.export,
+    artifacts.keygen,
+    artifacts.sign,
     artifacts.bench,
     artifacts.evaluate,
     reports.report,

@@ -16,6 +16,7 @@ from vitcompress.errors import InputError, RecipeError
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @opt.flag("--require-verified", "Exit code 1 if a check cannot run on this machine.")
 @opt.flag("--adopt", "Write a manifest of all files in DIR if no check fails.")
+@opt.require_signed_option
 @common_options
 def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
     """Re-run every check on a run folder.
@@ -61,6 +62,7 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
 @opt.option("--out -o", "File to write (default: in DIR).", opt.FILE)
 @opt.flag("--dense", "Export the model before pruning, to compare with.")
 @opt.flag("--require-verified", "Exit code 1 if the file cannot be verified on this machine.")
+@opt.option("--sign", "Sign the file with this private key, unless a check fails.", **opt.KEY)
 @common_options
 def export(
     folder: Path, name: str | None, out: Path | None, dense: bool, require_verified: bool, **options: Any
@@ -75,11 +77,12 @@ def export(
         from vitcompress.cli.output import tables
         from vitcompress.exporters.options import ExportOptions
         from vitcompress.io.manifest import record_changes
-        from vitcompress.pipeline.export_folder import export_folder, verify_export
+        from vitcompress.pipeline.export_folder import export_folder, sign_artifact, verify_export
         from vitcompress.pipeline.fastest import FASTEST, FORMATS, choose_fastest
         from vitcompress.pipeline.report import refresh_reports
 
         note_without_manifest([folder], progress)
+        key = options.pop("sign")
         settings = ExportOptions(**{key: value for key, value in options.items() if value not in (None, ())})
         candidates = []
         if settings.precision == FASTEST:
@@ -90,6 +93,8 @@ def export(
         with record_changes(folder):
             outcome = verify_export(folder, done, progress, dense=dense)
         refresh_reports([folder], progress)
+        if key and outcome.verdict != "failed":
+            progress.note(f"signature: {sign_artifact(done.path, key)}")
     data = {"folder": str(outcome.path.parent), **done.to_dict(), **outcome.to_dict()}
     data["candidates"] = list(map(vars, candidates))
     print_result(data, tables.print_export)
@@ -102,6 +107,32 @@ def export(
         hint = outcome.command and f"run on the target: {outcome.command}"
         return report_failure(f"{file} could not be verified here: {outcome.reason}", hint)
     return 0
+
+
+@click.command()
+@click.argument("key", type=opt.FILE, metavar="KEY")
+@common_options
+def keygen(key: Path) -> int:
+    """Write a private key to KEY and its public key to KEY.pub, as `ssh-keygen -t ed25519` does."""
+    from vitcompress.io.signature import generate_key
+
+    return print_result({"key": str(key), "public": generate_key(key)}, lambda data: click.echo(data["public"]))
+
+
+@click.command()
+@click.argument("artifact", type=click.Path(path_type=Path), metavar="FILE|DIR")
+@opt.option("--key", "Private ed25519 key, of keygen or ssh-keygen.", required=True, **opt.KEY)
+@common_options
+def sign(artifact: Path, key: Any) -> int:
+    """Sign an exported file or a run folder.
+
+    Writes the signature beside the file or into the folder. It is invalid after any change, so sign last.
+    """
+    with show_progress():
+        from vitcompress.pipeline.export_folder import sign_artifact
+
+        signature = str(sign_artifact(artifact, key))
+    return print_result({"artifact": str(artifact), "signature": signature}, lambda data: click.echo(data["signature"]))
 
 
 @click.command()
@@ -131,6 +162,7 @@ def export(
 @opt.flag("--transfers", "Include the copies of images to the device and of logits back.")
 @opt.flag("--notes", "Print all warnings, and what the protocol does not cover.")
 @opt.runner_options
+@opt.require_signed_option
 @common_options
 def bench(artifacts: tuple[str, ...], notes: bool, **options: Any) -> int:
     """Measure artifacts interleaved and compare them with the first one.
@@ -164,6 +196,7 @@ def bench(artifacts: tuple[str, ...], notes: bool, **options: Any) -> int:
 @opt.preprocessing_options
 @opt.max_drop_option
 @opt.runner_options
+@opt.require_signed_option
 @common_options
 def evaluate(artifacts: tuple[str, ...], max_drop: float | None, **options: Any) -> int:
     """Count top-1 and top-5 of artifacts.

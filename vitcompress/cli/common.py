@@ -2,6 +2,7 @@
 
 import _thread
 import contextlib
+import contextvars
 import functools
 import gc
 import logging
@@ -176,6 +177,7 @@ FILES = {
     "folder": "name a run folder, such as runs/digits_hetdpt",
     "folders": "name run folders, such as runs/digits_hetdpt",
     "artifacts": "use a run folder, an exported file, timm:NAME or timm-onnx:NAME",
+    "artifact": "use a run folder or an exported file",
     "data": "expected PATH/train/CLASS/IMAGE and PATH/val/CLASS/IMAGE",
     "weights": "use a file (.safetensors, .pth, .pth.tar), a folder, random, hub or train",
 }
@@ -196,6 +198,18 @@ def check_files(values: Mapping[str, Any]) -> None:
                 raise InputError(f"{one} does not exist", hint=own)
 
 
+def check_signatures(values: Mapping[str, Any]) -> None:
+    """Check the signatures of the artifacts and folders in `values`, and let runners open no other files."""
+    from vitcompress.io.files import signed_files
+    from vitcompress.io.signature import check_signature, read_public_keys
+
+    places = [place for place in os.environ.get("VITCOMPRESS_TRUSTED_KEYS", "").split(os.pathsep) if place]
+    keys = read_public_keys(map(Path, places or [f"{click.get_app_dir('vitcompress')}/trusted_keys"]))
+    artifacts = [*filter(None, [values.get("folder")]), *values.get("folders", ()), *values.get("artifacts", ())]
+    hashes = [file for artifact in artifacts for file in check_signature(Path(artifact), keys).items()]
+    signed_files.set({file.resolve(): sha256 for file, sha256 in hashes})
+
+
 def common_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of all commands, and check files before the command imports libraries."""
 
@@ -203,7 +217,10 @@ def common_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **values: Any) -> Any:
         if "dry_run" not in values:  # such a command decides itself whether it needs them
             check_files(values)  # before libraries are imported, which takes seconds
-        return command(*args, **values)
+        context = contextvars.copy_context()
+        if values.pop("require_signed", False):
+            context.run(check_signatures, values)
+        return context.run(command, *args, **values)
 
     return add_options(
         _kept("--json as_json", "Print the result as JSON."),

@@ -98,6 +98,15 @@ def parse_points(ctx: click.Context, param: click.Parameter, value: float | None
     raise click.BadParameter(f"got {value:g}, expected percentage points from 0 to below 100, as in 1.5")
 
 
+def _read_key(ctx: click.Context, param: click.Parameter, value: Path | None) -> Any:
+    from vitcompress.io.signature import read_private_key
+
+    return value and read_private_key(value)
+
+
+KEY: dict[str, Any] = {"type": FILE, "metavar": "KEY", "callback": _read_key}
+
+
 def add_options(*options: Decorator) -> Decorator:
     """Add several options to a command, in this order."""
     return lambda command: reduce(lambda inner, option: option(inner), reversed(options), command)
@@ -174,6 +183,11 @@ max_drop_option = option(
     float,
     "POINTS",
     callback=parse_points,
+)
+require_signed_option = flag(
+    "--require-signed",
+    "Open only files with a valid signature by a trusted key (VITCOMPRESS_TRUSTED_KEYS, or trusted_keys in the user's "
+    "configuration folder). Records nothing in run folders.",
 )
 dry_run_option = flag(
     "--dry-run", "Print stages, cost and problems; write nothing. Exit code 2 if the run would be rejected."

@@ -5,8 +5,8 @@ from pathlib import Path
 import click
 
 from vitcompress.cli.common import common_options, note_without_manifest, print_result, show_progress
-from vitcompress.cli.options import FILE, FOLDER, max_drop_option, option
-from vitcompress.errors import MissingExtraError
+from vitcompress.cli.options import FILE, FOLDER, max_drop_option, option, require_signed_option
+from vitcompress.errors import InputError, MissingExtraError
 
 
 @click.command()
@@ -14,25 +14,29 @@ from vitcompress.errors import MissingExtraError
 @option("--plot", "File for a plot of accuracy against speed (default with several folders: comparison.png).", FILE)
 @option("--pictures", "Folder for plots of the layers and channels that each run chose, with their scores.", FOLDER)
 @option("--bench", "Output of `bench --json`, to take speeds from.", FILE)
+@option("--sbom", "File for a software bill of materials (CycloneDX).", FILE, is_flag=False, flag_value="sbom.cdx.json")
 @max_drop_option
+@require_signed_option
 @common_options
-def report(
-    folders: tuple[str, ...], plot: Path | None, pictures: Path | None, bench: Path | None, max_drop: float | None
-) -> int:
+def report(folders: tuple[str, ...], plot: Path | None, max_drop: float | None, **files: Path | None) -> int:
     """Show the results of runs.
 
     One run folder as a page; several side by side, with a plot of accuracy against speed. Updates the reports in the
     folders if their files have changed.
     """
+    pictures, sbom = files["pictures"], files["sbom"]
+    if sbom and len(folders) > 1:
+        raise InputError(f"--sbom describes one run folder, got {len(folders)}", hint="give one")
     with show_progress() as progress:
         from vitcompress.bench.report import compare
         from vitcompress.bench.report import run as reports
         from vitcompress.bench.report.loss import list_run_drops
         from vitcompress.cli.output import tables, terminal
+        from vitcompress.io.files import write_text
         from vitcompress.pipeline.report import read_reports
 
         note_without_manifest(folders, progress)
-        result = compare.compare_runs(read_reports(folders, bench, progress))
+        result = compare.compare_runs(read_reports(folders, files["bench"], progress))
         drops = [line for name, run in result["runs"].items() for line in list_run_drops(name, run, max_drop)]
         result["plot"] = None
         if plot or (len(folders) > 1 and len(result["not_plotted"]) < len(result["runs"])):
@@ -47,6 +51,11 @@ def report(
 
             result["pictures"] = list(map(str, draw(folders, pictures)))
             progress.note(f"pictures: {', '.join(result['pictures'])}")
+        if sbom:
+            from vitcompress.bench.report.sbom import build_sbom
+
+            write_text(sbom, build_sbom(Path(folders[0]), result["runs"][folders[0]]))
+            progress.note(f"bill of materials: {sbom}")
         if result["plot"] and len(folders) == 1:
             progress.note(f"plot: {result['plot']}")
         page = reports.markdown(result["runs"][folders[0]])

@@ -9,6 +9,7 @@ import re
 import stat
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+# Where signatures are required, SHA-256 of the only files that runners open, by resolved path; elsewhere empty. Nothing
+# is written beside these files, as that would end the signatures.
+signed_files: ContextVar[Mapping[Path, str]] = ContextVar("signed_files", default={})  # noqa: B039 - is never changed
 
 
 def write_file(path: Path, fill: Callable[[Path], object]) -> None:

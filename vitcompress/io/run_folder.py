@@ -7,6 +7,7 @@ from typing import Literal
 
 # -*: in another precision, or with bytes as input
 EXPORTS = ("model.*", "model-*.*", "standard.*", "dense.*", "dense-*.*")
+SIGNATURE = ".dsse"  # added to the name of the signed file
 
 
 class Entry:
@@ -38,6 +39,7 @@ class RunFolder:
     markdown = Entry("report.md")
     html = Entry("report.html")
     manifest = Entry("manifest.json")  # size and SHA-256 of all other files, written last
+    signature = Entry(f"manifest.json{SIGNATURE}")
     log = Entry("log.jsonl")
     warnings = Entry("warnings.log")  # of libraries
     tensorboard = Entry("tensorboard")
@@ -93,16 +95,19 @@ class RunFolder:
         yield from (self.manifest, self.report, self.markdown, self.html, self.verification, self.benchmark)
         for pattern in EXPORTS:
             yield from sorted(self.path.glob(pattern))
-        yield from (self.failed, self.plan, self.log, self.warnings, self.tensorboard)
+        yield from (self.failed, self.signature, self.plan, self.log, self.warnings, self.tensorboard)
         linked = self.state.is_symlink()  # nothing behind a link belongs to the run
         yield from (path for path in sorted(self.state.glob("*")) if path.name != self.lock.name and not linked)
         yield self.recipe
 
     def files(self) -> Iterator[Path]:
-        """The files that the manifest lists: those of runs, and exports under other names, which have a sidecar."""
+        """The files that the manifest lists: those of runs, and exports under other names, which have a sidecar.
+
+        Not signatures: the manifest is signed.
+        """
         starts = tuple(f"{Path(path.stem).stem}." for path in self.path.glob("*.*.json"))
         exports = {path for path in self.path.glob("*.*") if path.name.startswith(starts)}
         for path in sorted({*self.run_files(), *exports} - {self.manifest}):
             inside = path.rglob("*") if path.is_dir() and not path.is_symlink() else (path,)
-            hidden = (path for path in inside if not path.name.startswith("."))  # locks and unfinished files
-            yield from (path for path in hidden if path.is_file() and not path.is_symlink())
+            seen = (path for path in inside if not path.name.startswith(".") and path.suffix != SIGNATURE)  # no locks
+            yield from (path for path in seen if path.is_file() and not path.is_symlink())

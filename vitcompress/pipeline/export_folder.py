@@ -1,6 +1,7 @@
 """Export a finished run folder again: another format or precision, or on the machine that the format is for."""
 
 import shlex
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,11 @@ from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters import available_exporter, exported_files
 from vitcompress.exporters.base import Exported, Exporter
 from vitcompress.exporters.options import ExportOptions
-from vitcompress.exporters.sidecar import DENSE, read_class_names, read_sidecar, sidecar_path
+from vitcompress.exporters.sidecar import DENSE, check_sha256, read_class_names, read_sidecar, sidecar_path
 from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, Status, Verification, update_verification
-from vitcompress.io.manifest import check_unchanged
+from vitcompress.io.files import decode_json_values, file_sha256, read_json
+from vitcompress.io.manifest import check_unchanged, read_manifest
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model, read_plan
@@ -24,6 +26,8 @@ from vitcompress.verify.files import file_status, is_about, quarantine, read_ten
 from vitcompress.verify.folder import check_files, recorded_images, run_classes
 from vitcompress.verify.outputs import Original, PlannedOriginal
 from vitcompress.verify.weights import shape_check, weight_table
+
+FACTS = ("precision", "opset", "build", "verified", "versions")  # of a sidecar or manifest, in signatures
 
 
 def export_folder(
@@ -176,3 +180,33 @@ def _copy_command(folder: Path, exported: Exported) -> str:
     files = [*map(path.with_name, exported.files), sidecar_path(path)]
     files += [source, sidecar_path(source)] if source.is_file() else []
     return f"{shlex.join(['cp', *map(str, files), str(folder)])} && vitcompress verify {folder}"
+
+
+def sign_artifact(path: Path, key: Any) -> Path:
+    """Sign an exported file or a run folder with a private `key`; returns the path of the signature.
+
+    It states the SHA-256 of the file, its data files, sidecar, ONNX source and plan (of a folder: of the manifest, all
+    files that it lists, and the plan), the facts of the build, and the verdicts of the checks. Raises ArtifactError for
+    a file without a sidecar, a folder without a manifest, and one that was changed.
+    """
+    from vitcompress.io.signature import write_signature  # which needs an extra
+
+    files = RunFolder(path)
+    record = files.manifest if path.is_dir() else sidecar_path(path)
+    if not record.is_file():
+        hint = "`vitcompress export` writes the sidecar of a file, `vitcompress verify DIR --adopt` a manifest"
+        raise ArtifactError(f"{path} cannot be signed: there is no {record}", hint=hint)
+    if path.is_dir():
+        check_unchanged(path)
+        data = read_manifest(path) or {}
+        verified = read_json(files.verification) if files.verification.is_file() else {}
+    else:
+        check_sha256(path)
+        data = read_sidecar(path) or {}
+        verified = data.get("verification") or {}
+    metadata, source = decode_json_values(data.get("metadata", {})), data.get("source")
+    sources = {"plan": data.get("plan_sha256") or metadata.get("plan_sha256") or ""}
+    sources |= {source["name"]: source["sha256"]} if source else {}
+    verdicts = Counter(check["verdict"] for check in verified.get("checks", ()))
+    facts = {**{name: data[name] for name in FACTS if name in data}, "metadata": metadata, "verification": verdicts}
+    return write_signature(path, {record.name: file_sha256(record), **data["files"]}, sources, facts, key)

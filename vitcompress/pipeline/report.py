@@ -19,7 +19,7 @@ from vitcompress.bench.report.records import ArtifactRecord, BenchRecord, BenchR
 from vitcompress.errors import ArtifactError, VitcompressError, first_line
 from vitcompress.exporters import exported_files
 from vitcompress.exporters.sidecar import DENSE, find_mismatches, read_sidecar
-from vitcompress.io.files import file_sha256, lock_folder, read_json, write_json
+from vitcompress.io.files import file_sha256, lock_folder, read_json, signed_files, write_json
 from vitcompress.io.manifest import check_unchanged, record_changes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
@@ -122,7 +122,7 @@ def refresh_report(folder: Path, progress: Progress) -> Report:
         read = files.accuracy, files.mistakes, files.benchmark, files.verification
         check_unchanged(folder, *read, *folder.glob("*.json"))
         report = current_report(folder, before)
-        if json.loads(json.dumps(report)) != before or not files.html.is_file():
+        if (json.loads(json.dumps(report)) != before or not files.html.is_file()) and not signed_files.get():
             page.write_report(folder, report)
     return report
 
@@ -132,7 +132,7 @@ def refresh_reports(
 ) -> None:
     """`refresh_report` for the folders of finished runs with these artifacts, each after a `change` of its files."""
     for files in dict.fromkeys(map(RunFolder.of, artifacts)):
-        if files.report.is_file():
+        if files.report.is_file() and not signed_files.get():  # a change would end the signature
             with _note_errors(files.path, progress):
                 with record_changes(files.path), lock_folder(files.path):
                     change(files)

@@ -16,7 +16,7 @@ from vitcompress.exporters.sidecar import amend_sidecar, find_mismatches, read_s
 from vitcompress.exporters.tensorrt.export import TENSORRT, source_path
 from vitcompress.families import family_of
 from vitcompress.io.checks import Check, Status, problem_check
-from vitcompress.io.files import decode_json_values, read_json, write_json
+from vitcompress.io.files import decode_json_values, read_json, signed_files, write_json
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import format_shape
 from vitcompress.models.create import input_config
@@ -186,9 +186,9 @@ def file_status(path: Path, checks: Sequence[Check]) -> Status:
 
 
 def record_status(path: Path, checks: Sequence[Check]) -> Status:
-    """Write into the sidecar of `path`, if it has one, its status and checks. Returns the status."""
+    """Write into the sidecar of `path`, if it has one that is not signed, its status and checks. Returns the status."""
     status = file_status(path, checks)
-    if read_sidecar(path) is not None:
+    if read_sidecar(path) is not None and not signed_files.get():
         verification = {"verdict": status, "checks": [check.to_dict() for check in checks]}
         amend_sidecar(path, verified=status == "passed", verification=verification)
     return status

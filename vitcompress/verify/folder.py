@@ -15,7 +15,7 @@ from vitcompress.exporters import exported_files
 from vitcompress.exporters.sidecar import DENSE
 from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, Verification, largest_difference, limit_check, problem_check
-from vitcompress.io.files import read_json
+from vitcompress.io.files import read_json, signed_files
 from vitcompress.io.manifest import record_changes, write_manifest
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
@@ -56,7 +56,8 @@ def verify_folder(
 
     images: (count, channels, height, width), normalised. The folder keeps them and their outputs, for later calls
     without images. Without any, noise is used. dense: folder of the model before pruning, which dense.onnx is compared
-    with; None: the one inside the run folder. adopt: if no check fails, write a manifest of all files.
+    with; None: the one inside the run folder. adopt: if no check fails, write a manifest of all files. Where signatures
+    are required, nothing is written.
 
     Raises:
         ArtifactError, PlanError, WeightsError: not a run folder, or a damaged one.
@@ -68,7 +69,7 @@ def verify_folder(
         raise ArtifactError(f"there is no folder {files.path}", hint="name a run folder, such as runs/digits_hetdpt")
     checks, verified = [*manifest_checks(files, adopt=adopt)], files.verification.is_file()
     with record_changes(files.path), suppress(OSError):
-        if files.plan.is_file():  # otherwise the file may be of something else
+        if files.plan.is_file() and not signed_files.get():  # without a plan, the file may be of something else
             files.verification.unlink(missing_ok=True)  # the result of an earlier call
     with record_changes(files.path), suppress(OutputError) if verified else nullcontext():
         verification, seen = Verification(tuple(checks)), None
@@ -76,7 +77,8 @@ def verify_folder(
             verification, seen = _check_content(
                 files, checks, images, RunFolder(dense or files.dense), progress or Progress()
             )
-        verification.write(files.path)
+        if not signed_files.get():
+            verification.write(files.path)
         if images is not None and seen is not None:
             save_tensors(files.recorded_outputs, seen)
     if adopt and verification.passed:
