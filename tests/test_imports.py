@@ -56,6 +56,8 @@ DISTRIBUTIONS = {
     "pydantic_core": "pydantic",  # which pins it to one version
     "pynvml": "nvidia-ml-py",
     "sklearn": "scikit-learn",
+    "cyclonedx": "cyclonedx-python-lib",
+    "packageurl": "cyclonedx-python-lib",  # which requires it
 }
 
 
