@@ -31,12 +31,11 @@ import torch
 from torch import nn
 
 from vitcompress import cli
-from vitcompress.io.files import write_json
+from vitcompress.io.files import read_json, write_json
 from vitcompress.io.hardware import cpu_name, package_versions
 from vitcompress.training.data import open_data
 from vitcompress.training.options import DataOptions
 
-RESULT = Path(__file__).parents[2] / "bench" / "results" / "kill-epyc-1-thread.json"
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 COMMON = (
     "data.heldout=0.8",  # few images to train on
@@ -249,14 +248,13 @@ def plan_kills(runs: int, recipes: Sequence[str], seed: int) -> list[Kill]:
     return kills
 
 
-def campaign(folder: Path, kills: Sequence[Kill]) -> list[dict[str, object]]:
-    """The result of each kill: `Kill`, the exit code, and `problems`, empty if the run was clean."""
+def campaign(folder: Path, kills: Sequence[Kill], first: int = 0) -> Iterator[dict[str, Any]]:
+    """The result of each kill from number `first` on: `Kill`, the exit code, and `problems`, empty if it was clean."""
     open_data(DataOptions(), 0)  # import what runs import
     torch.onnx.export(nn.Linear(2, 2), (torch.zeros(2, 2),), dynamo=True, verbose=False)
     torch.set_num_threads(1)
     whole_run = cache(lambda recipe, processes: run_whole(folder / f"{recipe}-{processes}/whole", recipe, processes))
-    results = []
-    for number, kill in enumerate(kills):
+    for number, kill in enumerate(kills[first:], first):
         whole, place = whole_run(kill.recipe, kill.processes), folder / str(number) / "killed"
         while (code := run_killed(place, kill, whole)) == 0:  # it was faster than the undisturbed run
             shutil.rmtree(place.parent)
@@ -267,10 +265,9 @@ def campaign(folder: Path, kills: Sequence[Kill]) -> list[dict[str, object]]:
             wrong.append("Ctrl-C ended the process before it could report that it stops")
         sys.stdout.write(f"{number + 1}: {kill}, exit code {code}, {stage}: {wrong or 'clean'}\n")
         sys.stdout.flush()
-        results.append({**asdict(kill), "exit_code": code, "last_output": stage, "problems": wrong})
         if not wrong:
             shutil.rmtree(place.parent)
-    return results
+        yield {**asdict(kill), "exit_code": code, "last_output": stage, "problems": wrong}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -279,23 +276,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="digits recipes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, help="new folder for the runs (default: a temporary one)")
-    parser.add_argument("--out", type=Path, help=f"JSON file of the results, such as bench/results/{RESULT.name}")
+    parser.add_argument("--out", type=Path, help="JSON file of the results; a campaign that was stopped continues it")
     options = parser.parse_args(arguments)
+    about = {"command": "python -m tests.campaigns.kill", "runs": options.runs, "seed": options.seed}
+    about |= {"cpu": cpu_name(), "python": platform.python_version(), "versions": package_versions(("torch", "timm"))}
+    results = read_json(options.out)["results"] if options.out and options.out.is_file() else []
     with tempfile.TemporaryDirectory() as temporary:
-        began = time.perf_counter()
         kills = plan_kills(options.runs, options.recipes, options.seed)
-        results = campaign((options.work or Path(temporary)).resolve(), kills)
+        for result in campaign((options.work or Path(temporary)).resolve(), kills, len(results)):
+            results.append(result)
+            if options.out:
+                write_json(options.out, {**about, "results": results})
     clean = sum(not result["problems"] for result in results)
     sys.stdout.write(f"{clean} of {len(results)} clean\n")
-    if options.out:
-        machine = {
-            "cpu": cpu_name(),
-            "python": platform.python_version(),
-            "versions": package_versions(("torch", "timm")),
-        }
-        about = {"command": "python -m tests.campaigns.kill", "runs": options.runs, "seed": options.seed}
-        seconds = round(time.perf_counter() - began)
-        write_json(options.out, {**about, "clean": clean, "seconds": seconds, **machine, "results": results})
     return 0 if clean == len(results) else 1
 
 
