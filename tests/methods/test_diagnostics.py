@@ -15,7 +15,7 @@ from vitcompress.families import family_of
 from vitcompress.io.files import read_json
 from vitcompress.methods import depth
 from vitcompress.methods.calibration import calibration_images
-from vitcompress.methods.hetdpt import diagnostics
+from vitcompress.methods.hetdpt import collection
 from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.methods.hetdpt.report import report
 from vitcompress.methods.options import AllocationOptions, CollectionOptions, EntropyOptions, SearchOptions
@@ -28,7 +28,7 @@ BUDGET = AllocationOptions(pruned_layers=1, te=EntropyOptions(images=30), collec
 def test_gradient_is_what_closing_the_gate_a_little_does(tmp_path: Path) -> None:
     vit = model()
     about = context(tmp_path, vit)
-    rows = diagnostics.gradient_disparity(vit, about, BUDGET)
+    rows = collection.gradient_disparity(vit, about, BUDGET)
     assert [(row["kind"], row["index"]) for row in rows] == [
         (k, i) for k in ("attention", "activation") for i in range(3)
     ]
@@ -52,7 +52,7 @@ def test_recovery_rows(tmp_path: Path) -> None:
     vit = model()
     before = {name: value.clone() for name, value in vit.state_dict().items()}
     about = context(tmp_path, vit)
-    rows = diagnostics.recovery_asymmetry(vit, about, BUDGET)
+    rows = collection.recovery_asymmetry(vit, about, BUDGET)
     assert [(row["kind"], row["index"]) for row in rows] == [
         (k, i) for k in ("attention", "activation") for i in range(3)
     ]

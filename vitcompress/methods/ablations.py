@@ -109,7 +109,7 @@ HETDPT_NO_STEP2 = depth.depth_method(
     "HetDPT's split of the budget, layers in the order that collection removed them",
     AllocationOptions,
     no_step2,
-    hetdpt.spread_budget,
+    hetdpt.spread_steps,
     estimate=collection.estimate,
     describe=lambda options: StepInfo(TRAINED, uses_heldout=True),
 )
@@ -119,7 +119,7 @@ HETDPT_NO_STEP1 = depth.depth_method(
     "learnable importance of both types pooled, without a split of the budget",
     DirectOptions,
     no_step1,
-    search.spread,
+    hetdpt.spread_steps,
     estimate=lambda model, family, options: [search.estimate(options)],
     describe=lambda options: StepInfo(TRAINED),
 )

@@ -109,9 +109,8 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
 
 
 def resize(options: Options, model: nn.Module, family: Family, strength: float) -> Options:
-    shares = (options.keep_ratio, options.keep_heads, options.keep_head_dim)
-    ratio, heads, head_dim = (scale_share(share, strength) for share in shares)
-    return replace(options, keep_ratio=ratio, keep_heads=heads, keep_head_dim=head_dim)
+    names = ("keep_ratio", "keep_heads", "keep_head_dim")
+    return replace(options, **{name: scale_share(getattr(options, name), strength) for name in names})
 
 
 def _rank(spaces: Sequence[Space], scores: Scores, options: Options) -> Ranking:

@@ -8,37 +8,36 @@ from dataclasses import replace
 import torch
 
 from vitcompress.errors import PlanError
-from vitcompress.families import Family, Space
+from vitcompress.families import Family
 from vitcompress.methods.base import Context, Method
+from vitcompress.methods.budget import Group
 from vitcompress.methods.latency import check_target
 from vitcompress.methods.options import MagnitudeOptions as Options
 from vitcompress.methods.scores import Scores, channel_scores
+from vitcompress.methods.width import Candidates
 from vitcompress.plan import Plan
 
 
 def plan(model: torch.nn.Module, context: Context, options: Options) -> Plan:
-    spaces = context.family.spaces(model)
     context.progress.stage("score heads by the magnitude of their weights")
-    return _keep(spaces, context.plan, options, channel_scores(model, spaces, lambda name, weight: weight.square()))
+    scores = channel_scores(model, context.family.spaces(model), lambda name, weight: weight.square())
+    return _keep(model, context.family, context.plan, options, scores)
 
 
 def structure(model: torch.nn.Module, family: Family, base: Plan, options: Options) -> Plan:
-    spaces = family.spaces(model)  # without weights to rank by, the first heads are kept
-    return _keep(spaces, base, options, {space.name: -torch.arange(space.size) for space in spaces})
+    scores = {space.name: -torch.arange(space.size) for space in family.spaces(model)}  # keeps the first heads
+    return _keep(model, family, base, options, scores)
 
 
-def _keep(spaces: tuple[Space, ...], base: Plan, options: Options, scores: Scores) -> Plan:
+def _keep(model: torch.nn.Module, family: Family, base: Plan, options: Options, scores: Scores) -> Plan:
     check_target(options)
-    kept, heads = {}, {}
-    for v in (space for space in spaces if space.kind == "v"):
-        if (count := max(1, round(options.keep_heads * v.heads))) < v.heads:
-            best = sorted(scores[v.name].view(v.heads, -1).sum(1).topk(count).indices.tolist())
-            heads[v.attention] = count
-            for space in (space for space in spaces if space.attention == v.attention):
-                kept[space.name] = tuple(torch.arange(space.size).view(space.heads, -1)[best].flatten().tolist())
-    if not heads:
+    spaces = family.spaces(model)
+    values = [space for space in spaces if space.kind == "v"]
+    groups = [Group(v.attention, "head", scores[v.name].view(v.heads, -1).sum(1), "") for v in values]
+    counts = {group.name: max(1, round(options.keep_heads * group.size)) for group in groups}
+    if all(counts[group.name] == group.size for group in groups):
         raise PlanError(f"keep_heads = {options.keep_heads:g} removes no head of this model", hint="lower keep_heads")
-    return base.delta(kept=kept, heads=heads)
+    return Candidates(model, spaces, groups, base).delta(counts)
 
 
 def resize(options: Options, model: torch.nn.Module, family: Family, strength: float) -> Options:

@@ -71,7 +71,11 @@ def entropies(
     centres: dict[int, Tensor] = {}
     correct = torch.zeros(len(removed), dtype=torch.float64)
     loader, runtime = calibration_images(context, options.images), context.runtime
-    weights = _weights(loader.total, options.resamples, context.seed)[:, runtime.rank :: runtime.world_size]
+    # Ones, then Poisson(1) counts: a bootstrap that needs no second pass. Shape: (1 + resamples, images)
+    generator = torch.Generator().manual_seed(derived_seed("bootstrap", context.seed))
+    weights = torch.ones(1 + options.resamples, loader.total, dtype=torch.float64)
+    weights[1:] = torch.poisson(weights[1:], generator=generator)
+    weights = weights[:, runtime.rank :: runtime.world_size]
     seen, before, training = 0, gated.gate_values(), gated.training
     gated.eval()
     try:
@@ -161,10 +165,3 @@ def _entropy(sums: Tensor, correct: float) -> Entropy:
     values = deviations.clamp(min=SMALLEST_DEVIATION).log().sum(dim=1).tolist()
     clamped = int((deviations[0] < SMALLEST_DEVIATION).sum())
     return Entropy(values[0], tuple(values[1:]), clamped, images, 100 * correct / images)
-
-
-def _weights(images: int, resamples: int, seed: int) -> Tensor:
-    """Ones, then Poisson(1) counts: a bootstrap that needs no second pass. Shape: (1 + resamples, images)."""
-    generator = torch.Generator().manual_seed(derived_seed("bootstrap", seed))
-    counts = torch.poisson(torch.ones(resamples, images, dtype=torch.float64), generator=generator)
-    return torch.cat([torch.ones(1, images, dtype=torch.float64), counts])

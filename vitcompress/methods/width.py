@@ -87,22 +87,17 @@ class Candidates:
 
     def cost(self, counts: Counts) -> Cost:
         """The cost of the deployed model, counted on shapes alone."""
-        delta = self.delta(counts)
-        if self.planned is not None:
-            return self.planned(delta)
-        return count_cost(deploy(self.shapes, self.base, delta), input_config(self.model).size)
+        return self._cost_of(self.delta(counts))
 
     @cached_property
-    def shapes(self) -> nn.Module:
-        return deepcopy(self.model).to("meta")
-
-    @cached_property
-    def planned(self) -> Callable[[Plan], Cost] | None:
-        """`planned_cost` of the folded model; None if it depends on the widths which FFNs are folded."""
-        whole = deepcopy(self.shapes)
-        records = surgery.fold_linears(whole, self.base).records
+    def _cost_of(self) -> Callable[[Plan], Cost]:
+        shapes, size = deepcopy(self.model).to("meta"), input_config(self.model).size
+        folded = deepcopy(shapes)
+        records = surgery.fold_linears(folded, self.base).records
+        # Otherwise it depends on the widths which FFNs are folded.
         scales = all(record.reason == surgery.INTO_THE_LINEAR for record in records)
-        return planned_cost(whole, input_config(self.model).size) if scales else None
+        planned = planned_cost(folded, size) if scales else None
+        return planned or (lambda delta: count_cost(deploy(shapes, self.base, delta), size))
 
 
 def deploy(model: nn.Module, base: Plan, delta: Plan) -> nn.Module:

@@ -2,9 +2,8 @@
 
 from vitcompress.surgery.apply import apply_plan, apply_to_copy
 from vitcompress.surgery.check import check_plan
+from vitcompress.surgery.edit import replace_module, sliced_state
 from vitcompress.surgery.fold import INTO_THE_LINEAR, Folding, FoldRecord, fold_branch_bias, fold_linears, product
-from vitcompress.surgery.remove import replace_module
-from vitcompress.surgery.slice import sliced_state
 
 __all__ = [
     "INTO_THE_LINEAR",

@@ -9,9 +9,8 @@ from vitcompress.families.attention import PositionAttention
 from vitcompress.families.edited_block import EditedBlock, reject_new_size
 from vitcompress.plan import Plan
 from vitcompress.surgery.check import check_plan
+from vitcompress.surgery.edit import pad_attentions, remove_sites, slice_channels
 from vitcompress.surgery.fold import fold_module
-from vitcompress.surgery.remove import remove_sites
-from vitcompress.surgery.slice import pad_attentions, slice_channels
 
 
 def apply_to_copy(model: nn.Module, plan: Plan) -> nn.Module:

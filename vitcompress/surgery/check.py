@@ -29,8 +29,7 @@ def check_plan(model: nn.Module, family: Family, plan: Plan) -> None:
     check_maskable(model, family, spaces.values())
     problems = [
         *([] if plan.format == FORMAT else [f"format: got {plan.format!r}, this version reads {FORMAT}"]),
-        *_removal_problems(sites, plan),
-        *_appended_problems(sites, plan),
+        *_site_problems(sites, plan),
         *_kept_problems(spaces, plan),
         *_attention_problems(spaces, plan),
         *_fold_problems(model, family, sites, plan),
@@ -67,7 +66,7 @@ def check_maskable(model: nn.Module, family: Family, spaces: Iterable[Space]) ->
                 )
 
 
-def _removal_problems(sites: dict[str, Site], plan: Plan) -> Iterator[str]:
+def _site_problems(sites: dict[str, Site], plan: Plan) -> Iterator[str]:
     for name, replacement in plan.removed.items():
         if name not in sites:
             close = did_you_mean(name, sites)
@@ -76,9 +75,6 @@ def _removal_problems(sites: dict[str, Site], plan: Plan) -> Iterator[str]:
             yield f"removed.{name}: {sites[name].kind} allows {', '.join(allowed)}, got {replacement!r}"
         elif outer := _removed_around(name, plan):
             yield f"removed.{name}: it is inside {outer}, which is removed, too"
-
-
-def _appended_problems(sites: dict[str, Site], plan: Plan) -> Iterator[str]:
     for name, act in plan.appended.items():
         if name not in sites or sites[name].kind != "block":
             yield f"appended.{name}: the model has no such block"

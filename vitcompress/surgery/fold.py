@@ -18,7 +18,7 @@ from vitcompress.families import Family, Site, family_of
 from vitcompress.families.base import scale_parameter
 from vitcompress.families.edited_block import branches_of, has_output_act
 from vitcompress.plan import Plan, enclosing_module
-from vitcompress.surgery.remove import replace_module
+from vitcompress.surgery.edit import replace_module
 
 INTO_THE_LINEAR = "into the linear layer before it"  # the reason to fold a LayerScale
 

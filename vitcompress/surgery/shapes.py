@@ -11,7 +11,7 @@ from torch import nn
 from vitcompress.families import Family, Site, family_of
 from vitcompress.families.base import LinearPair
 from vitcompress.plan import Plan, is_within
-from vitcompress.surgery.slice import segments_of
+from vitcompress.surgery.edit import segments_of
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]

@@ -87,11 +87,6 @@ class Allocation:
     splits: tuple[Split, ...]
 
 
-def fit(rows: Sequence[Row], degree: int) -> Polynomial:
-    """Ordinary least squares in percent, unscaled and unweighted; minimum norm where the rows leave it open."""
-    return Polynomial(degree, tuple(_solve(np.array(rows), degree)[0].tolist()))
-
-
 def validate(rows: Sequence[Row], degree: int) -> Validation:
     """Leave-two-out error: each point's predictions are averaged over its folds before the error is taken."""
     table = np.array(rows)
@@ -150,7 +145,7 @@ def allocate_budget(
     degrees = tuple(validate(rows, degree) for degree in DEGREES)
     # The lowest RMSE among the degrees with full rank in every fold; the first degree if there is none.
     validation = min((v for v in degrees if v.full_rank), key=lambda v: v.rmse, default=degrees[0])
-    polynomial = fit(rows, validation.degree)
+    polynomial = Polynomial(validation.degree, tuple(_solve(np.array(rows), validation.degree)[0].tolist()))
     candidates = feasible_splits(layers, budget, min_pruned_per_type)
     predicted = _predict(np.array(polynomial.coefficients), candidates, layers, polynomial.degree)
     best = int(np.argmax(predicted))
@@ -183,7 +178,9 @@ def _features(points: Array, degree: int) -> Array:
 
 
 def _solve(table: Array, degree: int) -> tuple[Array, int]:
-    """Coefficients and rank of the fit to the rows of `table`."""
+    """Coefficients and rank of the fit to the rows of `table`: ordinary least squares in percent, unscaled and
+    unweighted; minimum norm where the rows leave it open.
+    """
     coefficients, _, rank, _ = np.linalg.lstsq(_features(table[:, :2], degree), table[:, 2], rcond=None)
     return np.asarray(coefficients, np.float64), int(rank)
 

@@ -5,6 +5,8 @@ round removes the layer of one type with the lowest transfer entropy on the curr
 records the accuracy of the last epoch on held-out images (the paper: on test images). The first round of the
 interleaved chain is that of a single-type chain and is not trained twice, so 8 + 8 + 5 trainings and the dense point
 give the 22 rows of the paper's Table 10 with the default of 3 + 3 layers.
+
+`gradient_disparity` and `recovery_asymmetry` measure the observations that HetDPT starts from; pruning needs neither.
 """
 
 import shutil
@@ -14,14 +16,16 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn import functional
 
 from vitcompress.families import Family, Site
 from vitcompress.families.base import SiteKind
 from vitcompress.methods import transfer_entropy
 from vitcompress.methods.base import Context, Estimate, reject_unused
-from vitcompress.methods.calibration import accuracy, search_options, training_subset
-from vitcompress.methods.depth import KINDS, gate_layers, layers, remove_layers
+from vitcompress.methods.calibration import accuracy, calibration_images, search_options, training_subset
+from vitcompress.methods.depth import KINDS, all_layers, gate_layers, layers, remove_layers
 from vitcompress.methods.hetdpt.allocation import Row
 from vitcompress.methods.options import AllocationOptions, CollectionOptions, FastTraining
 from vitcompress.training.options import TrainOptions
@@ -195,3 +199,53 @@ class _Collector:
         for key in {record["key"] for record in records} - {self.shared}:
             if self.context.runtime.is_main:
                 shutil.rmtree(self.context.folder / key, ignore_errors=True)
+
+
+def gradient_disparity(model: nn.Module, context: Context, options: AllocationOptions) -> list[Record]:
+    """Mean, mean magnitude and root mean square of d loss / d m over batches of `te.images`, one row per layer.
+
+    Observation 1 (BoundaryDPT, appendix I): with one interpolation scalar m = 1 per layer, |d loss / d m| of
+    activations exceeds that of attentions. d loss / d m = sum(delta * (branch - its replacement)). The loss is plain
+    cross entropy; nothing is trained.
+    """
+    gated = gate_layers(model, context, all_layers(model, context.family), options).eval()
+    sums = torch.zeros(3, len(gated.sites), dtype=torch.float64)
+    batches = torch.zeros((), dtype=torch.float64)
+    for inputs, targets in calibration_images(context, options.te.images):
+        loss = functional.cross_entropy(gated(inputs), targets)
+        gradient = torch.stack(torch.autograd.grad(loss, gated.score_parameters())).detach().cpu().double()
+        sums += torch.stack([gradient.abs(), gradient, gradient**2])
+        batches += 1
+    magnitude, mean, square = (context.runtime.all_sum(sums) / context.runtime.all_sum(batches)).tolist()
+    rows = [
+        {**_identify(site), "magnitude": magnitude[i], "mean": mean[i], "rms": square[i] ** 0.5}
+        for i, site in enumerate(gated.sites)
+    ]
+    return sorted(rows, key=lambda row: KINDS.index(row["kind"]))
+
+
+def recovery_asymmetry(model: nn.Module, context: Context, options: AllocationOptions) -> list[Record]:
+    """Held-out accuracy in percent without one layer, before and after fast fine-tuning, one row per layer.
+
+    Observation 2: removing one activation costs far more accuracy at once than removing one attention, and a short
+    fine-tuning brings both to a similar accuracy. Each row is recorded, so a killed run resumes with the next one.
+    """
+    dense = context.memo("recovery_dense", lambda: accuracy(deepcopy(model).to(context.runtime.device), context))
+
+    def recover(key: str, site: Site) -> Record:
+        without = remove_layers(model, context, {site.kind: [site.index]}, options).to(context.runtime.device)
+        before = accuracy(without, context)
+        fine_tune(without, context, options.collection, key, f"recovery of {site.name}")
+        return {**_identify(site), "dense": dense, "before": before, "after": accuracy(without, context)}
+
+    rows = []
+    for site in all_layers(model, context.family):
+        key = f"recovery_{site.kind}_{site.index:02d}"
+        rows.append(context.memo(key, partial(recover, key, site)))
+        if context.runtime.is_main:
+            shutil.rmtree(context.folder / key, ignore_errors=True)
+    return rows
+
+
+def _identify(site: Site) -> Record:
+    return {"site": site.name, "kind": site.kind, "index": site.index}

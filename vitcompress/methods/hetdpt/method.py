@@ -26,10 +26,10 @@ from vitcompress.io.validation import from_plain
 from vitcompress.methods import depth
 from vitcompress.methods.base import PUBLISHED, TRAINED, Context, Estimate, StepInfo, reject_unused
 from vitcompress.methods.depth import KINDS, Blocks
-from vitcompress.methods.hetdpt import collection, diagnostics, search
+from vitcompress.methods.hetdpt import collection, search
 from vitcompress.methods.hetdpt.allocation import Allocation, allocate_budget, feasible_splits
 from vitcompress.methods.hetdpt.collection import Record
-from vitcompress.methods.options import AllocationOptions, Indices
+from vitcompress.methods.options import AllocationOptions, DirectOptions, Indices
 from vitcompress.methods.options import HetdptOptions as Options
 from vitcompress.models.cost import count_cost
 
@@ -39,7 +39,9 @@ SEARCHING = ("target", "min_pruned_per_type", "tie_break", "candidates", "exampl
 
 def choose(model: nn.Module, context: Context, options: Options) -> Blocks:
     if options.diagnostics:
-        diagnostics.measure(model, context, options)
+        context.progress.stage("HetDPT diagnostics")
+        context.memo("gradient_disparity", lambda: collection.gradient_disparity(model, context, options))
+        context.memo("recovery_asymmetry", lambda: collection.recovery_asymmetry(model, context, options))
     if options.layers == "published":
         return _listed(options, "published")
     records, split = allocate(model, context, options)
@@ -107,27 +109,30 @@ def unscored(model: nn.Module, family: Family, options: Options) -> Blocks:
         reject_unused(options, dict.fromkeys(SEARCHING, "layers is 'published'"))
         collection.check_options(options.collection)
         return _listed(options, "published")
-    spread_budget(model, family, options, orders=options.candidates == "collected")
-    spread = search.spread(model, family, options)
+    spread = spread_steps(model, family, options)
     return _listed(options, "example") if options.example_attention or options.example_activation else spread
 
 
-def spread_budget(model: nn.Module, family: Family, options: AllocationOptions, *, orders: bool = True) -> Blocks:
-    """As many layers by position. orders: whether a search takes the layers from the orders of the single-type chains.
+def spread_steps(model: nn.Module, family: Family, options: AllocationOptions | DirectOptions) -> Blocks:
+    """As many layers by position, for step 1, step 2 or both.
 
-    Raises PlanError if the budget has no split on this model, or the collection has too few rounds for one.
+    Raises PlanError for an option without effect, and if the budget has no split on this model, or the collection has
+    too few rounds for one.
     """
-    depth.check_kinds(family, KINDS)
-    collection.check_options(options.collection)
-    layers = depth.layers(model, family)
-    counts = len(layers["attention"]), len(layers["activation"])
-    most = max(map(max, feasible_splits(counts, options.pruned_layers, options.min_pruned_per_type)))
-    rounds = options.collection.rounds
-    if rounds is not None and rounds < most and orders:
-        raise PlanError(
-            f"collection.rounds is {rounds}, but a split may remove {most} layers of one type",
-            hint=f"set collection.rounds to {most} or more, or leave it out",
-        )
+    if isinstance(options, AllocationOptions):
+        depth.check_kinds(family, KINDS)
+        collection.check_options(options.collection)
+        counts = [len(own) for own in depth.layers(model, family).values()]
+        splits = feasible_splits((counts[0], counts[1]), options.pruned_layers, options.min_pruned_per_type)
+        most, rounds = max(map(max, splits)), options.collection.rounds
+        # With `all`, step 2 takes the layers from elsewhere than the orders of the single-type chains.
+        if rounds is not None and rounds < most and getattr(options, "candidates", "collected") == "collected":
+            raise PlanError(
+                f"collection.rounds is {rounds}, but a split may remove {most} layers of one type",
+                hint=f"set collection.rounds to {most} or more, or leave it out",
+            )
+    if isinstance(options, DirectOptions) and options.search.schedule == "constant":
+        reject_unused(options.search, {"min_lr": "search.schedule is 'constant'"})
     return depth.spread_layers(model, family, options)
 
 

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from vitcompress.families import Family, Site
+from vitcompress.families import Site
 from vitcompress.families.base import SiteKind
 from vitcompress.io.files import read_json, write_json
-from vitcompress.methods.base import Context, Estimate, reject_unused
+from vitcompress.methods.base import Context, Estimate
 from vitcompress.methods.calibration import training_subset
-from vitcompress.methods.depth import KINDS, Blocks, gate_layers, spread_layers
+from vitcompress.methods.depth import KINDS, gate_layers
 from vitcompress.methods.hetdpt.collection import fast_options
 from vitcompress.methods.options import DirectOptions
 from vitcompress.surgery.gates import GatedModel
@@ -33,13 +33,6 @@ from vitcompress.training.trainer import TrainingControls
 
 Event = frozenset[SiteKind]
 Record = dict[str, Any]
-
-
-def spread(model: nn.Module, family: Family, options: DirectOptions) -> Blocks:
-    """As many layers by position. Raises PlanError for an option without effect, or if there are too few layers."""
-    if options.search.schedule == "constant":
-        reject_unused(options.search, {"min_lr": "search.schedule is 'constant'"})
-    return spread_layers(model, family, options)
 
 
 def estimate(options: DirectOptions) -> Estimate:
@@ -113,6 +106,7 @@ class _Search:
         self.steps, self.sums = 0, torch.zeros(2, len(self.model.sites))
 
     def run(self) -> Record:
+        """Train; return the block numbers per type, in the order of the recorded epochs."""
         images = training_subset(self.context, self.options.images_per_class)
         settings = fast_options(self.context, self.options, self.removals[-1], len(images))
         lowest = settings.min_lr / settings.lr
@@ -125,7 +119,15 @@ class _Search:
         )
         with register_optimizer_step_pre_hook(self._watch):
             self.context.run_training(self.model, images, None, settings, "search", label=label, controls=controls)
-        return self._result()
+        order = [r["removed"] for r in read_json(self.path) if r["removed"]] if self.context.runtime.is_main else []
+        order = self.context.runtime.broadcast(order)
+        sites = {site.name: site for site in self.model.sites}
+        return {
+            **{kind: [sites[name].index for name in order if sites[name].kind == kind] for kind in KINDS},
+            "order": order,
+            "removal_epochs": self.removals,
+            "sites": {name: {"kind": site.kind, "index": site.index} for name, site in sites.items()},
+        }
 
     def _after_epoch(self, epoch: int) -> None:
         """Record the finished `epoch` (from 0), and remove a layer if one is scheduled."""
@@ -134,7 +136,10 @@ class _Search:
         record = {"epoch": epoch, "scores": scores, "gradient": gradient, "positive_share": positive, "removed": None}
         self._reset()
         if epoch + 1 in self.removals:
-            site = self._lowest(self.events[self.removals.index(epoch + 1)])
+            kinds, gates = self.events[self.removals.index(epoch + 1)], self.model.gate_values()
+            left = [site for site in self.candidates if site.kind in kinds and gates[site.name] == 1.0]
+            # The same on every rank.
+            site: Site = self.context.runtime.broadcast(min(left, key=lambda site: scores[site.name]))
             self.model.set_gate(site.name, 0.0)
             record["removed"] = site.name
             self.context.progress.note(f"step 2, after epoch {epoch + 1}: removed {site.name}")
@@ -154,25 +159,6 @@ class _Search:
         if torch.isfinite(now).all():
             self.steps += 1
             self.sums += torch.stack([now.abs(), (now > 0).float()])
-
-    def _lowest(self, kinds: Event) -> Site:
-        """The remaining candidate of `kinds` with the lowest score, the same on every rank."""
-        gates, scores = self.model.gate_values(), self.model.scores_of()
-        left = [site for site in self.candidates if site.kind in kinds and gates[site.name] == 1.0]
-        lowest: Site = self.context.runtime.broadcast(min(left, key=lambda site: scores[site.name]))
-        return lowest
-
-    def _result(self) -> Record:
-        """Block numbers per type, in the order of the recorded epochs."""
-        order = [r["removed"] for r in read_json(self.path) if r["removed"]] if self.context.runtime.is_main else []
-        order = self.context.runtime.broadcast(order)
-        sites = {site.name: site for site in self.model.sites}
-        return {
-            **{kind: [sites[name].index for name in order if sites[name].kind == kind] for kind in KINDS},
-            "order": order,
-            "removal_epochs": self.removals,
-            "sites": {name: {"kind": site.kind, "index": site.index} for name, site in sites.items()},
-        }
 
 
 def parameter_groups(model: GatedModel, options: TrainOptions, score_lr: float) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.options import UpvitOptions as Options
 from vitcompress.methods.scores import UNMEASURED
 from vitcompress.methods.upvit.importance import Component, components
-from vitcompress.methods.upvit.ranking import PROXY_BATCH, Ranker, best
+from vitcompress.methods.upvit.ranking import PROXY_BATCH, Ranker, best, too_few_images
 from vitcompress.methods.upvit.report import report
 from vitcompress.methods.upvit.target import Target, find_target
 from vitcompress.plan import Plan, is_within, module_of
@@ -35,7 +35,9 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
     """
     target = find_target(model, context.family, context.plan, options)
     ranker = Ranker(model, context, options, target, calibration_images(context, options.images, PROXY_BATCH))
-    ranker.warn_of_few_images()
+    if target.surplus or options.score not in UNMEASURED:
+        for remark in too_few_images(context.memo("proxy", lambda: {"images": ranker.loader.total})["images"]):
+            context.progress.note(remark)
     model.to(context.runtime.device)
     try:
         removed = ranker.rank_blocks()

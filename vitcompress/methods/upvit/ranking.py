@@ -19,8 +19,7 @@ from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.options import UpvitOptions as Options
 from vitcompress.methods.scores import UNMEASURED, channel_scores, random_scores
-from vitcompress.methods.upvit.importance import Component, Importance, divergence
-from vitcompress.methods.upvit.proxy import estimates
+from vitcompress.methods.upvit.importance import Component, Importance, divergence, estimates
 from vitcompress.methods.upvit.target import Block, Target
 from vitcompress.plan import Plan
 from vitcompress.training.loaders import EvalLoader
@@ -102,12 +101,6 @@ class Ranker:
     target: Target
     loader: EvalLoader
 
-    def warn_of_few_images(self) -> None:
-        if self.target.surplus or self.options.score not in UNMEASURED:
-            proxy = self.context.memo("proxy", lambda: {"images": self.loader.total})
-            for line in too_few_images(proxy["images"]):
-                self.context.progress.note(line)
-
     def rank_blocks(self) -> list[str]:
         """The sites to remove, the least important first, until each stage has as many blocks as the target."""
         stages, removed, context = dict(self.target.stages), list[str](), self.context
@@ -140,7 +133,8 @@ class Ranker:
         elif options.score == "exact":
             scores = self._measure(cut, self.loader, "scores")
         elif "fisher" in (options.score, options.screen):
-            scores = self.context.memo("fisher", lambda: self._estimate(cut))
+            rough = lambda: estimates(self.model, cut, self.loader, directions=options.directions)  # noqa: E731
+            scores = self.context.memo("fisher", lambda: {name: self._sum(own) for name, own in rough().items()})
         else:
             few = calibration_images(self.context, options.screen_images, PROXY_BATCH)
             scores = self._measure(cut, few, "screen")
@@ -159,11 +153,6 @@ class Ranker:
         """The sum over all processes."""
         total: list[float] = self.context.runtime.all_sum(scores).tolist()
         return total
-
-    def _estimate(self, cut: Sequence[Component]) -> Scores:
-        """Component -> Gauss-Newton estimates of its scores."""
-        scores = estimates(self.model, cut, self.loader, directions=self.options.directions)
-        return {name: self._sum(values) for name, values in scores.items()}
 
     def _score_unmeasured(self, cut: Sequence[Component]) -> Scores:
         """Component -> the magnitude of each channel's weights (Table D7: l1), or random scores."""
