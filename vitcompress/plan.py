@@ -30,7 +30,6 @@ BYPASSES = ("drop", "norm_identity", "double")
 ACTIVATION_REPLACEMENTS = ("identity",)
 GATE_REPLACEMENTS = ("mean_gate", "drop_gate")
 REPLACEMENTS = (*BYPASSES, *ACTIVATION_REPLACEMENTS, *GATE_REPLACEMENTS)
-GATED_FFN = (*GATE_REPLACEMENTS, "drop_ffn")
 APPENDED = ("gelu",)
 MAPPINGS = ("arch_args", "removed", "appended", "kept", "heads", "standard")  # keys of a plan
 LISTS = ("folded", "padded")
@@ -182,17 +181,6 @@ def _value_problems(data: Any) -> list[str]:
     if standard and not (isinstance(standard.get("arch"), str) and isinstance(standard.get("args"), dict)):
         problems.append(f"standard: expected arch and args of a timm model, got {str(standard)[:60]}")
     return problems + [f"{key}: a module is named twice" for key in LISTS if len(set(data[key])) != len(data[key])]
-
-
-def check_bypasses(attention_bypass: str, both_pruned_output_act: str, gated_ffn: str = "mean_gate") -> None:
-    """Raise PlanError for an unknown value."""
-    for name, value, allowed in (
-        ("gated_ffn", gated_ffn, GATED_FFN),
-        ("attention_bypass", attention_bypass, BYPASSES),
-        ("both_pruned_output_act", both_pruned_output_act, (*APPENDED, "none")),
-    ):
-        if value not in allowed:
-            raise PlanError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
 def are_valid_channels(channels: Sequence[int]) -> bool:

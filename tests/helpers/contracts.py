@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.families import Site, Space, family_of, prepare_model
-from vitcompress.methods.depth import blocks_of, plan_layers
-from vitcompress.methods.options import BypassOptions
+from vitcompress.methods.depth import blocks_of, depth_plan
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy
 from vitcompress.surgery.gates import GatedModel
@@ -250,5 +249,5 @@ def add_gates(
     model: nn.Module, sites: Sequence[Site], means: Mapping[str, Tensor] | None = None, **modes: str
 ) -> GatedModel:
     """The model with gates on these layers. modes: fields of BypassOptions."""
-    plan = plan_layers(model, Plan(""), blocks_of(sites), BypassOptions(**modes))
+    plan = depth_plan(model, Plan(""), *blocks_of(sites).values(), **modes)
     return GatedModel(model, family_of(model), plan, means)

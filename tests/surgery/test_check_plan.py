@@ -6,7 +6,7 @@ import pytest
 import torch
 from contracts import build, contract, images, logits
 
-from vitcompress.errors import PlanError
+from vitcompress.errors import InputError, PlanError
 from vitcompress.methods.depth import depth_plan
 from vitcompress.surgery import apply_plan
 
@@ -121,11 +121,11 @@ def test_depth_plans_are_deltas_that_append_where_a_block_has_lost_both() -> Non
     [
         ([2], [], {}, "no attention to remove in block 2; blocks that have one: \\[0, 1\\]"),
         ([], [-1], {}, "no activation to remove in block -1"),
-        ([0], [], {"attention_bypass": "zero"}, "attention_bypass must be one of drop, norm_identity, double"),
-        ([0], [], {"both_pruned_output_act": "relu"}, "both_pruned_output_act must be one of gelu, none"),
+        ([0], [], {"attention_bypass": "zero"}, "attention_bypass   got 'zero', expected one of drop, norm_identity, double"),
+        ([0], [], {"both_pruned_output_act": "relu"}, "both_pruned_output_act   got 'relu', expected one of none, gelu"),
     ],
 )
 def test_invalid_depth_plans(attentions: list, activations: list, modes: dict, message: str) -> None:
     model = build("plain")
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(InputError, match=message):
         depth_plan(model, contract("plain").plan, attentions, activations, **modes)

@@ -20,7 +20,7 @@ from contracts import (
 )
 from torch import nn
 
-from vitcompress.errors import PlanError
+from vitcompress.errors import InputError, PlanError
 from vitcompress.families import Site, family_of
 from vitcompress.families.gated_ffn import freeze_gate
 from vitcompress.methods.depth import depth_plan
@@ -204,13 +204,13 @@ def test_a_gated_model_takes_over_mode_and_names_without_weight_decay() -> None:
     [
         (
             {"attention_bypass": "identity"},
-            "attention_bypass must be one of drop, norm_identity, double, got 'identity'",
+            "attention_bypass   got 'identity', expected one of drop, norm_identity, double",
         ),
-        ({"both_pruned_output_act": "relu"}, "both_pruned_output_act must be one of gelu, none, got 'relu'"),
+        ({"both_pruned_output_act": "relu"}, "both_pruned_output_act   got 'relu', expected one of none, gelu"),
     ],
 )
 def test_unknown_modes(modes: dict[str, str], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(InputError, match=message):
         gated(build("plain"), **modes)
 
 

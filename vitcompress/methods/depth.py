@@ -17,12 +17,13 @@ from vitcompress.families.base import SiteKind
 from vitcompress.families.gated_ffn import freeze_gate
 from vitcompress.io.files import read_json
 from vitcompress.io.text import suggest_range
+from vitcompress.io.validation import options_of
 from vitcompress.methods.base import Context, Method
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.hetdpt.report import report
 from vitcompress.methods.latency import check_target
 from vitcompress.methods.options import BypassOptions, DepthOptions
-from vitcompress.plan import Plan, check_bypasses
+from vitcompress.plan import Plan
 from vitcompress.surgery.gates import GatedModel
 
 KINDS: tuple[SiteKind, ...] = ("attention", "activation")
@@ -89,17 +90,16 @@ def spread_layers(
 def depth_plan(
     model: nn.Module, base: Plan, attentions: Sequence[int], activations: Sequence[int], **bypasses: Any
 ) -> Plan:
-    """`plan_layers` of these blocks. bypasses: fields of BypassOptions."""
-    return plan_layers(model, base, {"attention": attentions, "activation": activations}, BypassOptions(**bypasses))
+    """`plan_layers` of these blocks. bypasses: fields of BypassOptions. Raises InputError for an unknown one."""
+    options = options_of(BypassOptions, bypasses, "a plan of layers")
+    return plan_layers(model, base, {"attention": attentions, "activation": activations}, options)
 
 
 def plan_layers(model: nn.Module, base: Plan, removed: Blocks, options: BypassOptions) -> Plan:
     """The plan that removes, after `base`, the attentions and activations of the blocks with these dense numbers.
 
-    Raises PlanError for a block without such a site, an unknown bypass, or activations of FFNs that are not linear
-    without them.
+    Raises PlanError for a block without such a site, or activations of FFNs that are not linear without them.
     """
-    check_bypasses(options.attention_bypass, options.both_pruned_output_act, options.gated_ffn)
     family = family_of(model)
     sites = family.sites(model)
     if removed.get("activation"):

@@ -18,7 +18,6 @@ from typing import Literal
 
 from torch import nn
 
-from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import Family
 from vitcompress.families.base import SiteKind
@@ -31,6 +30,7 @@ from vitcompress.methods.hetdpt.allocation import Allocation, allocate_budget, f
 from vitcompress.methods.hetdpt.collection import Record
 from vitcompress.methods.options import AllocationOptions, DirectOptions, Indices
 from vitcompress.methods.options import HetdptOptions as Options
+from vitcompress.methods.width import deploy
 from vitcompress.models.cost import count_cost
 
 # Options without effect on published lists.
@@ -84,9 +84,8 @@ def split_cost(
     orders, layers = collection.removal_orders(records), depth.layers(model, context.family)
     ranked = {kind: list(dict.fromkeys((*orders[kind], *(site.index for site in layers[kind])))) for kind in KINDS}
     removed = {kind: ranked[kind][:count] for kind, count in zip(KINDS, split, strict=True)}
-    copy = surgery.apply_to_copy(model, depth.plan_layers(model, context.plan, removed, options))
-    surgery.fold_linears(copy, context.plan)
-    return float(count_cost(copy, context.input.size).macs)
+    deployed = deploy(model, context.plan, depth.plan_layers(model, context.plan, removed, options))
+    return float(count_cost(deployed, context.input.size).macs)
 
 
 def summarize(allocation: Allocation) -> str:
