@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -125,7 +125,7 @@ class Plan:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise PlanError(f"the plan is not JSON: {error}", hint=RESTORE) from None
-        if problems := _problems(data):
+        if problems := plan_problems(data):
             raise PlanError("the plan cannot be used:\n  " + "\n  ".join(problems), hint=RESTORE)
         data["kept"] = {space: tuple(channels) for space, channels in data.get("kept", {}).items()}
         data |= {key: tuple(data.get(key, ())) for key in LISTS}
@@ -145,8 +145,8 @@ def _to_dense_channels(
     return dense
 
 
-def _problems(data: Any) -> list[str]:
-    """Problems of the plan data, one sentence each."""
+def plan_problems(data: Any) -> list[str]:
+    """Problems of the data of a plan that can be detected without the model, one sentence each."""
     if not isinstance(data, dict):
         return [f"expected an object, got {type(data).__name__}"]
     known = {f.name: f for f in fields(Plan)}
@@ -172,7 +172,8 @@ def _value_problems(data: Any) -> list[str]:
         if value not in allowed
     ]
     for space, channels in data["kept"].items():
-        if not _is_list_of(channels, int) or not are_valid_channels(channels):
+        distinct = _is_list_of(channels, int) and len(set(channels)) == len(channels)
+        if not distinct or min(channels, default=-1) < 0:
             problems.append(f"kept.{space}: expected one or more distinct channel numbers, got {str(channels)[:60]}")
     for name, count in data["heads"].items():
         if not _is_list_of([count], int) or count < 1:
@@ -181,11 +182,6 @@ def _value_problems(data: Any) -> list[str]:
     if standard and not (isinstance(standard.get("arch"), str) and isinstance(standard.get("args"), dict)):
         problems.append(f"standard: expected arch and args of a timm model, got {str(standard)[:60]}")
     return problems + [f"{key}: a module is named twice" for key in LISTS if len(set(data[key])) != len(data[key])]
-
-
-def are_valid_channels(channels: Sequence[int]) -> bool:
-    """Whether `channels` can be kept: at least one, distinct, none negative."""
-    return len(set(channels)) == len(channels) and min(channels, default=-1) >= 0
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

@@ -59,7 +59,7 @@ WRONG = {
     "fold of a removed FFN": ({"folded": ("blocks.0.mlp",), "removed": {"blocks.0.mlp": "drop"}}, "it is removed"),
     "folded twice": (
         {"folded": ("blocks.0.mlp",) * 2, "removed": {"blocks.0.mlp.act": "identity"}},
-        "folded.blocks.0.mlp: listed 2 times",
+        "folded: a module is named twice",
     ),
     "format": ({"format": 2}, "format: got 2, this version reads 1"),
 }
@@ -121,8 +121,8 @@ def test_depth_plans_are_deltas_that_append_where_a_block_has_lost_both() -> Non
     [
         ([2], [], {}, "no attention to remove in block 2; blocks that have one: \\[0, 1\\]"),
         ([], [-1], {}, "no activation to remove in block -1"),
-        ([0], [], {"attention_bypass": "zero"}, "attention_bypass   got 'zero', expected one of drop, norm_identity, double"),
-        ([0], [], {"both_pruned_output_act": "relu"}, "both_pruned_output_act   got 'relu', expected one of none, gelu"),
+        ([0], [], {"attention_bypass": "zero"}, "got 'zero', expected one of drop, norm_identity, double"),
+        ([0], [], {"both_pruned_output_act": "relu"}, "got 'relu', expected one of none, gelu"),
     ],
 )
 def test_invalid_depth_plans(attentions: list, activations: list, modes: dict, message: str) -> None:

@@ -20,14 +20,7 @@ from vitcompress.methods.base import MEASURED_LAYERS, TRAINED, Choice, Context, 
 from vitcompress.methods.depth import KINDS, Blocks
 from vitcompress.methods.hetdpt import collection, search
 from vitcompress.methods.hetdpt import method as hetdpt
-from vitcompress.methods.options import (
-    AllocationOptions,
-    DirectOptions,
-    FixedOptions,
-    Indices,
-    RandomOptions,
-    StaticOptions,
-)
+from vitcompress.methods.options import AllocationOptions, DirectOptions, FixedOptions, RandomOptions, StaticOptions
 from vitcompress.training.distributed import derived_seed
 
 
@@ -58,7 +51,7 @@ def no_step1(model: nn.Module, context: Context, options: DirectOptions) -> Bloc
 
 def named(options: FixedOptions) -> Blocks:
     """The layers in the options. Raises PlanError if there are none, or one twice."""
-    lists: dict[SiteKind, Indices] = {"attention": options.attention, "activation": options.activation}
+    lists: dict[SiteKind, tuple[int, ...]] = {"attention": options.attention, "activation": options.activation}
     if not any(lists.values()) or any(len(set(numbers)) != len(numbers) for numbers in lists.values()):
         raise PlanError(
             f"got attention = {list(options.attention)}, activation = {list(options.activation)}",

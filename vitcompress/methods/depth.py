@@ -104,25 +104,21 @@ def plan_layers(model: nn.Module, base: Plan, removed: Blocks, options: BypassOp
     sites = family.sites(model)
     if removed.get("activation"):
         check_kinds(family, ("activation",))
-    chosen: dict[SiteKind, list[Site]] = {}
+    gone: list[Site] = []
     for kind in KINDS:
         by_block = {site.index: site for site in sites if site.kind == kind}
         if missing := sorted(set(removed.get(kind, ())) - set(by_block)):
             raise PlanError(f"no {kind} to remove in block {missing[0]}; blocks that have one: {sorted(by_block)}")
-        chosen[kind] = [by_block[number] for number in dict.fromkeys(removed.get(kind, ()))]
-    attentions, activations = chosen["attention"], chosen["activation"]
-    bypasses: dict[str, str] = {site.name: options.attention_bypass for site in attentions}
-    for site in activations:
-        if site.gates and options.gated_ffn == "drop_ffn":
-            bypasses[site.gates] = "drop"
-        else:
-            bypasses[site.name] = options.gated_ffn if site.gates else "identity"
+        gone += [by_block[number] for number in dict.fromkeys(removed.get(kind, ()))]
+    bypasses: dict[str, str] = {}
+    for site in gone:
+        plain = options.attention_bypass if site.kind == "attention" else "identity"
+        drop = site.gates and options.gated_ffn == "drop_ffn"
+        bypasses |= {site.gates: "drop"} if drop else {site.name: options.gated_ffn if site.gates else plain}
     appended = {}
     if options.both_pruned_output_act == "gelu" and not family.not_foldable:
-        gone = [*attentions, *activations]
         left = {site.block for site in sites if site.kind in KINDS and site not in gone}
-        emptied = sorted({(site.index, site.block) for site in gone if site.block not in left})
-        appended = {block: "gelu" for _, block in emptied}
+        appended = {site.block: "gelu" for site in sites if site in gone and site.block not in left}
     return base.delta(removed=bypasses, appended=appended)
 
 
@@ -173,11 +169,10 @@ def depth_method(
         return record_choice(model, context, choose(model, context, options), options, fades=fades)
 
     def structure(model: nn.Module, family: Family, base: Plan, options: Any) -> Plan:
-        if sized:
+        if isinstance(options, DepthOptions):
             check_target(options)
         return plan_layers(model, base, unscored(model, family, options), options)
 
-    sized = issubclass(options, DepthOptions)
     return Method(name, summary, options, plan, structure, **{"report": report, "resize": resize, **optional})
 
 

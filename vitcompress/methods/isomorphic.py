@@ -21,20 +21,8 @@ from torch import nn
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Space
 from vitcompress.io.text import Columns, Table, format_count, format_range
-from vitcompress.methods import budget
-from vitcompress.methods.base import (
-    MEASURED,
-    Chart,
-    Choice,
-    Context,
-    Estimate,
-    Method,
-    StepInfo,
-    StepReport,
-    ranked,
-    read_memo,
-    reject_unused,
-)
+from vitcompress.methods import base, budget
+from vitcompress.methods.base import Context, Estimate, Method, StepInfo, StepReport
 from vitcompress.methods.budget import Counts, Ranking, Target, scale_share
 from vitcompress.methods.latency import Search, check_target, goal_of, most_candidates
 from vitcompress.methods.options import IsomorphicOptions as Options
@@ -135,7 +123,7 @@ def _check(options: Options, spaces: Sequence[Space]) -> None:
         "keep_head_dim": options.scope == "global" and "scope is 'global', which keeps keep_ratio of all channels",
         "attention_scale": (rotary or full) and "the heads of q and k keep their width",
     }
-    reject_unused(options, unused)
+    base.reject_unused(options, unused)
     check_target(options)
     if options.keep_ratio == options.keep_heads == options.keep_head_dim == 1:
         raise PlanError(
@@ -185,13 +173,13 @@ def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimat
 
 
 def describe(options: Options) -> StepInfo:
-    choice = Choice("chance") if options.criterion == "random" else MEASURED
+    choice = base.Choice("chance") if options.criterion == "random" else base.MEASURED
     return StepInfo(choice, unscored=replace(options, criterion="random", images=Options.images))
 
 
 def report(folder: Path) -> StepReport:
     """Kept widths, how the target was met, and the scores of each kind."""
-    if (data := read_memo(folder, WIDTHS)) is None:
+    if (data := base.read_memo(folder, WIDTHS)) is None:
         return StepReport()
     rows, (costs, remarks) = data["rows"], _describe_target(data)
     kinds = {row["kind"]: row["kind"].replace("_", " ") for row in rows}
@@ -201,10 +189,10 @@ def report(folder: Path) -> StepReport:
         tables.insert(0, Table("Isomorphic pruning: target", tuple(costs), (tuple(costs.values()),)))
     charts = []
     for kind, name in kinds.items():
-        lines = [ranked(row["name"], row["scores"], row["kept"]) for row in rows if row["kind"] == kind]
+        lines = [base.ranked(row["name"], row["scores"], row["kept"]) for row in rows if row["kind"] == kind]
         title = f"Isomorphic pruning: {name} scores, mean of each group 1"
         x = "share of the group's channels, best first"
-        charts.append(Chart(title, x, "score", lines, by_depth=len(lines) > 1))
+        charts.append(base.Chart(title, x, "score", lines, by_depth=len(lines) > 1))
     return StepReport(tables, remarks, charts)
 
 

@@ -95,8 +95,13 @@ def entropies(
         gated.train(training)
         for site, value in before.items():
             gated.set_gate(site, value)
-    hits = runtime.all_sum(correct).tolist()
-    return [_entropy(runtime.all_sum(own), hit) for own, hit in zip(sums, hits, strict=True)]
+    results = []
+    for own, hits in zip(map(runtime.all_sum, sums), runtime.all_sum(correct).tolist(), strict=True):
+        deviations, seen = deviation(own), round(float(own[0, 0]))
+        values = deviations.clamp(min=SMALLEST_DEVIATION).log().sum(dim=1).tolist()
+        clamped = int((deviations[0] < SMALLEST_DEVIATION).sum())
+        results.append(Entropy(values[0], tuple(values[1:]), clamped, seen, 100 * hits / seen))
+    return results
 
 
 def measure(
@@ -158,10 +163,3 @@ def greedy(
         tables.append(measure(gated, left, context, options, removed))
         removed.append(tables[-1]["chosen"])
     return tables
-
-
-def _entropy(sums: Tensor, correct: float) -> Entropy:
-    deviations, images = deviation(sums), round(float(sums[0, 0]))
-    values = deviations.clamp(min=SMALLEST_DEVIATION).log().sum(dim=1).tolist()
-    clamped = int((deviations[0] < SMALLEST_DEVIATION).sum())
-    return Entropy(values[0], tuple(values[1:]), clamped, images, 100 * correct / images)
