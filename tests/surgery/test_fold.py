@@ -19,7 +19,8 @@ from torch import nn
 
 from vitcompress.families import family_of
 from vitcompress.methods.depth import depth_plan
-from vitcompress.surgery import apply_plan, apply_to_copy, fold_linears, product
+from vitcompress.surgery import apply_plan, apply_to_copy, fold_linears
+from vitcompress.surgery.fold import product
 
 
 @every_variant

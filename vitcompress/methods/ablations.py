@@ -8,6 +8,7 @@ fixed            layers named in the recipe
 """
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from torch import nn
@@ -28,11 +29,9 @@ def te_static(model: nn.Module, context: Context, options: StaticOptions) -> Blo
     context.progress.stage("transfer entropy of every layer")
     sites = depth.all_layers(model, context.family)
     measured = replace(options, attention_bypass=options.te_bypass or options.attention_bypass)
-
-    def measure() -> object:
-        return transfer_entropy.measure(depth.gate_layers(model, context, sites, measured), sites, context, options.te)
-
-    ranked = sorted(context.memo("transfer_entropy", measure)["rows"], key=lambda row: row["score"])
+    gated = partial(depth.gate_layers, model, context, sites, measured)
+    table = context.memo("transfer_entropy", lambda: transfer_entropy.measure(gated(), sites, context, options.te))
+    ranked = sorted(table["rows"], key=lambda row: row["score"])
     lowest = {row["site"] for row in ranked[: options.pruned_layers]}
     return depth.blocks_of(site for site in sites if site.name in lowest)
 

@@ -12,9 +12,8 @@ from typing import Any
 from torch import nn
 
 from vitcompress import surgery
-from vitcompress.io.files import read_json
 from vitcompress.io.text import Columns, Table
-from vitcompress.methods.base import Context, Estimate, Method, StepInfo, StepReport, reject_unused
+from vitcompress.methods.base import Context, Estimate, Method, StepInfo, StepReport, read_memo, reject_unused
 from vitcompress.methods.options import FoldOptions, RecoverOptions
 from vitcompress.plan import Plan
 from vitcompress.training.options import TrainOptions
@@ -58,8 +57,8 @@ def report_fold(folder: Path) -> StepReport:
         "parameters before": "{params_before}",
         "after": "{params_after}",
     }
-    path = folder / "fold.json"
-    return StepReport([Table.of("Folded between the steps", columns, read_json(path))] if path.is_file() else [])
+    records = read_memo(folder, "fold")
+    return StepReport([] if records is None else [Table.of("Folded between the steps", columns, records)])
 
 
 RECOVER = Method(

@@ -315,19 +315,19 @@ def context_for(
         InputError: `model` was not created by timm.
         UnsupportedModelError: no family covers the model.
     """
-    scratch = None if folder is not None else Path(tempfile.mkdtemp(prefix="vitcompress-"))
+    path = Path(tempfile.mkdtemp(prefix="vitcompress-") if folder is None else folder)
     context = Context(
         plan=plan or plan_of(model),
         family=family_of(model),
         data=Splits() if data is None else split_images(data, HELDOUT, seed),
         input=input_config(model),
         runtime=Runtime(check_device(device, "none")),
-        folder=scratch or Path(str(folder)),
+        folder=path,
         seed=seed,
         **{"progress": Progress(), "train": TrainOptions(), **settings},
     )
-    if scratch is not None:
-        weakref.finalize(context, shutil.rmtree, scratch, ignore_errors=True)
+    if folder is None:
+        weakref.finalize(context, shutil.rmtree, path, ignore_errors=True)
     return context
 
 

@@ -15,10 +15,9 @@ from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site, family_of
 from vitcompress.families.base import SiteKind
 from vitcompress.families.gated_ffn import freeze_gate
-from vitcompress.io.files import read_json
 from vitcompress.io.text import suggest_range
 from vitcompress.io.validation import options_of
-from vitcompress.methods.base import Context, Method
+from vitcompress.methods.base import Context, Method, read_memo
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.hetdpt.report import report
 from vitcompress.methods.latency import check_target
@@ -221,5 +220,4 @@ def freeze_gates(model: nn.Module, means: Mapping[str, Tensor]) -> nn.Module:
 
 def read_mean_gates(folder: Path) -> dict[str, Tensor]:
     """The constant gates that a step with fading layers recorded in its `folder`; empty if there are none."""
-    path = folder / f"{MEAN_GATES}.json"
-    return {ffn: torch.tensor(mean) for ffn, mean in read_json(path).items()} if path.is_file() else {}
+    return {ffn: torch.tensor(mean) for ffn, mean in (read_memo(folder, MEAN_GATES) or {}).items()}

@@ -102,19 +102,9 @@ def resize(options: Options, model: nn.Module, family: Family, strength: float) 
 
 
 def _rank(spaces: Sequence[Space], scores: Scores, options: Options) -> Ranking:
-    """The ranked channels and the share of each scope. Raises PlanError for options that do not fit these spaces."""
-    _check(options, spaces)
-    groups = groups_of(spaces, scores, options.scope)
-    shares = {"head": options.keep_heads, "head_dim": options.keep_head_dim}
-    keep = {g.scope: options.keep_ratio if g.scope == ALL else shares.get(g.kind, options.keep_ratio) for g in groups}
-    units, same = asdict(options.align), options.round_to
-    return (
-        Ranking(groups, keep, units) if same is None else Ranking(groups, keep, dict.fromkeys(units, same), down=True)
-    )
-
-
-def _check(options: Options, spaces: Sequence[Space]) -> None:
-    """Raise PlanError for options that are incomplete or have no effect on a model of these spaces."""
+    """The ranked channels and the share of each scope. Raises PlanError for options that are incomplete or have no
+    effect on a model of these spaces.
+    """
     rotary = all(space.whole_heads for space in spaces if space.kind == "qk")
     full = options.keep_head_dim == 1 and options.scope != "global"
     unused: dict[str, str | bool] = {
@@ -129,6 +119,13 @@ def _check(options: Options, spaces: Sequence[Space]) -> None:
         raise PlanError(
             "all shares are 1, so nothing is removed", hint="set keep_ratio, keep_heads or keep_head_dim below 1"
         )
+    groups = groups_of(spaces, scores, options.scope)
+    shares = {"head": options.keep_heads, "head_dim": options.keep_head_dim}
+    keep = {g.scope: options.keep_ratio if g.scope == ALL else shares.get(g.kind, options.keep_ratio) for g in groups}
+    units, same = asdict(options.align), options.round_to
+    return (
+        Ranking(groups, keep, units) if same is None else Ranking(groups, keep, dict.fromkeys(units, same), down=True)
+    )
 
 
 def _choose(

@@ -138,9 +138,8 @@ class Search:
 
     def target(self, plan: Callable[[T], Plan]) -> Target[T]:
         """The goal for candidates with a `plan`."""
-        goal, measure = self.goal, self.measure
-        cost, fastest = lambda size: measure(plan(size)).ms, lambda size: measure(plan(size)).fastest
-        return Target(goal.ms, cost, "ms", goal.runtime, fastest, ROUNDS, CLOSE)
+        cost, fastest = lambda size: self.measure(plan(size)).ms, lambda size: self.measure(plan(size)).fastest
+        return Target(self.goal.ms, cost, "ms", self.goal.runtime, fastest, ROUNDS, CLOSE)
 
     def conclude(self, delta: Plan, nearest: Plan) -> None:
         """Measure the plan of the step, whose `nearest` structure was searched. Record the result, why it missed the

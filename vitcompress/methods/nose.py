@@ -12,6 +12,7 @@ While transfer entropy is measured, a skipped attention is dropped (x <- x) as i
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
@@ -30,13 +31,9 @@ def dilute(options: ActivationOptions, epochs: int) -> Callable[[int], float]:
     The last epoch is without the layers, as the deployed model is, even if it is the only one.
     """
     last = round(options.dilution * epochs) - 1
-
-    def strength(epoch: int) -> float:
-        if last > 0:
-            return max(0.0, 1.0 - epoch / last)
-        return float(epoch <= last and epoch < epochs - 1)
-
-    return strength
+    if last > 0:
+        return lambda epoch: max(0.0, 1.0 - epoch / last)
+    return lambda epoch: float(epoch <= last and epoch < epochs - 1)
 
 
 def _method(name: str, kind: SiteKind, options: type[ActivationOptions]) -> Method:
@@ -51,11 +48,9 @@ def _method(name: str, kind: SiteKind, options: type[ActivationOptions]) -> Meth
         sites = depth.layers(model, context.family)[kind]
         measured = replace(options, attention_bypass=options.te_bypass) if isinstance(options, Options) else options
 
-        def select() -> object:
-            gated = depth.gate_layers(model, context, sites, measured)
-            return transfer_entropy.greedy(gated, sites, options.pruned_layers, context, options.te)
-
-        chosen = {table["chosen"] for table in context.memo("transfer_entropy", select)}
+        gated = partial(depth.gate_layers, model, context, sites, measured)
+        greedy = lambda: transfer_entropy.greedy(gated(), sites, options.pruned_layers, context, options.te)  # noqa: E731
+        chosen = {table["chosen"] for table in context.memo("transfer_entropy", greedy)}
         return depth.blocks_of(site for site in sites if site.name in chosen)
 
     def estimate(model: nn.Module, family: Family, options: ActivationOptions) -> list[Estimate]:

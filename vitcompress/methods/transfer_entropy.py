@@ -156,10 +156,9 @@ def greedy(
     Nothing is trained in between. Because the whole set is removed together, layers that compensate for each other are
     noticed.
     """
-    removed: list[str] = []
-    tables = []
+    tables: list[dict[str, Any]] = []
     for _ in range(count):
+        removed = [table["chosen"] for table in tables]
         left = [site for site in candidates if site.name not in removed]
         tables.append(measure(gated, left, context, options, removed))
-        removed.append(tables[-1]["chosen"])
     return tables

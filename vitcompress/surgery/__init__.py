@@ -1,20 +1,11 @@
 """The only code that edits modules. The same code prunes a model and rebuilds it from a plan."""
 
-from vitcompress.surgery.apply import apply_plan, apply_to_copy
-from vitcompress.surgery.check import check_plan
-from vitcompress.surgery.edit import replace_module, sliced_state
-from vitcompress.surgery.fold import INTO_THE_LINEAR, Folding, FoldRecord, fold_branch_bias, fold_linears, product
-
-__all__ = [
-    "INTO_THE_LINEAR",
-    "FoldRecord",
-    "Folding",
-    "apply_plan",
-    "apply_to_copy",
-    "check_plan",
-    "fold_branch_bias",
-    "fold_linears",
-    "product",
-    "replace_module",
-    "sliced_state",
-]
+from vitcompress.surgery.apply import apply_plan as apply_plan
+from vitcompress.surgery.apply import apply_to_copy as apply_to_copy
+from vitcompress.surgery.edit import replace_module as replace_module
+from vitcompress.surgery.edit import sliced_state as sliced_state
+from vitcompress.surgery.fold import INTO_THE_LINEAR as INTO_THE_LINEAR
+from vitcompress.surgery.fold import Folding as Folding
+from vitcompress.surgery.fold import FoldRecord as FoldRecord
+from vitcompress.surgery.fold import fold_branch_bias as fold_branch_bias
+from vitcompress.surgery.fold import fold_linears as fold_linears

@@ -9,7 +9,7 @@ from vitcompress.families.attention import PositionAttention
 from vitcompress.families.edited_block import EditedBlock, reject_new_size
 from vitcompress.plan import Plan
 from vitcompress.surgery.check import check_plan
-from vitcompress.surgery.edit import pad_attentions, remove_sites, slice_channels
+from vitcompress.surgery.edit import remove_sites, slice_channels
 from vitcompress.surgery.fold import fold_module
 
 
@@ -35,7 +35,9 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
     remove_sites(model, family, plan)
     if plan.kept:
         slice_channels(model, family, plan)
-    pad_attentions(model, plan)
+    for attention in map(model.get_submodule, plan.padded):
+        if hasattr(attention, "padded"):  # others have equal widths of q, k and v
+            vars(attention)["padded"] = True
     for name in plan.folded:
         fold_module(model, family, name)
     if family.fixed_size and any(isinstance(module, EditedBlock | PositionAttention) for module in model.modules()):

@@ -138,14 +138,6 @@ def slice_channels(model: nn.Module, family: Family, plan: Plan) -> None:
             family.set_width(model, space.name, sizes[space.name])
 
 
-def pad_attentions(model: nn.Module, plan: Plan) -> None:
-    """Make the attentions in `plan.padded` zero-pad q, k and v to one width; those of equal widths stay unchanged."""
-    for name in plan.padded:
-        attention: Any = model.get_submodule(name)
-        if hasattr(attention, "padded"):
-            attention.padded = True
-
-
 def _correct_sizes(module: nn.Module) -> None:
     """Set the sizes that a module stores to those of its tensors."""
     if isinstance(module, nn.Linear):

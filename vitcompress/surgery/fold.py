@@ -68,7 +68,7 @@ def fold_linears(model: nn.Module, plan: Plan) -> Folding:
 
 def _fold(model: nn.Module, family: Family, name: str) -> FoldRecord:
     into = family.scales(model).get(name)
-    layers = [_linear_layer(model, into)] if into else _pair(model, family, name)
+    layers = _linear_layers(model, family, name)
     width = scale_parameter(model, name).numel() if into else 0
     params, macs = _count(*layers) + width, sum(layer.weight.numel() for layer in layers) + width
     product_macs = layers[0].in_features * layers[-1].out_features
@@ -85,15 +85,14 @@ def fold_module(model: nn.Module, family: Family, name: str) -> float:
 
     If the plan also removes the linear layer before a folded LayerScale, the LayerScale is only deleted.
     """
-    scales = family.scales(model)
     bias: Tensor | None
-    if name in scales:
-        layer, gamma = _linear_layer(model, scales[name]), _exact(scale_parameter(model, name))
+    if name in family.scales(model):
+        (layer,), gamma = _linear_layers(model, family, name), _exact(scale_parameter(model, name))
         weight = gamma[:, None] * _exact(layer.weight)
         bias = None if layer.bias is None else gamma * _exact(layer.bias)
         _drop_scale(model, name)
     elif name in {site.name for site in family.sites(model)}:
-        first, second = _pair(model, family, name)
+        first, second = _linear_layers(model, family, name)
         weight, bias = product(first, second)
         like, (outputs, inputs) = second.weight, weight.shape
         layer = nn.Linear(inputs, outputs, bias is not None, device=like.device, dtype=like.dtype)
@@ -139,16 +138,16 @@ def _exact(tensor: Tensor) -> Tensor:
     return tensor.detach().to(device, torch.float64)
 
 
-def _pair(model: nn.Module, family: Family, name: str) -> list[nn.Linear]:
-    pair = family.linear_pair(model, name)
-    assert pair is not None, name
-    return [_linear_layer(model, pair.first), _linear_layer(model, pair.second)]
-
-
-def _linear_layer(model: nn.Module, path: str) -> nn.Linear:
-    layer = model.get_submodule(path)
-    assert isinstance(layer, nn.Linear), path
-    return layer
+def _linear_layers(model: nn.Module, family: Family, name: str) -> list[nn.Linear]:
+    """The layers that change when `name` is folded: both of an FFN, or the one before a LayerScale."""
+    scales, pair = family.scales(model), None
+    if name not in scales:
+        pair = family.linear_pair(model, name)
+        assert pair is not None, name
+    paths = (pair.first, pair.second) if pair else (scales[name],)
+    layers = [layer for layer in map(model.get_submodule, paths) if isinstance(layer, nn.Linear)]
+    assert len(layers) == len(paths), name
+    return layers
 
 
 def _count(*layers: nn.Module) -> int:

@@ -116,7 +116,8 @@ class GatedModel(nn.Module):
             case "input":
                 replacement = args[0]
             case "mean":
-                replacement = self.mean_gate(site).to(out).expand_as(out)
+                mean, ffn = self._means.get(site), self.model.get_submodule(site.rpartition(".")[0])
+                replacement = (gate_at_bias(ffn) if mean is None else mean).to(out).expand_as(out)
             case _:
                 replacement = torch.full_like(out, float(other == "one"))
         return _StraightThrough.apply(out, replacement, self.scores[number], self._gates[site])
@@ -135,11 +136,6 @@ class GatedModel(nn.Module):
         if not 0.0 <= value <= 1.0:
             raise PlanError(f"the gate of {site} must be in 0..1, got {value}")
         self._gates[site] = float(value)
-
-    def mean_gate(self, site: str) -> Tensor:
-        """The constant that replaces the gate with this activation, (hidden,)."""
-        mean = self._means.get(site)
-        return gate_at_bias(self.model.get_submodule(site.rpartition(".")[0])) if mean is None else mean
 
     def gate_values(self) -> dict[str, float]:
         return dict(self._gates)

@@ -73,7 +73,14 @@ def allocate(model: nn.Module, context: Context, options: AllocationOptions) -> 
         return asdict(allocation)
 
     allocation = from_plain(Allocation, context.memo("allocation", compute))
-    context.progress.note(summarize(allocation))
+    near = [(s.attention, s.activation) for s in allocation.splits if s.near_tie]
+    rivals = [f"{split[0]}+{split[1]}" for split in near if split != allocation.chosen]
+    lead = "the only split" if allocation.margin is None else f"best by {allocation.margin:.2f} points"
+    context.progress.note(
+        "budget: {} attentions + {} activations".format(*allocation.chosen)
+        + f" ({lead}, cross-validation error {allocation.rmse:.2f})"
+        + (f"; within that error as well: {', '.join(rivals)}" if rivals else "")
+    )
     return records, allocation.chosen
 
 
@@ -88,23 +95,12 @@ def split_cost(
     return float(count_cost(deployed, context.input.size).macs)
 
 
-def summarize(allocation: Allocation) -> str:
-    """One line on how the budget was split and how certain that is."""
-    near = [(s.attention, s.activation) for s in allocation.splits if s.near_tie]
-    rivals = [f"{split[0]}+{split[1]}" for split in near if split != allocation.chosen]
-    lead = "the only split" if allocation.margin is None else f"best by {allocation.margin:.2f} points"
-    text = "budget: {} attentions + {} activations".format(*allocation.chosen)
-    text += f" ({lead}, cross-validation error {allocation.rmse:.2f})"
-    return text + (f"; within that error as well: {', '.join(rivals)}" if rivals else "")
-
-
 def unscored(model: nn.Module, family: Family, options: Options) -> Blocks:
     """The published lists, the example lists, or as many layers by position.
 
     Raises PlanError if the budget cannot be spent on this model, a list does not match it, or an option has no effect.
     """
-    published = options.layers == "published"
-    if published:
+    if options.layers == "published":
         reject_unused(options, dict.fromkeys(SEARCHING, "layers is 'published'"))
         collection.check_options(options.collection)
         return _listed(options, "published")

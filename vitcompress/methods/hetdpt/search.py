@@ -12,7 +12,7 @@ after blocks that lost both, and its learning rate stays at the minimum from the
 import math
 import shutil
 from collections.abc import Collection, Sequence
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import torch
@@ -43,10 +43,8 @@ def estimate(options: DirectOptions) -> Estimate:
 
 def removal_epochs(count: int, factor: float = 1.0) -> list[int]:
     """After how many epochs a layer is removed: 4, 9, 16, ..., (count + 1)^2, scaled by `factor`."""
-    epochs: list[int] = []
-    for i in range(1, count + 1):
-        epochs.append(max(epochs[-1] + 1 if epochs else 1, round(factor * (i + 1) ** 2)))
-    return epochs
+    epochs = (round(factor * (i + 1) ** 2) for i in range(1, count + 1))
+    return list(accumulate(epochs, lambda last, epoch: max(last + 1, epoch), initial=0))[1:]
 
 
 def alternating(attentions: int, activations: int) -> list[Event]:

@@ -128,8 +128,7 @@ def _explore(copy: nn.Module, context: Context, options: Options) -> Exploration
 
 def _settings(base: TrainOptions, options: Options) -> TrainOptions:
     """The options of the exploration; the last weights belong to the last masks."""
-    lr = options.lr or base.peak_lr
-    return search_options(base, options.epochs, lr, base.min_lr)
+    return search_options(base, options.epochs, options.lr or base.peak_lr, base.min_lr)
 
 
 @torch.no_grad()

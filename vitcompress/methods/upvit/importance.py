@@ -129,14 +129,13 @@ class Importance:
         with ExitStack() as stack:
             for path in self.blocks:
                 block = self.model.get_submodule(path)
-                hook = block.register_forward_hook(lambda m, a, out, path=path: keep(path, out))
-                stack.callback(hook.remove)
+                stack.callback(block.register_forward_hook(lambda m, a, out, path=path: keep(path, out)).remove)
             for module in (m for space in component.spaces for m in deleting_modules(self.model, space)):
                 before = module.register_forward_pre_hook(lambda m, a: touched.append(next(reversed(outputs), None)))
                 stack.callback(before.remove)
             if reader:
-                hook = self.model.get_submodule(reader).register_forward_pre_hook(lambda m, a: inputs.append(a[0]))
-                stack.callback(hook.remove)
+                module = self.model.get_submodule(reader)
+                stack.callback(module.register_forward_pre_hook(lambda m, a: inputs.append(a[0])).remove)
             logits = self.model(images)
         first = touched[0]
         return logits, outputs, inputs, None if first is None else (first, outputs[first])
@@ -183,9 +182,9 @@ class Importance:
         readers = [axis.tensor.rpartition(".")[0] for axis in space.axes if axis.dim == 1]
         modules = list(map(self.model.get_submodule, readers))
         path = enclosing_module(space.name, self.blocks)
-        if path is None or len(readers) != 1 or not isinstance(modules[0], nn.Linear):
-            return None
-        if deleting_modules(self.model, space) != modules:  # a norm in between depends on all channels
+        # With a norm in between, which depends on all channels, the readers are not all that deletion hooks.
+        alone = len(readers) == 1 and deleting_modules(self.model, space) == modules
+        if path is None or not alone or not isinstance(modules[0], nn.Linear):
             return None
         block, wiring = self.model.get_submodule(path), self.family.wiring
         ends_block = wiring.ffn in branches_of(block, wiring)[-1] and not has_output_act(block)

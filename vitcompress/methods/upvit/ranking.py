@@ -173,8 +173,7 @@ class Ranker:
         importance = Importance(self.model, self.context.family, images_at_once=self.options.images_at_once)
         scores: Scores = {}
         for number, component in enumerate(cut):
-            measured = tiers[component.name].items() if tiers else ()
-            only = [channel for channel, tier in measured if tier == 1] if tiers else None
+            only = [channel for channel, tier in tiers[component.name].items() if tier == 1] if tiers else None
 
             def measure(component: Component = component, only: list[int] | None = only) -> list[float]:
                 return self._sum(importance.scores(component, loader, only))
