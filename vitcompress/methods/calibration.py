@@ -21,13 +21,9 @@ def search_options(base: TrainOptions, epochs: int, lr: float, min_lr: float, **
 
 
 def accuracy(model: nn.Module, context: Context) -> float:
-    """Top-1 in percent on the held-out images, which are a part of the training set."""
+    """Top-1 in percent on the held-out images, a part of the training set. Leaves `model` in evaluation mode."""
     loader = EvalLoader(_check(context.data.heldout, "held-out"), context.input, eval_batch(context), context.runtime)
-    training = model.training
-    try:
-        return 100 * evaluate(model.eval(), loader, context.runtime).top1
-    finally:
-        model.train(training)
+    return 100 * evaluate(model.eval(), loader, context.runtime).top1
 
 
 def training_subset(context: Context, images_per_class: int) -> Images:

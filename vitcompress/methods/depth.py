@@ -189,9 +189,7 @@ def gate_layers(model: nn.Module, context: Context, sites: Sequence[Site], optio
 
 
 def gate_means(model: nn.Module, context: Context, names: Collection[str], options: BypassOptions) -> dict[str, Tensor]:
-    """FFN -> current mean of its gate over training images, (hidden,), for gates after the activations among `names`;
-    none unless `mean_gate`.
-    """
+    """FFN -> mean of its gate over training images, (hidden,), for activations among `names`, with `mean_gate` only."""
     gates = {site.name: site.gates for site in context.family.sites(model) if site.gates and site.name in names}
     if not gates or options.gated_ffn != "mean_gate":
         return {}

@@ -102,9 +102,7 @@ def resize(options: Options, model: nn.Module, family: Family, strength: float) 
 
 
 def _rank(spaces: Sequence[Space], scores: Scores, options: Options) -> Ranking:
-    """The ranked channels and the share of each scope. Raises PlanError for options that are incomplete or have no
-    effect on a model of these spaces.
-    """
+    """The ranked channels and the share of each scope. Raises PlanError for options that do not fit these spaces."""
     rotary = all(space.whole_heads for space in spaces if space.kind == "qk")
     full = options.keep_head_dim == 1 and options.scope != "global"
     unused: dict[str, str | bool] = {

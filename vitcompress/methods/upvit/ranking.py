@@ -83,9 +83,7 @@ def least_first(scores: Sequence[Any]) -> list[int]:
 
 
 def best(order: Sequence[int], width: int, parts: int = 1) -> tuple[int, ...]:
-    """The `width` channels to keep of `order` (the least important first): the best ones of each of as many contiguous
-    parts of the channels, in ascending order.
-    """
+    """The best `width` channels of `order` (the least important first), as many of each of `parts` equal parts."""
     size, share = len(order) // parts, width // parts
     ordered = ([channel for channel in order if channel // size == part] for part in range(parts))
     return tuple(channel for own in ordered for channel in sorted(own[size - share :]))
