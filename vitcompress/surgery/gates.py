@@ -71,11 +71,7 @@ class GatedModel(nn.Module):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        family: Family,
-        plan: Plan,
-        gate_means: Mapping[str, Tensor] | None = None,
+        self, model: nn.Module, family: Family, plan: Plan, gate_means: Mapping[str, Tensor] | None = None
     ) -> None:
         super().__init__()
         own = [site for site in family.sites(model) if site.kind in GATED_KINDS]
