@@ -98,7 +98,8 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
 
 def resize(options: Options, model: nn.Module, family: Family, strength: float) -> Options:
     names = ("keep_ratio", "keep_heads", "keep_head_dim")
-    return replace(options, **{name: scale_share(getattr(options, name), strength) for name in names})
+    shares: dict[str, Any] = {name: scale_share(getattr(options, name), strength) for name in names}
+    return replace(options, **shares)
 
 
 def _rank(spaces: Sequence[Space], scores: Scores, options: Options) -> Ranking:

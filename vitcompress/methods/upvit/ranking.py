@@ -9,6 +9,7 @@ everything is measured again on the remaining model.
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ class Ranker:
         elif options.score == "exact":
             scores = self._measure(cut, self.loader, "scores")
         elif "fisher" in (options.score, options.screen):
-            rough = lambda: estimates(self.model, cut, self.loader, directions=options.directions)  # noqa: E731
+            rough = partial(estimates, self.model, cut, self.loader, directions=options.directions)
             scores = self.context.memo("fisher", lambda: {name: self._sum(own) for name, own in rough().items()})
         else:
             few = calibration_images(self.context, options.screen_images, PROXY_BATCH)
