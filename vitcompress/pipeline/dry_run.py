@@ -229,14 +229,14 @@ def compare_sizes(names: Iterable[str], progress: Progress | None = None) -> lis
         cost = count_final_cost(create_job(apply_options(recipe, options), options, runtime, Progress()))
         macs = cost.macs_linear if published.macs_linear else cost.macs
         pairs = ((published.params_m, cost.params / 1e6), (published.macs_g, macs / 1e9))
-        sizes = (Size(figure, counted, figure and counted / figure - 1) for figure, counted in pairs)
+        params, macs_g = (Size(figure, counted, figure and counted / figure - 1) for figure, counted in pairs)
         agree = [
             round(counted, len(str(figure).partition(".")[2])) == figure or abs(counted / figure - 1) <= CLOSE
             for figure, counted in pairs
             if figure is not None
         ]
-        met = all(agree) if agree else None
-        comparisons.append(SizeComparison(recipe.name, *sizes, published.macs_linear, met, published.deviation))
+        about = (published.macs_linear, all(agree) if agree else None, published.deviation)
+        comparisons.append(SizeComparison(recipe.name, params, macs_g, *about))
         if progress is not None:
             progress.update("count", len(comparisons), len(recipes), recipe.name)
     return comparisons

@@ -123,8 +123,9 @@ def dry_run_study(
         if not plan.cost:  # the data is missing
             continue
         dense, cost = plan.cost["dense"], plan.cost["compressed"]
-        about = {"row": name, "title": run.row.title, "epochs": study.epochs, "recovery": run.recipe.finetune.epochs}
-        rows.append({**about, "params": cost.params, "macs": cost.macs, "macs_ratio": cost.macs / dense.macs})
+        epochs = {"epochs": study.epochs, "recovery": run.recipe.finetune.epochs}
+        sizes = {"params": cost.params, "macs": cost.macs, "macs_ratio": cost.macs / dense.macs}
+        rows.append({"row": name, "title": run.row.title, **epochs, **sizes})
     progress.update("rows checked", len(first_seeds), len(first_seeds))
     return StudyDryRun(study.name, str(options.folder(study)), len(runs), rows, list(missing), list(notes))
 
