@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 import onnx
 import torch
@@ -32,14 +32,7 @@ from vitcompress.training.data import class_count
 TIMM_ONNX = "timm-onnx:"  # prefix of the ONNX file that timm itself exports
 
 
-class Settings(TypedDict, total=False):
-    """Fields of RunnerOptions that a variant changes."""
-
-    precision: str
-    compile: bool
-    cuda_graph: bool
-
-
+Settings = dict[str, Any]  # fields of RunnerOptions that a variant changes
 WORDS: dict[str, Settings] = {
     **{name: {"precision": name} for name in TORCH_TYPES},
     "compile": {"compile": True},
@@ -65,10 +58,10 @@ def open_artifacts(
     settings = {} if variants is None else parse_variants(variants, device)
     runners = []
     for artifact, variant in list_variants(artifacts, variants, options.device):
-        any_device = _runs_in_torch(artifact) or _is_timm_onnx(artifact) or Path(artifact).suffix == ".onnx"
-        own = replace(options, device=device) if any_device else options
-        own = own if variant is None else replace(own, **settings[variant])
-        runner = _timm_onnx(str(artifact), own) if _is_timm_onnx(artifact) else open_runner(artifact, own)
+        from_timm = str(artifact).startswith(TIMM_ONNX)
+        any_device = _runs_in_torch(artifact) or from_timm or Path(artifact).suffix == ".onnx"
+        own = replace(options, device=device if any_device else options.device, **settings.get(variant or "", {}))
+        runner = _timm_onnx(str(artifact), own) if from_timm else open_runner(artifact, own)
         runner.name = f"{artifact} {variant}" if variant else runner.name
         stack.callback(runner.close)
         _check_settings(runner, options)
@@ -97,10 +90,6 @@ def _runs_in_torch(artifact: str | Path) -> bool:
     return str(artifact).startswith(TIMM) or Path(artifact).is_dir()
 
 
-def _is_timm_onnx(artifact: str | Path) -> bool:
-    return str(artifact).startswith(TIMM_ONNX)
-
-
 def synthetic_images(size: tuple[int, int, int], batch: int, seed: int) -> Tensor:
     """Standard normal values, the distribution of normalized images; shape (batch, channels, height, width)."""
     return torch.randn(batch, *size, generator=torch.Generator().manual_seed(seed))
@@ -116,15 +105,11 @@ def parse_variants(variants: str, device: str | None) -> dict[str, Settings]:
         extra = ("fp32+compile",) if kind == "cpu" else ()
         names = [name for name in (*ALL.get(kind, ()), *extra) if "compile" not in name or _has_compiler(kind)]
         names = [name for name in names if kind != "cuda" or _supports(str(device), name)]
-    changes: dict[str, Settings] = {}
-    for name in names:
-        changes[name] = {}
-        for word in name.split("+"):
-            if word not in WORDS:
-                hint = f"join words from {', '.join(WORDS)} with +, as in fp32,fp16+compile, or use all"
-                raise InputError(f"there is no variant {word!r}{did_you_mean(word, WORDS)}", hint=hint)
-            changes[name].update(WORDS[word])
-    return changes
+    for word in (word for name in names for word in name.split("+")):
+        if word not in WORDS:
+            hint = f"join words from {', '.join(WORDS)} with +, as in fp32,fp16+compile, or use all"
+            raise InputError(f"there is no variant {word!r}{did_you_mean(word, WORDS)}", hint=hint)
+    return {name: {key: v for word in name.split("+") for key, v in WORDS[word].items()} for name in names}
 
 
 def _supports(device: str, name: str) -> bool:
@@ -141,14 +126,19 @@ def _has_compiler(kind: str) -> bool:
 
 
 def _timm_onnx(name: str, options: RunnerOptions) -> Runner:
-    """timm's own export of its model in fp32 with dynamic batch size; the file is deleted as soon as it is open."""
+    """What timm's `onnx_export` writes in fp32 with torch's current exporter; the file is deleted once it is open."""
     if options.precision in HALF:
         hint = f"leave --precision out: files run in their own; in torch {TIMM}NAME runs in {options.precision}"
         raise InputError(f"timm exports {name} in fp32, the requested precision is {options.precision}", hint=hint)
     model = _dense_model(name[len(TIMM_ONNX) :], options)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timm.onnx"
-        export_by_timm(model, path)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                onnx_export(model.eval(), str(path), input_size=input_config(model).size, use_dynamo=True)
+        except Exception as error:  # any exception of torch's exporter
+            raise VitcompressError(f"timm could not export its model: {first_line(error)}") from error
         proto = onnx.load(str(path), load_external_data=False)
         onnx.helper.set_model_props(proto, {"precision": json.dumps("fp32")})  # as in the metadata of our own files
         onnx.save(proto, str(path))
@@ -167,17 +157,6 @@ def _dense_model(name: str, options: RunnerOptions) -> nn.Module:
     classes = table.classes or (class_count(recipe.data) if weights in NOT_FILES else None)
     resolved = resolve_model(table.name, table.args, weights, classes=classes)
     return create_model(resolved.arch, resolved.arch_args, resolved.weights, new_head=table.new_head)
-
-
-def export_by_timm(model: nn.Module, path: Path) -> None:
-    """Write what `timm.utils.onnx.onnx_export` writes with torch's current exporter, at timm's own settings."""
-    size = input_config(model).size
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            onnx_export(model.eval(), str(path), input_size=size, use_dynamo=True)
-    except Exception as error:  # any exception of torch's exporter
-        raise VitcompressError(f"timm could not export its model: {first_line(error)}") from error
 
 
 def _check_settings(runner: Runner, options: RunnerOptions) -> None:

@@ -1,10 +1,8 @@
 """Peak memory of an artifact on the CPU, measured in a process of its own."""
 
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from multiprocessing import get_context
-from typing import TypeVar
 
 from vitcompress.bench import machine
 from vitcompress.bench.artifacts import open_artifacts, synthetic_images
@@ -12,13 +10,6 @@ from vitcompress.errors import VitcompressError, first_line
 from vitcompress.exporters.runner import RunnerOptions
 
 RUNS = 2  # the first run may reserve more than is kept
-T = TypeVar("T")
-
-
-def run_alone(work: Callable[..., T], *arguments: object) -> T:
-    """The result of `work` in a new process, whose peak memory is then that of the work."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(work, *arguments).result()
 
 
 def measure_memory(artifact: str, variant: str | None, options: RunnerOptions, batch: int) -> dict[str, int | None]:
@@ -30,11 +21,12 @@ def measure_memory(artifact: str, variant: str | None, options: RunnerOptions, b
     Raises:
         VitcompressError: the process failed, for example because there is not enough memory.
     """
-    try:
-        return run_alone(_run_images, artifact, variant, options, batch)
-    except Exception as error:  # whatever the process raised, or its end
-        message = f"the memory of {artifact} cannot be measured: {first_line(error)}"
-        raise VitcompressError(message, hint="leave --memory out") from error
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # a fork would start with this process's memory
+        try:
+            return pool.submit(_run_images, artifact, variant, options, batch).result()
+        except Exception as error:  # whatever the process raised, or its end
+            message = f"the memory of {artifact} cannot be measured: {first_line(error)}"
+            raise VitcompressError(message, hint="leave --memory out") from error
 
 
 def _run_images(artifact: str, variant: str | None, options: RunnerOptions, batch: int) -> dict[str, int | None]:

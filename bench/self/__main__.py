@@ -21,7 +21,6 @@ PARTS: dict[str, Callable[[Options], Iterator[Line]]] = {
     "harness": speed.time_harness,
     "realised": speed.run_pruned,
     "dense": speed.run_dense,
-    "export": cost.run_exports,
     "screens": cost.run_proxies,
     "exploration": cost.time_exploration,
     "gpu": speed.run_gpu,

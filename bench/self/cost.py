@@ -1,36 +1,28 @@
-"""What vitcompress itself costs: training steps with hooks, scores of UP-ViT, and exports."""
+"""What vitcompress itself costs: training steps with hooks, and scores of UP-ViT."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 import vitcompress as vc
-from vitcompress import surgery
-from vitcompress.bench import machine, timing
+from vitcompress.bench import timing
 from vitcompress.bench.artifacts import synthetic_images
-from vitcompress.bench.memory import run_alone
-from vitcompress.bench.self.speed import Line, Options, attempt, prune_recipe, time_ratio, write
-from vitcompress.exporters import EXPORTERS
-from vitcompress.exporters.options import ExportOptions
+from vitcompress.bench.self.speed import Line, Options, time_ratio
 from vitcompress.families import family_of
 from vitcompress.methods.depth import depth_plan
 from vitcompress.methods.options import CriterionPass, SeroOptions
 from vitcompress.methods.sero.exploration import Exploration
-from vitcompress.models.create import create_model, input_config, plan_of
+from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
 from vitcompress.recipe.load import load_recipe
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.surgery.masks import mask_channels
 from vitcompress.training.data import open_data
 
-T = TypeVar("T")
-EXPORTED = "deit_b_hetdpt"
 CRITERIA: tuple[CriterionPass, ...] = ("masked", "dense")
 REFRESH, SPARSITY = 8, 0.5
 MANY = 10**6  # steps of an epoch that does not end
@@ -113,14 +105,16 @@ def run_proxies(options: Options) -> Iterator[Line]:
     model = vc.create_model(recipe.model.name, seed=recipe.run.seed, **args)
     vc.finetune(model, data.train, data.heldout, device="cpu", seed=recipe.run.seed, **asdict(recipe.dense))
 
-    def plan(settings: Mapping[str, Any]) -> Plan:
-        return vc.plan(model, "upvit", data.train, device="cpu", target_args=TARGET, images=images, **settings)
+    def time_plan(**settings: Any) -> tuple[float, Plan]:
+        began = time.perf_counter()
+        plan = vc.plan(model, "upvit", data.train, device="cpu", target_args=TARGET, images=images, **settings)
+        return time.perf_counter() - began, plan
 
-    seconds, exact = seconds_of(plan, {"score": "exact"})
+    seconds, exact = time_plan(score="exact")
     yield {"what": "exact scores", "text": f"{seconds:.1f} s for {images} images", "seconds": seconds, "images": images}
     sizes = {space.name: space.size for space in family_of(model).spaces(model)}
     for name, settings in SCREENS.items():
-        own, proxy = seconds_of(plan, settings)
+        own, proxy = time_plan(**settings)
         cheaper, common = seconds / own, share_in_common(sizes, exact, proxy)
         text = f"{cheaper:.1f} times cheaper, {100 * common:.1f} % of the removed channels in common with exact scores"
         figures = {"cheaper": cheaper, "in_common": common, "seconds": own, "images": images}
@@ -134,27 +128,3 @@ def share_in_common(sizes: Mapping[str, int], exact: Plan, other: Plan) -> float
         for plan in (exact, other)
     ]
     return len(removed[0] & removed[1]) / len(removed[0])
-
-
-def run_exports(options: Options) -> Iterator[Line]:
-    """Seconds and peak memory (GiB) of folding and exporting DeiT-B in every format."""
-    for form in EXPORTERS:
-        yield attempt(f"{form} of {EXPORTED}", run_alone, export_recipe, EXPORTED, form)
-
-
-def export_recipe(name: str, form: str) -> Line:
-    """Fold and export the model of a recipe in this process."""
-    _, model = prune_recipe(name)
-    fold, _ = seconds_of(surgery.fold_linears, model, plan_of(model))
-    with TemporaryDirectory() as folder:
-        export, path = seconds_of(write, model, Path(folder) / "model", form, ExportOptions())
-        size, peak = path.stat().st_size, (machine.peak_bytes() or 0) / 2**30
-    text = f"fold {fold:.1f} s, export {export:.1f} s, peak {peak:.2f} GiB, file {size / 1e6:.1f} MB"
-    return {"text": text, "fold_seconds": fold, "export_seconds": export, "peak_gib": peak, "file_bytes": size}
-
-
-def seconds_of(work: Callable[..., T], *arguments: object) -> tuple[float, T]:
-    """Seconds that `work` took, and its result."""
-    began = time.perf_counter()
-    result = work(*arguments)
-    return time.perf_counter() - began, result

@@ -14,7 +14,6 @@ from torch import nn
 
 import vitcompress as vc
 from vitcompress.bench import artifacts, suite, timing
-from vitcompress.bench.report.records import RatioRecord
 from vitcompress.errors import first_line
 from vitcompress.exporters import available_exporter
 from vitcompress.exporters.onnx.libraries import RTX
@@ -160,7 +159,7 @@ def attempt(what: str, work: Callable[..., Line], *arguments: object) -> Line:
     """`what` and the result of `work`, or the reason why there is none: what comes after it still runs."""
     try:
         return {"what": what, **work(*arguments)}
-    except Exception as error:  # noqa: BLE001 - also of a process that was killed
+    except Exception as error:  # noqa: BLE001 - of any runtime
         return {"what": what, "text": f"not measured: {type(error).__name__}: {first_line(error)}"}
 
 
@@ -181,7 +180,8 @@ def compare(
     warnings = [shorten_names(text, [row["artifact"] for row in bench.rows]) for text in bench.warnings]
     rows = [{**row, "artifact": name} for name, row in zip(models, bench.rows, strict=True)]
     conditions = bench.machine["conditions"]
-    return {**_figures(bench.ratios[0]), "rows": rows, "conditions": conditions, "warnings": warnings}
+    (ratio,) = bench.ratios
+    return {**ratio, "ratio": ratio["median"], "rows": rows, "conditions": conditions, "warnings": warnings}
 
 
 def write(model: nn.Module, path: Path, form: str, options: ExportOptions) -> Path:
@@ -196,11 +196,8 @@ def write(model: nn.Module, path: Path, form: str, options: ExportOptions) -> Pa
 
 def time_ratio(what: str, a: timing.Samples, b: timing.Samples) -> Line:
     """Time of `a` over time of `b` with its interval and every sample."""
-    return {"what": what, **_figures(timing.ratio(a, b)), "samples_ms": {s.name: s.blocks_ms for s in (a, b)}}
-
-
-def _figures(ratio: RatioRecord) -> Line:
-    return {"ratio": ratio["median"], "ci95": ratio["ci95"], "verdict": ratio["verdict"], "batch": ratio["batch"]}
+    ratio = timing.ratio(a, b)
+    return {**ratio, "what": what, "ratio": ratio["median"], "samples_ms": {s.name: s.blocks_ms for s in (a, b)}}
 
 
 def describe(line: Line) -> str:

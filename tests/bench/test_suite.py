@@ -12,10 +12,11 @@ from contracts import build, contract
 from onnx import TensorProto, helper
 
 from vitcompress.bench import artifacts, environment, machine, suite
+from vitcompress.bench.memory import measure_memory
 from vitcompress.bench.report import run as reports
 from vitcompress.bench.suite import BenchOptions
 from vitcompress.bench.timing import protocol
-from vitcompress.errors import ArtifactError, DeviceError, InputError
+from vitcompress.errors import ArtifactError, DeviceError, InputError, VitcompressError
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.onnx.runner import OnnxRunner
 from vitcompress.exporters.runtimes import RunnerOptions, TorchRunner
@@ -159,6 +160,14 @@ def test_uint8_files_without_metadata_are_timed(tmp_path: Path) -> None:
     assert "bytes" in row["input"]
 
 
+def test_memory_that_cannot_be_measured_names_the_artifact_and_the_reason() -> None:
+    with pytest.raises(
+        VitcompressError, match="memory of nothing cannot be measured: nothing does not exist"
+    ) as caught:
+        measure_memory("nothing", None, RunnerOptions(), 1)
+    assert caught.value.hint == "leave --memory out"
+
+
 @pytest.mark.parametrize("variants", ["", ",", "all"])
 def test_unusable_variants_are_rejected(folder: Path, variants: str) -> None:
     with pytest.raises(InputError, match="variant"):
@@ -169,7 +178,7 @@ def test_unusable_variants_are_rejected(folder: Path, variants: str) -> None:
     ("settings", "message"),
     [
         ({"provider": "cuda"}, "did you mean CUDAExecutionProvider"),
-        ({"precision": "int8"}, "int8"),
+        ({"precision": "int4"}, "int4"),
         ({"compile": True}, "setting of torch"),
     ],
 )
@@ -178,7 +187,7 @@ def test_unsupported_settings_of_a_file_are_rejected_with_the_next_step(
 ) -> None:
     with pytest.raises(InputError, match=message) as raised:
         suite.run([folder / "model.onnx"], SMALL, runner=RunnerOptions(**settings))
-    assert raised.value.hint and "--precision int8" not in raised.value.hint
+    assert raised.value.hint and "--precision int4" not in raised.value.hint
 
 
 def test_a_sweep_measures_every_batch_with_its_own_ratio(folder: Path) -> None:
