@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitcompress.bench.preprocessing import is_undocumented_uint8, resolve_preprocessing
+from vitcompress.bench.preprocessing import resolve_preprocessing
 from vitcompress.bench.report import records
 from vitcompress.bench.report.run import find_speed, read_benchmarks
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.exporters.sidecar import read_class_names
 from vitcompress.exporters.torch_runner import TIMM
-from vitcompress.exporters.uint8 import to_bytes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.preprocessing import Preprocessing
@@ -92,25 +91,19 @@ def run(
     for artifact in artifacts:
         if not artifact.startswith(TIMM) and not Path(artifact).exists():
             open_runner(artifact)  # raises; a missing artifact is reported before missing data
-    benches = [[*extra, *_recorded_benchmarks(artifact)] for artifact in artifacts]
+    # Those of run folders: in others, a file of this name may be anything.
+    folders = [(run, run.benchmark.is_file() and run.plan.is_file()) for run in map(RunFolder.of, artifacts)]
+    benches = [[*extra, *(read_benchmarks(run.benchmark) if known else ())] for run, known in folders]
     classes, images = open_test(select_data(artifacts, options))
     if skipped := getattr(images, "skipped", ()):
         progress.note(describe_skipped(skipped))
-    rows: list[EvaluationRow] = []
-    masks: list[np.ndarray] = []  # which images are correct
     with ExitStack() as stack:
         runners = [_open(artifact, classes, options, stack) for artifact in artifacts]  # all, before any work
-        for artifact, runner, entries in zip(artifacts, runners, benches, strict=True):
-            progress.stage(f"Evaluate {artifact}")
-            if runner.remark:
-                progress.note(runner.remark)
-            row, mask = _evaluate(runner, images, options, entries)
-            rows.append(row)
-            masks.append(mask)
-            progress.note(f"{row['correct']} of {row['total']} correct")
+        results = [_evaluate(*one, images, options, progress) for one in zip(runners, benches, strict=True)]
+    (first, reference), rows = results[0], [row for row, _ in results]
     tests = [
-        cast(ComparisonTest, {"a": rows[0]["artifact"], "b": row["artifact"], **asdict(mcnemar(masks[0], mask))})
-        for row, mask in zip(rows[1:], masks[1:], strict=True)
+        cast(ComparisonTest, {"a": first["artifact"], "b": row["artifact"], **asdict(mcnemar(reference, mask))})
+        for row, mask in results[1:]
     ]
     return {"images": len(images), "classes": len(classes), "rows": rows, "mcnemar": tests}
 
@@ -132,13 +125,6 @@ def select_data(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptio
     return data if options.split is None else replace(data, test_split=options.split)
 
 
-def _recorded_benchmarks(artifact: str) -> list[records.BenchRecord]:
-    """bench.json of the run folder of an artifact; in other folders a file of this name may be anything."""
-    folder = RunFolder.of(artifact)
-    valid = folder.benchmark.is_file() and folder.plan.is_file()
-    return read_benchmarks(folder.benchmark) if valid else []
-
-
 class PaddedRunner:
     """A runner for any batch size: takes up to `batch` images, and repeats the last one up to its smallest batch.
 
@@ -148,14 +134,13 @@ class PaddedRunner:
     def __init__(self, runner: Runner, batch: int, preprocessing: Preprocessing) -> None:
         self.runner = runner
         self.input, self.remark = resolve_preprocessing(runner, preprocessing)
-        self._as_bytes = is_undocumented_uint8(runner)
+        runner.input = self.input  # with which the runner prepares images for the file
         least, _, most = runner.describe().get("batch_range") or (1, batch, batch)
         self._least, self.batch = int(least), int(min(max(batch, least), most))
 
     def __call__(self, images: Tensor) -> Tensor:
         missing = max(0, self._least - len(images))
-        padded = torch.cat([images, images[-1:].expand(missing, *images.shape[1:])])
-        return self.runner(to_bytes(padded.cpu(), self.input) if self._as_bytes else padded)[: len(images)]
+        return self.runner(torch.cat([images, images[-1:].expand(missing, *images.shape[1:])]))[: len(images)]
 
 
 def _open(artifact: str, classes: Sequence[str], options: EvaluateOptions, stack: ExitStack) -> PaddedRunner:
@@ -188,20 +173,24 @@ def _compare_classes(artifact: Path, classes: Sequence[str]) -> str:
 
 
 def _evaluate(
-    padded: PaddedRunner, images: Images, options: EvaluateOptions, benches: Sequence[records.BenchRecord]
+    padded: PaddedRunner,
+    benches: Sequence[records.BenchRecord],
+    images: Images,
+    options: EvaluateOptions,
+    progress: Progress,
 ) -> tuple[EvaluationRow, np.ndarray]:
     """One row, and which images are correct: booleans (images,)."""
-    runtime = Runtime(torch.device("cpu"), workers=options.workers)
+    known, runtime = padded.runner.describe(), Runtime(torch.device("cpu"), workers=options.workers)
+    progress.stage(f"Evaluate {known['artifact']}")
+    if padded.remark:
+        progress.note(padded.remark)
     accuracy, mask = evaluate_images(padded, EvalLoader(images, padded.input, padded.batch, runtime), runtime)
-    known = padded.runner.describe()
-    settings = {key: known[key] for key in ("runtime", "device", "precision")}
-    speed = find_speed(benches, known["sha256"], settings)
-    same = {**settings, "threads": known["threads"], "sha256": known["sha256"], "input": padded.input.to_dict()}
+    progress.note(f"{accuracy.correct} of {accuracy.total} correct")
     row = {
-        "artifact": padded.runner.name,
+        **{key: known[key] for key in ("artifact", "runtime", "device", "precision", "threads", "sha256")},
         **accuracy.to_dict(),
-        **same,
-        "speed": speed,
+        "input": padded.input.to_dict(),
+        "speed": find_speed(benches, known["sha256"], {key: known[key] for key in ("runtime", "device", "precision")}),
         "mistakes": np.flatnonzero(~mask).tolist(),
     }
     return cast(EvaluationRow, row), mask

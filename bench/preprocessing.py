@@ -20,7 +20,7 @@ CHANNELS = (1, 3)  # of images that can be read from a data set
 def resolve_preprocessing(runner: Runner, options: Preprocessing) -> tuple[InputConfig, str]:
     """The preprocessing of `runner`, and a sentence on what was assumed if its artifact does not record it.
 
-    For uint8 input mean is 0 and std is 1: `uint8.to_bytes` then returns the bytes of the image.
+    For uint8 input mean is 0 and std is 1: the runner then passes on the bytes of the image.
 
     Raises:
         ArtifactError: mean and std are unknown, the options contradict the artifact, or uint8 input whose last
@@ -33,7 +33,7 @@ def resolve_preprocessing(runner: Runner, options: Preprocessing) -> tuple[Input
         return runner.input, ""
     channels, height, width = runner.input_size
     fixed: dict[str, Value] = {}
-    if is_undocumented_uint8(runner):
+    if runner.takes_bytes:
         if channels not in CHANNELS:
             problem = f"{runner.name} takes uint8 input of {height} x {width} x {channels}"
             hint = "give a file that takes batch x height x width x channels (insert a Transpose before this model)"
@@ -55,11 +55,6 @@ def resolve_preprocessing(runner: Runner, options: Preprocessing) -> tuple[Input
     )
     size = config.pop("input_size")
     return InputConfig(size=size, **config), "; ".join(filter(None, remarks))
-
-
-def is_undocumented_uint8(runner: Runner) -> bool:
-    """Whether `runner` takes uint8 images and does not record how it normalizes them."""
-    return runner.input is None and runner.describe().get("input_type") == "uint8"
 
 
 def _check_equal(name: str, config: InputConfig, values: Mapping[str, Value]) -> None:

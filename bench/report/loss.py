@@ -23,14 +23,10 @@ def paired_tests(report: Report) -> Iterator[tuple[str, McNemarRecord]]:
 
 
 def describe_difference(test: McNemarRecord) -> str:
-    """`-0.6 points (p = 0.59), loses at most 2.48 points (95 %)`"""
-    return f"{100 * test['difference']:+.1f} points (p = {test['p_value']:.2g}), {describe_bound(test)}"
-
-
-def describe_bound(test: McNemarRecord) -> str:
-    """`loses at most 2.48 points (95 %)`: the lower end of the interval, rounded so that the sentence remains true."""
+    """`-0.6 points (p = 0.59), loses at most 2.48 points (95 %)`: the lower end of the interval, rounded down."""
     low = math.floor(round(1e4 * test["difference_ci95"][0], 6)) / 100
-    return f"{'loses at most' if low < 0 else 'gains at least'} {abs(low):.2f} points (95 %)"
+    bound = f"{'loses at most' if low < 0 else 'gains at least'} {abs(low):.2f} points (95 %)"
+    return f"{100 * test['difference']:+.1f} points (p = {test['p_value']:.2g}), {bound}"
 
 
 def list_drops(tests: Iterable[tuple[str, McNemarRecord]], limit: float | None) -> list[str]:

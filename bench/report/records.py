@@ -9,9 +9,9 @@ from typing import Literal, NotRequired, Required
 
 from typing_extensions import TypedDict
 
+from vitcompress.io.checks import Status
 from vitcompress.surgery.fold import FoldRecord
 
-Status = Literal["passed", "failed", "not_run"]
 SpeedVerdict = Literal["faster", "slower", "not distinguishable"]
 
 

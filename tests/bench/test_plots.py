@@ -137,6 +137,7 @@ def test_files(tmp_path: Path) -> None:
     write_text(again / "plan.json", plan().to_json())
     names = [path.name for path in draw([run, again], tmp_path / "both")]
     assert len(set(names)) == 3 and "other-run-structure.png" in names
+    assert len(draw([run, str(run)], tmp_path / "once")) == 2
 
 
 def test_a_folder_without_a_plan(tmp_path: Path) -> None:
