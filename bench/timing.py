@@ -258,14 +258,7 @@ def median_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float,
     probability 1/2 for any distribution, so the coverage is exact, 95.9 % with 20 rounds. Five rounds or fewer give no
     interval: from 0, without an upper end (None: JSON has no infinity).
     """
-    rounds = np.sort(values)
-    k = _sign_test_rank(len(rounds))
+    rounds, below, k = np.sort(values), 0, 0
+    while 2 * (below := below + math.comb(len(rounds), k)) <= MISSED * 2 ** len(rounds):
+        k += 1  # the largest whose interval misses the median with a probability of at most 5 %
     return float(np.median(rounds)), *((float(rounds[k - 1]), float(rounds[-k])) if k else (0.0, None))
-
-
-def _sign_test_rank(rounds: int) -> int:
-    """The largest k with P(k-th smallest to k-th largest of `rounds` misses the median) <= 5 %; 0 if there is none."""
-    below, k = 0, 0
-    while 2 * (below := below + math.comb(rounds, k)) <= MISSED * 2**rounds:
-        k += 1
-    return k

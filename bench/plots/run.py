@@ -3,12 +3,13 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from vitcompress.bench.plots.figure import COLOURS, MARKS, new_figure, save_figure
 from vitcompress.bench.plots.structure import LAYERS, WIDTHS, Layer, Structure, Width, describe_structure
 from vitcompress.errors import ArtifactError
 from vitcompress.io.run_folder import RunFolder
+from vitcompress.io.text import shorten_paths
 from vitcompress.methods.base import Chart, Line
 from vitcompress.methods.table import METHODS
 from vitcompress.models.checkpoint import read_plan
@@ -30,7 +31,10 @@ def draw(folders: Sequence[str | Path], into: str | Path) -> list[Path]:
         MissingExtraError: matplotlib is not installed.
     """
     paths = []
-    runs = dict(zip(_unique_names(folders), map(Path, folders), strict=True))
+    distinct = list(dict.fromkeys(map(Path, folders)))
+    names = shorten_paths([str(folder.resolve()) for folder in distinct])
+    # With as many parent folders as needed to distinguish them.
+    runs = {"-".join(part.strip("/\\:") for part in Path(n).parts): f for n, f in zip(names, distinct, strict=True)}
     plans = {name: _read_plan(folder) for name, folder in runs.items()}
     for name, folder in runs.items():
         figure = structure_figure(describe_structure(plans[name]), name)
@@ -43,16 +47,6 @@ def draw(folders: Sequence[str | Path], into: str | Path) -> list[Path]:
     return paths
 
 
-def _unique_names(folders: Sequence[str | Path]) -> list[str]:
-    """The names of the folders, with as many parent folders as needed to distinguish them."""
-    parts = [Path(folder).resolve().parts for folder in dict.fromkeys(map(str, folders))]
-    for depth in range(1, 1 + max(map(len, parts))):
-        names = ["-".join(part.strip("/\\:") for part in path[-depth:]) for path in parts]
-        if len(set(names)) == len(names):
-            break
-    return names
-
-
 def _read_plan(folder: Path) -> Plan:
     path = RunFolder(folder).plan
     if not path.is_file():
@@ -61,15 +55,6 @@ def _read_plan(folder: Path) -> Plan:
 
 
 # ------------------------------------------------------------------------------------------------------------ structure
-
-
-class Cell(NamedTuple):
-    """A square in a panel. bright: white text."""
-
-    text: str
-    colour: Any
-    hatched: bool = False
-    bright: bool = False
 
 
 def structure_figure(structure: Structure, title: str) -> Any:
@@ -90,16 +75,17 @@ def draw_panel(axes: Any, structure: Structure, panel: Panel) -> None:
     """One square per layer (kept, replaced, removed) or width (remaining share in percent); the last column sums."""
     from matplotlib.patches import Rectangle
 
-    rows = _layer_cells(structure) if panel == "layers" else _width_cells(structure)
+    rows = _rows(structure, panel)
     count = len(structure.blocks)
     for row, cells in enumerate(rows.values()):
         for column, cell in zip([*range(count), count + 0.5], cells, strict=True):
             if cell is not None:
-                hatch = "///" if cell.hatched else None
-                axes.add_patch(Rectangle((column, row), 1, 1, fc=cell.colour, ec="grey", lw=0.6, hatch=hatch))
-                box = {"fc": GREY, "ec": "none", "pad": 0.8} if cell.hatched and cell.text else None
-                style = {"ha": "center", "va": "center", "fontsize": 7, "color": "white" if cell.bright else "black"}
-                axes.text(column + 0.5, row + 0.5, cell.text, bbox=box, **style)
+                text, colour, hatched, ink = _style(cell)
+                hatch = "///" if hatched else None
+                axes.add_patch(Rectangle((column, row), 1, 1, fc=colour, ec="grey", lw=0.6, hatch=hatch))
+                box = {"fc": GREY, "ec": "none", "pad": 0.8} if hatched and text else None
+                style = {"ha": "center", "va": "center", "fontsize": 7, "color": ink}
+                axes.text(column + 0.5, row + 0.5, text, bbox=box, **style)
     axes.set(xlim=(-0.1, count + 1.6), ylim=(len(rows) + 0.1, -0.1))
     axes.set_yticks([row + 0.5 for row in range(len(rows))], list(rows))
     numbers = [re.split("[._]", path)[-1] for path in structure.blocks]
@@ -112,29 +98,27 @@ def draw_panel(axes: Any, structure: Structure, panel: Panel) -> None:
     axes.set_title(TITLES[panel], fontsize="medium", loc="left")
 
 
-def _layer_cells(structure: Structure) -> dict[str, list[Cell | None]]:
-    def cell(layer: Layer | None) -> Cell | None:
-        return layer and Cell(layer.word, STATES[layer.state], hatched=layer.state == "removed")
-
-    rows: dict[str, list[Cell | None]] = {}
-    for kind, layers in structure.layers.items():
-        states = [layer.state for layer in layers if layer is not None]
-        rows[LAYERS[kind]] = [*map(cell, layers), Cell(f"{states.count('kept')}/{len(states)}", "white")]
-    return rows
+def _rows(structure: Structure, panel: Panel) -> dict[str, list[Layer | Width | str | None]]:
+    """Name of each kind -> its layers or widths by block, and their sum."""
+    if panel == "widths":
+        return {WIDTHS[kind]: [*row, structure.total(kind)] for kind, row in structure.widths.items()}
+    states = {kind: [layer.state for layer in row if layer] for kind, row in structure.layers.items()}
+    sums = {kind: f"{own.count('kept')}/{len(own)}" for kind, own in states.items()}
+    return {LAYERS[kind]: [*row, sums[kind]] for kind, row in structure.layers.items()}
 
 
-def _width_cells(structure: Structure) -> dict[str, list[Cell | None]]:
+def _style(cell: Layer | Width | str) -> tuple[str, Any, bool, str]:
+    """Text and colour of a square, whether it is hatched, and the colour of the text."""
     from matplotlib import colormaps
 
-    def cell(width: Width | None) -> Cell | None:
-        if width is None:
-            return None
-        share = width.kept / width.dense if width.dense else 0.0
-        text = "linear" if width.linear else f"{100 * share:.0f}"
-        colour = colormaps["YlGnBu"](0.1 + 0.75 * share) if width.kept else GREY
-        return Cell(text, colour, hatched=not width.kept and not width.linear, bright=share > 0.6)
-
-    return {WIDTHS[k]: [*map(cell, row), cell(structure.total(k))] for k, row in structure.widths.items()}
+    if isinstance(cell, str):
+        return cell, "white", False, "black"
+    if isinstance(cell, Layer):
+        return cell.word, STATES[cell.state], cell.state == "removed", "black"
+    share = cell.kept / cell.dense if cell.dense else 0.0
+    text = "linear" if cell.linear else f"{100 * share:.0f}"
+    colour = colormaps["YlGnBu"](0.1 + 0.75 * share) if cell.kept else GREY
+    return text, colour, not cell.kept and not cell.linear, "white" if share > 0.6 else "black"
 
 
 def state_patches() -> list[Any]:
