@@ -82,7 +82,7 @@ class AnyWidthAttention(nn.Module):
 class SlicedAttention(AnyWidthAttention):
     """Self-attention (VisionTransformer)."""
 
-    WIDTHS = ("attn_dim",)
+    WIDTHS: tuple[str, ...] | None = ("attn_dim",)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """x: normalized tokens, (batch, tokens, channels) -> same shape."""

@@ -114,7 +114,7 @@ def resolve_model(
     # A training script that names another model uses the defaults of that model.
     trained = str(file.stated.get("model", arch))
     other = timm.is_model(trained) and trained.split(".")[0] != arch.split(".")[0] and timm.get_pretrained_cfg(trained)
-    stated = (other.to_dict() if other else {}) | file.stated
+    stated = {**(other.to_dict() if other else {}), **file.stated}
     layers = {DEFAULT: default, file.stated_in: stated, RECIPE: overlay, USER: changes}
     values, origins = _merge({s: {n: _plain(v) for n, v in t.items() if n in NAMES} for s, t in layers.items()})
     overlay |= {name: value for name, value in values.items() if value != _plain(default[name])}

@@ -116,7 +116,7 @@ class MappedImages(Images):
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         image, label = self.dataset[index]
-        return decode(image, f"{index} of {self.name}") if isinstance(image, bytes) else image, int(label)
+        return decode(BytesIO(image), f"{index} of {self.name}") if isinstance(image, bytes) else image, int(label)
 
 
 def is_map_style(data: Any) -> bool:
@@ -153,10 +153,10 @@ def class_names(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(names, key=natural_key))
 
 
-def decode(file: str | Path | bytes, name: str = "") -> Image.Image:
-    """The image in `file`, decoded, grey or RGB. name: of its content, if `file` is that. Raises DataError."""
+def decode(file: str | Path | BytesIO, name: str = "") -> Image.Image:
+    """The image in `file`, decoded, grey or RGB. name: of the image, for errors; default: `file`. Raises DataError."""
     try:
-        with Image.open(BytesIO(file) if isinstance(file, bytes) else file, formats=_FORMATS) as image:
+        with Image.open(file, formats=_FORMATS) as image:
             if image.width * image.height > _MOST_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels are more than {_MOST_PIXELS:,}")
             return image.convert("L" if image.mode in ("1", "L", "I;16") else "RGB")

@@ -190,7 +190,8 @@ class Objective:
         # Probabilities are smoothed where images are mixed.
         loss = functional.cross_entropy
         smoothing = options.augmentation.smoothing if targets.ndim == 1 else 0.0
-        labels: Tensor = sum(weight * loss(head, targets, label_smoothing=smoothing) for head in heads) / len(heads)
+        parts = [weight * loss(head, targets, label_smoothing=smoothing) for head in heads]
+        labels = cast(Tensor, sum(parts) / len(parts))
         if teacher is None:
             return labels
         if not is_feature_loss:

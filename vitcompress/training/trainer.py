@@ -110,8 +110,10 @@ class TrainingJob:
 
     @cached_property
     def heldout(self) -> EvalLoader | BatchLoader | None:
-        if not self.heldout_set or isinstance(self.heldout_set, BatchLoader):
-            return self.heldout_set or None
+        if not self.heldout_set:
+            return None
+        if isinstance(self.heldout_set, BatchLoader):
+            return self.heldout_set
         return EvalLoader(self.heldout_set, self.at.input, max(_EVAL_BATCH, self.micro_batch), self.at.runtime)
 
 
@@ -164,8 +166,8 @@ class Learner:
         self.best = state.part("best")
         slots: dict[int, dict[str, object]] = {}
         for name, value in state.part("optimizer").items():
-            number, _, slot = name.partition(".")
-            slots.setdefault(int(number), {})[slot] = value
+            index, _, slot = name.partition(".")
+            slots.setdefault(int(index), {})[slot] = value
         groups = self.optimizer.state_dict()["param_groups"]
         for number, group in enumerate(groups):  # some optimisers count their steps here
             for name, value in state.part(f"group.{number}").items():
